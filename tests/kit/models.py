@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +36,12 @@ def net(seed: int = 0, dtype: torch.dtype = torch.float64, **options: Any) -> Ne
     return Net(**options).to(dtype)
 
 
+def seeded(make: Callable[..., nn.Module], seed: int = 0, **options: Any) -> Any:
+    """A module in float64 with the numbers of a seed."""
+    torch.manual_seed(seed)
+    return make(**options).double()
+
+
 def batch(rows: int, seed: int, dtype: torch.dtype = torch.float64) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, 4, generator=generator, dtype=dtype), torch.randn(rows, 1, generator=generator, dtype=dtype)
@@ -49,9 +55,13 @@ def plain_training(
     optimizer: str = "SGD",
     lr: float = 0.1,
     module: nn.Module | None = None,
+    loss_of: Callable[..., torch.Tensor] = lambda module, x, y: nn.functional.mse_loss(module(x), y),
+    after: Callable[[Any, int], object] = lambda module, updates: None,
 ) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
     """One process: each window is one optimizer update on the mean over all its rows.
 
+    Args:
+        after: called behind each update, with their number.
     Returns:
         parameters by name, losses and gradient norms (before clipping) by update.
     """
@@ -61,7 +71,7 @@ def plain_training(
     losses, norms = [], []
     for window in windows:
         x, y = (torch.cat(parts) for parts in zip(*window, strict=True))
-        loss = nn.functional.mse_loss(module(x), y)
+        loss = loss_of(module, x, y)
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), clip if clip is not None else float("inf"))))
         if clip_value is not None:
@@ -69,11 +79,12 @@ def plain_training(
         opt.step()
         opt.zero_grad()
         losses.append(float(loss.detach()))
+        after(module, len(losses))
     return {n: p.detach().clone() for n, p in module.named_parameters()}, losses, norms
 
 
-def whole(module: nn.Module) -> dict[str, torch.Tensor]:
-    """A module's parameters, gathered, under the names that its author gave them. Collective."""
+def whole(module: Any) -> dict[str, torch.Tensor]:
+    """The parameters of a module, or of a Prepared, gathered, under the names that its author gave them. Collective."""
     return {
         n.removeprefix("module."): (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
         for n, p in module.named_parameters()

@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from echelon.errors import EchelonError
+from echelon.errors import EchelonError, UsageError
 
 TESTS = Path(__file__).parents[1]
 GOLDEN = TESTS / "golden/messages.txt"
@@ -74,6 +74,21 @@ def _refused(asks: str, kind: type[E], fields: dict[str, Any]) -> Iterator[pytes
     elif VERSIONS in golden() and said not in golden().get(asks, ()):
         told = f"{asks} was told:\n    {said}\nThe words are right? `pytest --write-golden {asks.partition('::')[0]}`. Known are:"
         raise AssertionError("\n    ".join([told, *golden().get(asks, ["none"])]))
+
+
+def refusal(fn: Callable[..., object], *args: Any, kind: type[EchelonError] = UsageError, **options: Any) -> str:
+    """What `fn` is refused with: for ranks, whose words the test compares."""
+    with pytest.raises(kind) as caught:
+        fn(*args, **options)
+    return str(caught.value)
+
+
+def answer(fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What `fn` gives, or the words that it is refused with."""
+    try:
+        return fn(*args, **options)
+    except UsageError as error:
+        return str(error)
 
 
 def _asks(frame: FrameType) -> str:

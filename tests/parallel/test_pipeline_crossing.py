@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,9 @@ from torch import nn
 
 import echelon as ech
 from tests.conftest import Ranks
-from tests.kit.models import Batch, batch, largest_difference, whole
+from tests.kit.models import Batch, batch, largest_difference, seeded, whole
+from tests.kit.refusals import refusal
+from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -28,8 +29,7 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
-        return out
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Base(nn.Module):
@@ -47,35 +47,13 @@ class Base(nn.Module):
         early = y = self.first(x)
         for block in self.blocks:
             y = self.between(block, y)
-        out: torch.Tensor = self.after(y, early)
-        return out
+        return self.after(y, early)
 
     def between(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = block(x)
-        return out
+        return block(x)
 
     def after(self, y: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(y)
-        return out
-
-
-class AddedInPlace(Base):
-    def between(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = block(x)
-        y += x
-        return y
-
-
-class ActivatedInPlace(Base):
-    def between(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return F.silu(block(x), inplace=True)
-
-
-class ViewsWritten(Base):
-    def between(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = block(x)
-        y[:, :3].mul_(0.5)
-        return y
+        return self.last(y)
 
 
 class UnitsWriteTheirInputs(Base):
@@ -88,45 +66,7 @@ class UnitsWriteTheirInputs(Base):
         kept = [self.first(x) * 2]
         for block in self.blocks:
             kept.append(block(kept[-1]))
-        out: torch.Tensor = self.last(sum(kept))
-        return out
-
-
-class Compared(Base):
-    def after(self, y: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(y * (early > 0))
-        return out
-
-
-class Chosen(Base):
-    def after(self, y: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
-        _, at = early.topk(3, -1)
-        out: torch.Tensor = self.last(y) + y.gather(-1, at).sum(-1, keepdim=True) * early.argmax(-1, keepdim=True)
-        return out
-
-
-class Read(Base):
-    """By Python: a number, a branch, a list, an array."""
-
-    def after(self, y: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
-        scale = early.detach().abs().mean().item() + early.tolist()[0][0] + float(early.detach().numpy().max())
-        out: torch.Tensor = self.last(y * scale)
-        return out * 3 if bool(early.mean() > 0) else out
-
-
-class Detached(Base):
-    def after(self, y: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(y * early.detach().abs() + early.data.sum())
-        return out
-
-
-class Selected(Base):
-    """Shapes that follow from values."""
-
-    def after(self, y: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
-        rows = torch.nonzero(early.sum(-1) > 0).flatten()
-        out: torch.Tensor = self.last(y)
-        return out.index_add(0, rows, out[rows])
+        return self.last(sum(kept))
 
 
 class Gathered(Base):
@@ -138,43 +78,12 @@ class Gathered(Base):
         for number, block in enumerate(self.blocks):
             y = block(y)
             kept[number] = y
-        out: torch.Tensor = self.last(kept.mean(0))
-        return out
+        return self.last(kept.mean(0))
 
 
-class ByMode(Base):
-    def after(self, y: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(y + 0.1 * early if self.training else y * (early > 0))
-        return out
-
-
-class ByFlag(Base):
-    """That a callback sets in mid-training."""
-
-    def after(self, y: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(y + early if self.flag else y)
-        return out
-
-
-class ByShape(Base):
-    def between(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = block(x)
-        if len(x) == 3:
-            y += x
-        return y
-
-    def after(self, y: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(y + early if len(y) == 4 else y)
-        return out
-
-
-class Collecting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
+class Collecting(Block):
     def forward(self, x: torch.Tensor, penalties: list[torch.Tensor], seen: dict[str, torch.Tensor]) -> torch.Tensor:
-        y: torch.Tensor = self.block(x)
+        y = super().forward(x)
         penalties.append(y.pow(2).mean())
         seen["sum"] = seen.get("sum", 0) + y.detach()
         return y
@@ -192,111 +101,31 @@ class Collected(Base):
         y = self.first(x)
         for block in self.blocks:
             y = block(y, penalties, seen)
-        out: torch.Tensor = self.last(y + seen["sum"]) + 0.1 * sum(penalties)
-        return out
-
-
-RIGHT: list[type[Base]] = [
-    *(AddedInPlace, ActivatedInPlace, ViewsWritten, UnitsWriteTheirInputs, Compared, Chosen, Read, Detached, Selected, Gathered),
-    *(ByMode, ByFlag, ByShape, Collected),
-]
-
-
-class ByCount(Base):
-    def after(self, y: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(y * (early > 0) if self.epoch else y)
-        return out
-
-
-class WrittenByCount(Base):
-    def between(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = block(x)
-        if self.epoch:
-            y += 1
-        return y
-
-
-class Measuring(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, float]:
-        y = self.block(x)
-        return y, float(y.detach().mean())
-
-
-class Measured(Base):
-    """A number that is no tensor, made of values."""
-
-    def block(self) -> nn.Module:
-        return Measuring()
-
-    def between(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y, mean = block(x)
-        out: torch.Tensor = y * (1 + mean)
-        return out
+        return self.last(y + seen["sum"]) + 0.1 * sum(penalties)
 
 
 class Noting(Block):
-    note: torch.Tensor | None = None
+    """Leaves something on itself, without gradients, for the root to read."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        self.note = (y > 0).to(y.dtype)
-        return y
-
-
-class Noted(Base):
-    """What a block notes without gradients, for the root to read."""
-
-    def block(self) -> nn.Module:
-        return Noting()
-
-    def after(self, y: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
-        note: Any = self.blocks[0].note
-        out: torch.Tensor = self.last(y if note is None else y * note)
-        return out
-
-
-class NotingNumbers(Block):
-    note = 0.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = super().forward(x)
-        self.note = float(y.detach().mean())
-        return y
-
-
-class NotedNumbers(Base):
-    def block(self) -> nn.Module:
-        return NotingNumbers()
-
-    def after(self, y: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(y) * (1 + self.blocks[0].note)  # type: ignore[operator]
-        return out
-
-
-class Listing(Block):
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
         super().__init__()
-        self.notes: list[torch.Tensor] = []
+        self.what, self.note = what, {"tensor": None, "number": 0.0, "list": []}[what]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
-        self.notes.append((y > 0).to(y.dtype))
+        if self.what == "list":
+            self.note.append((y > 0).to(y.dtype))
+        else:
+            self.note = (y > 0).to(y.dtype) if self.what == "tensor" else float(y.detach().mean())
         return y
 
 
-class Listed(Base):
-    def block(self) -> nn.Module:
-        return Listing()
+class Measuring(Block):
+    """Gives a number that is no tensor, made of values."""
 
-    def after(self, y: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.last(y * sum(self.blocks[0].notes))  # type: ignore[arg-type]
-        for block in self.blocks:
-            block.notes.clear()  # type: ignore[union-attr, operator]
-        return out
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, float]:
+        y = super().forward(x)
+        return y, float(y.detach().mean())
 
 
 class CountingLate(Base):
@@ -320,55 +149,130 @@ class Averaging(Base):
         return super().forward(x - self.mean)
 
 
-class PastTorch(Base):
-    def between(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = block(x)
-        y.data.mul_(0.5)
-        return y
+def _writes_a_view(self: Any, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = block(x)
+    y[:, :3].mul_(0.5)
+    return y
 
 
-class Counting(Base):
-    """Passes, of which a rank with two stages makes two."""
-
-    def between(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        self.epoch += 1
-        out: torch.Tensor = block(x)
-        return out * 0.9 if self.epoch > 20 else out
+def _writes_past_torch(self: Any, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = block(x)
+    y.data.mul_(0.5)
+    return y
 
 
+def _counts_passes(self: Any, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Of which a rank with two stages makes two."""
+    self.epoch += 1
+    return block(x) * 0.9 if self.epoch > 20 else block(x)
+
+
+def _multiplies_by_the_mean(self: Any, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y, mean = block(x)
+    return y * (1 + mean)
+
+
+def _chooses(self: Any, y: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
+    _, at = early.topk(3, -1)
+    return self.last(y) + y.gather(-1, at).sum(-1, keepdim=True) * early.argmax(-1, keepdim=True)
+
+
+def _reads(self: Any, y: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
+    """By Python: a number, a branch, a list, an array."""
+    scale = early.detach().abs().mean().item() + early.tolist()[0][0] + float(early.detach().numpy().max())
+    return self.last(y * scale) * (3 if bool(early.mean() > 0) else 1)
+
+
+def _selects(self: Any, y: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
+    """Shapes that follow from values."""
+    rows, out = torch.nonzero(early.sum(-1) > 0).flatten(), self.last(y)
+    return out.index_add(0, rows, out[rows])
+
+
+def _reads_a_list(self: Any, y: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
+    out = self.last(y * sum(self.blocks[0].note))
+    for block in self.blocks:
+        block.note.clear()
+    return out
+
+
+def _model(name: str, **methods: Any) -> type[Base]:
+    return type(name, (Base,), methods)
+
+
+RIGHT = [
+    _model("AddedInPlace", between=lambda self, block, x: block(x).add_(x)),
+    _model("ActivatedInPlace", between=lambda self, block, x: F.silu(block(x), inplace=True)),
+    _model("ViewsWritten", between=_writes_a_view),
+    UnitsWriteTheirInputs,
+    _model("Compared", after=lambda self, y, early: self.last(y * (early > 0))),
+    _model("Chosen", after=_chooses),
+    _model("Read", after=_reads),
+    _model("Detached", after=lambda self, y, early: self.last(y * early.detach().abs() + early.data.sum())),
+    _model("Selected", after=_selects),
+    Gathered,
+    _model("ByMode", after=lambda self, y, early: self.last(y + 0.1 * early if self.training else y * (early > 0))),
+    _model("ByFlag", after=lambda self, y, early: self.last(y + early if self.flag else y)),  # a callback sets it
+    _model(
+        "ByShape",
+        between=lambda self, block, x: block(x).add_(x) if len(x) == 3 else block(x),
+        after=lambda self, y, early: self.last(y + early if len(y) == 4 else y),
+    ),
+    Collected,
+]
 REFUSED: list[tuple[type[Base], str, str]] = [
-    (ByCount, "1f1b", "stage 1 of ByCount uses what first gave"),
-    (WrittenByCount, "1f1b", "WrittenByCount writes into what"),
-    (Measured, "1f1b", "returned"),
-    (Noted, "1f1b", "blocks.0.note"),
-    (NotedNumbers, "1f1b", "blocks.0.note"),
-    (Listed, "1f1b", "blocks.0.notes"),
+    (
+        _model("ByCount", after=lambda self, y, early: self.last(y * (early > 0) if self.epoch else y)),
+        "1f1b",
+        "stage 1 of ByCount uses what first gave",
+    ),
+    (
+        _model("WrittenByCount", between=lambda self, block, x: block(x).add_(1) if self.epoch else block(x)),
+        "1f1b",
+        "WrittenByCount writes into what",
+    ),
+    (_model("Measured", block=lambda self: Measuring(), between=_multiplies_by_the_mean), "1f1b", "returned"),
+    (
+        _model(
+            "Noted",
+            block=lambda self: Noting("tensor"),
+            after=lambda self, y, early: self.last(y if self.blocks[0].note is None else y * self.blocks[0].note),
+        ),
+        "1f1b",
+        "blocks.0.note",
+    ),
+    (
+        _model(
+            "NotedNumbers",
+            block=lambda self: Noting("number"),
+            after=lambda self, y, early: self.last(y) * (1 + self.blocks[0].note),
+        ),
+        "1f1b",
+        "blocks.0.note",
+    ),
+    (_model("Listed", block=lambda self: Noting("list"), after=_reads_a_list), "1f1b", "blocks.0.note"),
     (CountingLate, "1f1b", "counts its passes in epoch, in 1 of 2 stages"),
     (Averaging, "interleaved", "the buffer Averaging.mean"),
-    (PastTorch, "1f1b", "past torch"),
-    (Counting, "interleaved", "counts its passes in epoch"),
+    (_model("PastTorch", between=_writes_past_torch), "1f1b", "past torch"),
+    (_model("Counting", between=_counts_passes), "interleaved", "counts its passes in epoch"),
 ]
+MODELS = {make.__name__: make for make in [*RIGHT, *(make for make, *_ in REFUSED)]}
 
 
 def _goes_on(module: Any) -> None:
     """As a schedule does in mid-training."""
-    if isinstance(module, ByFlag):
-        module.flag = True
-    else:
-        module.epoch += 1
+    module.flag = type(module).__name__ == "ByFlag"
+    module.epoch += not module.flag
 
 
-class Unit(ech.AutoUnit[Batch]):
-    def __init__(self, make: Callable[[], Base], layout: Any) -> None:
-        torch.manual_seed(0)
-        super().__init__(module=make().double(), layout=layout, accumulate=2, device=torch.device("cpu"))
+def _data(name: str) -> list[Batch]:
+    return RAGGED if name == "ByShape" else DATA
+
+
+class Unit(Regression):
+    def __init__(self, name: str, layout: Any) -> None:
+        super().__init__(module=seeded(MODELS.get(name, Base)), layout=layout, accumulate=2, lr=0.01)
         self.losses: list[float] = []
-
-    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
-        return F.mse_loss(self.module(data[0]), data[1]), None
-
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
-        return torch.optim.SGD(module.parameters(), lr=0.01), None
 
     def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: ech.units.TrainStepResults) -> None:
         self.losses.append(float(results.loss))
@@ -379,20 +283,16 @@ class Unit(ech.AutoUnit[Batch]):
 Told = tuple[dict[str, torch.Tensor], list[float], float]
 
 
-def _trained(make: Callable[[], Base], layout: Any) -> Told:
-    unit = Unit(make, layout)
-    data = RAGGED if make is ByShape else DATA
-    ech.train(unit, data, max_epochs=1)
-    ech.evaluate(unit, data[:3])
-    return {name: p.detach().clone() for name, p in unit.prepared.named_parameters()}, unit.losses, unit.eval_loss
+def _trained(name: str, layout: Any) -> Told:
+    unit = Unit(name, layout)
+    ech.train(unit, _data(name), max_epochs=1)
+    ech.evaluate(unit, _data(name)[:3])
+    return whole(unit.prepared), unit.losses, unit.eval_loss
 
 
-def _plain(make: Callable[[], Base]) -> Told:
-    torch.manual_seed(0)
-    module = make().double()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    losses: list[float] = []
-    data = RAGGED if make is ByShape else DATA
+def _plain(name: str) -> Told:
+    module, data, losses = seeded(MODELS[name]), _data(name), list[float]()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
     for window in zip(data[::2], data[1::2], strict=True):
         for x, y in window:
             loss = F.mse_loss(module(x), y)
@@ -405,59 +305,49 @@ def _plain(make: Callable[[], Base]) -> Told:
     module.eval()
     with torch.no_grad():
         total = sum(float(F.mse_loss(module(x), y)) * len(x) for x, y in data[:3])
-    return {name: p.detach() for name, p in module.named_parameters()}, losses, total / sum(len(x) for x, _ in data[:3])
-
-
-def _each(makes: list[type[Base]], layout: Any) -> list[Told]:
-    return [_trained(make, layout) for make in makes]
+    return whole(module), losses, total / sum(len(x) for x, _ in data[:3])
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero_bubble"])
 def test_what_a_stage_uses_of_an_earlier_one_is_found_by_its_use(ranks: Ranks, schedule: str) -> None:
     """Writes in place were made twice, or in one stage only; what stood behind a comparison was nan."""
-    told = ranks(2, _each, RIGHT, ech.Layout(pp=2, schedule=schedule))
-    for make, *of_ranks in zip(RIGHT, *told, strict=True):
-        want = _plain(make)
-        got = {name: value for values, _, _ in of_ranks for name, value in values.items()}
+    names = [make.__name__ for make in RIGHT]
+    told = ranks(2, lambda: [_trained(name, ech.Layout(pp=2, schedule=schedule)) for name in names])
+    for name, *of_ranks in zip(names, *told, strict=True):
+        want = _plain(name)
+        got = {parameter: value for values, _, _ in of_ranks for parameter, value in values.items()}
         assert got.keys() == want[0].keys()
-        for name, value in want[0].items():
-            torch.testing.assert_close(got[name], value, rtol=1e-10, atol=1e-12, msg=f"{make.__name__}: {name}")
+        for parameter, value in want[0].items():
+            torch.testing.assert_close(got[parameter], value, rtol=1e-10, atol=1e-12, msg=f"{name}: {parameter}")
         for _, losses, evaluated in of_ranks:
-            assert losses == pytest.approx(want[1], rel=1e-10), make.__name__
-            assert evaluated == pytest.approx(want[2], rel=1e-10), make.__name__
+            assert losses == pytest.approx(want[1], rel=1e-10), name
+            assert evaluated == pytest.approx(want[2], rel=1e-10), name
 
 
-def _refused(cases: list[tuple[type[Base], str, str]]) -> list[str]:
-    found = []
-    for make, schedule, _ in cases:
-        with pytest.raises(ech.EchelonError) as caught:
-            _trained(make, ech.Layout(pp=2, schedule=schedule))
-        found.append(str(caught.value))
-    return found
+def _refused() -> list[str]:
+    kind = ech.EchelonError
+    return [refusal(_trained, make.__name__, ech.Layout(pp=2, schedule=schedule), kind=kind) for make, schedule, _ in REFUSED]
 
 
 @pytest.mark.full
 def test_a_pass_that_needs_what_was_not_sent_is_refused_on_all_ranks(ranks: Ranks) -> None:
     """It went on with nan, or with finite numbers that were wrong, and saved them."""
-    told = ranks(2, _refused, REFUSED)
-    for (make, _, words), *of_ranks in zip(REFUSED, *told, strict=True):
-        for said in of_ranks:
-            assert words in said, make.__name__
+    for (make, _, words), *of_ranks in zip(REFUSED, *ranks(2, _refused), strict=True):
+        assert all(words in said for said in of_ranks), make.__name__
 
 
 class Failing(Unit):
-    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
-        loss, out = super().compute_loss(state, data)
+    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, Any]:
+        made = super().compute_loss(state, data)
         if len(self.losses) == 4 and self.prepared.unwrapped.training:
             raise ValueError("a label is missing")
-        return loss, out
+        return made
 
 
 def _failing() -> tuple[str, str]:
-    unit = Failing(Base, "pp=2")
     try:
-        ech.train(unit, DATA, max_epochs=1)
+        ech.train(Failing("", "pp=2"), DATA, max_epochs=1)
     except (ValueError, ech.EchelonError) as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -470,21 +360,17 @@ def test_an_error_in_a_loss_ends_all_stages(ranks: Ranks) -> None:
     assert first[0] == "EchelonError" and "ValueError: a label is missing" in first[1]
 
 
-class _Walks(ech.AutoUnit[Batch]):
+class _Walks(Regression):
     """How often compute_loss ran to its end without anything staying of it."""
 
     def __init__(self) -> None:
-        torch.manual_seed(0)
-        super().__init__(module=Base().double(), layout="pp=2", device=torch.device("cpu"))
+        super().__init__(module=seeded(Base), layout="pp=2", lr=0.01)
         self.trials = 0
 
-    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
-        loss = F.mse_loss(self.module(data[0]), data[1])
+    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, Any]:
+        made = super().compute_loss(state, data)
         self.trials += self.prepared.batches.is_trying
-        return loss, None
-
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
-        return torch.optim.SGD(module.parameters(), lr=0.01), None
+        return made
 
 
 def _tried(lengths: list[int]) -> int:
