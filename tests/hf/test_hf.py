@@ -10,10 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.common.errors import LayoutError, LoopError, RecomputeError, UsageError
+from echelon.common.errors import LayoutError, LoopError, RecomputeError
 from echelon.parallel.meta.materialize import materialize
 from tests.conftest import Ranks
-from tests.kit.refusals import refused
+from tests.kit.hf_units import Tuning, differing
+from tests.kit.models import largest_difference, plain_training, seeded, whole
+from tests.kit.refusals import refusal, refused
 
 pytest.importorskip("transformers", reason="pip install transformers peft")
 pytest.importorskip("peft", reason="pip install peft")
@@ -30,11 +32,6 @@ def _all(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _full(module: nn.Module) -> dict[str, torch.Tensor]:
     return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach() for n, t in _all(module).items()}
-
-
-def _differing(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> list[str]:
-    assert got.keys() == want.keys()
-    return [n for n, t in want.items() if got[n].dtype != t.dtype or not torch.equal(got[n], t)]
 
 
 def _ties(module: nn.Module) -> list[list[str]]:
@@ -67,7 +64,7 @@ def test_values_ties_and_streams_of_every_kind_of_model_are_those_of_a_plain_bui
         assert sum(not t.is_meta for t in _all(got).values()) <= 1, make
         assert torch.equal(torch.get_rng_state(), state), make
         materialize(got, CPU)
-        assert _differing(_full(got), _full(want)) == [], make
+        assert differing(_full(got), _full(want)) == [], make
         assert _ties(got) == _ties(want), make
 
 
@@ -81,7 +78,7 @@ def _sharded_values(layouts: list[str]) -> dict[str, Any]:
             module = _built(make, seed=5 + dist.get_rank(), meta=True)
             made = ech.layouts.prepare_module(module, CPU, layout=layout)
             plain = made.module if layout == "ddp" else made
-            found[f"{make.__name__} {layout}"] = _differing(_full(plain), want)
+            found[f"{make.__name__} {layout}"] = differing(_full(plain), want)
     return found
 
 
@@ -115,21 +112,10 @@ def test_an_adapter_loaded_inside_on_meta_has_its_values(tmp_path: Any) -> None:
 
     got, want = _built(loaded, meta=True), _built(loaded, meta=False)
     materialize(got, CPU)
-    assert _differing(_full(got), _full(want)) == []
+    assert differing(_full(got), _full(want)) == []
 
 
 # --- training
-
-
-class Tuning(ech.AutoUnit[Any]):
-    """The model's own loss, over the parameters that are not frozen."""
-
-    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
-        outputs = self.module(**data)
-        return outputs.loss, outputs
-
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-        return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1), None
 
 
 class Counting(Tuning):
@@ -148,14 +134,8 @@ class Counting(Tuning):
 
 
 def _trained(module: nn.Module) -> dict[str, torch.Tensor]:
-    plain = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-    found = {n: p for n, p in plain.named_parameters() if p.requires_grad}
-    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in found.items()}
-
-
-def _apart(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
-    assert got.keys() == want.keys()
-    return max(float((got[n] - want[n]).abs().max()) for n in want)
+    learns = {name.removeprefix("module.") for name, p in module.named_parameters() if p.requires_grad}
+    return {name: value for name, value in whole(module).items() if name in learns}
 
 
 # Labels that count, by micro-batch, rank and row: two windows of two. One micro-batch has none, one has its first label alone.
@@ -172,11 +152,10 @@ def _tokens(lengths: list[int], seed: int) -> dict[str, torch.Tensor]:
     return BatchEncoding({"input_ids": ids, "attention_mask": seen.long(), "labels": ids.masked_fill(~mask, -100)})
 
 
-def _without_dropout() -> nn.Module:
-    from tests.kit.hf_models import gpt2
+def _model() -> Any:
+    from tests.kit.hf_models import gpt2, without_dropout
 
-    torch.manual_seed(3)
-    return gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0).double()
+    return without_dropout(seeded(gpt2, 3))
 
 
 def _micro_batches(rank: int) -> list[Any]:
@@ -186,42 +165,32 @@ def _micro_batches(rank: int) -> list[Any]:
 def _counted(layouts: list[str]) -> list[Any]:
     found = []
     for layout in layouts:
-        unit = Counting(module=_without_dropout(), layout=layout, accumulate=2)
+        unit = Counting(module=_model(), layout=layout, accumulate=2)
         ech.fit(unit, _micro_batches(dist.get_rank()), _micro_batches(dist.get_rank()), max_epochs=1)
         loss = float(unit.latest_update[0])
         found.append((_trained(unit.module), loss, unit.eval_loss))
     return found
 
 
-def _one_process() -> tuple[dict[str, torch.Tensor], float, float]:
-    """Plain PyTorch over each whole global batch: every token that counts, once."""
-    module = _without_dropout()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+def _pair(data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.stack([data["input_ids"], data["attention_mask"]], 1), data["labels"]
 
-    def loss_of(micro: list[int]) -> torch.Tensor:
-        total, count = torch.zeros((), dtype=torch.float64), 0
-        for data in (_tokens(_LENGTHS[i][rank], 10 * i + rank) for i in micro for rank in range(2)):
-            logits = module(input_ids=data["input_ids"], attention_mask=data["attention_mask"]).logits
-            labels = data["labels"][:, 1:].flatten()
-            total = total + nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum")
-            count += int((data["labels"][:, 1:] != -100).sum())
-        return total / count
 
-    for window in ([0, 1], [2, 3]):
-        loss = loss_of(window)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    with torch.no_grad():
-        return _trained(module), float(loss.detach()), float(loss_of([0, 1, 2, 3]))
+def _mean(module: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = module(input_ids=x[:, 0], attention_mask=x[:, 1]).logits[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
 
 
 @pytest.mark.full
 def test_updates_weighed_by_tokens_are_those_of_one_process_over_the_global_batch(ranks: Ranks) -> None:
-    want, loss, eval_loss = _one_process()
+    pairs = [[_pair(each) for each in of_ranks] for of_ranks in zip(_micro_batches(0), _micro_batches(1), strict=True)]
+    module, windows = _model(), [pairs[0] + pairs[1], pairs[2] + pairs[3]]
+    want, losses, _ = plain_training(windows, module=module, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), loss_of=_mean)
+    x, y = (torch.cat(parts) for parts in zip(*windows[0], *windows[1], strict=True))
+    loss, eval_loss = losses[-1], float(_mean(module, x, y).detach())
     for found in ranks(2, _counted, ["ddp", "fsdp"]):
         for trained, last, evaluated in found:
-            assert _apart(trained, want) < 1e-12
+            assert largest_difference(trained, want) < 1e-12
             assert last == pytest.approx(loss, abs=1e-12) and evaluated == pytest.approx(eval_loss, abs=1e-12)
 
 
@@ -276,7 +245,7 @@ def _recomputed(layout: str | None, name: str) -> Any:
     model = unit.prepared.unwrapped.eval()
     with torch.no_grad():
         kept = model(**data).past_key_values
-    return _apart(_trained(unit.module), _trained(plain.module)), model.config.use_cache, kept.get_seq_length()
+    return largest_difference(_trained(unit.module), _trained(plain.module)), model.config.use_cache, kept.get_seq_length()
 
 
 def _recomputed_under(layouts: list[str]) -> list[Any]:
@@ -321,7 +290,7 @@ def _exported(folder: str, layouts: list[str]) -> list[str]:
 
     from tests.kit.hf_models import auto_bf16, gpt2, lora
 
-    differing = []
+    wrong = []
     for layout in layouts:
         plan = {"model.layers.*.mlp.gate_proj": "colwise", "model.layers.*.mlp.up_proj": "colwise"}
         for make in (auto_bf16,) if layout == "tp" else (gpt2, auto_bf16, lora):
@@ -336,8 +305,8 @@ def _exported(folder: str, layouts: list[str]) -> list[str]:
                 loaded = PeftModel.from_pretrained(gpt2(), out, is_trainable=True)
             else:
                 loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
-            differing += [f"{out} {n}" for n in _differing(trained, _trained(loaded))]
-    return differing
+            wrong += [f"{out} {n}" for n in differing(trained, _trained(loaded))]
+    return wrong
 
 
 @pytest.mark.full
@@ -357,19 +326,14 @@ def _read_back(folder: str) -> tuple[list[str], str, str]:
     unit = Tuning(module=_built(gpt2, meta=True), layout="fsdp")
     ech.save_pretrained(saved, folder)
     ech.DistributedCheckpointSaver.restore(folder, unit)
-    found = _differing(_trained(unit.module), _trained(saved))
-    texts = []
-    for act in (lambda: unit.module.save_pretrained(folder), lambda: ech.save_pretrained(nn.Linear(2, 2), folder)):
-        with pytest.raises(UsageError) as caught:
-            act()
-        texts.append(str(caught.value))
-    return found, texts[0], texts[1]
+    found = differing(_trained(unit.module), _trained(saved))
+    return found, refusal(unit.module.save_pretrained, folder), refusal(ech.save_pretrained, nn.Linear(2, 2), folder)
 
 
 @pytest.mark.full
 def test_a_model_built_on_meta_reads_safetensors_and_says_how_to_write_them(ranks: Ranks, tmp_path: Any) -> None:
-    for differing, direct, without in ranks(2, _read_back, str(tmp_path / "model")):
-        assert differing == []
+    for other, direct, without in ranks(2, _read_back, str(tmp_path / "model")):
+        assert other == []
         assert "this rank holds a part of the weights only." in direct and "echelon.save_pretrained(unit, folder)" in direct
         assert "Linear has no save_pretrained. `echelon ckpt export" in without
 
@@ -377,9 +341,7 @@ def test_a_model_built_on_meta_reads_safetensors_and_says_how_to_write_them(rank
 def _unwritable(folder: str) -> str:
     from tests.kit.hf_models import gpt2
 
-    with pytest.raises(ech.EchelonError) as caught:
-        ech.save_pretrained(gpt2(), f"{folder}/file/model")
-    return str(caught.value)
+    return refusal(ech.save_pretrained, gpt2(), f"{folder}/file/model", kind=ech.EchelonError)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(ranks: Ranks, tmp_path: Any) -> None:

@@ -23,6 +23,15 @@ _TEXT: dict[str, Any] = {
 }
 
 
+def without_dropout(module: Any) -> Any:
+    """The module, whose layers drop nothing any more."""
+    for part in module.modules():
+        for attribute in ("p", "dropout", "attention_dropout", "dropout_rate"):
+            if isinstance(getattr(part, attribute, None), float):
+                setattr(part, attribute, 0.0)
+    return module
+
+
 def gpt2(**more: Any) -> nn.Module:
     """Tied ends, dropout."""
     size: dict[str, Any] = {

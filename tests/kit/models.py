@@ -52,7 +52,7 @@ def plain_training(
     *,
     clip: float | None = None,
     clip_value: float | None = None,
-    optimizer: str = "SGD",
+    optimizer: str | Callable[[Any], torch.optim.Optimizer] = "SGD",
     lr: float = 0.1,
     module: nn.Module | None = None,
     loss_of: Callable[..., torch.Tensor] = lambda module, x, y: nn.functional.mse_loss(module(x), y),
@@ -61,13 +61,17 @@ def plain_training(
     """One process: each window is one optimizer update on the mean over all its rows.
 
     Args:
+        optimizer: its name, or what makes it of the parameters; the name's `lr`.
         after: called behind each update, with their number.
     Returns:
         parameters by name, losses and gradient norms (before clipping) by update.
     """
-    module = module or net()
-    kind = getattr(torch.optim, optimizer)
-    opt = kind(module.parameters(), lr=lr, **({"momentum": 0.9} if optimizer == "SGD" else {}))
+    module = net() if module is None else module
+    if callable(optimizer):
+        opt = optimizer(module.parameters())
+    else:
+        kind = getattr(torch.optim, optimizer)
+        opt = kind(module.parameters(), lr=lr, **({"momentum": 0.9} if optimizer == "SGD" else {}))
     losses, norms = [], []
     for window in windows:
         x, y = (torch.cat(parts) for parts in zip(*window, strict=True))

@@ -55,11 +55,12 @@ def own_loop(
     *,
     epochs: int = 1,
     lr: float = 0.1,
+    optimizer: Callable[[Any], Any] | None = None,
     clip: Callable[[Any, nn.Module], object] = lambda window, model: None,
     after: Callable[[nn.Module], object] = lambda model: None,
     **options: Any,
 ) -> nn.Module:
-    """Trains by SGD on `loss(model, *batch)`.
+    """Trains by SGD, or what `optimizer` makes of the parameters, on `loss(model, *batch)`.
 
     Args:
         clip: called with window and model before the optimizer's step; `after` with the model, behind each window.
@@ -67,15 +68,14 @@ def own_loop(
     Returns:
         the model as the layout has it.
     """
-    optimizer: Any = torch.optim.SGD(module.parameters(), lr)
-    model, optimizer, loader = ech.prepare(module, optimizer, loader, **options)
+    made: Any = torch.optim.SGD(module.parameters(), lr) if optimizer is None else optimizer(module.parameters())
+    model, made, loader = ech.prepare(module, made, loader, **options)
     for _ in ech.epochs(loader, epochs):
         for data in loader:
             with ech.window(model) as window:
                 window.backward(loss(model, *data))
                 clip(window, model)
-                optimizer.step()
-                optimizer.zero_grad()
+                made.step()
+                made.zero_grad()
             after(model)
-    made: nn.Module = model
-    return made
+    return model

@@ -76,19 +76,26 @@ class Masked(Regression):
 class Own(ech.TrainUnit[Any]):
     """A step of the user's own, least squares with SGD; remembers the first number of each row that it was given."""
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, closure: bool = False) -> None:
         super().__init__()
         self.module = module
         self.optimizer = optimizer or torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        self.closure = closure
         self.seen: list[float] = []
 
-    def train_step(self, state: ech.State, data: Batch) -> torch.Tensor:
+    def train_step(self, state: ech.State, data: Batch) -> None:
         self.seen += data[0][:, 0].tolist()
+        if self.closure:
+            self.optimizer.step(lambda: self._computed(data))
+        else:
+            self._computed(data)
+            self.optimizer.step()
+
+    def _computed(self, data: Batch) -> torch.Tensor:
+        self.optimizer.zero_grad()
         loss = nn.functional.mse_loss(self.module(data[0]), data[1])
         loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
+        return loss
 
 
 class Hooks(ech.Callback):

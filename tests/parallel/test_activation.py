@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import echelon as ech
 from echelon.common.errors import CompileError, UsageError
 from tests.conftest import Ranks
-from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.models import batch, largest_difference, net, seeded, whole
 from tests.kit.refusals import refused
 from tests.kit.units import KINDS, Regression
 
@@ -54,11 +53,6 @@ class Normed(nn.Module):
         return self.last(x)
 
 
-def _normed() -> Normed:
-    torch.manual_seed(0)
-    return Normed().double()
-
-
 def _steps(module: nn.Module, updates: int = 3) -> dict[str, torch.Tensor]:
     """A few steps of plain PyTorch; gradients of the last, parameters and buffers."""
     torch.manual_seed(7)
@@ -89,16 +83,7 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "by hand and by params": lambda m: _apply(ech.nn.checkpoint_wrapper(m.blocks[0]) and m, Params()),
     "copied": lambda m: copy.deepcopy(_apply(m, Params())),
     "pickled": lambda m: pickle.loads(pickle.dumps(_apply(m, Params()))),
-    "saved": lambda m: _through_a_file(_apply(m, Params())),
 }
-
-
-def _through_a_file(module: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(module, file)
-    file.seek(0)
-    loaded: nn.Module = torch.load(file, weights_only=False)
-    return loaded
 
 
 def _calls(module: nn.Module, name: str) -> list[int]:
@@ -110,8 +95,8 @@ def _calls(module: nn.Module, name: str) -> list[int]:
 @pytest.mark.parametrize("way", WAYS)
 def test_recompute_changes_no_number_and_no_name(way: str) -> None:
     """Gradients, parameters, running statistics and their counts, bit for bit; and it does recompute."""
-    want = _steps(_normed())
-    module = WAYS[way](_normed())
+    want = _steps(seeded(Normed))
+    module = WAYS[way](seeded(Normed))
     calls = _calls(module, "blocks.0.inner.0")
     got = _steps(module)
     assert len(calls) == (12 if way == "nested" else 6)
@@ -121,7 +106,7 @@ def test_recompute_changes_no_number_and_no_name(way: str) -> None:
 
 
 def test_a_copy_recomputes_itself_and_not_the_original() -> None:
-    original = _apply(_normed(), Params())
+    original = _apply(seeded(Normed), Params())
     made = copy.deepcopy(original)
     calls, copied_calls = _calls(original, "blocks.0.inner.0"), _calls(made, "blocks.0.inner.0")
     _steps(made)
@@ -129,12 +114,12 @@ def test_a_copy_recomputes_itself_and_not_the_original() -> None:
 
 
 def test_nothing_is_recomputed_without_gradients() -> None:
-    module = _apply(_normed(), Params())
+    module = _apply(seeded(Normed), Params())
     calls = _calls(module, "blocks.0.inner.0")
     with torch.no_grad():
         module(batch(5, 0)[0])
     assert len(calls) == 1
-    want, plain = module.eval()(batch(5, 0)[0]), _normed().eval()
+    want, plain = module.eval()(batch(5, 0)[0]), seeded(Normed).eval()
     plain.load_state_dict(module.state_dict())
     assert torch.equal(want, plain(batch(5, 0)[0]))
     want.sum().backward()  # in eval mode, with gradients
@@ -152,11 +137,11 @@ def test_a_second_backward_pass_through_the_same_graph() -> None:
         loss.backward()
         return {**{n: p.grad for n, p in module.named_parameters()}, **dict(module.named_buffers())}
 
-    assert largest_difference(twice(_apply(_normed(), Params())), twice(_normed())) == 0
+    assert largest_difference(twice(_apply(seeded(Normed), Params())), twice(seeded(Normed))) == 0
 
 
 def test_an_error_in_the_recomputation_leaves_the_statistics_in_place() -> None:
-    module = _apply(_normed(), Params())
+    module = _apply(seeded(Normed), Params())
     norm = module.blocks[1].inner[1]
     loss = module(batch(5, 0)[0]).square().mean()
     before = {n: b.clone() for n, b in norm.named_buffers()}
@@ -182,7 +167,7 @@ class _Count(TorchDispatchMode):
 def test_chosen_operators_are_kept_and_others_recomputed() -> None:
     counts = {}
     for name, params in {"none": None, "all": Params(), "by operator": Params(save_ops=[torch.ops.aten.addmm.default])}.items():
-        module = _normed() if params is None else _apply(_normed(), params)
+        module = seeded(Normed) if params is None else _apply(seeded(Normed), params)
         with _Count() as mode:
             module(batch(5, 0)[0]).square().mean().backward()
         counts[name] = (mode.counts[torch.ops.aten.addmm.default], mode.counts[torch.ops.aten.sin.default],
@@ -220,19 +205,11 @@ def test_recompute_keeps_less_memory() -> None:
     assert blocks < half < everything
 
 
-def test_offloading_saves_inputs_through_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = []
-    real = torch.autograd.graph.save_on_cpu
-    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", lambda **o: saved.append(o) or real(**o))
-    _steps(_apply(_normed(), Params(offload_to_cpu=True)), updates=1)
-    assert saved == [{"pin_memory": False}] * 3
-
-
 @pytest.mark.full
 def test_recompute_and_compile() -> None:
     """Names stay; dropout and statistics are as without. aot_eager is the compiler's front half, without inductor's code."""
-    want = _steps(_normed(), updates=2)
-    module = _apply(_normed(), Params())
+    want = _steps(seeded(Normed), updates=2)
+    module = _apply(seeded(Normed), Params())
     module.compile(backend="aot_eager")
     assert largest_difference(_steps(module, updates=2), want) < 1e-14
 
@@ -254,7 +231,7 @@ def test_the_compiler_backend_that_draws_other_masks_is_refused() -> None:
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        _apply(_normed(), Params(**options))
+        _apply(seeded(Normed), Params(**options))
 
 
 # --- under the layouts
@@ -271,7 +248,7 @@ def _trained(layout: str) -> dict[str, dict[str, torch.Tensor]]:
     """Parameters and this rank's statistics, with each way of recomputing."""
     found = {}
     for name, params in {"plain": None, **CHOICES}.items():
-        module = _normed()
+        module = seeded(Normed)
         ech.seed(5)
         unit = Regression(module=module, layout=layout, recompute=params, accumulate=2)
         ech.train(unit, [batch(5, 10 * unit.prepared.dp_rank + i) for i in range(4)], max_epochs=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import echelon as ech
 from echelon.compat.torchtnt.framework import fit as fit_by_steps
 from tests.conftest import Ranks
 from tests.kit.models import Batch, batch, largest_difference, whole
-from tests.kit.units import Regression
+from tests.kit.units import Hooks, Own, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -58,15 +59,8 @@ class Norms(nn.Module):
         return self.last(self.norm(x[:, None])[:, 0])
 
 
-class Recording(Regression):
-    """Every rank's loss of every evaluation step."""
-
-    def on_eval_step_end(self, state: ech.State, data: Batch, step: int, loss: torch.Tensor, outputs: Any) -> None:
-        vars(self).setdefault("losses", []).append(float(loss))
-
-
-def _unit(layout: Any, **options: Any) -> Recording:
-    return Recording(module=Norms().double(), layout=layout, lr=0.02, **options)
+def _unit(layout: Any, **options: Any) -> Regression:
+    return Regression(module=Norms().double(), layout=layout, lr=0.02, **options)
 
 
 def _buffers(unit: Any) -> dict[str, torch.Tensor]:
@@ -80,16 +74,6 @@ def _outputs(unit: Any) -> dict[str, torch.Tensor]:
         return {"out": unit.module(batch(3, 99)[0]).clone()}
 
 
-class Seen(ech.Callback):
-    """Every evaluation's buffers and loss, as its last step had them."""
-
-    def __init__(self) -> None:
-        self.all: list[dict[str, torch.Tensor]] = []
-
-    def on_eval_end(self, state: ech.State, unit: Any) -> None:
-        self.all.append({**_buffers(unit), "loss": torch.tensor(unit.eval_loss)})
-
-
 def _rows(count: int) -> list[Batch]:
     return [batch(3 + dist.get_rank(), 10 * i + dist.get_rank()) for i in range(count)]
 
@@ -97,7 +81,10 @@ def _rows(count: int) -> list[Batch]:
 def _fit(layouts: list[Any], options: dict[str, Any]) -> dict[str, Any]:
     done = {}
     for layout in layouts:
-        unit, seen = _unit(layout, **options), Seen()
+        unit, seen, losses = _unit(layout, **options), list[dict[str, torch.Tensor]](), list[float]()
+        unit.on_eval_step_end = lambda state, data, step, loss, outputs, losses=losses: losses.append(float(loss))
+        # Every evaluation's buffers and loss, as its last step had them.
+        look = Hooks(on_eval_end=lambda _, u, seen=seen: seen.append({**_buffers(u), "loss": torch.tensor(u.eval_loss)}))
         same = [batch(3, 500 + i) for i in range(2)]  # the same rows on all ranks: so the losses are the function's
         # TorchTNT's counts micro-batches: in the middle of a window as well as at its end.
         fit = (
@@ -105,11 +92,11 @@ def _fit(layouts: list[Any], options: dict[str, Any]) -> dict[str, Any]:
             if "accumulate" in options
             else partial(ech.fit, evaluate_every_n_updates=3)
         )
-        fit(unit, _rows(7), same, max_epochs=1, evaluate_every_n_epochs=None, callbacks=[seen])
-        assert len(seen.all) == 2
+        fit(unit, _rows(7), same, max_epochs=1, evaluate_every_n_epochs=None, callbacks=[look])
+        assert len(seen) == 2
         after = _outputs(unit)  # the forward pass of which makes the buffers equal
-        losses = {"losses": torch.tensor(unit.losses, dtype=torch.float64)}
-        done[str(layout)] = seen.all, losses | whole(unit.module), after, _buffers(unit)
+        told = {"losses": torch.tensor(losses, dtype=torch.float64)}
+        done[str(layout)] = seen, told | whole(unit.module), after, _buffers(unit)
     return done
 
 
@@ -147,22 +134,11 @@ def test_averaged_buffers_are_one_function_too(ranks: Ranks) -> None:
         assert largest_difference(losses, first["ddp"][1]) < 1e-11, layout
 
 
-class ByHand(ech.TrainUnit[Batch]):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.optimizer = torch.optim.SGD(module.parameters(), lr=0.02)
-
-    def train_step(self, state: ech.State, data: Batch) -> None:
-        nn.functional.mse_loss(self.module(data[0]), data[1]).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
 def _by_hand() -> list[dict[str, torch.Tensor]]:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-    own = ByHand(ech.layouts.prepare_fsdp(Norms().double(), CPU))
+    module = ech.layouts.prepare_fsdp(Norms().double(), CPU)
+    own = Own(module, torch.optim.SGD(module.parameters(), lr=0.02))
     ech.train(own, _rows(4), max_epochs=1)
     found = [_outputs(own)]
     for wrap in (fully_shard, lambda m: FullyShardedDataParallel(m, device_id=CPU)):
@@ -202,22 +178,6 @@ def test_a_checkpoint_holds_the_first_ranks_buffers_all_of_them(ranks: Ranks, tm
         assert largest_difference(mine, read) == 0, layout
 
 
-class Watched(ech.Callback):
-    """Counts broadcasts in training steps."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def on_train_start(self, state: ech.State, unit: Any) -> None:
-        real = dist.broadcast
-
-        def counted(*args: Any, **options: Any) -> Any:
-            self.count += 1
-            return real(*args, **options)
-
-        dist.broadcast = counted
-
-
 class Table(Norms):
     """Its one buffer is a table that nobody changes."""
 
@@ -229,12 +189,14 @@ class Table(Norms):
 
 
 def _traffic() -> int:
-    watched = Watched()
-    ech.train(Regression(module=Table().double(), layout="fsdp"), _rows(5), max_epochs=1, callbacks=[watched])
-    return watched.count
+    unit = Regression(module=Table().double(), layout="fsdp")
+    watched = mock.patch("torch.distributed.broadcast", side_effect=dist.broadcast)
+    sent: list[Any] = []
+    ech.train(unit, _rows(5), max_epochs=1, callbacks=[Hooks(on_train_start=lambda *_: sent.append(watched.start()))])
+    watched.stop()
+    return sent[0].call_count
 
 
 @pytest.mark.full
-@pytest.mark.fresh_ranks
 def test_what_never_changes_is_never_sent(ranks: Ranks) -> None:
     assert ranks(2, _traffic) == [0, 0]

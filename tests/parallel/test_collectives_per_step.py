@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 import echelon as ech
 from tests.kit.models import batch, net
-from tests.kit.units import Regression
+from tests.kit.units import Hooks, Own, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -54,33 +54,18 @@ class Waiting(ech.Callback):
             patch.stop()
 
 
-class Asks(ech.Callback):
-    """A step hook that could ask for a stop."""
-
-    def on_train_step_end(self, state: ech.State, unit: Any) -> None:
-        pass
-
-
-class Quiet(Regression):
+def quiet(layout: str) -> Regression:
     """Looks at its steps, and never stops the run."""
+    unit = Regression(layout=layout)
+    unit.may_stop = False
+    return unit
 
-    may_stop = False
 
-
-class ByHand(ech.TrainUnit[Any]):
+def by_hand(layout: str) -> Own:
     """A step of the user's own, which sends no messages."""
-
-    may_stop = False
-
-    def __init__(self, layout: str) -> None:
-        super().__init__()
-        self.module = ech.layouts.prepare_module(net(), torch.device("cpu"), layout=layout)
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
-
-    def train_step(self, state: ech.State, data: Any) -> None:
-        torch.nn.functional.mse_loss(self.module(data[0]), data[1]).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    unit = Own(ech.layouts.prepare_module(net(), torch.device("cpu"), layout=layout))
+    unit.may_stop = False
+    return unit
 
 
 class Endless(IterableDataset[Any]):
@@ -92,24 +77,19 @@ def waits_in_four_steps(folder: str) -> dict[str, int]:
     sized = [batch(2, i) for i in range(STEPS)]
     unsized = torch.utils.data.DataLoader(Endless(), batch_size=None)
     found = {}
-    cases: list[tuple[str, Callable[..., Any], Any, Callable[[str], list[Any]]]] = [
-        ("a loader with a length", Quiet, sized, lambda at: []),
-        ("a step of one's own", ByHand, sized, lambda at: []),
-        (
-            "and a saver that is not due",
-            Quiet,
-            sized,
-            lambda at: [ech.DistributedCheckpointSaver(at, save_every_n_updates=100)],
-        ),
-        ("a callback that may stop", Quiet, sized, lambda at: [Asks()]),
-        ("a hook of the unit's that may stop", Regression, sized, lambda at: []),
-        ("a loader without a length", Quiet, unsized, lambda at: []),
+    saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=100)
+    cases: list[tuple[str, Callable[..., Any], Any, list[ech.Callback]]] = [
+        ("a loader with a length", quiet, sized, []),
+        ("a step of one's own", by_hand, sized, []),
+        ("and a saver that is not due", quiet, sized, [saver]),
+        ("a callback that may stop", quiet, sized, [Hooks(on_train_step_end=lambda state, unit: None)]),
+        ("a hook of the unit's that may stop", lambda layout: Regression(layout=layout), sized, []),
+        ("a loader without a length", quiet, unsized, []),
     ]
     for name, kind, loader, more in cases:
         for layout in ("ddp", "fsdp"):
             waiting = Waiting()
-            unit = kind(layout=layout)
-            ech.train(unit, loader, max_epochs=1, callbacks=[waiting, *more(f"{folder}/{layout}")])
+            ech.train(kind(layout), loader, max_epochs=1, callbacks=[waiting, *more])
             found[f"{name}, {layout}"] = waiting.count
     return found
 
@@ -125,23 +105,18 @@ def test_ranks_wait_for_one_another_only_where_nothing_else_can_tell(ranks: Any,
             assert count == (0 if name.rsplit(",", 1)[0] in never else 4), f"{name}: {count} in 4 steps"
 
 
-class StopsAt(Quiet):
-    def on_train_step_end(self, state: ech.State, *step: Any) -> None:
-        if dist.get_rank() == 1 and self.train_progress.num_steps_completed == 3:
-            state.stop()
-
-
-class HandStopsAt(ByHand):
-    def on_train_step_end(self, state: ech.State, *step: Any) -> None:
-        if dist.get_rank() == 1 and self.train_progress.num_steps_completed == 3:
-            state.stop()
-
-
 def steps_before_a_stop() -> list[int]:
     found = []
-    for kind in (StopsAt, HandStopsAt):
+    for kind in (quiet, by_hand):
         for may_stop in (True, False):
-            unit = type("Unit", (kind,), {"may_stop": may_stop})(layout="ddp")
+            unit = kind("ddp")
+            unit.may_stop = may_stop
+
+            def stops(state: ech.State, *step: Any, unit: Any = unit) -> None:
+                if dist.get_rank() == 1 and unit.train_progress.num_steps_completed == 3:
+                    state.stop()
+
+            unit.on_train_step_end = stops
             ech.train(unit, [batch(2, i) for i in range(STEPS)], max_epochs=2)
             found.append(unit.train_progress.num_steps_completed)
     return found

@@ -16,7 +16,7 @@ from echelon.common.errors import CompileError, RecomputeError, UsageError
 from echelon.contracts.overrides import Overrides, impose
 from echelon.parallel.recipe.compilation import Compiled, check_backend
 from tests.conftest import Ranks
-from tests.kit.models import Net, batch, largest_difference, net, plain_training, whole
+from tests.kit.models import Net, batch, largest_difference, net, plain_training, seeded, whole
 from tests.kit.refusals import refused
 from tests.kit.units import Regression
 
@@ -60,11 +60,6 @@ class Deep(nn.Module):
         return self.last(x)
 
 
-def deep(numbered: bool) -> Deep:
-    torch.manual_seed(0)
-    return Deep(numbered).double()
-
-
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> None:
     torch._dynamo.reset()
@@ -79,12 +74,12 @@ def _graphs(numbered: bool, evaluates: bool) -> tuple[list[int], float]:
             seen.append(backend.graphs)
 
     data = [batch(rows, i) for i, rows in enumerate((4, 4, 4, 3))]
-    unit = Unit(module=deep(numbered), compile=ech.layouts.TorchCompileParams(blocks=True, backend=backend))
+    unit = Unit(module=seeded(Deep, numbered=numbered), compile=ech.layouts.TorchCompileParams(blocks=True, backend=backend))
     if evaluates:
         ech.fit(unit, data, data, max_epochs=2)
     else:
         ech.train(unit, data, max_epochs=2)
-    want, _, _ = plain_training([[b] for b in data] * 2, module=deep(numbered))
+    want, _, _ = plain_training([[b] for b in data] * 2, module=seeded(Deep, numbered=numbered))
     return seen, largest_difference(whole(unit.module), want)
 
 
@@ -111,11 +106,8 @@ def _under(layouts: list[tuple[str, str, Any]]) -> dict[str, float]:
         torch._dynamo.reset()
         recomputed: Any = ech.layouts.ActivationCheckpointParams(memory_budget=preset) if isinstance(preset, float) else preset
         backend = "eager" if preset == "none" else "aot_eager"
-        unit = Regression(
-            layout=layout,
-            compile=ech.layouts.TorchCompileParams(blocks=True, backend=backend, fullgraph=True),
-            recompute=recomputed,
-        )
+        compiled = ech.layouts.TorchCompileParams(blocks=True, backend=backend, fullgraph=True)
+        unit = Regression(layout=layout, compile=compiled, recompute=recomputed)
         assert all(isinstance(block.forward, Compiled) for block in unit.prepared.unwrapped.blocks)
         rank, size = unit.prepared.dp_rank, unit.prepared.dp_size
         ech.train(unit, [batch(4, 10 * step + rank) for step in range(2)], max_epochs=1)
@@ -157,9 +149,7 @@ def test_a_wrapper_that_is_compiled_is_called_compiled(ranks: Ranks, how: str) -
         assert far < 1e-12 and graphs and names == ["module"]
 
 
-def _saved(
-    params: ech.layouts.ActivationCheckpointParams, backend: str = "aot_eager", module: nn.Module | None = None, width: int = 8
-) -> int:
+def _saved(budget: float, backend: str, module: nn.Module) -> int:
     """Elements that a compiled model keeps for its backward pass."""
     kept = 0
 
@@ -169,13 +159,11 @@ def _saved(
         return tensor
 
     torch._dynamo.reset()
-    if module is None:
-        module = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.GELU()) for _ in range(2)))
-    ech.layouts.prepare_module(
-        module, CPU, compile=ech.layouts.TorchCompileParams(blocks=True, backend=backend), recompute=params
-    )
+    compiled = ech.layouts.TorchCompileParams(blocks=True, backend=backend)
+    recompute = ech.layouts.ActivationCheckpointParams(memory_budget=budget)
+    ech.layouts.prepare_module(module, CPU, compile=compiled, recompute=recompute)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        module(torch.randn(64, width)).sum().backward()
+        module(torch.randn(64, 16)).sum().backward()
     return kept
 
 
@@ -202,15 +190,10 @@ class Drawing(nn.Module):
 def _off_by(how: str, backend: str, budget: float, layout: str = "none", options: Any = None) -> float:
     """How far the gradient of a compiled model is from the difference of two forward passes with the same seed, relatively."""
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    module: Any = nn.Sequential(*(Drawing(how) for _ in range(3))).double()
-    module = ech.layouts.prepare_module(
-        module,
-        CPU,
-        layout=layout,
-        compile=ech.layouts.TorchCompileParams(blocks=True, backend=backend, options=options),
-        recompute=ech.layouts.ActivationCheckpointParams(memory_budget=budget),
-    )
+    module = seeded(lambda: nn.Sequential(*(Drawing(how) for _ in range(3))))
+    compiled = ech.layouts.TorchCompileParams(blocks=True, backend=backend, options=options)
+    recompute = ech.layouts.ActivationCheckpointParams(memory_budget=budget)
+    module = ech.layouts.prepare_module(module, CPU, layout=layout, compile=compiled, recompute=recompute)
     at, way, step = torch.randn(16, 16).double(), torch.randn(16, 16).double(), 1e-5
 
     def loss(x: torch.Tensor) -> torch.Tensor:
@@ -277,11 +260,8 @@ def _kept(backend: str) -> tuple[int, int]:
     def block() -> nn.Module:
         return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 16))
 
-    model = nn.Sequential(block(), block())
-    before = config.activation_memory_budget
-    few, many = (
-        _saved(ech.layouts.ActivationCheckpointParams(memory_budget=at), backend, copy.deepcopy(model), 16) for at in (0.0, 1.0)
-    )
+    model, before = nn.Sequential(block(), block()), config.activation_memory_budget
+    few, many = (_saved(budget, backend, copy.deepcopy(model)) for budget in (0.0, 1.0))
     assert config.activation_memory_budget == before, "another unit of the process has its own"
     return few, many
 
@@ -302,14 +282,6 @@ def test_what_is_compiled_can_be_copied_and_pickled() -> None:
     want = module(data)
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         torch.testing.assert_close(other(data), want)
-
-
-def test_presets_by_name_are_the_values() -> None:
-    of = ech.layouts.ActivationCheckpointParams.of
-    assert of("none", "x") is None and of(None, "x") is None
-    assert of("blocks", "x") == ech.layouts.ActivationCheckpointParams()
-    kept = of("selective", "x").save_ops  # type: ignore[union-attr]
-    assert torch.ops.aten.mm.default in kept and torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default in kept
 
 
 def test_prove_leaves_compile_and_its_budget_out(caplog: pytest.LogCaptureFixture) -> None:

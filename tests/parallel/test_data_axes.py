@@ -12,10 +12,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import echelon as ech
-from echelon.common.errors import UsageError
 from tests.conftest import Ranks
-from tests.kit.models import batch, net, plain_training, whole
-from tests.kit.units import Regression
+from tests.kit.models import batch, net, plain_training, seeded, whole
+from tests.kit.refusals import refusal
+from tests.kit.units import Own, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -23,27 +23,18 @@ CPU = torch.device("cpu")
 ROWS, GLOBAL_BATCH = 24, 8
 
 
-class Split(nn.Module):
-    """Every parameter is one that tensor parallelism splits. (B, 4) -> (B, 1)"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8, bias=False), nn.Linear(8, 2, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).tanh()).sum(1, keepdim=True)
+# How many ranks have other samples, on four ranks of which two share them.
+BEFORE = [(0, 2, False), (0, 2, True), (1, 2, False), (1, 2, True)]
 
 
 def split() -> nn.Module:
-    torch.manual_seed(1)
-    return Split().double()
+    """Every parameter is one that tensor parallelism splits."""
+    return seeded(lambda: nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 1, bias=False)), 1)
 
 
 def by_hand(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    plan: Any = {"blocks.*.0": ColwiseParallel(), "blocks.*.2": RowwiseParallel()}
-    if isinstance(module, Split):
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    return parallelize_module(module, mesh, plan)
+    prefix = "blocks.*." if hasattr(module, "blocks") else ""
+    return parallelize_module(module, mesh, {f"{prefix}0": ColwiseParallel(), f"{prefix}2": RowwiseParallel()})
 
 
 def grid(*names: str, sizes: tuple[int, ...] = (2, 2)) -> DeviceMesh:
@@ -86,48 +77,23 @@ HANDS: dict[str, tuple[int, Any, Any, list[tuple[int, int, bool]]]] = {
     "tensor": (2, lambda: tensor_alone(net, "model"), net, [(0, 1, False), (0, 1, True)]),
     "tensor without a name of ours": (2, lambda: tensor_alone(split, "cp"), split, [(0, 1, False), (0, 1, True)]),
     "tensor on four": (4, lambda: tensor_alone(net, "tp"), net, [(0, 1, False), *[(0, 1, True)] * 3]),
-    "data before model": (
-        4,
-        lambda: tensor_and_shards(net, "dp", "model"),
-        net,
-        [(0, 2, False), (0, 2, True), (1, 2, False), (1, 2, True)],
-    ),
+    "data before model": (4, lambda: tensor_and_shards(net, "dp", "model"), net, BEFORE),
     "model before data": (
         4,
         lambda: tensor_and_shards(net, "model", "rows"),
         net,
         [(0, 2, False), (1, 2, False), (0, 2, True), (1, 2, True)],
     ),
-    "all is split twice": (
-        4,
-        lambda: tensor_and_shards(split, "dp", "model"),
-        split,
-        [(0, 2, False), (0, 2, True), (1, 2, False), (1, 2, True)],
-    ),
-    "a layout over the axis beside": (
-        4,
-        beside,
-        net,
-        [(0, 2, False), (0, 2, True), (1, 2, False), (1, 2, True)],
-    ),
+    "all is split twice": (4, lambda: tensor_and_shards(split, "dp", "model"), split, BEFORE),
+    "a layout over the axis beside": (4, beside, net, BEFORE),
     "copies of shards": (4, lambda: fully_shard(net(), mesh=grid("a", "b")), net, [(r, 4, False) for r in range(4)]),
-    "shards beside an axis": (
-        4,
-        lambda: copies_beside(lambda m, mesh: fully_shard(m, mesh=mesh)),
-        net,
-        [(0, 2, False), (0, 2, True), (1, 2, False), (1, 2, True)],
-    ),
-    "ddp beside an axis": (
-        4,
-        lambda: copies_beside(lambda m, mesh: DistributedDataParallel(m, device_mesh=mesh)),
-        net,
-        [(0, 2, False), (0, 2, True), (1, 2, False), (1, 2, True)],
-    ),
+    "shards beside an axis": (4, lambda: copies_beside(lambda m, mesh: fully_shard(m, mesh=mesh)), net, BEFORE),
+    "ddp beside an axis": (4, lambda: copies_beside(lambda m, mesh: DistributedDataParallel(m, device_mesh=mesh)), net, BEFORE),
     "older fsdp beside an axis": (
         4,
         lambda: copies_beside(lambda m, mesh: FullyShardedDataParallel(m, device_mesh=mesh, device_id=CPU)),
         net,
-        [(0, 2, False), (0, 2, True), (1, 2, False), (1, 2, True)],
+        BEFORE,
     ),
     "declared": (4, declared_copies, net, [(0, 2, False), (0, 2, False), (1, 2, False), (1, 2, False)]),
 }
@@ -166,25 +132,12 @@ def test_a_module_sharded_by_hand_trains_as_one_process_does(ranks: Ranks, size:
             assert max(float((got[k] - want[k]).abs().max()) for k in want) < 1e-12, name
 
 
-class _Own(ech.TrainUnit[Any]):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module, self.seen = module, []  # type: ignore[var-annotated]
-        self.optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-
-    def train_step(self, state: ech.State, data: Any) -> None:
-        self.seen += data[0][:, 0].tolist()
-        nn.functional.mse_loss(self.module(data[0]), data[1]).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
 def _own() -> list[Any]:
     seen = []
     for make in (lambda: tensor_alone(net, "model"), lambda: tensor_and_shards(net, "model", "dp")):
         if make.__code__.co_names[0] == "tensor_and_shards" and dist.get_world_size() < 4:
             continue
-        unit = _Own(make())
+        unit = Own(make())
         ech.train(unit, ech.Loader(torch.utils.data.TensorDataset(*batch(16, 0)), 8), max_epochs=1)
         seen.append(unit.seen)
     return seen
@@ -206,10 +159,10 @@ def _divides_its_own(folder: str) -> list[float]:
     for module in (fully_shard(net(), mesh=mesh), DistributedDataParallel(net(), device_mesh=mesh)):
         x, y = batch(16, 0)
         mine = [(x[i + dist.get_rank() :: 8], y[i + dist.get_rank() :: 8]) for i in (0, 2, 4, 6)]
-        unit = _Own(module)
+        unit = Own(module)
         saver = ech.DistributedCheckpointSaver(f"{folder}/{len(units)}", save_every_n_updates=2)
         ech.train(unit, mine, max_epochs=1, callbacks=[saver])
-        assert ech.DistributedCheckpointSaver.restore_from_latest(f"{folder}/{len(units)}", _Own(module))
+        assert ech.DistributedCheckpointSaver.restore_from_latest(f"{folder}/{len(units)}", Own(module))
         units.append(unit)
     return [float(unit.module(batch(4, 1)[0]).sum()) for unit in units]
 
@@ -222,7 +175,11 @@ def test_ones_own_unit_with_data_of_ones_own_needs_no_word_on_axes(ranks: Ranks,
 
 
 def _refused() -> dict[str, str]:
-    said = {}
+
+    def declared(module: nn.Module) -> nn.Module:
+        ech.layouts.data_axes(module, mesh["dp"])
+        return module
+
     mesh = grid("dp", "cp")
     cases: dict[str, Any] = {
         "by hand": lambda: Regression(module=fully_shard(net(), mesh=mesh)),
@@ -231,19 +188,10 @@ def _refused() -> dict[str, str]:
         "sharded twice": lambda: Regression(module=by_hand(net(), mesh["cp"]), layout="fsdp"),
         "whole": lambda: Regression(module=by_hand(net(), mesh["cp"]), layout="ddp"),
         "some ranks": lambda: Regression(module=by_hand(net(), mesh["cp"])),
-        "nobody averages": lambda: Regression(module=_declared(by_hand(net(), mesh["cp"]), mesh["dp"])),
+        "nobody averages": lambda: Regression(module=declared(by_hand(net(), mesh["cp"]))),
     }
-    for name, make in cases.items():
-        with pytest.raises(UsageError) as info:
-            unit = make()
-            ech.train(unit, ech.Loader(torch.utils.data.TensorDataset(*batch(16, 0)), 8), max_epochs=1)
-        said[name] = str(info.value)
-    return said
-
-
-def _declared(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    ech.layouts.data_axes(module, mesh)
-    return module
+    loader = ech.Loader(torch.utils.data.TensorDataset(*batch(16, 0)), 8)
+    return {name: refusal(lambda make=make: ech.train(make(), loader, max_epochs=1)) for name, make in cases.items()}
 
 
 @pytest.mark.full

@@ -26,6 +26,8 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
     "ddp": (2, "ddp"),
     "fsdp": (4, "fsdp"),
     "cp": (2, "cp=2"),
+    "tp on 4": (4, "tp=4"),
+    "tp, sequence parallel": (2, ech.Layout(tp=2, sequence_parallel=True)),
     "tp x fsdp": (4, "dp_shard=2,tp=2"),
     "cp x fsdp": (4, "dp_shard=2,cp=2"),
     "pp": (2, "pp=2"),
@@ -45,6 +47,7 @@ def _data() -> ech.Loader:
 def _unit(strategy: Any) -> Unit:
     torch.manual_seed(3)
     module = Language(4)
+    module.head.weight = module.words.weight  # in a pipeline of two stages
     return Unit("AdamW", module, layout=strategy, accumulate=2)
 
 

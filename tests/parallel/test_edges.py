@@ -18,8 +18,10 @@ from echelon.parallel.fsdp.embedding_and_head import edges_of
 from echelon.parallel.parallelize import prepare_module
 from echelon.parallel.recipe.blocks import blocks_to_shard
 from tests.conftest import Ranks
-from tests.kit.models import largest_difference, whole
+from tests.kit.models import largest_difference, seeded, whole
+from tests.kit.own_loops import told
 from tests.kit.refusals import refused
+from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -61,11 +63,6 @@ class Speaker(nn.Module):
         return x @ self.lexicon.weight.T if self.kind == "read" else self.speak(x)
 
 
-def _speaker(head: str) -> Speaker:
-    torch.manual_seed(0)
-    return Speaker(head)
-
-
 def _whatever_their_bytes() -> Any:
     """Context in which the layers of these small models are not too small."""
     return mock.patch.object(edges, "_WORTH_BYTES", 0)
@@ -78,11 +75,15 @@ def _names(model: nn.Module) -> tuple[list[str], list[str]]:
 
 
 def test_edges_are_found_by_structure() -> None:
-    assert _names(_speaker("own")) == (["lexicon"], ["calm", "speak"])
-    assert _names(_speaker("tied")) == ([], [])
-    assert _names(_speaker("read")) == (["lexicon"], [])
+    assert _names(seeded(Speaker, head="own")) == (["lexicon"], ["calm", "speak"])
+    assert _names(seeded(Speaker, head="tied")) == ([], [])
+    assert _names(seeded(Speaker, head="read")) == (["lexicon"], [])
     assert _names(nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4))) == ([], [])  # no blocks: all at once
-    small = _speaker("own")
+    few = seeded(Speaker, head="own")
+    assert edges_of(few, blocks_to_shard(few)) == ([], [])  # has few bytes
+    few.lexicon = nn.Embedding((1 << 20) // WIDTH // 4, WIDTH)  # float32: as many as are worth a collective
+    assert [name for name, _ in edges_of(few, blocks_to_shard(few))[0]] == ["lexicon"]
+    small = seeded(Speaker, head="own")
     small.lexicon = nn.Embedding(2, WIDTH)  # not worth a collective
     assert _names(small) == ([], ["calm", "speak"])
 
@@ -91,17 +92,10 @@ def test_edges_are_found_by_structure() -> None:
 
         def __init__(self) -> None:
             super().__init__()
-            self.model = _speaker("read")
+            self.model = seeded(Speaker, head="read")
             self.score = nn.Linear(WIDTH, WORDS)
 
     assert _names(Nested()) == (["model.lexicon"], ["model.calm", "score"])
-
-
-def test_what_has_few_bytes_stays_with_the_root() -> None:
-    model = Speaker()
-    assert edges_of(model, blocks_to_shard(model)) == ([], [])
-    model.lexicon = nn.Embedding((1 << 20) // WIDTH // 4, WIDTH)  # float32: as many as are worth it
-    assert [name for name, _ in edges_of(model, blocks_to_shard(model))[0]] == ["lexicon"]
 
 
 def _batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -111,20 +105,18 @@ def _batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-class _Speaks(ech.AutoUnit[Any]):
+class _Speaks(Regression):
     def compute_loss(self, state: ech.State, data: Any) -> Any:
         out = self.module(data[0])
         if self.module.kind == "outside":
             out = torch.cat([chunk @ self.module.speak.weight.T for chunk in out.chunk(2)])
         return nn.functional.cross_entropy(out.flatten(0, 1), data[1].flatten()), out
 
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
-        return torch.optim.AdamW(module.parameters(), lr=0.01), None
-
 
 def _trained(head: str, layout: Any, **options: Any) -> dict[str, torch.Tensor]:
     with _whatever_their_bytes():
-        unit = _Speaks(module=_speaker(head), device=CPU, layout=layout, clip_grad_norm=0.5, **options)
+        module = seeded(Speaker, head=head)
+        unit = _Speaks(module=module, layout=layout, optimizer="AdamW", lr=0.01, clip_grad_norm=0.5, **options)
     rank, size = (unit.prepared.dp_rank, unit.prepared.dp_size) if layout != "none" else (0, 1)
     data = [tuple(t.chunk(size)[rank] for t in each) for each in _batches()]
     ech.train(unit, data, max_epochs=1)
@@ -176,21 +168,10 @@ def test_a_prefetch_of_no_number_of_blocks_is_refused() -> None:
         ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", backward_prefetch=0)
 
 
-class _Counts(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def _left_to_the_root() -> dict[str, Any]:
-    log, lines = logging.getLogger("echelon.parallel.fsdp.units"), _Counts()
-    log.addHandler(lines)
-    log.setLevel(logging.INFO)
-    with _whatever_their_bytes():
-        module: Any = prepare_module(_speaker("own"), CPU, layout="fsdp")
+    logging.getLogger("echelon.parallel.fsdp.units").setLevel(logging.INFO)
+    with told() as lines, _whatever_their_bytes():
+        module: Any = prepare_module(seeded(Speaker, head="own"), CPU, layout="fsdp")
     seen: dict[str, list[str]] = {}
 
     def look(place: str) -> Any:
@@ -201,7 +182,7 @@ def _left_to_the_root() -> dict[str, Any]:
     loss = module(_batches()[0][0]).sum()
     outside = hasattr(module.lexicon.weight, "device_mesh")  # as the optimizer and the user see it
     loss.backward()
-    return {"seen": seen, "lines": lines.lines, "outside": outside, "class": isinstance(module.lexicon, nn.Embedding)}
+    return {"seen": seen, "lines": lines, "outside": outside, "class": isinstance(module.lexicon, nn.Embedding)}
 
 
 @pytest.mark.full

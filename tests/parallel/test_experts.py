@@ -19,8 +19,9 @@ import echelon as ech
 from echelon.common.errors import ExpertsError, UsageError
 from echelon.contracts.run_dir import RunDir
 from tests.conftest import Ranks
-from tests.kit.models import batch, whole
-from tests.kit.refusals import refused
+from tests.kit.models import batch, plain_training, seeded, whole
+from tests.kit.own_loops import own_loop
+from tests.kit.refusals import refusal, refused
 from tests.kit.units import Regression, under_each
 
 pytestmark = pytest.mark.standing_ranks
@@ -77,6 +78,10 @@ class Model(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return self.last(x)
+
+
+def _model(expert: Any = Expert, **options: Any) -> Any:
+    return seeded(Model, moe=lambda: ech.nn.MoE(WIDTH, expert, **{"num_experts": EXPERTS, **options}))
 
 
 def _models(k: int, balance: Any, kind: str) -> tuple[Model, Model]:
@@ -151,10 +156,8 @@ def _plain(case: str, ranks: int) -> tuple[dict[str, torch.Tensor], list[float]]
     model = _freeze(_models(k, balance, kind)[1], case)
     trained = [p for p in model.parameters() if p.requires_grad]
     sgd = options.get("optimizer", "SGD") == "SGD"
-    opt: Any = (
-        torch.optim.SGD(trained, options.get("lr", 0.1), momentum=0.9) if sgd else torch.optim.AdamW(trained, options["lr"])
-    )
-    norms = []
+    lr, norms = options.get("lr", 0.1), []
+    opt = torch.optim.SGD(trained, lr, momentum=0.9) if sgd else torch.optim.AdamW(trained, lr)
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)  # an expert without tokens has a gradient of zeros: momentum moves it
     for window in _windows(ranks):
@@ -233,11 +236,13 @@ ROWS_OF = [
 ]
 
 
+def _check(found: dict[str, tuple[float, float]]) -> None:
+    assert {case: far for case, far in found.items() if not max(far) < 1e-11} == {}
+
+
 @pytest.mark.full
 def test_one_process_computes_what_plain_pytorch_does() -> None:
-    for case, (far, norms) in _far(None, list(CASES), 1).items():
-        assert far < 1e-11, case
-        assert norms < 1e-11, case
+    _check(_far(None, list(CASES), 1))
 
 
 @pytest.mark.full
@@ -246,9 +251,7 @@ def test_updates_are_those_of_plain_pytorch(ranks: Ranks, setup: str, cases: lis
     """With accumulation, uneven micro-batches and a short last window."""
     size, layout, *_ = SETUPS[setup]
     for found in ranks(size, _far, layout, cases, size // getattr(layout, "tp", 1) // getattr(layout, "pp", 1)):
-        for case, (far, norms) in found.items():
-            assert far < 1e-11, (case, far)
-            assert norms < 1e-11, (case, norms)
+        _check(found)
 
 
 # --- checkpoints
@@ -279,11 +282,16 @@ def test_a_rank_whose_batch_counts_nothing_computes_for_the_others(ranks: Ranks)
         assert norm == pytest.approx(want, rel=1e-12)
 
 
-def _saver_unit(layout: Any, seed: int) -> tuple[Unit, ech.Loader]:
-    torch.manual_seed(seed)
-    experts = ech.nn.GroupedExperts(WIDTH, 5, EXPERTS)
-    model = Model(lambda: ech.nn.MoE(WIDTH, experts if seed < 0 else ech.nn.GroupedExperts(WIDTH, 5, EXPERTS))).double()
-    return Unit(module=model, layout=layout, optimizer="AdamW", lr=0.05), ech.Loader(DATA, 12, seed=1)
+def _run(folder: Path, layout: Any, updates: int, *, restores: bool = False, saves: bool = False) -> dict[str, torch.Tensor]:
+    """Parameters, buffers and the optimizer's state after so many updates in all, or as they are read if there are none."""
+    model = seeded(Model, 7 if restores else 0, moe=lambda: ech.nn.MoE(WIDTH, ech.nn.GroupedExperts(WIDTH, 5, EXPERTS)))
+    unit, loader = Unit(module=model, layout=layout, optimizer="AdamW", lr=0.05), ech.Loader(DATA, 12, seed=1)
+    unit.configure()
+    if restores:
+        assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
+    if updates:
+        ech.train(unit, loader, max_updates=updates, callbacks=[ech.DistributedCheckpointSaver(folder)] if saves else [])
+    return _values(unit)
 
 
 def _values(unit: Unit) -> dict[str, torch.Tensor]:
@@ -296,32 +304,6 @@ def _values(unit: Unit) -> dict[str, torch.Tensor]:
             full = value.full_tensor() if hasattr(value, "full_tensor") else value
             found[f"{names[parameter]} {key}"] = full.detach().clone()
     return found
-
-
-def _save(folder: Path, layout: Any, steps: int) -> dict[str, torch.Tensor]:
-    unit, loader = _saver_unit(layout, 0)
-    ech.train(unit, loader, max_updates=steps, callbacks=[ech.DistributedCheckpointSaver(folder)])
-    return _values(unit)
-
-
-def _restore(folder: Path, layout: Any) -> dict[str, torch.Tensor]:
-    unit, _ = _saver_unit(layout, 7)
-    unit.configure()
-    assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
-    return _values(unit)
-
-
-def _go_on(folder: Path, layout: Any, steps: int) -> dict[str, torch.Tensor]:
-    unit, loader = _saver_unit(layout, 7)
-    assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
-    ech.train(unit, loader, max_updates=steps)
-    return _values(unit)
-
-
-def _train(layout: Any, steps: int) -> dict[str, torch.Tensor]:
-    unit, loader = _saver_unit(layout, 0)
-    ech.train(unit, loader, max_updates=steps)
-    return _values(unit)
 
 
 def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -337,28 +319,24 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
         ((2, ech.Layout(ep=2)), (2, "ddp")),
         ((2, "fsdp"), (4, ech.Layout(ep=4))),
         ((4, ech.Layout(ep=2)), (2, ech.Layout(ep=2))),
+        ((2, ech.Layout(ep=2)), (2, ech.Layout(pp=2))),
     ],
-    ids=["ep to ddp", "fsdp to ep", "ep with data to ep"],
+    ids=["ep to ddp", "fsdp to ep", "ep with data to ep", "ep to stages"],
 )
 def test_a_checkpoint_reads_under_another_layout(ranks: Ranks, tmp_path: Path, saves: Any, reads: Any) -> None:
-    saved = ranks(saves[0], _save, tmp_path, saves[1], 3)
-    assert any(n.endswith("experts.w1 exp_avg") for n in saved[0])
-    for got in ranks(reads[0], _restore, tmp_path, reads[1]):
-        _same(got, saved[0])
-
-
-@pytest.mark.full
-def test_stages_read_a_checkpoint_of_any_layout(ranks: Ranks, tmp_path: Path) -> None:
-    saved = ranks(2, _save, tmp_path, ech.Layout(ep=2), 3)
-    stages = ranks(2, _restore, tmp_path, ech.Layout(pp=2))
-    assert not set(stages[0]) & set(stages[1])
-    _same(stages[0] | stages[1], saved[0])
+    saved = ranks(saves[0], _run, tmp_path, saves[1], 3, saves=True)[0]
+    assert any(n.endswith("experts.w1 exp_avg") for n in saved)
+    read = ranks(reads[0], _run, tmp_path, reads[1], 0, restores=True)
+    for got in read:
+        _same(got, {name: saved[name] for name in got})
+    if getattr(reads[1], "pp", 1) > 1:
+        assert not set(read[0]) & set(read[1]) and set(read[0]) | set(read[1]) == set(saved)
+    else:
+        assert all(got.keys() == saved.keys() for got in read)
 
 
 def _counted_in_stages(layout: Any) -> list[float]:
-    torch.manual_seed(0)
-    model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double()
-    unit = Silent(module=model, layout=layout, accumulate=4, clip_grad_norm=float("inf"))
+    unit = Silent(module=_model(), layout=layout, accumulate=4, clip_grad_norm=float("inf"))
     found: list[float] = []
     routers = [part for part in unit.prepared.unwrapped.modules() if hasattr(part, "seen")]
     data = [batch(ROWS, seed) for seed in range(8)]
@@ -379,8 +357,9 @@ def test_a_micro_batch_that_counts_nothing_does_so_in_every_stage(ranks: Ranks) 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_resumed_run_is_bit_equal(ranks: Ranks, tmp_path: Path, size: int) -> None:
     layout = ech.Layout(ep=2)
-    ranks(size, _save, tmp_path, layout, 3)
-    for got, want in zip(ranks(size, _go_on, tmp_path, layout, 6), ranks(size, _train, layout, 6), strict=True):
+    through = ranks(size, _run, tmp_path, layout, 6)
+    ranks(size, _run, tmp_path, layout, 3, saves=True)
+    for got, want in zip(ranks(size, _run, tmp_path, layout, 6, restores=True), through, strict=True):
         _same(got, want)
 
 
@@ -389,8 +368,7 @@ def test_a_resumed_run_is_bit_equal(ranks: Ranks, tmp_path: Path, size: int) -> 
 
 def _loads(layout: Any) -> tuple[list[dict[str, torch.Tensor]], float, float]:
     """Loads after 12 rows, and after one more, of which a second rank has none; tokens and entropy of the latter."""
-    torch.manual_seed(0)
-    unit = Unit(module=Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double(), layout=layout)
+    unit = Unit(module=_model(), layout=layout)
     loader, found = ech.Loader(torch.utils.data.Subset(DATA, range(13)), 12), []
     for steps in (1, 2):
         ech.train(unit, loader, max_updates=steps)
@@ -418,21 +396,10 @@ def test_loads_count_each_sample_once_on_any_number_of_ranks(ranks: Ranks, layou
 
 def _biases(layout: str) -> tuple[int, torch.Tensor]:
     """Broadcasts of five updates, and what they made of the first layer's biases."""
-    torch.manual_seed(0)
-    model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS, bias_update_rate=0.5)).double()
-    unit = Regression(module=model, layout=layout)
-    rank, sent = dist.get_rank(), 0
-    real = dist.broadcast
-
-    def broadcast(*args: Any, **options: Any) -> Any:
-        nonlocal sent
-        sent += 1
-        return real(*args, **options)
-
-    with mock.patch("torch.distributed.broadcast", broadcast):
+    unit, rank = Regression(module=_model(bias_update_rate=0.5), layout=layout), dist.get_rank()
+    with mock.patch("torch.distributed.broadcast", side_effect=dist.broadcast) as sent:
         ech.train(unit, [batch(6, seed=10 * step + rank) for step in range(5)], max_epochs=1)
-    bias = unit.module.blocks[0][1].router.expert_bias
-    return sent, bias.clone()
+    return sent.call_count, unit.module.blocks[0][1].router.expert_bias.clone()
 
 
 @pytest.mark.full
@@ -475,12 +442,8 @@ def _most(moe: Any, x: torch.Tensor) -> float:
     return float(torch.bincount(chosen.flatten(), minlength=EXPERTS).max()) * EXPERTS / chosen.numel()
 
 
-class Forgets(Regression):
-    """Without the auxiliary loss."""
-
-
 def test_an_auxiliary_loss_that_nobody_added_is_named() -> None:
-    unit = Forgets(module=Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS, balance="auxiliary")).double())
+    unit = Regression(module=_model(balance="auxiliary"))
     with refused(ExpertsError):
         ech.train(unit, [batch(4, 0)], max_epochs=1)
     with refused(ExpertsError):
@@ -496,11 +459,8 @@ class ForgetsOnOne(Regression):
 
 
 def _forgotten_on_one(layout: str) -> str:
-    torch.manual_seed(0)
-    module = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS, balance="auxiliary")).double()
-    with pytest.raises(UsageError) as caught:
-        ech.train(ForgetsOnOne(module=module, layout=layout), [batch(4, seed) for seed in range(3)], max_epochs=1)
-    return str(caught.value)
+    unit = ForgetsOnOne(module=_model(balance="auxiliary"), layout=layout)
+    return refusal(ech.train, unit, [batch(4, seed) for seed in range(3)], max_epochs=1)
 
 
 def test_an_auxiliary_loss_that_one_rank_forgets_is_told_on_all(ranks: Ranks) -> None:
@@ -511,8 +471,7 @@ def test_an_auxiliary_loss_that_one_rank_forgets_is_told_on_all(ranks: Ranks) ->
 def test_router_statistics_are_in_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in RunDir(tmp_path).at_attempt(0).to_env().items():
         monkeypatch.setenv(name, value)
-    unit = Unit(module=Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double())
-    ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=1)
+    ech.train(Unit(module=_model()), [batch(4, i) for i in range(3)], max_epochs=1)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(records) == 3
     assert all(1 <= record["expert_load_max"] <= EXPERTS for record in records)
@@ -569,42 +528,28 @@ def test_experts_that_no_other_rank_has_are_not_gathered(ranks: Ranks) -> None:
     assert ranks(4, _experts_are_units, None)[0] == {True}  # two ranks have the same experts
 
 
-def _by_hand() -> list[float]:
-    """A loop of one's own, with ep."""
-    torch.manual_seed(0)
-    model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double()
-    optimizer = torch.optim.SGD(model.parameters(), 0.02)
-    model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(DATA, 12), layout=ech.Layout(ep=2))
-    losses = []
-    for x, y in loader:
-        with ech.window(model) as window:
-            loss = nn.functional.mse_loss(model(x), y)
-            window.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    assert len(ech.nn.expert_loads(model)) == 2
-    return losses
+def _by_hand() -> tuple[int, int]:
+    """A loop of one's own, with ep: the updates, and the layers whose loads are known."""
+    updates = []
+    model = own_loop(_model(), ech.Loader(DATA, 12), _loss, lr=0.02, layout="ep=2", after=updates.append)
+    return len(updates), len(ech.nn.expert_loads(model))
+
+
+def _loss(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(module(x), y)
 
 
 @pytest.mark.full
 def test_a_loop_of_ones_own_balances_too(ranks: Ranks) -> None:
-    assert all(len(losses) == 4 for losses in ranks(2, _by_hand))
+    assert ranks(2, _by_hand) == [(4, 2)] * 2
 
 
 def test_a_step_of_ones_own_balances_by_a_call() -> None:
     """The biases of AutoUnit's, from plain PyTorch's loop and `balance_experts`."""
-    batches = [batch(6, i) for i in range(4)]
-    torch.manual_seed(0)
-    model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS)).double()
-    unit = Unit(module=copy.deepcopy(model), optimizer="AdamW", lr=0.01)
+    batches, model, unit = [batch(6, i) for i in range(4)], _model(), Unit(module=_model(), optimizer="AdamW", lr=0.01)
     ech.train(unit, batches, max_epochs=1)
-    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-    for x, y in batches:
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ech.nn.balance_experts(model)
+    balance: Any = lambda module, updates: ech.nn.balance_experts(module)  # noqa: E731
+    plain_training([[each] for each in batches], optimizer="AdamW", lr=0.01, module=model, after=balance)
     got, want = (dict(m.named_buffers()) for m in (model, unit.module))
     assert any(b.any() for b in want.values())
     _same(got, want)
@@ -619,16 +564,12 @@ class MixtralExperts(nn.Module):
         self.w = nn.Parameter(torch.zeros(2, 4, 4))
 
 
-def _refused(model: str, **sizes: int) -> str:
-    made: dict[str, Any] = {
-        "moe": lambda: Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=6)),
-        "auxiliary": lambda: Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=6, balance="auxiliary")),
-        "dense": lambda: Model(lambda: nn.Linear(WIDTH, WIDTH)),
-        "foreign": lambda: nn.Sequential(nn.Linear(4, 1), MixtralExperts()),
-    }
-    with pytest.raises(UsageError) as caught:
-        Regression(module=made[model](), layout=ech.Layout(**sizes))
-    return str(caught.value)
+MODELS: dict[str, Any] = {
+    "moe": lambda: _model(num_experts=6),
+    "auxiliary": lambda: _model(num_experts=6, balance="auxiliary"),
+    "dense": lambda: Model(lambda: nn.Linear(WIDTH, WIDTH)),
+    "foreign": lambda: nn.Sequential(nn.Linear(4, 1), MixtralExperts()),
+}
 
 
 REFUSED: list[tuple[str, dict[str, int], str]] = [
@@ -645,9 +586,12 @@ REFUSED: list[tuple[str, dict[str, int], str]] = [
 
 
 def test_what_cannot_be_divided_is_refused_on_all_ranks(ranks: Ranks) -> None:
-    for found in ranks(4, lambda: [_refused(model, **sizes) for model, sizes, _ in REFUSED]):
-        for (_, _, said), text in zip(REFUSED, found, strict=True):
-            assert said in text
+    units = [
+        lambda model=model, sizes=sizes: Regression(module=MODELS[model](), layout=ech.Layout(**sizes))
+        for model, sizes, _ in REFUSED
+    ]
+    for found in ranks(4, lambda: [refusal(unit) for unit in units]):
+        assert all(said in text for (_, _, said), text in zip(REFUSED, found, strict=True)), found
 
 
 class Norm(nn.Module):

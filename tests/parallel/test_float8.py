@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -14,43 +14,29 @@ import echelon as ech
 from echelon.common.errors import PrecisionError, UsageError
 from echelon.parallel.recipe.precision import Precision
 from tests.conftest import Ranks
-from tests.kit.models import whole
-from tests.kit.refusals import refused
+from tests.kit.models import Net, batch, plain_training, seeded, whole
+from tests.kit.refusals import refusal, refused
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 
-CPU = torch.device("cpu")
 
-
-class Wide(nn.Module):
+class Wide(Net):
     """Two blocks whose layers are of float8's sizes, but for one; a head beside them."""
 
-    tp_plan: ClassVar[dict[str, str]] = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
-
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 32)
+        super().__init__(width=32)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32), nn.Linear(32, 3), nn.Linear(3, 32)) for _ in range(2)
         )
         self.last = nn.Linear(32, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.last(x).mean(1, keepdim=True)
+        return super().forward(x).mean(1, keepdim=True)
 
 
 def wide() -> Wide:
-    torch.manual_seed(0)
-    return Wide()
-
-
-def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(16, 4, generator=generator), torch.randn(16, 1, generator=generator)
+    return seeded(Wide).float()
 
 
 def converted(module: nn.Module) -> list[str]:
@@ -63,7 +49,7 @@ def _train(layout: Any, recipe: Any, gathers: bool) -> tuple[list[float], list[s
     unit = Regression(module=wide(), layout=layout, precision=precision, lr=0.05)
     prepared, losses = unit.prepared, []
     unit.on_train_step_end = lambda *a: losses.append(float(unit.latest_update[0]))  # type: ignore[method-assign]
-    ech.train(unit, [batch(10 * step + prepared.dp_rank) for step in range(4)], max_epochs=1)
+    ech.train(unit, [batch(16, 10 * step + prepared.dp_rank, torch.float32) for step in range(4)], max_epochs=1)
     if gathers:
         weight = prepared.unwrapped.blocks[0][0].weight._local_tensor  # `to_local` makes another, without the scale
         assert type(weight).__name__ == "WeightWithDynamicFloat8CastTensor" and weight._precomputed_scale is not None
@@ -88,12 +74,8 @@ def _cases() -> list[Any]:
 def test_the_losses_are_those_of_bf16_within_eight_bits(ranks: Ranks) -> None:
     """Under each layout, with sharded weights that travel in 8 bits or not."""
     pytest.importorskip("torchao")
-    unit = Regression(module=wide(), lr=0.05)
-    want: list[float] = []
-    unit.on_train_step_end = lambda *a: want.append(float(unit.latest_update[0]))  # type: ignore[method-assign]
-    ech.train(
-        unit, [tuple(torch.cat(p) for p in zip(batch(10 * s), batch(10 * s + 1), strict=True)) for s in range(4)], max_epochs=1
-    )
+    windows = [[batch(16, 10 * step + rank, torch.float32) for rank in range(2)] for step in range(4)]
+    _, want, _ = plain_training(windows, module=wide(), lr=0.05)
     for losses, layers, _ in ranks(2, _cases)[0]:
         assert len(layers) == 3
         assert losses == pytest.approx(want, rel=0.05)
@@ -108,7 +90,7 @@ def _saved_and_restored(folder: str, gathers: bool) -> dict[str, torch.Tensor]:
     first, second = unit(), unit()
     rank = first.prepared.dp_rank
     saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=2)
-    ech.train(first, [batch(10 * step + rank) for step in range(2)], max_epochs=1, callbacks=[saver])
+    ech.train(first, [batch(16, 10 * step + rank, torch.float32) for step in range(2)], max_epochs=1, callbacks=[saver])
     ech.DistributedCheckpointSaver.restore_from_latest(folder, second)
     a, b = whole(first.module), whole(second.module)
     return {n: (a[n].float() - b[n].float()).abs().max() for n in a}
@@ -155,17 +137,12 @@ def test_values_that_cannot_be_are_refused(make: Any, message: str) -> None:
         make()
 
 
-def _refused(layout: Any, module: nn.Module, options: dict[str, Any]) -> str:
-    try:
-        Regression(module=module, layout=layout, precision=ech.layouts.Float8(emulate=True, **options))
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
 def _refusals() -> list[str]:
+    def refused_with(layout: Any, module: nn.Module, **options: Any) -> str:
+        return refusal(Regression, module=module, layout=layout, precision=ech.layouts.Float8(emulate=True, **options))
+
     wrapped = nn.parallel.DistributedDataParallel(wide())
-    return [_refused("tp", wide(), {}), _refused(None, wrapped, {}), _refused("ddp", wide(), {"filter_fqns": ["blocks"]})]
+    return [refused_with("tp", wide()), refused_with(None, wrapped), refused_with("ddp", wide(), filter_fqns=["blocks"])]
 
 
 def test_where_it_cannot_be_it_is_refused(ranks: Ranks) -> None:

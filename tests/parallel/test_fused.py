@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import echelon as ech
 from echelon.parallel.gradients import fused
 from tests.conftest import Ranks
-from tests.kit.models import whole
+from tests.kit.models import batch, net, whole
+from tests.kit.units import Regression
 
 
 def _is_fused(make: Any, device: str = "cuda", dtype: torch.dtype = torch.float32) -> Any:
@@ -23,27 +24,30 @@ def _is_fused(make: Any, device: str = "cuda", dtype: torch.dtype = torch.float3
     return optimizer.param_groups[0].get("fused")
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
-def test_on_a_gpu_by_default(kind: Any) -> None:
-    assert _is_fused(kind) is True
+class Own(torch.optim.AdamW):
+    """A class of the user's."""
 
 
-@pytest.mark.parametrize("option", [{"fused": False}, {"foreach": True}, {"foreach": False}, {"capturable": True}])
-def test_not_where_the_script_chose(option: dict[str, bool]) -> None:
-    assert not _is_fused(lambda params: torch.optim.AdamW(params, **option))
-
-
-def test_not_on_a_cpu_nor_for_complex_numbers() -> None:
-    assert not _is_fused(torch.optim.AdamW, device="cpu")
-    assert not _is_fused(torch.optim.AdamW, dtype=torch.complex64)
-
-
-def test_not_a_class_of_the_users() -> None:
-    class Own(torch.optim.AdamW):
-        pass
-
-    assert not _is_fused(Own)
-    assert not _is_fused(torch.optim.SGD)
+@pytest.mark.parametrize(
+    ("kind", "options", "where", "fuses"),
+    [
+        (torch.optim.Adam, {}, {}, True),
+        (torch.optim.AdamW, {}, {}, True),
+        # Not where the script chose,
+        *(
+            (torch.optim.AdamW, {name: value}, {}, False)
+            for name, value in (("fused", False), ("foreach", True), ("foreach", False))
+        ),
+        (torch.optim.AdamW, {"capturable": True}, {}, False),
+        # on a CPU, for complex numbers, or of another class.
+        (torch.optim.AdamW, {}, {"device": "cpu"}, False),
+        (torch.optim.AdamW, {}, {"dtype": torch.complex64}, False),
+        (Own, {}, {}, False),
+        (torch.optim.SGD, {}, {}, False),
+    ],
+)
+def test_on_a_gpu_by_default(kind: Any, options: dict[str, Any], where: dict[str, Any], fuses: bool) -> None:
+    assert bool(_is_fused(lambda params: kind(params, **options), **where)) is fuses
 
 
 def test_not_once_it_has_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,34 +60,27 @@ def test_not_once_it_has_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not optimizer.param_groups[0]["fused"]
 
 
-class Fit(ech.AutoUnit[Any]):
+class Fit(Regression):
     given: bool | None = None
-
-    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
-        return nn.functional.mse_loss(self.module(data), data.flip(-1)), None
 
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         return torch.optim.AdamW(module.parameters(), lr=0.1, fused=self.given), None
 
 
-def _trained(layout: str, given: bool | None, *, precision: str = "fp32") -> tuple[Fit, list[torch.Tensor]]:
-    torch.manual_seed(0)
-    data = [torch.randn(4, 6) for _ in range(4)]
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+def _unit(layout: str, given: bool | None = None) -> Fit:
     Fit.given = given
-    unit = Fit(module=net, layout=layout, clip_grad_norm=1.0, precision=precision)
-    return unit, data
+    return Fit(module=net(dtype=torch.float32), layout=layout, clip_grad_norm=1.0)
 
 
 def _apart(folder: str, layout: str) -> tuple[bool, list[float]]:
     """How far weights lie from those of `fused=True` as torch has it: after two epochs, and after a resume in between."""
     fused.DEVICES = {"cpu"}
     try:
-        wanted, data = _trained(layout, True)
+        wanted, data = _unit(layout, True), [batch(4, i, torch.float32) for i in range(4)]
         ech.train(wanted, data, max_epochs=2)
-        ours, _ = _trained(layout, None)
+        ours = _unit(layout)
         ech.train(ours, data, max_epochs=1, callbacks=[ech.DistributedCheckpointSaver(folder, save_every_n_epochs=1)])
-        again, _ = _trained(layout, None)
+        again = _unit(layout)
         ech.DistributedCheckpointSaver.restore_from_latest(folder, again)
         for unit in (ours, again):
             ech.train(unit, data, max_epochs=2)

@@ -21,8 +21,9 @@ import echelon as ech
 from echelon.common.errors import TensorParallelError, UsageError
 from echelon.parallel.tensor.vocab_shards import WordShard, liger, unit_of
 from tests.conftest import Ranks
-from tests.kit.models import largest_difference, whole
+from tests.kit.models import largest_difference, plain_training, seeded, whole
 from tests.kit.refusals import refused
+from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -254,35 +255,28 @@ class Language(nn.Module):
 
 
 def language(**options: Any) -> Language:
-    torch.manual_seed(0)
-    return Language(**options).double()
+    return seeded(Language, **options)
 
 
-class LanguageUnit(ech.AutoUnit[torch.Tensor]):
+class LanguageUnit(Regression):
     def compute_loss(self, state: ech.State, data: torch.Tensor) -> tuple[torch.Tensor, None]:
         made = self.module(data)
         inner = self.prepared.unwrapped
         return (made if inner.inside else inner.loss(made, data)), None
-
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
-        return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), None
 
 
 def words_of(step: int, rank: int) -> torch.Tensor:
     return torch.randint(0, 12, (2, 4), generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def reference(shares: int, **options: Any) -> dict[str, torch.Tensor]:
+def reference(shares: int, *frozen: str, steps: int = 4, **options: Any) -> dict[str, torch.Tensor]:
     """One process, torch's own loss, on the batches of all shares: two micro-batches an update."""
-    module = language(**options)
-    module.inside = True
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    for update in range(2):
-        optimizer.zero_grad()
-        parts = [words_of(step, rank) for step in (2 * update, 2 * update + 1) for rank in range(shares)]
-        module(torch.cat(parts), loss=plain).backward()
-        optimizer.step()
-    return {n: p.detach() for n, p in module.named_parameters()}
+    parts = [[words_of(step, rank) for rank in range(shares)] for step in range(steps)]
+    windows = [[(x, x) for micro in parts[i : i + 2] for x in micro] for i in range(0, steps, 2)]
+    module = language(**{**options, "inside": True})
+    for part in frozen:
+        module.get_submodule(part).requires_grad_(False)
+    return plain_training(windows, module=module, loss_of=lambda module, x, _: module(x, loss=plain))[0]
 
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -294,16 +288,21 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+def _trained(layout: Any, *frozen: str, steps: int = 4, **options: Any) -> tuple[LanguageUnit, float]:
+    """How far it is from one process."""
+    module = language(**options)
+    for part in frozen:
+        module.get_submodule(part).requires_grad_(False)
+    unit = LanguageUnit(module=module, layout=layout, accumulate=2)
+    prepared = unit.prepared
+    ech.train(unit, [words_of(step, prepared.dp_rank) for step in range(steps)], max_epochs=1)
+    want = reference(prepared.dp_size, *frozen, steps=steps, **options)
+    return unit, largest_difference(whole(unit.module), want)
+
+
 def _differences(layouts: dict[str, Any]) -> dict[str, float]:
-    found = {}
-    for (name, layout), (shape, options) in itertools.product(layouts.items(), SHAPES.items()):
-        unit = LanguageUnit(
-            module=language(**options), layout=layout, options=ech.UnitOptions(device=torch.device("cpu")), accumulate=2
-        )
-        prepared = unit.prepared
-        ech.train(unit, [words_of(step, prepared.dp_rank) for step in range(4)], max_epochs=1)
-        found[f"{name}, {shape}"] = largest_difference(whole(unit.module), reference(prepared.dp_size, **options))
-    return found
+    cases = itertools.product(layouts.items(), SHAPES.items())
+    return {f"{name}, {shape}": _trained(layout, **options)[1] for (name, layout), (shape, options) in cases}
 
 
 @pytest.mark.full
@@ -330,21 +329,12 @@ def _head_alone() -> dict[str, float]:
     found = {}
     for inside, keeps in itertools.product((True, False), (True, False)):
         layout = ech.FSDPStrategy(blocks=["head"], reshard_after_forward=not keeps)
-        unit = LanguageUnit(
-            module=language(inside=inside, bias=True),
-            layout=layout,
-            options=ech.UnitOptions(device=torch.device("cpu")),
-            accumulate=2,
-        )
-        ech.train(unit, [words_of(step, unit.prepared.dp_rank) for step in range(4)], max_epochs=1)
+        unit, found[f"{inside}, {keeps}"] = _trained(layout, inside=inside, bias=True)
         with torch.no_grad():
             made = unit.module(words_of(9, 0))
             made = made if inside else unit.prepared.unwrapped.loss(made, words_of(9, 0))
         assert made.dim() == 0
-        if not inside:
-            assert isinstance(unit.prepared.unwrapped.head.weight, DTensor)
-        want = reference(unit.prepared.dp_size, inside=inside, bias=True)
-        found[f"{inside}, {keeps}"] = largest_difference(whole(unit.module), want)
+        assert inside or isinstance(unit.prepared.unwrapped.head.weight, DTensor)
     return found
 
 
@@ -427,22 +417,9 @@ def test_the_module_of_a_shard_is_found(ranks: Ranks) -> None:
 
 def _frozen_body() -> float:
     """Only the head is trained, a unit of its own: hidden has no gradient that would reach a hook of fully_shard."""
-    far = 0.0
-    for inside, layout in itertools.product((True, False), (ech.FSDPStrategy(blocks=["head"]), "hsdp")):
-        module, plain_one = language(inside=inside, bias=True), language(bias=True)
-        for each in (module, plain_one):
-            each.bytes.requires_grad_(False)
-            each.body.requires_grad_(False)
-        if layout == "hsdp":
-            layout = ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", blocks=["head"])
-        unit = LanguageUnit(module=module, layout=layout, options=ech.UnitOptions(device=torch.device("cpu")))
-        prepared = unit.prepared
-        ech.train(unit, [words_of(0, prepared.dp_rank)], max_epochs=1)
-        optimizer = torch.optim.SGD(plain_one.parameters(), lr=0.1)
-        plain_one(torch.cat([words_of(0, rank) for rank in range(prepared.dp_size)]), loss=plain).backward()
-        optimizer.step()
-        far = max(far, largest_difference(whole(unit.module), {n: p.detach() for n, p in plain_one.named_parameters()}))
-    return far
+    layouts = (ech.FSDPStrategy(blocks=["head"]), ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", blocks=["head"]))
+    cases = itertools.product((True, False), layouts)
+    return max(_trained(layout, "bytes", "body", steps=1, inside=inside, bias=True)[1] for inside, layout in cases)
 
 
 @pytest.mark.full

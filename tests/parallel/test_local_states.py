@@ -22,8 +22,8 @@ from echelon.compat.trainer.rank import kept_global_batch
 from echelon.loop.callbacks import EarlyStopping
 from echelon.loop.callbacks.early_stopping import EarlyStopChecker
 from tests.conftest import Ranks
-from tests.kit.models import whole
-from tests.kit.units import Regression
+from tests.kit.models import seeded, whole
+from tests.kit.units import Hooks, Own, Regression
 
 STEPS = 4
 Case = Callable[[str, Path], Any]
@@ -45,75 +45,6 @@ class _Two(nn.Module):
         return self.last(self.spare(x) if spare else x)
 
 
-class _Unit(Regression):
-    def __init__(self, layout: Any, **options: Any) -> None:
-        torch.manual_seed(0)
-        super().__init__(module=_Two().double(), layout=layout, **options)
-
-    def step(self) -> int:
-        return self.train_progress.num_steps_completed
-
-
-def _data(count: int = STEPS, rows: int = 4) -> list[Any]:
-    torch.manual_seed(dist.get_rank())
-    return [(torch.randn(rows, 3).double(), torch.randn(rows, 1).double()) for _ in range(count)]
-
-
-def _train(unit: Any, data: Any = None, **options: Any) -> Any:
-    ech.train(unit, _data() if data is None else data, max_epochs=1, **options)
-    return unit
-
-
-# --- the ways in which a rank may stand alone
-
-
-def _frozen(layout: str, folder: Path) -> Any:
-    torch.manual_seed(0)
-    module = _Two().double()
-    module.spare.weight.requires_grad_(not _odd())
-    unit = Regression(module=module, layout=layout)
-    return _train(unit)
-
-
-def _at(hook: str, act: Callable[[Any, Any], Any]) -> ech.Callback:
-    """A callback of all ranks that does something on one."""
-
-    def on(self: Any, state: Any, unit: Any) -> None:
-        if _odd():
-            act(state, unit)
-
-    made: ech.Callback = type("At", (ech.Callback,), {hook: on})()
-    return made
-
-
-def _frozen_later(layout: str, folder: Path) -> Any:
-    def freeze(state: Any, unit: Any) -> None:
-        if unit.step() == 1:
-            dict(unit.prepared.named_parameters())["spare.weight"].requires_grad_(False)
-
-    return _train(_Unit(layout), callbacks=[_at("on_train_step_end", freeze)])
-
-
-def _trains(unit: Any, name: str, *, so: bool) -> None:
-    for each, parameter in unit.prepared.named_parameters():
-        if each.startswith(name):
-            parameter.requires_grad_(so)
-
-
-def _unfrozen_later(layout: str, folder: Path, *, hook: str = "on_train_step_end") -> Any:
-    torch.manual_seed(0)
-    module = _Two().double()
-    module.spare.requires_grad_(False)
-    unit = Regression(module=module, layout=layout)
-    thaw = _at(hook, lambda state, unit: _trains(unit, "spare", so=unit.train_progress.num_steps_completed > 0))
-    ech.train(unit, _data(), max_epochs=2, callbacks=[thaw])
-    return unit
-
-
-def _unfrozen_with_an_epoch(layout: str, folder: Path) -> Any:
-    return _unfrozen_later(layout, folder, hook="on_train_epoch_start")
-
-
 class _Wide(nn.Module):
     """Its blocks are gathered, and reduced, one by one."""
 
@@ -129,11 +60,64 @@ class _Wide(nn.Module):
         return self.last(x)
 
 
+class _Unit(Regression):
+    def __init__(self, layout: Any, module: nn.Module | None = None, **options: Any) -> None:
+        super().__init__(module=seeded(_Two) if module is None else module, layout=layout, **options)
+
+    def step(self) -> int:
+        return self.train_progress.num_steps_completed
+
+
+def _data(count: int = STEPS, rows: int = 4) -> list[Any]:
+    torch.manual_seed(dist.get_rank())
+    return [(torch.randn(rows, 3).double(), torch.randn(rows, 1).double()) for _ in range(count)]
+
+
+def _train(unit: Any, data: Any = None, *callbacks: ech.Callback, max_epochs: int = 1) -> Any:
+    ech.train(unit, _data() if data is None else data, max_epochs=max_epochs, callbacks=callbacks)
+    return unit
+
+
+def _at(hook: str, act: Callable[[Any, Any], Any]) -> ech.Callback:
+    """A callback of all ranks that does something on one."""
+    return Hooks(**{hook: lambda state, unit: act(state, unit) if _odd() else None})
+
+
+def _trains(unit: Any, name: str, *, so: bool) -> None:
+    for each, parameter in unit.prepared.named_parameters():
+        if each.startswith(name):
+            parameter.requires_grad_(so)
+
+
+# --- the ways in which a rank may stand alone: of what it trains, its model, its batches and its optimizer
+
+
+def _frozen(layout: str, folder: Path) -> Any:
+    module = seeded(_Two)
+    module.spare.weight.requires_grad_(not _odd())
+    return _train(_Unit(layout, module))
+
+
+def _frozen_later(layout: str, folder: Path) -> Any:
+    freeze = _at("on_train_step_end", lambda state, unit: unit.step() == 1 and _trains(unit, "spare.weight", so=False))
+    return _train(_Unit(layout), None, freeze)
+
+
+def _unfrozen_later(layout: str, folder: Path, *, hook: str = "on_train_step_end") -> Any:
+    module = seeded(_Two)
+    module.spare.requires_grad_(False)
+    return _train(
+        _Unit(layout, module), None, _at(hook, lambda _, unit: _trains(unit, "spare", so=unit.step() > 0)), max_epochs=2
+    )
+
+
+def _unfrozen_with_an_epoch(layout: str, folder: Path) -> Any:
+    return _unfrozen_later(layout, folder, hook="on_train_epoch_start")
+
+
 def _block_frozen_later(layout: str, folder: Path) -> Any:
-    torch.manual_seed(0)
-    unit = Regression(module=_Wide().double(), layout=layout)
     freeze = _at("on_train_step_end", lambda state, unit: _trains(unit, "blocks.1", so=False))
-    return _train(unit, callbacks=[freeze])
+    return _train(_Unit(layout, seeded(_Wide)), None, freeze)
 
 
 class _Freezes(_Unit):
@@ -147,43 +131,51 @@ class _Freezes(_Unit):
         return super().weight(data)
 
 
-class _FreezesEverywhere(_Freezes):
-    everywhere = True
-
-
 def _frozen_in_a_step(layout: str, folder: Path) -> Any:
     return _train(_Freezes(layout))
 
 
 def _frozen_in_a_step_everywhere(layout: str, folder: Path) -> Any:
-    return _train(_FreezesEverywhere(layout))
+    unit = _Freezes(layout)
+    unit.everywhere = True
+    return _train(unit)
 
 
-def _other_model(layout: str, folder: Path, *, how: str) -> Any:
+def _other_model(layout: str, *, how: str) -> Any:
     torch.manual_seed(0)
     names = ["a", "b"] if how != "order" or _odd() else ["b", "a"]
     with ech.on_meta() if how == "meta" and _odd() else contextlib.nullcontext():
         module = nn.Sequential(OrderedDict((name, nn.Linear(3, 3)) for name in names))
         if how == "more" and _odd():
             module.append(nn.Linear(3, 3))
-    module = module.to(torch.float32 if how == "dtype" and _odd() else torch.float64)
-    return _train(Regression(module=module, layout=layout))
+    return _train(_Unit(layout, module.to(torch.float32 if how == "dtype" and _odd() else torch.float64)))
 
 
 def _of_another_order(layout: str, folder: Path) -> Any:
-    return _other_model(layout, folder, how="order")
+    return _other_model(layout, how="order")
 
 
 def _of_another_type(layout: str, folder: Path) -> Any:
-    return _other_model(layout, folder, how="dtype")
+    return _other_model(layout, how="dtype")
 
 
 def _with_more_layers(layout: str, folder: Path) -> Any:
-    return _other_model(layout, folder, how="more")
+    return _other_model(layout, how="more")
 
 
 def _on_meta(layout: str, folder: Path) -> Any:
-    return _other_model(layout, folder, how="meta")
+    return _other_model(layout, how="meta")
+
+
+class _Computes(_Unit):
+    """Its loss is in the ways of a function that is given: (unit, state, data, loss and output)."""
+
+    def __init__(self, layout: Any, way: Callable[..., Any]) -> None:
+        super().__init__(layout)
+        self.way = way
+
+    def compute_loss(self, state: Any, data: Any) -> Any:
+        return self.way(self, state, data, super().compute_loss(state, data))
 
 
 class _Skips(_Unit):
@@ -196,62 +188,39 @@ def _no_gradient(layout: str, folder: Path) -> Any:
     return _train(_Skips(layout))
 
 
-class _Logs(_Unit):
-    def compute_loss(self, state: Any, data: Any) -> Any:
-        loss, out = super().compute_loss(state, data)
-        if _odd() == (str(state.active_phase) == "train"):
-            state.log("mine", loss)
-        return loss, out
-
-
 def _logs(layout: str, folder: Path) -> Any:
-    return _train(_Logs(layout))
+    def logs(unit: Any, state: Any, data: Any, made: Any) -> Any:
+        if _odd() == (str(state.active_phase) == "train"):
+            state.log("mine", made[0])
+        return made
+
+    return _train(_Computes(layout, logs))
 
 
 def _logs_in_evaluation(layout: str, folder: Path) -> Any:
     unit = _Unit(layout)
-
-    class Logs(_Unit):
-        def on_eval_step_end(self, state: Any, *rest: Any) -> None:
-            if _odd():
-                state.log("mine", 1.0)
-
-    unit = Logs(layout)
+    unit.on_eval_step_end = lambda state, *rest: state.log("mine", 1.0) if _odd() else None
     ech.evaluate(unit, _data())
     return unit
 
 
-def _evaluates_alone(layout: str, folder: Path) -> Any:
-    unit = _train(_Unit(layout))
+def _evaluates_alone(layout: str, folder: Path, unit: Any = None) -> Any:
+    unit = _train(unit or _Unit(layout))
     if not _odd():
         ech.evaluate(unit, _data())
     return _train(unit)
 
 
-class _Own(ech.TrainUnit[Any], ech.EvalUnit[Any]):
+class _Own(Own, ech.EvalUnit[Any]):
     """Steps by itself, and evaluates without meeting anyone but for what it logs."""
-
-    def __init__(self, layout: Any) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.module = ech.layouts.prepare_module(_Two().double(), torch.device("cpu"), layout=layout)
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
-
-    def train_step(self, state: Any, data: Any) -> Any:
-        nn.functional.mse_loss(self.module(data[0]), data[1]).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def eval_step(self, state: Any, data: Any) -> Any:
         state.log("off", data[0].sum())
 
 
 def _own_evaluates_alone(layout: str, folder: Path) -> Any:
-    unit = _Own(layout)
-    _train(unit)
-    if not _odd():
-        ech.evaluate(unit, _data())
-    return _train(unit)
+    module = ech.layouts.prepare_module(seeded(_Two), torch.device("cpu"), layout=layout)
+    return _evaluates_alone(layout, folder, _Own(module))
 
 
 def _empty_batch(layout: str, folder: Path) -> Any:
@@ -269,14 +238,11 @@ def _shorter_iterator(layout: str, folder: Path) -> Any:
     return _train(_Unit(layout), iter(_data(STEPS - _odd())))
 
 
-class _Detached(_Unit):
-    def compute_loss(self, state: Any, data: Any) -> Any:
-        loss, out = super().compute_loss(state, data)
-        return (loss.detach() if _odd() and self.step() == 2 else loss), out
-
-
 def _loss_without_gradient(layout: str, folder: Path) -> Any:
-    return _train(_Detached(layout))
+    def detached(unit: Any, state: Any, data: Any, made: Any) -> Any:
+        return made[0].detach() if _odd() and unit.step() == 2 else made[0], made[1]
+
+    return _train(_Computes(layout, detached))
 
 
 def _other_accumulation(layout: str, folder: Path) -> Any:
@@ -287,34 +253,35 @@ def _other_rate(layout: str, folder: Path) -> Any:
     return _train(_Unit(layout, lr=0.2 if _odd() else 0.1))
 
 
-def _other_rate_later(strategy: str, folder: Path) -> Any:
-    def slow(state: Any, unit: Any) -> None:
-        unit.optimizer.param_groups[0]["lr"] = 0.05
-
-    unit = _Unit(strategy)
-    ech.train(unit, _data(), max_epochs=2, callbacks=[_at("on_train_epoch_end", slow)])
-    return unit
+def _other_rate_later(layout: str, folder: Path) -> Any:
+    slow = _at("on_train_epoch_end", lambda state, unit: unit.optimizer.param_groups[0].update(lr=0.05))
+    return _train(_Unit(layout), None, slow, max_epochs=2)
 
 
-class _Grouped(_Unit):
+class _Optimizes(_Unit):
+    """By the optimizer that a function makes of the module."""
+
+    def __init__(self, layout: Any, make: Callable[[Any], torch.optim.Optimizer]) -> None:
+        super().__init__(layout)
+        self.make = make
+
     def configure_optimizers_and_lr_scheduler(self, module: Any) -> Any:
-        named = dict(module.named_parameters())
-        spare = [p for n, p in named.items() if "spare" in n]
-        rest = [p for n, p in named.items() if "spare" not in n]
-        return torch.optim.SGD([{"params": rest}, *([] if _odd() else [{"params": spare}])], lr=0.1), None
+        return self.make(module), None
 
 
 def _without_group(layout: str, folder: Path) -> Any:
-    return _train(_Grouped(layout))
+    def grouped(module: Any) -> torch.optim.Optimizer:
+        named = dict(module.named_parameters())
+        spare = [p for n, p in named.items() if "spare" in n]
+        rest = [p for n, p in named.items() if "spare" not in n]
+        return torch.optim.SGD([{"params": rest}, *([] if _odd() else [{"params": spare}])], lr=0.1)
 
-
-class _OtherKind(_Unit):
-    def configure_optimizers_and_lr_scheduler(self, module: Any) -> Any:
-        return (torch.optim.AdamW if _odd() else torch.optim.SGD)(module.parameters(), lr=0.1), None
+    return _train(_Optimizes(layout, grouped))
 
 
 def _other_optimizer(layout: str, folder: Path) -> Any:
-    return _train(_OtherKind(layout))
+    kind = torch.optim.AdamW if _odd() else torch.optim.SGD
+    return _train(_Optimizes(layout, lambda module: kind(module.parameters(), lr=0.1)))
 
 
 class _Plain(torch.optim.Optimizer):
@@ -323,37 +290,26 @@ class _Plain(torch.optim.Optimizer):
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {})
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         with torch.no_grad():
             for parameter in self.param_groups[0]["params"]:
                 parameter -= 0.1 * parameter.grad
 
 
-class _WithoutRate(_Unit):
-    def configure_optimizers_and_lr_scheduler(self, module: Any) -> Any:
-        return _Plain(module.parameters()), None
-
-
 def _optimizer_without_rate(layout: str, folder: Path) -> Any:
-    return _train(_WithoutRate(layout))
-
-
-class _WithOwn(_Unit):
-    """Besides the module, each rank has a layer for itself, which it trains in its own way."""
-
-    def __init__(self, layout: Any) -> None:
-        super().__init__(layout)
-        self.own = nn.Linear(3, 3).double()
-        self.own_optimizer = torch.optim.SGD(self.own.parameters(), lr=0.2 if _odd() else 0.1)
+    return _train(_Optimizes(layout, lambda module: _Plain(module.parameters())))
 
 
 def _optimizer_of_its_own(layout: str, folder: Path) -> Any:
-    return _train(_WithOwn(layout))
+    """Besides the module, each rank has a layer for itself, which it trains in its own way."""
+    unit = _Unit(layout)
+    unit.own = nn.Linear(3, 3).double()
+    unit.own_optimizer = torch.optim.SGD(unit.own.parameters(), lr=0.2 if _odd() else 0.1)
+    return _train(unit)
 
 
 def _asks_to_stop(layout: str, folder: Path) -> Any:
-    unit = _Unit(layout)
-    return _train(unit, callbacks=[_at("on_train_step_end", lambda state, unit: unit.step() == 1 and state.stop())])
+    return _train(_Unit(layout), None, _at("on_train_step_end", lambda state, unit: unit.step() == 1 and state.stop()))
 
 
 def _stops_in_eval(layout: str, folder: Path) -> Any:
@@ -364,18 +320,18 @@ def _stops_in_eval(layout: str, folder: Path) -> Any:
 
 
 def _saver_on_one(layout: str, folder: Path) -> Any:
-    saver = [ech.DistributedCheckpointSaver(folder, save_every_n_epochs=1)]
-    return _train(_Unit(layout), callbacks=saver if not _odd() else [])
+    saver = [] if _odd() else [ech.DistributedCheckpointSaver(folder, save_every_n_epochs=1)]
+    return _train(_Unit(layout), None, *saver)
 
 
 def _early_stopping_on_one(layout: str, folder: Path) -> Any:
     early = EarlyStopping(monitored_attr="lr", early_stop_checker=EarlyStopChecker("min", 3), interval="epoch")
-    return _train(_Unit(layout), callbacks=[early] if not _odd() else [])
+    return _train(_Unit(layout), None, *([] if _odd() else [early]))
 
 
 def _other_folder(layout: str, folder: Path, *, all_of_it: bool = False) -> Any:
     """As on machines that have a disk each: of a file, or a checkpoint, that is not on one of them."""
-    _train(_Unit(layout), callbacks=[ech.DistributedCheckpointSaver(folder / "all", save_every_n_epochs=1)])
+    _train(_Unit(layout), None, ech.DistributedCheckpointSaver(folder / "all", save_every_n_epochs=1))
     dist.barrier()
     own, before = folder / f"disk{dist.get_rank()}", Path.cwd()
     shutil.copytree(folder / "all", own)
@@ -394,22 +350,16 @@ def _other_folder(layout: str, folder: Path, *, all_of_it: bool = False) -> Any:
     return unit
 
 
+def _fail(*_: Any) -> None:
+    raise ValueError("a fault of one rank alone")
+
+
 def _callback_raises(layout: str, folder: Path) -> Any:
-    def fail(state: Any, unit: Any) -> None:
-        raise ValueError("a fault of one rank alone")
-
-    return _train(_Unit(layout), callbacks=[_at("on_train_step_end", fail)])
-
-
-class _Fails(_Unit):
-    def compute_loss(self, state: Any, data: Any) -> Any:
-        if _odd() and self.step() == 2:
-            raise ValueError("a fault of one rank alone")
-        return super().compute_loss(state, data)
+    return _train(_Unit(layout), None, _at("on_train_step_end", _fail))
 
 
 def _loss_raises(layout: str, folder: Path) -> Any:
-    return _train(_Fails(layout))
+    return _train(_Computes(layout, lambda unit, state, data, made: _fail() if _odd() and unit.step() == 2 else made))
 
 
 def _outcome(case: Case, layout: str, folder: Path) -> Any:
@@ -431,15 +381,15 @@ def test_a_checkpoint_that_one_rank_sees_otherwise_is_told_to_all(ranks: Ranks, 
     assert "another one for rank 1, without files that others see: tensors-00000.safetensors" in got[0][1]
 
 
-def _no_folder(layout: str, folder: Path) -> Any:
-    return _other_folder(layout, folder, all_of_it=True)
-
-
 @pytest.mark.standing_ranks
 def test_a_checkpoint_that_one_rank_does_not_see_is_told_to_all(ranks: Ranks, tmp_path: Path) -> None:
     got = ranks(2, _outcome, _no_folder, "ddp", tmp_path)
     assert got[0] == got[1] and got[0][0] == "CheckpointCorruptError"
     assert "another one for rank 1" in got[0][1]
+
+
+def _no_folder(layout: str, folder: Path) -> Any:
+    return _other_folder(layout, folder, all_of_it=True)
 
 
 # Each with the layout that `make test` has; the full suite has the other ones.
@@ -563,15 +513,10 @@ class _Block(nn.Module):
 
 def _staged(way: str, at: int, schedule: str, dims: dict[str, int]) -> None:
     torch.manual_seed(0)
-    blocks = [_Block(way if i == at else "") for i in range(4)]
-    unit = Regression(
-        module=nn.Sequential(*blocks, nn.Linear(3, 1)).double(),
-        layout=ech.Layout(pp=2, schedule=schedule, **dims),
-        accumulate=2,
-    )
+    module = nn.Sequential(*(_Block(way if i == at else "") for i in range(4)), nn.Linear(3, 1)).double()
+    unit = Regression(module=module, layout=ech.Layout(pp=2, schedule=schedule, **dims), accumulate=2)
     torch.manual_seed(0)
-    data = [(torch.randn(4, 3).double(), torch.randn(4, 1).double()) for _ in range(8)]
-    ech.train(unit, data, max_epochs=1)
+    ech.train(unit, [(torch.randn(4, 3).double(), torch.randn(4, 1).double()) for _ in range(8)], max_epochs=1)
 
 
 @pytest.mark.full
@@ -615,11 +560,9 @@ def _tied(frozen_on: int) -> Any:
         if dist.get_rank() == frozen_on and unit.train_progress.num_steps_completed == 4:
             unit.module.first.weight.requires_grad_(False)
 
-    torch.manual_seed(0)
-    unit = Regression(module=_Tied().double(), layout=ech.Layout(pp=2), accumulate=2)
+    unit = Regression(module=seeded(_Tied), layout=ech.Layout(pp=2), accumulate=2)
     data = [(torch.randn(4, 3).double(), torch.randn(4, 3).double()) for _ in range(8)]
-    callback: Any = type("Freezes", (ech.Callback,), {"on_train_step_end": lambda self, *given: freeze(*given)})()
-    ech.train(unit, data, max_epochs=1, callbacks=[callback])
+    ech.train(unit, data, max_epochs=1, callbacks=[Hooks(on_train_step_end=freeze)])
     return unit.module.first.weight.detach()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.utils.data import TensorDataset
 import echelon as ech
 from echelon.common.errors import RankFailedError
 from tests.conftest import Ranks
-from tests.kit.models import whole
+from tests.kit.models import seeded, whole
+from tests.kit.refusals import refusal
 from tests.kit.units import Regression
 
 Leaves = Callable[[int, bool], str]
@@ -22,8 +24,7 @@ Leaves = Callable[[int, bool], str]
 
 def _loop(leaves: Leaves, layout: str, accumulation: int = 1, epochs: int = 2) -> Any:
     """`leaves(batch, odd)` says what the loop does before the window of a batch, which it counts from 1."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    module = seeded(lambda: nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)))
     data = TensorDataset(torch.randn(32, 3).double(), torch.randn(32, 1).double())
     optimizer: Any = torch.optim.SGD(module.parameters(), 0.1)
     loader: Any = ech.Loader(data, global_batch=8, accumulate=accumulation)
@@ -89,40 +90,18 @@ def _leaves_other_numbers(batch: int, odd: bool) -> str:
     return "continue" if batch in ((1, 2) if odd else (1,)) else ""
 
 
-def _outcome(*args: Any) -> tuple[str, str]:
-    try:
-        _loop(*args)
-    except ech.errors.RanksDisagreeError as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
 @pytest.mark.standing_ranks
 def test_other_numbers_of_batches_are_told_to_all(ranks: Ranks) -> None:
-    def at_the_end(batch: int, odd: bool) -> str:  # of an epoch: both meet there
-        return "continue" if batch in ((3, 4) if odd else (4,)) else ""
-
-    got = ranks(2, _outcome, _leaves_other_numbers, "ddp")
-    assert got[0] == got[1] and "rank 0: 1 left out" in got[0][1] and "rank 1: 2 left out" in got[0][1]
-
-
-class _Perceptron(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(3, 8), nn.Linear(8, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(x)))
+    first, second = ranks(2, refusal, _loop, _leaves_other_numbers, "ddp", kind=ech.errors.RanksDisagreeError)
+    assert first == second and "rank 0: 1 left out" in first and "rank 1: 2 left out" in first
 
 
 def _other_rows(**axes: Any) -> str:
-    torch.manual_seed(0)
-    layout = ech.Layout(**axes)
+    parts: Any = {"up": nn.Linear(3, 8), "act": nn.ReLU(), "down": nn.Linear(8, 1)}
     rows = 4 + dist.get_rank()
     data = [(torch.randn(rows, 3).double(), torch.randn(rows, 1).double())]
-    with pytest.raises(ech.errors.RanksDisagreeError) as caught:
-        ech.train(Regression(module=_Perceptron().double(), layout=layout), data, max_epochs=1)
-    return str(caught.value)
+    unit = Regression(module=seeded(lambda: nn.Sequential(OrderedDict(parts))), layout=ech.Layout(**axes))
+    return refusal(ech.train, unit, data, max_epochs=1, kind=ech.errors.RanksDisagreeError)
 
 
 @pytest.mark.standing_ranks
@@ -148,11 +127,9 @@ class _ScalesAlone(Regression):
 
 
 def _other_scale() -> str:
-    torch.manual_seed(0)
     data = [(torch.randn(4, 16, 3).double(), torch.randn(4, 16, 1).double())]
-    with pytest.raises(ech.errors.ContextParallelError) as caught:
-        ech.train(_ScalesAlone(module=_Scaled().double(), layout="cp=2"), data, max_epochs=1)
-    return str(caught.value)
+    unit = _ScalesAlone(module=seeded(_Scaled), layout="cp=2")
+    return refusal(ech.train, unit, data, max_epochs=1, kind=ech.errors.ContextParallelError)
 
 
 @pytest.mark.standing_ranks

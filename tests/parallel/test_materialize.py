@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import logging
@@ -23,8 +24,8 @@ from echelon.parallel import LAYOUTS
 from echelon.parallel.meta.materialize import materialize
 from echelon.parallel.meta.tape import Value
 from tests.conftest import Ranks
-from tests.kit.models import Net, batch
-from tests.kit.refusals import refused
+from tests.kit.models import Net, batch, whole
+from tests.kit.refusals import refusal, refused
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -175,33 +176,31 @@ def _differing(got: nn.Module, want: nn.Module) -> list[str]:
     return [n for n, t in theirs.items() if full[n].dtype != t.dtype or not torch.equal(full[n], t)]
 
 
-@pytest.mark.parametrize("make", [Odd, Asking, Initialising, Net, _gpt], ids=["odd", "asking", "initialising", "net", "gpt"])
-def test_values_and_streams_are_those_of_a_plain_build(make: Any) -> None:
-    torch.manual_seed(0)
-    want = make()
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
+def _twice(make: Any, seed: int = 0) -> tuple[Any, Any]:
+    """Built plainly, and on the meta device, not yet filled; both draw the same."""
+    torch.manual_seed(seed)
+    want, state = make(), torch.get_rng_state()
+    torch.manual_seed(seed)
     with ech.on_meta():
         got = make()
     assert torch.equal(torch.get_rng_state(), state)
+    return want, got
+
+
+@pytest.mark.parametrize("make", [Odd, Asking, Initialising, Net, _gpt], ids=["odd", "asking", "initialising", "net", "gpt"])
+def test_values_and_streams_are_those_of_a_plain_build(make: Any) -> None:
+    want, got = _twice(make)
+    state = torch.get_rng_state()
     if make is not Asking:
         assert all(p.is_meta for p in got.parameters())
     materialize(got, CPU)
     assert _differing(got, want) == [] and torch.equal(torch.get_rng_state(), state)
     if make is Odd:
         assert got.tied.weight is got.a.weight and got.rates == want.rates and torch.equal(got.drawn, want.drawn)
-
-
-def test_tensors_that_are_plain_attributes_get_their_values() -> None:
-    torch.manual_seed(0)
-    want = Asking()
-    torch.manual_seed(0)
-    with ech.on_meta():
-        got = Asking()
-    materialize(got, CPU)
-    assert torch.equal(got.frequencies, want.frequencies) and torch.equal(got.more[0], want.more[0])
-    assert torch.equal(got.more[1]["x"][0], want.more[1]["x"][0]) and got.alias[0] is got.a.weight
-    assert (got.std, got.sum) == (want.std, want.sum)
+    if make is Asking:  # tensors that are plain attributes have their values, too
+        assert torch.equal(got.frequencies, want.frequencies) and torch.equal(got.more[0], want.more[0])
+        assert torch.equal(got.more[1]["x"][0], want.more[1]["x"][0]) and got.alias[0] is got.a.weight
+        assert (got.std, got.sum) == (want.std, want.sum)
 
 
 def test_what_is_drawn_over_is_not_drawn() -> None:
@@ -218,11 +217,7 @@ def test_what_is_drawn_over_is_not_drawn() -> None:
             nn.init.normal_(self.other.bias)
             self.other.bias.data.fill_(self.other.bias.data[0])
 
-    torch.manual_seed(3)
-    plain = Twice()
-    torch.manual_seed(3)
-    with ech.on_meta():
-        module = Twice()
+    plain, module = _twice(Twice, 3)
     value = Value.of(module.layer.weight)
     assert value is not None
     assert [getattr(call.func, "__name__", "") for call in value.tape.needed(value.storage)] == ["empty", "normal_"]
@@ -252,16 +247,32 @@ class Half(nn.Module):
         self.token.data[0] = 1
 
 
-@pytest.mark.parametrize("before", [False, True], ids=["torch.empty", "made before"])
-def test_what_is_set_in_part_is_an_error_with_its_name(before: bool) -> None:
-    if before:
-        with torch.device("meta"):
-            module: nn.Module = nn.ParameterDict({"token": nn.Parameter(torch.ones(4))})
-        with ech.on_meta():
-            module.token.data.mul_(2)
-    else:
-        with ech.on_meta():
-            module = Half()
+class Unset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.token = nn.Linear(2, 2), nn.Parameter(torch.empty(3))
+
+
+def _made_before() -> nn.Module:
+    with torch.device("meta"):
+        module: Any = nn.ParameterDict({"token": nn.Parameter(torch.ones(4))})
+    with ech.on_meta():
+        module.token.data.mul_(2)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("make", "within"),
+    [
+        (Half, ech.on_meta),
+        (_made_before, contextlib.nullcontext),
+        (Unset, ech.on_meta),
+        (Unset, lambda: torch.device("meta")),
+    ],
+)
+def test_what_nothing_sets_or_in_part_is_an_error_with_its_name(make: Any, within: Any) -> None:
+    with within():
+        module = make()
     with refused(LayoutError):
         materialize(module, CPU)
 
@@ -270,9 +281,7 @@ def _numpys_numbers() -> str:
     with ech.on_meta():
         module = nn.Linear(2, 2)
         module.weight.data.mul_(float(np.random.default_rng(dist.get_rank()).normal()))
-    with pytest.raises(ech.EchelonError) as caught:
-        ech.layouts.prepare_module(module, CPU, layout="fsdp")
-    return str(caught.value)
+    return refusal(ech.layouts.prepare_module, module, CPU, layout="fsdp", kind=ech.EchelonError)
 
 
 def test_ranks_that_numpy_initialises_differently_are_refused_not_mixed(ranks: Ranks) -> None:
@@ -312,49 +321,43 @@ def _under_each(layouts: list[Any]) -> dict[str, Any]:
     found = {}
     for layout in layouts:
         # A rank that seeded otherwise gets rank 0's values, as it does when it was built plainly.
-        seed = 5 if layout == "none" else 5 + dist.get_rank()
-        unit = Regression(module=_built(seed, meta=True), layout=layout, optimizer="AdamW")
-        module = unit.prepared.unwrapped
-        shards = [p.to_local().flatten().tolist() for p in module.parameters() if hasattr(p, "to_local")]
-        different = _differing(module, _built(5, meta=False))
-        tied = module.first.weight is module.last.weight
-        x, y = batch(4, 0, torch.float32)
-        ech.train(unit, [(x, y)] * 3, max_epochs=1)
-        after = _all(module)
-        sums = {n: float((t.full_tensor() if hasattr(t, "full_tensor") else t).detach().double().sum()) for n, t in after.items()}
-        found[str(layout)] = (different, tied, shards, sums)
+        unit, module = _trains(layout, _built(5 if layout == "none" else 5 + dist.get_rank(), meta=True))
+        found[str(layout)] = (*module, _sums(unit))
     return found
 
 
-def _plain_sums() -> dict[str, float]:
-    unit = Regression(module=_built(5, meta=False), optimizer="AdamW")
+def _trains(layout: Any, module: nn.Module) -> tuple[Regression, tuple[list[str], bool, list[Any]]]:
+    """What differs before it trains, whether the ends are tied, and this rank's shards."""
+    unit = Regression(module=module, layout=layout, optimizer="AdamW")
+    module = unit.prepared.unwrapped
+    shards = [p.to_local().flatten().tolist() for p in module.parameters() if hasattr(p, "to_local")]
+    before = _differing(module, _built(5, meta=False)), module.first.weight is module.last.weight, shards
     ech.train(unit, [batch(4, 0, torch.float32)] * 3, max_epochs=1)
-    return {n: float(t.detach().double().sum()) for n, t in _all(unit.module).items()}
+    return unit, before
+
+
+def _sums(unit: Regression) -> dict[str, float]:
+    tensors = {**whole(unit.prepared), **dict(unit.prepared.unwrapped.named_buffers())}
+    return {n: float(t.detach().double().sum()) for n, t in tensors.items()}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "named"),
-    # DiLoCo's outer optimizer trains to other numbers.
-    [
-        (2, [s for s in (*LAYOUTS, "tp") if s != "diloco"]),
-        (4, ["zero1", "fsdp", "hsdp"]),
-    ],
+    # DiLoCo's outer optimizer trains to other numbers. Of four ranks test_filling.py has the values under others.
+    [(2, [s for s in (*LAYOUTS, "tp") if s != "diloco"]), (4, ["hsdp"])],
 )
 def test_every_strategy_gives_the_values_of_a_plain_build_and_trains(ranks: Ranks, size: int, named: list[str]) -> None:
-    layouts: list[Any] = list(named)
-    layouts += [ech.FSDPStrategy(cpu_offload=True), ech.Layout(tp=2)] if size == 4 else []
+    layouts: list[Any] = [*named, *([ech.Layout(tp=2)] if size == 4 else [])]
     results = ranks(size, _under_each, layouts)
-    want = _plain_sums()
+    want = _sums(_trains("none", _built(5, meta=False))[0])
     for found in results:
         for layout, (different, tied, _, sums) in found.items():
             assert different == [] and tied, layout
             assert sums == pytest.approx(want, rel=1e-4, abs=1e-4), layout
     for layout in map(str, layouts):
         parts = [found[layout][2] for found in results]
-        if (
-            layout.startswith(("fsdp", "FSDP")) or layout == "zero3" or (layout == "hsdp" and size == 4)
-        ):  # not copies of one another
+        if layout == "fsdp" or (layout == "hsdp" and size == 4):  # not copies of one another
             same = [i for i, (a, b) in enumerate(zip(parts[0], parts[1], strict=True)) if a == b]
             assert parts[0] and same == [], layout
 
@@ -424,26 +427,10 @@ def test_without_a_record_layers_reset_themselves_and_it_is_said(caplog: pytest.
     assert "without a record" in caplog.text and "echelon.on_meta()" in caplog.text
 
 
-class Unset(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.token = nn.Linear(2, 2), nn.Parameter(torch.empty(3))
-
-
-@pytest.mark.parametrize("recorded", [True, False])
-def test_what_nothing_sets_is_an_error_with_its_name(recorded: bool) -> None:
-    with ech.on_meta() if recorded else torch.device("meta"):
-        module = Unset()
-    with refused(LayoutError):
-        materialize(module, CPU)
-
-
 def _other_models() -> str:
     with ech.on_meta():
         module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + int(os.environ["RANK"]))))
-    with pytest.raises(ech.EchelonError) as caught:
-        ech.layouts.prepare_module(module, CPU, layout="ddp")
-    return str(caught.value)
+    return refusal(ech.layouts.prepare_module, module, CPU, layout="ddp", kind=ech.EchelonError)
 
 
 def test_ranks_with_other_models_are_told(ranks: Ranks) -> None:

@@ -15,8 +15,8 @@ from echelon.parallel import resolve
 from echelon.parallel.names import plain_buffers, plain_names, unwrapped
 from echelon.prover.values import named_values, parameters_of
 from tests.conftest import Ranks
-from tests.kit.models import batch, largest_difference, net
-from tests.kit.units import KINDS, Regression
+from tests.kit.models import batch, largest_difference, net, seeded, whole
+from tests.kit.units import KINDS, Own, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -32,18 +32,6 @@ class Holder(nn.Module):
         return self.norm(self.module(x))
 
 
-class Own(ech.TrainUnit[Any]):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.net = module
-        self.optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-
-    def train_step(self, state: ech.State, data: Any) -> None:
-        self.net(data[0]).square().mean().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
 NAMES = ["module.weight", "module.bias", "norm.weight", "norm.bias"]
 BUFFERS = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
 
@@ -52,7 +40,7 @@ def _seen() -> dict[str, Any]:
     seen = {}
     for name, wrap in {"plain": lambda m: m, "ddp": DistributedDataParallel, "fsdp": fully_shard, "dp": nn.DataParallel}.items():
         module: nn.Module = wrap(Holder())  # type: ignore[operator]
-        described = Own(module).prepared_modules()["net"].describe()
+        described = Own(module).prepared_modules()["module"].describe()
         names = [n for n, _ in plain_names(module)], [n for n, _ in parameters_of(Own(module))]
         buffers = [n for n, _ in plain_buffers(module)], list(named_values(Own(module)))
         within = [n for n, _ in plain_names(nn.Sequential(module))]
@@ -91,10 +79,8 @@ class Chooses(Regression):
             named = list(module.named_parameters())
             backbone = [p for n, p in named if n.startswith("backbone.")]
             head = [p for n, p in named if not n.startswith("backbone.")]
-        elif self.how == "attributes":
-            backbone, head = list(module.backbone.parameters()), list(module.head.parameters())
-        else:  # of torch's wrapper
-            inner = getattr(module, "module", module)
+        else:
+            inner = getattr(module, "module", module) if self.how == "wrapper" else module
             backbone, head = list(inner.backbone.parameters()), list(inner.head.parameters())
         return torch.optim.SGD([{"params": backbone, "lr": 0.01}, {"params": head, "lr": 0.1}]), None
 
@@ -128,10 +114,9 @@ class Encodes(Regression):
 
 
 def _encoded(layout: str) -> dict[str, torch.Tensor]:
-    torch.manual_seed(3)
-    unit = Encodes(module=Parts(), layout=layout)
+    unit = Encodes(module=seeded(Parts), layout=layout)
     ech.train(unit, ech.Loader(torch.utils.data.TensorDataset(*batch(8, 0)), 4), max_epochs=1)
-    return {n: p.detach().clone() for n, p in unit.prepared.named_parameters()}
+    return whole(unit.prepared)
 
 
 @pytest.mark.full
@@ -157,9 +142,9 @@ def test_a_module_is_recognised_once_in_a_run(tmp_path: Path, monkeypatch: pytes
     unit = Own(net())
     saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_updates=1)
     ech.train(unit, [batch(4, i) for i in range(5)], max_epochs=2, callbacks=[saver])
-    assert recognised == [unit.net]
-    unit.net = net(seed=1)
-    assert unit.prepared_modules()["net"].module is unit.net and recognised == [*recognised[:1], unit.net]
+    assert recognised == [unit.module]
+    unit.module = net(seed=1)
+    assert unit.prepared_modules()["module"].module is unit.module and recognised == [*recognised[:1], unit.module]
 
 
 def test_a_copy_of_a_unit_recognises_its_own_modules() -> None:
@@ -167,16 +152,15 @@ def test_a_copy_of_a_unit_recognises_its_own_modules() -> None:
     import pickle
 
     unit = Own(net())
-    assert unit.prepared_modules()["net"].module is unit.net
     for twin in (copy.deepcopy(unit), pickle.loads(pickle.dumps(unit))):
-        assert twin.prepared_modules()["net"].module is twin.net is not unit.net
+        assert twin.prepared_modules()["module"].module is twin.module is not unit.module
 
 
 def test_a_manifest_says_the_strategy_as_it_was_given_or_as_it_was_done_by_hand() -> None:
     said = [facts(unit, None)["layout"] for unit in (Regression(layout="none"), Regression(layout=resolve("none")))]
     assert said == ["none", "none"]
     assert [facts(Own(m), None)["layout"] for m in (nn.DataParallel(net()), net())] == ["dp", None]
-    assert facts(Own(nn.DataParallel(Holder())), None)["modules"] == {"net": "Holder"}
+    assert facts(Own(nn.DataParallel(Holder())), None)["modules"] == {"module": "Holder"}
 
 
 def _on_rank_0_alone() -> bool:

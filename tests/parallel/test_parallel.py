@@ -10,31 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.common.errors import UsageError
 from echelon.parallel.recipe.blocks import blocks_to_shard
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, plain_training, whole
-from tests.kit.units import Regression
+from tests.kit.refusals import refusal
+from tests.kit.units import Hooks, Own, Regression
 
 pytestmark = pytest.mark.standing_ranks
-
-CPU = torch.device("cpu")
-
-
-class ByHand(ech.TrainUnit[Any]):
-    """A user's own unit and optimizer around a module that was prepared."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-
-    def train_step(self, state: ech.State, data: Any) -> torch.Tensor:
-        loss = nn.functional.mse_loss(self.module(data[0]), data[1])
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
 
 
 def _prepared(how: str) -> dict[str, torch.Tensor]:
@@ -42,8 +24,7 @@ def _prepared(how: str) -> dict[str, torch.Tensor]:
     prepare: Any = {"ddp": ech.layouts.prepare_ddp, "fsdp": ech.layouts.prepare_fsdp}.get(how)
     module = prepare(net(), device) if prepare else ech.layouts.prepare_module(net(), device, layout="ddp")
     assert isinstance(module, nn.parallel.DistributedDataParallel) == (how != "fsdp")
-    unit = ByHand(module)
-    ech.train(unit, [batch(4, 10 * dist.get_rank() + i) for i in range(3)], max_epochs=1)
+    ech.train(Own(module), [batch(4, 10 * dist.get_rank() + i) for i in range(3)], max_epochs=1)
     return whole(module)
 
 
@@ -90,12 +71,6 @@ def test_blocks_can_be_chosen_by_name_and_class(ranks: Ranks) -> None:
     assert ranks(2, _chosen_blocks, [nn.Sequential])[0] == ["", "blocks.0", "blocks.1"]
 
 
-def _refusal(layout: Any) -> str:
-    with pytest.raises(UsageError) as caught:
-        Regression(layout=layout)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
@@ -108,23 +83,13 @@ def _refusal(layout: Any) -> str:
     ],
 )
 def test_what_cannot_be_is_refused_with_the_remedy(ranks: Ranks, layout: Any, message: str) -> None:
-    assert all(message in text for text in ranks(2, _refusal, layout))
+    assert all(message in text for text in ranks(2, lambda: refusal(Regression, layout=layout)))
 
 
-def test_a_world_of_one_shards_without_a_launcher() -> None:
-    unit = Regression(layout="fsdp")
-    ech.train(unit, [batch(4, 0)], max_epochs=1)
-    want, _, _ = plain_training([[batch(4, 0)]])
-    assert largest_difference(whole(unit.module), want) < 1e-12
-    dist.destroy_process_group()
-
-
-class Unfreezes(ech.Callback):
-    """Gradual unfreezing, as in fine-tuning: the last layers train from the beginning, all of them from the second epoch on."""
-
-    def on_train_epoch_start(self, state: ech.State, unit: Any) -> None:
-        module = unit.prepared.unwrapped
-        (module if unit.train_progress.num_epochs_completed else module.last).requires_grad_(True)
+def _unfreezes(module: nn.Module, updates: int) -> None:
+    """Gradual unfreezing, as in fine-tuning: the last layers train from the beginning, all from the second epoch on."""
+    if updates in (0, 2):
+        (module if updates else module.last).requires_grad_(True)
 
 
 def _unfrozen(layout: str, frozen: str) -> dict[str, torch.Tensor]:
@@ -132,8 +97,9 @@ def _unfrozen(layout: str, frozen: str) -> dict[str, torch.Tensor]:
     module.get_submodule(frozen).requires_grad_(False)
     unit = Regression(module=module, layout=layout, accumulate=2)
     mine = [batch(4, 10 * i + dist.get_rank()) for i in range(4)]
-    ech.train(unit, mine, max_epochs=2, callbacks=[Unfreezes()])
-    return whole(unit.prepared.unwrapped)
+    unfreezes = Hooks(on_train_epoch_start=lambda _, u: _unfreezes(u.prepared.unwrapped, u.window.updates))
+    ech.train(unit, mine, max_epochs=2, callbacks=[unfreezes])
+    return whole(unit.prepared)
 
 
 @pytest.mark.full
@@ -141,16 +107,9 @@ def _unfrozen(layout: str, frozen: str) -> dict[str, torch.Tensor]:
 def test_layers_that_are_unfrozen_during_training_are_averaged(ranks: Ranks, layout: str, frozen: str) -> None:
     module = net()
     module.get_submodule(frozen).requires_grad_(False)
-    module.last.requires_grad_(True)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    for update in range(4):
-        if update == 2:
-            module.requires_grad_(True)
-        rows = [batch(4, 10 * i + r) for i in (2 * (update % 2), 2 * (update % 2) + 1) for r in range(2)]
-        optimizer.zero_grad()
-        nn.functional.mse_loss(module(torch.cat([x for x, _ in rows])), torch.cat([y for _, y in rows])).backward()
-        optimizer.step()
-    want = {name: p.detach() for name, p in module.named_parameters()}
+    _unfreezes(module, 0)
+    windows = [[batch(4, 10 * i + r) for i in (start, start + 1) for r in range(2)] for start in (0, 2)] * 2
+    want, _, _ = plain_training(windows, module=module, after=lambda module, updates: _unfreezes(module, updates))
     for trained in ranks(2, _unfrozen, layout, frozen):
         assert largest_difference(trained, want) < 1e-12
 
@@ -161,15 +120,11 @@ def _freezes(module: nn.Module, step: int) -> None:
     module.get_submodule("blocks.1").requires_grad_(step != 2)
 
 
-class _Freezes(ech.Callback):
-    def on_train_step_end(self, state: ech.State, unit: Any) -> None:
-        _freezes(unit.prepared.unwrapped, unit.train_progress.num_steps_completed)
-
-
 def _frozen_later(layout: str) -> dict[str, torch.Tensor]:
     unit = Regression(module=net(), layout=layout, accumulate=2)
-    ech.train(unit, [batch(4, 10 * i + dist.get_rank()) for i in range(8)], max_epochs=1, callbacks=[_Freezes()])
-    return whole(unit.prepared.unwrapped)
+    freezes = Hooks(on_train_step_end=lambda _, unit: _freezes(unit.prepared.unwrapped, unit.train_progress.num_steps_completed))
+    ech.train(unit, [batch(4, 10 * i + dist.get_rank()) for i in range(8)], max_epochs=1, callbacks=[freezes])
+    return whole(unit.prepared)
 
 
 @pytest.mark.full
@@ -184,6 +139,5 @@ def test_layers_that_are_frozen_during_training_stay_and_the_others_are_averaged
             optimizer.step()
             optimizer.zero_grad()
         _freezes(module, step + 1)
-    want = {name: p.detach() for name, p in module.named_parameters()}
     for trained in ranks(2, _frozen_later, layout):
-        assert largest_difference(trained, want) < 1e-12
+        assert largest_difference(trained, whole(module)) < 1e-12

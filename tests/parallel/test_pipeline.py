@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import echelon as ech
-from echelon.common.errors import EchelonError, PipelineError, UsageError
+from echelon.common.errors import EchelonError, PipelineError
 from tests.conftest import Ranks
-from tests.kit.models import largest_difference
-from tests.kit.refusals import refused
+from tests.kit.models import largest_difference, plain_training, seeded, whole
+from tests.kit.refusals import answer, refusal, refused
+from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -30,8 +31,7 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + x.cumsum(1) / 10
-        out: torch.Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return out
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Words(nn.Module):
@@ -51,8 +51,7 @@ class Words(nn.Module):
         x += self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        out: torch.Tensor = self.head(self.norm(x) * self.scale)
-        return out
+        return self.head(self.norm(x) * self.scale)
 
 
 class Residual(nn.Module):
@@ -70,8 +69,7 @@ class Residual(nn.Module):
             mask = x.sum(-1, keepdim=True) > 0  # of which autograd knows nothing
         for block in self.blocks:
             x = x + block(x)
-        out: torch.Tensor = self.head(x * mask + first)
-        return out
+        return self.head(x * mask + first)
 
 
 class _TiedWithBias(nn.Module):
@@ -87,8 +85,7 @@ class _TiedWithBias(nn.Module):
         x = self.words(tokens % 12)
         for block in self.blocks:
             x = block(x)
-        out: torch.Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -101,8 +98,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def built(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return MODELS[name]().double()
+    return seeded(MODELS[name])
 
 
 def tokens(rows: int, seed: int, length: int = CONTEXT) -> Tokens:
@@ -117,31 +113,25 @@ def windows(updates: int, size: int, rows: Sequence[int] = (2,)) -> list[list[To
     return [[tokens(rows[(u * size + i) % len(rows)], u * size + i) for i in range(size)] for u in range(updates)]
 
 
+RATES = {"SGD": 0.1, "AdamW": 1e-2}
+
+
 def plain(
-    name: str, updates: list[list[Tokens]], *, optimizer: str, clip: float | None = 0.5, frozen: str | None = None
+    name: str, updates: list[list[Tokens]], *, optimizer: str, frozen: str | None = None
 ) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
     """PyTorch alone: parameters, losses and norms after each update on the mean over all tokens of a window."""
     module = built(name)
     freeze(module, frozen)
-    made = optimizer_of(optimizer, module)
-    losses, norms = [], []
-    for window in updates:
-        total = sum(int((y >= 0).sum()) for _, y in window)
-        loss = sum(F.cross_entropy(module(x).flatten(0, 1), y.flatten(), reduction="sum") for x, y in window) / total
-        assert isinstance(loss, torch.Tensor)
-        loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), clip or float("inf"))))
-        made.step()
-        made.zero_grad()
-        losses.append(float(loss.detach()))
-    return {n: p.detach().clone() for n, p in module.named_parameters()}, losses, norms
+    # Of windows whose sequences differ in length, too: targets that count nothing fill them up, behind all that do.
+    longest = max(x.shape[1] for window in updates for x, _ in window)
+    full = [
+        [(F.pad(x, (0, longest - x.shape[1])), F.pad(y, (0, longest - y.shape[1]), value=-100)) for x, y in w] for w in updates
+    ]
+    return plain_training(full, clip=0.5, optimizer=optimizer, lr=RATES[optimizer], module=module, loss_of=loss_of)
 
 
-def optimizer_of(kind: str, module: nn.Module) -> torch.optim.Optimizer:
-    trained = [p for p in module.parameters() if p.requires_grad]
-    if kind == "SGD":
-        return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
-    return torch.optim.AdamW(trained, lr=1e-2)
+def loss_of(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(module(x).flatten(0, 1), y.flatten())
 
 
 def freeze(module: nn.Module, prefix: str | None) -> None:
@@ -149,16 +139,13 @@ def freeze(module: nn.Module, prefix: str | None) -> None:
         parameter.requires_grad_(prefix is None or not name.startswith(prefix))
 
 
-class Unit(ech.AutoUnit[Tokens]):
+class Unit(Regression):
     def __init__(self, name: str = "tied", *, optimizer: str = "SGD", frozen: str | None = None, **options: Any) -> None:
         module = built(name)
         freeze(module, frozen)
-        options.setdefault("clip_grad_norm", 0.5)
-        super().__init__(module=module, device=torch.device("cpu"), **options)
-        self.kind = optimizer
-        self.norms: list[float] = []
+        super().__init__(module=module, optimizer=optimizer, lr=RATES[optimizer], **{"clip_grad_norm": 0.5, **options})
         self.losses: list[float] = []
-        self.seen: list[Any] = []
+        self.told: list[Any] = []
 
     def compute_loss(self, state: ech.State, data: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         x, y = data
@@ -168,27 +155,22 @@ class Unit(ech.AutoUnit[Tokens]):
     def weight(self, data: Tokens) -> float:
         return float((data[1] >= 0).sum())
 
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
-        return optimizer_of(self.kind, module), None
-
     def on_train_step_end(self, state: ech.State, data: Tokens, step: int, results: ech.units.TrainStepResults) -> None:
-        self.seen.append((float(results.loss), list(results.outputs.shape)))
+        super().on_train_step_end(state, data, step, results)
+        self.told.append((float(results.loss), list(results.outputs.shape)))
         if results.total_grad_norm is not None:
-            self.norms.append(float(results.total_grad_norm))
             self.losses.append(float(self.latest_update[0]))
 
 
 Trained = tuple[dict[str, torch.Tensor], list[float], list[float], list[Any]]
 
 
-def trained(name: str, updates: list[list[Tokens]], layout: Any, **options: Any) -> Trained:
-    unit = Unit(name, layout=layout, accumulate=len(updates[0]), **options)
-    ech.train(unit, [each for window in updates for each in window], max_epochs=1)
-    values = {}
-    for each, parameter in unit.prepared.named_parameters():
-        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        values[each] = whole.detach().clone()
-    return values, unit.losses, unit.norms, unit.seen
+def trained(name: str, updates: list[list[Tokens]], layout: Any, dp: int = 1, **options: Any) -> Trained:
+    """Each of `dp` data-parallel ranks has its own micro-batches of a window."""
+    mine = [window[torch.distributed.get_rank() % dp :: dp] for window in updates]
+    unit = Unit(name, layout=layout, accumulate=len(mine[0]), **options)
+    ech.train(unit, [each for window in mine for each in window], max_epochs=1)
+    return whole(unit.prepared), unit.losses, unit.norms, unit.told
 
 
 def together(results: list[Trained]) -> dict[str, torch.Tensor]:
@@ -200,12 +182,12 @@ def together(results: list[Trained]) -> dict[str, torch.Tensor]:
     return found
 
 
-def check(results: list[Trained], want: tuple[dict[str, torch.Tensor], list[float], list[float]]) -> None:
+def check(results: list[Trained], want: tuple[dict[str, torch.Tensor], list[float], list[float]], *, told: bool = True) -> None:
     assert largest_difference(together(results), want[0]) < 1e-11
     for _, losses, norms, seen in results:
         assert losses == pytest.approx(want[1], rel=1e-11)
         assert norms == pytest.approx(want[2], rel=1e-10)
-        assert seen == results[0][3]  # losses and outputs are known on all ranks
+        assert not told or seen == results[0][3]  # losses and outputs are known on all ranks
 
 
 @pytest.mark.full
@@ -273,12 +255,6 @@ def test_four_stages_on_four_ranks(ranks: Ranks) -> None:
         check(results, plain(name, updates, optimizer="SGD"))
 
 
-def trained_with_data(name: str, updates: list[list[Tokens]], layout: Any, dp: int, **options: Any) -> Trained:
-    """Each data-parallel rank has its own micro-batches of a window."""
-    rank = torch.distributed.get_rank() % dp
-    return trained(name, [window[rank::dp] for window in updates], layout, **options)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("copies", "schedule"),
@@ -287,19 +263,8 @@ def trained_with_data(name: str, updates: list[list[Tokens]], layout: Any, dp: i
 def test_stages_are_sharded_over_the_data_ranks(ranks: Ranks, copies: int, schedule: str) -> None:
     updates = windows(10, 4, rows=(2, 2, 1, 3, 2))
     layout = ech.Layout(pp=2, dp_replicate=copies, schedule=schedule)
-    results = ranks(4, trained_with_data, "tied", updates, layout, 2, optimizer="AdamW")
-    want = plain("tied", updates, optimizer="AdamW")
-    assert largest_difference(together(results), want[0]) < 1e-11
-    for _, losses, norms, _ in results:
-        assert losses == pytest.approx(want[1], rel=1e-11)
-        assert norms == pytest.approx(want[2], rel=1e-10)
-
-
-@pytest.mark.full
-def test_layers_of_stages_are_split_too(ranks: Ranks) -> None:
-    updates = windows(10, 2)
-    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-    check(ranks(4, trained, "untied", updates, ech.Layout(pp=2, tp=2, plan=plan)), plain("untied", updates, optimizer="SGD"))
+    results = ranks(4, trained, "tied", updates, layout, 2, optimizer="AdamW")
+    check(results, plain("tied", updates, optimizer="AdamW"), told=False)
 
 
 @pytest.mark.full
@@ -310,89 +275,15 @@ def test_a_tied_head_with_a_bias_of_its_own_is_split_over_tp(ranks: Ranks) -> No
     check(results, plain("tied with bias", updates, optimizer="SGD"))
 
 
+class Late(Unit):
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
+        return torch.optim.SGD([p for n, p in module.named_parameters() if n.startswith("head")], lr=0.1), None
+
+
 def test_a_stage_without_anything_for_its_optimizer_is_refused_on_all_ranks(ranks: Ranks) -> None:
     stages = [["words", "positions", "blocks.0"], ["blocks.1", "blocks.2", "blocks.3", "norm", "head"]]
-    for text in ranks(2, empty_optimizer, ech.Layout(pp=2, stages=stages)):
+    for text in ranks(2, lambda: refusal(Late("untied", layout=ech.Layout(pp=2, stages=stages)).configure)):
         assert "empty parameter list" in text and "module.parameters()" in text
-
-
-def empty_optimizer(layout: Any) -> str:
-    class Late(Unit):
-        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
-            mine = [p for n, p in module.named_parameters() if n.startswith("head")]
-            return torch.optim.SGD(mine, lr=0.1), None
-
-    with pytest.raises(UsageError) as caught:
-        Late("untied", layout=layout).configure()
-    return str(caught.value)
-
-
-# --- checkpoints
-
-
-def saved(folder: str, layout: Any, updates: list[list[Tokens]], stop: int, dp: int = 1, **options: Any) -> Any:
-    """Train with a checkpoint after `stop` updates. What the model and the optimizer hold in the end, and losses."""
-    share = [window[torch.distributed.get_rank() % dp :: dp] for window in updates]
-    unit = Unit("tied", layout=layout, accumulate=len(share[0]), optimizer="AdamW", **options)
-    saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=stop)
-    ech.train(unit, [each for window in share for each in window], max_epochs=1, callbacks=[saver])
-    return held(unit)
-
-
-def resumed(folder: str, layout: Any, updates: list[list[Tokens]], dp: int = 1, **options: Any) -> Any:
-    """Restore the newest checkpoint; train on with these."""
-    share = [window[torch.distributed.get_rank() % dp :: dp] for window in updates]
-    unit = Unit("tied", layout=layout, accumulate=2 // dp, optimizer="AdamW", **options)
-    for parameter in unit.module.parameters():
-        with torch.no_grad():
-            parameter.zero_()
-    ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
-    before = held(unit)
-    if share:
-        ech.train(unit, [each for window in share for each in window], max_epochs=2)  # the first has ended
-    return before, held(unit)
-
-
-def held(unit: Unit) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, parameter in unit.prepared.named_parameters():
-        found[name] = parameter
-        found |= {f"{name}.{key}": value for key, value in unit.optimizer.state[parameter].items()}
-    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for name, t in found.items()}
-
-
-def merged(results: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: value for each in results for name, value in each.items()}
-
-
-def assert_bits(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> None:
-    assert got.keys() == want.keys()
-    for name in want:
-        assert torch.equal(got[name], want[name]), name
-
-
-@pytest.mark.full
-def test_a_checkpoint_of_a_pipeline_is_read_by_others_and_theirs_by_it(ranks: Ranks, tmp_path: Any) -> None:
-    updates = windows(3, 2)
-    pipeline = ech.Layout(pp=2, schedule="interleaved")
-    want = merged(ranks(2, saved, str(tmp_path / "pp"), pipeline, updates, 3))
-    for layout in ("ddp", "fsdp", ech.Layout(pp=2, stages=["blocks.3"])):
-        before, _ = zip(*ranks(2, resumed, str(tmp_path / "pp"), layout, []), strict=True)
-        assert_bits(merged(list(before)), want)
-    want = merged(ranks(2, saved, str(tmp_path / "fsdp"), "fsdp", updates, 3, 2))
-    before, _ = zip(*ranks(2, resumed, str(tmp_path / "fsdp"), pipeline, []), strict=True)
-    assert_bits(merged(list(before)), want)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("dp", [1, 2])
-def test_a_resumed_pipeline_ends_with_the_same_bits(ranks: Ranks, tmp_path: Any, dp: int) -> None:
-    updates = windows(5, 2)
-    layout = ech.Layout(pp=2)
-    want = merged(ranks(2 * dp, saved, str(tmp_path / "whole"), layout, updates, 9, dp))
-    ranks(2 * dp, saved, str(tmp_path / "half"), layout, updates[:3], 3, dp)
-    _, after = zip(*ranks(2 * dp, resumed, str(tmp_path / "half"), layout, updates[3:], dp), strict=True)
-    assert_bits(merged(list(after)), want)
 
 
 # --- without gradients
@@ -405,9 +296,6 @@ class Evaluated(Unit):
 
     def on_eval_step_end(self, state: ech.State, data: Tokens, step: int, loss: torch.Tensor, outputs: Any) -> None:
         self.logits.append(outputs.clone())
-
-    def predict_step(self, state: ech.State, data: Any) -> Any:
-        return super().predict_step(state, data)
 
     def on_predict_step_end(self, state: ech.State, data: Any, step: int, outputs: Any) -> None:
         self.logits.append(outputs.clone())
@@ -431,13 +319,10 @@ class Predicts(Unit):
         self.found = logits.argmax(-1)
 
 
-def predicted(batch: Tokens, direct: bool) -> Any:
+def predicted(batch: Tokens, direct: bool) -> torch.Tensor:
     unit = Predicts(layout="pp")
     unit.direct = direct
-    try:
-        ech.predict(unit, [batch])
-    except UsageError as error:
-        return str(error)
+    ech.predict(unit, [batch])
     return unit.found
 
 
@@ -445,7 +330,7 @@ def test_a_prediction_of_ones_own_takes_what_the_module_takes(ranks: Ranks) -> N
     batch = tokens(3, 0)
     want = built("tied").eval()(batch[0]).argmax(-1)
     assert all(torch.equal(got, want) for got in ranks(2, predicted, batch, False))
-    for said in ranks(2, predicted, batch, True):
+    for said in ranks(2, answer, predicted, batch, True):
         assert "write super().predict_step(state, inputs) in the place of self.module(inputs)" in said
 
 
@@ -514,29 +399,28 @@ class Shapes(nn.Module):
         if self.how == "counts":
             self.calls = getattr(self, "calls", 0) + 1
             x = x * self.calls
-        return (self.out or self.head)(x)  # type: ignore[no-any-return, misc]
+        return (self.out or self.head)(x)
+
+
+class Direct(Unit):
+    def compute_loss(self, state: ech.State, data: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.module.words(data[0])
+        return x.sum(), x
 
 
 def what_is_said(how: str, layout: Any, hook: bool = False, direct: bool = False) -> str:
-    MODELS["shapes"] = lambda: Shapes(how)
-
-    class Mine(Unit):
-        def compute_loss(self, state: ech.State, data: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-            if direct:
-                x = self.module.words(data[0])  # type: ignore[operator]
-                return x.sum(), x
-            return super().compute_loss(state, data)
-
-    module = built("shapes")
+    module = seeded(Shapes, how=how)
     if hook:
         module.register_forward_hook(lambda *_: None)
-        MODELS["shapes"] = lambda: module
-    with pytest.raises(EchelonError) as caught:
-        unit = Mine("shapes", layout=layout, gradient_accumulation_steps=2)
+    MODELS["shapes"] = lambda: module
+
+    def train() -> None:
+        unit = (Direct if direct else Unit)("shapes", layout=layout, accumulate=2)
         if how == "outside":
             unit.module(tokens(2, 0)[0])
         ech.train(unit, [tokens(2, 0), tokens(2, 1)], max_epochs=1)
-    return str(caught.value)
+
+    return refusal(train, kind=EchelonError)
 
 
 REFUSED: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon as ech
 from tests.conftest import Ranks
-from tests.kit.models import whole
+from tests.kit.models import seeded, whole
+from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -48,12 +49,11 @@ class Model(nn.Module):
         return x
 
 
-class Denoiser(ech.AutoUnit[torch.Tensor]):
+class Denoiser(Regression):
     """Noise of all three kinds, of which the first stage sees the one half and the last the other."""
 
     def __init__(self, again: bool = False, **options: Any) -> None:
-        torch.manual_seed(0)
-        super().__init__(module=Model(again).double(), accumulate=2, **options)
+        super().__init__(module=seeded(Model, again=again), accumulate=2, lr=0.05, **options)
         self.noise = list[float]()
 
     def compute_loss(self, state: ech.State, data: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -66,9 +66,6 @@ class Denoiser(ech.AutoUnit[torch.Tensor]):
         if dist.get_rank() == 0:  # one rank draws for itself, as for a picture
             torch.randn(3), random.random(), np.random.rand()
         torch.manual_seed(step + dist.get_rank())  # as some scripts do for their augmentation
-
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
-        return torch.optim.SGD(module.parameters(), lr=0.05), None
 
 
 def _batches(count: int) -> list[torch.Tensor]:

@@ -16,13 +16,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import echelon as ech
-from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
 from echelon.parallel.parallelize import parallelize, prepare_module
 from echelon.parallel.recipe.recipe import Recipe
 from tests.conftest import Ranks
 from tests.kit.models import Net, net, whole
-from tests.kit.units import Regression
+from tests.kit.refusals import answer
+from tests.kit.units import Hooks, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -87,7 +87,7 @@ def _looked(layout: Any, precision: Any = "bf16") -> dict[str, Any]:
         "gradients": taken,
         "state": unit.optimizer_types(),
         "parameters": {p.dtype for p in unit.module.parameters()},
-        "values": {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in unit.module.named_parameters()},
+        "values": whole(unit.module),
         "norms": unit.norms,
     }
 
@@ -119,10 +119,7 @@ def test_sharded_parameters_are_gathered_in_half_and_stay_float32_otherwise(
         assert seen["alive"] < 3_000, f"{name}: {seen['alive']} bytes of casts live on to the backward pass"
         assert seen["norms"] == pytest.approx(alone["norms"], rel=3e-2), name
         for parameter, value in seen["values"].items():
-            assert torch.allclose(value, alone["values"][parameter.removeprefix("module.")], atol=2e-2, rtol=2e-2), (
-                name,
-                parameter,
-            )
+            assert torch.allclose(value, alone["values"][parameter], atol=2e-2, rtol=2e-2), (name, parameter)
 
 
 class _Odd(nn.Module):
@@ -155,7 +152,7 @@ class _Odd(nn.Module):
         return self.tied(h)
 
 
-class _Classifies(ech.AutoUnit[Any]):
+class _Classifies(Regression):
     def compute_loss(self, state: ech.State, data: Any) -> Any:
         out = self.module(*data[:3])
         return nn.functional.cross_entropy(out, data[3]), out
@@ -169,11 +166,10 @@ def _odd(layout: Any, data: list[Any], exact: bool = False) -> dict[str, Any]:
     module = _Odd()
     if not exact:  # fully_shard takes one type to a unit
         del module.exact
-    unit = _Classifies(module=module, options=ech.UnitOptions(device=CPU), layout=layout, precision="bf16")
+    unit = _Classifies(module=module, layout=layout, precision="bf16")
     ech.train(unit, data, max_epochs=1)
     ech.evaluate(unit, data)
-    state = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in unit.module.named_parameters()}
-    return {"loss": unit.eval_loss, "values": state, "types": {p.dtype for p in unit.module.parameters()}}
+    return {"loss": unit.eval_loss, "values": whole(unit.module)}
 
 
 def _odd_data() -> list[Any]:
@@ -307,23 +303,20 @@ class _OwnNorm(nn.Module):
         return nn.functional.layer_norm(x, self.weight.shape, self.weight, self.bias, 1e-5)
 
 
-class _CalledElsewhere(Regression):
-    """Calls its module in a hook, where no autocast of a step is."""
-
-    def on_train_epoch_end(self, state: ech.State) -> None:
-        with torch.no_grad():
-            self.seen = self.module(torch.ones(2, 4)).float()
-
-
 def _called_elsewhere() -> dict[str, Any]:
     found = {}
     for layout in ("ddp", "fsdp", "zero2"):
         module = net(dtype=torch.float32)
         for block in module.blocks:
             block.insert(0, _OwnNorm(8))
-        unit = _CalledElsewhere(module=module, layout=layout, precision="bf16", lr=0.01)
-        ech.train(unit, _data(), max_epochs=1)
-        found[layout] = unit.seen
+
+        def call(state: ech.State, unit: Any, layout: str = layout) -> None:
+            """In a hook, where no autocast of a step is."""
+            with torch.no_grad():
+                found[layout] = unit.module(torch.ones(2, 4)).float()
+
+        unit = Regression(module=module, layout=layout, precision="bf16", lr=0.01)
+        ech.train(unit, _data(), max_epochs=1, callbacks=[Hooks(on_train_epoch_end=call)])
         assert not torch.is_autocast_enabled("cpu")
     return found
 
@@ -346,21 +339,18 @@ class _Island(Net):
             return self.last(x.float())
 
 
+def _island(layout: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    unit = Regression(module=_Island(), layout=layout, precision="bf16", lr=0.01)
+    ech.train(unit, _data(), max_epochs=1)
+    return whole(unit.module)
+
+
 def _islands() -> list[Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     full = ech.FSDPStrategy(mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float32))
-    found: list[Any] = []
-    for layout in ("ddp", "fsdp", full):
-        torch.manual_seed(0)
-        unit = Regression(module=_Island(), layout=layout, precision="bf16", lr=0.01)
-        try:
-            ech.train(unit, _data(), max_epochs=1)
-        except UsageError as error:
-            found.append(str(error))
-            continue
-        found.append(whole(unit.module))
-    return found
+    return [answer(_island, layout) for layout in ("ddp", "fsdp", full)]
 
 
 @pytest.mark.full

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import echelon as ech
 from tests.conftest import Ranks
-from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.models import batch, largest_difference, net, seeded, whole
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -41,14 +41,14 @@ def _made(kind: str) -> Any:
     if kind == "by hand":
         return ByHand()
     if kind == "four linears":  # their gradients are ready in another order than they are registered in
-        return Regression(module=_Backwards().double(), layout="ddp", optimizer="AdamW")
+        return Regression(module=seeded(_Backwards, 5), layout="ddp", optimizer="AdamW")
     return Regression(module=net(), layout=kind, optimizer="AdamW")
 
 
 class _Backwards(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(5)
+
         self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
         self.head = torch.nn.Linear(4, 1)
 

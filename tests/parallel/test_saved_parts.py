@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import logging
 from typing import Any
 
 import pytest
@@ -14,25 +13,17 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 import echelon as ech
 from tests.conftest import Ranks
 from tests.kit.models import batch
+from tests.kit.own_loops import told
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 
 
-class _Heard(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.said: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if "is being pickled" in record.getMessage():
-            self.said.append(record.getMessage().split(".")[0])
-
-
 def _saved(layout: str) -> dict[str, list[str]]:
-    heard, found = _Heard(), {}
-    logging.getLogger("echelon").addHandler(heard)
-    try:
+    def heard() -> list[str]:
+        return [text.split(".")[0] for text in texts if "is being pickled" in text]
+
+    with told() as texts:
         unit = Regression(layout=layout, optimizer="AdamW")
         ech.train(unit, [batch(4, 0)], max_epochs=1)
         module: Any = unit.prepared.module
@@ -40,16 +31,13 @@ def _saved(layout: str) -> dict[str, list[str]]:
         module.load_state_dict(best)
         unit.optimizer.load_state_dict(copy.deepcopy(copy.copy(unit.optimizer.state_dict())))
         torch.save(get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)), io.BytesIO())
-        found["read"] = list(heard.said)
+        found = {"read": heard()}
         for _ in range(2):
             torch.save({"model": best, "epoch": 1}, io.BytesIO())
             torch.save({"model": module.state_dict(), "epoch": 1}, io.BytesIO())
-        found["module"] = heard.said[len(found["read"]) :]
+        found["module"] = heard()[len(found["read"]) :]
         torch.save(unit.optimizer.state_dict(), io.BytesIO())
-        found["all"] = heard.said
-    finally:
-        logging.getLogger("echelon").removeHandler(heard)
-    return found
+        return found | {"all": heard()}
 
 
 @pytest.mark.full

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.common.errors import UsageError
 from tests.conftest import Ranks
-from tests.kit.models import Batch, batch, largest_difference, net, plain_training, whole
-from tests.kit.units import PARALLEL, SEVERAL, Regression
+from tests.kit.models import Batch, batch, largest_difference, net, plain_training, seeded, whole
+from tests.kit.refusals import answer, refusal
+from tests.kit.units import PARALLEL, SEVERAL, Own, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -33,41 +33,27 @@ class Given(Regression):
         return self.own, None
 
 
-class Own(ech.TrainUnit[Batch]):
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> None:
-        super().__init__()
-        self.module, self.optimizer = module, optimizer
-        vars(self).update(more)
-
-    def train_step(self, state: ech.State, data: Batch) -> None:
-        nn.functional.mse_loss(self.module(data[0]), data[1]).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
 def _sgd(parameters: Any) -> torch.optim.SGD:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def _trained(unit: Any) -> Any:
-    try:
-        ech.train(unit, [batch(4, 10 * i + (dist.get_rank() if dist.is_initialized() else 0)) for i in range(3)], max_epochs=1)
-    except UsageError as error:
-        return str(error)
-    return whole(unit.module)
+    """The parameters, or what was said."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def train() -> dict[str, torch.Tensor]:
+        ech.train(unit, [batch(4, 10 * i + rank) for i in range(3)], max_epochs=1)
+        return whole(unit.module)
+
+    return answer(train)
 
 
-def _early(layout: Any) -> Any:
+def _early(layout: Any, *, assigned: bool = False) -> Any:
     module = net()
     own = _sgd(module.parameters())
-    return _trained(Given(own, module=module, layout=layout))
-
-
-def _assigned(layout: str) -> Any:
-    module = net()
-    own = _sgd(module.parameters())
-    unit = Given(None, module=module, layout=layout)
-    unit.optimizer, unit.lr_scheduler = own, None
+    unit = Given(None if assigned else own, module=module, layout=layout)
+    if assigned:
+        unit.optimizer, unit.lr_scheduler = own, None
     return _trained(unit)
 
 
@@ -79,8 +65,8 @@ def _all_early() -> dict[str, Any]:
     return {
         **{layout: _early(layout) for layout in PARALLEL},
         "tp": _early(ech.Layout(tp=-1)),
-        "assigned": _assigned("fsdp"),
-        "assigned, ddp": _assigned("ddp"),
+        "assigned": _early("fsdp", assigned=True),
+        "assigned, ddp": _early("ddp", assigned=True),
         "meta": _trained(meta),
         "whole": _early(wholes),
     }
@@ -115,7 +101,7 @@ def test_an_optimizer_over_another_model_is_refused_under_every_strategy(ranks: 
         assert first == second
         assert "holds 12 parameters, none of them the module's, which has 12 (first: float64 (8, 4))" in first[0], layout
         assert "holds 2 parameters, none of them the module's" in first[1] and "has a gradient in the first update" in first[2]
-    assert all(isinstance(refusal, str) for refusal in _copies(None))
+    assert all(isinstance(said, str) for said in _copies(None))
 
 
 def _half_copied(layout: str | None) -> Any:
@@ -127,17 +113,17 @@ def _half_copied(layout: str | None) -> Any:
 def test_an_optimizer_that_holds_some_of_a_copy_is_refused(ranks: Ranks) -> None:
     """Of what the module has, some is trained: a look at the first gradients shows what is not."""
     found = [*(answer for layout in ("ddp", "zero1") for answer in ranks(2, _half_copied, layout)), _half_copied(None)]
-    for refusal in found:
-        assert "none of the 2 parameters" in refusal and "not the module's, but shaped as some of its" in refusal
+    for said in found:
+        assert "none of the 2 parameters" in said and "not the module's, but shaped as some of its" in said
 
 
 def _by_hand() -> dict[str, Any]:
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-    def early(make: Any, **more: Any) -> Any:
+    def early(make: Any) -> Any:
         module = net()
         own = _sgd(module.parameters())
-        return _trained(Own(make(module), own, **more))
+        return _trained(Own(make(module), own))
 
     def in_between(module: nn.Module) -> torch.optim.Optimizer:
         """Made when the blocks are split, and the root is not."""
@@ -175,10 +161,10 @@ def test_in_a_unit_of_ones_own_too(ranks: Ranks) -> None:
 class Head(Regression):
     """Trains a module that is no part of its own, and a weight of its loss."""
 
-    def __init__(self, layout: Any, **options: Any) -> None:
-        super().__init__(layout=layout, **options)
-        torch.manual_seed(5)
-        self.head, self.log_weight = nn.Linear(1, 1).double(), nn.Parameter(torch.zeros((), dtype=torch.float64))
+    def __init__(self, layout: Any, how: str = "Head", **options: Any) -> None:
+        super().__init__(layout=layout, lr=0.02, **options)
+        self.how, self.head = how, seeded(nn.Linear, 5, in_features=1, out_features=1)
+        self.log_weight = nn.Parameter(torch.zeros((), dtype=torch.float64))
 
     def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, Any]:
         error = nn.functional.mse_loss(self.head(self.module(data[0])), data[1])
@@ -187,24 +173,19 @@ class Head(Regression):
     def others(self) -> list[nn.Parameter]:
         return [*self.head.parameters(), self.log_weight]
 
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-        return torch.optim.SGD([*module.parameters(), *self.others()], lr=0.02, momentum=0.9), None
-
-
-class Added(Head):
-    """They come to the optimizer later."""
+    def trained(self) -> dict[str, torch.Tensor]:
+        return {**whole(self.module), **{f"~{i}": p.detach().clone() for i, p in enumerate(self.others())}}
 
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9)
-        optimizer.add_param_group({"params": self.others()})
+        if self.how == "foreach":  # as a GPU's default: it treats a group as one list
+            optimizer = torch.optim.AdamW([*module.parameters(), *self.others()], lr=0.01, foreach=True)
+            return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        if self.how == "Probe":  # the module stays as it is, though nobody froze it
+            return torch.optim.SGD(self.others(), lr=0.02, momentum=0.9), None
+        optimizer = torch.optim.SGD([*module.parameters(), *(self.others() if self.how == "Head" else [])], lr=0.02, momentum=0.9)
+        if self.how == "Added":
+            optimizer.add_param_group({"params": self.others()})
         return optimizer, None
-
-
-class Probe(Head):
-    """The module stays as it is, though nobody froze it."""
-
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-        return torch.optim.SGD(self.others(), lr=0.02, momentum=0.9), None
 
 
 def _rows(rank: int) -> list[Batch]:
@@ -214,26 +195,24 @@ def _rows(rank: int) -> list[Batch]:
 def _heads(kinds: list[tuple[str, Any]]) -> dict[str, Any]:
     done = {}
     for kind, layout in kinds:
-        unit = {"Head": Head, "Added": Added, "Probe": Probe}[kind](layout, gradient_accumulation_steps=2)
+        unit = Head(layout, kind, accumulate=2)
         ech.train(unit, _rows(dist.get_rank()), max_epochs=1)
-        done[f"{kind} {layout}"] = {**whole(unit.module), **{f"~{i}": p.detach().clone() for i, p in enumerate(unit.others())}}
+        done[f"{kind} {layout}"] = unit.trained()
     return done
 
 
 def _wanted(kind: str) -> dict[str, torch.Tensor]:
     """One process, all rows of a window at once."""
-    module = net()
-    torch.manual_seed(5)
-    head, weight = nn.Linear(1, 1).double(), nn.Parameter(torch.zeros((), dtype=torch.float64))
-    others = [*head.parameters(), weight]
-    optimizer = torch.optim.SGD(others if kind == "Probe" else [*module.parameters(), *others], lr=0.02, momentum=0.9)
-    shares = [_rows(0), _rows(1)]
-    for start in (0, 2, 4):
-        x, y = (torch.cat(parts) for parts in zip(*(b for s in shares for b in s[start : start + 2]), strict=True))
-        (torch.exp(-weight) * nn.functional.mse_loss(head(module(x)), y) + weight).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return {**{n: p.detach() for n, p in module.named_parameters()}, **{f"~{i}": p.detach() for i, p in enumerate(others)}}
+    unit, (first, second) = Head("none", kind), (_rows(0), _rows(1))
+    others, module = unit.others(), net()
+    made = torch.optim.SGD(others if kind == "Probe" else [*module.parameters(), *others], lr=0.02, momentum=0.9)
+
+    def loss(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.exp(-others[2]) * nn.functional.mse_loss(unit.head(module(x)), y) + others[2]
+
+    windows = [[*first[start : start + 2], *second[start : start + 2]] for start in (0, 2, 4)]
+    got = plain_training(windows, module=module, optimizer=lambda _: made, loss_of=loss)[0]
+    return {**got, **{f"~{i}": p.detach() for i, p in enumerate(others)}}
 
 
 @pytest.mark.full
@@ -247,16 +226,10 @@ def test_what_is_trained_besides_the_module_is_reduced_and_weighed_as_well(ranks
         assert largest_difference(got, second[f"{kind} {layout}"]) == 0, (kind, layout)
 
 
-class OwnInitial(Head):
-    def __init__(self, layout: Any) -> None:
-        super().__init__(layout)
-        self.log_weight = nn.Parameter(torch.full((), float(dist.get_rank()), dtype=torch.float64))
-
-
 def _apart(layout: str) -> str:
-    with pytest.raises(UsageError) as caught:
-        ech.train(OwnInitial(layout), [batch(2, 0)], max_epochs=1)
-    return str(caught.value)
+    unit = Head(layout)
+    unit.log_weight = nn.Parameter(torch.full((), float(dist.get_rank()), dtype=torch.float64))
+    return refusal(ech.train, unit, [batch(2, 0)], max_epochs=1)
 
 
 def test_what_begins_differently_on_each_rank_is_refused(ranks: Ranks) -> None:
@@ -290,26 +263,13 @@ def test_right_programs_are_not_refused(ranks: Ranks) -> None:
         assert {name: got for name, got in done.items() if isinstance(got, str)} == {}
 
 
-class Unseen(torch.optim.AdamW):
-    """As a GPU's default: it treats a group as one list."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.01, foreach=True)
-
-
 def _foreach() -> dict[str, Any]:
-    class All(Head):
-        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-            optimizer = Unseen([*module.parameters(), *self.others()])
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-            return optimizer, schedule
-
     done = {}
     for layout in ("none", "ddp", "fsdp"):
-        unit = All(layout, step_lr_interval="step")
+        unit = Head(layout, "foreach", step_lr_interval="step")
         ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=1)
         assert len(unit.optimizer.param_groups) == 1 and len(unit.optimizer.param_groups[0]["params"]) == 15
-        done[layout] = {**whole(unit.module), **{f"~{i}": p.detach().clone() for i, p in enumerate(unit.others())}}
+        done[layout] = unit.trained()
     return done
 
 

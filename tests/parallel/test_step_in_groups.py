@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 from torch import nn
 
 import echelon as ech
-from echelon.common.errors import UsageError
 from echelon.parallel.shards import authors_classes
 from tests.conftest import Ranks
-from tests.kit.models import Net, batch, largest_difference, net, whole
-from tests.kit.units import Regression, under_each
+from tests.kit.models import Net, batch, largest_difference, net, plain_training, seeded, whole
+from tests.kit.own_loops import own_loop
+from tests.kit.refusals import refusal
+from tests.kit.units import Own, Regression, under_each
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -43,6 +45,29 @@ class Failing(torch.optim.SGD):
         return super().step(closure)
 
 
+class Made(Regression):
+    """Its optimizer is what a function makes of its parameters."""
+
+    def __init__(self, make: Any, **options: Any) -> None:
+        super().__init__(**options)
+        self.make = make
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+        return self.make(module.parameters()), None
+
+
+def _trained(make: Any, layout: str) -> dict[str, torch.Tensor]:
+    unit = Made(make, module=net(), layout=layout)
+    rank = unit.prepared.dp_rank if layout == "fsdp" else 0
+    ech.train(unit, [batch(4, 2 * i + rank) for i in range(3)], max_epochs=1)
+    return whole(unit.module)
+
+
+def _plain(make: Any, layout: str) -> dict[str, torch.Tensor]:
+    windows = [[batch(4, 2 * i + r) for r in range(2 if layout == "fsdp" else 1)] for i in range(3)]
+    return plain_training(windows, optimizer=make)[0]
+
+
 class Unit(Regression):
     fails_at = 2
 
@@ -55,8 +80,7 @@ class Unit(Regression):
 def _after_an_error() -> list[tuple[int, int, list[float]]]:
     found = []
     for fails_at in (1, 2):
-        torch.manual_seed(0)
-        unit = Unit(module=Scaled().double(), layout="fsdp")
+        unit = Unit(module=seeded(Scaled), layout="fsdp")
         unit.fails_at = fails_at
         count = len(list(unit.module.parameters()))
         with pytest.raises(torch.OutOfMemoryError):
@@ -75,8 +99,7 @@ def test_after_a_step_that_failed_the_groups_are_the_users_own(ranks: Ranks) -> 
 
 
 def _own_loop(late: bool) -> tuple[int, int, float]:
-    torch.manual_seed(0)
-    model: Any = Scaled().double()
+    model: Any = seeded(Scaled)
     optimizer: Any = Failing(model.parameters(), lr=0.1)
     optimizer.fails_at = 2
     scheduler = None if late else torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -162,62 +185,21 @@ class Plain(torch.optim.Optimizer):
             p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=0.1)
 
 
-class ReadsNorms(Regression):
-    def __init__(self, read: str, **options: Any) -> None:
-        self.read = read
-        super().__init__(**options)
-
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
-        return (Plain(module.parameters()) if self.read == "plain" else Lamb(module.parameters(), self.read)), None
-
-
-READS = ("item", "float", "tensor")
-
-
-def _by_norms(read: str, layout: str) -> dict[str, torch.Tensor]:
-    unit = ReadsNorms(read, module=net(), layout=layout)
-    rank = torch.distributed.get_rank() if layout == "fsdp" else 0
-    ech.train(unit, [batch(4, 2 * i + rank) for i in range(3)], max_epochs=1)
-    return whole(unit.module)
+READS = {read: partial(Lamb, read=read) for read in ("item", "float", "tensor")}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])
 def test_an_optimizer_that_reads_norms_reads_those_of_whole_parameters(ranks: Ranks, layout: str) -> None:
-    module = net()
-    optimizer, width = Lamb(module.parameters(), "item"), 2 if layout == "fsdp" else 1
-    for i in range(3):
-        x, y = (torch.cat(parts) for parts in zip(*(batch(4, 2 * i + r) for r in range(width)), strict=True))
-        nn.functional.mse_loss(module(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for found in ranks(2, under_each, READS, _by_norms, layout):
-        for read, got in found.items():
-            assert largest_difference(got, whole(module)) < 1e-12, read
+    want = _plain(READS["item"], layout)
+    for found in ranks(2, under_each, READS, lambda read: _trained(READS[read], layout)):
+        assert {read: far for read, got in found.items() if not (far := largest_difference(got, want)) < 1e-12} == {}
 
 
-@pytest.mark.full
-def test_an_optimizer_that_cannot_step_parts_is_named_with_a_remedy(ranks: Ranks) -> None:
-    for said in ranks(2, _refused):
-        assert all("Plain cannot step parameters that are split" in each and "torch.zeros_like(p)" in each for each in said)
-
-
-def _refused() -> list[str]:
-    said = []
-    with pytest.raises(UsageError) as caught:
-        _by_norms("plain", "fsdp")
-    said.append(str(caught.value))
-    model: Any = net()
-    optimizer: Any = Plain(model.parameters())
-    loader: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(24, 0)), 8, shuffle=True)
-    model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="fsdp")
-    with pytest.raises(UsageError) as caught:
-        for _ in ech.epochs(loader, 1):
-            for x, y in loader:
-                with ech.window(model) as window:
-                    window.backward(nn.functional.mse_loss(model(x), y))
-                    optimizer.step()
-    return [*said, str(caught.value)]
+def test_an_optimizer_with_a_list_of_its_own_steps_on_all_of_it(ranks: Ranks) -> None:
+    keeps = partial(First, keeps=True)
+    for got in ranks(2, _trained, keeps, "tp"):
+        assert largest_difference(got, _plain(keeps, "tp")) < 1e-12
 
 
 class First(Lamb):
@@ -234,67 +216,38 @@ class First(Lamb):
             p.sub_(p.grad * group["lr"])
 
 
-class StepsOnTheFirst(Regression):
-    def __init__(self, keeps: bool, **options: Any) -> None:
-        self.keeps = keeps
-        super().__init__(**options)
-
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
-        return First(module.parameters(), self.keeps), None
+def _searches() -> None:
+    """By its closure, in a step of the user's own."""
+    module = ech.layouts.prepare_module(net(), torch.device("cpu"), layout="fsdp")
+    unit = Own(module, torch.optim.LBFGS(module.parameters()), closure=True)
+    ech.train(unit, [batch(4, 0)], max_epochs=1)
 
 
-def _steps_on_the_first(keeps: bool, layout: str) -> Any:
-    unit = StepsOnTheFirst(keeps, module=net(), layout=layout)
-    try:
-        ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=1)
-    except UsageError as error:
-        return str(error)
-    return whole(unit.module)
+def _own_loop_of(make: Any) -> None:
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(24, 0)), 8, shuffle=True)
+    own_loop(net(), loader, lambda model, x, y: nn.functional.mse_loss(model(x), y), optimizer=make, layout="fsdp")
 
 
-def test_an_optimizer_that_steps_on_its_first_group_is_named(ranks: Ranks) -> None:
-    """Where some layers are split, that group has some of the parameters."""
-    for said in ranks(2, _steps_on_the_first, False, "tp"):
-        assert "First.step must go through all of self.param_groups" in said and "for group in self.param_groups" in said
-
-
-def test_an_optimizer_with_a_list_of_its_own_steps_on_all_of_it(ranks: Ranks) -> None:
-    module = net()
-    optimizer = First(module.parameters(), True)
-    for i in range(3):
-        x, y = batch(4, i)
-        nn.functional.mse_loss(module(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    for got in ranks(2, _steps_on_the_first, True, "tp"):
-        assert largest_difference(got, whole(module)) < 1e-12
-
-
-class Searches(ech.TrainUnit[Any]):
-    def __init__(self) -> None:
-        super().__init__()
-        self.module = ech.layouts.prepare_module(net(), torch.device("cpu"), layout="fsdp")
-        self.optimizer = torch.optim.LBFGS(self.module.parameters())
-
-    def train_step(self, state: ech.State, data: Any) -> None:
-        def closure() -> torch.Tensor:
-            self.optimizer.zero_grad()
-            loss = nn.functional.mse_loss(self.module(data[0]), data[1])
-            loss.backward()
-            return loss
-
-        self.optimizer.step(closure)
-
-
-def _cannot_search() -> str:
-    with pytest.raises(UsageError) as caught:
-        ech.train(Searches(), [batch(4, 0)], max_epochs=1)
-    return str(caught.value)
-
-
-def test_lbfgs_over_shards_is_named_with_a_remedy(ranks: Ranks) -> None:
-    for said in ranks(2, _cannot_search):
-        assert "LBFGS cannot step parameters that are split over the ranks" in said and "Train under 'ddp'" in said
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        # Where some layers are split, the first group has some of the parameters.
+        (
+            lambda: _trained(partial(First, keeps=False), "tp"),
+            ("First.step must go through all of self.param_groups", "for group in self.param_groups"),
+        ),
+        (lambda: _trained(Plain, "fsdp"), ("Plain cannot step parameters that are split", "torch.zeros_like(p)")),
+        (lambda: _own_loop_of(Plain), ("Plain cannot step parameters that are split", "torch.zeros_like(p)")),
+        (_searches, ("LBFGS cannot step parameters that are split over the ranks", "Train under 'ddp'")),
+        *(
+            (lambda layout=layout: _trained(_slowly, layout), ("Slowly must call torch.optim.Optimizer.__init__",))
+            for layout in ("zero1", "fsdp")
+        ),
+    ],
+)
+def test_an_optimizer_that_cannot_step_parts_is_named_with_a_remedy(ranks: Ranks, train: Any, words: tuple[str, ...]) -> None:
+    for said in ranks(2, refusal, train):
+        assert all(word in said for word in words), said
 
 
 class Slowly(torch.optim.Optimizer):
@@ -309,21 +262,10 @@ class Slowly(torch.optim.Optimizer):
         self.base.step()
 
 
-class Wrapped(Regression):
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
-        return Slowly(torch.optim.SGD(module.parameters(), lr=0.1)), None
-
-
-def _wrapped(layout: str) -> str:
-    try:
-        ech.train(Wrapped(module=net(), layout=layout), [batch(4, i) for i in range(2)], max_epochs=1)
-    except UsageError as error:
-        return str(error)
-    return "trained"
+def _slowly(parameters: Any) -> Slowly:
+    return Slowly(torch.optim.SGD(parameters, lr=0.1))
 
 
 @pytest.mark.full
-def test_a_wrapper_without_torchs_hooks_is_refused_where_they_are_needed(ranks: Ranks) -> None:
-    assert ranks(2, _wrapped, "ddp") == ["trained", "trained"]
-    for layout in ("zero1", "fsdp"):
-        assert all("Slowly must call torch.optim.Optimizer.__init__" in said for said in ranks(2, _wrapped, layout))
+def test_a_wrapper_without_torchs_hooks_trains_where_they_are_not_needed(ranks: Ranks) -> None:
+    assert all(isinstance(got, dict) for got in ranks(2, _trained, _slowly, "ddp"))

@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.common.errors import LauncherEnvironmentError, LayoutError, UsageError
+from echelon.common.errors import LauncherEnvironmentError, LayoutError
 from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
 from echelon.parallel import LAYOUTS, resolve
 from echelon.parallel.layouts import in_words
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, plain_training, whole
-from tests.kit.refusals import refused
-from tests.kit.units import PARALLEL, Regression
+from tests.kit.refusals import refusal, refused
+from tests.kit.units import PARALLEL, Own, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -67,13 +67,7 @@ def _misfits() -> dict[str, str]:
         "meta": lambda: Regression(module=bare, layout="zero1"),
         "meta, unfilled": lambda: Regression(module=empty, layout=ech.FSDPStrategy(param_init_fn=lambda m: None)),
     }
-    return {name: _refusal(case) for name, case in cases.items()}
-
-
-def _refusal(case: Any) -> str:
-    with pytest.raises(UsageError) as caught:
-        case()
-    return str(caught.value)
+    return {name: refusal(case) for name, case in cases.items()}
 
 
 @pytest.mark.full
@@ -166,26 +160,14 @@ class Looked(nn.Module):
         return self.last(self.words((x > 0).long()).mean(1))  # type: ignore[no-any-return]
 
 
-class _Closing(ech.TrainUnit[Any]):
-    def __init__(self, layout: Any) -> None:
-        super().__init__()
-        self.module = ech.layouts.prepare_module(net(), CPU, layout=layout)
-        self.optimizer = torch.optim.LBFGS(self.module.parameters(), lr=0.1)
-
-    def train_step(self, state: ech.State, data: Any) -> None:
-        raise AssertionError("it is refused before")
-
-
-def _hooked() -> nn.Module:
-    module = net()
-    module.last.weight.register_hook(lambda gradient: gradient / 2)  # type: ignore[operator, union-attr]
+def _hooked(module: Any) -> Any:
+    module.last.weight.register_hook(lambda gradient: gradient / 2)
     return module
 
 
 class _HookedLate(Regression):
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
-        module.last.weight.register_hook(lambda gradient: gradient / 2)  # type: ignore[operator, union-attr]
-        return super().configure_optimizers_and_lr_scheduler(module)
+        return super().configure_optimizers_and_lr_scheduler(_hooked(module))
 
 
 class _Short(Looked):
@@ -201,16 +183,17 @@ class _Short(Looked):
 
 def _steps() -> dict[str, str]:
     def train(unit: Any) -> str:
-        return _refusal(lambda: ech.train(unit, [batch(4, 0), batch(4, 1)], max_epochs=1))
+        return refusal(ech.train, unit, [batch(4, 0), batch(4, 1)], max_epochs=1)
 
+    split = ech.layouts.prepare_module(net(), CPU, layout="tp")
     return {
         "sparse": train(Regression(module=Looked().double(), layout="fsdp")),
         "Adafactor": train(Regression(layout="fsdp", optimizer="Adafactor")),
         "LBFGS": train(Regression(layout="fsdp", optimizer="LBFGS")),
-        "LBFGS of several": train(_Closing("tp")),
-        "hook": _refusal(lambda: Regression(module=_hooked(), layout="fsdp")),
+        "LBFGS of several": train(Own(split, torch.optim.LBFGS(split.parameters(), lr=0.1), closure=True)),
+        "hook": refusal(lambda: Regression(module=_hooked(net()), layout="fsdp")),
         "late hook": train(_HookedLate(layout="fsdp")),
-        "max_norm": _refusal(lambda: Regression(module=nn.Embedding(5, 4, max_norm=1.0), layout="ddp")),
+        "max_norm": refusal(lambda: Regression(module=nn.Embedding(5, 4, max_norm=1.0), layout="ddp")),
         "unused": train(Regression(module=_Short().double(), layout="ddp")),
     }
 

@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import echelon as ech
-from echelon.common.errors import TensorParallelError, UsageError
+from echelon.common.errors import TensorParallelError
 from echelon.parallel.tensor import collectives as tensor_traffic
 from echelon.parallel.tensor.tensor import check_tensor
 from tests.conftest import Ranks
-from tests.kit.refusals import refused
+from tests.kit.models import plain_training, whole
+from tests.kit.refusals import answer, refusal
+from tests.kit.units import Regression
 
 pytest.importorskip("transformers", reason="pip install transformers peft")
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.standing_ranks]
@@ -87,36 +89,25 @@ class Small(nn.Module):
 def _of_transformers(name: str) -> nn.Module:
     import transformers as tf
 
-    from tests.kit.hf_models import _TEXT, gpt2
+    from tests.kit.hf_kinds import KINDS
+    from tests.kit.hf_models import _TEXT, gpt2, llama, without_dropout
 
-    text = {**_TEXT, "num_attention_heads": 4, "num_key_value_heads": 2}
-    off = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    made: dict[str, Callable[[], nn.Module]] = {
-        "gpt2": lambda: gpt2(**off),
-        "gpt2 of 51 words": lambda: gpt2(**off, vocab_size=51),
-        "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**text)),
-        "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**text)),
-        "qwen2, tied": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**text, tie_word_embeddings=True)),
-        "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**text, head_dim=8)),
-        "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**text, pad_token_id=0)),
-        "olmo2": lambda: tf.Olmo2ForCausalLM(tf.Olmo2Config(**text)),
-        "deepseek": lambda: tf.DeepseekV2ForCausalLM(
-            tf.DeepseekV2Config(
-                **{**text, "num_key_value_heads": 4},
-                **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 4),
-                **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 8),
-                first_k_dense_replace=2,
-            )
-        ),
-        "gpt-neox": lambda: tf.GPTNeoXForCausalLM(tf.GPTNeoXConfig(**_TEXT, attention_dropout=0.0, hidden_dropout=0.0)),
-        "bert": lambda: tf.BertForMaskedLM(tf.BertConfig(**_TEXT, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)),
-    }
-    model = made[name]()
+    if name.startswith("gpt2"):
+        model: Any = gpt2(vocab_size=51 if "51" in name else 50)
+    elif name.startswith("llama"):
+        model = llama(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings="tied" in name)
+    elif name == "deepseek":
+        sizes = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 4)
+        ranks = dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 8)
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+        model = tf.DeepseekV2ForCausalLM(tf.DeepseekV2Config(**{**_TEXT, **heads, **sizes, **ranks}, first_k_dense_replace=2))
+    else:
+        model = KINDS[name]()
     for parent in list(model.modules()):
         for child, norm in list(parent.named_children()):
             if type(norm).__name__.endswith("RMSNorm"):  # which compute in float32 whatever they are given
                 setattr(parent, child, nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon))
-    return model
+    return without_dropout(model)
 
 
 class Shared(Small):
@@ -128,12 +119,11 @@ class Shared(Small):
         self.again = self.h[0].mlp.c_fc
 
 
-def _adapted() -> nn.Module:
-    from peft import LoraConfig, get_peft_model
+def _adapted(kind: str = "LoraConfig", **options: Any) -> nn.Module:
+    import peft
 
-    options: Any = {"target_modules": ["q_proj", "o_proj", "up_proj"], "modules_to_save": ["lm_head"]}
-    made: nn.Module = get_peft_model(_of_transformers("llama"), LoraConfig(r=2, **options))
-    return made
+    options = options or {"r": 2, "target_modules": ["q_proj", "o_proj", "up_proj"], "modules_to_save": ["lm_head"]}
+    return peft.get_peft_model(_of_transformers("llama"), getattr(peft, kind)(**options))
 
 
 def _example() -> nn.Module:
@@ -194,12 +184,7 @@ def summed_loss(module: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, int
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"), int((targets >= 0).sum())
 
 
-class Unit(ech.AutoUnit[torch.Tensor]):
-    def __init__(self, *, kind: str, **options: Any) -> None:
-        super().__init__(**options)
-        self.kind = kind
-        self.norms: list[float] = []
-
+class Unit(Regression):
     def compute_loss(self, state: ech.State, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
         loss, count = summed_loss(self.module, data)
         return loss / count, None
@@ -207,56 +192,38 @@ class Unit(ech.AutoUnit[torch.Tensor]):
     def weight(self, data: torch.Tensor) -> int:
         return int((data[:, 1:] > 0).sum())
 
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-        return optimizer(self.kind, module), None
-
-    def on_train_step_end(self, state: ech.State, data: Any, step: int, results: ech.units.TrainStepResults) -> None:
-        if results.total_grad_norm is not None:
-            self.norms.append(float(results.total_grad_norm))
-
-
-def optimizer(kind: str, module: nn.Module) -> torch.optim.Optimizer:
-    if kind == "SGD":
-        return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    return torch.optim.AdamW(module.parameters(), lr=1e-3)
-
 
 CLIP = 0.5
+RATES = {"SGD": 0.1, "AdamW": 1e-3}
 
 
 def plain(name: str, kind: str, ranks: int) -> tuple[dict[str, torch.Tensor], list[float]]:
     """torch alone, one process."""
-    module = made(name)
-    steps, norms = optimizer(kind, module), []
-    for update in windows(ranks):
-        losses = [summed_loss(module, ids) for micro in update for ids in micro]
-        (sum(loss for loss, _ in losses) / sum(count for _, count in losses)).backward()  # type: ignore[union-attr]
-        norms.append(float(nn.utils.clip_grad_norm_(module.parameters(), CLIP)))
-        steps.step()
-        steps.zero_grad()
-    return {n: p.detach().clone() for n, p in module.named_parameters()}, norms
+
+    def mean(module: nn.Module, ids: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        loss, count = summed_loss(module, ids)
+        return loss / count
+
+    updates = [[(ids, ids) for micro in update for ids in micro] for update in windows(ranks)]
+    got, _, norms = plain_training(updates, clip=CLIP, optimizer=kind, lr=RATES[kind], module=made(name), loss_of=mean)
+    return got, norms
 
 
-def whole(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in module.named_parameters()}
-
-
-def trained(layout: Any, name: str, kind: str) -> tuple[Unit, int]:
-    unit = Unit(
-        module=made(name), kind=kind, layout=layout, clip_grad_norm=CLIP, accumulate=2, options=ech.UnitOptions(device=CPU)
-    )
+def trained(layout: Any, name: str, kind: str, **options: Any) -> tuple[Unit, int]:
+    options = {"clip_grad_norm": CLIP, "accumulate": 2, **options}
+    unit = Unit(module=made(name), optimizer=kind, lr=RATES[kind], layout=layout, **options)
     prepared = unit.prepared
     data = [micro[prepared.dp_rank] for update in windows(prepared.dp_size) for micro in update]
     ech.train(unit, data, max_epochs=1)
     return unit, prepared.dp_size
 
 
-def _far(layout: Any, names: list[str]) -> dict[str, tuple[float, float]]:
+def _far(layout: Any, names: list[str], **options: Any) -> dict[str, tuple[float, float]]:
     """For each model: how far parameters and norms are from plain PyTorch, the parameters by the largest change of any."""
     found = {}
     for number, name in enumerate(names):
         kind = ("SGD", "AdamW")[number % 2]
-        unit, ranks = trained(layout, name, kind)
+        unit, ranks = trained(layout, name, kind, **options)
         got, (want, norms) = whole(unit.module), plain(name, kind, ranks)
         assert got.keys() == want.keys()
         far = max(float((got[k] - want[k]).abs().max()) for k in want)
@@ -274,92 +241,34 @@ SETUPS: dict[str, tuple[int, Any]] = {
 }
 SOME = ["gpt2", "LoRA"]
 OTHERS = [
-    *("qwen2, tied", "qwen2, tied", "gpt2", "small", "llama", "small, frozen", "gpt2 of 51 words", "mistral", "qwen3"),
+    *("llama, tied", "llama, tied", "gpt2", "small", "llama", "small, frozen", "gpt2 of 51 words", "qwen2", "mistral", "qwen3"),
     *("phi3", "olmo2", "gpt-neox"),
 ]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("setup", "names"),
+    ("setup", "names", "options"),
     [
-        pytest.param("tp", SOME, id="tp"),
-        pytest.param("tp + sp", ["llama"], id="tp + sp"),
-        pytest.param("tp", ["deepseek"], id="tp, deepseek"),
-        pytest.param("words of before", ["small"], id="words of before"),
-        pytest.param("tp + sp", ["shared"], id="tp + sp, shared"),
-        pytest.param("tp", ["shared", *OTHERS, "bert", "examples/gpt.py"], id="tp, others"),
-        pytest.param("tp + sp", OTHERS, id="tp + sp, others"),
+        pytest.param("tp", SOME, {}, id="tp"),
+        pytest.param("tp + sp", ["llama"], {}, id="tp + sp"),
+        pytest.param("tp", ["deepseek"], {}, id="tp, deepseek"),
+        pytest.param("words of before", ["small"], {}, id="words of before"),
+        pytest.param("tp + sp", ["shared"], {}, id="tp + sp, shared"),
+        pytest.param("tp", ["shared", *OTHERS, "bert", "examples/gpt.py"], {}, id="tp, others"),
+        pytest.param("tp + sp", OTHERS, {}, id="tp + sp, others"),
+        pytest.param("tp + sp", ["small", "llama"], {"recompute": "blocks"}, id="tp + sp, recomputed"),
         # Shards of what is split; the plans are those of two ranks.
-        *(pytest.param(name, ["qwen2, tied", "small"], id=name) for name in SETUPS if "fsdp" in name),
+        *(pytest.param(name, ["llama, tied", "small"], {}, id=name) for name in SETUPS if "fsdp" in name),
     ],
 )
-def test_plans_that_nobody_wrote_give_plain_numbers(ranks: Ranks, setup: str, names: list[str]) -> None:
+def test_plans_that_nobody_wrote_give_plain_numbers(ranks: Ranks, setup: str, names: list[str], options: dict[str, Any]) -> None:
     size, layout = SETUPS[setup]
-    for found in ranks(size, _far, layout, names, timeout_s=300.0):
+    for found in ranks(size, _far, layout, names, **options, timeout_s=300.0):
         assert {case: far for case, far in found.items() if not max(far) < 1e-11} == {}
 
 
-def _recomputed(names: list[str]) -> dict[str, float]:
-    found = {}
-    for name in names:
-        options: dict[str, Any] = {"kind": "AdamW", "clip_grad_norm": CLIP, "gradient_accumulation_steps": 2, "device": CPU}
-        unit = Unit(module=made(name), layout=SETUPS["tp + sp"][1], recompute="blocks", **options)
-        ech.train(unit, [micro[0] for update in windows(1) for micro in update], max_epochs=1)
-        got, (want, _) = whole(unit.module), plain(name, "AdamW", 1)
-        found[name] = max(float((got[k] - want[k]).abs().max()) for k in want)
-    return found
-
-
-@pytest.mark.full
-def test_blocks_that_are_recomputed_give_the_same_numbers(ranks: Ranks) -> None:
-    for found in ranks(2, _recomputed, ["small", "llama"]):
-        assert max(found.values()) < 1e-11, found
-
-
-def _saved(folder: Path) -> None:
-    unit, _ = trained(SETUPS["tp + sp"][1], "small", "AdamW")
-    saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=1)
-    ech.train(unit, [windows(1)[0][0][0]] * 2, max_epochs=unit.train_progress.num_epochs_completed + 1, callbacks=[saver])
-
-
-def _restored(folder: Path, layout: Any) -> dict[str, torch.Tensor]:
-    unit = Unit(
-        module=made("small"), kind="AdamW", layout=layout, clip_grad_norm=CLIP, accumulate=2, options=ech.UnitOptions(device=CPU)
-    )
-    assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
-    from echelon.parallel.state.state import states_by_name
-
-    states = {**unit.prepared.state().state_dict(), **states_by_name(unit.app_state())["optimizer"].state_dict()}
-    tensors = {k: v for k, v in states.items() if isinstance(v, torch.Tensor)}
-    return {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach().clone() for k, v in tensors.items()}
-
-
-@pytest.mark.full
-def test_a_checkpoint_of_parts_is_bit_equal_elsewhere(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2, _saved, tmp_path / "checkpoints")
-    want = ranks(2, _restored, tmp_path / "checkpoints", SETUPS["tp + sp"][1])[0]
-    for layout in ("ddp", "fsdp", "tp"):
-        for got in ranks(2, _restored, tmp_path / "checkpoints", layout):
-            assert got.keys() == want.keys() and len(got) > 40
-            assert all(torch.equal(got[k], want[k]) for k in want)
-
-
 # --- what is said
-
-
-def test_an_inferred_plan_can_be_read(caplog: pytest.LogCaptureFixture) -> None:
-    assert ech.layouts.tp_plan(Small()) == {
-        "h.*.attn.c_attn": "colwise_gather",
-        "h.*.attn.c_proj": "rowwise_split",
-        "h.*.mlp.c_fc": "colwise",
-        "h.*.mlp.c_proj": "rowwise",
-        "wte": "rowwise",
-        "lm_head": "colwise_gather",
-    }
-    # 51 words are not divided by two: they stay whole, and the plan says so.
-    found = check_tensor(Small(words=51), None, 2).plan
-    assert "wte" not in found.styles and "  lm_head          whole: 2 ranks do not divide its 51 rows" in found.text.splitlines()
 
 
 class Adapted(nn.Module):
@@ -372,23 +281,6 @@ class Adapted(nn.Module):
             mlp = nn.ModuleDict({"up": nn.Linear(4, 8), "act": nn.GELU(), "down": nn.Linear(8, 4)})
             adapter = nn.ModuleDict({"down": nn.Linear(4, 2), "act": nn.GELU(), "up": nn.Linear(2, 4)})
             self.blocks.append(nn.ModuleDict({"mlp": mlp, "adapter": adapter}))
-
-
-def test_an_adapter_that_narrows_before_it_widens_is_no_mlp() -> None:
-    """Split as one, its first layer would take a rank's part of features that are all there."""
-    assert ech.layouts.tp_plan(Adapted()) == {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}
-
-
-@pytest.mark.filterwarnings("ignore:invalid escape sequence")  # of torchao, which peft imports
-@pytest.mark.parametrize(("kind", "words"), [("IA3Config", "adapter of PEFT (ia3)"), ("LoHaConfig", "adapter of PEFT (loha)")])
-def test_adapters_of_other_kinds_than_lora_are_refused_by_their_kind(kind: str, words: str) -> None:
-    import peft
-
-    more = {"feedforward_modules": []} if kind == "IA3Config" else {"r": 2}
-    module = peft.get_peft_model(made("llama"), getattr(peft, kind)(target_modules=["k_proj", "v_proj"], **more))
-    with pytest.raises(UsageError) as caught:
-        check_tensor(module, None, 2)
-    assert "k_proj has an " in str(caught.value) and words in str(caught.value) and "plan=" in str(caught.value)
 
 
 class Between(nn.Module):
@@ -428,27 +320,68 @@ def _between() -> float:
 
 def test_what_lies_between_the_halves_of_an_mlp_gets_all_features_unless_it_is_known(ranks: Ranks) -> None:
     """A softmax of a rank's part of the features would be another one, in silence."""
-    assert ech.layouts.tp_plan(Between(torch.tanh)) == {"mlps.*.fc1": "colwise_gather", "mlps.*.fc2": "rowwise_split"}
-    assert ech.layouts.tp_plan(Between(nn.GELU())) == {"mlps.*.fc1": "colwise", "mlps.*.fc2": "rowwise"}
     assert all(far < 1e-12 for far in ranks(2, _between))
+
+
+class Disentangled(nn.Module):
+    """Attention by the names of DeBERTa."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query_proj, self.key_proj, self.value_proj = (nn.Linear(8, 8) for _ in range(3))
+
+
+@pytest.mark.parametrize(
+    ("make", "plan"),
+    [
+        (
+            Small,
+            {
+                "h.*.attn.c_attn": "colwise_gather",
+                "h.*.attn.c_proj": "rowwise_split",
+                "h.*.mlp.c_fc": "colwise",
+                "h.*.mlp.c_proj": "rowwise",
+                "wte": "rowwise",
+                "lm_head": "colwise_gather",
+            },
+        ),
+        # An adapter that narrows before it widens is no MLP: its first layer would take a part of features that are all there.
+        (Adapted, {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}),
+        (lambda: Between(torch.tanh), {"mlps.*.fc1": "colwise_gather", "mlps.*.fc2": "rowwise_split"}),
+        (lambda: Between(nn.GELU()), {"mlps.*.fc1": "colwise", "mlps.*.fc2": "rowwise"}),
+        (
+            lambda: nn.ModuleList([Disentangled(), Disentangled()]),
+            dict.fromkeys(("*.query_proj", "*.key_proj", "*.value_proj"), "colwise_gather"),
+        ),
+    ],
+)
+def test_an_inferred_plan_can_be_read(make: Any, plan: dict[str, str]) -> None:
+    assert ech.layouts.tp_plan(make()) == plan
+
+
+def test_words_that_ranks_do_not_divide_stay_whole_and_the_plan_says_so() -> None:
+    found = check_tensor(Small(words=51), None, 2).plan
+    assert "wte" not in found.styles and "  lm_head          whole: 2 ranks do not divide its 51 rows" in found.text.splitlines()
 
 
 class Larger(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.text, self.head = _of_transformers("qwen2, tied"), nn.Linear(16, 3)
+        self.text, self.head = _of_transformers("llama, tied"), nn.Linear(16, 3)
 
 
-def _plans() -> list[dict[str, Any]]:
-    return [ech.layouts.tp_plan(_of_transformers("llama")), ech.layouts.tp_plan(Larger())]
-
-
-def test_transformers_own_plan_is_taken_also_of_a_part(ranks: Ranks) -> None:
-    [(llama, larger)] = ranks(1, _plans)
+def test_transformers_own_plan_is_taken_also_of_a_part() -> None:
+    llama, larger = ech.layouts.tp_plan(_of_transformers("llama")), ech.layouts.tp_plan(Larger())
     assert llama["model.layers.*.self_attn.q_proj"] == "colwise" and llama["model.layers.*.self_attn.o_proj"] == "rowwise"
     assert llama["lm_head"] == "colwise_gather" and llama["model.embed_tokens"] == "rowwise"
     assert larger["text.model.layers.*.self_attn.q_proj"] == "colwise"
     assert larger["text.lm_head"] == "colwise_gather" and larger["text.model.embed_tokens"] == "rowwise"
+    # Attention that transformers splits in a way of its own computes all heads.
+    plan = ech.layouts.tp_plan(_of_transformers("deepseek"))
+    layers = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    styles = [plan.get(f"model.layers.*.self_attn.{name}") for name in layers]
+    assert styles == [None, "colwise_gather", None, "colwise_gather", "rowwise_split"]
+    assert plan["model.layers.*.mlp.up_proj"] == "colwise" and plan["model.layers.*.mlp.down_proj"] == "rowwise"
 
 
 class Encoder(nn.Module):
@@ -474,6 +407,10 @@ class Normed(nn.Module):
         self.down = nn.utils.parametrizations.weight_norm(nn.Linear(16, 8))
 
 
+KEYS: dict[str, Any] = {"target_modules": ["k_proj", "v_proj"]}
+IN_ATTENTION = {"layer.self_attn.out_proj": "rowwise"}
+
+
 class Classes(nn.Module):
     """In each half of the outputs there is a class for every label."""
 
@@ -485,16 +422,13 @@ class Classes(nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
-class Classifies(ech.AutoUnit[Any]):
+class Classifies(Regression):
     directly = False
 
     def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
         module: Any = self.module
         out = module.last(torch.tanh(module.first(data[0]))) if self.directly else module(data[0])
         return nn.functional.cross_entropy(out, data[1]), out
-
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
-        return torch.optim.SGD(module.parameters(), lr=0.1), None
 
 
 def _misused(directly: bool, layouts: list[Any]) -> list[str]:
@@ -503,9 +437,7 @@ def _misused(directly: bool, layouts: list[Any]) -> list[str]:
         torch.manual_seed(0)
         unit = Classifies(module=Classes(), layout=layout)
         unit.directly = directly
-        with pytest.raises(UsageError) as caught:
-            ech.train(unit, [(torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))], max_epochs=1)
-        said.append(str(caught.value))
+        said.append(refusal(ech.train, unit, [(torch.randn(4, 8), torch.tensor([0, 1, 0, 1]))], max_epochs=1))
     return said
 
 
@@ -513,16 +445,13 @@ def _misused(directly: bool, layouts: list[Any]) -> list[str]:
 def test_a_plan_that_leaves_parts_where_all_is_expected_is_refused(ranks: Ranks) -> None:
     """A head split by outputs trained with half of the classes on each rank; other slips ended in torch's words about shapes."""
     plans: list[dict[str, str]] = [{"last": "colwise"}, {"first": "colwise"}, {"last": "rowwise"}]
-    for loss, outputs, inputs in ranks(2, _misused, False, [ech.Layout(tp=-1, plan=plan) for plan in plans]):
-        assert "the loss of the first update differs between the 2 ranks" in loss and "such as Classes.last." in loss
+    found = ranks(2, _misused, False, [ech.Layout(tp=-1, plan=plan) for plan in plans])
+    for _, outputs, inputs in found:
         assert "code of Classes takes all features" in outputs and "such as first, comes a 'rowwise' one" in outputs
         assert "code of Classes takes all features" in inputs and "'rowwise_split' takes all" in inputs
-
-
-@pytest.mark.full
-def test_a_plan_that_leaves_parts_where_all_is_expected_is_refused_in_stages(ranks: Ranks) -> None:
-    """On all ranks, of which only those of the last stage see it."""
-    for (loss,) in ranks(4, _misused, False, [ech.Layout(pp=2, tp=2, stages=["last"], plan={"last": "colwise"})]):
+    # In stages on all ranks, of which only those of the last stage see it.
+    staged = ranks(4, _misused, False, [ech.Layout(pp=2, tp=2, stages=["last"], plan=plans[0])])
+    for loss, *_ in [*found, *staged]:
         assert "the loss of the first update differs between the 2 ranks" in loss and "such as Classes.last." in loss
 
 
@@ -531,58 +460,32 @@ def test_parts_of_a_sharded_module_that_are_called_directly_are_refused(ranks: R
         assert said[0].startswith("the loss must come from a call of Classes itself: its parameters are split over the ranks")
 
 
-def _few_heads() -> str:
-    with pytest.raises(UsageError) as caught:
-        check_tensor(_of_transformers("llama"), None, 4)
-    return str(caught.value)
-
-
-def test_attention_that_transformers_splits_in_a_way_of_its_own_computes_all_heads() -> None:
-    plan = ech.layouts.tp_plan(_of_transformers("deepseek"))
-    layers = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-    styles = [plan.get(f"model.layers.*.self_attn.{name}") for name in layers]
-    assert styles == [None, "colwise_gather", None, "colwise_gather", "rowwise_split"]
-    assert plan["model.layers.*.mlp.up_proj"] == "colwise" and plan["model.layers.*.mlp.down_proj"] == "rowwise"
-
-
-def test_attention_is_known_by_deberta_s_names_too() -> None:
-    class Disentangled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query_proj, self.key_proj, self.value_proj = (nn.Linear(8, 8) for _ in range(3))
-
-    plan = ech.layouts.tp_plan(nn.ModuleList([Disentangled(), Disentangled()]))
-    assert plan == dict.fromkeys(("*.query_proj", "*.key_proj", "*.value_proj"), "colwise_gather")
-
-
-def test_fewer_heads_of_keys_than_ranks_are_refused_by_name(ranks: Ranks) -> None:
-    [said] = ranks(1, _few_heads)
-    assert "over 4 ranks does not divide LlamaForCausalLM.model.layers.0.self_attn.config.num_key_value_heads = 2" in said
-
-
+@pytest.mark.filterwarnings("ignore:invalid escape sequence")  # of torchao, which peft imports
 @pytest.mark.parametrize(
     ("make", "plan", "size", "sequence", "said"),
     [
         (Encoder, None, 2, False, "none can be inferred. layer.self_attn stays whole: torch's MultiheadAttention"),
-        (
-            Encoder,
-            {"layer.self_attn.out_proj": "rowwise"},
-            2,
-            False,
-            "layer.self_attn.out_proj is a part of torch's MultiheadAttention",
-        ),
+        (Encoder, IN_ATTENTION, 2, False, "layer.self_attn.out_proj is a part of torch's MultiheadAttention"),
         (Normed, None, 2, False, "none can be inferred"),
         (Normed, {"up": "colwise"}, 2, False, "weight or bias of Normed.up is no parameter but computed from others"),
         (Small, {"wte": "rowwise"}, 2, False, "wte.weight and lm_head.weight are one tied parameter"),
         (Small, {"wpe": "rowwise_split"}, 2, False, "Small.wpe is an Embedding that cannot be 'rowwise_split'"),
         (InOneForward, None, 2, True, "InOneForward.blocks.0.q_proj must lie in a child of the block blocks.0"),
         (Small, {"lm_head": "colwise_gather", "wte": "rowwise"}, 2, True, "must have one ModuleList or Sequential of blocks"),
+        (
+            lambda: _of_transformers("llama"),
+            None,
+            4,
+            False,
+            "over 4 ranks does not divide LlamaForCausalLM.model.layers.0.self_attn.config.num_key_value_heads = 2",
+        ),
+        (lambda: _adapted("IA3Config", **KEYS, feedforward_modules=[]), None, 2, False, "k_proj has an adapter of PEFT (ia3)"),
+        (lambda: _adapted("LoHaConfig", **KEYS, r=2), None, 2, False, "k_proj has an adapter of PEFT (loha)"),
+        (_adapted, None, 2, True, "q_proj has an adapter of PEFT, whose first layer would take a part of the sequence"),
     ],
 )
 def test_what_cannot_be_split_is_refused_by_name(make: Any, plan: Any, size: int, sequence: bool, said: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        check_tensor(make(), plan, size, sequence_parallel=sequence)
-    assert said in str(caught.value)
+    assert said in refusal(check_tensor, make(), plan, size, sequence_parallel=sequence, kind=TensorParallelError)
 
 
 class Ordered(Small):
@@ -608,10 +511,7 @@ def _in_order(orders: list[tuple[int, ...]]) -> list[str | float]:
         module = ech.layouts.prepare_module(Ordered(order).double(), CPU, layout=ech.Layout(tp=-1, sequence_parallel=True))
         one.load_state_dict(whole(module), strict=False)
         ids = torch.randint(0, 50, (2, 8), generator=torch.Generator().manual_seed(2))
-        try:
-            found.append(float((module(ids) - one(ids)).abs().max()))
-        except UsageError as error:
-            found.append(str(error))
+        found.append(answer(lambda module=module, one=one, ids=ids: float((module(ids) - one(ids)).abs().max())))
     return found
 
 
@@ -630,18 +530,11 @@ def test_blocks_in_an_order_that_leaves_the_sequence_split_are_refused(ranks: Ra
             assert "must begin with h.0 and end with h.2" in str(got) and said in str(got)
 
 
-def test_adapters_between_parts_of_a_sequence_are_refused_by_their_name() -> None:
-    with refused(TensorParallelError):
-        check_tensor(_adapted(), None, 2, sequence_parallel=True)
-
-
 def _forgotten() -> str:
     """Each head has a norm that the plan does not name."""
     plan = {"model.layers.*.self_attn.[qkv]_proj": "colwise", "model.layers.*.self_attn.o_proj": "rowwise"}
-    options: dict[str, Any] = {"kind": "SGD", "device": CPU, "layout": ech.Layout(tp=-1, plan=plan)}
-    with pytest.raises(UsageError) as caught:
-        ech.train(Unit(module=made("qwen3"), **options), [micro[0] for micro in windows(1)[0]], max_epochs=1)
-    return str(caught.value)
+    unit = Unit(module=made("qwen3"), layout=ech.Layout(tp=-1, plan=plan))
+    return refusal(ech.train, unit, [micro[0] for micro in windows(1)[0]], max_epochs=1)
 
 
 def test_a_norm_of_each_head_that_a_plan_forgets_is_named(ranks: Ranks) -> None:
@@ -679,20 +572,16 @@ def _messages(sequence: bool) -> tuple[list[str], list[str]]:
     return forward, sent[len(forward) :]
 
 
-def test_layers_that_read_the_same_share_one_message(ranks: Ranks) -> None:
-    for forward, backward in ranks(2, _messages, False):
-        # The embedding, and in each of two blocks attention and MLP; the head puts logits together.
-        assert forward == ["all_reduce"] * 5 + ["all_gather_single"]
-        # One for q, k and v together, one for gate and up; one for the head.
-        assert backward == ["all_reduce"] * 5
-
-
-@pytest.mark.full
-def test_parts_of_the_sequence_travel_as_much(ranks: Ranks) -> None:
-    for forward, backward in ranks(2, _messages, True):
-        block = ["all_gather_single", "reduce_scatter_single"] * 2
-        assert forward == ["all_reduce", *block, *block, *["all_gather_single"] * 2]
-        assert backward == ["all_reduce", *block, *block, "all_gather_single"]
+@pytest.mark.parametrize("sequence", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_layers_that_read_the_same_share_one_message(ranks: Ranks, sequence: bool) -> None:
+    """Of each of two blocks attention and MLP, and the embedding; the head puts logits together. Backwards q, k and v share one
+    message, as do gate and up. Parts of the sequence travel as much.
+    """
+    block = ["all_gather_single", "reduce_scatter_single"] * 2 if sequence else ["all_reduce"] * 2
+    ends = ["all_gather_single"] * (2 if sequence else 1)
+    for forward, backward in ranks(2, _messages, sequence):
+        assert forward == ["all_reduce", *block, *block, *ends]
+        assert backward == ["all_reduce", *block, *block, *ends[1:]]
 
 
 def _dropped(sequence: bool, length: int) -> tuple[torch.Tensor, torch.Tensor, list[int]]:

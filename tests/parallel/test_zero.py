@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader
 
 import echelon as ech
 from echelon.common.errors import RanksDisagreeError, UsageError
-from echelon.parallel.state.partition import Partition, assign
+from echelon.parallel.state.partition import Partition
 from tests.conftest import Ranks
 from tests.kit.models import Batch, batch, largest_difference, net, plain_training, whole
-from tests.kit.units import Regression
+from tests.kit.refusals import refusal
+from tests.kit.units import Own, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -30,13 +31,12 @@ def _mine() -> list[Batch]:
     return [both[dist.get_rank()] for both in DATA]
 
 
-def test_the_largest_goes_to_who_has_least() -> None:
-    assert assign([3, 9, 3, 4], [0, 0]) == [1, 0, 1, 1]
-    assert assign([5], [0, 0, 0]) == [0]
-    assert assign([2, 2, 2, 2], [0, 0]) == [0, 1, 0, 1]
-    load = [0, 0]
-    assert assign([3, 9, 3, 4], load, largest_first=False) == [0, 1, 0, 0] and load == [10, 9]
-    assert assign([2], load) == [1], "what comes later goes to whom has least, too"
+def _scheduled(windows: Any, module: nn.Module, optimizer: str) -> dict[str, torch.Tensor]:
+    """Plain PyTorch, whose learning rate is halved every second update."""
+    momentum = {"momentum": 0.9} if optimizer == "SGD" else {}
+    made = getattr(torch.optim, optimizer)(module.parameters(), lr=0.1, **momentum)
+    schedule = torch.optim.lr_scheduler.StepLR(made, 2, gamma=0.5)
+    return plain_training(windows, module=module, optimizer=lambda _: made, after=lambda *_: schedule.step())[0]
 
 
 def _held(layout: str) -> tuple[int, int, set[str]]:
@@ -147,23 +147,10 @@ def test_types_layouts_schedules_and_a_rank_that_owns_nothing(ranks: Ranks, tmp_
     for done in ranks(2, _modules, tmp_path):
         for name, got in done.items():
             kind, optimizer = name.split()[:2]
-            want = _plain({"Shaped": Shaped, "Lone": Lone}[kind](), optimizer)
+            want = _scheduled(DATA, {"Shaped": Shaped, "Lone": Lone}[kind](), optimizer)
             for key in want:
                 tolerance = 1e-12 if want[key].dtype == torch.float64 and kind == "Lone" else 2e-6  # float32 in the middle
                 assert float((got[key] - want[key]).abs().max()) < tolerance, (name, key)
-
-
-def _plain(module: nn.Module, optimizer: str) -> dict[str, torch.Tensor]:
-    options = {"momentum": 0.9} if optimizer == "SGD" else {}
-    opt = getattr(torch.optim, optimizer)(module.parameters(), lr=0.1, **options)
-    schedule = torch.optim.lr_scheduler.StepLR(opt, 2, gamma=0.5)
-    for window in DATA:
-        x, y = (torch.cat(parts) for parts in zip(*window, strict=True))
-        nn.functional.mse_loss(module(x), y).backward()
-        opt.step()
-        opt.zero_grad()
-        schedule.step()
-    return {n: p.detach() for n, p in module.named_parameters()}
 
 
 def _half() -> tuple[torch.Tensor, float]:
@@ -181,40 +168,18 @@ def test_half_precision_with_a_rank_that_owns_nothing(ranks: Ranks) -> None:
     assert float((first - want).abs().max()) < 1e-2
 
 
-class ByHand(ech.TrainUnit[Batch]):
-    """A user's own unit; its optimizer is divided by hand, has a group added and steps with a closure."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        module = net()
-        self.module = ech.layouts.prepare_module(module, CPU, layout="zero1")
-        self.optimizer = torch.optim.SGD(module.blocks.parameters(), lr=0.1, momentum=0.9)
-        self.partition = Partition(self.optimizer)
-        self.left = 0
-        rest = [*module.first.parameters(), *module.last.parameters()]
-        self.optimizer.add_param_group({"params": rest, "lr": 0.1})
-
-    def train_step(self, state: ech.State, data: Batch) -> torch.Tensor:
-        def closure() -> torch.Tensor:
-            loss = nn.functional.mse_loss(self.module(data[0]), data[1])
-            loss.backward()
-            return loss
-
-        loss = self.optimizer.step(closure)
-        self.optimizer.zero_grad()
-        self.left += sum(p.grad is not None for p in self.module.parameters())
-        return loss.detach()  # type: ignore[union-attr]
-
-
 def _by_hand() -> tuple[dict[str, torch.Tensor], int, list[int]]:
-    unit = ByHand()
-    ech.train(unit, _mine(), max_epochs=1)
-    assert Partition.of(unit.optimizer) is unit.partition
-    return (
-        whole(unit.module),
-        unit.left,
-        [len([p for p in g["params"] if unit.partition.owns(p)]) for g in unit.optimizer.param_groups],
-    )
+    """A user's own unit; its optimizer is divided by hand, has a group added and steps with a closure."""
+    module = net()
+    wrapped = ech.layouts.prepare_module(module, CPU, layout="zero1")
+    optimizer = torch.optim.SGD(module.blocks.parameters(), lr=0.1, momentum=0.9)
+    partition = Partition(optimizer)
+    optimizer.add_param_group({"params": [*module.first.parameters(), *module.last.parameters()], "lr": 0.1})
+    ech.train(Own(wrapped, optimizer, closure=True), _mine(), max_epochs=1)
+    assert Partition.of(optimizer) is partition
+    optimizer.zero_grad()
+    left = sum(p.grad is not None for p in module.parameters())
+    return whole(wrapped), left, [sum(map(partition.owns, group["params"])) for group in optimizer.param_groups]
 
 
 def test_added_groups_closures_and_all_gradients_cleared(ranks: Ranks) -> None:
@@ -240,21 +205,15 @@ class Chooses(Regression):
 
 
 def _errors() -> list[str]:
-    said = []
-    for kind, error in (("LBFGS", UsageError), ("differs", RanksDisagreeError), ("twice", UsageError)):
-        with pytest.raises(error) as caught:
-            Chooses(layout="zero1", optimizer=kind).configure()
-        said.append(str(caught.value))
+    kinds = {"LBFGS": UsageError, "differs": RanksDisagreeError, "twice": UsageError}
+    said = [refusal(Chooses(layout="zero1", optimizer=kind).configure, kind=error) for kind, error in kinds.items()]
     module = net()
     module.first.requires_grad_(False)
     unit = Regression(module=module, layout="zero1")
     ech.train(unit, _mine(), max_epochs=1)
     module.first.requires_grad_(True)
-    with pytest.raises(UsageError) as late:
-        ech.train(unit, _mine(), max_epochs=2)
-    with pytest.raises(UsageError) as again:
-        Partition(ZeroRedundancyOptimizer(net().parameters(), torch.optim.SGD, lr=0.1))
-    return [*said, str(again.value), str(late.value)]
+    late = refusal(ech.train, unit, _mine(), max_epochs=2)
+    return [*said, refusal(Partition, ZeroRedundancyOptimizer(net().parameters(), torch.optim.SGD, lr=0.1)), late]
 
 
 @pytest.mark.full
@@ -272,35 +231,33 @@ def test_prepare_module_says_that_it_never_sees_the_optimizer(caplog: pytest.Log
     dist.destroy_process_group()
 
 
-def test_a_world_of_one_owns_everything() -> None:
-    unit = Regression(layout="zero1")
+@pytest.mark.parametrize("layout", ["zero1", "fsdp"])
+def test_a_world_of_one_owns_everything(layout: str) -> None:
+    unit = Regression(layout=layout)
     ech.train(unit, [batch(4, 0)], max_epochs=1)
     want, _, _ = plain_training([[batch(4, 0)]])
     assert largest_difference(whole(unit.module), want) < 1e-12
     dist.destroy_process_group()
 
 
-class Alone(ech.TrainUnit[Batch]):
-    """Torch's own optimizer with sharded state, as programs around DistributedDataParallel have it."""
-
-    def __init__(self, optimizer: str) -> None:
-        super().__init__()
-        self.module = nn.parallel.DistributedDataParallel(net())
-        kind = getattr(torch.optim, optimizer)
-        self.optimizer: torch.optim.Optimizer = ZeroRedundancyOptimizer(self.module.parameters(), kind, lr=0.1)
-        self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
-
+class Scheduled(Own):
     def train_step(self, state: ech.State, data: Batch) -> None:
-        self.optimizer.zero_grad()
-        nn.functional.mse_loss(self.module(data[0]), data[1]).backward()
-        self.optimizer.step()
+        super().train_step(state, data)
         self.schedule.step()
+
+
+def _alone(optimizer: str) -> Scheduled:
+    """Torch's own optimizer with sharded state, as programs around DistributedDataParallel have it."""
+    module = nn.parallel.DistributedDataParallel(net())
+    unit = Scheduled(module, ZeroRedundancyOptimizer(module.parameters(), getattr(torch.optim, optimizer), lr=0.1))
+    unit.schedule = torch.optim.lr_scheduler.StepLR(unit.optimizer, 2, 0.5)
+    return unit
 
 
 def _torchs_own(folder: Path, optimizer: str) -> dict[str, torch.Tensor]:
     saver = ech.DistributedCheckpointSaver(str(folder), save_every_n_updates=3)
-    ech.train(Alone(optimizer), _mine(), max_updates=3, callbacks=[saver])
-    unit = Alone(optimizer)
+    ech.train(_alone(optimizer), _mine(), max_updates=3, callbacks=[saver])
+    unit = _alone(optimizer)
     assert saver.restore_from_latest(str(folder), unit)
     ech.train(unit, _mine(), max_updates=5)
     return whole(unit.module)
@@ -309,15 +266,7 @@ def _torchs_own(folder: Path, optimizer: str) -> dict[str, torch.Tensor]:
 @pytest.mark.full
 @pytest.mark.parametrize("optimizer", ["RMSprop", "AdamW"])
 def test_torchs_zero_redundancy_optimizer_resumes_with_its_state(ranks: Ranks, tmp_path: Path, optimizer: str) -> None:
-    module = net()
-    plain = getattr(torch.optim, optimizer)(module.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(plain, 2, 0.5)
     # The second run resumes in the middle of an epoch, whose list of batches begins anew.
-    for first, second in [*DATA[:3], *DATA[:2]]:
-        plain.zero_grad()
-        nn.functional.mse_loss(module(torch.cat([first[0], second[0]])), torch.cat([first[1], second[1]])).backward()
-        plain.step()
-        schedule.step()
-    want = {name: p.detach() for name, p in module.named_parameters()}
+    want = _scheduled([*DATA[:3], *DATA[:2]], net(), optimizer)
     for trained in ranks(2, _torchs_own, tmp_path / "two", optimizer):
         assert largest_difference(trained, want) < 1e-10
