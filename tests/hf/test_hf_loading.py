@@ -180,7 +180,7 @@ def _bytes_read(folder: str, layouts: dict[str, Any]) -> dict[str, tuple[int, in
             read[0] += got
             return got
 
-        ranges.os.preadv = counting  # type: ignore[attr-defined, assignment]
+        ranges.os.preadv = counting
         try:
             Saver.restore(folder, unit)
         finally:
@@ -258,10 +258,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "cut off": (lambda folder: os.truncate(folder / "model.safetensors", 5000), "bytes"),
     "a loop": (
-        lambda folder: (
-            (folder / "model.safetensors").unlink(),
-            (folder / "model.safetensors").symlink_to("model.safetensors"),
-        ),
+        lambda folder: ((folder / "model.safetensors").unlink(), (folder / "model.safetensors").symlink_to("model.safetensors")),
         "holds no checkpoint",
     ),
 }

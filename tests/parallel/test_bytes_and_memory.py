@@ -83,12 +83,7 @@ def near(bytes_: int | float, theory: float, within: float = 0.035) -> bool:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "gathers", "precision", "size", "blocks", "micro_batches"),
-    [
-        ("fsdp", 2, None, 8, 16, 2),
-        ("fsdp", 2, "bf16", 64, 32, 1),
-        ("zero2", 1, None, 64, 32, 1),
-        ("zero2", 1, "bf16", 8, 16, 2),
-    ],
+    [("fsdp", 2, None, 8, 16, 2), ("fsdp", 2, "bf16", 64, 32, 1), ("zero2", 1, None, 64, 32, 1), ("zero2", 1, "bf16", 8, 16, 2)],
 )
 def test_bytes_of_an_update(layout: str, gathers: int, precision: str | None, size: int, blocks: int, micro_batches: int) -> None:
     """Parameters are gathered for the forward and again for the backward pass, in the type that they are computed in; zero2

@@ -268,8 +268,8 @@ def _kept(backend: str) -> tuple[int, int]:
 
 def test_compile_true_is_the_whole_and_blocks_without_blocks_too() -> None:
     for module, asked in ((net(), True), (nn.Linear(4, 1).double(), "blocks")):
-        made = ech.layouts.prepare_module(module, CPU, compile=asked)  # type: ignore[arg-type]
-        assert made._compiled_call_impl is not None  # type: ignore[attr-defined]
+        made = ech.layouts.prepare_module(module, CPU, compile=asked)
+        assert made._compiled_call_impl is not None
     module = net()
     assert ech.layouts.prepare_module(module, CPU, compile=False) is module and module._compiled_call_impl is None
     made = ech.layouts.prepare_module(net(), CPU, compile="blocks")
@@ -300,10 +300,7 @@ def test_prove_leaves_compile_and_its_budget_out(caplog: pytest.LogCaptureFixtur
         ({"compile": "block"}, r"compile must be 'blocks', True, False or TorchCompileParams\(\.\.\.\), got 'block'"),
         ({"compile": True, "torch_compile_params": ech.layouts.TorchCompileParams()}, "which are the same"),
         ({"compile": ech.layouts.TorchCompileParams(backend="tvm2")}, "must be one of .*'inductor'.*or a function, got 'tvm2'"),
-        (
-            {"recompute": "full"},
-            r"must be 'none', 'blocks', 'selective' or Activ.*memory_budget=0\.6.*got 'full'",
-        ),
+        ({"recompute": "full"}, r"must be 'none', 'blocks', 'selective' or Activ.*memory_budget=0\.6.*got 'full'"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], message: str) -> None:

@@ -355,7 +355,7 @@ class Timed(nn.Module):
         self.model = lm()
 
     def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
-        return self.model(x) * time[:, None, None]  # type: ignore[no-any-return]
+        return self.model(x) * time[:, None, None]
 
 
 def _draws_time(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -158,7 +158,7 @@ def _by_sequence(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
 class LastInside(LM):
     """Computes a loss of the last token by itself."""
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
         logits = super().forward(x)
         return logits, F.cross_entropy(logits[:, -1], y[:, -1])
 

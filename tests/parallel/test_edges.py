@@ -163,7 +163,7 @@ def _alone(head: str, window: int) -> dict[str, torch.Tensor]:
 
 def test_a_prefetch_of_no_number_of_blocks_is_refused() -> None:
     with refused(LayoutError):
-        ech.FSDPStrategy(forward_prefetch="no")  # type: ignore[arg-type]
+        ech.FSDPStrategy(forward_prefetch="no")
     with refused(LayoutError):
         ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", backward_prefetch=0)
 

@@ -99,7 +99,7 @@ class Called(Loop):
 
     def __init__(self) -> None:
         super().__init__()
-        self.forward = self.forward  # type: ignore[method-assign]
+        self.forward = self.forward
 
 
 class Block(nn.Module):
@@ -243,12 +243,7 @@ def _hf(name: str, layout: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "size", "layout"),
-    [
-        ("mixtral", 2, "ep=2"),
-        ("qwen3-moe", 4, "cp=2,ep=2"),
-        ("mixtral", 4, "tp=2,ep=2"),
-    ],
+    ("name", "size", "layout"), [("mixtral", 2, "ep=2"), ("qwen3-moe", 4, "cp=2,ep=2"), ("mixtral", 4, "tp=2,ep=2")]
 )
 def test_experts_of_transformers_train_as_one_process_does_in_float64(ranks: Ranks, name: str, size: int, layout: str) -> None:
     """In their own grouped products, float32."""

@@ -48,7 +48,7 @@ def _train(layout: Any, recipe: Any, gathers: bool) -> tuple[list[float], list[s
     precision = ech.layouts.Float8(recipe, filter_fqns=["blocks.1.2"], emulate=True, enable_fsdp_float8_all_gather=gathers)
     unit = Regression(module=wide(), layout=layout, precision=precision, lr=0.05)
     prepared, losses = unit.prepared, []
-    unit.on_train_step_end = lambda *a: losses.append(float(unit.latest_update[0]))  # type: ignore[method-assign]
+    unit.on_train_step_end = lambda *a: losses.append(float(unit.latest_update[0]))
     ech.train(unit, [batch(16, 10 * step + prepared.dp_rank, torch.float32) for step in range(4)], max_epochs=1)
     if gathers:
         weight = prepared.unwrapped.blocks[0][0].weight._local_tensor  # `to_local` makes another, without the scale
@@ -125,10 +125,10 @@ def test_a_device_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ech.layouts.Float8("columnwise"), "recipe must be 'rowwise' or 'tensorwise', got 'columnwise'"),  # type: ignore[arg-type]
+        (lambda: ech.layouts.Float8("columnwise"), "recipe must be 'rowwise' or 'tensorwise', got 'columnwise'"),
         (lambda: ech.layouts.Float8(enable_fsdp_float8_all_gather=True), "needs one scale for each tensor: recipe='tensorwise'"),
         (lambda: Precision(float8=ech.layouts.Float8()), r"float8 must go with dtype=torch\.bfloat16"),
-        (lambda: Precision(torch.bfloat16, float8="rowwise"), r"float8 must be Float8\(\.\.\.\) or None"),  # type: ignore[arg-type]
+        (lambda: Precision(torch.bfloat16, float8="rowwise"), r"float8 must be Float8\(\.\.\.\) or None"),
         (lambda: Precision.of("fp8"), "precision must be 'fp32', 'bf16', 'fp16', 'float8'"),
     ],
 )

@@ -141,7 +141,7 @@ def test_plain_gradients_take_torchs_own_way() -> None:
     for a, b, grad in zip(ours, theirs, _whole(), strict=True):
         a.grad, b.grad = grad.clone(), grad.clone()
     assert torch.equal(clip_by_norm_(ours, 0.5), torch.nn.utils.clip_grad_norm_(theirs, 0.5))
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_where_a_device_says_so_means_over_nothing_pass_zeros() -> None:

@@ -147,7 +147,7 @@ def test_nothing_counts_and_nothing_is_there() -> None:
     assert not hidden.grad.any() and not weight.grad.any()
     for reduction, want in (("mean", float("nan")), ("sum", 0.0)):
         none = torch.zeros(0, WIDTH, dtype=torch.float64, requires_grad=True)
-        loss = ech.nn.linear_cross_entropy(none, weight, target.new_zeros(0), reduction=reduction)  # type: ignore[arg-type]
+        loss = ech.nn.linear_cross_entropy(none, weight, target.new_zeros(0), reduction=reduction)
         loss.backward()
         torch.testing.assert_close(loss, torch.tensor(want, dtype=torch.float64), equal_nan=True)
         assert none.grad is not None and none.grad.shape == none.shape
@@ -313,10 +313,7 @@ def test_training_on_one_rank_is_torchs(ranks: Ranks) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "layouts"),
-    [
-        (2, {"ddp": "ddp", "fsdp": "fsdp", "zero2": "zero2", "tp": "tp"}),
-        (4, {"tp two, fsdp two": ech.Layout(tp=2), "tp": "tp"}),
-    ],
+    [(2, {"ddp": "ddp", "fsdp": "fsdp", "zero2": "zero2", "tp": "tp"}), (4, {"tp two, fsdp two": ech.Layout(tp=2), "tp": "tp"})],
 )
 def test_training_on_several_ranks_is_torchs(ranks: Ranks, size: int, layouts: dict[str, Any]) -> None:
     """Under each layout, in the module's forward and after it; tied, with a bias, accumulating."""
@@ -360,7 +357,7 @@ def _operators_by_hand() -> list[str]:
         if hidden_place is not None:
             of_hidden = distribute_tensor(hidden.detach(), mesh, [hidden_place]).requires_grad_()
         options = {"label_smoothing": smoothing, "reduction": reduction}
-        got = ech.nn.linear_cross_entropy(of_hidden, of_weight, target, bias=of_bias, chunk_tokens=3, **options)  # type: ignore[arg-type]
+        got = ech.nn.linear_cross_entropy(of_hidden, of_weight, target, bias=of_bias, chunk_tokens=3, **options)
         want = plain(hidden, weight, target, bias=bias, **options)
         for loss in (got, want):
             (loss * torch.arange(1.0, 1 + loss.numel(), dtype=loss.dtype).view(loss.shape)).sum().backward()

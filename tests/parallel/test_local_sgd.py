@@ -293,24 +293,16 @@ def test_a_worker_without_samples_counts_nothing(ranks: Ranks) -> None:
         assert largest_difference(got, want[0]) < 1e-12
 
 
-class Counting(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(4, 1), nn.BatchNorm1d(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(self.norm(x))
-
-
 def _buffers() -> tuple[torch.Tensor, torch.Tensor, int]:
-    unit = Unit(module=seeded(Counting), layout=ech.layouts.LocalSGDStrategy(every=2), optimizer="SGD")
+    module = seeded(lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    unit = Unit(module=module, layout=ech.layouts.LocalSGDStrategy(every=2), optimizer="SGD")
     rank = unit.prepared.dp_rank
     batches = [batch(4, 10 * rank + i) for i in range(2)]
     ech.train(unit, batches, max_epochs=1)
     alone = nn.BatchNorm1d(4).double()
     for x, _ in batches:
         alone(x)
-    norm = unit.prepared.unwrapped.norm
+    norm = unit.prepared.unwrapped[0]
     return alone.running_mean, norm.running_mean.clone(), int(norm.num_batches_tracked)
 
 
@@ -349,7 +341,7 @@ def test_options_are_checked() -> None:
     with refused(LayoutError):
         ech.layouts.LocalSGDStrategy(every=0)
     with refused(LayoutError, name="outer_optimizer", got="'SGD'"):
-        ech.layouts.DiLoCoStrategy(outer_optimizer="SGD")  # type: ignore[arg-type]
+        ech.layouts.DiLoCoStrategy(outer_optimizer="SGD")
 
 
 def test_one_process_trains_as_ever() -> None:

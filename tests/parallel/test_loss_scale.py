@@ -15,6 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 import echelon as ech
 from tests.conftest import Ranks
 from tests.kit.own_loops import own_loop, told
+from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -135,16 +136,13 @@ def test_right_losses_are_not_told(ranks: Ranks) -> None:
     assert ranks(2, _told, "of outputs", "fsdp", 1)[0] == dict.fromkeys(_LOSSES["of outputs"], (0, 0))
 
 
-class _Unit(ech.AutoUnit[Any]):
+class _Unit(Regression):
     def __init__(self, name: str, **options: Any) -> None:
-        super().__init__(module=nn.Linear(5, 4), **options)
+        super().__init__(module=nn.Linear(5, 4), lr=1e-3, **options)
         self.loss = {**_SUMS, **_MEANS}[name]
 
     def compute_loss(self, state: Any, data: Any) -> tuple[torch.Tensor, Any]:
         return self.loss(self.module, *data), None
-
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-        return torch.optim.SGD(module.parameters(), 1e-3), None
 
 
 def _unit_told(name: str) -> tuple[int, int]:
@@ -159,29 +157,23 @@ def test_a_units_summed_loss_is_told(ranks: Ranks) -> None:
 
 
 _OF_CLASSES = torch.tensor([1.0, 5.0, 0.2, 3.0])
+
+
+def _of_two(module: nn.Module, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(torch.stack([module(x)] * 2, 2), labels)
+
+
 _LABELS: dict[str, tuple[Loss, bool]] = {
     "of classes": (lambda m, x, y, t: F.cross_entropy(m(x), y, weight=_OF_CLASSES), True),
     "smoothed": (lambda m, x, y, t: F.cross_entropy(m(x), y, weight=_OF_CLASSES, label_smoothing=0.1), True),
     "with another": (lambda m, x, y, t: 0.5 * F.nll_loss(m(x).log_softmax(1), y, _OF_CLASSES) + F.mse_loss(m(x), t) / 3, True),
     "ignored": (lambda m, x, y, t: F.cross_entropy(m(x), y, ignore_index=1), True),
-    "ignored, of several": (
-        lambda m, x, y, t: F.cross_entropy(torch.stack([m(x)] * 2, 2), torch.stack([y, y.masked_fill(y == 1, -100)], 1)),
-        True,
-    ),
+    "ignored, of several": (lambda m, x, y, t: _of_two(m, x, torch.stack([y, y.masked_fill(y == 1, -100)], 1)), True),
     "equal weights": (lambda m, x, y, t: F.cross_entropy(m(x), y, weight=torch.full((4,), 3.0)), False),
-    "the last of each": (
-        lambda m, x, y, t: F.cross_entropy(torch.stack([m(x)] * 2, 2), torch.stack([y, torch.full_like(y, -100)], 1)),
-        False,
-    ),
-    "time first": (
-        lambda m, x, y, t: F.cross_entropy(torch.cat([m(x)] * 2), torch.cat([y, torch.full_like(y, -100)])),
-        False,
-    ),
+    "the last of each": (lambda m, x, y, t: _of_two(m, x, torch.stack([y, torch.full_like(y, -100)], 1)), False),
+    "time first": (lambda m, x, y, t: F.cross_entropy(torch.cat([m(x)] * 2), torch.cat([y, torch.full_like(y, -100)])), False),
     "none is ignored": (lambda m, x, y, t: F.cross_entropy(m(x), y, ignore_index=9), False),
-    "a sum by its weights": (
-        lambda m, x, y, t: F.cross_entropy(m(x), y, weight=_OF_CLASSES, reduction="sum") / len(x),
-        False,
-    ),
+    "a sum by its weights": (lambda m, x, y, t: F.cross_entropy(m(x), y, weight=_OF_CLASSES, reduction="sum") / len(x), False),
     "elements": (lambda m, x, y, t: F.binary_cross_entropy_with_logits(m(x), t.sigmoid(), pos_weight=_OF_CLASSES), False),
 }
 

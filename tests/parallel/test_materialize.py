@@ -263,12 +263,7 @@ def _made_before() -> nn.Module:
 
 @pytest.mark.parametrize(
     ("make", "within"),
-    [
-        (Half, ech.on_meta),
-        (_made_before, contextlib.nullcontext),
-        (Unset, ech.on_meta),
-        (Unset, lambda: torch.device("meta")),
-    ],
+    [(Half, ech.on_meta), (_made_before, contextlib.nullcontext), (Unset, ech.on_meta), (Unset, lambda: torch.device("meta"))],
 )
 def test_what_nothing_sets_or_in_part_is_an_error_with_its_name(make: Any, within: Any) -> None:
     with within():

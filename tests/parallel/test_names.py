@@ -39,7 +39,7 @@ BUFFERS = ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
 def _seen() -> dict[str, Any]:
     seen = {}
     for name, wrap in {"plain": lambda m: m, "ddp": DistributedDataParallel, "fsdp": fully_shard, "dp": nn.DataParallel}.items():
-        module: nn.Module = wrap(Holder())  # type: ignore[operator]
+        module: nn.Module = wrap(Holder())
         described = Own(module).prepared_modules()["module"].describe()
         names = [n for n, _ in plain_names(module)], [n for n, _ in parameters_of(Own(module))]
         buffers = [n for n, _ in plain_buffers(module)], list(named_values(Own(module)))
@@ -127,7 +127,7 @@ def test_methods_of_the_module_are_reached_through_a_wrapper(ranks: Ranks) -> No
 
 
 def test_names_in_a_compiled_module_are_the_authors() -> None:
-    assert [n for n, _ in plain_names(torch.compile(Holder(), backend="eager"))] == NAMES  # type: ignore[arg-type]
+    assert [n for n, _ in plain_names(torch.compile(Holder(), backend="eager"))] == NAMES
 
 
 def test_a_module_is_recognised_once_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,23 +42,23 @@ def _train() -> tuple[dict[str, torch.Tensor], Steps, float]:
     for name, parameter in unit.prepared.named_parameters():
         first, _, rest = name.partition(".")
         values[f"{names[first]}.{rest}"] = parameter.detach().clone()
-    return values, (unit.norms, unit.losses, unit.reported, unit.prepared.order), float(unit.latest_update[0])  # type: ignore[return-value]
+    return values, (unit.norms, unit.losses, unit.reported, unit.prepared.order), float(unit.latest_update[0])
 
 
 def test_a_pipeline_trains_as_one_process_does(ranks: Ranks) -> None:
     want, want_losses, want_norms = plain_training(batches(), clip=0.3)
     (front, seen_front, loss_front), (back, seen_back, loss_back) = ranks(2, _train)
-    got: dict[str, torch.Tensor] = {**front, **back}  # type: ignore[dict-item]
+    got: dict[str, torch.Tensor] = {**front, **back}
     assert got.keys() == want.keys()
     assert max(float((got[name] - want[name]).abs().max()) for name in want) < 1e-12
-    for norms, _, reported, order in (seen_front, seen_back):  # type: ignore[misc]
+    for norms, _, reported, order in (seen_front, seen_back):
         assert norms == pytest.approx(want_norms, rel=1e-11)
         assert reported == [(0, 4, False), (1, 4, True), (2, 3, False), (3, 5, True), (4, 4, True)]
         two = ["forward", "forward", "backward", "backward", "after the step"]
         assert order == [*two, *two, "forward", "backward", "after the step"]
     # Rank 0 has no losses of its own; what both know is the last stage's, over the whole global batch.
     assert loss_front == loss_back == pytest.approx(want_losses[-1], rel=1e-11)
-    first, second = seen_back[1][:2]  # type: ignore[index]
+    first, second = seen_back[1][:2]
     assert (first + second) / 2 == pytest.approx(want_losses[0], rel=1e-11)
 
 

@@ -65,8 +65,7 @@ def _check(ranks: Ranks, count: int, kind: type[_Contrast], layout: Any, rows: i
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("kind", "layout"),
-    [(_Contrast, "ddp"), (_Contrast, "fsdp"), (_Contrast, "zero1"), (_Spread, "ddp"), (_Spread, "zero1")],
+    ("kind", "layout"), [(_Contrast, "ddp"), (_Contrast, "fsdp"), (_Contrast, "zero1"), (_Spread, "ddp"), (_Spread, "zero1")]
 )
 def test_a_loss_over_all_ranks_rows_trains_as_one_process(ranks: Ranks, kind: type[_Contrast], layout: str) -> None:
     _check(ranks, 2, kind, layout)

@@ -35,21 +35,6 @@ def test_ones_own_unit_trains_on_a_prepared_module(ranks: Ranks, how: str) -> No
     assert largest_difference(ranks(2, _prepared, how)[0], want) < 1e-12
 
 
-def _memory(layout: str) -> tuple[int, int]:
-    unit = Regression(module=net(width=64), layout=layout, optimizer="AdamW")
-    ech.train(unit, [batch(4, 0)], max_epochs=1)
-    held = [p.to_local() if hasattr(p, "to_local") else p for p in unit.module.parameters()]
-    state = [v for s in unit.optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor) and v.dim()]
-    return sum(p.numel() for p in held), sum(getattr(v, "to_local", lambda v=v: v)().numel() for v in state)
-
-
-@pytest.mark.full
-def test_sharding_halves_what_each_of_two_ranks_holds(ranks: Ranks) -> None:
-    whole_parameters, whole_state = ranks(2, _memory, "ddp")[0]
-    for parameters, state in ranks(2, _memory, "fsdp"):
-        assert parameters < 0.52 * whole_parameters and state < 0.52 * whole_state
-
-
 def test_repeated_blocks_are_sharded_and_single_layers_are_not() -> None:
     assert [name for name, _ in blocks_to_shard(net())] == ["blocks.0", "blocks.1"]
     assert blocks_to_shard(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == []  # layers alone: a collective each is dear

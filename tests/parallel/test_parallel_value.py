@@ -33,12 +33,12 @@ SIZES = st.integers(1, 4)
     ],
 )
 def test_text_names_the_axes(text: str, want: dict[str, int]) -> None:
-    assert ech.Layout.parse(text) == ech.Layout(**want) == resolve(text)  # type: ignore[arg-type]
+    assert ech.Layout.parse(text) == ech.Layout(**want) == resolve(text)
 
 
 @pytest.mark.parametrize("axis", ["pp", "dp_replicate", "dp_shard", "cp"])
 def test_an_axis_alone_takes_all_ranks(axis: str) -> None:
-    assert resolve(axis) == ech.Layout(**{axis: -1})  # type: ignore[arg-type]
+    assert resolve(axis) == ech.Layout(**{axis: -1})
 
 
 @pytest.mark.parametrize("text", ["dp_shard=2,tp", "dp=2", "tp=x", "tp=2,tp=2", "tp=2,", "=2", "tp=²", "fsdp,tp=2"])
@@ -69,7 +69,7 @@ WORDS_OF_OTHERS = {
 @pytest.mark.parametrize(("word", "here"), WORDS_OF_OTHERS.items())
 def test_words_of_other_libraries_are_one_of_ours(word: str, here: str) -> None:
     assert resolve(word) == resolve(here)
-    assert in_words(resolve(word)) == here  # type: ignore[arg-type]
+    assert in_words(resolve(word)) == here
 
 
 def test_what_a_word_of_another_library_says_beside_the_layout_is_kept() -> None:
@@ -118,23 +118,23 @@ def test_a_value_is_shown_by_the_options_it_was_given(value: Any, text: str) -> 
 def test_older_keywords_are_understood_and_say_the_new_one() -> None:
     net = torch.nn.Linear(2, 1)
     with pytest.warns(DeprecationWarning, match=r"prepare_module\(strategy=\.\.\.\) is now layout="):
-        ech.layouts.prepare_module(net, torch.device("cpu"), strategy="noop")  # type: ignore[call-arg]
+        ech.layouts.prepare_module(net, torch.device("cpu"), strategy="noop")
     with refused(UsageError):
-        ech.layouts.prepare_module(net, torch.device("cpu"), strategy="noop", layout="none")  # type: ignore[call-arg]
+        ech.layouts.prepare_module(net, torch.device("cpu"), strategy="noop", layout="none")
     with pytest.warns(DeprecationWarning, match=r"Trainer\(strategy=\.\.\.\) is now layout="):
-        assert ech.Trainer(1, strategy="fsdp2").layout == ech.FSDPStrategy()  # type: ignore[call-arg]
+        assert ech.Trainer(1, strategy="fsdp2").layout == ech.FSDPStrategy()
     with pytest.warns(DeprecationWarning, match=r"Parallel\(...\) is now Layout\(tp=2\)"):
-        assert ech.Parallel(tp=2) == ech.Layout(tp=2)  # type: ignore[attr-defined]
+        assert ech.Parallel(tp=2) == ech.Layout(tp=2)
     with pytest.warns(DeprecationWarning, match=r"TPStrategy\(...\) is now Layout\(tp=2, sequence_parallel=True\)"):
-        assert ech.TPStrategy(size=2, sequence_parallel=True) == ech.Layout(tp=2, sequence_parallel=True)  # type: ignore[attr-defined]
+        assert ech.TPStrategy(size=2, sequence_parallel=True) == ech.Layout(tp=2, sequence_parallel=True)
     with pytest.warns(DeprecationWarning, match=r"ZeROStrategy\(...\) is now DDPStrategy\(shard_optimizer=True\)"):
-        assert ech.ZeROStrategy(1) == resolve("zero1")  # type: ignore[attr-defined]
+        assert ech.ZeROStrategy(1) == resolve("zero1")
     with pytest.warns(DeprecationWarning, match=r"is now FSDPStrategy\(reshard_after_forward=False\)"):
         assert ech.layouts.ZeROStrategy(2) == resolve("zero2")
     with pytest.warns(DeprecationWarning, match=r"HSDPStrategy\(...\) is now Layout\(dp_replicate=2, fsdp=FSDPStrategy\(\)\)"):
         ech.layouts.HSDPStrategy(replicate_size=2)
     with pytest.raises(AttributeError, match=r"FSDP2Strategy is now echelon.compat.torchtnt.utils"):
-        ech.FSDP2Strategy  # type: ignore[attr-defined]  # noqa: B018
+        ech.FSDP2Strategy  # noqa: B018
 
 
 @pytest.mark.parametrize("word", [*LAYOUTS, "tp=2", "dp_shard=2,tp=4"])
@@ -152,7 +152,7 @@ class Leaving(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.step += 1
-        return self.first(x) if self.step % 2 else self.first(x) + self.second(x)  # type: ignore[no-any-return]
+        return self.first(x) if self.step % 2 else self.first(x) + self.second(x)
 
 
 def _left_unused(layout: str) -> int:

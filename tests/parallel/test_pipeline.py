@@ -256,10 +256,7 @@ def test_four_stages_on_four_ranks(ranks: Ranks) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("copies", "schedule"),
-    [(1, "1f1b"), (2, "interleaved")],
-)
+@pytest.mark.parametrize(("copies", "schedule"), [(1, "1f1b"), (2, "interleaved")])
 def test_stages_are_sharded_over_the_data_ranks(ranks: Ranks, copies: int, schedule: str) -> None:
     updates = windows(10, 4, rows=(2, 2, 1, 3, 2))
     layout = ech.Layout(pp=2, dp_replicate=copies, schedule=schedule)

@@ -63,8 +63,8 @@ def _compiled_parts() -> nn.Module:
     """Names have torch.compile's part in them, which its author does not write."""
     module = net()
     for number, block in enumerate(module.blocks):
-        module.blocks[number] = torch.compile(block, backend="eager")  # type: ignore[call-overload]
-    return torch.compile(module, backend="eager")  # type: ignore[return-value]
+        module.blocks[number] = torch.compile(block, backend="eager")
+    return torch.compile(module, backend="eager")
 
 
 class _NamedTwice(Net):
@@ -281,8 +281,8 @@ class _Kept(Net):
         if how == "hook":
             self.blocks[0].register_forward_hook(lambda module, args, output: self.kept.append(output.pow(2).mean()))
         if how == "attribute":
-            self.blocks[0].penalty = torch.zeros(())  # type: ignore[assignment]
-            self.blocks[0][0].register_forward_hook(self._note)  # type: ignore[index]
+            self.blocks[0].penalty = torch.zeros(())
+            self.blocks[0][0].register_forward_hook(self._note)
 
     def _note(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
         self.blocks[0].penalty = (output.detach() if self.detached else output).pow(2).mean()
@@ -290,7 +290,7 @@ class _Kept(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.kept.clear()
         out = super().forward(x)
-        more = self.kept + ([] if self.detached or self.how == "hook" else [self.blocks[0].penalty])  # type: ignore[list-item]
+        more = self.kept + ([] if self.detached or self.how == "hook" else [self.blocks[0].penalty])
         return out + sum(more)
 
 

@@ -85,31 +85,23 @@ def _overflow(layout: Any) -> dict[str, Any]:
     return {"weights": _weights(unit), "norms": unit.norms, "scale": unit.grad_scaler.get_scale(), "scheduled": scheduled}
 
 
-def _check_overflow(found: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("size", "layout"),
+    [
+        (1, None),
+        *(pytest.param(2, layout, marks=pytest.mark.full) for layout in (*KINDS, "zero2")),
+        *(pytest.param(4, layout, marks=pytest.mark.full) for layout in ("tp=2", "hsdp")),
+    ],
+)
+def test_an_inf_in_one_shard_skips_the_update_on_all_ranks(ranks: Ranks, size: int, layout: Any) -> None:
     applied = [[batch(8, i)] for i in (0, 2, 3)]  # update 1 is skipped
     want, _, norms = plain_training(applied, clip=0.3, module=seeded(Spiked))
-    for got in found:
+    for got in ranks(size, _overflow, layout):
         assert not math.isfinite(got["norms"].pop(1))
         assert got["norms"] == pytest.approx(norms, rel=1e-12)
         assert largest_difference(got["weights"], want) < 1e-9  # torch divides by norm + 1e-6
         assert got["scale"] == 1024.0  # halved, then doubled after two updates
         assert got["scheduled"] == 3  # the schedule holds still with the parameters
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", [*KINDS, "zero2"])
-def test_an_inf_in_one_shard_skips_the_update_on_all_ranks(ranks: Ranks, layout: str) -> None:
-    _check_overflow(ranks(2, _overflow, layout))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", [ech.Layout(tp=2), "hsdp"], ids=["tp + fsdp", "hsdp"])
-def test_an_inf_in_one_shard_of_four(ranks: Ranks, layout: Any) -> None:
-    _check_overflow(ranks(4, _overflow, layout))
-
-
-def test_an_inf_in_one_process() -> None:
-    _check_overflow([_overflow(None)])
 
 
 def _halves() -> list[str]:

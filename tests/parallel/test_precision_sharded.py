@@ -232,7 +232,7 @@ def _by_hand() -> dict[str, Any]:
         "recomputed": {"activation_checkpoint_params": ech.layouts.ActivationCheckpointParams()},
         "compiled": {"torch_compile_params": ech.layouts.TorchCompileParams(backend="aot_eager")},
     }.items():
-        module = prepare_module(net(dtype=torch.float32), CPU, layout="fsdp", precision="bf16", **options)  # type: ignore[arg-type]
+        module = prepare_module(net(dtype=torch.float32), CPU, layout="fsdp", precision="bf16", **options)
         types = []
         module.last.register_forward_pre_hook(lambda layer, args, types=types: types.append(layer.weight.dtype))
         with ech.layouts.Precision.of("bf16").autocast(CPU):

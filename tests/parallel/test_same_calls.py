@@ -36,7 +36,7 @@ class Paths(nn.Module):
     def forward(self, x: torch.Tensor, blocks: list[int], heads: list[int]) -> torch.Tensor:
         for block in blocks:
             x = x + self.blocks[block](x)
-        return sum(self.heads[head](x) for head in heads)  # type: ignore[return-value]
+        return sum(self.heads[head](x) for head in heads)
 
 
 class Walks(Regression):

@@ -18,7 +18,7 @@ from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
 from echelon.parallel.fsdp.fsdp import replicas_default
 from echelon.parallel.recipe.blocks import blocks_by_policy, without_shared
 from tests.conftest import Ranks
-from tests.kit.models import Batch, batch, largest_difference, net, plain_training, whole
+from tests.kit.models import Batch, batch, largest_difference, net, plain_training, seeded, whole
 from tests.kit.refusals import refusal, refused
 from tests.kit.units import FORMS, KINDS, Regression
 
@@ -98,10 +98,7 @@ def _plain(case: str, ranks: int) -> Trained:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("size", "layouts", "cases"),
-    [
-        pytest.param(2, KINDS, list(CASES), id="2"),
-        pytest.param(4, FORMS, ["tied"], id="4, other forms"),
-    ],
+    [pytest.param(2, KINDS, list(CASES), id="2"), pytest.param(4, FORMS, ["tied"], id="4, other forms")],
 )
 def test_tied_weights_and_batches_of_ones_own_under_every_strategy(
     ranks: Ranks, size: int, layouts: list[str], cases: list[str]
@@ -285,18 +282,12 @@ def test_param_init_fn_fills_what_is_on_meta(ranks: Ranks) -> None:
     assert all(torch.equal(first[n], second[n]) and 0 < float(first[n].abs().max()) < 1 for n in first)
 
 
-class WithNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1)).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.body(x)
+def with_norm() -> nn.Module:
+    return seeded(lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1)))
 
 
 def _synchronised(layout: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
-    rank, module = dist.get_rank(), WithNorm()
+    rank, module = dist.get_rank(), with_norm()
     if not isinstance(layout, ech.DDPStrategy):  # by hand, as for GPUs
         module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
     unit = Regression(module=module, layout=layout)
@@ -310,7 +301,7 @@ def _synchronised(layout: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch
 @pytest.mark.parametrize("layout", [ech.DDPStrategy(sync_batchnorm=True), "ddp", "fsdp", "zero1"])
 def test_batch_norm_over_the_global_batch(ranks: Ranks, layout: Any) -> None:
     """Torch's own layers, too, work in host memory."""
-    module = WithNorm()
+    module = with_norm()
     want, _, _ = plain_training([[batch(2, 10 * i), batch(5, 10 * i + 1)] for i in range(5)], module=module)
     module.eval()
     for got, buffers, out in ranks(2, _synchronised, layout):
@@ -320,9 +311,9 @@ def test_batch_norm_over_the_global_batch(ranks: Ranks, layout: Any) -> None:
 
 
 def test_one_process_needs_no_others_for_its_batch_norm(ranks: Ranks) -> None:
-    module = WithNorm()
+    module = with_norm()
     want, _, _ = plain_training([[batch(4, 10 * i)] for i in range(3)], module=module)
-    unit = Regression(module=nn.SyncBatchNorm.convert_sync_batchnorm(WithNorm()), layout="none")
+    unit = Regression(module=nn.SyncBatchNorm.convert_sync_batchnorm(with_norm()), layout="none")
     ech.train(unit, [batch(4, 10 * i) for i in range(3)], max_epochs=1)
     assert largest_difference(whole(unit.module), want) < 1e-12
     first, second = ranks(2, _one_value)
@@ -330,7 +321,7 @@ def test_one_process_needs_no_others_for_its_batch_norm(ranks: Ranks) -> None:
 
 
 def _one_value() -> str:
-    unit = Regression(module=nn.SyncBatchNorm.convert_sync_batchnorm(WithNorm()), layout="ddp")
+    unit = Regression(module=nn.SyncBatchNorm.convert_sync_batchnorm(with_norm()), layout="ddp")
     rows = [batch(1, 0)] if dist.get_rank() == 0 else [tuple(t[:0] for t in batch(1, 0))]
     return refusal(ech.train, unit, rows, max_epochs=1, kind=ValueError).partition(", got")[0]
 
@@ -338,24 +329,19 @@ def _one_value() -> str:
 def test_fully_shard_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """What shows in no number on a CPU."""
     told: list[dict[str, Any]] = []
-    real = _torch("fully_shard")
+    real, policy, offload = _torch("fully_shard"), _torch("CPUOffloadPolicy"), _torch("CPUOffload")
     monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", lambda m, **options: (told.append(options), real(m, **options))[1])
-    policy, kinds = (
-        _torch("CPUOffloadPolicy"),
-        [_torch("OffloadPolicy")(), _torch("CPUOffload")(offload_params=False), None, False],
-    )
     for layout in (
         ech.FSDPStrategy(cpu_offload=policy()),
         FSDP2Strategy(cpu_offload=True),
         ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", cpu_offload=True),
-        ech.FSDPStrategy(cpu_offload=True),
-        ech.FSDPStrategy(cpu_offload=_torch("CPUOffload")(offload_params=True), reshard_after_forward=False),
+        ech.FSDPStrategy(cpu_offload=offload(offload_params=True), reshard_after_forward=False),
     ):
         told.clear()
         Regression(layout=layout)
         assert [options["offload_policy"] for options in told] == [policy(pin_memory=False)] * 3  # there is nothing to pin for
     told.clear()
-    for kind in kinds:
+    for kind in (_torch("OffloadPolicy")(), offload(offload_params=False), None, False):
         Regression(layout=ech.FSDPStrategy(cpu_offload=kind, reshard_after_forward=False))
     assert not any("offload_policy" in options or options["reshard_after_forward"] for options in told)
     dist.destroy_process_group()

@@ -55,7 +55,7 @@ def _misfits() -> dict[str, str]:
         "device": lambda: Regression(layout=ech.FSDPStrategy(device_id=3)),
         "devices": lambda: Regression(layout=ech.DDPStrategy(device_ids=[0])),
         "grads": lambda: Regression(layout=ech.FSDPStrategy(mixed_precision=low)),
-        "offload": lambda: Regression(layout=ech.FSDPStrategy(cpu_offload="yes")),  # type: ignore[arg-type]
+        "offload": lambda: Regression(layout=ech.FSDPStrategy(cpu_offload="yes")),
         "container": lambda: Regression(layout=FSDP2Strategy(modules_to_shard=["blocks"])),
         "class": lambda: Regression(layout=FSDP2Strategy(modules_to_shard=[nn.Conv2d])),
         "nothing": lambda: Regression(layout=FSDP2Strategy(shard_predicates=[lambda n, m: False])),
@@ -157,7 +157,7 @@ class Looked(nn.Module):
         self.words, self.last = nn.Embedding(5, 4, sparse=True), nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.words((x > 0).long()).mean(1))  # type: ignore[no-any-return]
+        return self.last(self.words((x > 0).long()).mean(1))
 
 
 def _hooked(module: Any) -> Any:

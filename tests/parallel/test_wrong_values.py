@@ -126,13 +126,6 @@ WRONG = st.lists(st.tuples(st.sampled_from(PLACES), st.sampled_from(ODD)), min_s
 
 
 @pytest.mark.full
-@settings(max_examples=30, deadline=None)
-@given(WRONG)
-def test_wrong_values_end_nothing_that_reads_a_folder(wrong: list[tuple[tuple[Any, ...], Any]]) -> None:
-    with_wrong_values(wrong)
-
-
-@pytest.mark.full
 @settings(max_examples=500, deadline=None)
 @given(WRONG)
 def test_many_wrong_values_end_nothing_that_reads_a_folder(wrong: list[tuple[tuple[Any, ...], Any]]) -> None:

@@ -17,7 +17,7 @@ import echelon as ech
 from echelon.common.errors import RanksDisagreeError, UsageError
 from echelon.parallel.state.partition import Partition
 from tests.conftest import Ranks
-from tests.kit.models import Batch, batch, largest_difference, net, plain_training, whole
+from tests.kit.models import Batch, batch, largest_difference, net, plain_training, seeded, whole
 from tests.kit.refusals import refusal
 from tests.kit.units import Own, Regression
 
@@ -45,7 +45,7 @@ def _held(layout: str) -> tuple[int, int, set[str]]:
     names = {id(p): n for n, p in unit.prepared.unwrapped.named_parameters()}
     moments = [v for s in unit.optimizer.state.values() for v in s.values() if v.dim()]
     gradients = sum(p.numel() for p in unit.optimizer.state)
-    return sum(m.numel() for m in moments), gradients, {names[id(p)] for p in unit.optimizer.state}  # type: ignore[call-overload]
+    return sum(m.numel() for m in moments), gradients, {names[id(p)] for p in unit.optimizer.state}
 
 
 @pytest.mark.full
@@ -104,22 +104,18 @@ class Shaped(nn.Module):
         return (self.low(x.float()).double() * self.scale).sum(1, keepdim=True)
 
 
-class Lone(nn.Module):
+def lone() -> nn.Module:
     """One parameter: the second of two ranks owns nothing."""
+    return seeded(nn.Linear, in_features=4, out_features=1, bias=False)
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(1, 4, dtype=torch.float64))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight.T
+MODULES: dict[str, Any] = {"Shaped": Shaped, "Lone": lone}
 
 
 def _modules(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """Trained; then restored in mid-way and trained on, which must be the same."""
     done = {}
-    for module in (Shaped, Lone):
+    for name, module in MODULES.items():
         for optimizer in ("Adagrad", "SGD", "AdamW"):  # Adagrad's constructor makes state
 
             def unit(layout: str, module: Any = module, optimizer: str = optimizer) -> Regression:
@@ -128,17 +124,17 @@ def _modules(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
 
                 return Regression(module=module(), layout=layout, optimizer=optimizer, schedule=schedule, step_lr_interval="step")
 
-            name = f"{module.__name__} {optimizer}"
-            saver = ech.DistributedCheckpointSaver(folder / name)
+            case = f"{name} {optimizer}"
+            saver = ech.DistributedCheckpointSaver(folder / case)
             straight, first, second = unit("zero1"), unit("zero1"), unit("zero1")
             ech.train(straight, _mine(), max_epochs=1)
             ech.train(first, _mine()[:3], max_epochs=1, callbacks=[saver])
-            ech.DistributedCheckpointSaver.restore_from_latest(folder / name, second)
+            ech.DistributedCheckpointSaver.restore_from_latest(folder / case, second)
             assert largest_difference(whole(first.module), whole(second.module)) == 0
             ech.train(second, _mine()[3:], max_epochs=2)
             if module is Shaped:  # as gradient buckets and kernels expect it
-                assert straight.prepared.unwrapped.conv.weight.is_contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr]
-            done[name], done[f"{name} resumed"] = whole(straight.module), whole(second.module)
+                assert straight.prepared.unwrapped.conv.weight.is_contiguous(memory_format=torch.channels_last)
+            done[case], done[f"{case} resumed"] = whole(straight.module), whole(second.module)
     return done
 
 
@@ -147,7 +143,7 @@ def test_types_layouts_schedules_and_a_rank_that_owns_nothing(ranks: Ranks, tmp_
     for done in ranks(2, _modules, tmp_path):
         for name, got in done.items():
             kind, optimizer = name.split()[:2]
-            want = _scheduled(DATA, {"Shaped": Shaped, "Lone": Lone}[kind](), optimizer)
+            want = _scheduled(DATA, MODULES[kind](), optimizer)
             for key in want:
                 tolerance = 1e-12 if want[key].dtype == torch.float64 and kind == "Lone" else 2e-6  # float32 in the middle
                 assert float((got[key] - want[key]).abs().max()) < tolerance, (name, key)
@@ -155,7 +151,7 @@ def test_types_layouts_schedules_and_a_rank_that_owns_nothing(ranks: Ranks, tmp_
 
 def _half() -> tuple[torch.Tensor, float]:
     """fp16 with a rank that owns nothing, whose scaler would find no gradient to look at."""
-    unit = Regression(module=Lone().float(), layout="zero1", precision=ech.layouts.Precision(torch.float16, init_scale=64.0))
+    unit = Regression(module=lone().float(), layout="zero1", precision=ech.layouts.Precision(torch.float16, init_scale=64.0))
     ech.train(unit, [(x.float(), y.float()) for x, y in _mine()], max_epochs=1)
     assert unit.grad_scaler is not None
     return whole(unit.module)["weight"], unit.grad_scaler.get_scale()
@@ -163,7 +159,7 @@ def _half() -> tuple[torch.Tensor, float]:
 
 def test_half_precision_with_a_rank_that_owns_nothing(ranks: Ranks) -> None:
     (first, scale), (second, other) = ranks(2, _half)
-    want = plain_training(DATA, module=Lone())[0]["weight"]
+    want = plain_training(DATA, module=lone())[0]["weight"]
     assert torch.equal(first, second) and scale == other
     assert float((first - want).abs().max()) < 1e-2
 
