@@ -138,20 +138,14 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "compiled": ("fsdp", {"torch_compile_params": ech.layouts.TorchCompileParams(backend="aot_eager")}),
     "windows": ("fsdp", {"gradient_accumulation_steps": 2}),
 }
-# The two that fully_shard treats differently go every way; in `make test` each head goes one way, and one of them three.
-SOME = [*((head, "fsdp") for head in HEADS), ("read", "prefetch far"), ("read", "recomputed")]
-ALL = [(head, way) for head in HEADS for way in WAYS if head in ("own", "read") or way in ("fsdp", "zero2")]
-OTHERS = [case for case in ALL if case not in SOME]
-
-
-def _train_all(cases: list[tuple[str, str]]) -> dict[tuple[str, str], Any]:
-    return {(head, way): _trained(head, WAYS[way][0], **WAYS[way][1]) for head, way in cases}
+# The two that fully_shard treats differently go every way.
+CASES = [(head, way) for head in HEADS for way in WAYS if head in ("own", "read") or way in ("fsdp", "zero2")]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("cases", [pytest.param(SOME, id="some"), pytest.param(OTHERS, id="others")])
-def test_they_train_as_one_process_does(ranks: Ranks, cases: list[tuple[str, str]]) -> None:
-    for (head, way), values in ranks(2, _train_all, cases, timeout_s=180)[0].items():
+def test_they_train_as_one_process_does(ranks: Ranks) -> None:
+    found = ranks(2, lambda: [_trained(head, WAYS[way][0], **WAYS[way][1]) for head, way in CASES], timeout_s=240)[0]
+    for (head, way), values in zip(CASES, found, strict=True):
         alone = _alone(head, 2 if way == "windows" else 1)
         assert largest_difference(values, alone) < 1e-9, (head, way)
 

@@ -216,24 +216,18 @@ def _far(layout: Any, cases: list[str], ranks: int) -> dict[str, tuple[float, fl
     return found
 
 
-# Some cases in `make test`, others with the full suite; each case under several layouts, each layout with a case or two.
-SETUPS: dict[str, tuple[int, Any, list[str], list[str]]] = {
-    "ep on two": (2, ech.Layout(ep=2), ["sgd", "auxiliary"], ["one expert a token", "frozen router", "recomputed"]),
-    "ep two, data two": (4, ech.Layout(ep=2), [], ["adamw, clipped", "auxiliary"]),
-    "ep on four": (4, ech.Layout(ep=4), [], ["one expert a token"]),
-    "ep two, copies two": (4, ech.Layout(dp_replicate=2, ep=2), [], ["sgd"]),
-    "ep two, tp two": (4, ech.Layout(ep=2, tp=2, plan={"first": "colwise_gather"}), [], ["auxiliary"]),
-    "stages": (2, ech.Layout(pp=2), ["sgd"], ["frozen router"]),
-    "ep two, pp two": (4, ech.Layout(ep=2, pp=2), ["adamw, clipped"], []),
-    "ddp on two": (2, "ddp", [], ["auxiliary"]),
-    "fsdp on two": (2, "fsdp", ["recomputed"], []),
+# Each case under several layouts, each layout with a case or more.
+SETUPS: dict[str, tuple[int, Any, list[str]]] = {
+    "ep on two": (2, ech.Layout(ep=2), ["sgd", "auxiliary", "one expert a token", "frozen router", "recomputed"]),
+    "ep two, data two": (4, ech.Layout(ep=2), ["adamw, clipped", "auxiliary"]),
+    "ep on four": (4, ech.Layout(ep=4), ["one expert a token"]),
+    "ep two, copies two": (4, ech.Layout(dp_replicate=2, ep=2), ["sgd"]),
+    "ep two, tp two": (4, ech.Layout(ep=2, tp=2, plan={"first": "colwise_gather"}), ["auxiliary"]),
+    "stages": (2, ech.Layout(pp=2), ["sgd", "frozen router"]),
+    "ep two, pp two": (4, ech.Layout(ep=2, pp=2), ["adamw, clipped"]),
+    "ddp on two": (2, "ddp", ["auxiliary"]),
+    "fsdp on two": (2, "fsdp", ["recomputed"]),
 }
-ROWS_OF = [
-    pytest.param(name, cases, id=f"{name}{', more' * full}", marks=[pytest.mark.full] * full)
-    for name, (_, _, some, more) in SETUPS.items()
-    for full, cases in enumerate((some, more))
-    if cases
-]
 
 
 def _check(found: dict[str, tuple[float, float]]) -> None:
@@ -246,10 +240,10 @@ def test_one_process_computes_what_plain_pytorch_does() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("setup", "cases"), ROWS_OF)
-def test_updates_are_those_of_plain_pytorch(ranks: Ranks, setup: str, cases: list[str]) -> None:
+@pytest.mark.parametrize("setup", SETUPS)
+def test_updates_are_those_of_plain_pytorch(ranks: Ranks, setup: str) -> None:
     """With accumulation, uneven micro-batches and a short last window."""
-    size, layout, *_ = SETUPS[setup]
+    size, layout, cases = SETUPS[setup]
     for found in ranks(size, _far, layout, cases, size // getattr(layout, "tp", 1) // getattr(layout, "pp", 1)):
         _check(found)
 
