@@ -77,19 +77,18 @@ def waits_in_four_steps(folder: str) -> dict[str, int]:
     sized = [batch(2, i) for i in range(STEPS)]
     unsized = torch.utils.data.DataLoader(Endless(), batch_size=None)
     found = {}
-    saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=100)
-    cases: list[tuple[str, Callable[..., Any], Any, list[ech.Callback]]] = [
-        ("a loader with a length", quiet, sized, []),
-        ("a step of one's own", by_hand, sized, []),
-        ("and a saver that is not due", quiet, sized, [saver]),
-        ("a callback that may stop", quiet, sized, [Hooks(on_train_step_end=lambda state, unit: None)]),
-        ("a hook of the unit's that may stop", lambda layout: Regression(layout=layout), sized, []),
-        ("a loader without a length", quiet, unsized, []),
+    cases: list[tuple[str, Callable[..., Any], Any, Callable[[str], list[ech.Callback]]]] = [
+        ("a loader with a length", quiet, sized, lambda at: []),
+        ("a step of one's own", by_hand, sized, lambda at: []),
+        ("and a saver that is not due", quiet, sized, lambda at: [ech.DistributedCheckpointSaver(at, save_every_n_updates=100)]),
+        ("a callback that may stop", quiet, sized, lambda at: [Hooks(on_train_step_end=lambda state, unit: None)]),
+        ("a hook of the unit's that may stop", lambda layout: Regression(layout=layout), sized, lambda at: []),
+        ("a loader without a length", quiet, unsized, lambda at: []),
     ]
     for name, kind, loader, more in cases:
         for layout in ("ddp", "fsdp"):
             waiting = Waiting()
-            ech.train(kind(layout), loader, max_epochs=1, callbacks=[waiting, *more])
+            ech.train(kind(layout), loader, max_epochs=1, callbacks=[waiting, *more(f"{folder}/{layout}")])
             found[f"{name}, {layout}"] = waiting.count
     return found
 

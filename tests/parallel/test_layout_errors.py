@@ -18,7 +18,7 @@ from tests.kit.units import Regression
 pytestmark = pytest.mark.standing_ranks
 
 
-class InPlace(nn.Linear):
+class InPlace(nn.Sequential):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x += 1
         return super().forward(x)
@@ -27,7 +27,7 @@ class InPlace(nn.Linear):
 class Changes(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(InPlace(8, 8) for _ in range(2))
+        self.blocks = nn.ModuleList(InPlace(nn.Linear(8, 8)) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.blocks[1](self.blocks[0](self.first(x))))
