@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,6 +61,20 @@ class LM(nn.Module):
 def lm(seed: int = 0, **options: Any) -> nn.Module:
     torch.manual_seed(seed)
     return LM(**options).double()
+
+
+class Tokenwise(nn.Module):
+    """Tokens (B, T) -> logits (B, T, V); each token by itself but for `mix(self, h)`, which may use further parts."""
+
+    def __init__(self, mix: Callable[[Any, torch.Tensor], torch.Tensor], **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, VOCABULARY)
+        self.mix = mix
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mix(self, self.tokens(x)))
 
 
 def tokens(rows: int, length: int, seed: int, *, ignored: float = 0.0, packed: bool = False) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ import echelon as ech
 from echelon.common.errors import ContextParallelError, UsageError
 from tests.conftest import Ranks
 from tests.kit import models
-from tests.kit.context_models import LM, Language, lm, loss_of, plain, tokens
+from tests.kit.context_models import LM, Language, Tokenwise, lm, loss_of, plain, tokens
 from tests.kit.models import largest_difference, seeded, whole
 from tests.kit.refusals import refusal, refused
 from tests.kit.units import Regression, under_each
@@ -264,73 +264,29 @@ def test_a_resumed_run_with_dropout_is_bit_equal(ranks: Ranks, tmp_path: Path) -
 # --- what cannot be split is refused, on all ranks, before the first update
 
 
-class ByHand(nn.Module):
-    """Attention without torch's function: it sees the local tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
-
+class Pooled(Tokenwise):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.tokens(x)
-        return self.head((h @ h.mT).softmax(-1) @ h)
+        return super().forward(x)[:, -1:].expand(-1, x.shape[1], -1)
 
 
-class LocalPositions(ByHand):
-    def __init__(self) -> None:
-        super().__init__()
-        self.places = nn.Embedding(64, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.tokens(x) + self.places(torch.arange(x.shape[1])))
-
-
-class Pooled(ByHand):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.tokens(x))[:, -1:].expand(-1, x.shape[1], -1)
-
-
-class LocalMask(ByHand):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.tokens(x)[:, None]
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-        return self.head(F.scaled_dot_product_attention(h, h, h, attn_mask=mask)[:, 0])
-
-
-class Multihead(ByHand):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.tokens(x)
-        return self.head(self.attention(h, h, h, need_weights=False)[0])
-
-
-class Convolved(ByHand):
-    """Looks at a neighbour: wrong where chunks meet."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.near = nn.Conv1d(8, 8, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.near(self.tokens(x).mT).mT)
-
-
-class Recomputed(ByHand):
+class Recomputed(Tokenwise):
     """Has a function computed again, of which torch tells no module."""
 
     def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
+        super().__init__(lambda m, h: checkpoint(self._attention, h[:, None], use_reentrant=reentrant)[:, 0])
 
     def _attention(self, h: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(h, h, h, is_causal=True)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = checkpoint(self._attention, self.tokens(x)[:, None], use_reentrant=self.reentrant)
-        return self.head(h[:, 0])
+
+def _masks_local_keys(m: Any, h: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones(h.shape[1], h.shape[1], dtype=torch.bool).tril()
+    return F.scaled_dot_product_attention(h[:, None], h[:, None], h[:, None], attn_mask=mask)[:, 0]
+
+
+def _attends(m: Any, h: torch.Tensor) -> torch.Tensor:
+    """Without torch's function: it sees the local tokens."""
+    return (h @ h.mT).softmax(-1) @ h
 
 
 def _shifts_itself(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -364,12 +320,31 @@ def _draws_time(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tens
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "attention by hand": (ByHand, {}, r"ByHand.head \(Linear\) gets other inputs .*scaled_dot_product_attention"),
-    "local positions": (LocalPositions, {}, r"LocalPositions\.places .*echelon.nn.positions"),
-    "pooling": (Pooled, {}, "Pooled gives other outputs"),
-    "a mask of local keys": (LocalMask, {}, r"over all 16 keys .* got 8 x 8 .*is_causal=True"),
-    "MultiheadAttention": (Multihead, {}, r"over 2 ranks cannot split nn\.MultiheadAttention"),
-    "convolution": (Convolved, {}, r"Convolved\.near \(Conv1d\) gives other outputs"),
+    "attention by hand": (
+        lambda: Tokenwise(_attends),
+        {},
+        r"Tokenwise.head \(Linear\) gets other inputs .*scaled_dot_product_attention",
+    ),
+    "local positions": (
+        lambda: Tokenwise(lambda m, h: h + m.places(torch.arange(h.shape[1])), places=nn.Embedding(64, 16)),
+        {},
+        r"Tokenwise\.places .*echelon.nn.positions",
+    ),
+    "pooling": (lambda: Pooled(lambda m, h: h), {}, "Pooled gives other outputs"),
+    "a mask of local keys": (lambda: Tokenwise(_masks_local_keys), {}, r"over all 16 keys .* got 8 x 8 .*is_causal=True"),
+    "MultiheadAttention": (
+        lambda: Tokenwise(
+            lambda m, h: m.attention(h, h, h, need_weights=False)[0],
+            attention=nn.MultiheadAttention(16, 2, batch_first=True),
+        ),
+        {},
+        r"over 2 ranks cannot split nn\.MultiheadAttention",
+    ),
+    "convolution": (
+        lambda: Tokenwise(lambda m, h: m.near(h.mT).mT, near=nn.Conv1d(16, 16, 3, padding=1)),
+        {},
+        r"Tokenwise\.near \(Conv1d\) gives other outputs",
+    ),
     "a function computed again": (
         partial(Recomputed, reentrant=False),
         {},

@@ -17,7 +17,7 @@ from torch import nn
 
 import echelon as ech
 from tests.conftest import Ranks
-from tests.kit.context_models import LM, VOCABULARY, Language, lm, loss_of, plain, tokens
+from tests.kit.context_models import LM, VOCABULARY, Language, Tokenwise, lm, loss_of, plain, tokens
 from tests.kit.models import largest_difference, seeded, whole
 from tests.kit.refusals import answer, refusal
 from tests.kit.units import under_each
@@ -27,90 +27,47 @@ pytestmark = pytest.mark.standing_ranks
 WIDTH = 16
 
 
-class Tokenwise(nn.Module):
-    """Tokens (B, T) -> logits (B, T, V); each token by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-
-    def mix(self, h: torch.Tensor) -> torch.Tensor:
-        return h
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.mix(self.tokens(x)))
+def _zeroed(part: Any) -> Any:
+    for parameter in part.parameters():
+        nn.init.zeros_(parameter)
+    return part
 
 
-class ZeroPlaces(Tokenwise):
-    """As minGPT's and a ViT's: learned positions that begin at zero, of a rank's first tokens."""
-
-    def __init__(self, table: nn.Embedding | None = None) -> None:
-        super().__init__()
-        self.places = nn.Parameter(torch.zeros(64, WIDTH)) if table is None else table
-        nn.init.zeros_(self.places if table is None else table.weight)
-
-    def mix(self, h: torch.Tensor) -> torch.Tensor:
-        return h + getattr(self.places, "weight", self.places)[: h.shape[1]]
-
-
-class Gated(Tokenwise):
+def _gated(branch: Callable[[torch.Tensor], torch.Tensor], *shape: int) -> nn.Module:
     """A branch that mixes tokens, behind a gate that begins at zero."""
-
-    def __init__(self, branch: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, ...] = ()) -> None:
-        super().__init__()
-        self.gate, self.branch = nn.Parameter(torch.zeros(shape)), branch
-
-    def mix(self, h: torch.Tensor) -> torch.Tensor:
-        return h + self.gate * self.branch(h)
+    return Tokenwise(lambda m, h: h + m.gate * branch(h), gate=nn.Parameter(torch.zeros(shape)))
 
 
-class ZeroProjection(Tokenwise):
-    """As adaptive norms and low-rank adapters: the last matrix of a branch begins at zero."""
-
-    def __init__(self, branch: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.branch, self.out = branch, nn.Linear(WIDTH, WIDTH)
-        nn.init.zeros_(self.out.weight)
-        nn.init.zeros_(self.out.bias)
-
-    def mix(self, h: torch.Tensor) -> torch.Tensor:
-        return h + self.out(self.branch(h).tanh())
+def _shifted(h: torch.Tensor) -> torch.Tensor:
+    return F.pad(h, (0, 0, 1, 0))[:, :-1]
 
 
-class Modulated(Tokenwise):
+def _places() -> nn.Module:
+    """As minGPT's and a ViT's: learned positions that begin at zero, of a rank's first tokens."""
+    return Tokenwise(lambda m, h: h + m.places[: h.shape[1]], places=nn.Parameter(torch.zeros(64, WIDTH)))
+
+
+def _modulates(m: Any, h: torch.Tensor) -> torch.Tensor:
     """The condition of an adaptive norm is the mean of a sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.by = nn.LayerNorm(WIDTH, elementwise_affine=False), nn.Linear(WIDTH, 2 * WIDTH)
-        nn.init.zeros_(self.by.weight)
-        nn.init.zeros_(self.by.bias)
-
-    def mix(self, h: torch.Tensor) -> torch.Tensor:
-        scale, shift = self.by(h.mean(1, keepdim=True)).chunk(2, -1)
-        return h + self.norm(h) * scale + shift
-
-
-class ZeroConvolution(Tokenwise):
-    def __init__(self) -> None:
-        super().__init__()
-        self.near = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
-        nn.init.zeros_(self.near.weight)
-
-    def mix(self, h: torch.Tensor) -> torch.Tensor:
-        return h + self.near(h.mT).mT
+    scale, shift = m.by(h.mean(1, keepdim=True)).chunk(2, -1)
+    return h + F.layer_norm(h, (WIDTH,)) * scale + shift
 
 
 HIDDEN: dict[str, Callable[[], nn.Module]] = {
-    "positions": ZeroPlaces,
-    "an embedding of positions": lambda: ZeroPlaces(nn.Embedding(64, WIDTH)),
-    "token shift": lambda: Gated(lambda h: F.pad(h, (0, 0, 1, 0))[:, :-1], (WIDTH,)),
-    "a gate of one number": lambda: Gated(lambda h: F.pad(h, (0, 0, 1, 0))[:, :-1]),
-    "cumulative sum": lambda: Gated(lambda h: h.cumsum(1), (WIDTH,)),
-    "mean": lambda: Gated(lambda h: h.mean(1, keepdim=True), (WIDTH,)),
-    "a projection of zero": lambda: ZeroProjection(lambda h: h.cumsum(1)),
-    "an adaptive norm": Modulated,
-    "a convolution": ZeroConvolution,
+    "positions": _places,
+    "an embedding of positions": lambda: Tokenwise(
+        lambda m, h: h + m.places.weight[: h.shape[1]], places=_zeroed(nn.Embedding(64, WIDTH))
+    ),
+    "token shift": lambda: _gated(_shifted, WIDTH),
+    "a gate of one number": lambda: _gated(_shifted),
+    "cumulative sum": lambda: _gated(lambda h: h.cumsum(1), WIDTH),
+    "mean": lambda: _gated(lambda h: h.mean(1, keepdim=True), WIDTH),
+    # As low-rank adapters: the last matrix of a branch begins at zero.
+    "a projection of zero": lambda: Tokenwise(lambda m, h: h + m.out(h.cumsum(1).tanh()), out=_zeroed(nn.Linear(WIDTH, WIDTH))),
+    "an adaptive norm": lambda: Tokenwise(_modulates, by=_zeroed(nn.Linear(WIDTH, 2 * WIDTH))),
+    "a convolution": lambda: Tokenwise(
+        lambda m, h: h + m.near(h.mT).mT, near=_zeroed(nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH))
+    ),
 }
 
 
@@ -134,7 +91,7 @@ def test_what_begins_at_zero_is_seen(ranks: Ranks) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["dp_shard=2,cp=2", "tp=2,cp=2"])
 def test_of_shards_too_on_all_ranks(ranks: Ranks, layout: str) -> None:
-    said = ranks(4, _said, ZeroPlaces, layout=layout)
+    said = ranks(4, _said, _places, layout=layout)
     assert len(set(said)) == 1 and "would change the model" in said[0], said
 
 

@@ -400,8 +400,10 @@ def test_all_ranks_are_told_the_same(ranks: Ranks, tmp_path: Path) -> None:
         assert first[0] == "RanksDisagreeError" and words in first[1], (case, layout, first)
 
 
-ALIKE = ["empty batch", "asks to stop", "stops in eval", "optimizer without a rate", "optimizer of its own"]
-ALIKE += ["frozen in a step everywhere"]
+ALIKE = [
+    *("empty batch", "asks to stop", "stops in eval", "optimizer without a rate", "optimizer of its own"),
+    "frozen in a step everywhere",
+]
 
 
 @pytest.mark.full
