@@ -14,6 +14,7 @@ from torch import nn
 
 import echelon as ech
 from tests.kit.tracing import Trace, fake_world
+from tests.kit.units import Regression
 
 WIDTH, BATCH = 64, 1  # activations are to weigh nothing beside parameters
 STEPS = 2  # before those that are looked at: the first sets up, and makes the optimizer's state
@@ -38,11 +39,7 @@ class Stack(nn.Module):
         return self.last(x)
 
 
-class Unit(ech.AutoUnit[Any]):
-    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
-        out = self.module(data[0])
-        return nn.functional.mse_loss(out.float(), data[1]), out
-
+class Unit(Regression):
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         return torch.optim.AdamW(module.parameters(), foreach=False), None
 

@@ -40,9 +40,9 @@ class Paths(nn.Module):
 
 
 class Walks(Regression):
-    def __init__(self, way: Way, **options: Any) -> None:
+    def __init__(self, way: str, **options: Any) -> None:
         super().__init__(module=seeded(Paths), **options)
-        self.way, self.micro_batches, self.updated = way, 0, 0
+        self.way, self.micro_batches, self.updated = WAYS[way], 0, 0
 
     def compute_loss(self, state: ech.State, data: Any) -> Any:
         update = self.micro_batches // self.gradient_accumulation_steps
@@ -61,36 +61,21 @@ def _data(count: int) -> list[Any]:
     return [(torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 1, dtype=torch.float64)) for _ in range(count)]
 
 
-ALL = [0, 1, 2, 3]
+ALL, HEADS = [0, 1, 2, 3], [0, 1, 2]
+HALVES = [[0, 1], [2, 3]]
+WAYS: dict[str, Way] = {
+    "same": lambda rank, update: (ALL, HEADS),
+    "drawn alike": lambda rank, update: (ALL, HEADS) if update % 2 else ([0, 2], [1]),
+    "other order": lambda rank, update: (ALL if rank or update < FIRST else [1, 0, 2, 3], HEADS),
+    "other blocks": lambda rank, update: (ALL if update < FIRST else HALVES[rank % 2], HEADS),
+    # Both ways are known to all ranks before these part.
+    "drawn apart": lambda rank, update: (HALVES[(update if update < FIRST else update + rank) % 2], HEADS),
+    "other heads": lambda rank, update: (ALL, HEADS if update < FIRST else [0, 1 + rank % 2]),
+    "other heads at last": lambda rank, update: (ALL, HEADS if update < UPDATES - 1 else [0, 1 + rank % 2]),
+}
 
 
-def _same(rank: int, update: int) -> tuple[list[int], list[int]]:
-    return ALL, [0, 1, 2]
-
-
-def _drawn_alike(rank: int, update: int) -> tuple[list[int], list[int]]:
-    return (ALL, [0, 1, 2]) if update % 2 else ([0, 2], [1])
-
-
-def _other_order(rank: int, update: int) -> tuple[list[int], list[int]]:
-    return (ALL if rank or update < FIRST else [1, 0, 2, 3]), [0, 1, 2]
-
-
-def _other_blocks(rank: int, update: int) -> tuple[list[int], list[int]]:
-    return (ALL if update < FIRST else [[0, 1], [2, 3]][rank % 2]), [0, 1, 2]
-
-
-def _drawn_apart(rank: int, update: int) -> tuple[list[int], list[int]]:
-    """Both ways are known to all ranks before these part."""
-    turn = update if update < FIRST else update + rank
-    return [[0, 1], [2, 3]][turn % 2], [0, 1, 2]
-
-
-def _other_heads(rank: int, update: int) -> tuple[list[int], list[int]]:
-    return ALL, [0, 1, 2] if update < FIRST else [0, 1 + rank % 2]
-
-
-def _walked(way: Way, layout: Any, accumulation: int = 1, folder: Path | None = None, **options: Any) -> Any:
+def _walked(way: str, layout: Any, accumulation: int = 1, folder: Path | None = None, **options: Any) -> Any:
     unit = Walks(way, layout=layout, accumulate=accumulation, **options)
     savers = [] if folder is None else [ech.DistributedCheckpointSaver(folder, save_every_n_epochs=1)]
     try:
@@ -100,13 +85,16 @@ def _walked(way: Way, layout: Any, accumulation: int = 1, folder: Path | None = 
     return unit.updated, whole(unit.module)
 
 
-CALLS = [(_other_order, "call 2 of update 3 rank 0 called blocks.1 and rank 1 called blocks.0")]
-CALLS += [(way, "update 3 rank 0 called blocks.") for way in (_other_blocks, _drawn_apart)]
-
-
 @pytest.mark.full
-@pytest.mark.parametrize(("way", "said"), CALLS)
-def test_ranks_that_call_other_blocks_are_told_before_the_update(ranks: Ranks, way: Way, said: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("other order", "call 2 of update 3 rank 0 called blocks.1 and rank 1 called blocks.0"),
+        ("other blocks", "update 3 rank 0 called blocks."),
+        ("drawn apart", "update 3 rank 0 called blocks."),
+    ],
+)
+def test_ranks_that_call_other_blocks_are_told_before_the_update(ranks: Ranks, way: str, said: str) -> None:
     for updated, text in ranks(2, _walked, way, "fsdp"):
         assert updated == FIRST
         assert said in text and "The update was not made" in text and "one seed" in text
@@ -115,13 +103,13 @@ def test_ranks_that_call_other_blocks_are_told_before_the_update(ranks: Ranks, w
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["zero2", "hsdp", "dp_shard=4"])
 def test_so_they_are_under_other_strategies_and_with_accumulation(ranks: Ranks, layout: str) -> None:
-    for updated, text in ranks(4, _walked, _other_order, layout, 2):
+    for updated, text in ranks(4, _walked, "other order", layout, 2):
         assert updated == FIRST and "update 3 rank 0 called blocks.1 and rank 1 called blocks.0" in text
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_ranks_with_gradients_of_other_parameters_are_told_after_the_update(ranks: Ranks, accumulation: int) -> None:
-    for updated, text in ranks(2, _walked, _other_heads, "fsdp", accumulation):
+    for updated, text in ranks(2, _walked, "other heads", "fsdp", accumulation):
         assert updated == FIRST + 1
         assert "in update 3 rank 0 had one of heads.1.bias and rank 1 had none" in text
         assert "Go on from a checkpoint before it" in text
@@ -130,10 +118,7 @@ def test_ranks_with_gradients_of_other_parameters_are_told_after_the_update(rank
 def test_of_the_last_update_they_are_told_at_the_end(ranks: Ranks, tmp_path: Path) -> None:
     """And nothing is saved of it."""
 
-    def at_last(rank: int, update: int) -> tuple[list[int], list[int]]:
-        return ALL, [0, 1, 2] if update < UPDATES - 1 else [0, 1 + rank % 2]
-
-    for _, text in ranks(2, _walked, at_last, "fsdp", 1, tmp_path):
+    for _, text in ranks(2, _walked, "other heads at last", "fsdp", 1, tmp_path):
         assert "in update 5 rank 0 had one of heads.1.bias and rank 1 had none" in text
     assert not list(tmp_path.rglob("manifest*"))
 
@@ -141,10 +126,10 @@ def test_of_the_last_update_they_are_told_at_the_end(ranks: Ranks, tmp_path: Pat
 def _under_each() -> dict[str, Any]:
     recomputed = ech.layouts.ActivationCheckpointParams(check_fn=lambda module: isinstance(module, nn.Sequential))
     return {
-        "ddp": _walked(_drawn_alike, ech.DDPStrategy(find_unused_parameters=True), 2),
-        "fsdp": _walked(_drawn_alike, "fsdp", 2),
-        "hsdp": _walked(_drawn_alike, "hsdp", 2),
-        "recomputed": _walked(_drawn_alike, "fsdp", 2, activation_checkpoint_params=recomputed),
+        "ddp": _walked("drawn alike", ech.DDPStrategy(find_unused_parameters=True), 2),
+        "fsdp": _walked("drawn alike", "fsdp", 2),
+        "hsdp": _walked("drawn alike", "hsdp", 2),
+        "recomputed": _walked("drawn alike", "fsdp", 2, activation_checkpoint_params=recomputed),
     }
 
 
@@ -166,7 +151,7 @@ class Exits(Walks):
 
 
 def _evaluated(layout: Any, entry: str) -> str:
-    unit = Exits(_same, layout=layout)
+    unit = Exits("same", layout=layout)
     try:
         if entry == "fit":
             ech.fit(unit, _data(2), _data(3), max_epochs=1)
@@ -196,7 +181,7 @@ def test_layers_that_each_rank_leaves_out_at_random_are_refused_before_training(
         assert "Paths leaves out layers at random (layerdrop=0.1)" in said and "Set layerdrop=0" in said
 
 
-def _messages(way: Way) -> list[int]:
+def _messages(way: str) -> list[int]:
     sent: list[int] = []
     reduce = dist.all_reduce
 
@@ -212,7 +197,7 @@ def _messages(way: Way) -> list[int]:
 
 @pytest.mark.full
 def test_a_window_like_the_one_before_sends_nothing_more(ranks: Ranks) -> None:
-    for sent in ranks(2, _messages, _same):
+    for sent in ranks(2, _messages, "same"):
         assert sent == [2, 11, 2, 11, *[2] * (UPDATES - 2)]  # the first calls, then the first gradients
-    for sent in ranks(2, _messages, _drawn_alike):
+    for sent in ranks(2, _messages, "drawn alike"):
         assert sent == [2, 11] * UPDATES
