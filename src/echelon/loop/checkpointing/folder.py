@@ -20,7 +20,7 @@ from echelon.world import agree
 if TYPE_CHECKING:
     from echelon.loop.state import State
 
-__all__ = ["RunFolder", "is_begun_anew", "left_alone"]
+__all__ = ["NamedFolder", "RunFolder", "is_begun_anew", "left_alone"]
 
 logger = logging.getLogger(__name__)
 
@@ -181,3 +181,45 @@ class RunFolder:
             commit.retire(self.path, [whole[step].name for step in self.keep.doomed(list(whole), metrics)])
         except Exception as error:  # the save itself is committed
             logger.error("%s is saved; older checkpoints could not be removed: %s", newest, error)
+
+
+class NamedFolder(RunFolder):
+    """A folder whose checkpoints have names of another library. Those that it wrote itself, without a manifest, are left alone.
+
+    Args:
+        step_of: the step that a name says; None if it is no name of a training's checkpoint.
+        now: where a unit stands, counted as `step_of` counts.
+    """
+
+    counts_anew, counts = False, "step"
+
+    def __init__(
+        self,
+        path: Location,
+        keep: Keep,
+        *,
+        restart: bool,
+        step_of: Callable[[str], int | None],
+        now: Callable[[TrainedUnit], int],
+    ) -> None:
+        super().__init__(path, keep, restart=restart)
+        self._step_of, self._stands_at = step_of, now
+
+    def _now(self, unit: TrainedUnit) -> int:
+        return self._stands_at(unit)
+
+    def named(self) -> list[tuple[str, int]]:
+        """Names and steps of those that have a manifest, newest first. Rank 0's view."""
+        names = [each.name for each in (self.path.iterdir() if self.path.is_dir() else ())]
+        found = [(name, step) for name in names if (step := self._step_of(name)) is not None]
+        found.sort(key=lambda each: each[1], reverse=True)
+        return [(name, step) for name, step in found if (self.path / name / manifest.MANIFEST).exists()]
+
+    def _found(self) -> list[tuple[Location, int]]:
+        return [(self.path / name, step) for name, step in commit.on_rank0(self.named, self.path)]
+
+    def _is_saved(self, step: int) -> bool:
+        def look() -> bool:
+            return any(manifest.is_whole(self.path / name) for name, saved in self.named() if saved == step)
+
+        return commit.on_rank0(look, self.path)

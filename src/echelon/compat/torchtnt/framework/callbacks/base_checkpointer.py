@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from abc import ABCMeta, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -12,11 +13,15 @@ import torch.distributed as dist
 
 from echelon.checkpoint.policy import BestCheckpointConfig
 from echelon.common.errors import UsageError
-from echelon.compat.torchtnt.framework.callbacks import checkpoint_naming as naming
 from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import RestoreOptions
-from echelon.compat.torchtnt.utils.checkpoint import get_best_checkpoint_path, get_latest_checkpoint_path
-from echelon.compat.torchtnt.utils.checkpoint_manager import CheckpointManager
-from echelon.compat.torchtnt.utils.checkpoint_path import CheckpointPath, MetricData, Phase
+from echelon.compat.torchtnt.utils.checkpoint import (
+    CheckpointManager,
+    CheckpointPath,
+    MetricData,
+    Phase,
+    get_best_checkpoint_path,
+    get_latest_checkpoint_path,
+)
 from echelon.compat.torchtnt.utils.distributed import get_world_size
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.contents import is_unevaluated
@@ -26,6 +31,14 @@ from echelon.world import agree, stop
 __all__ = ["BaseCheckpointer"]
 
 logger = logging.getLogger(__name__)
+
+# The phases whose steps a name says, the first of which counts its epochs.
+_PHASES = {
+    EntryPoint.TRAIN: {"train": Phase.TRAIN},
+    EntryPoint.FIT: {"train": Phase.TRAIN, "eval": Phase.EVALUATE},
+    EntryPoint.EVALUATE: {"eval": Phase.EVALUATE},
+    EntryPoint.PREDICT: {"predict": Phase.PREDICT},
+}
 
 
 class BaseCheckpointer(Callback, metaclass=ABCMeta):
@@ -92,12 +105,11 @@ class BaseCheckpointer(Callback, metaclass=ABCMeta):
                 f"{best_checkpoint_config.mode}"
             )
         self._best_checkpoint_config = best_checkpoint_config
-        self._keep_last_n_checkpoints = keep_last_n_checkpoints
-        self._process_group = naming.group_of(process_group)
+        self._process_group = _group_of(process_group)
         self.meets_in_steps = save_every_n_eval_steps is not None or save_every_n_predict_steps is not None
         self._waiting: str | None = None  # the hook of a save that waits for the end of a window, or for an evaluation
         self._last: CheckpointPath | None = None
-        self._checkpoint_manager = CheckpointManager(
+        self._checkpoint_manager = self._manager(
             dirpath, best_checkpoint_config, keep_last_n_checkpoints, self._metadata(), self._process_group
         )
 
@@ -105,6 +117,9 @@ class BaseCheckpointer(Callback, metaclass=ABCMeta):
     def _metadata(cls) -> list[str]:
         older = getattr(cls, "metadata_fname", None)  # of release 0.2.4
         return [older] if older is not None and not cls.metadata_fnames else list(cls.metadata_fnames)
+
+    def _manager(self, *args: Any) -> CheckpointManager:
+        return CheckpointManager(*args)
 
     @property
     def dirpath(self) -> str:
@@ -174,9 +189,11 @@ class BaseCheckpointer(Callback, metaclass=ABCMeta):
         if self._waiting is not None:
             return False
         metric = self._metric(state, unit) if best else None
-        path = self._checkpoint_manager.generate_checkpoint_path(
-            naming.epoch_of(state, unit), naming.steps_of(state, unit), metric, process_group=self._process_group
-        )
+        phases = _PHASES.get(state.entry_point, _PHASES[EntryPoint.TRAIN])
+        progress = {name: getattr(unit, f"{name}_progress") for name in phases}
+        steps = {phase: progress[name].num_steps_completed for name, phase in phases.items()}
+        epoch = next(iter(progress.values())).num_epochs_completed
+        path = self._checkpoint_manager.generate_checkpoint_path(epoch, steps, metric, process_group=self._process_group)
         # A run that is to go on elsewhere leaves where it stopped, be it good or bad.
         leaves = ends and best and agree.any_rank(stop.asked() is not None)
         if not (leaves or self._checkpoint_manager.should_save_checkpoint(path)):
@@ -239,11 +256,30 @@ class BaseCheckpointer(Callback, metaclass=ABCMeta):
         """The unit's metric as a number; None, and a line in the log, if it has none. 0.0 is a number."""
         if self._best_checkpoint_config is None:
             return None
-        return naming.metric_of(unit, self._best_checkpoint_config.monitored_metric)
+        name = self._best_checkpoint_config.monitored_metric
+        if not hasattr(unit, name):
+            logger.error("Unit does not have attribute %s, unable to retrieve metric to checkpoint. %s", name, _WITHOUT)
+            return None
+        value = getattr(unit, name)
+        if value is None:
+            return None
+        try:
+            number = float(value.compute() if hasattr(value, "compute") else value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            logger.error(
+                "Unable to convert monitored metric %s to a float: %s. Please ensure the value can be converted to float and is "
+                "not a multi-element tensor value. %s",
+                *(name, error, _WITHOUT),
+            )
+            return None
+        if not math.isfinite(number):
+            logger.error("Monitored metric '%s' is %s. %s", name, "NaN" if math.isnan(number) else "inf", _WITHOUT)
+            return None
+        return number
 
     @abstractmethod
     def _checkpoint_impl(self, state: State, unit: Any, *, checkpoint_id: str, hook: str) -> bool:
-        """Write a checkpoint; True if it was written. `checkpoint_path` may be its parameter instead, as in 0.2.4.
+        """Write a checkpoint; True if it was written. `checkpoint_path` may be its parameter instead, as in release 0.2.4.
 
         Args:
             checkpoint_id: the folder.
@@ -271,48 +307,45 @@ class BaseCheckpointer(Callback, metaclass=ABCMeta):
         return cls.restore(str(checkpoint_id), unit, **options)
 
     @classmethod
-    def restore_from_latest(
-        cls,
-        dirpath: str,
-        unit: Any,
-        *,
-        train_dataloader: Iterable[Any] | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        restore_options: RestoreOptions | None = None,
-        file_system: Any = None,
-        **kwargs: Any,
-    ) -> bool:
-        """Restore the newest checkpoint in a folder; False if there is none."""
-        path = get_latest_checkpoint_path(dirpath, cls._metadata(), file_system, process_group)
+    def restore_from_latest(cls, dirpath: str, unit: Any, **kwargs: Any) -> bool:
+        """Restore the newest checkpoint in a folder; False if there is none.
+
+        Args:
+            kwargs: of `restore`; and `file_system`, fsspec's.
+        """
+        place = {"file_system": kwargs.pop("file_system", None), "process_group": kwargs.get("process_group")}
+        path = get_latest_checkpoint_path(dirpath, cls._metadata(), **place)
         if path is None:
             return False
         logger.info("Restoring from path: %s", path)
-        given: dict[str, Any] = {"train_dataloader": train_dataloader, "process_group": process_group}
-        cls.restore(path, unit, **given, restore_options=restore_options, **kwargs)
+        cls.restore(path, unit, **kwargs)
         return True
 
     @classmethod
     def restore_from_best(
-        cls,
-        dirpath: str,
-        unit: Any,
-        metric_name: str,
-        mode: Literal["min", "max"] = "min",
-        *,
-        train_dataloader: Iterable[Any] | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        restore_options: RestoreOptions | None = None,
-        file_system: Any = None,
-        **kwargs: Any,
+        cls, dirpath: str, unit: Any, metric_name: str, mode: Literal["min", "max"] = "min", **kwargs: Any
     ) -> bool:
-        """Restore the checkpoint with the best metric in a folder; False if none has it."""
-        path = get_best_checkpoint_path(dirpath, metric_name, mode, cls._metadata(), file_system, process_group)
+        """As `restore_from_latest`, of the checkpoint with the best metric; False if none has it."""
+        place = {"file_system": kwargs.pop("file_system", None), "process_group": kwargs.get("process_group")}
+        path = get_best_checkpoint_path(dirpath, metric_name, mode, cls._metadata(), **place)
         if path is None:
             if agree.is_rank0():
                 logger.warning(
                     "No checkpoints with metric name %s were found in %s. Not loading any checkpoint.", metric_name, dirpath
                 )
             return False
-        given: dict[str, Any] = {"train_dataloader": train_dataloader, "process_group": process_group}
-        cls.restore(path, unit, **given, restore_options=restore_options, **kwargs)
+        cls.restore(path, unit, **kwargs)
         return True
+
+
+_WITHOUT = "Will not be included in checkpoint path, nor tracked for optimality."
+
+
+def _group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A group for host memory, over which ranks agree on a name."""
+    if not dist.is_initialized():
+        return None
+    default = group is None or group is dist.group.WORLD
+    if not default and "gloo" in str(dist.get_backend_config(group)):
+        return group
+    return agree.control_group()
