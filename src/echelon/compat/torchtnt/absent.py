@@ -40,8 +40,11 @@ MODULES = {
     "framework.callbacks.time_wait_for_batch_logger": ("TimeWaitForBatchLogger", _TIMES),
     "framework.callbacks.torch_compile": ("TorchCompile", _OWN),
     "framework.callbacks.train_progress_monitor": ("TrainProgressMonitor", "state.log in a hook of the unit."),
+    "framework.test": ("test", "echelon.units.test."),
     "framework.utils": ("get_timing_context", "torch.profiler.record_function."),
     "utils.anomaly_evaluation": ("", _NUMBERS),
+    "utils.loggers.in_memory": ("InMemoryLogger", "CSVLogger; or a dict in which a MetricLogger of your own keeps numbers."),
+    "utils.loggers.json": ("JSONLogger", "CSVLogger; metrics.jsonl in the run's folder has what the run logs."),
     "utils.loggers.anomaly_logger": ("AnomalyLogger TrackedMetric", _NUMBERS),
     "utils.data.iterators": (
         "AllDatasetBatches AllDatasetBatchesIterator DataIterationStrategy DataIterationStrategyRegistry InOrder InOrderIterator "
@@ -75,17 +78,20 @@ NAMES = {
         "grad_scaler_params": "precision='fp16', whose scale finds its height by itself; or precision='bf16', which needs none.",
         "gradient_accumulation_sync": "nothing: gradients travel once in a window.",
     },
+    "framework.unit": {"TTestUnit TestUnit": "echelon.units.TestUnit."},
     "utils.checkpoint": {"load_from_full_model_state_dict": _STATE},
     "utils.device": {
         "CPUStats GPUStats collect_system_stats get_nvidia_smi_gpu_stats get_psutil_cpu_stats": "`echelon report`; psutil.",
     },
     "utils.distributed": {
+        "PGWrapper": "torch.distributed's collectives of objects, such as all_gather_object.",
         "ProcessGroupSetupParams": "echelon.launch(fn, ranks=2), which gives each rank's value.",
         "all_gather_str broadcast_str": "echelon.gather for numbers, torch.distributed.all_gather_object for strings.",
         "destroy_process_group": "torch.distributed.destroy_process_group().",
         "get_or_create_gloo_pg": "torch.distributed.new_group(backend='gloo').",
         "local_rank_zero_fn rank_zero_fn": "`if get_global_rank() == 0`.",
         "rank_zero_read_and_broadcast": "torch.distributed.broadcast_object_list, after rank 0 has read.",
+        "sync_bool": "torch.distributed.all_reduce of 0 or 1, with ReduceOp.MAX for any rank, MIN for all.",
         "revert_sync_batchnorm": "a copy of the module from before torch.nn.SyncBatchNorm.convert_sync_batchnorm.",
     },
     "utils.oom": {

@@ -7,16 +7,13 @@ from echelon.compat.torchtnt.framework.evaluate import evaluate
 from echelon.compat.torchtnt.framework.fit import fit
 from echelon.compat.torchtnt.framework.predict import predict
 from echelon.compat.torchtnt.framework.state import ActivePhase, EntryPoint, PhaseState, State
-from echelon.compat.torchtnt.framework.test import test
 from echelon.compat.torchtnt.framework.train import train
 from echelon.compat.torchtnt.framework.unit import (
     EvalUnit,
     PredictUnit,
-    TestUnit,
     TEvalUnit,
     TPredictUnit,
     TrainUnit,
-    TTestUnit,
     TTrainUnit,
 )
 
@@ -32,14 +29,11 @@ __all__ = [
     "State",
     "TEvalUnit",
     "TPredictUnit",
-    "TTestUnit",
     "TTrainUnit",
-    "TestUnit",
     "TrainUnit",
     "evaluate",
     "fit",
     "predict",
-    "test",
     "train",
 ]
 

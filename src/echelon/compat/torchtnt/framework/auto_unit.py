@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from abc import ABCMeta
 from dataclasses import fields, replace
@@ -14,7 +15,7 @@ from echelon.common.errors import UsageError, require
 from echelon.common.older_words import unknown
 from echelon.compat.torchtnt.absent import instead
 from echelon.compat.torchtnt.framework import unit
-from echelon.compat.torchtnt.framework.averages import Averages, source_of
+from echelon.compat.torchtnt.framework.averages import Averages
 from echelon.compat.torchtnt.framework.mocks import as_module
 from echelon.compat.torchtnt.framework.stages import PredictStages, TrainStages
 from echelon.compat.torchtnt.utils.precision import convert_precision_str_to_dtype
@@ -70,7 +71,6 @@ class AutoUnit(
     unit.TrainUnit[T],
     unit.EvalUnit[T],
     unit.PredictUnit[T],
-    unit.TestUnit[T],
     metaclass=_Configures,
 ):
     """As `echelon.AutoUnit`.
@@ -131,7 +131,7 @@ class AutoUnit(
         if params is None or params.use_in_evaluation:  # which only echelon's own averages can
             super().build_from(module, options)
             return
-        source = source_of(module, params, training=options.training)
+        source = copy.deepcopy(module) if options.training else None
         super().build_from(module, replace(options, averaging=None))
         self._options, self.swa_params = options, params
         if source is not None:
@@ -178,16 +178,6 @@ class AutoUnit(
         return NO_CONTEXT if isinstance(self.swa_model, Averages) else super().evaluating()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Module) and name != "swa_model" and (mine := vars(self).get("module")) is not None:
-            if name == "module":
-                logger.warning("The self.module attribute is managed by AutoUnit and is not meant to be reassigned.")
-            elif value is mine or value is getattr(mine, "module", None):
-                logger.error(  # in its words to the letter
-                    "Attribute '%s' of the custom TNT Unit stores a reference to the model managedby AutoUnit. This is known to "
-                    "cause errors on checkpointing and model training mode. Please remove this attribute and access the existing "
-                    "`self.module` instead.",
-                    name,
-                )
         super().__setattr__(name, value)
         if name == "on_train_step_end":
             self._reports_step = True
@@ -266,6 +256,5 @@ class AutoPredictUnit(PredictStages, prepared_unit.AutoPredictUnit[T], unit.Pred
         return self.computes.dtype
 
     def predict_step(self, state: Any, data: T) -> Any:
-        found = self.detect_anomaly
-        with NO_CONTEXT if found is None else torch.autograd.set_detect_anomaly(found):
+        with NO_CONTEXT if self.detect_anomaly is None else torch.autograd.set_detect_anomaly(self.detect_anomaly):
             return super().predict_step(state, data)

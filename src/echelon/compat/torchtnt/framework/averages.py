@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from typing import Any
 
@@ -16,14 +15,9 @@ from echelon.parallel.parallelize import parallelize
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.shards import is_split
 
-__all__ = ["Averages", "source_of"]
+__all__ = ["Averages"]
 
 logger = logging.getLogger(__name__)
-
-
-def source_of(module: nn.Module, params: SWAParams | None, *, training: bool) -> nn.Module | None:
-    """A copy of the module as it was given, which the averages are made of; None if there are none."""
-    return copy.deepcopy(module) if params is not None and training else None
 
 
 class Averages(AveragedModel):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,8 +9,6 @@ from echelon.compat.torchtnt.framework.runs import told
 from echelon.loop import run
 
 __all__ = ["evaluate"]
-
-logger = logging.getLogger(__name__)
 
 
 def evaluate(
@@ -22,7 +19,7 @@ def evaluate(
     callbacks: list[Any] | None = None,
     timer: Any = None,
 ) -> None:
-    """As `echelon.evaluate`; the log has the limits, the end and the timer's table."""
+    """As `echelon.evaluate`."""
     limits = {"max_steps_per_epoch": max_steps_per_epoch}
-    with told(logger, "evaluate", eval_unit, ("eval",), timer, **limits):
+    with told("evaluate", eval_unit, ("eval",), timer, **limits):
         run.evaluate(eval_unit, eval_dataloader, callbacks=callbacks, timer=timer, **limits)

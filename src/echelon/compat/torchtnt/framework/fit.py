@@ -1,8 +1,7 @@
-"""torchtnt.framework.fit: echelon's, and a test after it."""
+"""torchtnt.framework.fit."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,11 +9,9 @@ from echelon.common.errors import UnitError
 from echelon.compat.torchtnt.framework.runs import told
 from echelon.loop import run
 from echelon.loop.state import PhaseState
-from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit
+from echelon.loop.unit import EvalUnit, TrainUnit
 
 __all__ = ["fit"]
-
-logger = logging.getLogger(__name__)
 
 
 def fit(
@@ -28,21 +25,17 @@ def fit(
     max_eval_steps_per_epoch: float | None = None,
     evaluate_every_n_steps: float | None = None,
     evaluate_every_n_epochs: float | None = 1,
-    test_dataloader: Iterable[Any] | None = None,
-    max_test_steps: int | None = None,
     callbacks: list[Any] | None = None,
     timer: Any = None,
 ) -> None:
-    """As `echelon.fit`; the log has the limits, the end and the timer's table.
+    """As `echelon.fit`, in steps.
 
     Args:
         evaluate_every_n_steps, evaluate_every_n_epochs: 0 is never, too.
-        test_dataloader: the unit is tested on it after training.
-        max_test_steps: at most so many batches of it.
     Raises:
-        UnitError: what is not a TrainUnit and an EvalUnit; a test of what is no TestUnit. Before training.
+        UnitError: what is not a TrainUnit and an EvalUnit.
     """
-    for kind in (TrainUnit, EvalUnit) if test_dataloader is None else (TrainUnit, EvalUnit, TestUnit):
+    for kind in (TrainUnit, EvalUnit):
         if not isinstance(unit, kind):
             has = f"{kind.__name__.removesuffix('Unit').lower()}_step"
             raise UnitError(
@@ -57,7 +50,7 @@ def fit(
         "evaluate_every_n_steps": evaluate_every_n_steps,
         "evaluate_every_n_epochs": evaluate_every_n_epochs,
     }
-    with told(logger, "fit", unit, ("train", "eval"), timer, **limits):
+    with told("fit", unit, ("train", "eval"), timer, **limits):
         train_state = PhaseState(
             dataloader=train_dataloader,
             max_epochs=max_epochs,
@@ -68,5 +61,3 @@ def fit(
         )
         eval_state = PhaseState(dataloader=eval_dataloader, max_steps_per_epoch=max_eval_steps_per_epoch)
         run.run_training(unit, train_state, eval_state, callbacks, timer)
-        if test_dataloader is not None:
-            run.test(unit, test_dataloader, max_steps_per_epoch=max_test_steps, callbacks=callbacks, timer=timer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,8 +9,6 @@ from echelon.compat.torchtnt.framework.runs import told
 from echelon.loop import run
 
 __all__ = ["predict"]
-
-logger = logging.getLogger(__name__)
 
 
 def predict(
@@ -22,7 +19,7 @@ def predict(
     callbacks: list[Any] | None = None,
     timer: Any = None,
 ) -> None:
-    """As `echelon.predict`; the log has the limits, the end and the timer's table."""
+    """As `echelon.predict`."""
     limits = {"max_steps_per_epoch": max_steps_per_epoch}
-    with told(logger, "predict", predict_unit, ("predict",), timer, **limits):
+    with told("predict", predict_unit, ("predict",), timer, **limits):
         run.predict(predict_unit, predict_dataloader, callbacks=callbacks, timer=timer, **limits)

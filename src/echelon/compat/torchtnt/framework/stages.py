@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from echelon.compat.torchtnt.framework.runs import tell_of_closed, tell_of_epoch, tell_of_phase
 from echelon.loop.auto.update import Update
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.prepared import NO_CONTEXT
@@ -14,8 +13,8 @@ from echelon.parallel.prepared import NO_CONTEXT
 __all__ = ["PredictStages", "TrainStages"]
 
 
-class _Stages:
-    """Before echelon's unit among the bases."""
+class PredictStages:
+    """Of AutoPredictUnit: before echelon's unit among the bases."""
 
     move_data_to_device: Any
 
@@ -32,26 +31,16 @@ class _Stages:
 
     def phase_started(self, state: Any, phase: str) -> None:
         self.times(state)
-        tell_of_phase(state, phase)
         super().phase_started(state, phase)  # type: ignore[misc]
-
-    def epoch_closed(self, state: Any, phase: str) -> None:
-        super().epoch_closed(state, phase)  # type: ignore[misc]
-        tell_of_closed(self, state, phase)
 
     def placement(self, phase: str) -> tuple[Any, Any]:
         """With a timer, batches are moved by a call of their own, though they be where they should: it is a stage there."""
-        tell_of_epoch(phase)
         move, stream = super().placement(phase)  # type: ignore[misc]
         return (self.move_data_to_device if move is None and self._timer is not None else move), stream
 
     def predict_step(self, state: Any, data: Any) -> Any:
         with self.timed("forward", state):
             return super().predict_step(state, data)  # type: ignore[misc]
-
-
-class PredictStages(_Stages):
-    """Of AutoPredictUnit."""
 
 
 class TimedUpdate(Update):
@@ -85,7 +74,7 @@ class TimedUpdate(Update):
             super().advance(unit)
 
 
-class TrainStages(_Stages):
+class TrainStages(PredictStages):
     """Of AutoUnit."""
 
     kind_of_update: type[Update] = TimedUpdate

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from echelon.common.errors import UsageError
 from echelon.common.numbers import whole
-from echelon.compat.torchtnt.private import private_names
+from echelon.compat.torchtnt.utils.progress import private_names
 from echelon.loop import state
 from echelon.loop.state import ActivePhase, EntryPoint
 
@@ -21,9 +20,6 @@ class _Core(type):
 
     def __instancecheck__(cls, it: Any) -> bool:
         return isinstance(it, cls.__mro__[1])
-
-
-logger = logging.getLogger(__name__)
 
 
 def check_limits(**limits: Any) -> None:
@@ -64,10 +60,6 @@ class PhaseState(state.PhaseState, metaclass=_Core):
 
 class State(state.State, metaclass=_Core):
     """As echelon's."""
-
-    def stop(self) -> None:
-        logger.warning("Received signal to stop")
-        super().stop()
 
     locals().update(
         private_names("entry_point", "active_phase", "timer", "train_state", "eval_state", "predict_state", "should_stop")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,8 +10,6 @@ from echelon.loop import run
 from echelon.loop.state import PhaseState
 
 __all__ = ["train"]
-
-logger = logging.getLogger(__name__)
 
 
 def train(
@@ -25,7 +22,7 @@ def train(
     callbacks: list[Any] | None = None,
     timer: Any = None,
 ) -> None:
-    """As `echelon.train`; the log has the limits, the end and the timer's table."""
+    """As `echelon.train`, in steps."""
     limits = {"max_epochs": max_epochs, "max_steps": max_steps, "max_steps_per_epoch": max_steps_per_epoch}
-    with told(logger, "train", train_unit, ("train",), timer, **limits):
+    with told("train", train_unit, ("train",), timer, **limits):
         run.run_training(train_unit, PhaseState(dataloader=train_dataloader, **limits), None, callbacks, timer)

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-from echelon.compat.torchtnt.framework.runs import tell_of_closed, tell_of_epoch, tell_of_phase
+from echelon.compat.torchtnt.absent import absent
 from echelon.compat.torchtnt.utils.progress import Progress
 from echelon.loop import unit
 from echelon.loop.unit import LRScheduler, Stateful
@@ -20,17 +20,14 @@ __all__ = [
     "TEvalUnit",
     "TPredictData",
     "TPredictUnit",
-    "TTestUnit",
     "TTrainData",
     "TTrainUnit",
-    "TestUnit",
     "TrainUnit",
 ]
 
 TTrainData = TypeVar("TTrainData")
 TEvalData = TypeVar("TEvalData")
 TPredictData = TypeVar("TPredictData")
-TTestData = TypeVar("TTestData")
 
 
 _TRACKED = (nn.Module, torch.optim.Optimizer, *LRScheduler, Progress, Stateful)
@@ -53,16 +50,6 @@ class AppStateMixin(unit.AppStateMixin):
         if not self._may_track and isinstance(value, _TRACKED) and not isinstance(value, type):
             raise AttributeError("Please call super().__init__() before setting attributes.")
         super().__setattr__(name, value)
-
-    def phase_started(self, state: Any, phase: str) -> None:
-        tell_of_phase(state, phase)
-
-    def placement(self, phase: str) -> tuple[Any, Any]:
-        tell_of_epoch(phase)
-        return super().placement(phase)  # type: ignore[misc,no-any-return]
-
-    def epoch_closed(self, state: Any, phase: str) -> None:
-        tell_of_closed(self, state, phase)
 
 
 class TrainUnit(AppStateMixin, unit.TrainUnit[TTrainData]):
@@ -95,18 +82,9 @@ class PredictUnit(AppStateMixin, unit.PredictUnit[TPredictData]):
         self.predict_progress = Progress()
 
 
-class TestUnit(AppStateMixin, unit.TestUnit[TTestData]):
-    """As `echelon.units.TestUnit`."""
-
-    reports_own_steps = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.test_progress = Progress()
-
-
 # For annotations.
 TTrainUnit: TypeAlias = TrainUnit[Any]
 TEvalUnit: TypeAlias = EvalUnit[Any]
 TPredictUnit: TypeAlias = PredictUnit[Any]
-TTestUnit: TypeAlias = TestUnit[Any]
+
+__getattr__ = absent("framework.unit")

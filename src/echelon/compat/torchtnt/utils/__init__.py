@@ -11,8 +11,8 @@ _HOMES = {
         "checkpoint": """BestCheckpointConfig CheckpointManager CheckpointPath MetricData get_best_checkpoint_path
             get_checkpoint_dirpaths get_latest_checkpoint_path""",
         "device": "copy_data_to_device get_device_from_env record_data_in_stream set_float32_precision",
-        "distributed": """PGWrapper all_gather_tensors barrier get_global_rank get_local_rank
-            get_process_group_backend_from_device get_world_size spawn_multi_process sync_bool""",
+        "distributed": """all_gather_tensors barrier get_global_rank get_local_rank
+            get_process_group_backend_from_device get_world_size spawn_multi_process""",
         "early_stop_checker": "EarlyStopChecker",
         "env": "init_from_env seed",
         "flops": "FlopTensorDispatchMode",

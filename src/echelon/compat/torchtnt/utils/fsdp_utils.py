@@ -18,41 +18,29 @@ __all__ = ["BackwardPrefetch", "MixedPrecision", "ShardingStrategy", "StateDictT
 _SHORT = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def _member(kind: Any, value: str) -> Any:
-    if value not in kind.__members__:
-        raise UsageError(f"Invalid {kind.__name__} {value!r}. Known are {', '.join(kind.__members__)}.")
-    return kind[value]
+def _member(kind: Any) -> Any:
+    def to_native(value: str) -> Any:
+        if value not in kind.__members__:
+            raise UsageError(f"Invalid {kind.__name__} {value!r}. Known are {', '.join(kind.__members__)}.")
+        return kind[value]
+
+    return staticmethod(to_native)
 
 
 class ShardingStrategy:
-    FULL_SHARD = "FULL_SHARD"
-    SHARD_GRAD_OP = "SHARD_GRAD_OP"
-    NO_SHARD = "NO_SHARD"
-    HYBRID_SHARD = "HYBRID_SHARD"
-    _HYBRID_SHARD_ZERO2 = "_HYBRID_SHARD_ZERO2"
-
-    @staticmethod
-    def to_native_sharding_strategy(value: str) -> fsdp.ShardingStrategy:
-        return _member(fsdp.ShardingStrategy, value)  # type: ignore[no-any-return]
+    FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"
+    HYBRID_SHARD, _HYBRID_SHARD_ZERO2 = "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"
+    to_native_sharding_strategy = _member(fsdp.ShardingStrategy)
 
 
 class BackwardPrefetch:
-    BACKWARD_PRE = "BACKWARD_PRE"
-    BACKWARD_POST = "BACKWARD_POST"
-
-    @staticmethod
-    def to_native_backward_prefetch(value: str) -> fsdp.BackwardPrefetch:
-        return _member(fsdp.BackwardPrefetch, value)  # type: ignore[no-any-return]
+    BACKWARD_PRE, BACKWARD_POST = "BACKWARD_PRE", "BACKWARD_POST"
+    to_native_backward_prefetch = _member(fsdp.BackwardPrefetch)
 
 
 class StateDictType:
-    FULL_STATE_DICT = "FULL_STATE_DICT"
-    LOCAL_STATE_DICT = "LOCAL_STATE_DICT"
-    SHARDED_STATE_DICT = "SHARDED_STATE_DICT"
-
-    @staticmethod
-    def to_native_state_dict_type(value: str) -> fsdp.StateDictType:
-        return _member(fsdp.StateDictType, value)  # type: ignore[no-any-return]
+    FULL_STATE_DICT, LOCAL_STATE_DICT, SHARDED_STATE_DICT = "FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"
+    to_native_state_dict_type = _member(fsdp.StateDictType)
 
 
 @dataclass

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import pickle
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
+from echelon.checkpoint.location import location, make_folder
 from echelon.compat.torchtnt.absent import absent
 from echelon.world.init import World
 
@@ -46,23 +46,11 @@ def log_memory_snapshot(output_dir: str, file_prefix: str | None = None) -> None
 def _write(folder: str, snapshot: dict[str, Any]) -> None:
     from torch.cuda import _memory_viz
 
-    with _open(f"{folder}/snapshot.pickle") as file:
-        pickle.dump(snapshot, file)
+    where = location(folder)
+    make_folder(where)
+    (where / "snapshot.pickle").write_bytes(pickle.dumps(snapshot))
     for name, draw in (("trace_plot", _memory_viz.trace_plot), ("segment_plot", _memory_viz.segment_plot)):
-        with _open(f"{folder}/{name}.html") as file:
-            file.write(draw(snapshot).encode())
-
-
-def _open(path: str) -> IO[bytes]:
-    if "://" not in path:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        return Path(path).open("wb")
-    import fsspec
-
-    filesystem, inside = fsspec.core.url_to_fs(path)
-    filesystem.makedirs(inside.rpartition("/")[0], exist_ok=True)
-    opened: IO[bytes] = filesystem.open(inside, "wb")
-    return opened
+        (where / f"{name}.html").write_bytes(draw(snapshot).encode())
 
 
 def attach_oom_observer(output_dir: str, trace_max_entries: int = 1000000) -> None:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from echelon.compat.torchtnt.absent import absent
-from echelon.compat.torchtnt.private import private_names
 from echelon.loop import progress
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "private_names"]
+
+
+def private_names(*names: str) -> dict[str, property]:
+    """Properties for a class's body: each attribute under its name with an underscore as well, to read and to set."""
+
+    def of(name: str) -> property:
+        return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
+
+    return {f"_{name}": of(name) for name in names}
 
 
 class Progress(progress.Progress):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from echelon.compat.torchtnt.utils.distributed import get_global_rank
@@ -24,26 +25,13 @@ def rank_zero_print(*args: Any, **kwargs: Any) -> None:
         print(*args, **kwargs)
 
 
-def rank_zero_debug(*args: Any, logger: logging.Logger | None = None, stacklevel: int = 1, **kwargs: Any) -> None:
-    if get_global_rank() == 0:
-        (logger or _logger).debug(*args, stacklevel=stacklevel + 1, **kwargs)
+def _at(level: int) -> Callable[..., None]:
+    def log(*args: Any, logger: logging.Logger | None = None, stacklevel: int = 1, **kwargs: Any) -> None:
+        if get_global_rank() == 0:
+            (logger or _logger).log(level, *args, stacklevel=stacklevel + 1, **kwargs)
+
+    return log
 
 
-def rank_zero_info(*args: Any, logger: logging.Logger | None = None, stacklevel: int = 1, **kwargs: Any) -> None:
-    if get_global_rank() == 0:
-        (logger or _logger).info(*args, stacklevel=stacklevel + 1, **kwargs)
-
-
-def rank_zero_warn(*args: Any, logger: logging.Logger | None = None, stacklevel: int = 1, **kwargs: Any) -> None:
-    if get_global_rank() == 0:
-        (logger or _logger).warning(*args, stacklevel=stacklevel + 1, **kwargs)
-
-
-def rank_zero_error(*args: Any, logger: logging.Logger | None = None, stacklevel: int = 1, **kwargs: Any) -> None:
-    if get_global_rank() == 0:
-        (logger or _logger).error(*args, stacklevel=stacklevel + 1, **kwargs)
-
-
-def rank_zero_critical(*args: Any, logger: logging.Logger | None = None, stacklevel: int = 1, **kwargs: Any) -> None:
-    if get_global_rank() == 0:
-        (logger or _logger).critical(*args, stacklevel=stacklevel + 1, **kwargs)
+rank_zero_debug, rank_zero_info, rank_zero_warn = _at(logging.DEBUG), _at(logging.INFO), _at(logging.WARNING)
+rank_zero_error, rank_zero_critical = _at(logging.ERROR), _at(logging.CRITICAL)

@@ -2,14 +2,13 @@
 
 from pathlib import Path
 
-from echelon.compat.torchtnt.utils.loggers.file import FileLogger
 from echelon.observe.loggers import file
 
 __all__ = ["CSVLogger"]
 
 
-class CSVLogger(FileLogger, file.CSVLogger):
-    """As `echelon.observe.loggers.CSVLogger`.
+class CSVLogger(file.CSVLogger):
+    """As `echelon.loggers.CSVLogger`.
 
     Args:
         async_write: without effect: a write appends a few lines, and does not need a thread.
@@ -19,8 +18,3 @@ class CSVLogger(FileLogger, file.CSVLogger):
         self, path: str | Path, steps_before_flushing: int = 100, log_all_ranks: bool = False, async_write: bool = False
     ) -> None:
         super().__init__(path, steps_before_flushing, log_all_ranks)
-
-    _check, _append = file.CSVLogger._check, file.CSVLogger._append
-
-    def _without_last(self, text: str) -> str:
-        return "".join(text.splitlines(keepends=True)[:-1])

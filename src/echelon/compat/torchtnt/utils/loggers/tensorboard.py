@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,15 @@ from echelon.observe.loggers.logger import Scalar
 __all__ = ["TensorBoardLogger"]
 
 logger = logging.getLogger(__name__)
+
+
+def _as(method: str) -> Callable[..., None]:
+    """As this method of SummaryWriter."""
+
+    def log(self: TensorBoardLogger, *args: Any, **kwargs: Any) -> None:
+        self._add(method, *args, **kwargs)
+
+    return log
 
 
 class TensorBoardLogger(tensorboard.TensorBoardLogger):
@@ -41,36 +50,15 @@ class TensorBoardLogger(tensorboard.TensorBoardLogger):
         """Several numbers in one chart."""
         self._add("add_scalars", main_tag, dict(tag_scalar_dict), global_step=step, **kwargs)
 
+    log_image, log_images, log_figure, log_audio = _as("add_image"), _as("add_images"), _as("add_figure"), _as("add_audio")
+    log_histogram, log_histogram_raw = _as("add_histogram"), _as("add_histogram_raw")
+
     def log_text(self, name: str, data: str, step: int) -> None:
         self._add("add_text", name, data, global_step=step)
 
     def log_hparams(self, hparams: dict[str, Scalar], metrics: dict[str, Scalar]) -> None:
         """Settings of the run beside its results."""
         self._add("add_hparams", hparams, metrics)
-
-    def log_image(self, *args: Any, **kwargs: Any) -> None:
-        """As `SummaryWriter.add_image`."""
-        self._add("add_image", *args, **kwargs)
-
-    def log_images(self, *args: Any, **kwargs: Any) -> None:
-        """As `SummaryWriter.add_images`."""
-        self._add("add_images", *args, **kwargs)
-
-    def log_figure(self, *args: Any, **kwargs: Any) -> None:
-        """As `SummaryWriter.add_figure`."""
-        self._add("add_figure", *args, **kwargs)
-
-    def log_audio(self, *args: Any, **kwargs: Any) -> None:
-        """As `SummaryWriter.add_audio`."""
-        self._add("add_audio", *args, **kwargs)
-
-    def log_histogram(self, *args: Any, **kwargs: Any) -> None:
-        """As `SummaryWriter.add_histogram`."""
-        self._add("add_histogram", *args, **kwargs)
-
-    def log_histogram_raw(self, *args: Any, **kwargs: Any) -> None:
-        """As `SummaryWriter.add_histogram_raw`."""
-        self._add("add_histogram_raw", *args, **kwargs)
 
     def _add(self, method: str, *args: Any, **kwargs: Any) -> None:
         if self.writer is not None:
