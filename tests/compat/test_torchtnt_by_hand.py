@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import gc
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, patch
 
@@ -21,7 +18,6 @@ from echelon.compat.torchtnt.framework.callbacks import (
 )
 from echelon.compat.torchtnt.framework.unit import AppStateMixin
 from echelon.compat.torchtnt.utils import device, distributed, env
-from echelon.compat.torchtnt.utils.loggers import CSVLogger, FileLogger, JSONLogger
 from echelon.compat.torchtnt.utils.prepare_module import (
     ActivationCheckpointParams,
     TorchCompileParams,
@@ -172,51 +168,6 @@ def test_callbacks_by_hand() -> None:
     assert gc.isenabled()
 
 
-# --- loggers
-
-
-def test_rows_are_in_the_file_as_soon_as_there_are_enough_of_them(tmp_path: Path) -> None:
-    for kind, name in ((CSVLogger, "a.csv"), (JSONLogger, "a.json")):
-        path = tmp_path / name
-
-        def rows(path: Path = path) -> list[dict[str, float]]:
-            if path.suffix == ".json":
-                return [{k: v for k, v in row.items() if k != "time"} for row in json.loads(path.read_text())]
-            with open(path, newline="") as file:
-                return [{k: float(v) for k, v in row.items() if k != "time" and v} for row in csv.DictReader(file)]
-
-        logger = kind(str(path), steps_before_flushing=2)
-        logger.log("loss", 1.0, 1)
-        assert not path.exists() or not path.stat().st_size
-        logger.log("loss", 2.0, 2)
-        assert rows() == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
-        logger.log("loss", 3.0, 2)  # the same step once more: its row is made anew
-        logger.log("norm", 5.0, 2)
-        logger.log("loss", 4.0, 3)
-        logger.close()
-        assert rows() == [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 3.0, "norm": 5.0}, {"step": 3, "loss": 4.0}]
-        first = kind(str(tmp_path / f"one-{name}"), steps_before_flushing=1)
-        first.log("loss", 1.0, 1)
-        first.log("loss", 2.0, 1)
-        assert rows(tmp_path / f"one-{name}") == [{"step": 1, "loss": 2.0}]
-
-
-def test_a_file_logger_of_a_programs_own(tmp_path: Path) -> None:
-    class Mine(FileLogger):
-        flushed: list[list[int]]
-
-        def flush(self) -> None:
-            self.flushed = [*getattr(self, "flushed", []), [*self._log_buffer]]
-
-        def close(self) -> None:
-            self.flush()
-
-    mine = Mine(str(tmp_path / "mine"), 2, False)
-    for step in range(5):
-        mine.log("loss", 1.0, step)
-    assert mine.flushed == [[0, 1], [0, 1, 2, 3]]
-
-
 # --- ranks and devices
 
 
@@ -249,8 +200,6 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         refused(UsageError),
     ):
         device.get_device_from_env()
-    with refused(UsageError):
-        distributed.sync_bool(True, coherence_mode="foo")  # type: ignore[arg-type]
 
 
 def test_modules_on_the_meta_device_and_what_recomputes() -> None:

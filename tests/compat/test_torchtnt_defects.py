@@ -39,9 +39,6 @@ TESTED = {
         "parallel/test_strategies.py::test_tied_weights_and_batches_of_ones_own_under_every_strategy"
     ),
     "B6: DDPStrategy(process_group=...) raises": "test_a_strategy_takes_groups_and_states_that_cannot_be_copied",
-    "B7: sync_bool asks all ranks whatever its group, and 256 yeses count as none": (
-        "compat/test_torchtnt_distributed.py::test_256_ranks_are_counted"
-    ),
     "B8: a module on the meta device trains on garbage": (
         "parallel/test_materialize.py::test_every_strategy_gives_the_values_of_a_plain_build_and_trains"
     ),

@@ -18,14 +18,13 @@ import torch.distributed as dist
 from echelon.common.errors import LauncherEnvironmentError, RankFailedError, UsageError
 from echelon.compat.torchtnt import utils
 from echelon.compat.torchtnt.utils import device, distributed, env, rank_zero_log
-from echelon.compat.torchtnt.utils.distributed import PGWrapper, sync_bool
 from echelon.launcher.functions.launch import launch
 from tests.conftest import Ranks
 from tests.kit.refusals import refused
 
 
 def test_the_package_gives_what_its_modules_have() -> None:
-    assert utils.init_from_env is env.init_from_env and utils.PGWrapper is distributed.PGWrapper
+    assert utils.init_from_env is env.init_from_env
     with pytest.raises(AttributeError, match="Ghost"):
         utils.Ghost  # noqa: B018
 
@@ -69,23 +68,10 @@ def test_only_rank_0_logs_and_the_record_names_the_caller(
 
 
 def test_without_a_group_a_process_speaks_to_itself() -> None:
-    alone = PGWrapper(None)
-    assert (alone.get_rank(), alone.get_world_size()) == (0, 1)
-    listed, gathered, scattered = ["x"], [None], [None]
-    alone.broadcast_object_list(listed)
-    alone.all_gather_object(gathered, "y")
-    alone.scatter_object_list(scattered, ["z"])
-    assert (listed, gathered, scattered) == (["x"], ["y"], ["z"])
-    with refused(UsageError):
-        alone.scatter_object_list(scattered, ["a", "b"])
     distributed.barrier()
-    assert sync_bool(False, coherence_mode="all") is False and sync_bool(True, coherence_mode=5) is True
     mine = torch.tensor([1.0], requires_grad=True)
     (got,) = distributed.all_gather_tensors(mine)
     assert torch.equal(got, mine.detach()) and not got.requires_grad
-    for mode in ("some", 1.5, True):
-        with refused(UsageError):
-            sync_bool(True, coherence_mode=mode)  # type: ignore[arg-type]
 
 
 # --- together
@@ -100,27 +86,10 @@ def _error(call: Any, *args: Any, **kwargs: Any) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-# Who must say yes for the answer to be yes.
-MODES: dict[Any, set[str]] = {
-    "any": {"first", "second", "both"},
-    "all": {"both"},
-    "rank_zero": {"first", "both"},
-    1: {"first", "second", "both"},
-    2: {"both"},
-    0.5: {"first", "second", "both"},
-    0.6: {"both"},
-}
-
-
 def _told() -> dict[str, Any]:
     rank = dist.get_rank()
-    singles = [dist.new_group([0]), dist.new_group([1])]
-    both, mine = dist.new_group([0, 1]), singles[rank]
-    found: dict[str, Any] = {"bools": {}}
-    for who, val in {"first": rank == 0, "second": rank == 1, "both": True, "none": False}.items():
-        for mode in MODES:
-            found["bools"][who, mode] = sync_bool(val, coherence_mode=mode), sync_bool(val, mine, coherence_mode=mode)
-    found["other's group"] = sync_bool(rank == 0, singles[1 - rank])
+    mine = [dist.new_group([0]), dist.new_group([1])][rank]
+    found: dict[str, Any] = {}
     tensors = {
         "uneven": torch.full((rank + 1, 3 - rank), float(rank)),
         "scalar": torch.tensor(rank),
@@ -131,14 +100,6 @@ def _told() -> dict[str, Any]:
     found["tensors"] = {name: distributed.all_gather_tensors(t) for name, t in tensors.items()}
     found["own tensors"] = distributed.all_gather_tensors(torch.tensor([rank]), mine)
     found["types"] = _error(distributed.all_gather_tensors, torch.zeros(1, dtype=torch.float64 if rank else torch.float32))
-    wrapper = PGWrapper(both)
-    listed, gathered, scattered = [("x", rank)], [None, None], [None]
-    wrapper.broadcast_object_list(listed, src=1)
-    wrapper.all_gather_object(gathered, {rank})
-    wrapper.scatter_object_list(scattered, ["for 0", "for 1"] if rank == 1 else None, src=1)
-    wrapper.barrier()
-    found["objects"] = listed, gathered, scattered, (wrapper.get_rank(), wrapper.get_world_size())
-    found["scatter"] = _error(wrapper.scatter_object_list, scattered, ["one"] if rank == 0 else None)
     distributed.barrier()
     return found
 
@@ -146,11 +107,6 @@ def _told() -> dict[str, Any]:
 def test_what_ranks_tell_each_other(ranks: Ranks) -> None:
     both = ranks(2, _told)
     for rank, found in enumerate(both):
-        for (who, mode), (together, alone) in found["bools"].items():
-            assert together == (who in MODES[mode]), (who, mode)
-            mine = who in ("both", ("first", "second")[rank])
-            assert alone == (mine and mode != 2), (who, mode)  # TorchTNT asks all ranks, whatever the group
-        assert found["other's group"] is (rank == 0)
         tensors = found["tensors"]
         assert [t.shape for t in tensors["uneven"]] == [(1, 3), (2, 2)] and float(tensors["uneven"][1].sum()) == 4
         assert [int(t) for t in tensors["scalar"]] == [0, 1] and [t.shape for t in tensors["empty"]] == [(1, 2), (0, 2)]
@@ -158,18 +114,6 @@ def test_what_ranks_tell_each_other(ranks: Ranks) -> None:
         assert [float(t.sum()) for t in tensors["bf16"]] == [0, 6] and tensors["bf16"][1].dtype == torch.bfloat16
         assert [t.tolist() for t in found["own tensors"]] == [[rank]]
         assert found["types"].startswith("RanksDisagreeError: ") and "rank 1: torch.float64" in found["types"]
-        assert found["objects"] == ([("x", 1)], [{0}, {1}], [f"for {rank}"], (rank, 2))
-        assert found["scatter"].startswith("The length of input_list 1 for scatter_object_list must be the same as the process")
-
-
-def test_256_ranks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TorchTNT counts in a byte, where 256 yeses are none."""
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 256)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.mul_(256))
-    monkeypatch.setattr("echelon.world.agree.channel", lambda group: (None, torch.device("cpu")))
-    assert sync_bool(True, coherence_mode="all") and sync_bool(True) and not sync_bool(False)
 
 
 # --- how ranks meet

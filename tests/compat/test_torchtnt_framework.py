@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import echelon as ech
-from echelon.common.errors import NotHereError, UnitError, UsageError
-from echelon.compat.torchtnt.framework import AutoPredictUnit, AutoUnit, EvalUnit, TestUnit, TrainUnit, fit
+from echelon.common.errors import NotHereError, UsageError
+from echelon.compat.torchtnt.framework import AutoPredictUnit, AutoUnit, TrainUnit
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
 from echelon.compat.torchtnt.framework.callbacks.base_checkpointer import BaseCheckpointer
 from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import RestoreOptions
@@ -49,34 +49,6 @@ def test_arguments_that_nobody_gives_are_refused_with_what_to_take(name: str) ->
         with refused(NotHereError):
             kind(module=_module(), device=torch.device("cpu"), **{name: True})
         kind(module=_module(), device=torch.device("cpu"), **{name: None})  # what it is by default
-
-
-def test_fit_tests_at_the_end() -> None:
-    class Steps(TrainUnit[int], EvalUnit[int], TestUnit[int]):
-        def __init__(self) -> None:
-            super().__init__()
-            self.seen: list[str] = []
-
-        def train_step(self, state: Any, data: int) -> None:
-            self.seen.append(f"train {data}")
-
-        def eval_step(self, state: Any, data: int) -> None:
-            self.seen.append(f"eval {data}")
-
-        def test_step(self, state: Any, data: int) -> None:
-            self.seen.append(f"test {data}")
-
-    unit = Steps()
-    fit(unit, [1, 2], [3], max_epochs=1, test_dataloader=range(9), max_test_steps=2)
-    assert unit.seen == ["train 1", "train 2", "eval 3", "test 0", "test 1"]
-    untested = Classes(module=_module(), device=torch.device("cpu"))
-    fit(untested, [], [], max_epochs=1)
-
-    class Trains(TrainUnit[int], EvalUnit[int]):
-        train_step = eval_step = lambda self, state, data: pytest.fail("before training")  # type: ignore[assignment]
-
-    with refused(UnitError):
-        fit(Trains(), [1], [2], max_epochs=1, test_dataloader=[3])
 
 
 class Counts(TrainUnit[int]):

@@ -221,12 +221,12 @@ def test_durations_of_iterations_are_read_like_lists() -> None:
     assert not timer.recorded_durations["nothing"]
 
 
-def test_the_log_has_limits_end_and_table_of_a_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_has_the_timers_table_and_how_far_a_run_came(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     timer = Timer()
     fit(Plain(), [1], [], max_epochs=1, timer=timer)
     said = caplog.text
-    for words in ("Started fit with max_epochs=1 max_steps=None", "Finished fit", "Timer Report", "evaluate.iter(dataloader)"):
+    for words in ("Timer Report", "evaluate.iter(dataloader)"):
         assert words in said
     assert "No steps completed during evaluate epoch!" in said
     unit = Plain()
@@ -234,31 +234,6 @@ def test_the_log_has_limits_end_and_table_of_a_run(caplog: pytest.LogCaptureFixt
     with pytest.raises(KeyError):
         train(unit, [1], max_epochs=1)
     assert "Exception during train after the following progress: completed epochs: 0, completed steps: 0" in caplog.text
-
-
-@pytest.mark.parametrize("automatic", [False, True])
-def test_the_log_has_the_epochs_of_a_run(automatic: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """The lines of TorchTNT 0.2.4 for this run, but those of warnings at each step and of the loader's end."""
-    caplog.set_level(logging.INFO)
-    unit: Any = Auto(module=_module(), device=CPU) if automatic else Plain()
-    fit(unit, _data(3), _data(1), max_epochs=1, evaluate_every_n_steps=2, evaluate_every_n_epochs=None)
-    assert [each.message for each in caplog.records if each.levelno == logging.INFO and "torchtnt" in each.name] == [
-        "Started fit with max_epochs=1 max_steps=None max_train_steps_per_epoch=None max_eval_steps_per_epoch=None "
-        "evaluate_every_n_steps=2 evaluate_every_n_epochs=None ",
-        "Started train with max_epochs=1, max_steps=None, max_steps_per_epoch=None",
-        "Started train epoch",
-        "Started evaluate with max_steps_per_epoch=None",
-        "Finished evaluation. Resuming training epoch",
-        "Ended train epoch",
-        "After train epoch, train progress: num_epochs_completed = 1, num_steps_completed = 3",
-        "Finished fit",
-    ]
-
-
-def test_a_stop_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    state = _state()
-    state.stop()
-    assert state.should_stop and "Received signal to stop" in caplog.text
 
 
 # --- callbacks called by hand
@@ -422,18 +397,6 @@ def test_anomalies_are_looked_for_as_asked() -> None:
             train(unit, _data(1), max_epochs=1)
             predict(predicts, [torch.ones(1, 2)])
         assert [call.args for call in mode.call_args_list] == ([] if asked is None else [(asked,), (asked,)])
-
-
-def test_a_reference_to_the_module_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    unit = Auto(module=_module(), device=CPU)
-    unit.again = unit.module
-    assert "Attribute 'again' of the custom TNT Unit stores a reference to the model managed" in caplog.text
-    caplog.clear()
-    unit.module = _module()
-    assert "self.module attribute is managed by AutoUnit and is not meant to be reassigned" in caplog.text
-    caplog.clear()
-    unit.other = nn.Linear(1, 1)
-    assert not caplog.text
 
 
 def test_steps_of_an_auto_unit_by_hand() -> None:

@@ -19,7 +19,7 @@ from torchtnt.framework.callbacks import (
 from torchtnt.framework.fit import fit
 from torchtnt.framework.predict import predict
 from torchtnt.utils.early_stop_checker import EarlyStopChecker
-from torchtnt.utils.loggers import CSVLogger, InMemoryLogger, JSONLogger, StdoutLogger, TensorBoardLogger
+from torchtnt.utils.loggers import CSVLogger, InMemoryLogger, StdoutLogger, TensorBoardLogger
 
 folder = sys.argv[1]
 
@@ -78,7 +78,7 @@ callbacks = [
     Epochs(memory),
     Epochs(board),
     Epochs(StdoutLogger()),
-    LearningRateMonitor([CSVLogger(f"{folder}/rates.csv"), JSONLogger(f"{folder}/rates.json")], logging_interval="step"),
+    LearningRateMonitor([CSVLogger(f"{folder}/rates.csv")], logging_interval="step"),
     ModuleSummary(max_depth=2),
     PyTorchProfiler(profiler),
     TQDMProgressBar(file=bar),

@@ -43,7 +43,7 @@ MODULES = {
     "framework.test": ("test", "echelon.units.test."),
     "framework.utils": ("get_timing_context", "torch.profiler.record_function."),
     "utils.anomaly_evaluation": ("", _NUMBERS),
-    "utils.loggers.in_memory": ("InMemoryLogger", "CSVLogger; or a dict in which a MetricLogger of your own keeps numbers."),
+    "utils.loggers.file": ("FileLogger", "CSVLogger; or a MetricLogger of your own."),
     "utils.loggers.json": ("JSONLogger", "CSVLogger; metrics.jsonl in the run's folder has what the run logs."),
     "utils.loggers.anomaly_logger": ("AnomalyLogger TrackedMetric", _NUMBERS),
     "utils.data.iterators": (

@@ -2,7 +2,7 @@
 
 from echelon.compat.torchtnt.absent import absent
 from echelon.compat.torchtnt.utils.loggers.csv import CSVLogger
-from echelon.compat.torchtnt.utils.loggers.file import FileLogger
+from echelon.compat.torchtnt.utils.loggers.in_memory import InMemoryLogger
 from echelon.compat.torchtnt.utils.loggers.logger import MetricLogger, Scalar
 from echelon.compat.torchtnt.utils.loggers.stdout import StdoutLogger
 from echelon.compat.torchtnt.utils.loggers.tensorboard import TensorBoardLogger
@@ -10,7 +10,7 @@ from echelon.compat.torchtnt.utils.loggers.utils import scalar_to_float
 
 __all__ = [
     "CSVLogger",
-    "FileLogger",
+    "InMemoryLogger",
     "MetricLogger",
     "Scalar",
     "StdoutLogger",

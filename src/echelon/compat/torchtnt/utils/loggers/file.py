@@ -1,5 +1,0 @@
-"""torchtnt.utils.loggers.file."""
-
-from echelon.observe.loggers.file import FileLogger
-
-__all__ = ["FileLogger"]
