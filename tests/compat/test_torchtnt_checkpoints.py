@@ -121,50 +121,13 @@ def test_names_and_times_are_torchtnts(tmp_path: Path, case: str, kind: Any) -> 
     assert set(unit.saved) >= _names(tmp_path)
 
 
-def test_evaluations_and_predictions_are_saved_without_weights(tmp_path: Path) -> None:
-    unit = Unit()
-    options = {"save_every_n_eval_steps": 2, "save_every_n_predict_steps": 2, "keep_last_n_checkpoints": 1}
-    evaluate(unit, DATA, callbacks=[DistributedCheckpointSaver(tmp_path / "e", save_every_n_eval_epochs=1, **options)])
-    predict(unit, DATA, callbacks=[DistributedCheckpointSaver(tmp_path / "p", **options)])
-    assert _names(tmp_path / "e") == {"epoch_0_eval_step_2", "epoch_0_eval_step_4", "epoch_1_eval_step_5"}, "all stay"
-    assert _names(tmp_path / "p") == {"epoch_0_predict_step_2", "epoch_0_predict_step_4", "epoch_1_predict_step_5"}
-    other = Unit()
-    before = [p.detach().clone() for p in other.linear.parameters()]
-    assert DistributedCheckpointSaver.restore_from_latest(str(tmp_path / "p"), other)
-    assert (other.predict_progress.num_steps_completed, other.eval_progress.num_steps_completed, other.seen.n) == (5, 5, 10)
-    assert all(torch.equal(a, b) for a, b in zip(before, other.linear.parameters(), strict=True))
-    DistributedCheckpointSaver.restore(str(tmp_path / "e" / "epoch_0_eval_step_2"), other)
-    assert (other.eval_progress.num_steps_completed, other.seen.n) == (2, 2)
-
-
-class Batches:
-    """A loader with a state of its own."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Any:
-        while self.at < len(DATA):
-            self.at += 1
-            yield DATA[self.at - 1]
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
-def test_the_position_of_every_loader_is_restored(tmp_path: Path) -> None:
-    saver = DistributedCheckpointSaver(tmp_path, save_every_n_eval_steps=2, save_every_n_predict_steps=3)
-    evaluate(Unit(), Batches(), callbacks=[saver])
-    predict(Unit(), Batches(), callbacks=[saver])
-    loader = Batches()
-    DistributedCheckpointSaver.restore(str(tmp_path / "epoch_0_eval_step_2"), Unit(), eval_dataloader=loader)
-    assert loader.at == 2
-    DistributedCheckpointSaver.restore(str(tmp_path / "epoch_0_predict_step_3"), Unit(), predict_dataloader=loader)
-    assert loader.at == 3
+def test_evaluations_and_predictions_save_nothing(tmp_path: Path) -> None:
+    saver = DistributedCheckpointSaver(tmp_path, save_every_n_eval_steps=2)
+    evaluate(Unit(), DATA, callbacks=[saver])
+    predict(Unit(), DATA, callbacks=[saver])
+    assert not list(tmp_path.iterdir())
+    with refused(NotHereError):
+        DistributedCheckpointSaver(tmp_path, save_every_n_predict_steps=2)
 
 
 # By losses, what stays of the best two, and what of the best one.
@@ -376,24 +339,21 @@ def _on_two_ranks(folder: Path, strategy: str) -> tuple[Any, ...]:
     data = [(torch.randn(4, 4), torch.randn(4, 2)) for _ in range(4)]
     unit = Regression(module=nn.Linear(4, 2), layout=strategy)
     mine = folder if dist.get_rank() == 0 else folder / "elsewhere"
-    saver = DistributedCheckpointSaver(
-        folder, save_every_n_train_steps=3, save_every_n_predict_steps=2, keep_last_n_checkpoints=1
-    )
+    saver = DistributedCheckpointSaver(folder, save_every_n_train_steps=3, keep_last_n_checkpoints=1)
     train(unit, data, max_epochs=1, callbacks=[saver])
-    predict(unit, [x for x, _ in data], callbacks=[DistributedCheckpointSaver(folder / "p", save_every_n_predict_steps=2)])
     found = [path.path for path in checkpoint.get_checkpoint_dirpaths(str(mine), ".metadata")]
     again = Regression(module=nn.Linear(4, 2), layout=strategy)
     assert DistributedCheckpointSaver.restore_from_latest(str(folder), again)
-    return found, largest_difference(whole(again.module), whole(unit.module)), sorted(_names(folder / "p"))
+    return found, largest_difference(whole(again.module), whole(unit.module))
 
 
 @pytest.mark.full
 def test_two_ranks_save_and_agree(ranks: Ranks, tmp_path: Path) -> None:
     for strategy in ("ddp", "fsdp"):
         folder = tmp_path / strategy
-        for found, difference, predictions in ranks(2, _on_two_ranks, folder, strategy):
+        for found, difference in ranks(2, _on_two_ranks, folder, strategy):
             assert found == [str(folder / T.format(1, 4))], "the first rank's view"
-            assert difference == 0 and predictions[-1] == "epoch_1_predict_step_4" and len(predictions) == 3
+            assert difference == 0
 
 
 # --- what is not here

@@ -133,11 +133,9 @@ FORBIDDEN = {
     "S6": {"shell=True", "os.system", "popen", "getoutput", "getstatusoutput", "eval"},
     "S9": {"mktemp", "gettempdir", "tmpnam"},
 }
-# TorchTNT's functions that send objects, for the programs that call them; the test below holds that we do not.
 # A server of the run's numbers, only where it is asked for, on loopback; tests/observe/test_endpoint.py has its enemies.
 # The length of the temporary folder's name is measured, on which sockets depend; nothing is made in it.
 ALLOWED = {
-    "S4": Path("compat/torchtnt/utils/distributed.py"),
     "S5": Path("observe/endpoint.py"),
     "S9": Path("data/workers.py"),
 }
@@ -153,12 +151,6 @@ def test_the_source_does_without(item: str) -> None:
         if name in FORBIDDEN[item] and kind is not harmless.get(name) and path.relative_to(SOURCE) != ALLOWED.get(item)
     ]
     assert not found
-
-
-def test_s4_nobody_calls_what_sends_objects() -> None:
-    names = {"PGWrapper", "rank_zero_read_and_broadcast"}
-    by_their_names_there = Path("compat/torchtnt/utils/distributed.py")  # which has them for programs, and itself a barrier
-    assert {path.relative_to(SOURCE) for path, _, _, name in _used() if name in names} == {ALLOWED["S4"], by_their_names_there}
 
 
 def test_s3_the_store_of_several_nodes_is_on_one_address_only(tmp_path: Path) -> None:

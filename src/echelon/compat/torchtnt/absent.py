@@ -76,6 +76,7 @@ NAMES = {
         "enable_loss_parallel": "torch.distributed.tensor.parallel.loss_parallel() around the loss, in compute_loss.",
         "global_mesh": _GRID,
         "grad_scaler_params": "precision='fp16', whose scale finds its height by itself; or precision='bf16', which needs none.",
+        "save_every_n_predict_steps": "nothing: a prediction changes no weights; write what it gives in on_predict_step_end.",
         "gradient_accumulation_sync": "nothing: gradients travel once in a window.",
     },
     "framework.unit": {"TTestUnit TestUnit": "echelon.units.TestUnit."},
