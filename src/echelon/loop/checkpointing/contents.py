@@ -42,7 +42,6 @@ def take(
     planned: Planned,
     best: BestCheckpointConfig | None,
     frozen: Frozen | None = None,
-    more: dict[str, Any] | None = None,
 ) -> tuple[Snapshot, dict[str, Any]]:
     """The whole state, and what the manifest says of it. Collective.
 
@@ -50,7 +49,6 @@ def take(
         planned: who writes what, from the save before.
         best: names the number that decides which checkpoints stay.
         frozen: leaves out what is frozen.
-        more: what else each rank writes for itself.
     """
     metrics = unit.tracked_metrics()
     check_ranks(unit)
@@ -59,7 +57,6 @@ def take(
     own: dict[str, Any] = {
         "streams": unit.resumes_with or rng.states(),  # of one that has not trained since it was restored: as they were then
         "metrics": {name: share_of(metric) for name, metric in metrics.items()},
-        **(more or {}),
     }
     if (reference := restoring.own_reference(unit)) is not None:
         own["reference"] = {"window": reference}
