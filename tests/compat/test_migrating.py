@@ -101,6 +101,7 @@ TESTED: dict[str, str] = {
         "launcher/test_preempt.py::test_the_number_of_the_last_checkpoint_is_known_once_its_evaluation_was_made"
     ),
     "A script that is started again in the same folder": f"{SAVED}::test_a_run_from_the_beginning_does_not_mix_with_another",
+    "In `evaluate` and `predict` nothing": f"{SAVED}::test_evaluations_and_predictions_save_nothing",
     "`KnobOptions` and the storage options": "compat/test_torchtnt_callbacks.py::test_what_has_no_effect_is_said",
     "An asynchronous save deletes": f"{SAVED}::test_asynchronous_saves_remove_the_old_when_the_new_is_whole",
     '`init_from_env(dist_init_method_type="tcp")`': f"{RANKS}::test_several_ranks_meet_by_every_method",

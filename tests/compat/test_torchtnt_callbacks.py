@@ -26,7 +26,7 @@ HERE = "echelon.compat.torchtnt"
 
 def test_the_loops_are_functions_though_modules_have_their_names() -> None:
     framework = importlib.import_module(f"{HERE}.framework")
-    for name in ("train", "evaluate", "predict", "fit", "test"):
+    for name in ("train", "evaluate", "predict", "fit"):
         assert importlib.import_module(f"{HERE}.framework.{name}") and inspect.isfunction(getattr(framework, name))
 
 
