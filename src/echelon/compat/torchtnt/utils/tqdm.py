@@ -1,4 +1,4 @@
-"""torchtnt.utils.tqdm: bars for loops of one's own, and what draws those of TQDMProgressBar."""
+"""torchtnt.utils.tqdm: bars for loops of one's own. The callback TQDMProgressBar draws them in echelon's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TextIO
 from echelon.common.errors import UsageError
 from echelon.data.prefetch import known_length
 
-__all__ = ["close_progress_bar", "create_progress_bar", "tqdm", "update_progress_bar"]
+__all__ = ["close_progress_bar", "create_progress_bar", "update_progress_bar"]
 
 
 def create_progress_bar(
@@ -28,10 +28,16 @@ def create_progress_bar(
         num_steps_completed: where the bar begins.
         mininterval: seconds between two drawings at the least; by default tqdm's.
         file: where to; by default standard error.
+    Raises:
+        UsageError: tqdm is not installed.
     """
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        raise UsageError("progress bars need tqdm: pip install 'echelon[tqdm]'.") from None
     left = None if max_steps is None else max_steps - num_steps_completed
     bounds = [bound for bound in (known_length(dataloader), max_steps_per_epoch, left) if bound is not None]
-    options = {} if mininterval is None else {"mininterval": mininterval}
+    options: dict[str, Any] = {} if mininterval is None else {"mininterval": mininterval}
     return tqdm(
         desc=f"{desc} {num_epochs_completed}",
         total=min(bounds, default=None),
@@ -40,18 +46,6 @@ def create_progress_bar(
         file=file,
         **options,
     )
-
-
-def tqdm(**options: Any) -> Any:
-    """
-    Raises:
-        UsageError: tqdm is not installed.
-    """
-    try:
-        from tqdm import auto
-    except ImportError:
-        raise UsageError("progress bars need tqdm: pip install 'echelon[tqdm]'.") from None
-    return auto.tqdm(**options)
 
 
 def update_progress_bar(progress_bar: Any, num_steps_completed: int, refresh_rate: int) -> None:

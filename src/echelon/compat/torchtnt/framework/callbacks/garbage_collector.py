@@ -5,9 +5,9 @@ one.
 import gc
 from typing import Any
 
-from echelon.compat.torchtnt.framework.callbacks.by_phase import by_phase
+from echelon.compat.torchtnt.framework.callbacks.by_phase import by_phase, steps_so_far
 from echelon.loop.callbacks import garbage
-from echelon.loop.state import EntryPoint, State
+from echelon.loop.state import State
 
 __all__ = ["GarbageCollector"]
 
@@ -26,8 +26,7 @@ class GarbageCollector(garbage.GarbageCollector):
 
     def step_end(self, state: State, unit: Any, phase: str) -> None:
         gc.collect(generation=1)
-        phases = ("train", "eval") if state.entry_point is EntryPoint.FIT else (phase,)
-        if sum(getattr(unit, f"{each}_progress").num_steps_completed for each in phases) % self._interval == 0:
+        if steps_so_far(state, unit, phase) % self._interval == 0:
             gc.collect()
         if phase == "train":
             gc.disable()  # in case something has switched it on

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, TextIO
 
-from echelon.compat.torchtnt.framework.callbacks.by_phase import by_phase
-from echelon.compat.torchtnt.utils.tqdm import tqdm
+from echelon.common.errors import UsageError
+from echelon.compat.torchtnt.framework.callbacks.by_phase import by_phase, progress_of, state_of
 from echelon.data.prefetch import known_length
 from echelon.loop.callback import Callback
 from echelon.loop.callbacks.intervals import at_least
-from echelon.loop.state import State
+from echelon.loop.state import PhaseState, State
 from echelon.world import agree
 
 __all__ = ["TQDMProgressBar"]
@@ -32,44 +32,70 @@ class TQDMProgressBar(Callback):
 
     def __init__(self, refresh_rate: int = 1, file: TextIO | None = None, *, mininterval: float | None = None) -> None:
         at_least(1, refresh_rate=refresh_rate)
-        self._refresh_rate = refresh_rate
-        self._options: dict[str, Any] = {"file": file, **({} if mininterval is None else {"mininterval": mininterval})}
-        self._bars: dict[str, Any] = {}  # the latest of each phase
-        tqdm(disable=True)
+        try:
+            from tqdm.auto import tqdm
+        except ImportError:
+            raise UsageError("TQDMProgressBar needs tqdm: pip install 'echelon[tqdm]'.") from None
+        self._tqdm, self._refresh_rate, self._file = tqdm, refresh_rate, file
+        self._options = {} if mininterval is None else {"mininterval": mininterval}
+        self._bars: dict[str, Any] = {}
+        self._opened: dict[str, Any] = {}
 
-    _train_progress_bar = property(lambda self: self._bars.get("train"))
-    _eval_progress_bar = property(lambda self: self._bars.get("eval"))
-    _predict_progress_bar = property(lambda self: self._bars.get("predict"))
+    _train_progress_bar = property(lambda self: self._opened.get("train"))
+    _eval_progress_bar = property(lambda self: self._opened.get("eval"))
+    _predict_progress_bar = property(lambda self: self._opened.get("predict"))
 
     def epoch_start(self, state: State, unit: Any, phase: str) -> None:
-        progress, here = getattr(unit, f"{phase}_progress"), getattr(state, f"{phase}_state")
-        self.end(state, unit, phase)
-        if agree.is_rank0() and here is not None:
-            done = progress.num_steps_completed_in_epoch
-            left = None if here.max_steps is None else here.max_steps - (progress.num_steps_completed - done)
-            ends = [end for end in (known_length(here.dataloader), here.max_steps_per_epoch, left) if end is not None]
-            name = f"{phase.capitalize()} Epoch {progress.num_epochs_completed}"
-            self._bars[phase] = tqdm(desc=name, total=min(ends, default=None), initial=done, **self._options)
+        progress, here = progress_of(unit, phase), state_of(state, phase)
+        if here is not None:
+            before = progress.num_steps_completed - progress.num_steps_completed_in_epoch
+            ends = (known_length(here.dataloader), here.max_steps_per_epoch, here.max_steps and here.max_steps - before)
+            self._open(unit, phase, min((end for end in ends if end is not None), default=None))
 
     def dataloader_iter_creation_end(self, state: State, unit: Any, phase: str) -> None:
-        if getattr(unit, f"{phase}_progress").num_steps_completed_in_epoch:  # an epoch that is resumed has no start
-            self.epoch_start(state, unit, phase)
+        here = state_of(state, phase)
+        left = here.feed.total if isinstance(here, PhaseState) and here.feed is not None else None
+        done = progress_of(unit, phase).num_steps_completed_in_epoch
+        total = None if left is None else done + left
+        if done:  # an epoch that is resumed has no start
+            self._open(unit, phase, total)
+        elif (bar := self._bars.get(phase)) is not None:
+            bar.total = total
+
+    def _open(self, unit: Any, phase: str, total: int | None) -> None:
+        self._close(phase)
+        if agree.is_rank0():
+            progress = progress_of(unit, phase)
+            self._bars[phase] = self._opened[phase] = self._tqdm(
+                desc=f"{phase.capitalize()} Epoch {progress.num_epochs_completed}",
+                total=total,
+                initial=progress.num_steps_completed_in_epoch,
+                file=self._file,
+                **self._options,
+            )
 
     def step_end(self, state: State, unit: Any, phase: str) -> None:
-        done = getattr(unit, f"{phase}_progress").num_steps_completed_in_epoch
-        if (bar := self._bars.get(phase)) is not None and done % self._refresh_rate == 0:
-            bar.update(done - bar.n)
+        bar = self._bars.get(phase)
+        if bar is not None:
+            done = progress_of(unit, phase).num_steps_completed_in_epoch
+            if done % self._refresh_rate == 0:
+                bar.update(done - bar.n)
 
     def epoch_end(self, state: State, unit: Any, phase: str) -> None:
-        if (bar := self._bars.get(phase)) is not None:  # the progress has begun to count the next epoch
-            bar.update(max(0, getattr(unit, f"{phase}_progress").num_steps_completed_in_prev_epoch - bar.n))
-        self.end(state, unit, phase)
+        bar = self._bars.get(phase)
+        if bar is not None:  # the progress has begun to count the next epoch
+            bar.update(max(0, progress_of(unit, phase).num_steps_completed_in_prev_epoch - bar.n))
+        self._close(phase)
 
     def end(self, state: State, unit: Any, phase: str) -> None:
         """Of an epoch that was cut short as well."""
-        if (bar := self._bars.get(phase)) is not None:
+        self._close(phase)
+
+    def _close(self, phase: str) -> None:
+        bar = self._bars.pop(phase, None)
+        if bar is not None:
             bar.close()
 
     def on_exception(self, state: State, unit: Any, exc: BaseException) -> None:
-        for bar in self._bars.values():
-            bar.close()
+        while self._bars:
+            self._bars.popitem()[1].close()
