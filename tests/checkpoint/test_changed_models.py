@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import logging
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import echelon as ech
 from echelon.common.errors import EchelonError, LayoutError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, largest_difference, net, whole
+from tests.kit.own_loops import step, told
 from tests.kit.refusals import refused
 from tests.kit.units import KINDS, Regression, under_each
 
@@ -27,6 +26,7 @@ pytestmark = pytest.mark.standing_ranks
 
 Change = Callable[[Any, torch.optim.Optimizer, int], torch.optim.Optimizer | None]
 STEPS, ROWS, CHANGED = 5, 4, 2
+REPLICAS = "echelon.loop.checkpointing.replicas"
 
 
 class Changing(Net):
@@ -46,50 +46,47 @@ def _model(seed: int = 0) -> Changing:
     return Changing().double()
 
 
-def _nothing(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-    pass
-
-
-def _grow(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-    if step == CHANGED:
-        torch.manual_seed(7)
-        module.more = nn.Linear(4, 1).double()
-        optimizer.add_param_group({"params": module.more.parameters()})
-
-
-def _grow_and_replace(module: Any, optimizer: torch.optim.Optimizer, step: int) -> torch.optim.Optimizer | None:
-    if step != CHANGED:
-        return None
-    torch.manual_seed(7)
+def _grow(module: Any, optimizer: torch.optim.Optimizer, seed: int | None = 7) -> None:
+    """By the rank's own random numbers without a seed."""
+    if seed is not None:
+        torch.manual_seed(seed)
     module.more = nn.Linear(4, 1).double()
+    optimizer.add_param_group({"params": module.more.parameters()})
+
+
+def _grow_and_replace(module: Any, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    _grow(module, optimizer)
     return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
 
 
-def _rescale(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-    module.scale = 0.5**step
+def _load(module: Any) -> None:
+    getattr(module, "module", module).load_state_dict(_model(seed=3).state_dict())
 
 
-def _load(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-    if step == CHANGED:
-        getattr(module, "module", module).load_state_dict(_model(seed=3).state_dict())
+@torch.no_grad()
+def _noise(module: Any) -> None:
+    for parameter in module.parameters():
+        parameter.add_(torch.randn_like(parameter), alpha=0.01)
 
 
-def _convert(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-    module.to("cpu").double()
+@torch.no_grad()
+def _on_rank_0(module: Any, *_: Any) -> None:
+    if dist.get_rank() == 0:
+        next(module.parameters()).mul_(0.5)
 
 
-def _skip_last(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-    module.skips = step == STEPS - 1
-
-
+# What is done before a step with the module, the optimizer and the step's number; it may give another optimizer.
 CHANGES: dict[str, Change] = {
-    "grow and replace": _grow_and_replace,
-    "grow": _grow,
-    "rescale": _rescale,
-    "load": _load,
-    "convert": _convert,
-    "skip last": _skip_last,
-    "nothing": _nothing,
+    "grow and replace": lambda m, o, step: _grow_and_replace(m, o) if step == CHANGED else None,
+    "grow": lambda m, o, step: _grow(m, o) if step == CHANGED else None,
+    "grow apart": lambda m, o, step: _grow(m, o, None) if step == CHANGED else None,
+    "rescale": lambda m, o, step: setattr(m, "scale", 0.5**step),
+    "load": lambda m, o, step: _load(m) if step == CHANGED else None,
+    "convert": lambda m, o, step: m.to("cpu").double() and None,
+    "skip last": lambda m, o, step: setattr(m, "skips", step == STEPS - 1),
+    "noise": lambda m, o, step: _noise(m),
+    "on rank 0": _on_rank_0,
+    "nothing": lambda m, o, step: None,
 }
 
 
@@ -104,8 +101,7 @@ class Changes(ech.Callback):
 
 def _trained(layout: Any, change: str, model: Callable[[], nn.Module] = _model) -> dict[str, torch.Tensor]:
     unit = Regression(module=model(), layout=layout)
-    data = ech.Loader(TensorDataset(*batch(ROWS * STEPS, seed=1)), global_batch=ROWS, shuffle=False)
-    ech.train(unit, data, max_epochs=1, callbacks=[Changes(CHANGES[change])])
+    ech.train(unit, _loader(STEPS), max_epochs=1, callbacks=[Changes(CHANGES[change])])
     return whole(unit.module)
 
 
@@ -114,9 +110,9 @@ def _reference(change: str, model: Callable[[], nn.Module] = _model, kind: str =
     module = model()
     optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.1, **({"momentum": 0.9} if kind == "SGD" else {}))
     x, y = batch(ROWS * STEPS, seed=1)
-    for step in range(STEPS):
-        optimizer = CHANGES[change](module, optimizer, step) or optimizer
-        rows = slice(step * ROWS, (step + 1) * ROWS)
+    for at in range(STEPS):
+        optimizer = CHANGES[change](module, optimizer, at) or optimizer
+        rows = slice(at * ROWS, (at + 1) * ROWS)
         nn.functional.mse_loss(module(x[rows]), y[rows]).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -132,28 +128,6 @@ def test_what_is_changed_in_training_is_changed_under_every_strategy(ranks: Rank
             assert largest_difference(got, want) < 1e-12, layout
 
 
-def _copied() -> tuple[list[str], bool]:
-    unit = Regression(module=_model(), layout="ddp")
-    other = copy.deepcopy(unit.module)
-    other.scale = 3.0
-    other(batch(2, seed=1)[0]).sum().backward()
-    return sorted(set(vars(other)) - set(vars(unit.module))), other.module.scale == 3.0 != unit.module.scale
-
-
-def test_a_copy_of_the_wrapper_has_its_own_parts_and_reaches_its_own_module(ranks: Ranks) -> None:
-    assert ranks(2, _copied) == [([], True)] * 2
-
-
-def _grown_apart(layout: str) -> str:
-    def grow(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-        if step == CHANGED:  # from each rank's own RNG
-            module.more = nn.Linear(4, 1).double()
-            optimizer.add_param_group({"params": module.more.parameters()})
-
-    CHANGES["apart"] = grow
-    return _refusal(layout, "apart")
-
-
 def _refusal(layout: Any, change: str = "nothing", model: Callable[[], nn.Module] = _model) -> str:
     try:
         _trained(layout, change, model)
@@ -163,7 +137,7 @@ def _refusal(layout: Any, change: str = "nothing", model: Callable[[], nn.Module
 
 
 def test_a_layer_that_each_rank_drew_for_itself_is_refused(ranks: Ranks) -> None:
-    for of_rank in ranks(2, under_each, ["ddp", "fsdp"], _grown_apart):
+    for of_rank in ranks(2, under_each, ["ddp", "fsdp"], _refusal, "grow apart"):
         for layout, said in of_rank.items():
             assert "the module has got parameters that differ between ranks" in said, layout
 
@@ -177,8 +151,8 @@ def _skipping_at_the_end() -> Any:
 def test_layers_that_only_the_last_step_left_out_are_named_before_its_update(ranks: Ranks) -> None:
     """torch raises in the next forward pass, and there is none: each rank kept gradients of its own."""
     want = _reference("skip last")
-    for told, *right in ranks(2, _skipping_at_the_end):
-        for layout, said in told.items():
+    for texts, *right in ranks(2, _skipping_at_the_end):
+        for layout, said in texts.items():
             assert "got no gradient of blocks.0.0.weight and 7 more. " in said, layout
             assert "find_unused_parameters=True" in said
         for got in right:
@@ -186,6 +160,24 @@ def test_layers_that_only_the_last_step_left_out_are_named_before_its_update(ran
 
 
 # --- optimizers that change
+
+
+def test_a_unit_that_has_trained_can_be_pickled() -> None:
+    unit = Regression(module=_model(), device=torch.device("cpu"))
+    ech.train(unit, _loader(), max_epochs=1)
+    assert largest_difference(whole(pickle.loads(pickle.dumps(unit)).module), whole(unit.module)) == 0
+
+
+def _copied() -> tuple[list[str], bool]:
+    unit = Regression(module=_model(), layout="ddp")
+    other = copy.deepcopy(unit.module)
+    other.scale = 3.0
+    other(batch(2, seed=1)[0]).sum().backward()
+    return sorted(set(vars(other)) - set(vars(unit.module))), other.module.scale == 3.0 != unit.module.scale
+
+
+def test_a_copy_of_the_wrapper_has_its_own_parts_and_reaches_its_own_module(ranks: Ranks) -> None:
+    assert ranks(2, _copied) == [([], True)] * 2
 
 
 class Warmth(ech.AutoUnit[Any]):
@@ -255,12 +247,6 @@ def test_an_optimizer_tells_the_unit_that_it_trains_with_now(ranks: Ranks) -> No
     assert first == other != 0
 
 
-def test_a_unit_that_has_trained_can_be_pickled() -> None:
-    unit = Regression(module=_model(), device=torch.device("cpu"))
-    ech.train(unit, _loader(), max_epochs=1)
-    assert largest_difference(whole(pickle.loads(pickle.dumps(unit)).module), whole(unit.module)) == 0
-
-
 # --- layers that the loss's own code freezes
 
 
@@ -319,17 +305,11 @@ def test_what_the_losss_own_code_freezes_is_averaged_or_refused(ranks: Ranks) ->
 # --- loops of one's own
 
 
-def _own_loop(layout: str, kind: str) -> dict[str, torch.Tensor]:
+def _own_loop(layout: str) -> dict[str, torch.Tensor]:
     model = _model()
-    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
-    loader = ech.Loader(TensorDataset(*batch(ROWS * STEPS, seed=1)), global_batch=ROWS, shuffle=False)
-    model, optimizer, loader = ech.prepare(model, optimizer, loader, layout=layout)
-    for _ in ech.epochs(loader, 1):
-        for x, y in loader:
-            with ech.window(model) as window:
-                window.backward(nn.functional.mse_loss(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
+    model, optimizer, loader = ech.prepare(model, torch.optim.Adagrad(model.parameters(), lr=0.1), _loader(STEPS), layout=layout)
+    for x, y in loader:
+        step(model, optimizer, x, y)
     return whole(model)
 
 
@@ -337,27 +317,22 @@ def _own_loop(layout: str, kind: str) -> dict[str, torch.Tensor]:
 def test_an_optimizer_that_makes_its_state_as_it_is_built_is_taken(ranks: Ranks) -> None:
     """Adagrad was taken for one that had stepped."""
     want = _reference("nothing", kind="Adagrad")
-    for of_rank in ranks(2, under_each, KINDS, _own_loop, "Adagrad"):
+    for of_rank in ranks(2, under_each, KINDS, _own_loop):
         for layout, got in of_rank.items():
             assert largest_difference(got, want) < 1e-12, layout
 
 
-def _parts_in_a_window() -> str:
+def _parts_in_a_window() -> None:
     model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = ech.Loader(TensorDataset(*batch(ROWS, seed=1)), global_batch=ROWS)
-    model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="fsdp")
-    with refused(LayoutError) as raised:
-        for _ in ech.epochs(loader, 1):
-            for x, _ in loader:
-                with ech.window(model) as window:
-                    window.backward(model.last(model.first(x)).mean())
-    return str(raised.value)
+    parts = model, torch.optim.SGD(model.parameters(), lr=0.1), _loader()
+    model, optimizer, loader = ech.prepare(*parts, layout="fsdp")
+    with refused(LayoutError):
+        for x, _ in loader:
+            step(model, optimizer, x, loss=lambda model, x: model.last(model.first(x)).mean())
 
 
 def test_what_torch_says_of_parts_is_explained_in_a_window(ranks: Ranks) -> None:
-    for said in ranks(2, _parts_in_a_window):
-        assert "its parameters are split over the ranks" in said
+    ranks(2, _parts_in_a_window)
 
 
 # --- hooks on parameters
@@ -375,32 +350,22 @@ def _stepping() -> Changing:
     return model
 
 
-def _late_hook() -> str:
+def _hooks() -> dict[str, torch.Tensor]:
+    for layout in ("fsdp", "zero2"):
+        for model in (_masked, _stepping):
+            with refused(LayoutError):
+                _trained(layout, "nothing", model)
     unit = Regression(module=_model(), layout="fsdp")
     next(unit.module.parameters()).register_hook(lambda gradient: gradient * 0)
-    data = ech.Loader(TensorDataset(*batch(ROWS, seed=1)), global_batch=ROWS)
-    with refused(LayoutError) as raised:
-        ech.train(unit, data, max_epochs=1)
-    return str(raised.value)
-
-
-def _hooks() -> Any:
-    lost = {name: under_each(["fsdp", "zero2"], _refusal, "nothing", model) for name, model in HOOKED.items()}
-    return _trained("ddp", "nothing", _masked), lost, _late_hook()
-
-
-HOOKED = {"mask": _masked, "step": _stepping}
+    with refused(LayoutError):
+        ech.train(unit, _loader(), max_epochs=1)
+    return _trained("ddp", "nothing", _masked)
 
 
 @pytest.mark.full
 def test_a_hook_on_a_parameter_acts_or_is_refused(ranks: Ranks) -> None:
-    want = _reference("nothing", _masked)
-    for masked, lost, late in ranks(2, _hooks):
-        assert largest_difference(masked, want) < 1e-12
-        for of_kind in lost.values():
-            for layout, said in of_kind.items():
-                assert said.startswith(f"layout {layout!r} puts another parameter in the place of first.weight"), said
-        assert "register_step_pre_hook" in late
+    for masked in ranks(2, _hooks):
+        assert largest_difference(masked, _reference("nothing", _masked)) < 1e-12
 
 
 # --- models
@@ -411,32 +376,16 @@ class Words(nn.Module):
         super().__init__()
         self.rows = nn.Embedding(8, 4, **options)
         self.last = nn.Linear(4, 1)
+        self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.rows((x[:, 0].abs() * 4).long().clamp(max=7)))
-
-
-def _words(**options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    return Words(**options).double()
-
-
-def _bounded() -> nn.Module:
-    return _words(max_norm=1.0)
-
-
-def _sparse() -> nn.Module:
-    return _words(sparse=True)
 
 
 def _transposed() -> nn.Module:
     model = _model()
     model.first.weight = nn.Parameter(model.first.weight.detach().t().contiguous().t())
     return model
-
-
-def _container() -> nn.Module:
-    return nn.ModuleDict({"net": net()})
 
 
 class Penalty(Regression):
@@ -447,73 +396,34 @@ class Penalty(Regression):
         return nn.functional.mse_loss(out, y) + slope.square().sum(1).mean(), out
 
 
-def _penalty() -> str:
-    unit = Penalty(module=_model(), layout="fsdp")
-    with refused(LayoutError) as raised:
-        ech.train(unit, [batch(ROWS, seed=1)], max_epochs=1)
-    return str(raised.value)
-
-
-def _models() -> dict[str, Any]:
-    return {
-        "bounded": under_each(["ddp", "fsdp"], _refusal, "nothing", _bounded),
-        "sparse": _refusal("fsdp", "nothing", _sparse),
-        "container": _refusal("fsdp", "nothing", _container),
-        "penalty": _penalty(),
-        "transposed": _trained("fsdp", "nothing", _transposed),
-    }
+def _models() -> dict[str, torch.Tensor]:
+    for layout, model in (
+        ("ddp", lambda: Words(max_norm=1.0)),
+        ("fsdp", lambda: Words(max_norm=1.0)),
+        ("fsdp", lambda: Words(sparse=True)),
+        ("fsdp", lambda: nn.ModuleDict({"net": net()})),
+    ):
+        with refused(LayoutError):
+            _trained(layout, "nothing", model)
+    with refused(LayoutError):
+        ech.train(Penalty(module=_model(), layout="fsdp"), [batch(ROWS, seed=1)], max_epochs=1)
+    return _trained("fsdp", "nothing", _transposed)
 
 
 @pytest.mark.full
 def test_what_a_strategy_cannot_train_is_refused_with_what_to_do(ranks: Ranks) -> None:
-    want = _reference("nothing", _transposed)
-    for of_rank in ranks(2, _models):
-        for said in of_rank["bounded"].values():
-            assert said.startswith("rows: max_norm must be None on several ranks, got 1.")
-        assert "sparse=False" in of_rank["sparse"]
-        assert "must have a forward, got a ModuleDict" in of_rank["container"]
-        assert "'ddp' or 'zero1'" in of_rank["penalty"]
-        assert largest_difference(of_rank["transposed"], want) < 1e-12
+    for transposed in ranks(2, _models):
+        assert largest_difference(transposed, _reference("nothing", _transposed)) < 1e-12
 
 
 # --- copies that drift apart
 
 
-def _noise(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.01)
-
-
-def _on_rank_0(module: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-    if dist.get_rank() == 0:
-        with torch.no_grad():
-            next(module.parameters()).mul_(0.5)
-
-
-CHANGES |= {"noise": _noise, "on rank 0": _on_rank_0}
-
-
-@contextlib.contextmanager
-def _heard() -> Iterator[list[str]]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("echelon.loop.checkpointing.replicas")
-    log.addHandler(handler)
-    try:
-        yield said
-    finally:
-        log.removeHandler(handler)
-
-
 def _said_of_copies(layout: str, change: str, folder: Path | None) -> list[str]:
-    with _heard() as said:
+    with told(REPLICAS) as said:
         unit = Regression(module=_model(), layout=layout)
-        name = f"{layout} {change}"
-        savers = [] if folder is None else [ech.DistributedCheckpointSaver(folder / name, save_every_n_updates=2)]
-        data = ech.Loader(TensorDataset(*batch(ROWS * STEPS, seed=1)), global_batch=ROWS)
-        ech.train(unit, data, max_epochs=1, callbacks=[Changes(CHANGES[change]), *savers])
+        savers = [] if folder is None else [ech.DistributedCheckpointSaver(folder / f"{layout} {change}", save_every_n_updates=2)]
+        ech.train(unit, _loader(STEPS), max_epochs=1, callbacks=[Changes(CHANGES[change]), *savers])
     return said
 
 
@@ -539,15 +449,12 @@ def test_ranks_that_have_changed_their_copies_each_in_its_own_way_are_told_once(
 
 def _said_of_rates() -> list[str]:
     """A rate that falls on rank 0 alone; the epoch in which it does is the last."""
-    model, loader = _model(), ech.Loader(TensorDataset(*batch(ROWS * STEPS, seed=1)), global_batch=ROWS)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with _heard() as said:
-        trained, optimizer, batches = ech.prepare(model, optimizer, loader, layout="ddp")
-        for rows, wanted in batches:
-            with ech.window(trained) as window:
-                window.backward(nn.functional.mse_loss(trained(rows), wanted))
-                optimizer.step()
-                optimizer.zero_grad()
+    model = _model()
+    with told(REPLICAS) as said:
+        parts = model, torch.optim.SGD(model.parameters(), lr=0.1), _loader(STEPS)
+        model, optimizer, loader = ech.prepare(*parts, layout="ddp")
+        for x, y in loader:
+            step(model, optimizer, x, y)
             if ech.is_main():
                 optimizer.param_groups[0]["lr"] *= 0.3
     return said
@@ -571,17 +478,10 @@ class Scaled(nn.Module):
 
 
 def _two_saves_of_four(folder: Path) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("echelon.loop.checkpointing.replicas")
-    log.addHandler(handler)
-    try:
+    with told(REPLICAS) as said:
         unit = Regression(module=Scaled(), layout="dp_replicate=2,dp_shard=2")
         saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=2)
         ech.train(unit, _loader(STEPS), max_epochs=1, callbacks=[Changes(_on_rank_0), saver])
-    finally:
-        log.removeHandler(handler)
     return said
 
 

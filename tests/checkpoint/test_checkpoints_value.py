@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -19,14 +20,13 @@ from echelon.common.errors import CheckpointError, CheckpointOptionError, LoopEr
 from echelon.loop.checkpointing.timetable import Timetable
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
-from tests.kit.own_loops import told
+from tests.kit.own_loops import step, told
 from tests.kit.refusals import refused
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 
 DATA = TensorDataset(*batch(24, 0))
-UPDATES = 3  # of an epoch
 
 
 def _saved(folder: Path) -> list[int]:
@@ -41,20 +41,20 @@ def _numbers(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    "options",
     [
-        ({"every": "soon"}, "every must be a number of updates, 'epoch', or a duration"),
-        ({"every": 0}, "every must be"),
-        ({"keep": 0}, "keep must be"),
-        ({"best": "quality"}, "best must be a pair such as \\('quality', 'max'\\)"),
-        ({"best": ("quality", "most")}, "'min' or 'max'"),
-        ({"best": 3}, "best must be the name of a number"),
-        ({"save_options": {}}, "save_options must be"),
-        ({"restore_options": {}}, "restore_options must be"),
+        {"every": "soon"},
+        {"every": 0},
+        {"keep": 0},
+        {"best": "quality"},
+        {"best": ("quality", "most")},
+        {"best": 3},
+        {"save_options": {}},
+        {"restore_options": {}},
     ],
 )
-def test_what_makes_no_sense_is_refused_where_it_is_written(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_what_makes_no_sense_is_refused_where_it_is_written(options: dict[str, Any]) -> None:
+    with refused(CheckpointOptionError):
         ech.Checkpoints("a", **options)
 
 
@@ -101,18 +101,6 @@ def test_by_default_saving_takes_a_small_share_of_the_time() -> None:
     assert saved[0] <= 606 and all(5700 <= b - a <= 6060 for a, b in itertools.pairwise(saved))
 
 
-def _with_clocks_of_their_own(folder: Path) -> list[int]:
-    """Rank 1's would be due at once, and rank 0's at each other update."""
-    times = iter(range(0, 1000, 5)) if dist.get_rank() == 0 else iter(range(0, 10**6, 1000))
-    table = Timetable(10.0, None, lambda: float(next(times)))
-    found = []
-    for update in range(8):
-        if table.is_due():
-            found.append(update)
-            table.saved(0.0)
-    return found
-
-
 def test_a_dear_save_at_an_epochs_end_waits_until_it_is_worth_its_time() -> None:
     clock = [0.0]
     table = Timetable(600, 0.05, lambda: clock[0])
@@ -124,8 +112,19 @@ def test_a_dear_save_at_an_epochs_end_waits_until_it_is_worth_its_time() -> None
     assert found == [True, False, False, True]
 
 
-def test_ranks_agree_on_a_clock(ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks(2, _with_clocks_of_their_own, tmp_path)
+def _with_clocks_of_their_own() -> list[int]:
+    """Rank 1's would be due at once, and rank 0's at each other update."""
+    times = iter(range(0, 1000, 5)) if dist.get_rank() == 0 else iter(range(0, 10**6, 1000))
+    table, found = Timetable(10.0, None, lambda: float(next(times))), []
+    for update in range(8):
+        if table.is_due():
+            found.append(update)
+            table.saved(0.0)
+    return found
+
+
+def test_ranks_agree_on_a_clock(ranks: Ranks) -> None:
+    first, second = ranks(2, _with_clocks_of_their_own)
     assert first == second != []
 
 
@@ -133,31 +132,46 @@ def test_ranks_agree_on_a_clock(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _loop(
-    checkpoints: Any, epochs: int, *, kill_at: int | None = None, logs: Any = None, layout: str = "none", **how: Any
+    checkpoints: Any,
+    epochs: int,
+    *,
+    kill_at: int | None = None,
+    logs: Any = None,
+    layout: str = "none",
+    counts: bool = False,
+    where: str = "",
+    accumulate: int | None = None,
 ) -> Any:
-    """Numbers of evaluations: those of `logs` by epoch, rank r's by r greater."""
+    """Logs numbers in evaluations: those of `logs` in their order, rank r's by r greater; after each epoch, or in each batch
+    before its window or after it. A list of logs is by epoch, since a resumed run begins in its middle."""
     model = net(dropout=0.2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     held_out = torch.utils.data.DataLoader(TensorDataset(*batch(4, 1)), 2)
     loader = ech.Loader(DATA, 8, seed=1)
-    model, optimizer, loader, held_out = ech.prepare(
-        model, optimizer, loader, held_out, layout=layout, checkpoints=checkpoints, **how
-    )
+    given: Any = model, optimizer, loader, held_out
+    model, optimizer, loader, held_out = ech.prepare(*given, layout=layout, checkpoints=checkpoints, accumulate=accumulate)
     me = dist.get_rank() if dist.is_initialized() else 0
     done = 0
-    for epoch in ech.epochs(loader, epochs):
+
+    def evaluate(number: float | None) -> None:
+        with ech.evaluating(model) as evaluation:
+            for _ in held_out:
+                if number is not None:
+                    evaluation.log("accuracy", number + me)
+        assert number is None or me or dist.is_initialized() or evaluation.numbers == {"accuracy": number}
+
+    for epoch in range(epochs) if counts else ech.epochs(loader, epochs):
         for x, y in loader:
-            with ech.window(model) as window:
-                window.backward(torch.nn.functional.mse_loss(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
+            if where == "before":
+                evaluate(next(logs))
+            step(model, optimizer, x, y)
+            if where == "after":
+                evaluate(next(logs))
             done += 1
             if done == kill_at:
                 os.kill(os.getpid(), signal.SIGTERM)
-        if logs is not None:
-            with ech.evaluating(model) as evaluation:
-                for _ in held_out:
-                    evaluation.log("accuracy", logs[epoch] + me)
+        if logs is not None and not where:
+            evaluate(logs[epoch])
     return whole(model)
 
 
@@ -204,78 +218,40 @@ def test_the_best_of_a_loops_own_evaluations_stays(ranks: Ranks, tmp_path: Path)
     assert _numbers(tmp_path / "c") == {15: {"accuracy": 9.5}}
 
 
-def _counts_itself(folder: Path) -> None:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    best = ech.Checkpoints(folder, keep=1, best="accuracy")
-    model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(DATA, 8), layout="none", checkpoints=best)
-    for epoch in range(4):
-        for x, y in loader:
-            with ech.window(model) as window:
-                window.backward(torch.nn.functional.mse_loss(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
-        with ech.evaluating(model) as evaluation:
-            evaluation.log("accuracy", [1, 3, 2, 0][epoch])
-        assert evaluation.numbers == {"accuracy": [1, 3, 2, 0][epoch]}
-
-
 @pytest.mark.full
 def test_a_loop_that_counts_its_epochs_itself_keeps_the_best_too(tmp_path: Path) -> None:
-    _counts_itself(tmp_path)
+    _loop(ech.Checkpoints(tmp_path, keep=1, best="accuracy"), 4, logs=[1, 3, 2, 0], counts=True)
     assert _numbers(tmp_path) == {6: {"accuracy": 3}, 12: {"accuracy": 0}}
-
-
-def _within_an_epoch(folder: Path, where: str) -> str:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    best = ech.Checkpoints(folder, keep=2, best="accuracy")
-    loader = ech.Loader(DATA, 8, accumulate=2 if where == "accumulating" else 1)
-    model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="none", checkpoints=best)
-    numbers = iter([5.0, 7.0, 6.0] + [0.0] * 9)
-
-    def evaluate() -> None:
-        with ech.evaluating(model) as evaluation:
-            evaluation.log("accuracy", next(numbers))
-
-    try:
-        for _ in ech.epochs(loader, 2):
-            for x, y in loader:
-                if where == "before":
-                    evaluate()
-                with ech.window(model) as window:
-                    window.backward(torch.nn.functional.mse_loss(model(x), y))
-                    optimizer.step()
-                    optimizer.zero_grad()
-                if where != "before":
-                    evaluate()
-    except UsageError as error:
-        return str(error)
-    return ""
 
 
 @pytest.mark.full
 def test_an_evaluation_within_an_epoch_is_of_the_weights_that_are_saved_or_refused(tmp_path: Path) -> None:
-    assert not _within_an_epoch(tmp_path / "after", "after")
-    assert {step: each["accuracy"] for step, each in _numbers(tmp_path / "after").items()} == {2: 7.0, 5: 0.0, 6: 0.0}
-    assert "before its batch was trained on" in _within_an_epoch(tmp_path / "before", "before")
-    assert "between the batches of an update" in _within_an_epoch(tmp_path / "accumulating", "accumulating")
+    for where, accumulate, said in (
+        ("after", None, None),
+        ("before", None, "before its batch was trained on"),
+        ("after", 2, "between the batches of an update"),
+    ):
+        best = ech.Checkpoints(tmp_path / f"{where} {accumulate}", keep=2, best="accuracy")
+        with contextlib.nullcontext() if said is None else pytest.raises(UsageError, match=said):
+            _loop(best, 2, logs=iter([5.0, 7.0, 6.0] + [0.0] * 9), where=where, accumulate=accumulate)
+    found = _numbers(tmp_path / "after None")
+    assert {step: each["accuracy"] for step, each in found.items()} == {2: 7.0, 5: 0.0, 6: 0.0}
 
 
-def _some_ranks_only(folder: Path) -> str:
+def _wrong_numbers(folder: Path) -> None:
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    best = ech.Checkpoints(folder, best="accuracy")
-    model, optimizer, _loader = ech.prepare(model, optimizer, ech.Loader(DATA, 8), layout="ddp", checkpoints=best)
-    with pytest.raises(RanksDisagreeError) as caught, ech.evaluating(model) as evaluation:
+    best = ech.Checkpoints(folder / "a", best="accuracy")
+    parts = model, torch.optim.SGD(model.parameters(), lr=0.1), ech.Loader(DATA, 8)
+    model, *_ = ech.prepare(*parts, layout="ddp", checkpoints=best)
+    with refused(RanksDisagreeError), ech.evaluating(model) as evaluation:
         if dist.get_rank() == 0:
             evaluation.log("accuracy", 1.0)
-    return str(caught.value)
+    with refused(CheckpointOptionError):  # nothing logs it
+        _train(ech.Checkpoints(folder / "b", best="f1"), 2, Scored(layout="ddp"))
 
 
-def test_a_number_of_some_ranks_only_is_refused_on_all(ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks(2, _some_ranks_only, tmp_path)
-    assert first == second and "rank 0: accuracy, rank 1: nothing" in first
+def test_a_number_of_some_ranks_only_or_of_none_is_refused_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _wrong_numbers, tmp_path)
 
 
 def test_a_name_that_no_evaluation_logs_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
@@ -283,36 +259,22 @@ def test_a_name_that_no_evaluation_logs_is_refused_with_those_that_there_are(tmp
         _loop(ech.Checkpoints(tmp_path, best="f1"), 2, logs=[1, 2])
 
 
-def _evaluates_late(folder: Path, *, evaluates: bool = True) -> list[str]:
+def _evaluates_late(folder: Path, number: float | None) -> list[str]:
     """What is said of a loop that saves after each update, evaluates at the end of an epoch, and is begun twice."""
+    layout = "ddp" if dist.is_initialized() else "none"
     with told() as texts:
         for epochs in (1, 2):
-            model = net()
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            best = ech.Checkpoints(folder, every=1, best="accuracy")
-            model, optimizer, loader = ech.prepare(
-                model, optimizer, ech.Loader(DATA, 8), layout="ddp" if dist.is_initialized() else "none", checkpoints=best
-            )
-            for _ in ech.epochs(loader, epochs):
-                for x, y in loader:
-                    with ech.window(model) as window:
-                        window.backward(torch.nn.functional.mse_loss(model(x), y))
-                        optimizer.step()
-                with ech.evaluating(model) as evaluation:
-                    if evaluates:
-                        evaluation.log("accuracy", 0.5)
-        return [text for text in texts if "accuracy" in text]
+            _loop(ech.Checkpoints(folder, every=1, best="accuracy"), epochs, logs=[number] * 2, layout=layout)
+    return [text for text in texts if "accuracy" in text]
 
 
 @pytest.mark.full
-def test_a_number_that_may_still_come_is_not_missed(ranks: Ranks, tmp_path: Path) -> None:
-    assert _evaluates_late(tmp_path / "one") == [] and ranks(2, _evaluates_late, tmp_path / "two") == [[], []]
+def test_a_number_that_may_still_come_is_not_missed_and_one_that_never_does_is_told_at_the_end(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    assert _evaluates_late(tmp_path / "one", 0.5) == [] and ranks(2, _evaluates_late, tmp_path / "two", 0.5) == [[], []]
     assert [numbers.get("accuracy") for numbers in _numbers(tmp_path / "one").values()][-1] == 0.5
-
-
-@pytest.mark.full
-def test_a_loop_that_never_logs_the_number_of_the_best_is_told_so_once_at_its_end(tmp_path: Path) -> None:
-    first, again = _evaluates_late(tmp_path, evaluates=False)
+    first, again = _evaluates_late(tmp_path / "never", None)
     assert first == again and first.startswith(
         "no checkpoint of this run is the best by accuracy, which no evaluation has logged"
     )
@@ -320,8 +282,8 @@ def test_a_loop_that_never_logs_the_number_of_the_best_is_told_so_once_at_its_en
 
 def test_another_runs_folder_is_refused(tmp_path: Path) -> None:
     _loop(tmp_path, 2)
+    model = torch.nn.Linear(3, 1)
     with pytest.raises(CheckpointError):
-        model = torch.nn.Linear(3, 1)
         ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), ech.Loader(DATA, 8), layout="none", checkpoints=tmp_path)
 
 
@@ -344,17 +306,11 @@ class Scored(Regression):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _train(checkpoints: Any, epochs: int, unit: Scored | None = None, evaluate: Any = (1,), **how: Any) -> Any:
+def _train(checkpoints: Any, epochs: int, unit: Scored | None = None, evaluate: Any = (1,)) -> Any:
     unit = unit or Scored(layout="ddp" if dist.is_initialized() else None)
     held_out = [batch(2, n) for n in evaluate]
     try:
-        ech.train(
-            unit,
-            ech.Loader(DATA, 8, seed=1, **how),
-            max_epochs=epochs,
-            eval=held_out or None,
-            checkpoints=checkpoints,
-        )
+        ech.train(unit, ech.Loader(DATA, 8, seed=1), max_epochs=epochs, eval=held_out or None, checkpoints=checkpoints)
     except SystemExit as ended:
         return ended.code
     return whole(unit.module)
@@ -388,12 +344,6 @@ def test_one_line_restores_and_the_numbers_are_those_of_a_run_in_one_go(ranks: R
         assert _saved(tmp_path / str(every)) == {None: [6, 12], "epoch": [6, 9, 12], 2: [8, 10, 12]}[every]
 
 
-def test_updates_are_counted_whatever_they_accumulate(tmp_path: Path) -> None:
-    unit = Scored()
-    ech.train(unit, ech.Loader(DATA, 8, accumulate=2), max_updates=5, checkpoints=ech.Checkpoints(tmp_path, every=2))
-    assert _saved(tmp_path) == [2, 4, 5]
-
-
 def _stopped_in_evaluation(folder: Path, at: tuple[int, int] | None) -> Any:
     unit = Scored(SCORES, layout="ddp")
     unit.stops_at = at
@@ -408,17 +358,6 @@ def test_an_evaluation_that_a_signal_cuts_short_gives_no_number_and_the_resumed_
     wanted = ranks(2, _train, None, 3, evaluate=range(6))
     assert largest_difference(ranks(2, _stopped_in_evaluation, tmp_path, None)[0], wanted[0]) == 0
     assert _numbers(tmp_path) == {3: {"accuracy": 1.0}, 6: {"accuracy": 3.0}, 9: {"accuracy": 2.0}}
-
-
-def _names_another(folder: Path) -> str:
-    with pytest.raises(UsageError) as caught:
-        _train(ech.Checkpoints(folder, best="f1"), 2, Scored(layout="ddp"))
-    return str(caught.value)
-
-
-def test_a_best_that_nothing_logs_is_refused_after_the_first_evaluation(ranks: Ranks, tmp_path: Path) -> None:
-    first, second = ranks(2, _names_another, tmp_path)
-    assert first == second and "got 'f1'" in first and "eval_accuracy" in first and "eval_loss" in first
 
 
 @pytest.mark.full
@@ -472,33 +411,3 @@ def _plateaus() -> list[Any]:
 def test_a_plateau_scheduler_follows_what_was_logged(ranks: Ranks) -> None:
     """It grows, where less would be better, so each evaluation after the first halves the rate."""
     assert ranks(2, _plateaus) == [[0.025, 0.025]] * 2
-
-
-@pytest.mark.full
-def test_an_object_store_will_do(tmp_path: Path) -> None:
-    pytest.importorskip("fsspec")
-    url = f"memory://{tmp_path.name}"
-    checkpoints = ech.Checkpoints(url, keep=1, best="accuracy")
-    _train(checkpoints, 3, Scored(SCORES))
-    wanted = _train(None, 4)
-    assert largest_difference(_train(checkpoints, 4, Scored(SCORES)), wanted) == 0
-    from echelon.checkpoint.location import location
-
-    assert sorted(path.name for path in location(url).iterdir() if path.name.startswith("step-")) == [
-        "step-00000006",
-        "step-00000012",
-    ]
-
-
-@pytest.mark.full
-def test_a_trainer_resumes_by_itself(tmp_path: Path) -> None:
-    def trained(epochs: int) -> int:
-        unit = Scored()
-        trainer = ech.Trainer(
-            1, accelerator="cpu", max_epochs=epochs, checkpoints=ech.Checkpoints(tmp_path, every="epoch", keep=2)
-        )
-        trainer.fit(unit, ech.Loader(DATA, 8, seed=1))
-        return unit.train_progress.num_updates_completed
-
-    assert (trained(2), _saved(tmp_path)) == (6, [3, 6])
-    assert (trained(3), _saved(tmp_path)) == (9, [6, 9])

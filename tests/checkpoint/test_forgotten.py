@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import echelon as ech
 from echelon.checkpoint.renamed import moved, suggest
@@ -22,6 +24,7 @@ from tests.kit.units import Regression
 pytestmark = pytest.mark.standing_ranks
 
 Saver, Options = ech.DistributedCheckpointSaver, ech.callbacks.RestoreOptions
+TRAINING = ech.State(entry_point=ech.units.EntryPoint.TRAIN)
 DATA = torch.utils.data.TensorDataset(*batch(48, 0))
 
 
@@ -92,8 +95,7 @@ class Hand(ech.TrainUnit[Any]):
 def test_state_that_the_unit_has_no_more_is_refused_when_strict_and_listed_otherwise(
     tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = ech.State(entry_point=ech.units.EntryPoint.TRAIN)
-    Saver(tmp_path).save(state, Hand())
+    Saver(tmp_path).save(TRAINING, Hand())
     path, without = tmp_path / "step-00000000", {"a": ("a", "of_a", "schedule"), "of_a": ("of_a", "schedule")}.get(name, (name,))
     with refused(CheckpointMismatchError):
         Saver.restore(path, Hand(*without))
@@ -105,8 +107,7 @@ def test_state_that_the_unit_has_no_more_is_refused_when_strict_and_listed_other
 
 
 def test_what_options_or_another_kind_of_unit_leave_behind_is_no_error(tmp_path: Path) -> None:
-    state = ech.State(entry_point=ech.units.EntryPoint.TRAIN)
-    Saver(tmp_path).save(state, Hand())
+    Saver(tmp_path).save(TRAINING, Hand())
     path = tmp_path / "step-00000000"
     options = Options(restore_optimizers=False, restore_lr_schedulers=False, restore_metrics=False)
     assert not Saver.restore(path, Hand("of_a", "of_b", "schedule", "mean"), restore_options=options).unexpected
@@ -119,37 +120,25 @@ def test_what_options_or_another_kind_of_unit_leave_behind_is_no_error(tmp_path:
 
         def eval_step(self, state: ech.State, data: Any) -> None: ...
 
+    _saved(tmp_path / "half", grad_scaler=torch.amp.GradScaler("cpu"))  # another precision has no scaler: it is listed
+    assert Saver.restore(tmp_path / "half/step-00000002", _unit()).unexpected == ["grad_scaler"]
     judge = Judge()
     assert Saver.restore(path, judge, restore_options=Options(strict=False)).unexpected == ["a", "counter"]
     assert torch.equal(judge.b.weight, Hand().b.weight)
 
 
-def test_state_that_appeared_is_refused_when_strict(tmp_path: Path) -> None:
-    Saver(tmp_path).save(ech.State(entry_point=ech.units.EntryPoint.TRAIN), Hand("schedule", "counter", "of_b"))
+def _appeared(folder: Path) -> None:
+    Saver(folder).save(TRAINING, Hand("counter", "of_b"))
     with refused(CheckpointMismatchError):
-        Saver.restore(tmp_path / "step-00000000", Hand())
+        Saver.restore(folder / "step-00000000", Hand("of_b"))
+    unit = Hand("of_b")
+    report = Saver.restore(folder / "step-00000000", unit, restore_options=Options(allow_changes=("counter",)))
+    assert report.missing == ["counter"] and not report.unexpected and unit.counter.count == 3
 
 
 @pytest.mark.full
-def test_state_that_appeared_stays_as_it_is_where_it_is_named(ranks: Ranks, tmp_path: Path) -> None:
-    for told in ranks(2, _appeared, tmp_path):
-        assert told.endswith("allow_changes=('counter',) leaves only counter as the script made it. 3")
-
-
-def _appeared(folder: Path) -> str:
-    Saver(folder).save(ech.State(entry_point=ech.units.EntryPoint.TRAIN), Hand("counter", "of_b"))
-    unit = Hand("of_b")
-    with refused(CheckpointMismatchError) as caught:
-        Saver.restore(folder / "step-00000000", unit)
-    report = Saver.restore(folder / "step-00000000", unit, restore_options=Options(allow_changes=("counter",)))
-    assert report.missing == ["counter"] and not report.unexpected
-    return f"{str(caught.value).splitlines()[-1]} {unit.counter.count}"
-
-
-def test_an_option_that_is_no_more_takes_its_own_state_along(tmp_path: Path) -> None:
-    """Another precision has no scaler: it is listed."""
-    _saved(tmp_path, grad_scaler=torch.amp.GradScaler("cpu"))
-    assert Saver.restore(tmp_path / "step-00000002", _unit()).unexpected == ["grad_scaler"]
+def test_state_that_appeared_is_refused_and_stays_as_it_is_where_it_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _appeared, tmp_path)
 
 
 def test_a_position_of_somebody_elses_loader_that_is_not_given_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -220,7 +209,7 @@ def test_layers_of_equal_shapes_are_suggested_and_the_suggestion_works(tmp_path:
     for extra in (None, "more"):
         folder = tmp_path / str(extra)
         before, after = Model("model", extra), Model("net", extra)
-        Saver(folder).save(ech.State(entry_point=ech.units.EntryPoint.TRAIN), before)
+        Saver(folder).save(TRAINING, before)
         with refused(CheckpointMismatchError):
             Saver.restore_from_latest(folder, after)
         with torch.no_grad():
@@ -298,15 +287,6 @@ def test_the_moments_of_a_layer_that_is_left_behind_are_left_behind(tmp_path: Pa
     assert other.optimizer.state[other.module.encoder[0].weight]["step"] == 2
 
 
-def test_weights_of_another_program_are_renamed_too(tmp_path: Path) -> None:
-    torch.save(Net(seed=3).state_dict(), tmp_path / "weights.pt")
-    unit = _unit(Net("backbone", "decoder", "out"))
-    with refused(CheckpointMismatchError):
-        Saver.restore(tmp_path / "weights.pt", unit)
-    Saver.restore(tmp_path / "weights.pt", unit, restore_options=Options(rename=RENAMED))
-    assert torch.equal(unit.module.out.weight, Net(seed=3).head.weight)
-
-
 @pytest.mark.parametrize(
     "rename",
     [
@@ -323,26 +303,22 @@ def test_a_mapping_that_cannot_be_is_refused_before_anything_is_changed(tmp_path
     assert torch.equal(unit.module.head.weight, Net(seed=4).head.weight)
 
 
-def _wrapped(kind: str) -> nn.Module:
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
+def _with(change: Callable[[nn.Module], nn.Module]) -> Any:
     module: Any = Net(seed=9)
-    if kind == "compiled":
-        module.encoder = torch.compile(module.encoder, backend="eager")
-    elif kind == "recomputed":
-        module.encoder = checkpoint_wrapper(module.encoder)
-    elif kind == "frozen":
-        module.encoder.requires_grad_(False)
+    module.encoder = change(module.encoder)
     return module
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["compiled", "recomputed", "frozen"])
-def test_a_submodule_that_was_wrapped_or_frozen_since_keeps_its_names(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [lambda m: torch.compile(m, backend="eager"), checkpoint_wrapper, lambda m: m.requires_grad_(False)],
+    ids=["compiled", "recomputed", "frozen"],
+)
+def test_a_submodule_that_was_wrapped_or_frozen_since_keeps_its_names(tmp_path: Path, change: Any) -> None:
     saved = _saved(tmp_path)
-    unit, loader = _unit(_wrapped(kind)), _loader()
-    report = Saver.restore_from_latest(tmp_path, unit, train_dataloader=loader)
-    assert report is True
+    unit, loader = _unit(_with(change)), _loader()
+    assert Saver.restore_from_latest(tmp_path, unit, train_dataloader=loader) is True
     got, want = [list(m.parameters()) for m in (unit.module, saved.module)]
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     ech.train(unit, loader, max_updates=4, callbacks=[Saver(tmp_path / "more")])

@@ -1,4 +1,4 @@
-"""Buffers that training gives another shape, or their first value, are in a resumed run what they were; whatever loads them."""
+"""Buffers that training gives another shape or their first value, and states that a module's hooks rename, in a resumed run."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ import pytest
 import torch
 from torch import nn
 from torch.ao.quantization import FakeQuantize, PerChannelMinMaxObserver
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
-import echelon as ech
-from echelon.common.errors import CheckpointMismatchError
+from echelon.common.errors import CheckpointError, CheckpointMismatchError
 from tests.conftest import Ranks
-from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.models import largest_difference, net
 from tests.kit.refusals import refused
+from tests.kit.saving import goes_on, of_all
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
-
-Saver = ech.DistributedCheckpointSaver
-DATA = torch.utils.data.TensorDataset(*batch(48, 0))
 
 
 class Remembering(nn.Module):
@@ -64,17 +62,41 @@ class Observing(nn.Module):
         return self.net(self.observed(x.T.float()).T).double()
 
 
-KINDS: dict[str, type[nn.Module]] = {"remembering": Remembering, "loading": Loading, "observing": Observing}
+class Renaming(nn.Module):
+    """Its state has the names of an earlier version, and a tensor of its own making."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.norm = net(), nn.BatchNorm1d(4, dtype=torch.float64)
+        self.register_state_dict_post_hook(self._to_old)
+        self.register_load_state_dict_pre_hook(self._to_new)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(self.norm(x))
+
+    @staticmethod
+    def _to_old(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in list(state):
+            state[f"{prefix}old.{name.removeprefix(prefix)}"] = state.pop(name)
+        state[f"{prefix}version"] = torch.tensor(1)
+
+    @staticmethod
+    def _to_new(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        assert state.pop(f"{prefix}version") == 1
+        for name in list(state):
+            state[prefix + name.removeprefix(f"{prefix}old.")] = state.pop(name)
+
+
+KINDS: dict[str, type[nn.Module]] = {
+    "remembering": Remembering,
+    "loading": Loading,
+    "observing": Observing,
+    "renaming": Renaming,
+}
 
 
 def _run(folder: Path | None, module: nn.Module, layout: str, until: int) -> dict[str, torch.Tensor]:
-    """Restored from the folder if there is something, and saved there. Its parameters and buffers."""
-    unit, loader = Regression(module=module, layout=layout), ech.Loader(DATA, 8, seed=1)
-    if folder is not None:
-        Saver.restore_from_latest(folder, unit, train_dataloader=loader)
-    ech.train(unit, loader, max_updates=until, callbacks=[] if folder is None else [Saver(folder)])
-    buffers = {name: buffer.double().clone() for name, buffer in unit.prepared.unwrapped.named_buffers()}
-    return whole(unit.module) | {name: b for name, b in buffers.items() if b.isfinite().all()}
+    return of_all(goes_on(folder, Regression(module=module, layout=layout), until))
 
 
 def _each(folder: Path | None, layout: str, until: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -131,3 +153,13 @@ def test_parameters_keep_their_shapes_and_stay_absent(tmp_path: Path, now: tuple
     _run(tmp_path, Biased(2, True), "none", 2)
     with refused(CheckpointMismatchError):
         _run(tmp_path, Biased(*now), "none", 2)
+
+
+def _older_shards(folder: Path) -> None:
+    unit = Regression(module=FSDP(Renaming(), device_id=torch.device("cpu"), use_orig_params=True))
+    with refused(CheckpointError):
+        goes_on(folder, unit, 2)
+
+
+def test_the_older_shards_refuse_hooks_that_rename(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2, _older_shards, tmp_path)

@@ -23,7 +23,7 @@ from echelon.world import rng
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.refusals import refused
-from tests.kit.units import KINDS, Regression, under_each
+from tests.kit.units import KINDS, Hooks, Regression, under_each
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -96,12 +96,8 @@ class Foreign:
         self.at, self.samples = state["at"], state["shard"]
 
 
-def _with_shards(folder: Path) -> None:
-    saver = Saver(folder)
-    ech.train(Numbered(layout="ddp"), Foreign(4 * dist.get_rank()), max_updates=2, callbacks=[saver])
-
-
-def _shards_restored(folder: Path) -> tuple[int, int]:
+def _with_shards(folder: Path) -> tuple[int, int]:
+    ech.train(Numbered(layout="ddp"), Foreign(4 * dist.get_rank()), max_updates=2, callbacks=[Saver(folder)])
     loader = Foreign(40)
     Saver.restore_from_latest(folder, Numbered(layout="ddp"), train_dataloader=loader)
     return loader.at, loader.samples
@@ -109,8 +105,7 @@ def _shards_restored(folder: Path) -> tuple[int, int]:
 
 @pytest.mark.full
 def test_a_foreign_loader_with_a_state_of_each_rank_gets_its_own_back(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2, _with_shards, tmp_path / "c")
-    assert ranks(2, _shards_restored, tmp_path / "c") == [(2, 0), (2, 4)]
+    assert ranks(2, _with_shards, tmp_path / "c") == [(2, 0), (2, 4)]
     with refused(CheckpointMismatchError):
         Saver.restore_from_latest(tmp_path / "c", Numbered(layout="none"), train_dataloader=Foreign(0))
 
@@ -125,19 +120,11 @@ def test_a_program_that_changes_its_folder_saves_where_it_said(tmp_path: Path, m
     assert not (tmp_path / "elsewhere" / "c").exists()
 
 
-class SaveAtStart(ech.Callback):
-    def __init__(self, folder: Path) -> None:
-        self.saver = Saver(folder)
-
-    def on_train_start(self, state: ech.State, unit: Any) -> None:
-        self.saver.save(state, unit)
-
-
 def test_a_save_before_the_first_batch_after_a_restore_knows_the_position(tmp_path: Path) -> None:
     ech.train(Numbered(), Foreign(0), max_updates=2, callbacks=[Saver(tmp_path / "a")])
     unit, loader = Numbered(), Foreign(0)
     Saver.restore_from_latest(tmp_path / "a", unit, train_dataloader=loader)
-    ech.train(unit, loader, max_updates=4, callbacks=[SaveAtStart(tmp_path / "b")])
+    ech.train(unit, loader, max_updates=4, callbacks=[Hooks(on_train_start=Saver(tmp_path / "b").save)])
     loader = Foreign(0)
     Saver.restore_from_latest(tmp_path / "b", Numbered(), train_dataloader=loader)
     assert loader.at == 2
@@ -145,28 +132,16 @@ def test_a_save_before_the_first_batch_after_a_restore_knows_the_position(tmp_pa
 
 def test_the_metric_of_a_checkpoint_is_that_of_its_weights(tmp_path: Path) -> None:
     """Both are due at step 3: the evaluation comes first. At the end of training, no evaluation comes any more."""
-    unit = Numbered()
+    unit, best = Numbered(), BestCheckpointConfig("eval_loss", "min")
     evaluated: dict[int, float] = {}
     unit.on_eval_epoch_end = lambda state: evaluated.update({unit.train_progress.num_steps_completed: unit.eval_loss})  # type: ignore[method-assign]
-    saver = Saver(tmp_path, save_every_n_updates=3, best_checkpoint_config=BestCheckpointConfig("eval_loss", "min"))
-    loader = ech.Loader(DATA, 8, seed=1)
-    ech.fit(
-        unit,
-        loader,
-        ech.Loader(DATA, 8),
-        max_updates=6,
-        evaluate_every_n_updates=3,
-        evaluate_every_n_epochs=None,
-        callbacks=[saver],
-    )
+    saver = Saver(tmp_path, save_every_n_updates=3, best_checkpoint_config=best)
+    loaders = ech.Loader(DATA, 8, seed=1), ech.Loader(DATA, 8)
+    ech.fit(unit, *loaders, max_updates=6, evaluate_every_n_updates=3, evaluate_every_n_epochs=None, callbacks=[saver])
     told = {commit.step_of(p): manifest.read(p)["metrics"]["eval_loss"] for p in commit.committed(tmp_path)}
     assert told == evaluated and list(told) == [3, 6]
-
-
-def test_of_equally_good_checkpoints_the_older_is_best() -> None:
-    """A newer one may only repeat a number that was not measured since."""
-    best = BestCheckpointConfig("loss", "min")
-    assert best.best_first({1: {"loss": 2.0}, 2: {"loss": 1.0}, 3: {"loss": 1.0}, 4: {}}) == [2, 3, 1]
+    # A newer one may only repeat a number that was not measured since.
+    assert best.best_first({1: {"eval_loss": 2.0}, 2: {"eval_loss": 1.0}, 3: {"eval_loss": 1.0}, 4: {}}) == [2, 3, 1]
 
 
 class Besides(Regression):
@@ -244,31 +219,46 @@ class InSteps(Progress):
         return {name: value for name, value in super().state_dict().items() if "updates" not in name}
 
 
-def _older(unit: Any) -> Any:
-    unit.train_progress = InSteps()
-    return unit
+def _killed(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
-def _with_fewer_micro_batches(folder: Path, elsewhere: bool) -> dict[str, torch.Tensor]:
-    """Three updates of two micro-batches in an older version, then updates of one in this, in two runs."""
-    for accumulation, updates in ((2, 6), (1, 4), (1, 5)):
-        unit = Numbered(layout="ddp", accumulate=accumulation)
-        unit = _older(unit) if accumulation == 2 else unit
-        loader = ech.Loader(DATA, 8, seed=1, accumulate=accumulation)
-        saver = Saver(folder, save_every_n_updates=accumulation)
-        saver.restore_from_latest(folder, unit, train_dataloader=loader)
-        if elsewhere and accumulation == 1:
-            folder = folder.with_name("elsewhere")
-            saver = Saver(folder)
-        ech.train(unit, loader, max_updates=updates, callbacks=[saver])
+def _counted(
+    folder: Path,
+    accumulation: int,
+    updates: int,
+    *,
+    into: Path | None = None,
+    killed: bool = False,
+    layout: str = "none",
+    **saves: Any,
+) -> dict[str, torch.Tensor]:
+    """A run that goes on in its folder, or saves into another; with two micro-batches to an update, by the older version."""
+    ech.seed(3)
+    unit = Numbered(dropout=0.4, layout=layout, accumulate=accumulation)
+    if accumulation == 2:
+        unit.train_progress = InSteps()  # type: ignore[assignment]
+    loader = ech.Loader(DATA, 8, seed=1, accumulate=accumulation)
+    Saver.restore_from_latest(folder, unit, train_dataloader=loader)
+    torch.rand(3)
+    callbacks = [*([Hooks(on_train_step_end=_killed)] if killed else []), Saver(into or folder, **saves)]
+    with contextlib.suppress(KeyboardInterrupt):
+        ech.train(unit, loader, max_updates=updates, callbacks=callbacks)
     return whole(unit.module)
+
+
+def _with_fewer_micro_batches(folder: Path, elsewhere: Path | None) -> dict[str, torch.Tensor]:
+    """Three updates of two micro-batches in an older version, then updates of one in this, in two runs."""
+    _counted(folder, 2, 6, layout="ddp", save_every_n_updates=2)
+    _counted(folder, 1, 4, layout="ddp", into=elsewhere, save_every_n_updates=1)
+    return _counted(elsewhere or folder, 1, 5, layout="ddp", save_every_n_updates=1)
 
 
 @pytest.mark.full
 def test_a_run_that_counted_micro_batches_goes_on_in_its_folder(ranks: Ranks, tmp_path: Path) -> None:
     """What it called step 6 is update 3: the newest would be refused as ahead of the run."""
-    got = ranks(2, _with_fewer_micro_batches, tmp_path / "here", False)
-    wanted = ranks(2, _with_fewer_micro_batches, tmp_path / "there", True)
+    got = ranks(2, _with_fewer_micro_batches, tmp_path / "here", None)
+    wanted = ranks(2, _with_fewer_micro_batches, tmp_path / "there", tmp_path / "elsewhere")
     assert [largest_difference(a, b) for a, b in zip(got, wanted, strict=True)] == [0, 0]
     names = ["replaced-step-00000004", "replaced-step-00000006", *(f"step-{step:08d}" for step in (2, 3, 4, 5))]
     assert sorted(path.name for path in (tmp_path / "here").glob("*step*")) == names
@@ -276,45 +266,16 @@ def test_a_run_that_counted_micro_batches_goes_on_in_its_folder(ranks: Ranks, tm
     assert steps == [2, 2, 2, 1, 1, 1]
 
 
-class Killed(ech.Callback):
-    def on_train_step_end(self, state: ech.State, unit: Any) -> None:
-        raise KeyboardInterrupt
-
-
 @pytest.mark.full
-def test_the_one_checkpoint_that_stays_is_the_one_that_is_counted_anew(tmp_path: Path) -> None:
-    """It had the smaller number, and was removed as an older one; then the other was set aside, and nothing was left."""
-    for accumulation, more in ((2, []), (1, [Killed()])):
-        unit = Numbered(accumulate=accumulation)
-        unit = _older(unit) if accumulation == 2 else unit
-        loader = ech.Loader(DATA, 8, seed=1, accumulate=accumulation)
-        saver = Saver(tmp_path, save_every_n_updates=2, keep_last_n_checkpoints=1)
-        saver.restore_from_latest(tmp_path, unit, train_dataloader=loader)
-        with contextlib.suppress(KeyboardInterrupt):
-            ech.train(unit, loader, max_updates=6, callbacks=[*more, saver])
-    assert {path.name for path in tmp_path.glob("*step*")} == {"replaced-step-00000006", "step-00000003"}
-
-
-@pytest.mark.full
-def test_what_is_counted_anew_has_the_streams_of_what_it_is_made_of(tmp_path: Path) -> None:
-    """It had what the script had drawn by then, and the next run that began from it drew otherwise."""
-
-    def run(folder: Path, accumulation: int, steps: int, *more: ech.Callback) -> dict[str, torch.Tensor]:
-        ech.seed(3)
-        unit = Numbered(dropout=0.4, accumulate=accumulation)
-        unit = _older(unit) if accumulation == 2 else unit
-        loader, saver = ech.Loader(DATA, 8, seed=1, accumulate=accumulation), Saver(folder)
-        saver.restore_from_latest(folder, unit, train_dataloader=loader)
-        torch.rand(3)
-        with contextlib.suppress(KeyboardInterrupt):
-            ech.train(unit, loader, max_updates=steps, callbacks=[*more, saver])
-        return whole(unit.module)
-
-    run(tmp_path / "once", 2, 6)
+def test_the_one_checkpoint_that_stays_is_the_one_that_is_counted_anew_with_its_own_streams(tmp_path: Path) -> None:
+    """It had the smaller number, and was removed as an older one; then the other was set aside, and nothing was left. And it
+    had what the script had drawn by then, so that the next run that began from it drew otherwise."""
+    keeps = {"save_every_n_updates": 2, "keep_last_n_checkpoints": 1}
+    _counted(tmp_path / "once", 2, 6, **keeps)
     shutil.copytree(tmp_path / "once", tmp_path / "again")
-    run(tmp_path / "again", 1, 6, Killed())
-    assert (tmp_path / "again/step-00000003").is_dir()
-    assert largest_difference(run(tmp_path / "again", 1, 6), run(tmp_path / "once", 1, 6)) == 0
+    _counted(tmp_path / "again", 1, 6, killed=True, **keeps)
+    assert {path.name for path in (tmp_path / "again").glob("*step*")} == {"replaced-step-00000006", "step-00000003"}
+    assert largest_difference(_counted(tmp_path / "again", 1, 6), _counted(tmp_path / "once", 1, 6)) == 0
 
 
 def test_a_run_that_takes_weights_only_sets_nothing_aside(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,16 @@ import torch
 import echelon as ech
 from echelon.checkpoint import commit
 from echelon.common.errors import CheckpointOptionError, DivergedError
+from echelon.contracts.events import read_lines
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.refusals import refused
+from tests.kit.run_folders import recorded
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 
+Saver = ech.DistributedCheckpointSaver
 PER_EPOCH = 36
 STEPS = PER_EPOCH + 6
 
@@ -35,8 +37,7 @@ def _run(
     folder: Path | None, bad: int, value: float, *, skipped: Any = (), steps: int = STEPS, resume: bool = False, **options: Any
 ) -> dict[str, Any]:
     """Train with dropout and a schedule; with a folder, under a RollBack."""
-    layout, accumulation = options.pop("layout", "ddp"), options.pop("accumulation", 1)
-    saver_options = {"save_every_n_updates": 4, "async_checkpoint": options.pop("asynchronous", False)}
+    layout, accumulate = options.pop("layout", "ddp"), options.pop("accumulate", 1)
     unit = Regression(
         module=net(dropout=0.2),
         layout=layout,
@@ -44,13 +45,13 @@ def _run(
         lr=0.01,
         schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.9),
         step_lr_interval="step",
-        accumulate=accumulation,
+        accumulate=accumulate,
     )
-    loader = ech.Loader(_data(bad, value), 8, seed=1, accumulate=accumulation)
+    loader = ech.Loader(_data(bad, value), 8, seed=1, accumulate=accumulate)
     unit.train_progress.skipped = list(skipped)
     callbacks: list[ech.Callback] = []
     if folder is not None:
-        saver = ech.DistributedCheckpointSaver(folder, **saver_options)
+        saver = Saver(folder, save_every_n_updates=4, async_checkpoint=options.pop("asynchronous", False))
         if resume:
             assert saver.restore_from_latest(folder, unit, train_dataloader=loader)
         callbacks = [ech.callbacks.RollBack(saver, **options), saver]
@@ -58,12 +59,13 @@ def _run(
     return {"module": whole(unit.module), "skipped": unit.train_progress.skipped, "steps": unit.steps}
 
 
+def _order() -> Any:
+    return ech.Loader(_data(0, 0.0), 8, seed=1, options=ech.data.LoaderOptions(dp=(0, 1))).order
+
+
 def _steps_of(bad: int) -> list[int]:
     """The updates of two epochs that a sample belongs to."""
-    order = ech.Loader(_data(0, 0.0), 8, seed=1, options=ech.data.LoaderOptions(dp=(0, 1))).order
-    return [
-        epoch * PER_EPOCH + k for epoch in (0, 1) for k in range(PER_EPOCH) if bad in order.at(epoch, np.arange(k * 8, k * 8 + 8))
-    ]
+    return [epoch * PER_EPOCH + int(_order().positions_of(epoch, np.array([bad]))[0]) // 8 for epoch in (0, 1)]
 
 
 def _seen_after_a_while() -> int:
@@ -90,7 +92,7 @@ def test_going_back_leaves_the_batch_out_and_nothing_else(
     """The sample comes twice: the second time the way back leads into another epoch."""
     bad = _seen_after_a_while()
     ranges = [(k, k + 1) for k in _steps_of(bad)]
-    options = {"layout": layout, "accumulation": accumulation}
+    options = {"layout": layout, "accumulate": accumulation}
     got = ranks(2, _run, tmp_path / "c", bad, value, asynchronous=asynchronous, **options)[0]
     want = ranks(2, _run, None, bad, value, skipped=ranges, **options)[0]
     assert got["skipped"] == ranges
@@ -113,7 +115,7 @@ def _until_it_ends(folder: Path, watch: bool) -> str:
     x, y = batch(96, 0)
     y[5::8] = math.nan  # in nearly every batch
     unit = Regression(module=net(), layout="ddp")
-    saver = ech.DistributedCheckpointSaver(folder)
+    saver = Saver(folder)
     loader = ech.Loader(torch.utils.data.TensorDataset(x, y), 8, seed=1)
     # Rank 0 alone sees it, in a number of its own.
     options: dict[str, Any] = (
@@ -152,25 +154,18 @@ class Own(ech.TrainUnit[Any]):
 
 
 @pytest.mark.full
-def test_a_unit_of_the_users_own_says_what_to_watch_and_the_events_tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bad = _seen_after_a_while()
-    loader = ech.Loader(_data(bad, math.nan), 8, seed=1)
-    saver = ech.DistributedCheckpointSaver(tmp_path / "c", save_every_n_updates=4)
-    with refused(CheckpointOptionError):
-        ech.train(Own(), loader, max_updates=1, callbacks=[ech.callbacks.RollBack(saver)])
-    with refused(CheckpointOptionError):
-        ech.train(
-            Own(), [loader.dataset[0]], max_updates=1, callbacks=[ech.callbacks.RollBack(saver, watch=lambda state, unit: 0.0)]
-        )
-    run = ech.evidence.RunDir.create(tmp_path, "r")
-    monkeypatch.setenv("ECHELON_RUN_DIR", str(run.path))
+def test_a_unit_of_the_users_own_says_what_to_watch_and_the_events_tell(tmp_path: Path) -> None:
+    bad, roll_back = _seen_after_a_while(), ech.callbacks.RollBack
+    loader, saver = ech.Loader(_data(bad, math.nan), 8, seed=1), Saver(tmp_path / "c", save_every_n_updates=4)
+    for data, options in ((loader, {}), ([loader.dataset[0]], {"watch": lambda state, unit: 0.0})):
+        with refused(CheckpointOptionError):
+            ech.train(Own(), data, max_updates=1, callbacks=[roll_back(saver, **options)])
     unit = Own()
-    ech.train(
-        unit, loader, max_updates=STEPS, callbacks=[ech.callbacks.RollBack(saver, watch=lambda state, unit: unit.loss), saver]
-    )
+    with recorded(tmp_path / "r") as run:
+        watch = roll_back(saver, watch=lambda state, unit: unit.loss)
+        ech.train(unit, loader, max_updates=STEPS, callbacks=[watch, saver])
     assert all(torch.isfinite(p).all() for p in unit.module.parameters())
-    told = [json.loads(line) for line in run.events(0).read_text().splitlines()]
-    back = next(each for each in told if each["event"] == "rolled_back")
+    back = next(each for each in read_lines(run.events(0)) if each["event"] == "rolled_back")
     step = _steps_of(bad)[0]
     assert (back["step"], back["to"], back["skipped"]) == (step + 1, step - step % 4, [step, step + 1])
     assert bad in back["samples"] and "nan" in back["why"]
@@ -178,7 +173,6 @@ def test_a_unit_of_the_users_own_says_what_to_watch_and_the_events_tell(tmp_path
 
 def _with_evaluations(folder: Path | None, skipped: Any) -> dict[str, Any]:
     """The bad batch is update 5, one after a checkpoint and an evaluation, which decides the learning rate."""
-    bad = int(ech.Loader(_data(0, 0.0), 8, seed=1, options=ech.data.LoaderOptions(dp=(0, 1))).order.at(0, np.array([43]))[0])
     unit = Regression(
         module=net(dropout=0.2),
         schedule=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=10.0),
@@ -186,26 +180,20 @@ def _with_evaluations(folder: Path | None, skipped: Any) -> dict[str, Any]:
     unit.train_progress.skipped = list(skipped)
     evaluated: list[int] = []
     unit.on_eval_end = lambda state: evaluated.append(unit.train_progress.num_steps_completed)  # type: ignore[method-assign]
-    callbacks: list[ech.Callback] = []
-    if folder is not None:
-        saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=4)
-        callbacks = [ech.callbacks.RollBack(saver), saver]
+    saver = Saver(folder, save_every_n_updates=4) if folder is not None else None
+    callbacks = [ech.callbacks.RollBack(saver), saver] if saver is not None else []
+    loader = ech.Loader(_data(int(_order().at(0, np.array([43]))[0]), math.nan), 8, seed=1)
     held_out = ech.Loader(_data(0, 0.0), 8, shuffle=False)
-    loader = ech.Loader(_data(bad, math.nan), 8, seed=1)
     ech.fit(unit, loader, held_out, max_updates=12, evaluate_every_n_updates=4, evaluate_every_n_epochs=None, callbacks=callbacks)
     return {"module": whole(unit.module), "evaluated": evaluated, "lr": unit.optimizer.param_groups[0]["lr"]}
 
 
 @pytest.mark.full
 def test_an_evaluation_that_the_older_state_was_saved_before_comes_again_at_its_step(tmp_path: Path) -> None:
+    """One that is due at a step left out is made: it decides the learning rate, and one fewer would be seen."""
     want, got = _with_evaluations(None, [(5, 6)]), _with_evaluations(tmp_path / "c", [])
     assert want["evaluated"] == [4, 8, 12] and got["evaluated"] == [4, 4, 8, 12]
     assert got["lr"] == want["lr"] and largest_difference(got["module"], want["module"]) == 0
-
-
-@pytest.mark.full
-def test_an_evaluation_that_is_due_at_a_step_left_out_is_made(tmp_path: Path) -> None:
-    """It decides the learning rate: one fewer would be seen."""
     for skipped in ([(3, 4)], [(7, 8)], [(10, 12)], [(2, 9)]):
         assert _with_evaluations(None, skipped)["evaluated"] == [4, 8, 12]
 
@@ -213,20 +201,17 @@ def test_an_evaluation_that_is_due_at_a_step_left_out_is_made(tmp_path: Path) ->
 def test_a_save_that_is_due_at_a_step_left_out_comes_after_the_next(tmp_path: Path) -> None:
     unit = Regression(module=net())
     unit.train_progress.skipped = [(3, 4), (7, 9)]
-    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_updates=4)
+    saver = Saver(tmp_path, save_every_n_updates=4)
     ech.train(unit, ech.Loader(_data(0, 0.0), 8, seed=1), max_updates=14, callbacks=[saver])
     assert [commit.step_of(path) for path in commit.committed(tmp_path)] == [5, 10, 12, 14]
 
 
 def test_an_overflow_that_the_scaler_leaves_out_is_no_divergence(tmp_path: Path) -> None:
-    unit = Regression(
-        precision=ech.layouts.Precision(torch.float16, init_scale=2.0**40), module=net(dtype=torch.float32), clip_grad_norm=1.0
-    )
-    saver = ech.DistributedCheckpointSaver(tmp_path / "c")
-    data = torch.utils.data.TensorDataset(*batch(320, 0, dtype=torch.float32))
-    ech.train(
-        unit, ech.Loader(data, 8, seed=1), max_updates=40, callbacks=[ech.callbacks.RollBack(saver, deviations=None), saver]
-    )
+    precision = ech.layouts.Precision(torch.float16, init_scale=2.0**40)
+    unit = Regression(precision=precision, module=net(dtype=torch.float32), clip_grad_norm=1.0)
+    saver = Saver(tmp_path / "c")
+    loader = ech.Loader(torch.utils.data.TensorDataset(*batch(320, 0, dtype=torch.float32)), 8, seed=1)
+    ech.train(unit, loader, max_updates=40, callbacks=[ech.callbacks.RollBack(saver, deviations=None), saver])
     assert not unit.train_progress.skipped
     assert unit.grad_scaler is not None and unit.grad_scaler.get_scale() < 2.0**40
 
@@ -235,15 +220,12 @@ def test_an_overflow_that_the_scaler_leaves_out_is_no_divergence(tmp_path: Path)
 def test_a_run_that_begins_anew_goes_back_to_its_own_beginning(tmp_path: Path) -> None:
     """An earlier run in this folder left its step 0, with other weights."""
 
-    def run(seed: int, bad: float, skipped: Any = (), **options: Any) -> Regression:
+    def run(seed: int, bad: float, skipped: Any = (), folder: str = "c", **options: Any) -> Regression:
         unit = Regression(module=net(seed))
         unit.train_progress.skipped = list(skipped)
-        saver = ech.DistributedCheckpointSaver(tmp_path / str(options.pop("folder", "c")), **options)
-        sample = int(
-            ech.Loader(_data(0, 0.0), 8, seed=1, options=ech.data.LoaderOptions(dp=(0, 1))).order.at(0, np.array([17]))[0]
-        )
-        callbacks: list[ech.Callback] = [ech.callbacks.RollBack(saver), saver]
-        ech.train(unit, ech.Loader(_data(sample, bad), 8, seed=1), max_updates=4, callbacks=callbacks)
+        saver = Saver(tmp_path / folder, **options)
+        loader = ech.Loader(_data(int(_order().at(0, np.array([17]))[0]), bad), 8, seed=1)
+        ech.train(unit, loader, max_updates=4, callbacks=[ech.callbacks.RollBack(saver), saver])
         return unit
 
     run(0, 0.0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from echelon.checkpoint import manifest
 from echelon.common.errors import CheckpointCorruptError, CheckpointMismatchError
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.own_loops import step
 from tests.kit.refusals import refused
-from tests.kit.units import Regression
+from tests.kit.units import Hooks, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -82,14 +85,10 @@ def test_a_resumed_run_trains_what_the_saved_one_did(ranks: Ranks, tmp_path: Pat
     wanted, folder = ranks(2, _run, str(tmp_path / "whole"), how, layout)[0], str(tmp_path / "parts")
     for stop_after in (4, 7):  # in the middle of the second epoch, and of the third
         ranks(2, _run, folder, how, layout, stop_after)
+    if how == "grouped":
+        shutil.copytree(folder, f"{folder}-alone")
+        assert largest_difference(_run(f"{folder}-alone", how, "none"), wanted) < 1e-12  # on another layout as well
     assert largest_difference(ranks(2, _run, folder, how, layout)[0], wanted) == 0
-
-
-@pytest.mark.full
-def test_on_another_layout_as_well(ranks: Ranks, tmp_path: Path) -> None:
-    wanted = _run(str(tmp_path / "whole"), "grouped", "none")
-    ranks(2, _run, str(tmp_path / "parts"), "grouped", "fsdp", 5)
-    assert largest_difference(_run(str(tmp_path / "parts"), "grouped", "none"), wanted) < 1e-12
 
 
 class Stop(Exception):
@@ -98,14 +97,13 @@ class Stop(Exception):
 
 def _loop(folder: str, counts: str, groups: bool, layout: str, stop_after: int | None = None) -> dict[str, torch.Tensor]:
     """The same in a loop of one's own, whose line in front of the batches runs again in an epoch that is resumed."""
-    model = net()
-    model.first.requires_grad_(False)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad or not groups], lr=0.1, momentum=0.9)
+    built = net()
+    built.first.requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in built.parameters() if p.requires_grad or not groups], lr=0.1, momentum=0.9)
     saver = Saver(folder, save_every_n_updates=1)
-    built = model
-    model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(DATA, 8, seed=1), layout=layout, checkpoints=saver)
+    model, optimizer, loader = ech.prepare(built, optimizer, ech.Loader(DATA, 8, seed=1), layout=layout, checkpoints=saver)
     steps = 0
-    try:
+    with contextlib.suppress(Stop):
         for epoch in ech.epochs(loader, EPOCHS) if counts == "epochs" else range(EPOCHS):
             if epoch == 1:
                 built.first.requires_grad_(True)
@@ -114,13 +112,8 @@ def _loop(folder: str, counts: str, groups: bool, layout: str, stop_after: int |
             for x, y in loader:
                 if stop_after is not None and steps == stop_after:
                     raise Stop
-                with ech.window(model) as window:
-                    window.backward(nn.functional.mse_loss(model(x), y))
-                    optimizer.step()
-                    optimizer.zero_grad()
+                step(model, optimizer, x, y)
                 steps += 1
-    except Stop:
-        pass
     return whole(model)
 
 
@@ -153,18 +146,6 @@ def test_a_script_that_was_changed_has_its_own_choice(tmp_path: Path, caplog: py
     assert "this script's choice" in caplog.text
 
 
-class Replaces(ech.Callback):
-    """Unfreezes as the second epoch begins, and trains all with another optimizer."""
-
-    def __init__(self, momentum: float) -> None:
-        self.momentum = momentum
-
-    def on_train_epoch_start(self, state: ech.State, unit: Any) -> None:
-        if unit.train_progress.num_epochs_completed == 1:
-            unit.prepared.unwrapped.first.requires_grad_()
-            unit.optimizer = torch.optim.SGD(unit.module.parameters(), lr=0.1, momentum=self.momentum)
-
-
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_an_optimizer_that_lacks_what_was_trained_is_refused_with_a_remedy(tmp_path: Path, momentum: float) -> None:
     def unit() -> Grouping:
@@ -172,7 +153,13 @@ def test_an_optimizer_that_lacks_what_was_trained_is_refused_with_a_remedy(tmp_p
         module.first.requires_grad_(False)
         return Grouping(module=module)
 
-    ech.train(unit(), ech.Loader(DATA, 8), max_epochs=2, callbacks=[Replaces(momentum), Saver(tmp_path)])
+    def replaces(state: ech.State, unit: Any) -> None:
+        """Unfreezes as the second epoch begins, and trains all with another optimizer."""
+        if unit.train_progress.num_epochs_completed == 1:
+            unit.prepared.unwrapped.first.requires_grad_()
+            unit.optimizer = torch.optim.SGD(unit.module.parameters(), lr=0.1, momentum=momentum)
+
+    ech.train(unit(), ech.Loader(DATA, 8), max_epochs=2, callbacks=[Hooks(on_train_epoch_start=replaces), Saver(tmp_path)])
     with refused(CheckpointMismatchError):
         Saver.restore_from_latest(tmp_path, unit())
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import echelon as ech
 from echelon.common.errors import UsageError
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, largest_difference, net, plain_training, whole
+from tests.kit.tracing import Trace
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -23,19 +23,24 @@ WINDOW = 3
 STEPS = 5  # the last window has two
 
 
-class _Sent(TorchDispatchMode):
-    """Bytes that gradients take on their way: the input of each collective."""
+class _Measured(Regression):
+    """Notes what its window keeps after the first micro-batch, and what its first window sends: reduced, and all-reduced."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.reduced = self.all_reduced = 0
+    kept = 0
+    sent: tuple[int, int] = (0, 0)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.c10d._reduce_scatter_base_.default:
-            self.reduced += args[1].nbytes
-        elif func is torch.ops.c10d.allreduce_.default and args[0][0].numel() > 3:  # not the window's own three numbers
-            self.all_reduced += sum(t.nbytes for t in args[0])
-        return func(*args, **(kwargs or {}))
+    def train_step(self, state: ech.State, data: Any) -> Any:
+        at = self.train_progress.num_steps_completed
+        if at == 0:
+            self.before, self.trace = _living(), Trace()
+            self.trace.__enter__()
+        made = super().train_step(state, data)
+        if at == 0:
+            self.kept = _living() - self.before
+        elif at == WINDOW - 1:
+            self.trace.__exit__(None, None, None)
+            self.sent = self.trace.reduced.total(), self.trace.all_reduced.total()
+        return made
 
 
 def _living() -> int:
@@ -48,94 +53,70 @@ def _living() -> int:
     return sum(storages.values())
 
 
-class _Measured(Regression):
-    """Notes what its window keeps after the first micro-batch, and what its first window sends."""
-
-    kept = 0
-    sent: tuple[int, int] = (0, 0)
-
-    def train_step(self, state: ech.State, data: Any) -> Any:
-        step = self.train_progress.num_steps_completed
-        if step == 0:
-            self.before, self.mode = _living(), _Sent()
-            self.mode.__enter__()
-        made = super().train_step(state, data)
-        if step == 0:
-            self.kept = _living() - self.before
-        elif step == WINDOW - 1:
-            self.mode.__exit__(None, None, None)
-            self.sent = self.mode.reduced, self.mode.all_reduced
-        return made
-
-
 def _mine(unit: ech.AutoUnit[Any], steps: int = STEPS, rows: int = 8) -> list[Any]:
     rank, size = unit.prepared.dp_rank, unit.prepared.dp_size
     return [tuple(t.chunk(size)[rank] for t in batch(rows, i)) for i in range(steps)]
 
 
-def _measured(layout: Any) -> dict[str, Any]:
-    unit = _Measured(module=net(width=64), layout=layout, accumulate=WINDOW)
-    ech.train(unit, _mine(unit), max_epochs=1)
-    return {"kept": unit.kept, "sent": unit.sent, "values": whole(unit.module)}
-
-
 LATER: Any = {"requires_gradient_sync": False}
-LAYOUTS: dict[str, Any] = {
-    "fsdp": "fsdp",
-    "fsdp, later": ech.FSDPStrategy(**LATER),
-    "zero2": "zero2",
-    "hsdp": "hsdp",
-    "hsdp, later": ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", **LATER),
-    "hsdp, at once": ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", requires_all_reduce=True),
-    "tp x fsdp": ech.Layout(tp=2),
-}
+HYBRID: Any = {"sharding_strategy": "HYBRID_SHARD"}
 # Of each: how often the gradients are reduced and scattered in a window, in sizes of the model, and how much of them is
 # all-reduced; None: not looked at.
-SENT: dict[str, list[float | None]] = {
-    "fsdp": [3.0, None],
-    "fsdp, later": [1.0, 0.0],
-    "zero2": [3.0, None],
-    "hsdp": [3.0, 0.5],
-    "hsdp, later": [1.0, 0.5],
-    "hsdp, at once": [3.0, 1.5],
-    "tp x fsdp": [None, None],
+LAYOUTS: dict[str, tuple[Any, list[float | None]]] = {
+    "fsdp": ("fsdp", [3.0, None]),
+    "fsdp, later": (ech.FSDPStrategy(**LATER), [1.0, 0.0]),
+    "zero2": ("zero2", [3.0, None]),
+    "hsdp": ("hsdp", [3.0, 0.5]),
+    "hsdp, later": (ech.FSDPStrategy(**HYBRID, **LATER), [1.0, 0.5]),
+    "hsdp, at once": (ech.FSDPStrategy(**HYBRID, requires_all_reduce=True), [3.0, 1.5]),
+    "tp x fsdp": (ech.Layout(tp=2), [None, None]),
 }
-SOME = ["fsdp, later", "hsdp"]
-OTHERS = [name for name in LAYOUTS if name not in SOME]
 
 
-def _measure_all(names: list[str]) -> dict[str, Any]:
-    return {name: _measured(LAYOUTS[name]) for name in names}
+def _measure_all() -> dict[str, Any]:
+    found = {}
+    for name, (layout, _) in LAYOUTS.items():
+        unit = _Measured(module=net(width=64), layout=layout, accumulate=WINDOW)
+        ech.train(unit, _mine(unit), max_epochs=1)
+        found[name] = {"kept": unit.kept, "sent": unit.sent, "values": whole(unit.module)}
+    return found
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("names", [pytest.param(SOME, id="some"), pytest.param(OTHERS, id="others")])
-def test_a_rank_keeps_its_shards_of_the_gradients_and_the_numbers_are_the_same(ranks: Ranks, names: list[str]) -> None:
-    found = ranks(4, _measure_all, names)
+def test_a_rank_keeps_its_shards_of_the_gradients_and_the_numbers_are_the_same(ranks: Ranks) -> None:
+    found = ranks(4, _measure_all)
     size = sum(p.numel() for p in Net(width=64).parameters()) * 8  # float64
     plain, _, _ = plain_training([[batch(8, i) for i in steps] for steps in (range(3), range(3, 5))], module=net(width=64))
     for got in found:
         for name, seen in got.items():
             assert largest_difference(seen["values"], plain) < 1e-9, name
-    kept = {name: seen["kept"] / size for name, seen in found[0].items()}
-    for name, share in kept.items():  # of the whole gradients: one where nothing travels yet, else shards, and some small change
-        shards = 1.0 if "later" in name else 0.5 if "hsdp" in name else 0.25
-        assert shards - 0.02 < share < shards + 0.12, (name, kept)
     for name, seen in found[0].items():
+        # Of the whole gradients: one where nothing travels yet, else shards, and some small change.
+        shards = 1.0 if "later" in name else 0.5 if "hsdp" in name else 0.25
+        assert shards - 0.02 < seen["kept"] / size < shards + 0.12, name
+        wanted = LAYOUTS[name][1]
         sent = [round(each / size, 1) for each in seen["sent"]]
-        assert [is_ if want is not None else None for is_, want in zip(sent, SENT[name], strict=True)] == SENT[name], name
+        assert [is_ if want is not None else None for is_, want in zip(sent, wanted, strict=True)] == wanted, name
 
 
 class _Takes(nn.Module):
-    """Two heads of one shape in the root; a batch says which of them is used."""
+    """Two heads of one shape in the root, or two equal blocks, or two layers of the root; a batch says which is used."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str, dtype: torch.dtype) -> None:
         super().__init__()
-        self.body = net()
-        self.heads = nn.ModuleList(nn.Linear(1, 1) for _ in range(2)).double()
+        torch.manual_seed(0)
+        self.body = net(dtype=dtype)
+        if kind == "blocks":
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)) for _ in range(2))
+        elif kind == "heads":
+            self.heads = nn.ModuleList(nn.Linear(1, 1) for _ in range(2))
+        else:
+            self.first, self.second = nn.Linear(1, 1), nn.Linear(1, 1)
+        self.to(dtype)
 
     def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
-        return self.heads[which](self.body(x))
+        parts = getattr(self, "blocks", None) or getattr(self, "heads", None) or (self.first, self.second)
+        return parts[which](self.body(x))
 
 
 class _Chooses(Regression):
@@ -144,10 +125,11 @@ class _Chooses(Regression):
         return nn.functional.mse_loss(out, data[1]), out
 
 
-def _chosen(layout: Any, heads: list[int]) -> Any:
-    torch.manual_seed(0)
-    unit = _Chooses(module=_Takes(), layout=layout, accumulate=2)
-    data = [(*rows, head) for rows, head in zip(_mine(unit, len(heads)), heads, strict=True)]
+def _chosen(layout: Any, heads: list[int], kind: str = "heads", precision: str | None = None, accumulate: int = 2) -> Any:
+    """The parameters, or what it was refused with."""
+    dtype = torch.float64 if precision is None else torch.float32
+    unit = _Chooses(module=_Takes(kind, dtype), layout=layout, accumulate=accumulate, precision=precision)
+    data = [(*(t.to(dtype) for t in rows), head) for rows, head in zip(_mine(unit, len(heads)), heads, strict=True)]
     try:
         ech.train(unit, data, max_epochs=1)
     except UsageError as error:
@@ -156,13 +138,18 @@ def _chosen(layout: Any, heads: list[int]) -> Any:
 
 
 def _choose_all(heads: list[int]) -> dict[str, Any]:
-    return {
-        "ddp": _chosen(ech.DDPStrategy(find_unused_parameters=True), heads),
-        "fsdp": _chosen("fsdp", heads),
-        "hsdp": _chosen("hsdp", heads),
-        "at once": _chosen(ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", requires_all_reduce=True), heads),
-        "later": _chosen(ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", requires_gradient_sync=False), heads),
+    layouts = {
+        "ddp": ech.DDPStrategy(find_unused_parameters=True),
+        "fsdp": "fsdp",
+        "hsdp": "hsdp",
+        "at once": ech.FSDPStrategy(**HYBRID, requires_all_reduce=True),
+        "later": ech.FSDPStrategy(**HYBRID, **LATER),
     }
+    return {name: _chosen(layout, heads) for name, layout in layouts.items()}
+
+
+def _chosen_by_copy(others: list[int]) -> Any:
+    return _chosen("hsdp", [0, 0, 0] if dist.get_rank() < 2 else others, accumulate=3)
 
 
 @pytest.mark.full
@@ -174,6 +161,9 @@ def test_other_parameters_in_each_micro_batch_are_right_or_refused(ranks: Ranks)
             assert largest_difference(got[name], got["ddp"]) < 1e-9, name
     for got in ranks(4, _choose_all, [0, 0, 1, 1]):  # the same within each window
         assert largest_difference(got["hsdp"], got["ddp"]) < 1e-9
+    for others in ([0, 1, 0], [0, 0, 1]):  # what the ranks of one copy find all are told
+        said = ranks(4, _chosen_by_copy, others)
+        assert said == [said[0]] * 4 and "heads.0" in said[0] and "FSDPStrategy(requires_all_reduce=True)" in said[0]
 
 
 class _GivesUp(Regression):
@@ -197,8 +187,8 @@ def _give_up_all() -> dict[str, Any]:
     return {
         "fsdp": _given_up("fsdp"),
         "hsdp": _given_up("hsdp"),
-        "later": _given_up(ech.FSDPStrategy(requires_gradient_sync=False)),
-        "later, bf16": _given_up(ech.FSDPStrategy(requires_gradient_sync=False), half=True),
+        "later": _given_up(ech.FSDPStrategy(**LATER)),
+        "later, bf16": _given_up(ech.FSDPStrategy(**LATER), half=True),
     }
 
 
@@ -209,57 +199,14 @@ def test_a_window_that_is_given_up_leaves_nothing_for_the_next(ranks: Ranks) -> 
         assert largest_difference(got, plain) < (2e-2 if "bf16" in name else 1e-9), name
 
 
-def _chosen_by_copy(others: list[int]) -> str:
-    heads = [0, 0, 0] if dist.get_rank() < 2 else others
-    unit = _Chooses(module=_Takes(), layout="hsdp", accumulate=3)
-    data = [(*rows, head) for rows, head in zip(_mine(unit, len(heads)), heads, strict=True)]
-    with pytest.raises(UsageError) as caught:
-        ech.train(unit, data, max_epochs=1)
-    return str(caught.value)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("others", [[0, 1, 0], [0, 0, 1]])
-def test_what_the_ranks_of_one_copy_find_all_are_told(ranks: Ranks, others: list[int]) -> None:
-    said = ranks(4, _chosen_by_copy, others)
-    assert said == [said[0]] * 4 and "heads.0" in said[0] and "FSDPStrategy(requires_all_reduce=True)" in said[0]
-
-
-class _InTurns(nn.Module):
-    """Two equal blocks, or two layers of the root, of which a batch uses one."""
-
-    def __init__(self, blocks: bool) -> None:
-        super().__init__()
-        self.body = net(dtype=torch.float32)
-        if blocks:
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)) for _ in range(2))
-        else:
-            self.first, self.second = nn.Linear(1, 1), nn.Linear(1, 1)
-
-    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
-        parts = self.blocks if hasattr(self, "blocks") else (self.first, self.second)
-        return parts[which](self.body(x))
-
-
-def _in_turns(layout: Any, blocks: bool) -> Any:
-    torch.manual_seed(0)
-    unit = _Chooses(module=_InTurns(blocks), layout=layout, accumulate=2, precision="bf16")
-    data = [(*(t.float() for t in rows), at % 2) for at, rows in enumerate(_mine(unit, 4))]
-    try:
-        ech.train(unit, data, max_epochs=1)
-    except UsageError as error:
-        return str(error)
-    return whole(unit.module)
-
-
-def _turns(blocks: bool) -> tuple[Any, Any]:
-    return _in_turns(ech.FSDPStrategy(requires_gradient_sync=False), blocks), _in_turns("fsdp", blocks)
+def _turns(kind: str) -> tuple[Any, Any]:
+    return tuple(_chosen(layout, [0, 1, 0, 1], kind, "bf16") for layout in (ech.FSDPStrategy(**LATER), "fsdp"))  # type: ignore[return-value]
 
 
 @pytest.mark.full
 def test_kept_gradients_in_a_lower_precision_are_those_of_each_micro_batch_or_refused(ranks: Ranks) -> None:
     """torch fails at a block that no pass has gathered yet, and cannot reduce gradients of two types of one block."""
-    for later, at_once in ranks(2, _turns, True):
+    for later, at_once in ranks(2, _turns, "blocks"):
         assert largest_difference(later, at_once) < 1e-5
-    for later, at_once in ranks(2, _turns, False):
+    for later, at_once in ranks(2, _turns, "layers"):
         assert "Leave out requires_gradient_sync=False" in later and isinstance(at_once, dict)

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import echelon as ech
-from echelon.common.errors import LoopError, UsageError
+from echelon.checkpoint.export import export_torch
+from echelon.common.errors import LayoutError, LoopError
 from tests.conftest import Ranks
-from tests.kit.models import Net, batch, largest_difference, net
+from tests.kit.models import Net, batch, largest_difference, net, whole
 from tests.kit.refusals import refused
 from tests.kit.units import EACH, KINDS, Regression
 
@@ -57,6 +57,7 @@ CASES = {
     "lit": ech.units.SWAParams(1, 1, ema_decay=0.9, use_lit=True),
     "copied buffers": ech.units.SWAParams(0, 2, ema_decay=0.7, use_buffers=False),
 }
+EMA = ech.units.SWAParams(0, 1, ema_decay=0.9, use_lit=True)  # what ema=0.9 is, which evaluations use
 
 
 def _mine(unit: ech.AutoUnit[Any], micro: int = 1) -> list[Any]:
@@ -107,53 +108,40 @@ def _averages(unit: ech.AutoUnit[Any]) -> dict[str, torch.Tensor]:
     return {n.partition(".")[2]: _whole(v) for n, v in state.items()}
 
 
-def _trained(
-    layout: str | None, params: ech.units.SWAParams, micro: int = 1, updates: int = UPDATES, **options: Any
-) -> Regression:
+def _trained(layout: str | None, params: Any, micro: int = 1, updates: int = UPDATES, **options: Any) -> Regression:
     options.setdefault("module", Counting())
-    unit = Regression(layout=layout, swa_params=params, step_lr_interval="step", accumulate=micro, **options)
+    how = {"ema": 0.9} if params is EMA else {"swa_params": params}
+    unit = Regression(layout=layout, step_lr_interval="step", accumulate=micro, **how, **options)
     ech.train(unit, _mine(unit, micro)[: updates * micro], max_epochs=1)
     return unit
 
 
-def _all_cases(layout: str) -> dict[str, dict[str, torch.Tensor]]:
-    return {name: _averages(_trained(layout, params)) for name, params in CASES.items()}
+def _all_cases(layout: str | None) -> dict[str, dict[str, torch.Tensor]]:
+    return {name: _averages(_trained(layout, params)) for name, params in [*CASES.items(), ("ema=0.9", EMA)]}
+
+
+def _check_all(got: dict[str, dict[str, torch.Tensor]]) -> None:
+    for name, params in [*CASES.items(), ("ema=0.9", EMA)]:
+        assert largest_difference(got[name], _reference(params)) < 1e-12, name
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", EACH)
 def test_averages_on_two_ranks_equal_torchs_on_one_process(ranks: Ranks, layout: str) -> None:
-    want = {name: _reference(params) for name, params in CASES.items()}
     for got in ranks(2, _all_cases, layout):
-        for name in CASES:
-            assert largest_difference(got[name], want[name]) < 1e-12, name
+        _check_all(got)
 
 
 def test_averages_in_one_process_equal_torchs() -> None:
-    for name, params in CASES.items():
-        assert largest_difference(_averages(_trained(None, params)), _reference(params)) < 1e-12, name
+    _check_all(_all_cases(None))
 
 
 def test_updates_are_counted_and_not_micro_batches() -> None:
     params = CASES["warm-up and frequency"]
     unit = _trained(None, params, micro=2)
-    want = _reference(params, micro=2)
-    assert largest_difference(_averages(unit), want) < 1e-12
+    assert largest_difference(_averages(unit), _reference(params, micro=2)) < 1e-12
     assert unit.swa_model is not None
     assert (unit.swa_model.passed, unit.swa_model.n_averaged) == (UPDATES, 2)  # of the updates 3 and 6
-
-
-def test_updates_are_counted_where_the_learning_rate_goes_by_epochs() -> None:
-    unit = Regression(swa_params=ech.units.SWAParams(4, 2, averaging_method="swa"))  # step_lr_interval="epoch"
-    after = []
-
-    class Note(ech.Callback):
-        def on_train_step_end(self, state: ech.State, unit: Any) -> None:
-            after.append({n: _whole(p) for n, p in unit.module.named_parameters()})
-
-    ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=3, callbacks=[Note()])
-    want = {n: (after[4][n] + after[6][n] + after[8][n]) / 3 for n in after[0]}
-    assert largest_difference(_averages(unit), want) < 1e-12
 
 
 @pytest.mark.parametrize(("warmup", "warned"), [(5, False), (6, True), (100, True)])
@@ -180,8 +168,8 @@ def _evaluations(layout: str | None) -> dict[str, Any]:
     x, y = batch(4, 77)
     found: dict[str, Any] = {}
     for used in (False, True):
-        params = ech.units.SWAParams(0, 1, ema_decay=0.6, use_in_evaluation=used)
-        unit = Evaluated(layout=layout, swa_params=params, step_lr_interval="step")
+        how = {"ema": 0.9} if used else {"swa_params": EMA}
+        unit = Evaluated(layout=layout, step_lr_interval="step", **how)
         ech.fit(unit, _mine(unit), [(x, y)], max_epochs=1, evaluate_every_n_updates=2)
         found[f"outputs {used}"], found[f"loss {used}"] = unit.seen, unit.eval_loss
         found[f"weights {used}"] = {n: _whole(p) for n, p in unit.prepared.unwrapped.named_parameters()}
@@ -213,14 +201,10 @@ def _check_evaluations(found: dict[str, Any]) -> None:
     assert found["loss True"] == pytest.approx(float(nn.functional.mse_loss(averaged, y)), rel=1e-12)
 
 
-def test_evaluations_use_the_averages_if_asked_to() -> None:
-    _check_evaluations(_evaluations(None))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", KINDS)
-def test_evaluations_on_two_ranks_use_the_averages_if_asked_to(ranks: Ranks, layout: str) -> None:
-    for found in ranks(2, _evaluations, layout):
+@pytest.mark.full(but=("None",))
+@pytest.mark.parametrize("layout", [None, *KINDS])
+def test_evaluations_use_the_averages_if_asked_to(ranks: Ranks, layout: str | None) -> None:
+    for found in [_evaluations(None)] if layout is None else ranks(2, _evaluations, layout):
         _check_evaluations(found)
 
 
@@ -243,24 +227,24 @@ def test_the_weights_come_back_after_an_exception() -> None:
 
 
 def _save_and_resume(layout: str, folder: str) -> list[dict[str, torch.Tensor]]:
-    unit = Regression(module=Counting(), layout=layout, swa_params=CASES["lit"], step_lr_interval="step")
+    unit = Regression(module=Counting(), layout=layout, ema=0.9, step_lr_interval="step")
     ech.train(unit, _mine(unit)[:5], max_epochs=1, callbacks=[ech.DistributedCheckpointSaver(folder)])
     return [_resume(layout, folder), _resume("ddp" if layout != "ddp" else "fsdp", folder)]
 
 
 def _resume(layout: str | None, folder: str) -> dict[str, torch.Tensor]:
-    unit = Regression(module=Counting(), layout=layout, swa_params=CASES["lit"], step_lr_interval="step")
+    unit = Regression(module=Counting(), layout=layout, ema=0.9, step_lr_interval="step")
     assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
     ech.train(unit, _mine(unit)[5:], max_epochs=2)
     assert unit.swa_model is not None
-    assert (unit.swa_model.passed, unit.swa_model.n_averaged) == (6, 5)
+    assert (unit.swa_model.passed, unit.swa_model.n_averaged) == (6, 6)
     return _averages(unit)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", [*KINDS, "hsdp"])
 def test_averages_are_saved_and_restored_across_strategies_and_world_sizes(ranks: Ranks, tmp_path: Path, layout: str) -> None:
-    want = _reference(CASES["lit"])
+    want = _reference(EMA)
     for resumed in (*ranks(2, _save_and_resume, layout, str(tmp_path)), [_resume(None, str(tmp_path))]):
         for got in resumed:
             assert largest_difference(got, want) < 1e-12
@@ -275,8 +259,8 @@ def _held(layout: str) -> tuple[int, int]:
 
 
 def test_sharded_averages_are_split_over_the_ranks(ranks: Ranks) -> None:
-    for held, whole in ranks(2, _held, "fsdp"):
-        assert held < 0.52 * whole
+    for held, every in ranks(2, _held, "fsdp"):
+        assert held < 0.52 * every
 
 
 def test_the_learning_rate_while_averaging() -> None:
@@ -330,17 +314,21 @@ def test_a_skipped_update_is_not_averaged() -> None:
     assert (unit.swa_model.passed, unit.swa_model.n_averaged) == (3, 3)
 
 
-def _older_fsdp() -> str:
+def _not_averaged() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     module = FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(LayoutError, match="layout='fsdp'"):
         Regression(module=module, swa_params=ech.units.SWAParams(0, 1))
-    return str(caught.value)
+    for layout in ("fsdp", "hsdp"):
+        unit = Regression(layout=layout)
+        for target in (unit.module, nn.ModuleList([unit.module])):
+            with pytest.raises(LayoutError, match=r"cannot be copied.*ema=0\.999"):
+                copy.deepcopy(target).eval()  # as timm's ModelEmaV3 keeps its averages
 
 
-def test_the_older_fsdp_is_refused_with_the_remedy(ranks: Ranks) -> None:
-    assert all("layout='fsdp'" in text for text in ranks(2, _older_fsdp))
+def test_the_older_fsdp_and_copies_of_a_sharded_module_are_refused_with_the_remedy(ranks: Ranks) -> None:
+    ranks(2, _not_averaged)
 
 
 @pytest.mark.parametrize(
@@ -356,32 +344,36 @@ def test_the_older_fsdp_is_refused_with_the_remedy(ranks: Ranks) -> None:
 def test_bad_options_are_refused(options: dict[str, Any]) -> None:
     with refused(LoopError):
         ech.units.SWAParams(**{"warmup_steps_or_epochs": 0, "step_or_epoch_update_freq": 1, **options})
+    assert Regression(training=False, swa_params=CASES["ema"]).swa_model is None
 
 
-def test_no_averages_without_training() -> None:
-    unit = Regression(training=False, swa_params=ech.units.SWAParams(0, 1))
-    assert unit.swa_model is None
-    assert not dist.is_initialized()
+def _frozen(layout: str) -> tuple[float, float, int]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
+    model[0].requires_grad_(False)
+    unit = Regression(module=model, layout=layout, ema=0.9)
+    first = whole(unit.module)["0.weight"].clone()
+    ech.train(unit, _mine(unit), max_epochs=1)
+    own = dict(unit.prepared.unwrapped.named_buffers())
+    mean = own["1.running_mean"].clone()
+    with unit.evaluating():
+        averaged = dict(unit.prepared.unwrapped.named_buffers())
+        frozen = float((whole(unit.module)["0.weight"] - first).abs().max())
+        return frozen, float((averaged["1.running_mean"] - mean).abs().max()), int(averaged["1.num_batches_tracked"])
 
 
-class _Copying:
-    """Averages as timm's ModelEmaV3 keeps them: a copy of the module, drawn towards it."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = copy.deepcopy(module).eval()
-
-
-def _copied(layouts: list[str]) -> list[str]:
-    found = []
-    for layout in layouts:
-        unit = Regression(layout=layout)
-        for target in (unit.module, torch.nn.ModuleList([unit.module])):
-            with pytest.raises(ech.EchelonError) as caught:
-                _Copying(target)
-            found.append(str(caught.value))
-    return found
+@pytest.mark.parametrize("layout", ["none", "fsdp"])
+def test_frozen_parts_stay_and_running_statistics_are_averaged(ranks: Ranks, layout: str) -> None:
+    for moved, statistics, batches in ranks(1 if layout == "none" else 2, _frozen, layout):
+        assert moved == 0 and statistics > 0 and batches == 6
 
 
-def test_copying_a_sharded_module_names_our_averages_instead(ranks: Ranks) -> None:
-    for texts in ranks(2, _copied, ["fsdp", "hsdp"]):
-        assert len(texts) == 4 and all("cannot be copied" in t and "ema=0.999" in t for t in texts)
+def test_what_is_exported_loads_into_the_module(tmp_path: Path) -> None:
+    unit = Regression(module=Counting(), ema=0.9)
+    ech.train(unit, _batches(0, 1), max_epochs=1, checkpoints=str(tmp_path / "saved"))
+    (folder,) = (tmp_path / "saved").glob("step-*")
+    export_torch(folder, tmp_path / "averaged.pt", state="swa_model")
+    loaded = Counting()
+    loaded.load_state_dict(torch.load(tmp_path / "averaged.pt"))
+    averages = _averages(unit)
+    assert all(torch.equal(value, averages[name]) for name, value in loaded.state_dict().items())
+    assert not torch.equal(loaded.net.last.weight, unit.module.net.last.weight)  # type: ignore[union-attr]

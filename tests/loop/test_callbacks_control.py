@@ -17,7 +17,7 @@ from echelon.loop import callbacks
 from echelon.loop.callbacks import EarlyStopping
 from echelon.loop.callbacks.early_stopping import EarlyStopChecker
 from tests.conftest import Ranks
-from tests.kit.models import batch, net
+from tests.kit.models import batch
 from tests.kit.refusals import refused
 from tests.kit.units import Hooks, Numbers, Regression
 
@@ -67,24 +67,6 @@ def test_the_checker_refuses_what_cannot_work() -> None:
             EarlyStopChecker(**{"mode": "min", "patience": 1, **options})
     with refused(CallbackError):
         EarlyStopChecker("min", 1).check(torch.zeros(2))
-
-
-def test_the_checker_remembers_across_a_resume(tmp_path: Any) -> None:
-    """As an attribute of the unit it is part of a checkpoint: a resumed run does not get its patience anew."""
-
-    def unit() -> Any:
-        made = Regression()
-        made.checker = EarlyStopChecker("min", patience=3)
-        return made
-
-    first = unit()
-    for value in (1.0, 2.0, 2.0):
-        first.checker.check(value)
-    data = [batch(2, i) for i in range(2)]
-    ech.train(first, data, max_epochs=1, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
-    second = unit()
-    assert ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, second)
-    assert second.checker.check(2.0)
 
 
 # --- EarlyStopping
@@ -149,80 +131,60 @@ def test_rank_0_decides_and_all_ranks_remember_the_same(ranks: Ranks) -> None:
     assert ranks(2, _stop_early_in_each_way) == [[(4, 2), (4, 2), (1, 3)]] * 2
 
 
-def _early_stop_without_attribute(name: str, phase: str, interval: str) -> str:
-    unit = Numbers()
-    if rank() == 1:
-        unit.other = 1.0  # type: ignore[attr-defined]
-    stopping = EarlyStopping(name, EarlyStopChecker("min", 2), interval, phase)  # type: ignore[arg-type]
-    try:
-        ech.fit(unit, ["two", "numbers"], [1, 2, 3], max_epochs=2, callbacks=[stopping])
-    except UsageError as error:
-        return str(error)
-    return "no error"
-
-
-def _early_stops_without_attribute() -> list[str]:
-    return [
-        _early_stop_without_attribute(*case)
-        for case in (("other", "train", "epoch"), ("other", "eval", "step"), ("value", "train", "step"))
-    ]
-
-
-def test_a_missing_attribute_is_an_error_on_all_ranks(ranks: Ranks) -> None:
-    """In TorchTNT rank 0 raises, and the others wait for it."""
-    first, second = ranks(2, _early_stops_without_attribute)
-    assert first == second
-    assert all("no such number" in text for text in first[:2])
-    assert "no single number: str" in first[2]
-
-
-# --- a stop
-
-
-class Silent(ech.AutoUnit[Any]):
-    """Without hooks, so that its own messages carry the wish to stop, and come a step later."""
-
-    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, None]:
-        return self.module(data[0]).mean(), None
-
-    def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, None]:
-        return torch.optim.SGD(module.parameters(), lr=0.1), None
-
-
-def _stop_from_a_hook(hook: str, layout: str | None) -> int:
-    unit = (
-        Numbers() if layout is None else Silent(module=net(), options=ech.UnitOptions(device=torch.device("cpu")), layout=layout)
-    )
-    data = list(range(6)) if layout is None else [batch(2, i) for i in range(6)]
-
-    def stop(state: ech.State, unit: Any) -> None:
-        if rank() == 1 and unit.train_progress.num_steps_completed == 2:
-            state.stop()
-
-    ech.train(unit, data, max_epochs=1, callbacks=[Hooks(**{hook: stop})])
-    return unit.train_progress.num_steps_completed
-
-
-def _stops_from_hooks() -> list[int]:
-    hooks = [f"on_train_{name}" for name in ("step_end", "step_start", "get_next_batch_end", "get_next_batch_start")]
-    return [_stop_from_a_hook(hook, layout) for layout in (None, "ddp") for hook in hooks]
-
-
-@pytest.mark.full
-def test_a_stop_from_a_hook_of_one_rank_stops_all_after_the_step(ranks: Ranks) -> None:
-    assert ranks(2, _stops_from_hooks) == [[2, 3, 3, 3] * 2] * 2
-
-
-class Broken(Regression):
+class Broken(Numbers):
     @property
     def latest(self) -> float:
         return {}["nothing"]  # type: ignore[no-any-return]
 
 
-def test_a_property_that_fails_is_an_error_of_early_stopping() -> None:
-    stopping = EarlyStopping("latest", EarlyStopChecker("min", 1))
+def _not_monitored() -> None:
+    for unit, name, phase, interval in (
+        (Numbers(), "other", "train", "epoch"),  # which rank 1 alone has
+        (Numbers(), "other", "eval", "step"),
+        (Numbers(), "value", "train", "step"),  # a text
+        (Broken(), "latest", "train", "epoch"),
+    ):
+        if rank() == 1 and name == "other":
+            unit.other = 1.0  # type: ignore[attr-defined]
+        stopping = EarlyStopping(name, EarlyStopChecker("min", 2), interval, phase)  # type: ignore[arg-type]
+        with refused(CallbackError):
+            ech.fit(unit, ["two", "numbers"], [1, 2, 3], max_epochs=2, callbacks=[stopping])
     with refused(CallbackError):
-        ech.train(Broken(), [batch(2, 0)], max_epochs=1, callbacks=[stopping])
+        _stops_by_what_was_logged("acuracy", "max")
+
+
+def test_what_is_no_number_of_the_units_is_an_error_on_all_ranks(ranks: Ranks) -> None:
+    """In TorchTNT rank 0 raises, and the others wait for it."""
+    ranks(2, _not_monitored)
+
+
+# --- a stop
+
+
+class Silent(Regression):
+    """Without hooks, so that its own messages carry the wish to stop, and come a step later."""
+
+    on_train_step_end = ech.AutoUnit.on_train_step_end
+
+
+def _stops_from_hooks() -> list[int]:
+    def stop(state: ech.State, unit: Any) -> None:
+        if rank() == 1 and unit.train_progress.num_steps_completed == 2:
+            state.stop()
+
+    found = []
+    data = [batch(2, i) for i in range(6)]
+    for layout in (None, "ddp"):
+        for hook in ("step_end", "step_start", "get_next_batch_end", "get_next_batch_start"):
+            unit = Numbers() if layout is None else Silent(layout=layout)
+            ech.train(unit, data, max_epochs=1, callbacks=[Hooks(**{f"on_train_{hook}": stop})])
+            found.append(unit.train_progress.num_steps_completed)
+    return found
+
+
+@pytest.mark.full
+def test_a_stop_from_a_hook_of_one_rank_stops_all_after_the_step(ranks: Ranks) -> None:
+    assert ranks(2, _stops_from_hooks) == [[2, 3, 3, 3] * 2] * 2
 
 
 class Logs(Regression):
@@ -257,18 +219,6 @@ def test_what_was_logged_in_evaluations_stops_a_run_by_its_name(ranks: Ranks) ->
         assert found == [(6, {"accuracy": [3, 2.5]}), (6, {"eval_accuracy": [3, 2.5]})]
 
 
-def _names_nothing() -> str:
-    with pytest.raises(UsageError) as caught:
-        _stops_by_what_was_logged("acuracy", "max")
-    return str(caught.value)
-
-
-def test_a_name_that_is_none_is_refused_with_those_that_there_are(ranks: Ranks) -> None:
-    first, second = ranks(2, _names_nothing)
-    assert first == second and "'acuracy'" in first
-    assert all(name in first for name in ("eval_accuracy", "eval_loss", "loss"))
-
-
 def test_early_stopping_says_what_is_better_or_asks() -> None:
     assert EarlyStopping("val_accuracy").checker.mode == "max" and EarlyStopping("eval_loss").checker.mode == "min"
     with refused(CallbackError):
@@ -295,54 +245,17 @@ def test_numbers_of_training_and_of_its_epochs_ends_can_be_monitored() -> None:
         assert unit.train_progress.num_epochs_completed == 3, name
 
 
-def test_the_simple_form_remembers_across_a_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("simple", [True, False])
+def test_a_run_that_was_stopped_early_trains_no_more_when_it_is_started_again(tmp_path: Path, simple: bool) -> None:
+    """With more patience it goes on. The checker of the longer form is the unit's, and so part of its checkpoints."""
+
     def trained(patience: int) -> int:
         unit, loader = Regression(lr=0.0), ech.Loader(torch.utils.data.TensorDataset(*batch(8, 0)), 8)
+        unit.checker, unit.value = EarlyStopChecker("min", patience), 1.0  # type: ignore[attr-defined]
+        stopping = EarlyStopping("loss", patience=patience, min_delta=1e-6) if simple else EarlyStopping("value", unit.checker)  # type: ignore[attr-defined]
         saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_epochs=1)
         saver.restore_from_latest(tmp_path, unit, train_dataloader=loader)
-        ech.train(unit, loader, max_epochs=20, callbacks=[EarlyStopping("loss", patience=patience, min_delta=1e-6), saver])
+        ech.train(unit, loader, max_epochs=20, callbacks=[stopping, saver])
         return unit.train_progress.num_epochs_completed
 
     assert [trained(patience) for patience in (2, 2, 4)] == [3, 3, 5]
-
-
-class Stalls(Regression):
-    """A unit that never improves, and remembers it."""
-
-    def __init__(self, patience: int) -> None:
-        super().__init__(lr=0.0)
-        self.checker = EarlyStopChecker("min", patience)
-        self.value = 1.0
-
-
-def test_a_run_that_was_stopped_early_trains_no_more_when_it_is_started_again(tmp_path: Path) -> None:
-    """With more patience it goes on."""
-
-    def trained(patience: int) -> int:
-        unit, loader = Stalls(patience), ech.Loader(torch.utils.data.TensorDataset(*batch(8, 0)), 8)
-        saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_epochs=1)
-        saver.restore_from_latest(tmp_path, unit, train_dataloader=loader)
-        ech.train(unit, loader, max_epochs=20, callbacks=[EarlyStopping("value", unit.checker), saver])
-        return unit.train_progress.num_epochs_completed
-
-    assert [trained(patience) for patience in (2, 2, 2, 4)] == [3, 3, 3, 5]
-
-
-# --- Lambda
-
-
-def test_lambda_runs_functions_at_hooks() -> None:
-    log: list[Any] = []
-    hooks = Lambda(
-        on_train_start=lambda state, unit: log.append("start"),
-        on_train_step_end=lambda state, unit: log.append(unit.value),
-        on_eval_end=lambda state, unit: log.append("evaluated"),
-        on_exception=lambda state, unit, exc: log.append(str(exc)),
-        on_train_end=None,
-    )
-    ech.fit(Numbers(), [1, 2], [0], max_epochs=1, callbacks=[hooks])
-    with pytest.raises(ZeroDivisionError):
-        ech.train(Numbers(), [1], max_epochs=1, callbacks=[Lambda(on_train_step_end=lambda *_: 1 / 0), hooks])
-    assert log == ["start", 1, 2, "evaluated", "start", "division by zero"]
-    with refused(UsageError):
-        Lambda(on_step_end=print)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -68,30 +69,13 @@ def test_garbage_is_collected_at_the_same_steps(monkeypatch: pytest.MonkeyPatch)
     assert generations == [1, 1, 2, 1, 1]  # four steps of training, one of evaluation
 
 
-class Profiler:
-    """Stands for torch's: writes down what it is told."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
-    def start(self) -> None:
-        self.log.append("start")
-
-    def step(self) -> None:
-        self.log.append("step")
-
-    def stop(self) -> None:
-        self.log.append("stop")
-
-
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("entry", ["train", "fit", "evaluate", "predict", "test"])
 def test_a_profiler_is_started_and_stopped_once(entry: str, end: type[BaseException] | None) -> None:
-    profiler = Profiler()
+    profiler = MagicMock(spec=["start", "step", "stop"])
     run(entry, end, PyTorchProfiler(profiler))
-    assert profiler.log[0] == "start" and profiler.log[-1] == "stop"
     steps = {"train": 3, "fit": 9}.get(entry, 2) if end is None else {"fit": 4}.get(entry, 2)
-    assert profiler.log[1:-1] == ["step"] * steps
+    assert [call[0] for call in profiler.method_calls] == ["start", *["step"] * steps, "stop"]
 
 
 def test_torchs_profiler_sees_the_steps() -> None:
@@ -99,12 +83,8 @@ def test_torchs_profiler_sees_the_steps() -> None:
     schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
     cpu = [torch.profiler.ProfilerActivity.CPU]
     profiler = torch.profiler.profile(activities=cpu, schedule=schedule, on_trace_ready=lambda p: traces.append(p.key_averages()))
-
-    class Multiplies(Numbers):
-        def train_step(self, state: ech.State, data: Any) -> None:
-            torch.ones(4, 4) @ torch.ones(4, 4)
-
-    ech.train(Multiplies(), [1, 2, 3], max_epochs=1, callbacks=[PyTorchProfiler(profiler)])
+    multiplies = Hooks(on_train_step_start=lambda state, unit: torch.ones(4, 4) @ torch.ones(4, 4))
+    ech.train(Numbers(), [1, 2, 3], max_epochs=1, callbacks=[PyTorchProfiler(profiler), multiplies])
     assert len(traces) == 1 and any(event.key == "aten::mm" and event.count == 1 for event in traces[0])
 
 

@@ -1,85 +1,23 @@
-"""What a training step asks of a device, without one: tensors on `meta` stand for those on a GPU."""
+"""What a step and a save ask of a device, without one. What a step copies and waits for is test_steps_on_a_device.py's."""
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 import echelon as ech
 from echelon.checkpoint.background import Background
 from echelon.checkpoint.snapshot import Snapshot
 from echelon.loop.records.record import Recorder
 from echelon.parallel.gradients.clip import clip_by_norm_, scale_
-from tests.kit.models import batch, net
-from tests.kit.units import Regression
 
 META = torch.device("meta")
-
-
-class Copies(TorchFunctionMode):
-    """The calls that bring values of the host to a device: each waits until the device has done all that it was given before."""
-
-    def __init__(self) -> None:
-        self.found: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        name = getattr(func, "__name__", str(func))
-        if isinstance(made, torch.Tensor) and made.device.type != "cpu":
-            given = [a for a in args if isinstance(a, torch.Tensor)]
-            from_values = name in ("new_tensor", "tensor", "as_tensor")
-            moved = name in ("to", "cuda", "copy_", "type_as") and any(g.device.type == "cpu" for g in given)
-            if from_values or moved:
-                self.found.append(name)
-        return made
-
-
-class Quiet(Regression):
-    """Reads nothing: a value of `meta` cannot be read, so that a step which waits for its device fails here."""
-
-    def on_train_step_end(self, state: ech.State, data: Any, step: int, results: Any) -> None:
-        return
-
-
-class Counted(Quiet):
-    """Weighs its batches on the device, as a language model counts tokens."""
-
-    def weight(self, data: Any) -> torch.Tensor:
-        return torch.ones((), device=data[0].device)
-
-
-@pytest.mark.parametrize("kind", [Quiet, Counted])
-def test_no_micro_batch_copies_anything_to_the_device(kind: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    # What `train` returns is read once, at its end, which cannot be read here.
-    monkeypatch.setattr("echelon.loop.records.monitored.numbers", lambda state, unit: {})
-    options = {"gradient_accumulation_steps": 2, "clip_grad_norm": 1.0, "stop_after_nonfinite_losses": None}
-    unit = kind(module=net(dtype=torch.float32), device=META, **options)
-    rows = [tuple(t.to(META) for t in batch(4, i, torch.float32)) for i in range(5)]
-    if kind is Counted:
-        unit.window.reference = 2.0  # else agreed on before the first step, which reads the first weight
-    with Copies() as copies:
-        ech.train(unit, rows, max_epochs=1)
-    assert copies.found == []
-
-
-class Kinds(TorchFunctionMode):
-    """What `_foreach_mul_` was given: the types of the tensors, and of the factor."""
-
-    def __init__(self) -> None:
-        self.found: list[tuple[set[torch.dtype], torch.dtype]] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") == "_foreach_mul_":
-            self.found.append(({a.dtype for a in args[0]}, args[1].dtype))
-        return func(*args, **(kwargs or {}))
 
 
 def _parameters(*dtypes: torch.dtype) -> list[nn.Parameter]:
@@ -87,14 +25,6 @@ def _parameters(*dtypes: torch.dtype) -> list[nn.Parameter]:
     for parameter in made:
         parameter.grad = torch.full_like(parameter, 3.0)
     return made
-
-
-def test_a_factor_has_the_gradients_type() -> None:
-    """Another one makes torch multiply tensor by tensor."""
-    parameters = _parameters(torch.float32, torch.float64, torch.float32)
-    with Kinds() as kinds:
-        scale_(parameters, torch.tensor(1 / 3, dtype=torch.float64))
-    assert kinds.found == [({torch.float32}, torch.float32), ({torch.float64}, torch.float64)]
 
 
 def test_a_factor_is_not_rounded_to_half_precision() -> None:

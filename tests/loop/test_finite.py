@@ -16,6 +16,7 @@ from echelon.loop.auto import finite
 from echelon.loop.auto.finite import FiniteWatch
 from tests.conftest import Ranks
 from tests.kit.models import Batch, batch, net
+from tests.kit.own_loops import told
 from tests.kit.refusals import refused
 from tests.kit.units import Regression
 
@@ -48,42 +49,36 @@ def _ended(unit: Bad, per_epoch: int = 8, **limits: Any) -> tuple[int, str]:
 
 
 def test_ten_in_a_row_end_the_run_and_name_the_first() -> None:
-    steps, told = _ended(Bad(range(11, 100)), max_updates=50)
+    steps, said = _ended(Bad(range(11, 100)), max_updates=50)
     assert steps == 21  # the eleventh is not begun
-    assert "not finite in 10 updates in a row, the first of them update 11 (batch 3 of epoch 1, counted from 0)" in told
+    assert "not finite in 10 updates in a row, the first of them update 11 (batch 3 of epoch 1, counted from 0)" in said
     assert (
-        "(nan)" in told
-        and "Checkpoints up to step-00000011 are from before" in told
-        and "stop_after_nonfinite_losses=None" in told
+        "(nan)" in said
+        and "Checkpoints up to step-00000011 are from before" in said
+        and "stop_after_nonfinite_losses=None" in said
     )
 
 
-def test_a_row_that_ends_in_time_and_one_that_is_accepted_do_not() -> None:
+def test_a_row_that_ends_in_time_and_one_that_is_accepted_do_not_and_who_mends_the_weights_goes_on() -> None:
     assert _ended(Bad([*range(3, 12), *range(13, 22)], math.inf), max_updates=30) == (30, "")
     assert _ended(Bad(range(3, 100), stop_after_nonfinite_losses=None), max_updates=30) == (30, "")
-    steps, told = _ended(Bad(range(3, 100), -math.inf, stop_after_nonfinite_losses=2), max_updates=30)
-    assert steps == 5 and "2 updates in a row" in told and "(-inf)" in told
-
-
-def test_an_accumulated_update_names_its_micro_batches() -> None:
-    steps, told = _ended(Bad([13, 17], accumulate=4, stop_after_nonfinite_losses=2), max_epochs=4)
-    assert steps == 20 and "update 3 (batches 4 to 7 of epoch 1, counted from 0)" in told
+    steps, said = _ended(Bad(range(3, 100), -math.inf, stop_after_nonfinite_losses=2), max_updates=30)
+    assert steps == 5 and "2 updates in a row" in said and "(-inf)" in said
+    steps, said = _ended(Bad([13, 17], accumulate=4, stop_after_nonfinite_losses=2), max_epochs=4)
+    assert steps == 20 and "update 3 (batches 4 to 7 of epoch 1, counted from 0)" in said
+    unit = Bad(range(3, 13))
+    assert _ended(unit, max_updates=30)[0] == 13
+    assert _ended(unit, max_updates=30) == (30, "")
 
 
 def test_a_run_without_one_finite_loss_is_an_error_however_short_and_a_bad_end_is_told(caplog: Any, tmp_path: Path) -> None:
     saver = ech.DistributedCheckpointSaver(tmp_path)
-    steps, told = _ended(Bad(range(100)), max_updates=3, callbacks=[saver])
-    assert steps == 3 and "in 3 updates in a row, the first of them update 0" in told
+    steps, said = _ended(Bad(range(100)), max_updates=3, callbacks=[saver])
+    assert steps == 3 and "in 3 updates in a row, the first of them update 0" in said
     assert not list(tmp_path.glob("step-*"))  # nothing to go on from
     assert _ended(Bad([6, 7]), max_updates=8) == (8, "")
     (record,) = [r for r in caplog.records if "has not been finite" in r.getMessage()]
     assert record.levelno == logging.WARNING and "the last 2 updates, from update 6" in record.getMessage()
-
-
-def test_who_catches_it_and_mends_the_weights_may_go_on() -> None:
-    unit = Bad(range(3, 13))
-    assert _ended(unit, max_updates=30)[0] == 13
-    assert _ended(unit, max_updates=30) == (30, "")
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "10"])
@@ -99,51 +94,37 @@ class _Late(FiniteWatch):
         super().take(torch.as_tensor(loss, dtype=torch.float64), own, micro_batches, progress)
 
 
-def _late_on_ranks(layout: str) -> tuple[int, str]:
-    finite._is_elsewhere = lambda loss: True  # type: ignore[assignment]
+def _on_ranks(layout: str, late: bool) -> tuple[int, str]:
     unit = Bad(range(11, 100), only=1, layout=layout)
-    unit._update.finite = _Late(10)
-    return _ended(unit, max_updates=80)
+    with pytest.MonkeyPatch.context() as patch:
+        if late:
+            patch.setattr(finite, "_is_elsewhere", lambda loss: True)
+            unit._update.finite = _Late(10)
+        return _ended(unit, max_updates=80)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_all_ranks_end_at_the_same_update_and_know_whose_loss_it_was(ranks: Ranks, layout: str) -> None:
-    ended = ranks(2, _at_once_on_ranks, layout)
+@pytest.mark.full(but=("late",))
+@pytest.mark.parametrize(
+    ("layout", "late", "end"),
+    [("ddp", False, 21), ("fsdp", False, 21), pytest.param("ddp", True, 48, id="late")],
+)
+def test_all_ranks_end_at_the_same_update_and_know_whose_loss_it_was(ranks: Ranks, layout: str, late: bool, end: int) -> None:
+    """Read late, 16 updates are copied together, and read when 16 more are done: 11 to 20 are in the first and the second."""
+    ended = ranks(2, _on_ranks, layout, late)
     assert ended[0] == ended[1]
-    steps, told = ended[0]
-    assert steps == 21 and "first of them update 11" in told and "(rank 1: nan)" in told
+    steps, said = ended[0]
+    assert steps == end and "first of them update 11" in said and "(rank 1: nan)" in said
 
 
-def _at_once_on_ranks(layout: str) -> tuple[int, str]:
-    return _ended(Bad(range(11, 100), only=1, layout=layout), max_updates=80)
+def _warned_on_ranks() -> list[str]:
+    with told(finite.logger.name) as texts:
+        assert _ended(Bad([6, 7], only=1, layout="ddp"), max_updates=8) == (8, "")
+    return texts
 
 
 def test_a_bad_end_names_the_rank_whose_loss_it_was(ranks: Ranks) -> None:
-    warned = ranks(2, _warned_on_ranks, "ddp")
-    assert len(warned[0]) == 1 and "for the last 2 updates, from update 6" in warned[0][0] and "(rank 1: nan)" in warned[0][0]
-    assert warned[1] == []
-
-
-def _warned_on_ranks(layout: str) -> list[str]:
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    finite.logger.addHandler(handler)
-    try:
-        assert _ended(Bad([6, 7], only=1, layout=layout), max_updates=8) == (8, "")
-    finally:
-        finite.logger.removeHandler(handler)
-    return said
-
-
-@pytest.mark.fresh_ranks
-def test_what_is_read_late_is_read_at_the_same_update_everywhere(ranks: Ranks) -> None:
-    """16 updates are copied together, and read when 16 more are done: 11 to 20 are in the first and the second."""
-    ended = ranks(2, _late_on_ranks, "ddp")
-    assert ended[0] == ended[1]
-    steps, told = ended[0]
-    assert steps == 48 and "first of them update 11" in told and "(rank 1: nan)" in told
+    (warned,), others = ranks(2, _warned_on_ranks)
+    assert "for the last 2 updates, from update 6" in warned and "(rank 1: nan)" in warned and others == []
 
 
 def test_the_end_of_training_reads_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,8 +132,8 @@ def test_the_end_of_training_reads_what_is_left(monkeypatch: pytest.MonkeyPatch)
     for steps, first in ((25, 5), (40, 25)):
         unit = Bad(range(first, 100))
         unit._update.finite = _Late(10)
-        ended, told = _ended(unit, max_updates=steps)
-        assert ended == steps and f"first of them update {first}" in told
+        ended, said = _ended(unit, max_updates=steps)
+        assert ended == steps and f"first of them update {first}" in said
 
 
 def test_roll_back_comes_first(tmp_path: Path) -> None:

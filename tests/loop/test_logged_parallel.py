@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ from tests.kit.language import WORDS, Language
 from tests.kit.language import Unit as LanguageUnit
 from tests.kit.models import batch, net
 from tests.kit.own_loops import own_loop, told
+from tests.kit.run_folders import recorded
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -46,25 +45,13 @@ class Logs(Regression):
         state.log("seen", 1.0, reduce="sum")
 
 
-NAMES = ("batches", "x", "out", "near", "rows", "most", "large", "steps", "seen")
+NAMES = ("batches", "x", "out", "near", "rows", "most", "large", "steps", "seen", "target", "targets")
 # By layout, whose ranks share all samples.
 LAYOUTS = {
     "1f1b": ech.Layout(pp=2, stages=["blocks.1"], schedule="1f1b"),
     "interleaved": ech.Layout(pp=2, stages=["blocks.0", "blocks.1", "last"], schedule="interleaved"),
     "tp": ech.Layout(tp=2),
 }
-
-
-@contextlib.contextmanager
-def recorded(folder: str) -> Iterator[None]:
-    """What is trained within has this run folder."""
-    run = ech.evidence.RunDir(Path(folder))
-    with pytest.MonkeyPatch.context() as patch:
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            run.at_attempt(0)
-        for key, value in run.to_env().items():
-            patch.setenv(key, value)
-        yield
 
 
 def _fit(folder: str, layout: Any) -> None:
@@ -97,70 +84,50 @@ def test_ranks_that_share_samples_log_what_one_process_does(ranks: Ranks, tmp_pa
         assert two == pytest.approx(one, rel=1e-11)
 
 
-class InTheLoss(Regression):
-    """A metric's `compute` meets all ranks, and here the first stage's would not come."""
-
-    def compute_loss(self, state: Any, data: Any) -> Any:
-        from torchmetrics import MeanMetric
-
-        made = super().compute_loss(state, data)
-        mean = MeanMetric()
-        mean.update(1.0)
-        state.log("mean", mean)
-        return made
-
-
-def _error(layout: Any) -> str:
-    try:
-        ech.evaluate(InTheLoss(layout=layout), [batch(3, 0)])
-    except RanksDisagreeError as error:
-        return str(error)
-    return "no error"
-
-
-@pytest.mark.full
-def test_a_metric_of_the_last_stage_alone_is_refused_on_all_ranks(ranks: Ranks) -> None:
-    for error in ranks(2, _error, LAYOUTS["1f1b"]):
-        assert (
-            "what was logged in the eval epoch: rank 0: nothing, rank 1: mean (a metric)." in error
-            and "on_eval_step_end" in error
-        )
-
-
 class Counts(Regression):
-    """Metrics of its own, in the loss."""
+    """Metrics of its own, in the loss; logged there, one's `compute` meets all ranks, and the first stage's would not come."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, logs: bool = False, **options: Any) -> None:
         from torchmetrics import MeanMetric, SumMetric
 
         super().__init__(**options)
-        self.rows, self.mean = SumMetric(sync_on_compute=False), MeanMetric(sync_on_compute=False)
+        self.rows, self.mean, self.logs = SumMetric(sync_on_compute=False), MeanMetric(sync_on_compute=False), logs
 
     def compute_loss(self, state: Any, data: Any) -> Any:
         loss, out = super().compute_loss(state, data)
         self.rows.update(len(data[0]))
         self.mean.update(out.detach().mean().float(), weight=len(data[0]))
+        if self.logs:
+            state.log("mean", self.mean)
         return loss, out
 
 
-def _counted(layout: Any) -> list[tuple[float, float]]:
+def _counted(layout: Any) -> tuple[list[tuple[float, float]], str]:
     batches = [batch(rows, n) for n, rows in enumerate((3, 3, 3, 5, 5, 3))]
     unit = Counts(layout=layout, accumulate=2)
     ech.train(unit, batches, max_epochs=1)
-    trained = float(unit.rows.compute()), float(unit.mean.compute())
+    found = [(float(unit.rows.compute()), float(unit.mean.compute()))]
     unit.rows.reset(), unit.mean.reset()
     ech.evaluate(unit, batches)
-    return [trained, (float(unit.rows.compute()), float(unit.mean.compute()))]
+    found.append((float(unit.rows.compute()), float(unit.mean.compute())))
+    try:
+        ech.evaluate(Counts(True, layout=layout), [batch(3, 0)])
+    except RanksDisagreeError as error:
+        return found, str(error)
+    return found, ""
 
 
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
-def test_metrics_of_the_last_stage_count_each_sample_once(ranks: Ranks) -> None:
-    want = ranks(1, _counted, "none")[0]
-    first, last = ranks(2, _counted, LAYOUTS["1f1b"])
+def test_metrics_of_the_last_stage_count_each_sample_once_and_are_not_logged_by_it(ranks: Ranks) -> None:
+    ((want, said),) = ranks(1, _counted, "none")
+    assert said == ""
+    (first, told_first), (last, told_last) = ranks(2, _counted, LAYOUTS["1f1b"])
     assert [rows for rows, _ in first] == [0, 0]
     for got, one in zip(last, want, strict=True):
         assert got[0] == one[0] == 22 and got[1] == pytest.approx(one[1], rel=1e-6)
+    for error in (told_first, told_last):
+        assert "in the eval epoch: rank 0: nothing, rank 1: mean (a metric)." in error and "on_eval_step_end" in error
 
 
 class Rows(Regression):
@@ -200,28 +167,19 @@ def test_padding_counts_nothing_whatever_its_weight(ranks: Ranks, tmp_path: Path
 
 
 def _predicted(folder: str, layout: Any) -> None:
+    loader: Any = [batch(3, 0)[0], batch(5, 1)[0]]
+    if layout == "fsdp":  # one sample, and a rank that has none
+        rows = torch.utils.data.TensorDataset(torch.zeros(1, 4, dtype=torch.float64))
+        loader = ech.Loader(rows, global_batch=2, shuffle=False, collate_fn=lambda rows: torch.stack([x for (x,) in rows]))
     with recorded(folder):
-        ech.predict(Rows(layout=layout), [batch(3, 0)[0], batch(5, 1)[0]])
+        ech.predict(Rows(layout=layout), loader)
 
 
-@pytest.mark.parametrize("layout", ["1f1b", "tp"])
-def test_predictions_of_ranks_that_share_samples_count_once(ranks: Ranks, tmp_path: Path, layout: str) -> None:
-    ranks(2, _predicted, str(tmp_path), LAYOUTS[layout])
+@pytest.mark.parametrize("layout", ["1f1b", "tp", "fsdp"])
+def test_predictions_of_ranks_that_share_samples_or_have_none_count_once(ranks: Ranks, tmp_path: Path, layout: str) -> None:
+    ranks(2, _predicted, str(tmp_path), LAYOUTS.get(layout, layout))
     (record,) = read_lines(tmp_path / "metrics.jsonl")
-    assert record["predict_rows"] == 8
-
-
-def _predicted_few(folder: str) -> None:
-    rows = torch.utils.data.TensorDataset(torch.zeros(1, 4, dtype=torch.float64), torch.zeros(1, 1))
-    loader = ech.Loader(rows, global_batch=2, shuffle=False, collate_fn=lambda rows: torch.stack([x for x, _ in rows]))
-    with recorded(folder):
-        ech.predict(Rows(layout="fsdp"), loader)
-
-
-def test_a_rank_without_a_sample_to_predict_logs_nothing_and_meets_the_others(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2, _predicted_few, str(tmp_path))
-    (record,) = read_lines(tmp_path / "metrics.jsonl")
-    assert record["predict_rows"] == 1
+    assert record["predict_rows"] == (1 if layout == "fsdp" else 8)
 
 
 class Words(LanguageUnit):
@@ -250,11 +208,8 @@ def _fit_words(folder: str, layout: str) -> None:
 def test_parts_of_sequences_log_what_whole_ones_do(ranks: Ranks, tmp_path: Path) -> None:
     _fit_words(str(tmp_path / "one"), "none")
     ranks(2, _fit_words, str(tmp_path / "two"), "cp=2")
-    names = [f"{prefix}{name}" for prefix in ("", "eval_") for name in ("target", "targets", "most")]
-    ours, theirs = (
-        [{n: r[n] for n in names if n in r} for r in read_lines(tmp_path / f / "metrics.jsonl")] for f in ("one", "two")
-    )
-    assert sum(map(bool, ours)) == 3 and len(ours) == len(theirs)
+    ours, theirs = _numbers(tmp_path / "one"), _numbers(tmp_path / "two")
+    assert sum("target" in each or "eval_target" in each for each in ours) == 3 and len(ours) == len(theirs)
     for one, two in zip(ours, theirs, strict=True):
         assert two == pytest.approx(one, rel=1e-11)
 
@@ -304,11 +259,11 @@ WHOLE: dict[str, Any] = {
 
 def _told_of_reading(read: str, layout: str) -> list[str]:
     rows = list(zip(*batch(16, 0), strict=True))
+    module, read_by = net(), {**READS, **WHOLE}[read]
+    if layout == "ddp":
+        module, read_by = torch.nn.Linear(4, 1).double(), lambda model: float(next(model.parameters()).norm())
     with told() as texts:
-        loss = torch.nn.functional.mse_loss
-        module = net() if layout != "ddp" else torch.nn.Linear(4, 1).double()
-        read_by = {**READS, **WHOLE}[read] if layout != "ddp" else lambda model: float(next(model.parameters()).norm())
-        own_loop(module, ech.Loader(rows, 4), lambda model, x, y: loss(model(x), y), layout=layout, after=read_by)
+        own_loop(module, ech.Loader(rows, 4), layout=layout, after=read_by)
     return [text for text in texts if "full_tensor" in text]
 
 
@@ -319,11 +274,6 @@ def test_a_number_read_of_split_parameters_between_steps_is_told_once_with_its_l
     for read in READS:
         for told_of in ranks(2, _told_of_reading, read, layout):
             assert len(told_of) == 1 and "test_logged_parallel.py:" in told_of[0]
-
-
-@pytest.mark.full
-@pytest.mark.fresh_ranks
-def test_numbers_of_whole_tensors_are_not_told(ranks: Ranks) -> None:
-    for read in WHOLE:
-        assert ranks(2, _told_of_reading, read, "fsdp") == [[], []]
+    for read in WHOLE if layout == "fsdp" else ():
+        assert ranks(2, _told_of_reading, read, layout) == [[], []]
     assert ranks(2, _told_of_reading, "norm", "ddp") == [[], []]

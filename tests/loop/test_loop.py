@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import MagicMock
@@ -23,7 +24,7 @@ from echelon.loop.unit import Stateful
 from tests.conftest import Ranks
 from tests.kit.models import batch, net
 from tests.kit.refusals import refused
-from tests.kit.units import Regression
+from tests.kit.units import Hooks, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -76,14 +77,7 @@ def test_hooks_run_in_torchtnts_order() -> None:
     assert [entry.replace("on_train_", "") for entry in log] == want
 
 
-def test_fit_evaluates_inside_the_epoch_after_the_step() -> None:
-    log: list[str] = []
-    unit = Plain(log)
-    ech.fit(unit, [1, 2, 3, 4], [1], max_epochs=1, evaluate_every_n_updates=2, evaluate_every_n_epochs=None)
-    assert log == ["unit.train_step"] * 2 + ["unit.eval_step"] + ["unit.train_step"] * 2 + ["unit.eval_step"]
-
-
-def _evaluated(length: int, **options: Any) -> list[int]:
+def _evaluated(length: Any, **options: Any) -> list[int]:
     """After how many training steps evaluations came."""
     at = []
 
@@ -91,7 +85,7 @@ def _evaluated(length: int, **options: Any) -> list[int]:
         def on_eval_end(self, state: ech.State, unit: Any) -> None:
             at.append(unit.train_progress.num_steps_completed)
 
-    ech.fit(Plain(), list(range(length)), [1], callbacks=[Note()], **options)
+    ech.fit(Plain(), length if isinstance(length, Iterator) else list(range(length)), [1], callbacks=[Note()], **options)
     return at
 
 
@@ -108,47 +102,25 @@ def _evaluated(length: int, **options: Any) -> list[int]:
         (100, {"max_updates": 7, "evaluate_every_n_epochs": None}, []),  # nobody asked for any
         (4, {"max_epochs": 3, "evaluate_every_n_epochs": 2}, [8]),  # epochs: as the interval says
         (100, {"max_updates": 0}, []),
+        (4, {"max_epochs": 1, "evaluate_every_n_updates": 2, "evaluate_every_n_epochs": None}, [2, 4]),
+        (
+            2,
+            {"max_epochs": 1, "evaluate_every_n_updates": 2, "evaluate_every_n_epochs": 1},
+            [2],
+        ),  # once, though both intervals end
     ],
 )
 def test_fit_that_max_steps_ends_is_evaluated_at_its_end(length: Any, options: dict[str, Any], at: list[int]) -> None:
-    if isinstance(length, int):
-        assert _evaluated(length, **options) == at
-    else:
-        log: list[str] = []
-        ech.fit(Plain(log), length, [1], **options)
-        assert log == ["unit.train_step"] * 7 + ["unit.eval_step"]
-
-
-def test_a_stop_of_the_scripts_own_is_not_evaluated() -> None:
-    class Stops(ech.Callback):
-        def on_train_step_end(self, state: ech.State, unit: Any) -> None:
-            if unit.train_progress.num_steps_completed == 7:
-                state.stop()
-
-    log: list[str] = []
-    ech.fit(Plain(log), [1] * 100, [1], max_updates=9, callbacks=[Stops()])
-    assert log == ["unit.train_step"] * 7
-
-
-def test_an_epochs_last_step_is_evaluated_once_though_both_intervals_end() -> None:
-    log: list[str] = []
-    ech.fit(Plain(log), [1, 2], [1], max_epochs=1, evaluate_every_n_updates=2, evaluate_every_n_epochs=1)
-    assert log.count("unit.eval_step") == 1
+    assert _evaluated(length, **options) == at
 
 
 @pytest.mark.parametrize("limit", [2, 3, 5])
 def test_every_epoch_runs_as_many_steps_as_allowed(limit: int) -> None:
     """TorchTNT with prefetch runs every other epoch empty when the limit is the loader's length."""
-    for unit in (Plain(), Regression(enable_prefetch=True)):
-        data = [1, 2, 3] if isinstance(unit, Plain) else [batch(2, i) for i in range(3)]
-        ech.train(unit, data, max_epochs=3, updates_per_epoch=limit)
-        assert unit.train_progress.num_steps_completed == 3 * min(limit, 3)
-
-
-def test_no_batch_of_one_epoch_leaks_into_the_next() -> None:
-    unit = Plain()
-    ech.train(unit, [0, 1, 2], max_epochs=3, updates_per_epoch=2)
-    assert unit.seen == [0, 1, 0, 1, 0, 1]
+    plain, auto = Plain(), Regression(enable_prefetch=True)
+    ech.train(plain, [1, 2, 3], max_epochs=3, updates_per_epoch=limit)
+    ech.train(auto, [batch(2, i) for i in range(3)], max_epochs=3, updates_per_epoch=limit)
+    assert plain.seen == [1, 2, 3][:limit] * 3 and auto.train_progress.num_steps_completed == 3 * min(limit, 3)
 
 
 def test_samplers_with_a_generator_give_what_a_for_loop_gives() -> None:
@@ -182,73 +154,34 @@ def test_samplers_with_a_generator_give_what_a_for_loop_gives() -> None:
     assert endless.seen == [0, 1, 2, 3], "and what goes on beyond its length loses nothing"
 
 
-def test_max_steps_in_mid_epoch_does_not_count_the_epoch() -> None:
+@pytest.mark.parametrize(("updates", "epochs", "rest"), [(4, 1, 1), (6, 2, 0)])
+def test_max_steps_counts_the_epochs_that_are_whole(updates: int, epochs: int, rest: int) -> None:
     log: list[str] = []
     unit = Plain()
-    ech.train(unit, [0, 1, 2], max_updates=4, callbacks=[_recording(log, "cb", ech.Callback)()])
-    assert unit.train_progress.num_epochs_completed == 1
-    assert unit.train_progress.num_steps_completed_in_epoch == 1
-    assert log.count("cb.on_train_epoch_end") == 1 and log[-1] == "cb.on_train_end"
+    ech.train(unit, [0, 1, 2], max_updates=updates, callbacks=[_recording(log, "cb", ech.Callback)()])
+    assert unit.train_progress.num_epochs_completed == epochs == log.count("cb.on_train_epoch_end")
+    assert unit.train_progress.num_steps_completed_in_epoch == rest and log[-1] == "cb.on_train_end"
 
 
-def test_max_steps_at_the_end_of_an_epoch_counts_it() -> None:
-    unit = Plain()
-    ech.train(unit, [0, 1, 2], max_updates=6)
-    assert unit.train_progress.num_epochs_completed == 2
-
-
-class StopAfter(ech.Callback):
-    def __init__(self, step: int, rank: int = 0) -> None:
-        self.step, self.rank = step, rank
-
-    def on_train_step_end(self, state: ech.State, unit: Any) -> None:
-        if unit.train_progress.num_steps_completed == self.step and ech.launching.World.current().rank == self.rank:
+def _stops_at(step: int, rank: int = 0) -> ech.Callback:
+    def step_ended(state: ech.State, unit: Any) -> None:
+        if unit.train_progress.num_steps_completed == step and ech.launching.World.current().rank == rank:
             state.stop()
+
+    return Hooks(on_train_step_end=step_ended)
+
+
+def _stops_on_rank_1(state: ech.State, unit: Any) -> None:
+    if ech.launching.World.current().rank == 1:
+        state.stop()
 
 
 def test_a_stop_ends_after_the_step_and_runs_no_evaluation() -> None:
     log: list[str] = []
     unit = Plain(log)
-    ech.fit(unit, [1, 2, 3, 4], [1], max_epochs=5, callbacks=[StopAfter(2)])
+    ech.fit(unit, [1, 2, 3, 4], [1], max_epochs=5, callbacks=[_stops_at(2)])
     assert log == ["unit.train_step"] * 2
     assert unit.train_progress.num_epochs_completed == 0
-
-
-def _stop_on_one_rank(kind: str) -> tuple[int, int]:
-    unit = Plain() if kind == "plain" else Regression(layout="ddp", accumulate=2)
-    data = list(range(10)) if kind == "plain" else [batch(2, i) for i in range(10)]
-    ech.train(unit, data, max_epochs=1, callbacks=[StopAfter(3, rank=1)])
-    return unit.train_progress.num_steps_completed, torch.distributed.get_rank()
-
-
-def test_a_stop_of_one_rank_stops_all_after_the_same_step(ranks: Ranks) -> None:
-    assert ranks(2, _stop_on_one_rank, "plain") == [(3, 0), (3, 1)]
-
-
-def test_a_stop_finishes_the_update_under_way(ranks: Ranks) -> None:
-    assert ranks(2, _stop_on_one_rank, "auto") == [(4, 0), (4, 1)]
-
-
-class StopsInEvaluation(ech.Callback):
-    def on_eval_end(self, state: ech.State, unit: Any) -> None:
-        if ech.launching.World.current().rank == 1:
-            state.stop()
-
-
-def _stop_in_evaluation() -> int:
-    unit = Regression(layout="ddp")
-    ech.fit(unit, [batch(2, 0)] * 4, [batch(2, 1)], max_epochs=3, evaluate_every_n_updates=2, callbacks=[StopsInEvaluation()])
-    return unit.train_progress.num_steps_completed
-
-
-def test_a_stop_from_an_evaluation_takes_no_further_step(ranks: Ranks) -> None:
-    assert ranks(2, _stop_in_evaluation) == [2, 2]
-
-
-class StopsOnRank1(ech.Callback):
-    def on_eval_step_end(self, state: ech.State, unit: Any) -> None:
-        if ech.launching.World.current().rank == 1:
-            state.stop()
 
 
 class Stopping(ech.EvalUnit[Any], ech.PredictUnit[Any]):
@@ -261,32 +194,57 @@ class Stopping(ech.EvalUnit[Any], ech.PredictUnit[Any]):
     predict_step = eval_step
 
 
+class OwnStep(Regression):
+    def train_step(self, state: ech.State, data: Any) -> Any:
+        if self.train_progress.num_steps_completed == 1:
+            state.stop()
+
+
+class StopsInLoss(Regression):
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        if self.train_progress.num_steps_completed == 2:
+            _stops_on_rank_1(state, self)
+        return super().compute_loss(state, data)
+
+
+StopsInLoss.on_train_step_end = ech.AutoUnit.on_train_step_end  # type: ignore[method-assign]  # so that nothing can stop after the step
+
+
+def _stops() -> dict[str, Any]:
+    """After how many steps each run ends."""
+    data = [batch(2, i) for i in range(10)]
+    units: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+        "of one rank": (Plain(), range(10), {"callbacks": [_stops_at(3, rank=1)]}),
+        "within an update": (Regression(layout="ddp", accumulate=2), data, {"callbacks": [_stops_at(3, rank=1)]}),
+        "in an evaluation": (
+            Regression(layout="ddp"),
+            data,
+            {"eval": data[:1], "eval_every": 2, "callbacks": [Hooks(on_eval_end=_stops_on_rank_1)]},
+        ),
+        "in a step of its own": (OwnStep(layout="ddp"), data, {}),
+        "in the loss": (StopsInLoss(layout="ddp"), data, {}),
+    }
+    for unit, loader, options in units.values():
+        ech.train(unit, loader, max_epochs=1, **options)
+    return {name: unit.train_progress.num_steps_completed for name, (unit, _, _) in units.items()}
+
+
+def test_a_stop_of_one_rank_stops_all_after_the_same_step_and_the_update_under_way(ranks: Ranks) -> None:
+    want = {"of one rank": 3, "within an update": 4, "in an evaluation": 2, "in a step of its own": 2, "in the loss": 3}
+    assert ranks(2, _stops) == [want] * 2
+
+
 def _stop_outside_fit() -> tuple[Any, ...]:
     unit, auto = Stopping(), Regression(module=net(), layout="fsdp")
     ech.evaluate(unit, [1, 2, 3])
     ech.predict(unit, [1, 2, 3])
-    ech.evaluate(auto, [batch(2, i) for i in range(4)], callbacks=[StopsOnRank1()])
+    ech.evaluate(auto, [batch(2, i) for i in range(4)], callbacks=[Hooks(on_eval_step_end=_stops_on_rank_1)])
     progress = unit.eval_progress, unit.predict_progress, auto.eval_progress
     return unit.steps, *(each.num_epochs_completed for each in progress)
 
 
 def test_a_stop_outside_fit_leaves_an_evaluation_open_on_several_ranks(ranks: Ranks) -> None:
     assert ranks(2, _stop_outside_fit) == [(2, 0, 0, 0)] * 2
-
-
-def _stop_with_own_step() -> int:
-    class OwnStep(Regression):
-        def train_step(self, state: ech.State, data: Any) -> Any:
-            if self.train_progress.num_steps_completed == 1:
-                state.stop()
-
-    unit = OwnStep(layout="ddp")
-    ech.train(unit, [batch(2, 0)] * 6, max_epochs=1)
-    return unit.train_progress.num_steps_completed
-
-
-def test_a_step_of_ones_own_can_stop_too(ranks: Ranks) -> None:
-    assert ranks(2, _stop_with_own_step) == [2, 2]
 
 
 def test_a_fetch_that_gives_up_ends_the_epoch_not_the_training() -> None:
@@ -311,29 +269,12 @@ def test_a_step_that_runs_out_of_something_else_says_where() -> None:
     assert isinstance(caught.value.__cause__, StopIteration)
 
 
-class StopsInLoss(Regression):
-    def compute_loss(self, state: ech.State, data: Any) -> Any:
-        if self.train_progress.num_steps_completed == 2 and ech.launching.World.current().rank == 1:
-            state.stop()
-        return super().compute_loss(state, data)
-
-
 StopsInLoss.on_train_step_end = ech.AutoUnit.on_train_step_end  # type: ignore[method-assign]  # so that nothing can stop after the step
-
-
-def _stop_in_loss() -> int:
-    unit = StopsInLoss(layout="ddp")
-    ech.train(unit, [batch(2, i) for i in range(10)], max_epochs=1)
-    return unit.train_progress.num_steps_completed
-
-
-def test_a_stop_inside_a_step_travels_with_the_windows_own_message(ranks: Ranks) -> None:
-    assert ranks(2, _stop_in_loss) == [3, 3]
 
 
 def _other_lengths(kind: str) -> str:
     rank = ech.launching.World.current().rank
-    data: Any = [batch(2, i) for i in range(3 - rank)]
+    data: Any = [batch(2, i) for i in range(3 - (rank if kind != "limits" else 0))]
     if kind.startswith("unsized"):
         data = iter(data)
     accumulation = 3 if kind == "unsized, in a window" else 1  # its last batch ends a window on one rank, not on the other
@@ -342,37 +283,22 @@ def _other_lengths(kind: str) -> str:
         if kind == "evaluate":
             ech.evaluate(unit, data)
         else:
-            ech.train(unit, data, max_epochs=1)
+            ech.train(unit, data, **({"max_updates": 3 - rank} if kind == "limits" else {"max_epochs": 1}))
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["sized", "unsized", "unsized, in a window", "evaluate"])
-def test_ranks_with_other_numbers_of_batches_are_named_not_hung(ranks: Ranks, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["sized", "unsized", "unsized, in a window", "evaluate", "limits"])
+def test_ranks_with_other_numbers_of_batches_or_limits_are_named_not_hung(ranks: Ranks, kind: str) -> None:
     for text in ranks(2, _other_lengths, kind):
         assert "rank 0" in text and "rank 1" in text
         assert ("3" in text and "2" in text) or kind.startswith("unsized")
 
 
-def _other_limits() -> str:
-    with pytest.raises(RanksDisagreeError) as caught:
-        ech.train(Regression(layout="ddp"), [batch(2, 0)] * 9, max_updates=3 + ech.launching.World.current().rank)
-    return str(caught.value)
-
-
-def test_ranks_with_other_limits_are_named_not_hung(ranks: Ranks) -> None:
-    for text in ranks(2, _other_limits):
-        assert "'max_updates': 3" in text and "'max_updates': 4" in text
-
-
-def _launched_but_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
-        monkeypatch.setenv(name, value)
-
-
 def test_launched_ranks_that_have_not_joined_are_not_taken_for_a_world_of_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    _launched_but_not_joined(monkeypatch)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
     with refused(LauncherEnvironmentError):
         Regression(layout="ddp")
     ech.train(Plain(), [1], max_epochs=1)
@@ -389,17 +315,12 @@ def test_predictions_without_collectives_may_differ_in_number(ranks: Ranks) -> N
     assert ranks(2, _uneven_prediction) == [3, 2]
 
 
-def test_predict_runs_as_often_as_it_is_called() -> None:
+def test_predict_runs_as_often_as_it_is_called_and_test_is_a_phase_of_its_own() -> None:
     unit = Plain()
     for _ in range(2):
         ech.predict(unit, [1, 2])
-    assert unit.seen == [1, 2, 1, 2]
-
-
-def test_test_is_a_phase_of_its_own() -> None:
-    unit = Plain()
-    ech.units.test(unit, [1, 2])
-    assert unit.seen == [1, 2] and unit.test_progress.num_epochs_completed == 1
+    ech.units.test(unit, [3])
+    assert unit.seen == [1, 2, 1, 2, 3] and unit.test_progress.num_epochs_completed == 1
 
 
 class FetchesItself(ech.TrainUnit[Iterator[int]]):
@@ -411,10 +332,16 @@ class FetchesItself(ech.TrainUnit[Iterator[int]]):
         self.pairs.append((next(data), next(data)))
 
 
-def test_a_step_that_takes_the_iterator_fetches_its_own_batches() -> None:
-    unit = FetchesItself()
+def test_a_step_that_takes_the_iterator_fetches_its_own_batches_if_any() -> None:
+    class Idle(FetchesItself):
+        def train_step(self, state: ech.State, data: Iterator[int]) -> None:
+            assert self.train_progress.num_steps_completed < 5
+
+    unit, idle = FetchesItself(), Idle()
     ech.train(unit, [1, 2, 3, 4], max_epochs=1)
     assert unit.pairs == [(1, 2), (3, 4)] and unit.train_progress.num_steps_completed == 2
+    ech.train(idle, [1, 2], max_updates=5)
+    assert idle.train_progress.num_steps_completed == 5
 
 
 class Pairs(Plain):
@@ -445,26 +372,6 @@ def test_limits_count_steps_however_many_batches_each_fetches(limits: Any, epoch
     assert len(fetches.pairs) == len(pairs.seen) == steps
 
 
-def test_a_step_that_fetches_nothing_still_counts() -> None:
-    class Idle(FetchesItself):
-        def train_step(self, state: ech.State, data: Iterator[int]) -> None:
-            assert self.train_progress.num_steps_completed < 5
-
-    unit = Idle()
-    ech.train(unit, [1, 2], max_updates=5)
-    assert unit.train_progress.num_steps_completed == 5
-
-
-def test_a_unit_can_fetch_its_batches_otherwise() -> None:
-    class Doubles(Plain):
-        def get_next_train_batch(self, state: ech.State, data_iter: Iterator[int]) -> int:
-            return 2 * next(data_iter)
-
-    unit = Doubles()
-    ech.train(unit, [1, 2], max_epochs=1)
-    assert unit.seen == [2, 4]
-
-
 class Breaks(Plain):
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -478,15 +385,20 @@ class Breaks(Plain):
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(3)])
-def test_whatever_ends_a_run_is_told_and_leaves_modules_in_their_mode(error: BaseException) -> None:
-    unit = Breaks(error)
+def test_whatever_ends_a_run_is_told_and_leaves_modules_in_their_mode(
+    error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where a callback fails as it is told."""
+
+    def fails(*args: Any) -> None:
+        raise OSError("disk full")
+
+    unit, told = Breaks(error), []
     unit.module.eval()
-    told = []
-    callback = ech.Callback()
-    callback.on_exception = lambda state, u, exc: told.append(exc)  # type: ignore[method-assign]
+    callbacks = [Hooks(on_exception=fails), Hooks(on_exception=lambda state, u, exc: told.append(exc))]
     with pytest.raises(type(error)):
-        ech.train(unit, [1], max_epochs=1, callbacks=[callback])
-    assert unit.told is error and told == [error]
+        ech.train(unit, [1], max_epochs=1, callbacks=callbacks)
+    assert unit.told is error and told == [error] and "disk full" in caplog.text
     assert not unit.module.training
 
 
@@ -513,18 +425,6 @@ def test_going_on_in_mid_epoch_with_a_loader_without_state_warns(caplog: pytest.
     assert "has no state" in caplog.text
 
 
-def test_an_error_while_reporting_an_error_hides_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    def fails(*args: Any) -> None:
-        raise OSError("disk full")
-
-    first, second, told = ech.Callback(), ech.Callback(), []
-    first.on_exception = fails  # type: ignore[method-assign]
-    second.on_exception = lambda *args: told.append(1)  # type: ignore[method-assign]
-    with pytest.raises(ValueError):
-        ech.train(Breaks(ValueError()), [1], max_epochs=1, callbacks=[first, second])
-    assert told == [1] and "disk full" in caplog.text
-
-
 def test_sampler_epochs_are_set() -> None:
     class Sampled(list[int]):
         def __init__(self) -> None:
@@ -542,17 +442,11 @@ def test_sampler_epochs_are_set() -> None:
 @pytest.mark.parametrize(
     "value", [-1, 1.5, True, "10", math.nan, np.float64(2.5), np.bool_(True), torch.tensor(True), torch.ones(2), [1]]
 )
-@pytest.mark.parametrize("name", ["max_epochs", "max_updates", "updates_per_epoch"])
+@pytest.mark.parametrize("name", ["max_epochs", "max_updates", "updates_per_epoch", "evaluate_every_n_updates"])
 def test_limits_that_make_no_sense_are_refused(name: str, value: Any) -> None:
     limits = {"max_epochs": 1} | {name: value}
     with refused(LoopError, name=name, got=repr(value)):
-        ech.train(Plain(), [1], **limits)
-
-
-@pytest.mark.parametrize("value", [0, 0.5, False])
-def test_an_evaluation_after_every_zeroth_step_is_refused(value: Any) -> None:
-    with refused(LoopError):
-        ech.fit(Plain(), [1], [1], max_epochs=1, evaluate_every_n_updates=value)
+        ech.fit(Plain(), [1], [1], **limits)
 
 
 @pytest.mark.parametrize("value", [2, 2.0, 6 / 3, np.int64(2), np.float32(2), np.array(2), torch.tensor(2), torch.tensor(2.0)])
@@ -576,45 +470,56 @@ def test_nothing_to_do_is_done_without_a_step(limits: Any) -> None:
 
 
 def test_training_without_an_end_must_be_asked_for() -> None:
-    class Stops(ech.Callback):
-        def on_train_step_end(self, state: ech.State, unit: Any) -> None:
-            if unit.train_progress.num_steps_completed == 5:
-                state.stop()
-
     for call in (ech.train, lambda unit, loader, **more: ech.fit(unit, loader, [1], **more)):
         with refused(LoopError):
             call(Plain(), [1, 2])
         unit = Plain()
-        call(unit, [1, 2], max_epochs=math.inf, callbacks=[Stops()])
+        call(unit, [1, 2], max_epochs=math.inf, callbacks=[_stops_at(5)])
         assert unit.train_progress.num_steps_completed == 5
 
 
-def test_arguments_in_anothers_place_are_named() -> None:
-    loader = [1, 2]
-    with refused(UnitError):
-        ech.train(loader, Plain(), max_epochs=1)  # type: ignore[arg-type, type-var]
-    with refused(UnitError):
-        ech.fit(loader, Plain(), loader, max_epochs=1)
-    with refused(UnitError):
-        ech.evaluate(loader, Plain())  # type: ignore[arg-type, type-var]
-    with refused(UnitError):
-        ech.train(Plain, loader, max_epochs=1)  # type: ignore[arg-type]
-    with refused(LoopError):
-        ech.train(Plain(), 3, max_epochs=1)  # type: ignore[arg-type]
-    with refused(LoopError):
-        ech.train(Plain(), {"a": loader, "b": loader}, max_epochs=1)  # trained on the names
+class NoLoss(ech.AutoUnit[Any]):
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any: ...
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        [ech.Callback],
-        ech.Callback(),
-        ech.Callback,
-        [ech.Callback(), None],
-        [print],
-    ],
-)
+class NoStep(ech.TrainUnit[Any]): ...
+
+
+class OnlyTrains(ech.TrainUnit[int]):
+    def train_step(self, state: ech.State, data: int) -> None: ...
+
+
+class Forgets(OnlyTrains):
+    def __init__(self) -> None:
+        pass
+
+
+LOADER = [1, 2]
+WRONG: dict[str, tuple[type[EchelonError], Any]] = {
+    "loader and unit": (UnitError, lambda: ech.train(LOADER, Plain(), max_epochs=1)),  # type: ignore[arg-type, type-var]
+    "loader and unit of fit": (UnitError, lambda: ech.fit(LOADER, Plain(), LOADER, max_epochs=1)),
+    "loader and unit of evaluate": (UnitError, lambda: ech.evaluate(LOADER, Plain())),  # type: ignore[arg-type, type-var]
+    "a class": (UnitError, lambda: ech.train(Plain, LOADER, max_epochs=1)),  # type: ignore[arg-type]
+    "a number": (LoopError, lambda: ech.train(Plain(), 3, max_epochs=1)),  # type: ignore[arg-type]
+    "a dict": (LoopError, lambda: ech.train(Plain(), {"a": LOADER, "b": LOADER}, max_epochs=1)),  # trained on the names
+    "every zeroth step": (LoopError, lambda: ech.fit(Plain(), [1], [1], max_epochs=1, evaluate_every_n_updates=0)),
+    "no loss": (UnitError, lambda: NoLoss(module=net())),  # type: ignore[abstract]
+    "no step": (UnitError, lambda: NoStep()),  # type: ignore[abstract]
+    "nothing": (UnitError, lambda: type("Nothing", (ech.TrainUnit,), {})()),
+    "no step of evaluate": (UnitError, lambda: ech.evaluate(OnlyTrains(), [1])),  # type: ignore[arg-type]
+    "no step of fit": (UnitError, lambda: ech.fit(OnlyTrains(), [1], [1], max_epochs=1)),
+    "no super().__init__()": (UnitError, lambda: ech.train(Forgets(), [1], max_epochs=1)),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_arguments_in_anothers_place_and_units_without_what_they_must_define_are_named(what: str) -> None:
+    kind, call = WRONG[what]
+    with refused(kind):
+        call()
+
+
+@pytest.mark.parametrize("given", [[ech.Callback], ech.Callback(), ech.Callback, [ech.Callback(), None], [print]])
 def test_what_is_no_callback_is_refused_before_a_step(given: Any) -> None:
     unit = Plain()
     with refused(LoopError):
@@ -658,18 +563,6 @@ def test_mocks_are_callbacks_on_several_ranks(ranks: Ranks) -> None:
     assert ranks(2, _with_mocks) == [(4, 4, want)] * 2
 
 
-def test_a_unit_that_lacks_what_it_must_define_is_told_what() -> None:
-    class NoLoss(ech.AutoUnit[Any]):
-        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any: ...
-
-    class NoStep(ech.TrainUnit[Any]): ...
-
-    with refused(UnitError):
-        NoLoss(module=net())  # type: ignore[abstract]
-    with refused(UnitError):
-        NoStep()  # type: ignore[abstract]
-
-
 def test_a_timer_has_waits_hooks_and_evaluations_in_its_table() -> None:
     class Named(ech.Callback):
         name = "mine"
@@ -697,29 +590,6 @@ def test_a_timer_has_waits_hooks_and_evaluations_in_its_table() -> None:
     }
 
 
-def test_a_unit_without_the_step_of_its_entry_point_is_named() -> None:
-    class OnlyTrains(ech.TrainUnit[int]):
-        def train_step(self, state: ech.State, data: int) -> None: ...
-
-    with refused(UnitError):
-        ech.evaluate(OnlyTrains(), [1])  # type: ignore[arg-type]
-    with refused(UnitError):
-        ech.fit(OnlyTrains(), [1], [1], max_epochs=1)
-    with refused(UnitError):
-        type("Nothing", (ech.TrainUnit,), {})()
-
-
-def test_a_unit_that_forgets_super_init_is_told_so() -> None:
-    class Forgets(ech.TrainUnit[int]):
-        def __init__(self) -> None:
-            pass
-
-        def train_step(self, state: ech.State, data: int) -> None: ...
-
-    with refused(UnitError):
-        ech.train(Forgets(), [1], max_epochs=1)
-
-
 def test_what_a_unit_holds_is_its_state_sorted_by_kind() -> None:
     class Counter:
         def state_dict(self) -> dict[str, Any]:
@@ -740,23 +610,10 @@ def test_what_a_unit_holds_is_its_state_sorted_by_kind() -> None:
     assert "net" not in unit.app_state()
 
 
-def test_iteration_times_are_kept_and_bounded() -> None:
-    class Looks(ech.Callback):
-        def on_train_end(self, state: ech.State, unit: Any) -> None:
-            assert state.train_state is not None
-            self.durations = state.train_state.iteration_timer.recorded_durations
-
-    looks = Looks()
-    ech.train(Plain(), [1, 2, 3], max_epochs=1, callbacks=[looks])
-    assert len(looks.durations["train_iteration_time"]) == 3 == len(looks.durations["data_wait_time"])
-
-
 def test_a_run_leaves_no_reference_cycle_with_the_model() -> None:
     gc.collect()
     gc.disable()
     try:
-        import weakref
-
         unit = Regression()
         module = weakref.ref(unit.module)
         ech.train(unit, [batch(2, 0)], max_epochs=1)

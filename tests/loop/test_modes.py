@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import echelon as ech
 from tests.conftest import Ranks
-from tests.kit.models import batch, whole
+from tests.kit.models import batch
+from tests.kit.own_loops import squares, step, told
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -65,30 +66,14 @@ class Refreezing(Headed):
         return self
 
 
-def _as_it_comes(model: nn.Module) -> None:
-    pass
-
-
-def _all_in_eval(model: nn.Module) -> None:
-    model.eval()
-
-
-def _frozen_encoder(model: Any) -> None:
-    model.encoder.requires_grad_(False).eval()
-
-
-def _one_norm(model: Any) -> None:
-    model.norm.eval()
-
-
 # What was done before training, and which modules are in eval mode then.
 ENCODER = {"encoder", "encoder.body", *(f"encoder.body.{i}" for i in range(3))}
-ARRIVALS = [
-    (Headed, _as_it_comes, set()),
-    (Headed, _all_in_eval, set()),
-    (Headed, _frozen_encoder, ENCODER),
-    (Headed, _one_norm, {"norm"}),
-    (Refreezing, _all_in_eval, {"norm"}),
+ARRIVALS: list[tuple[type[Headed], Callable[[Any], object], set[str]]] = [
+    (Headed, lambda model: None, set()),
+    (Headed, lambda model: model.eval(), set()),
+    (Headed, lambda model: model.encoder.requires_grad_(False).eval(), ENCODER),
+    (Headed, lambda model: model.norm.eval(), {"norm"}),
+    (Refreezing, lambda model: model.eval(), {"norm"}),
 ]
 
 
@@ -102,12 +87,13 @@ def _loop(kind: type[Headed], arrival: Any, layout: str) -> tuple[set[str], bool
     optimizer = torch.optim.SGD([p for p in built.parameters() if p.requires_grad], lr=0.1)
     model, optimizer, loader = ech.prepare(built, optimizer, DataLoader(DATA, 8), layout=layout)
     seen: set[str] = set()
+
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        seen.update(_in_eval(built))
+        return squares(model, x, y)
+
     for x, y in loader:
-        with ech.window(model) as window:
-            seen = _in_eval(built)
-            window.backward(nn.functional.mse_loss(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
+        step(model, optimizer, x, y, loss=loss)
     return seen, model.training, {n: b.clone() for n, b in built.named_buffers()}
 
 
@@ -128,26 +114,21 @@ class Fits(Regression):
         self.seen = _in_eval(self.prepared.unwrapped)
 
 
-@pytest.mark.parametrize(("kind", "arrival", "wanted"), ARRIVALS)
+@pytest.mark.parametrize(
+    ("kind", "arrival", "wanted"), [*ARRIVALS, (Loaded, lambda model: None, {"encoder", "encoder.0", "encoder.1"})]
+)
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_unit_does_the_same(kind: type[Headed], arrival: Any, wanted: set[str], wrapped: bool) -> None:
+def test_a_unit_does_the_same(
+    kind: type[Headed], arrival: Any, wanted: set[str], wrapped: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is trained in eval mode for no clear reason is told."""
     model: Any = kind()
     arrival(model)
     before = _in_eval(model)
     unit = Fits(module=nn.Sequential(model) if wrapped else model)
-    held_out = [batch(4, 5)]
-    ech.fit(unit, [batch(4, i) for i in range(2)], held_out, max_epochs=2)
+    ech.fit(unit, [batch(4, i) for i in range(2)], [batch(4, 5)], max_epochs=2)
     assert {n.removeprefix("0.") for n in unit.seen} - {"0"} == wanted and _in_eval(model) == before
-
-
-@pytest.mark.parametrize(("kind", "arrival", "is_told"), [*((k, a, False) for k, a, _ in ARRIVALS), (Loaded, _as_it_comes, True)])
-def test_what_is_trained_in_eval_mode_for_no_clear_reason_is_told(
-    kind: type[Headed], arrival: Any, is_told: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = kind()
-    arrival(model)
-    ech.train(Regression(module=model), [batch(4, 0)], max_epochs=1)
-    assert ("such as encoder, and stay so" in caplog.text) == is_told
+    assert ("encoder, and stay so" in caplog.text) == (kind is Loaded)
 
 
 class Distilled(Fits):
@@ -168,61 +149,43 @@ def test_a_frozen_teacher_stays_in_eval_mode() -> None:
     assert unit.modes == {False} and unit.seen == set()
 
 
-def test_the_wrapper_of_ddp_says_the_mode_of_what_it_wraps(ranks: Ranks) -> None:
-    assert ranks(2, _mode_of_wrapper) == [False, False]
-
-
-def _mode_of_wrapper() -> bool:
-    return bool(Regression(module=Headed().eval(), layout="ddp").module.training)
-
-
-Steps = list[tuple[int, int, bool]]  # epoch, step, train mode
-
-
-def _sets_modes(
-    first: str, behind: str, middle: str = "", layout: str = "none"
-) -> tuple[Steps, set[str], dict[str, torch.Tensor]]:
-    """A loop whose script sets modes before the first window, behind an epoch's batches, and after its first one."""
+def _sets_modes(first: str, behind: str, middle: str = "", layout: str = "none") -> tuple[list[bool], set[str], list[str]]:
+    """A loop whose script sets modes before the first window, behind an epoch's batches, and after its first one: which of its
+    steps were in train mode, what was in eval mode at the end, and what was said."""
     built = Headed().train()
     built.norm.eval()
     optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
     model, optimizer, loader = ech.prepare(built, optimizer, DataLoader(DATA, 8), layout=layout)
-    seen: Steps = []
+    seen: list[bool] = []
+
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        seen.append(model.training and built.head.training)
+        return squares(model, x, y)
+
     if first:
         getattr(model, first)()
-    for epoch in ech.epochs(loader, 2):
-        for step, (x, y) in enumerate(loader):
-            with ech.window(model) as window:
-                seen.append((epoch, step, model.training and built.head.training))
-                window.backward(nn.functional.mse_loss(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
-            if middle and step == 0:
-                getattr(built, middle)()
-        in_eval = _in_eval(built)
-        if behind:
-            getattr(built, behind)()
-    return seen, in_eval, whole(model)
+    with told() as texts:
+        for _ in ech.epochs(loader, 2):
+            for at, (x, y) in enumerate(loader):
+                step(model, optimizer, x, y, loss=loss)
+                if middle and at == 0:
+                    getattr(built, middle)()
+            in_eval = _in_eval(built)
+            if behind:
+                getattr(built, behind)()
+    return seen, in_eval, [text for text in texts if "eval mode" in text]
 
 
-def test_an_epoch_after_an_evaluation_is_in_train_mode_again(ranks: Ranks) -> None:
+def test_modes_that_a_script_sets_before_or_behind_its_batches(ranks: Ranks) -> None:
+    """An epoch after an evaluation is in train mode again; a loop that is put in eval mode before it begins stays so."""
     for seen, in_eval, _ in ranks(2, _sets_modes, "", "eval", "", "ddp"):
-        assert all(training for *_, training in seen) and in_eval == {"norm"}
-
-
-def test_a_loop_that_is_put_in_eval_mode_before_it_begins_stays_so(ranks: Ranks) -> None:
+        assert all(seen) and in_eval == {"norm"}
     for seen, _, _ in ranks(2, _sets_modes, "eval", "eval", "", "fsdp"):
-        assert not any(training for *_, training in seen)
+        assert not any(seen)
+    seen, _, said = _sets_modes("train", "train")
+    assert all(seen) and not said
 
 
-def test_eval_mode_left_in_the_middle_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        seen, _, _ = _sets_modes("", "", "eval")
-    assert [training for *_, training in seen] == [True, False, True, False]
-    assert caplog.text.count("is in eval mode now") == 1
-
-
-def test_modes_that_are_put_back_by_the_script_are_none_of_our_business(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        seen, *_ = _sets_modes("train", "train")
-    assert all(training for *_, training in seen) and "eval mode" not in caplog.text
+def test_eval_mode_left_in_the_middle_is_said_once() -> None:
+    seen, _, (said,) = _sets_modes("", "", "eval")
+    assert seen == [True, False, True, False] and "is in eval mode now" in said

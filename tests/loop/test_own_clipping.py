@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,27 +17,21 @@ from tests.kit.own_loops import own_loop, told
 pytestmark = pytest.mark.standing_ranks
 
 
-def _clipped_by_torch(layout: str, accumulation: int, right: bool) -> int:
-    rows = list(zip(*batch(16, 0), strict=True))
+def _clipped_by_torch(accumulation: int, right: bool) -> int:
+    loader = ech.Loader(list(zip(*batch(16, 0), strict=True)), 4, accumulate=accumulation)
+
+    def clip(window: Any, model: nn.Module) -> None:
+        window.clip_grad_norm_(1.0) if right else nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
     with told() as texts:
-        own_loop(
-            net(),
-            ech.Loader(rows, 4, accumulate=accumulation),
-            lambda model, x, y: nn.functional.mse_loss(model(x), y),
-            epochs=2,
-            clip=lambda window, model: (
-                window.clip_grad_norm_(1.0) if right else nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            ),
-            layout=layout,
-        )
+        own_loop(net(), loader, epochs=2, clip=clip, layout="ddp")
     return sum("window.clip_grad_norm_" in text for text in texts)
 
 
 @pytest.mark.full
 def test_clipping_that_was_left_in_an_unfinished_update_is_told_once(ranks: Ranks) -> None:
-    assert ranks(2, _clipped_by_torch, "ddp", 2, False) == [1, 1]
-    assert ranks(2, _clipped_by_torch, "ddp", 2, True) == [0, 0]
-    assert ranks(2, _clipped_by_torch, "ddp", 1, False) == [0, 0]  # of whole gradients
+    for accumulation, right, told_of in ((2, False, 1), (2, True, 0), (1, False, 0)):  # the last of whole gradients
+        assert ranks(2, _clipped_by_torch, accumulation, right) == [told_of] * 2
 
 
 def _two_optimizers(change: str, accumulation: int) -> int:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import echelon as ech
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.own_loops import step
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -23,30 +24,20 @@ X, Y = batch(16, 0)
 
 
 def update(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, is_plain: bool) -> None:
-    if is_plain:
-        nn.functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    if not is_plain:
+        step(model, optimizer, x, y)
         return
-    with ech.window(model) as window:
-        window.backward(nn.functional.mse_loss(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-def _lerp(average: Any, model: Any) -> None:
-    for e, p in zip(average.parameters(), model.parameters(), strict=True):
-        e.lerp_(p, 0.1)
+def _each(act: Callable[[Any, Any], object]) -> Callable[[Any, Any], None]:
+    def way(average: Any, model: Any) -> None:
+        for e, p in zip(average.parameters(), model.parameters(), strict=True):
+            act(e, p)
 
-
-def _scaled(average: Any, model: Any) -> None:
-    for e, p in zip(average.parameters(), model.parameters(), strict=True):
-        e.mul_(0.9).add_(p, alpha=0.1)
-
-
-def _data(average: Any, model: Any) -> None:
-    for e, p in zip(average.parameters(), model.parameters(), strict=True):
-        e.data = 0.9 * e.data + 0.1 * p.data
+    return way
 
 
 def _states(average: Any, model: Any) -> None:
@@ -61,9 +52,9 @@ def _target(average: Any, model: Any) -> None:
 
 
 WAYS: dict[str, Callable[[Any, Any], None]] = {
-    "lerp": _lerp,
-    "scaled": _scaled,
-    "data": _data,
+    "lerp": _each(lambda e, p: e.lerp_(p, 0.1)),
+    "scaled": _each(lambda e, p: e.mul_(0.9).add_(p, alpha=0.1)),
+    "data": _each(lambda e, p: setattr(e, "data", 0.9 * e.data + 0.1 * p.data)),
     "states": _states,
     "target": _target,
     "averaged": lambda average, model: average.update_parameters(model),

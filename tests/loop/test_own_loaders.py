@@ -13,17 +13,15 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 import echelon as ech
 from echelon.common.errors import RanksDisagreeError
 from tests.conftest import Ranks
+from tests.kit.own_loops import step
 
 pytestmark = pytest.mark.standing_ranks
 
 NUMBERED = TensorDataset(torch.arange(8.0).view(-1, 1), torch.arange(8))
 
 
-def _step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
-    with ech.window(model) as window:
-        window.backward(model(x).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+def _small(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean() * 1e-6
 
 
 def _prepared(*loaders: Any) -> Any:
@@ -41,7 +39,7 @@ def _zipped() -> list[tuple[list[int], list[int]]]:
         for (x, i), (_, j) in zip(first, second, strict=True):
             both[0].extend(i.tolist())
             both[1].extend(j.tolist())
-            _step(model, optimizer, x)
+            step(model, optimizer, x, loss=_small)
         seen.append(both)
     return seen
 
@@ -56,40 +54,28 @@ def test_a_second_loader_that_shuffles_has_an_order_of_its_own_in_each_epoch(ran
         assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == [sorted(each) for each in alone[epoch]]
 
 
-def _of_generator(seed: int, *, by_rank: bool = False) -> list[int] | str:
-    generator = torch.Generator().manual_seed(seed + (ech.RankInfo().rank if by_rank else 0))
-    model, optimizer, loader = _prepared(DataLoader(NUMBERED, 4, shuffle=True, generator=generator))
+def _order_of(kind: str, seed: int, *, by_rank: bool = False) -> list[int] | str:
+    seed += ech.RankInfo().rank if by_rank else 0
+    generator = torch.Generator().manual_seed(seed)
+    loader: Any = DataLoader(NUMBERED, 4, shuffle=True, generator=generator)
+    model, optimizer, loader = _prepared(loader if kind == "generator" else ech.Loader(NUMBERED, 4, seed=seed))
     seen: list[int] = []
     try:
         for x, i in loader:
             seen += i.tolist()
-            _step(model, optimizer, x)
+            step(model, optimizer, x, loss=_small)
     except RanksDisagreeError as error:
         return str(error.fields["name"])
     return seen
 
 
-def test_a_generator_decides_the_order(ranks: Ranks) -> None:
-    one, same, other = (ranks(1, _of_generator, seed)[0] for seed in (1, 1, 2))
-    assert one == same != other
-    assert ranks(2, _of_generator, 1, by_rank=True) == ["where training begins and ends"] * 2
-
-
-def _of_seed(*, by_rank: bool) -> str | None:
-    seed = ech.RankInfo().rank if by_rank else 1
-    model, optimizer, loader = _prepared(ech.Loader(NUMBERED, 4, seed=seed))
-    try:
-        for x, _ in loader:
-            _step(model, optimizer, x)
-    except RanksDisagreeError as error:
-        return str(error.fields["name"])
-    return None
-
-
-def test_ranks_with_other_orders_are_refused(ranks: Ranks) -> None:
+@pytest.mark.parametrize("kind", ["generator", "seed"])
+def test_a_generator_or_a_seed_decides_the_order_and_other_ones_on_ranks_are_refused(ranks: Ranks, kind: str) -> None:
     """Some samples would come twice, and others never."""
-    assert ranks(2, _of_seed, by_rank=True) == ["where training begins and ends"] * 2
-    assert ranks(2, _of_seed, by_rank=False) == [None, None]
+    one, same, other = (ranks(1, _order_of, kind, seed)[0] for seed in (1, 1, 2))
+    assert one == same != other
+    assert sorted(sum(ranks(2, _order_of, kind, 1), [])) == [*range(8)]
+    assert ranks(2, _order_of, kind, 1, by_rank=True) == ["where training begins and ends"] * 2
 
 
 def _time_first(samples: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
@@ -142,25 +128,19 @@ class _Growing(Dataset[torch.Tensor]):
         return self.size
 
     def __getitem__(self, at: int) -> torch.Tensor:
-        return torch.full((2,), float(at))
+        return torch.full((1,), float(at))
 
 
 def _grown(shuffle: bool) -> tuple[list[list[int]], list[float]]:
     """Which samples each epoch had on this rank, and the mean of those that were evaluated."""
-    data, held_out, module = _Growing(), _Growing(), nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
-    loaders = DataLoader(data, 8 // ech.world_size(), shuffle=shuffle), DataLoader(held_out, 8)
-    if ech.world_size() > 1:
-        loaders = (DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=shuffle)), loaders[1])
-    model, optimizer, loader, evaluated = ech.prepare(module, optimizer, *loaders)
+    data, held_out, module = _Growing(), _Growing(), nn.Linear(1, 1)
+    loaders = DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=shuffle)), DataLoader(held_out, 8)
+    model, optimizer, loader, evaluated = ech.prepare(module, torch.optim.SGD(module.parameters(), lr=1e-3), *loaders)
     seen, means = [], []
     for _ in ech.epochs(loader, 3):
         seen.append(list[int]())
         for x in loader:
-            with ech.window(model) as window:
-                window.backward(model(x).mean())
-                optimizer.step()
-                optimizer.zero_grad()
+            step(model, optimizer, x, loss=_small)
             seen[-1] += x[:, 0].int().tolist()
         with ech.evaluating(model) as evaluation:
             for x in evaluated:
@@ -179,19 +159,14 @@ def test_each_epoch_has_the_samples_that_its_dataset_has_by_then(ranks: Ranks, s
 
 
 def _dropping(accumulate: int) -> tuple[int, set[int]]:
-    module = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    data = TensorDataset(torch.arange(53.0)[:, None])
+    module, data = nn.Linear(1, 1), TensorDataset(torch.arange(53.0)[:, None])
     loader = DataLoader(data, 6, sampler=DistributedSampler(data), drop_last=True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     model, optimizer, loader = ech.prepare(module, optimizer, loader, accumulate=accumulate)
     updates, seen = 0, set[int]()
     for _ in ech.epochs(loader, 2):
         for (x,) in loader:
-            with ech.window(model) as window:
-                window.backward(model(x).pow(2).mean() * 1e-6)
-                optimizer.step()
-                optimizer.zero_grad()
-            updates += window.is_last
+            updates += step(model, optimizer, x, loss=_small).is_last
             seen |= set(x[:, 0].int().tolist())
     return updates, seen
 

@@ -16,6 +16,7 @@ from echelon.common.errors import OptimizerError, UsageError
 from echelon.parallel.names import plain_name
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.own_loops import step
 from tests.kit.refusals import refused
 
 pytestmark = pytest.mark.standing_ranks
@@ -23,16 +24,16 @@ pytestmark = pytest.mark.standing_ranks
 DATA = TensorDataset(*batch(16, 0))
 
 
-def _compiled(model: Any) -> Any:
-    return torch.compile(model, backend="eager")
-
-
 def _recomputed(model: Any) -> Any:
     model.blocks[0] = checkpoint_wrapper(model.blocks[0])
     return model
 
 
-WRAPPED = {"compiled": _compiled, "recomputed": _recomputed, "as it is": lambda model: model}
+WRAPPED = {
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "recomputed": _recomputed,
+    "as it is": lambda model: model,
+}
 
 
 def _trained(how: str, layout: str) -> dict[str, torch.Tensor]:
@@ -43,10 +44,7 @@ def _trained(how: str, layout: str) -> dict[str, torch.Tensor]:
     model, average, optimizer, loader = ech.prepare(model, average, optimizer, loader, layout=layout)
     for _ in ech.epochs(loader, 2):
         for x, y in loader:
-            with ech.window(model) as window:
-                window.backward(nn.functional.mse_loss(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
+            step(model, optimizer, x, y)
             with torch.no_grad():
                 for mean, parameter in zip(average.parameters(), model.parameters(), strict=True):
                     mean.lerp_(parameter, 0.1)
@@ -81,11 +79,8 @@ def _of_a_copy(layout: str) -> None:
     optimizer: Any = torch.optim.SGD([*model.one.parameters(), *other.parameters()], lr=0.1)
     model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), layout=layout)
     with refused(UsageError if layout == "fsdp" else OptimizerError) as caught:
-        for _ in ech.epochs(loader, 1):
-            for x, y in loader:
-                with ech.window(model) as window:
-                    window.backward(nn.functional.mse_loss(model(x), y))
-                    optimizer.step()
+        for x, y in loader:
+            step(model, optimizer, x, y)
     assert "prepare() is given" in str(caught.value) and "configure" not in str(caught.value)
 
 

@@ -20,6 +20,8 @@ import echelon as ech
 from echelon.loop.samples import samples_of
 from tests.conftest import Ranks
 from tests.kit.models import largest_difference, net, whole
+from tests.kit.own_loops import step
+from tests.kit.units import Regression
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 SAMPLES, BATCH, EPOCHS = 11, 8, 2
@@ -131,125 +133,103 @@ def _unpacked(packed: PackedSequence) -> torch.Tensor:
     return torch.stack([row[:n].mean(0) for row, n in zip(padded, lengths, strict=True)])
 
 
-class Unit(ech.AutoUnit[Any]):
+class Unit(Regression):
     def __init__(self, read: Callable[[Any], Pair], **options: Any) -> None:
-        super().__init__(module=net(), device=torch.device("cpu"), **options)
+        super().__init__(**options)
         self.read = read
 
     def move_data_to_device(self, state: ech.State, data: Any, non_blocking: bool = False) -> Any:
         return data
 
-    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, None]:
-        x, y = self.read(data)
-        return nn.functional.mse_loss(self.module(x), y), None
-
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
-        return torch.optim.SGD(module.parameters(), lr=0.1), None
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().compute_loss(state, self.read(data))
 
 
-def _plain() -> tuple[dict[str, torch.Tensor], float]:
-    module, data = net(), Boxes()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    x, y = means(list(data)), data.y  # type: ignore[call-overload]
-    for _ in range(EPOCHS):
-        for at in range(0, SAMPLES, BATCH):
-            optimizer.zero_grad()
-            nn.functional.mse_loss(module(x[at : at + BATCH]), y[at : at + BATCH]).backward()
-            optimizer.step()
-    loss = nn.functional.mse_loss(module(x), y)
-    return {n: p.detach() for n, p in module.named_parameters()}, float(loss.detach())
+def _plain(parts: list[Pair], epochs: int = EPOCHS) -> nn.Module:
+    """Plain PyTorch on these batches."""
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for x, y in parts * epochs:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(module(x), y).backward()
+        optimizer.step()
+    return module.requires_grad_(False)
 
 
-def _trained(layout: str | None, accumulation: int, *, foreign: bool) -> dict[str, tuple[Any, ...]]:
-    found = {}
+def _of(samples: list[Pair]) -> Pair:
+    return means(samples), ys(samples)
+
+
+def _parts(size: int) -> list[list[Pair]]:
+    data = Boxes()
+    return [[data[i] for i in range(at, min(at + size, SAMPLES))] for at in range(0, SAMPLES, size)]
+
+
+def _trained(how: str, layout: str | None, accumulation: int) -> dict[str, tuple[Any, float | None]]:
+    found: dict[str, tuple[Any, float | None]] = {}
     for name, (collate, read) in KINDS.items():
+        loader: Any = ech.Loader(Boxes(), BATCH, shuffle=False, accumulate=accumulation, collate_fn=collate)
+        if how == "own loop":
+            module = net()
+            optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+            model, optimizer, loader = ech.prepare(module, optimizer, loader, layout=layout)
+            for _ in ech.epochs(loader, EPOCHS):
+                for data in loader:
+                    step(model, optimizer, *read(data))
+            found[name] = whole(model), None
+            continue
+        if how == "torch's loader":
+            loader = DataLoader(Boxes(), BATCH // accumulation, collate_fn=collate)
         unit = Unit(read, layout=layout, accumulate=accumulation)
-        train: Any = ech.Loader(Boxes(), BATCH, shuffle=False, accumulate=accumulation, collate_fn=collate)
-        if foreign:
-            train = DataLoader(Boxes(), BATCH // accumulation, collate_fn=collate)
-        test = ech.Loader(Boxes(), BATCH, shuffle=False, collate_fn=collate)
-        ech.fit(unit, train, test, max_epochs=EPOCHS)
+        ech.fit(unit, loader, ech.Loader(Boxes(), BATCH, shuffle=False, collate_fn=collate), max_epochs=EPOCHS)
         found[name] = whole(unit.module), unit.eval_loss
     return found
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "accumulation"), [("ddp", 1), ("fsdp", 2)])
-def test_the_mean_is_over_samples_in_whatever_form_they_come(ranks: Ranks, layout: str, accumulation: int) -> None:
+@pytest.mark.parametrize(
+    ("how", "layout", "accumulation"),
+    [("unit", "ddp", 1), ("unit", "fsdp", 2), ("torch's loader", None, 2), ("own loop", "ddp", 1)],
+)
+def test_the_mean_is_over_samples_in_whatever_form_they_come(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture, how: str, layout: str | None, accumulation: int
+) -> None:
     """A short last batch, whose parts differ in size, with rows of various numbers."""
-    want, loss = _plain()
-    for found in ranks(2, _trained, layout, accumulation, foreign=False):
+    module = _plain([_of(part) for part in _parts(BATCH)])
+    x, y = _of(_parts(SAMPLES)[0])
+    want, loss = dict(module.named_parameters()), float(nn.functional.mse_loss(module(x), y).detach())
+    alone = how == "torch's loader"
+    for found in [_trained(how, layout, accumulation)] if alone else ranks(2, _trained, how, layout, accumulation):
         for name, (ours, eval_loss) in found.items():
-            assert largest_difference(ours, want) < 1e-12 and eval_loss == pytest.approx(loss, rel=1e-12), name
-
-
-@pytest.mark.full
-def test_a_torch_loader_says_as_much(caplog: pytest.LogCaptureFixture) -> None:
-    want, loss = _plain()
-    for name, (ours, eval_loss) in _trained(None, 2, foreign=True).items():
-        assert largest_difference(ours, want) < 1e-12 and eval_loss == pytest.approx(loss, rel=1e-12), name
+            assert largest_difference(ours, want) < 1e-12 and eval_loss in (None, pytest.approx(loss, rel=1e-12)), name
     assert "samples" not in caplog.text
-
-
-def _own(layout: str) -> dict[str, dict[str, torch.Tensor]]:
-    found = {}
-    for name, (collate, read) in KINDS.items():
-        module = net()
-        loader = ech.Loader(Boxes(), BATCH, shuffle=False, collate_fn=collate)
-        model, optimizer, loader = ech.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), loader, layout=layout)
-        for _ in ech.epochs(loader, EPOCHS):
-            for batch in loader:
-                x, y = read(batch)
-                with ech.window(model) as window:
-                    optimizer.zero_grad()
-                    window.backward(nn.functional.mse_loss(model(x), y))
-                    optimizer.step()
-        found[name] = whole(model)
-    return found
-
-
-@pytest.mark.full
-def test_a_loop_of_ones_own_weighs_the_same(ranks: Ranks) -> None:
-    want, _ = _plain()
-    for found in ranks(2, _own, "ddp"):
-        for name, ours in found.items():
-            assert largest_difference(ours, want) < 1e-12, name
 
 
 # --- filtered batches
 
 
 def _filtered(samples: list[Pair]) -> Pair | None:
-    kept = [(x.mean(0), y) for x, y in samples if len(x) > 1]
-    return (torch.stack(xs(kept)), torch.stack([y for _, y in kept])) if kept else None
+    kept = [(x, y) for x, y in samples if len(x) > 1]
+    return _of(kept) if kept else None
 
 
 def _read_filtered(batch: Pair | None) -> Pair:
     return batch if batch is not None else (torch.zeros(1, 4, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("size", [8, 2])
-def test_samples_that_a_collate_function_leaves_out_count_for_nothing(ranks: Ranks, size: int) -> None:
-    """With a global batch of two, whole shares of a rank are left out: `None` weighs nothing."""
-
-    module, data = net(), Boxes()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    for at in range(0, SAMPLES, size):
-        part = _filtered([data[i] for i in range(at, min(at + size, SAMPLES))])
-        if part is not None:
-            optimizer.zero_grad()
-            nn.functional.mse_loss(module(part[0]), part[1]).backward()
-            optimizer.step()
-    want = {n: p.detach() for n, p in module.named_parameters()}
-    for ours in ranks(2, _train_filtered, size):
-        assert largest_difference(ours, want) < 1e-12
-
-
 def _train_filtered(size: int) -> dict[str, torch.Tensor]:
     unit = Unit(_read_filtered, layout="ddp")
     ech.train(unit, ech.Loader(Boxes(), size, shuffle=False, collate_fn=_filtered), max_epochs=1)
     return whole(unit.module)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", [8, 2])
+def test_samples_that_a_collate_function_leaves_out_count_for_nothing(ranks: Ranks, size: int) -> None:
+    """With a global batch of two, whole shares of a rank are left out: `None` weighs nothing."""
+    want = dict(_plain([part for each in _parts(size) if (part := _filtered(each)) is not None], epochs=1).named_parameters())
+    for ours in ranks(2, _train_filtered, size):
+        assert largest_difference(ours, want) < 1e-12
 
 
 # --- what a batch tells where no loader does

@@ -12,6 +12,8 @@ from torch import nn
 import echelon as ech
 from tests.conftest import Ranks
 from tests.kit.models import batch
+from tests.kit.own_loops import own_loop
+from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -37,17 +39,14 @@ class Columns(nn.Module):
         return self.last(torch.tanh(h).mean(2))
 
 
-class Unit(ech.AutoUnit[Any]):
+class Unit(Regression):
     def __init__(self, **options: Any) -> None:
-        options.setdefault("module", Columns())
-        super().__init__(device=torch.device("cpu"), **options)
+        super().__init__(**{"module": Columns(), **options})
         self.metric = torchmetrics.MeanMetric()
 
     def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
-        x, y = data
-        out = self.module(x)
-        self.metric.update(torch.ones(len(x)), torch.ones(len(x)))
-        return nn.functional.mse_loss(out, y), out
+        self.metric.update(torch.ones(len(data[0])), torch.ones(len(data[0])))
+        return super().compute_loss(state, data)
 
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
         return torch.optim.SGD(module.parameters(), lr=0.1), None
@@ -94,16 +93,8 @@ def test_synchronised_batch_norm_does_not_take_it_in(ranks: Ranks, recompute: bo
 
 
 def _own_loop() -> dict[str, torch.Tensor]:
-    module = Columns()
-    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
-    loader: Any = ech.Loader(_rows(), BATCH, shuffle=False)
-    model, optimizer, loader = ech.prepare(module, optimizer, loader, layout=ech.DDPStrategy(sync_batchnorm=True))
-    for _ in ech.epochs(loader, EPOCHS):
-        for x, y in loader:
-            with ech.window(model) as window:
-                optimizer.zero_grad()
-                window.backward(nn.functional.mse_loss(model(x), y))
-                optimizer.step()
+    module, loader = Columns(), ech.Loader(_rows(), BATCH, shuffle=False)
+    own_loop(module, loader, epochs=EPOCHS, layout=ech.DDPStrategy(sync_batchnorm=True))
     return _values(module)
 
 
@@ -127,26 +118,12 @@ class Rows(nn.Module):
         return out
 
 
-def _one_sample(own: bool) -> str:
-    module = Rows()
-    optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
-    loader: Any = ech.Loader(_rows(), BATCH, shuffle=False)
-    with pytest.raises(ech.EchelonError) as caught:
-        if own:
-            model, optimizer, loader = ech.prepare(module, optimizer, loader, layout="none")
-            for x, y in loader:
-                with ech.window(model) as window:
-                    window.backward(nn.functional.mse_loss(model(x), y))
-                    optimizer.step()
-        else:
-            unit = Unit(module=module)
-            ech.train(unit, loader, max_epochs=1)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("own", [False, True])
 def test_batch_norm_of_one_sample_names_the_tail(own: bool) -> None:
-    assert 'tail="drop"' in _one_sample(own)
+    loader = ech.Loader(_rows(), BATCH, shuffle=False)
+    with pytest.raises(ech.EchelonError) as caught:
+        own_loop(Rows(), loader, layout="none") if own else ech.train(Unit(module=Rows()), loader, max_epochs=1)
+    assert 'tail="drop"' in str(caught.value)
 
 
 def _metric_in_a_module() -> tuple[float, list[str]]:

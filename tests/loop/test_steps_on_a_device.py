@@ -10,7 +10,7 @@ from torch import nn
 
 import echelon as ech
 from tests.kit.models import net
-from tests.kit.units import Regression
+from tests.kit.units import Masked, Regression
 
 ROWS = 2
 
@@ -101,16 +101,10 @@ def test_a_copy_and_a_wait_are_noticed(ranks: Any) -> None:
     ranks(1, a_copy_and_a_wait_are_noticed)
 
 
-class OverChosen(Unwatched):
-    """A mean over chosen rows, whose number is known on the device only; 0/0, with an infinite slope, where there are none."""
+class OverChosen(Masked):
+    """The number of its chosen rows is known on the device only."""
 
-    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y, chosen = data
-        errors = (self.module(x) - y).square().mean(1)
-        return (errors * chosen).sum() / chosen.sum(), errors
-
-    def weight(self, data: Any) -> torch.Tensor:
-        return data[2].sum()
+    on_train_step_end = Unwatched.on_train_step_end
 
 
 def a_micro_batch_that_weighs_nothing_on_the_device_poisons_nothing() -> None:

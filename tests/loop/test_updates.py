@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 import echelon as ech
 from echelon.common.errors import LoaderError, LoopError, UsageError
 from echelon.contracts.events import read_lines
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, plain_training, whole
+from tests.kit.own_loops import step
 from tests.kit.refusals import refused
+from tests.kit.run_folders import recorded
 from tests.kit.units import Numbers, Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -80,22 +81,6 @@ def test_each_way_to_train_makes_as_many_updates_as_it_is_told(ranks: Ranks, tmp
             assert names == ["step-00000002", "step-00000004", "step-00000005"], way
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        return (batch(2, i) for i in range(10))
-
-
-def _ten(kind: str) -> Any:
-    """Ten micro-batches an epoch."""
-    if kind == "list":
-        return [batch(2, i) for i in range(10)]
-    if kind == "iterable dataset":
-        return DataLoader(Stream(), batch_size=None)
-    if kind == "stream":
-        return ech.StreamLoader(Rows(), 6, accumulate=3)
-    return ech.Loader(DATA, 12, seed=1, accumulate=3)
-
-
 class Rows(IterableDataset[Any]):
     """Twenty samples, with a position."""
 
@@ -116,18 +101,26 @@ class Rows(IterableDataset[Any]):
         self.at = state["at"]
 
 
-@pytest.mark.parametrize("kind", ["list", "iterable dataset", "stream", "loader"])
+KINDS = ["list", "stream", "loader"]
+
+
+def _ten(kind: str) -> Any:
+    """Ten micro-batches an epoch."""
+    if kind == "list":
+        return [batch(2, i) for i in range(10)]
+    if kind == "stream":
+        return ech.StreamLoader(Rows(), 6, accumulate=3)
+    return ech.Loader(DATA, 12, seed=1, accumulate=3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_epochs_short_last_update_is_one_and_a_second_call_goes_on(kind: str) -> None:
     """Ten micro-batches and three to an update make four updates an epoch; a limit may end one in its middle."""
-    options = {} if kind in ("stream", "loader") else {"gradient_accumulation_steps": 3}
-    once, loader, heard = Regression(**options), _ten(kind), Heard()
-    ech.train(once, loader, max_updates=10, callbacks=[heard])
-    steps = once.train_progress.num_steps_completed
-    assert _counts(once)[0] == 10 and heard.epochs == [4, 8]
-    assert steps == 26 or kind in ("stream", "loader")
-    assert once.train_progress.num_epochs_completed == 2 and once.window.updates == 10
-    if kind == "iterable dataset":  # it has no position to go on from
-        return
+    options = {"gradient_accumulation_steps": 3} if kind == "list" else {}
+    once, heard = Regression(**options), Heard()
+    ech.train(once, _ten(kind), max_updates=10, callbacks=[heard])
+    assert _counts(once)[0] == once.window.updates == 10 and heard.epochs == [4, 8]
+    assert once.train_progress.num_epochs_completed == 2 and (kind != "list" or _counts(once)[1] == 26)
     twice, loader = Regression(**options), _ten(kind)
     for limit in (2, 7, 10):
         ech.train(twice, loader, max_updates=limit)
@@ -159,24 +152,18 @@ def test_evaluations_are_after_so_many_updates(options: dict[str, Any], expected
     unit, heard = Regression(accumulate=3), Heard()
     ech.train(unit, _ten("list"), eval=[batch(3, 9)], callbacks=[heard], **options)
     assert heard.evaluated == expected
-
-
-def test_what_eval_every_may_be() -> None:
     for wrong in ("epochs", 0, 2.5, True):
-        with pytest.raises(UsageError, match="eval"):
-            ech.train(Regression(), [batch(2, 0)], max_updates=1, eval=[batch(2, 1)], eval_every=wrong)  # type: ignore[arg-type]
+        with refused(LoopError):
+            ech.train(unit, _ten("list"), eval=[batch(3, 9)], **{**options, "eval_every": wrong})
 
 
-def test_the_schedule_and_the_records_go_by_updates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = ech.evidence.RunDir.create(tmp_path, "here")
-    for name, value in run.to_env().items():
-        monkeypatch.setenv(name, value)
-    unit = Regression(
-        accumulate=3,
-        step_lr_interval="step",
-        schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5),
-    )
-    ech.train(unit, _ten("list"), max_updates=6, eval=[batch(3, 9)], eval_every=4)
+def test_the_schedule_and_the_records_go_by_updates(tmp_path: Path) -> None:
+    def halved(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+    unit = Regression(accumulate=3, step_lr_interval="step", schedule=halved)
+    with recorded(tmp_path) as run:
+        ech.train(unit, _ten("list"), max_updates=6, eval=[batch(3, 9)], eval_every=4)
     records = read_lines(run.metrics)
     assert [(r["step"], r["lr"]) for r in records if "loss" in r] == [(n + 1, 0.1 * 0.5 ** (n // 2)) for n in range(6)]
     assert [r["step"] for r in records if "eval_loss" in r] == [4, 6]
@@ -211,11 +198,6 @@ class ByHand(Regression):
         return loss.detach(), out
 
 
-class Around(Regression):
-    def train_step(self, state: ech.State, data: Any) -> Any:
-        return super().train_step(state, data)
-
-
 class Pairs(Regression):
     """Fetches two batches for a step."""
 
@@ -236,7 +218,7 @@ class Iterates(Numbers):
         (Two, 5),
         (Iterates, 5),
         (lambda: ByHand(accumulate=3), 5),
-        (lambda: Around(accumulate=3), 13),
+        (lambda: Regression(accumulate=3), 13),
         (lambda: Pairs(accumulate=2), 9),  # five steps an epoch, three updates
     ],
 )
@@ -284,77 +266,57 @@ def test_a_run_goes_on_elsewhere_with_other_micro_batches(ranks: Ranks, tmp_path
     assert got["names"][:2] == ["step-00000002", "step-00000003"] and got["names"][-1] == "step-00000013"
 
 
-def test_a_stop_within_an_update_comes_after_it() -> None:
-    class Stops(ech.Callback):
-        def on_train_step_end(self, state: ech.State, unit: Any) -> None:
-            if unit.train_progress.num_steps_completed == 4:
-                state.stop()
-
-    unit = Regression(accumulate=3)
-    ech.train(unit, _ten("list"), max_epochs=2, callbacks=[Stops()])
-    assert _counts(unit) == (2, 6)
-
-
-def _own(folder: Path) -> tuple[list[int], list[str]]:
-    """A batch that a loop leaves out is no update; one with several micro-batches is one."""
-    module = net()
-    model, optimizer, loader = ech.prepare(
-        module,
-        torch.optim.SGD(module.parameters(), 0.1),
-        ech.Loader(DATA, 8, seed=1, accumulate=2),
-        checkpoints=Saver(folder, save_every_n_updates=2),
-    )
-    steps = []
+def _own(folder: Path, layout: str, accumulate: int, leaves_out: int) -> tuple[list[tuple[int, bool]], list[str]]:
+    """Rows of each micro-batch and whether it ends an update. A batch that a loop leaves out is no update."""
+    module, rows = net(), []
+    optimizer: Any = torch.optim.SGD(module.parameters(), 0.1)
+    saver = Saver(folder, save_every_n_updates=2)
+    loader: Any = ech.Loader(DATA, 8, seed=1)
+    model, optimizer, loader = ech.prepare(module, optimizer, loader, layout=layout, accumulate=accumulate, checkpoints=saver)
     for _ in ech.epochs(loader, 2):
         for n, (x, y) in enumerate(loader):
-            if n < 2:  # a whole global batch
-                continue
-            with ech.window(model) as window:
-                window.backward(nn.functional.mse_loss(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
-            steps.append(n)
-    return steps, _names(folder)
+            if n >= leaves_out:
+                rows.append((len(x), step(model, optimizer, x, y).is_last))
+    return rows, _names(folder)
 
 
-@pytest.mark.full
-def test_a_loop_of_ones_own_counts_the_updates_that_it_makes(ranks: Ranks, tmp_path: Path) -> None:
-    for steps, names in ranks(2, _own, tmp_path):
-        assert len(steps) == 16 and names == [f"step-{n:08d}" for n in (2, 4, 6, 8)]
+def test_a_loop_of_ones_own_counts_the_updates_that_it_makes_and_splits_batches_as_prepare_is_told(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    names = [f"step-{n:08d}" for n in (2, 4, 6, 8, 10)]
+    assert ranks(2, _own, tmp_path / "a", "ddp", 2, 2) == [([(2, False), (2, True)] * 8, names[:4])] * 2
+    assert _own(tmp_path / "b", "none", 4, 0) == ([(2, False), (2, False), (2, False), (2, True)] * 10, names)
+    other = net()
+    with refused(LoaderError):
+        ech.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1), ech.Loader(DATA, 8, accumulate=2), accumulate=4)
 
 
-def _piped() -> tuple[int, int]:
-    unit = Regression(layout="pp=2", accumulate=2)
-    ech.train(unit, [batch(2, i) for i in range(5)], max_updates=4)
-    return _counts(unit)
-
-
-@pytest.mark.full
-def test_a_pipeline_counts_updates(ranks: Ranks) -> None:
-    assert ranks(2, _piped) == [(4, 7)] * 2
-
-
-def _older(call: Any) -> str:
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        call()
-    return " ".join(str(each.message) for each in told if each.category is DeprecationWarning)
+OLDER: list[tuple[Any, list[str]]] = [
+    (lambda data, folder: ech.train(Regression(), data, max_steps=3), ["train(max_steps=...) is now max_updates=..."]),
+    (lambda data, folder: ech.train(Regression(), data, max_epochs=2, max_steps_per_epoch=4), ["updates_per_epoch"]),
+    (
+        lambda data, folder: ech.fit(
+            Regression(), data, data, max_steps=2, max_train_steps_per_epoch=2, evaluate_every_n_steps=1
+        ),
+        ["max_updates", "updates_per_epoch", "evaluate_every_n_updates"],
+    ),
+    (lambda data, folder: Saver(folder, save_every_n_train_steps=3), ["save_every_n_updates"]),
+    (lambda data, folder: ech.callbacks.SaveOptions(keep_every_n_train_steps=3), ["keep_every_n_updates"]),
+    (lambda data, folder: ech.Trainer(max_steps=2), ["max_updates"]),
+    (lambda data, folder: ech.Loader(DATA, 8, accumulation=4), ["Loader(accumulation=...) is now accumulate="]),
+]
 
 
 def test_older_words_say_the_new_ones(tmp_path: Path) -> None:
     data = [batch(2, i) for i in range(8)]
-    unit = Regression()
-    assert "train(max_steps=...) is now max_updates=..." in _older(lambda: ech.train(unit, data, max_steps=3))
-    assert _counts(unit) == (3, 3)
-    assert "updates_per_epoch" in _older(lambda: ech.train(unit, data, max_epochs=2, max_steps_per_epoch=4))
-    fit = _older(lambda: ech.fit(Regression(), data, data, max_steps=2, max_train_steps_per_epoch=2, evaluate_every_n_steps=1))
-    assert all(new in fit for new in ("max_updates", "updates_per_epoch", "evaluate_every_n_updates"))
-    assert "save_every_n_updates" in _older(lambda: Saver(tmp_path, save_every_n_train_steps=3))
-    assert "keep_every_n_updates" in _older(lambda: ech.callbacks.SaveOptions(keep_every_n_train_steps=3))
+    for call, words in OLDER:
+        with pytest.warns(DeprecationWarning) as told:
+            call(data, tmp_path)
+        said = " ".join(str(each.message) for each in told)
+        assert all(word in said for word in words), words
     assert ech.Trainer(max_updates=2).max_updates == 2
-    assert "max_updates" in _older(lambda: ech.Trainer(max_steps=2))
     with refused(UsageError):
-        ech.train(unit, data, max_step=3)  # type: ignore[call-arg]
+        ech.train(Regression(), data, max_step=3)  # type: ignore[call-arg]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -367,10 +329,7 @@ def test_older_words_say_the_new_ones(tmp_path: Path) -> None:
         lambda unit, data, folder: ech.Trainer(max_updates=1, evaluate_every_n_steps=9).fit(unit, data),
         lambda unit, data, folder: ech.train(unit, data, max_updates=1, callbacks=[Saver(folder, save_every_n_train_steps=30)]),
         lambda unit, data, folder: ech.train(
-            unit,
-            data,
-            max_updates=1,
-            callbacks=[Saver(folder, options=ech.callbacks.SaveOptions(keep_every_n_train_steps=12))],
+            unit, data, max_updates=1, callbacks=[Saver(folder, options=ech.callbacks.SaveOptions(keep_every_n_train_steps=12))]
         ),
     ],
 )
@@ -402,30 +361,11 @@ def test_a_loader_splits_its_batches_as_it_or_the_unit_is_told(ranks: Ranks, tmp
         assert all(largest_difference(a, b) == 0 for (_, a), (_, b) in zip(other, found[0], strict=True))
 
 
-def test_a_loader_splits_its_batches_as_prepare_is_told() -> None:
-    module = net()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    model, optimizer, loader = ech.prepare(module, optimizer, ech.Loader(DATA, 8), layout="none", accumulate=4)
-    rows = []
-    for x, y in loader:
-        with ech.window(model) as window:
-            window.backward(nn.functional.mse_loss(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
-            rows.append((len(x), window.is_last))
-    assert rows == [(2, False), (2, False), (2, False), (2, True)] * 5
-    with pytest.raises(UsageError, match="Say it once"):
-        other = net()
-        ech.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1), ech.Loader(DATA, 8, accumulate=2), accumulate=4)
-
-
 def test_the_accumulation_is_said_once() -> None:
     loader = ech.Loader(DATA, 8)
     for accumulate, steps in ((4, 8), (None, 2), (2, 4)):  # of whatever unit comes
         ech.train(unit := Regression(accumulate=accumulate), loader, max_updates=2)
         assert _counts(unit) == (2, steps)
-    with pytest.warns(DeprecationWarning, match=r"Loader\(accumulation=...\) is now accumulate="):
-        assert len(ech.Loader(DATA, 8, accumulation=4)) == 20  # type: ignore[call-arg]
     with refused(LoaderError):
         ech.train(Regression(accumulate=2), ech.Loader(DATA, 8, accumulate=4), max_updates=1)
     unit = Regression()

@@ -16,58 +16,47 @@ import torch.distributed as dist
 import echelon as ech
 from echelon.loop.window import Window
 from tests.conftest import Ranks
-from tests.kit.models import batch, largest_difference, plain_training, whole
-from tests.kit.units import KINDS, Regression
+from tests.kit.models import batch, largest_difference, net, plain_training, whole
+from tests.kit.units import KINDS, Masked, Regression
 from tests.kit.windows import SHAPES, windows_of
 
 pytestmark = pytest.mark.standing_ranks
 
 
-def _train(layout: str, shape: list[list[list[int]]], **options: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+Trained = tuple[dict[str, torch.Tensor], list[float]]
+
+
+def _train(layout: str, shape: list[list[list[int]]], kind: type[Regression] = Regression, **options: Any) -> Trained:
     world = ech.launching.World.current()
-    windows = windows_of(shape, world.size)
-    mine = [micro[world.rank] for window in windows for micro in window]
-    unit = Regression(layout=layout, accumulate=2, **options)
+    mine = [micro[world.rank] for window in windows_of(shape, world.size) for micro in window]
+    unit = kind(layout=layout, accumulate=2, **options)
     ech.train(unit, mine, max_epochs=1)
     return whole(unit.module), unit.norms
 
 
-def _reference(shape: list[list[list[int]]], ranks: int, **options: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
+def _train_shapes(layout: str, names: list[str]) -> dict[str, Trained]:
+    return {name: _train(layout, SHAPES[name], clip_grad_norm=float("inf")) for name in names}
+
+
+def _reference(shape: list[list[list[int]]], ranks: int, **options: Any) -> Trained:
     windows = windows_of(shape, ranks)
     parameters, _, norms = plain_training([[b for micro in window for b in micro] for window in windows], **options)
     return parameters, norms
 
 
-def _train_shapes(layout: str) -> dict[str, tuple[dict[str, torch.Tensor], list[float]]]:
-    return {name: _train(layout, shape, clip_grad_norm=float("inf")) for name, shape in SHAPES.items()}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", KINDS)
-def test_two_ranks_equal_one_process(ranks: Ranks, layout: str) -> None:
-    for trained in ranks(2, _train_shapes, layout):
-        for name, shape in SHAPES.items():
-            ours, norms = trained[name]
-            want, want_norms = _reference(shape, 2)
+@pytest.mark.full(but=("none", "ddp on 4"))
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [pytest.param("none", 1, id="none"), *((layout, 2) for layout in KINDS), pytest.param("ddp", 4, id="ddp on 4")],
+)
+def test_ranks_equal_one_process_and_plain_pytorch(ranks: Ranks, layout: str, size: int) -> None:
+    """On four ranks under ddp; the others are test_equivalence.py's."""
+    names = list(SHAPES) if size < 4 else ["all at once"]
+    for trained in ranks(size, _train_shapes, layout, names) if size > 1 else [_train_shapes(layout, names)]:
+        for name, (ours, norms) in trained.items():
+            want, want_norms = _reference(SHAPES[name], size)
             assert norms == pytest.approx(want_norms, rel=1e-12), name
             assert largest_difference(ours, want) < 1e-12, name
-
-
-def test_four_ranks_equal_one_process(ranks: Ranks) -> None:
-    """Under ddp; the others are test_equivalence.py's."""
-    shape = SHAPES["all at once"]
-    for ours, norms in ranks(4, _train, "ddp", shape, clip_grad_norm=float("inf")):
-        want, want_norms = _reference(shape, 4)
-        assert norms == pytest.approx(want_norms, rel=1e-12)
-        assert largest_difference(ours, want) < 1e-12
-
-
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-def test_one_process_equals_plain_pytorch(shape: list[list[list[int]]]) -> None:
-    ours, norms = _train("none", shape, clip_grad_norm=float("inf"))
-    want, want_norms = _reference(shape, 1)
-    assert norms == pytest.approx(want_norms, rel=1e-12)
-    assert largest_difference(ours, want) < 1e-12
 
 
 CLIPS = [{"clip_grad_norm": 0.3}, {"clip_grad_value": 0.02}, {"clip_grad_norm": 0.5, "clip_grad_value": 0.05}]
@@ -101,18 +90,8 @@ class _Tokens(Regression):
         return ((out - y).square() * counts).sum() / counts.sum(), out
 
 
-def _train_tokens(layout: str, shape: list[list[list[int]]]) -> dict[str, torch.Tensor]:
-    world = ech.launching.World.current()
-    windows = windows_of(shape, world.size)
-    unit = _Tokens(layout=layout, accumulate=2)
-    ech.train(unit, [micro[world.rank] for window in windows for micro in window], max_epochs=1)
-    return whole(unit.module)
-
-
 @pytest.mark.parametrize("layout", KINDS)
 def test_a_unit_can_weigh_by_tokens(ranks: Ranks, layout: str) -> None:
-    from tests.kit.models import net
-
     shape = [[[6, 5], [7, 9]], [[8, 4]]]
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
@@ -123,20 +102,8 @@ def test_a_unit_can_weigh_by_tokens(ranks: Ranks, layout: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     want = {n: p.detach() for n, p in module.named_parameters()}
-    for ours in ranks(2, _train_tokens, layout, shape):
+    for ours, _ in ranks(2, _train, layout, shape, _Tokens):
         assert largest_difference(ours, want) < 1e-12
-
-
-def _weightless(layout: str) -> str:
-    unit = Regression(layout=layout)
-    unit.weight = lambda data: 0  # type: ignore[method-assign]
-    with pytest.raises(ech.EchelonError) as caught:
-        ech.train(unit, [batch(2, 0)], max_epochs=1)
-    return str(caught.value)
-
-
-def test_a_global_batch_without_weight_is_an_error_on_all_ranks(ranks: Ranks) -> None:
-    assert all("must be above 0, got 0 in update" in text for text in ranks(2, _weightless, "ddp"))
 
 
 def _losses(layout: str, rows: list[int]) -> tuple[float, float]:
@@ -157,23 +124,9 @@ def test_the_evaluation_loss_is_the_mean_over_all_samples(ranks: Ranks, layout: 
     assert loss_0 == loss_1 == pytest.approx((total_0 + total_1) / samples, rel=1e-12)
 
 
-class Masked(Regression):
-    """A mean over chosen rows, which is 0/0, with an infinite derivative, where there are none."""
-
-    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y, chosen = data
-        errors = (self.module(x) - y).square().mean(1)
-        loss = (errors * chosen).sum() / chosen.sum()
-        return loss, errors
-
-    def weight(self, data: Any) -> float | torch.Tensor:
-        return data[2].sum() if self.as_tensor else float(data[2].sum())
-
-    as_tensor = True
-
-
 class MaskedByNumbers(Masked):
-    as_tensor = False
+    def weight(self, data: Any) -> float | torch.Tensor:
+        return float(super().weight(data))
 
 
 def _masked(layout: str | None, kind: type[Masked], chosen: list[list[float]]) -> Any:
