@@ -32,7 +32,7 @@ LIBRARIES = {
 # The files with a function `instead(module, name)`, and what their modules are called from.
 _TABLES = {
     "fairscale": "fairscale/absent.py",
-    "lightning": "lightning/pytorch/successors.py",
+    "lightning": "lightning/pytorch/absent.py",
     "torchtnt": "torchtnt/absent.py",
 }
 # Of these only some names are compat's: all others are the library's own, also where the same line imports both.
@@ -138,8 +138,9 @@ def _names(library: str, module: str) -> frozenset[str]:
     """What a module has."""
     file = _file(library, _aliases(library).get(module, module))
     found = set(_bound(file)) if file is not None else set()
-    if library == "lightning":  # each module there answers for what the others have
-        table = _table(library)
+    table = _table(library)
+    if library == "lightning" and (file is not None or module.removeprefix("pytorch.") in table.MODULES):
+        # Each module there answers for what the others have.
         homes = [_file(library, f"pytorch{home}") for home in table.HOMES]
         found |= {name for home in homes if home is not None for name in _exported(home)} | {*table.DISPLAYS}
         if module.startswith("pytorch.plugins"):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 from echelon.common.errors import NotHereError
 
-__all__ = ["Missing", "attach", "later", "leave_out"]
+__all__ = ["Missing", "attach", "later", "leave_out", "nearest"]
 
 
 class Missing:
@@ -60,11 +61,11 @@ def later(system: str, module: str, homes: Mapping[str, str], successors: Mappin
 
 
 class _Absent(ModuleType):
-    """A module whose every name stands for something that is not here."""
+    """A module whose every name stands for something that is not here; and so does every module below it."""
 
     def __init__(self, name: str, known_as: str, instead: str) -> None:
         super().__init__(name, f"Not part of echelon.compat. Instead: {instead}")
-        self.__path__: list[str] = []  # a module below it is looked for nowhere else
+        self.__path__: list[str] = []  # a module below it is in no folder
         vars(self).update(_known_as=known_as, _instead=instead)
 
     def __getattr__(self, name: str) -> Any:
@@ -77,16 +78,49 @@ class _Absent(ModuleType):
         raise NotHereError(f"{self._known_as} is not part of echelon.compat. Instead: {self._instead}")
 
 
+class _Finder:
+    """Finds absent modules, and what is below them. It is asked where no other finder has found anything."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        is_below = isinstance(sys.modules.get(name.rpartition(".")[0]), _Absent)
+        return ModuleSpec(name, _Finder(), is_package=True) if is_below or name in _absent else None  # type: ignore[arg-type]
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> ModuleType:
+        if spec.name in _absent:
+            return _Absent(spec.name, *_absent[spec.name])
+        around, _, last = spec.name.rpartition(".")
+        above = sys.modules[around]
+        return _Absent(spec.name, f"{above._known_as}.{last}", above._instead)
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None: ...
+
+
+_absent: dict[str, tuple[str, str]] = {}  # module -> what its library calls it, and what to use in its place
+sys.meta_path.append(_Finder)
+
+
 def leave_out(system: str, package: str, modules: Mapping[str, str]) -> None:
     """Let modules be imported of which nothing is here: import lines that name them work, and a use says what to take instead.
 
     Args:
         system: as the other system calls the package.
         package: below which they are.
-        modules: name -> what to use in its place; a module above others comes before them.
+        modules: name -> what to use in its place, also of what is below it; a module above others comes before them.
     """
     for name, instead in modules.items():
-        attach(f"{package}.{name}", _Absent(f"{package}.{name}", f"{system}.{name}", instead))
+        full = f"{package}.{name}"
+        _absent[full] = (f"{system}.{name}", instead)
+        if full.rpartition(".")[0] in sys.modules:  # found as an attribute, too
+            attach(full, _Absent(full, *_absent[full]))
+
+
+def nearest(modules: Mapping[str, str], module: str) -> str | None:
+    """What a table that was given to `leave_out` says of a module: itself, or the nearest above it; None if neither is in it."""
+    above = [each for each in modules if f"{module}.".startswith(f"{each}.")]
+    return modules[max(above, key=len)] if above else None
 
 
 def attach(name: str, module: ModuleType) -> None:

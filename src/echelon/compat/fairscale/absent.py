@@ -9,7 +9,7 @@ from typing import Any
 from echelon.compat import names
 from echelon.compat.names import Missing, attach, leave_out
 
-__all__ = ["ALIASES", "BELOW", "INSTEAD", "METHODS", "NAMES", "alias", "instead", "later", "register"]
+__all__ = ["ALIASES", "INSTEAD", "METHODS", "NAMES", "alias", "instead", "later", "register"]
 
 _ADASCALE = "keep FairScale's file, which needs torch and NumPy alone; or a warm-up to the larger batch's learning rate."
 _BUCKETS = "nothing: what travels in one message is decided inside."
@@ -108,29 +108,10 @@ INSTEAD = {
     "version": "fairscale.__version__.",
 }
 
-# Modules below these, of which the same is to be said.
-BELOW = {
-    "experimental.nn.ampnet_pipe": "ampnet pipe",
-    "experimental.nn.data_parallel.gossip": "gossiper graph_manager mixing_manager utils utils.cuda_metering utils.helpers",
-    "experimental.nn.distributed_pipeline": "data graph loss partition_handler pipeline trace",
-    "experimental.wgit": "cli pygit repo sha1_store signal_sparsity signal_sparsity_profiling utils version",
-    "internal": "containers parallel params state_dict",
-    "nn.model_parallel": "cross_entropy initialize layers mappings random utils",
-    "nn.moe": "moe_layer top2gate",
-    "nn.pipe": "async_pipe async_pipeline async_schedule balance balance.blockpartition balance.profile batchnorm checkpoint "
-    "copy dependency messages microbatch phony pipe pipeline rpc skip skip.layout skip.namespace skip.portal skip.skippable "
-    "skip.tracker stream types worker",
-    "utils": "containers parallel params state_dict testing",
-}
-
-
-def _modules() -> dict[str, str]:
-    return INSTEAD | {f"{name}.{each}": INSTEAD[name] for name, modules in BELOW.items() for each in modules.split()}
-
 
 def instead(module: str, name: str = "") -> str | None:
     """What to take in place of a name of a module, or of a module, below `fairscale`; None: it is in no table."""
-    return NAMES.get(ALIASES.get(module, module), {}).get(name) if name else _modules().get(module)
+    return NAMES.get(ALIASES.get(module, module), {}).get(name) if name else names.nearest(INSTEAD, module)
 
 
 def later(module: str, homes: Mapping[str, str] | None = None) -> Callable[[str], Any]:
@@ -141,7 +122,7 @@ def later(module: str, homes: Mapping[str, str] | None = None) -> Callable[[str]
 
 def register(package: str) -> None:
     """Let the modules of the tables be imported below `package`."""
-    leave_out("fairscale", package, _modules())
+    leave_out("fairscale", package, INSTEAD)
 
 
 def alias(package: str) -> None:

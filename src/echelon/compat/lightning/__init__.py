@@ -4,8 +4,8 @@ from typing import Any
 
 from echelon.compat.lightning import pytorch
 from echelon.compat.lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-from echelon.compat.lightning.pytorch.successors import FABRIC, NAMES, missing
-from echelon.compat.lightning.pytorch.version import __version__ as __version__
+from echelon.compat.lightning.pytorch import __version__ as __version__
+from echelon.compat.lightning.pytorch.absent import FABRIC, NAMES, missing
 from echelon.compat.names import leave_out
 
 __all__ = ["Callback", "LightningDataModule", "LightningModule", "Trainer", "pytorch", "seed_everything"]

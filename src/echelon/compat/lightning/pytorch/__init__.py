@@ -11,15 +11,13 @@ import sys
 from typing import Any
 
 from echelon.compat.lightning.pytorch import asked, callbacks, hparams, loggers, optimizers, strategies, utilities  # noqa: F401
+from echelon.compat.lightning.pytorch.absent import ALIASES, ENVIRONMENTS, MODULES, NAMES, complete, missing
 from echelon.compat.lightning.pytorch.callbacks.base import Callback
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hparams import AttributeDict, HyperparametersMixin  # noqa: F401  # of `core.mixins`
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.optimizers import LightningOptimizer  # noqa: F401  # of `core.module`
-from echelon.compat.lightning.pytorch.successors import ALIASES, DISPLAYS, ENVIRONMENTS, MODULES, NAMES, complete, missing
 from echelon.compat.lightning.pytorch.trainer import Trainer
-from echelon.compat.lightning.pytorch.utilities import exceptions, rank_zero, types  # noqa: F401  # found as pl.utilities.types
-from echelon.compat.lightning.pytorch.version import __version__ as __version__
 from echelon.compat.names import attach, leave_out
 from echelon.world import rng
 
@@ -48,6 +46,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 
 LIGHTNING_LOGO = ""
+__version__ = "2.6.6"  # of Lightning, whose names these are: programs ask
 
 
 def cli_lightning_logo() -> None:
@@ -61,11 +60,6 @@ def __getattr__(name: str) -> Any:
 for _name, _same in ALIASES.items():
     attach(f"{__name__}.{_name}", sys.modules[f"{__name__}.{_same}".rstrip(".")])
 leave_out("lightning.pytorch", __name__, {name: f"{instead}." for name, instead in MODULES.items()})
-for _name, _module in [*sys.modules.items()]:  # beside what is not here
-    if _name.startswith(f"{__name__}.callbacks."):
-        vars(_module).update({_each: getattr(callbacks, _each) for _each in DISPLAYS})
-    elif _name.startswith(f"{__name__}.loggers."):
-        vars(_module).update(MLFlowLogger=loggers.MLFlowLogger, WandbLogger=loggers.WandbLogger)
-    elif _name.startswith(f"{__name__}.plugins"):
-        vars(_module).update({_each: getattr(strategies, _each) for _each in ("DDPPlugin", *ENVIRONMENTS)})
-complete(module for name, module in [*sys.modules.items()] if name.startswith(f"{__name__}.") and name != f"{__name__}.version")
+for _name in ("plugins", "plugins.environments", "plugins.training_type"):
+    vars(sys.modules[f"{__name__}.{_name}"]).update({_each: getattr(strategies, _each) for _each in ("DDPPlugin", *ENVIRONMENTS)})
+complete(module for name, module in [*sys.modules.items()] if name.startswith(f"{__name__}."))

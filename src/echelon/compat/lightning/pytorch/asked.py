@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from echelon.compat.lightning.pytorch.absent import missing_of_trainer
 from echelon.compat.lightning.pytorch.data import batches_of
-from echelon.compat.lightning.pytorch.successors import missing_of_trainer
 from echelon.compat.trainer.trainer import is_launched
 from echelon.contracts.rank import RankInfo
 from echelon.loop.state import step_under_way

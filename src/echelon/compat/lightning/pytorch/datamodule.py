@@ -8,9 +8,9 @@ from typing import Any, Self
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from echelon.compat.lightning.pytorch.absent import ARGPARSE
 from echelon.compat.lightning.pytorch.hooks import DataHooks
 from echelon.compat.lightning.pytorch.hparams import HyperparametersMixin
-from echelon.compat.lightning.pytorch.successors import ARGPARSE
 
 __all__ = ["LightningDataModule"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.common.files import write_whole
-from echelon.compat.lightning.pytorch.successors import LOGGERS, missing
+from echelon.compat.lightning.pytorch.absent import LOGGERS, missing
 from echelon.observe import loggers
 from echelon.observe.loggers.logger import rank
 from echelon.world import agree

@@ -13,6 +13,7 @@ import torch
 
 from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch import data, saving
+from echelon.compat.lightning.pytorch.absent import HOOKS
 from echelon.compat.lightning.pytorch.automatic import AutomaticUnit
 from echelon.compat.lightning.pytorch.callbacks.base import Callback
 from echelon.compat.lightning.pytorch.hooking import Hooking
@@ -21,7 +22,6 @@ from echelon.compat.lightning.pytorch.manual import ManualUnit
 from echelon.compat.lightning.pytorch.meeting import meets
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.stepping import gather_when_alone
-from echelon.compat.lightning.pytorch.successors import HOOKS
 from echelon.contracts.rank import RankInfo
 from echelon.data.replayed import Replayed
 from echelon.loop.modes import tell_of_eval_mode

@@ -3,7 +3,7 @@
 from typing import Any
 
 from echelon.common.errors import UsageError
-from echelon.compat.lightning.pytorch.successors import ENVIRONMENTS, STRATEGIES, missing
+from echelon.compat.lightning.pytorch.absent import ENVIRONMENTS, STRATEGIES, missing
 from echelon.compat.older_options import FSDPStrategy
 from echelon.parallel.ddp.ddp import DDPStrategy
 

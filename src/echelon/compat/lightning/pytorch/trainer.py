@@ -16,11 +16,11 @@ import torch
 
 from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch import options
+from echelon.compat.lightning.pytorch.absent import ARGPARSE
 from echelon.compat.lightning.pytorch.callbacks import Callback, Display
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.module_runs import ModuleRuns
 from echelon.compat.lightning.pytorch.strategies import among_plugins
-from echelon.compat.lightning.pytorch.successors import ARGPARSE
 from echelon.compat.trainer import trainer
 from echelon.compat.trainer.rank import Plan
 from echelon.loop.callback import Callback as LoopCallback

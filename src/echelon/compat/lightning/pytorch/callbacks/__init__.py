@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from echelon.compat.lightning.pytorch.absent import CALLBACKS, DISPLAYS, missing
 from echelon.compat.lightning.pytorch.callbacks.base import Callback, LambdaCallback
 from echelon.compat.lightning.pytorch.callbacks.early_stopping import EarlyStopping
 from echelon.compat.lightning.pytorch.callbacks.learning_rate_monitor import LearningRateMonitor
 from echelon.compat.lightning.pytorch.callbacks.model_checkpoint import Checkpoint, ModelCheckpoint
-from echelon.compat.lightning.pytorch.successors import CALLBACKS, DISPLAYS, missing
 
 __all__ = [  # noqa: PLE0604  # names of a table
     "Callback",

@@ -9,7 +9,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from echelon.compat.names import Missing
+from echelon.compat.names import Missing, nearest
 
 __all__ = [
     "ALIASES",
@@ -72,6 +72,7 @@ UTILITIES = {
 _OPTIONS = "Trainer(strategy=...) by name, or one of echelon's, such as FSDPStrategy(...)"
 _OTHER_DEVICES = "CPUs and CUDA, which are all that there is"
 STRATEGIES = {
+    "DataParallelStrategy": "strategy 'ddp'",
     **dict.fromkeys(
         ("HPUParallelStrategy", "SingleDeviceXLAStrategy", "SingleHPUStrategy", "SingleTPUStrategy", "XLAStrategy"),
         _OTHER_DEVICES,
@@ -80,7 +81,7 @@ STRATEGIES = {
     "ModelParallelStrategy": "echelon.TPStrategy(plan, size=...)",
     "ParallelStrategy": _OPTIONS,
     "SingleDeviceStrategy": "Trainer(devices=1)",
-    "Strategy": _OPTIONS,
+    **dict.fromkeys(("Strategy", "StrategyRegistry"), _OPTIONS),
 }
 LOGGERS = {
     "LitLogger": "a subclass of Logger that calls litlogger",
@@ -88,168 +89,79 @@ LOGGERS = {
     "NeptuneLogger": "a subclass of Logger that calls neptune",
 }
 
-# Names of modules that are here, beside those above. What is Lightning's own machinery has no counterpart of the same shape.
+# Names of modules that are here, beside those above.
 _INSIDE = "nothing: it is a part of Lightning's own inside. docs/migrating.md has what programs use"
 _HPARAMS = "save_hyperparameters and hparams; torch.load or yaml read files of Lightning's"
 OTHERS = {
-    **dict.fromkeys(
-        ("CheckpointHooks", "DataHooks", "ModelHooks"), "LightningModule and LightningDataModule, which have these hooks"
-    ),
-    **dict.fromkeys(("DummyExperiment", "DummyLogger", "ExperimentWriter", "merge_dicts"), "a subclass of Logger"),
-    **dict.fromkeys(("FabricCSVLogger", "FabricLogger", "FabricTensorBoardLogger"), "CSVLogger, TensorBoardLogger or Logger"),
-    **dict.fromkeys(
-        ("CUDAAccelerator", "MPSAccelerator", "XLAAccelerator"), "Trainer(accelerator='cpu') or 'gpu', and torch.cuda"
-    ),
-    **dict.fromkeys(("load_hparams_from_tags_csv", "load_hparams_from_yaml", "parse_class_init_keys"), _HPARAMS),
-    **dict.fromkeys(("save_hparams_to_tags_csv", "save_hparams_to_yaml", "update_hparams"), _HPARAMS),
-    **dict.fromkeys(("pl_load", "pl_legacy_patch"), "LightningModule.load_from_checkpoint, or torch.load"),
-    **dict.fromkeys(("find_shared_parameters", "set_shared_parameters"), "nothing: tied parameters stay tied"),
-    **dict.fromkeys(("collect_init_args", "get_init_args", "clean_namespace"), _HPARAMS),
-    **dict.fromkeys(("lightning_getattr", "lightning_setattr", "lightning_hasattr"), "getattr on the module and its hparams"),
+    **dict.fromkeys(("CheckpointHooks", "ModelHooks"), "LightningModule and LightningDataModule, which have these hooks"),
+    **dict.fromkeys(("DummyLogger", "LightningLoggerBase", "merge_dicts"), "a subclass of Logger"),
+    **dict.fromkeys(("get_init_args", "load_hparams_from_yaml", "save_hparams_to_yaml"), _HPARAMS),
+    **dict.fromkeys(("pl_legacy_patch", "pl_load"), "LightningModule.load_from_checkpoint, or torch.load"),
+    **dict.fromkeys(("lightning_getattr", "lightning_hasattr", "lightning_setattr"), "getattr on the module and its hparams"),
     "EarlyStoppingReason": "EarlyStopping.stopped_epoch, which is 0 if it has not stopped",
-    **dict.fromkeys(("Accelerator", "ClusterEnvironment", "prepare_for_backward", "reset_seed"), _INSIDE),
-    **dict.fromkeys(("Optimizable", "convert_tensors_to_scalars", "do_nothing_closure", "recursive_detach"), _INSIDE),
-    **dict.fromkeys(("BType", "extract_batch_size", "has_iterable_dataset", "has_len_all_ranks", "sized_len"), _INSIDE),
-    **dict.fromkeys(("is_cuda_out_of_memory", "is_cudnn_snafu", "is_out_of_cpu_memory"), "is_oom_error"),
-    **dict.fromkeys(("CHECKPOINT_PAST_HPARAMS_KEYS", "convert", "download_model_from_registry"), _INSIDE),
-    **dict.fromkeys(("FSDPPrecision", "Precision"), "Trainer(precision=...)"),
-    "CheckpointIO": "nothing: checkpoints are folders, written whole",
-    "Profiler": _PROFILER,
-    "get_torchvision_model": "torchvision.models.get_model",
-    "save_hyperparameters": "self.save_hyperparameters()",
     "SIGTERMException": "trainer.received_sigterm, and the end of the run with exit code 75",
-    "convert_to_tensors": "torch.as_tensor",
+    **dict.fromkeys(("Tqdm", "convert_inf"), "tqdm.auto.tqdm"),
+    "apply_to_collection": "torch.utils._pytree.tree_map_only, or lightning_utilities.core.apply_func",
+    "extract_batch_size": "self.log(..., batch_size=...)",
     "get_filesystem": "fsspec",
+    "get_torchvision_model": "torchvision.models.get_model",
+    "is_cuda_out_of_memory": "is_oom_error",
     "is_param_in_hook_signature": "inspect.signature",
-    "is_shared_filesystem": "a folder that all nodes see, which checkpoints need",
     "suggested_max_num_workers": "os.cpu_count(), or the cores that `echelon run --bind cores` leaves a rank",
 }
 
-# Modules of which nothing is here.
+# Modules of which nothing is here, nor of those below them.
 _SEARCH = "a learning rate of your own; `echelon run --find-batch` finds the largest micro-batch of your global batch"
 _FABRIC = NAMES["Fabric"]
-_SMALL = "a small LightningModule of your own"
 _ACCELERATORS = "Trainer(accelerator='cpu') or 'gpu', and torch.cuda"
-_FOLDERS = "nothing: checkpoints are folders, written whole"
 _CLI = "argparse: `echelon run train.py --lr 0.1` passes a script's own arguments on"
 _PLUGINS = "Trainer(precision=...), and the options of a strategy"
-_CALLBACK_MODULES = {
-    "batch_size_finder": "BatchSizeFinder",
-    "finetuning": "BaseFinetuning",
-    "gradient_accumulation_scheduler": "GradientAccumulationScheduler",
-    "lr_finder": "LearningRateFinder",
-    "on_exception_checkpoint": "OnExceptionCheckpoint",
-    "prediction_writer": "BasePredictionWriter",
-    "pruning": "ModelPruning",
-    "spike": "SpikeDetection",
-    "stochastic_weight_avg": "StochasticWeightAveraging",
-    "timer": "Timer",
-    "weight_averaging": "WeightAveraging",
-}
-_LOGGER_MODULES = {
-    "comet": "CometLogger",
-    "litlogger": "LitLogger",
-    "neptune": "NeptuneLogger",
-}
-_LOOP_MODULES = (
-    "evaluation_loop fetchers fit_loop loop optimization optimization.automatic optimization.closure optimization.manual "
-    "prediction_loop progress training_epoch_loop utilities"
-)
-_TRAINER_MODULES = (
-    "call configuration_validator connectors connectors.accelerator_connector connectors.callback_connector "
-    "connectors.checkpoint_connector connectors.data_connector connectors.logger_connector "
-    "connectors.logger_connector.fx_validator connectors.logger_connector.logger_connector "
-    "connectors.logger_connector.result connectors.signal_connector setup"
-)
-_PRECISION_MODULES = "amp bitsandbytes deepspeed double fsdp half precision transformer_engine xla"
-_STRATEGY_MODULES = (
-    "deepspeed launchers launchers.launcher launchers.multiprocessing launchers.subprocess_script launchers.xla model_parallel "
-    "parallel single_device single_xla strategy xla"
-)
-_UTILITY_MODULES = (
-    "argparse compile consolidate_checkpoint deepspeed migration migration.migration migration.utils model_registry "
-    "signature_utils testing upgrade_checkpoint"
-)
 MODULES = {
     "accelerators": _ACCELERATORS,
-    **{f"accelerators.{name}": _ACCELERATORS for name in ("accelerator", "cpu", "cuda", "mps", "xla")},
-    **{f"callbacks.{module}": CALLBACKS[name] for module, name in _CALLBACK_MODULES.items()},
-    **{f"callbacks.{name}": _USE for name in ("device_stats_monitor", "throughput_monitor")},
-    **{f"callbacks.{name}": _SUMMARY for name in ("model_summary", "rich_model_summary")},
-    "callbacks.progress": _BAR,
-    "callbacks.progress.base": _BAR,
-    "callbacks.progress.progress_bar": _BAR,
-    "callbacks.progress.rich_progress": _BAR,
-    "callbacks.progress.tqdm_progress": _BAR,
     "cli": _CLI,
-    "demos": _SMALL,
-    **{f"demos.{name}": _SMALL for name in ("boring_classes", "lstm", "mnist_datamodule", "transformer")},
-    **{f"loggers.{name}": _INSIDE for name in ("mlflow", "wandb")},
-    **{f"loggers.{module}": LOGGERS[name] for module, name in _LOGGER_MODULES.items()},
-    "loggers.utilities": _INSIDE,
+    "demos": "a small LightningModule of your own",
+    "lite": _FABRIC,
     "loops": _LOOPS,
-    **{f"loops.{name}": _LOOPS for name in _LOOP_MODULES.split()},
+    "metrics": "torchmetrics",
     "overrides": _INSIDE,
-    "overrides.distributed": _INSIDE,
     "plugins": _PLUGINS,
     "plugins.environments": "nothing: torchrun's, Slurm's and Open MPI's variables are read by themselves",
+    "plugins.io": "nothing: checkpoints are folders, written whole",
     "plugins.training_type": _PLUGINS,
-    "plugins.io": _FOLDERS,
-    **{f"plugins.io.{name}": _FOLDERS for name in ("async_plugin", "checkpoint_plugin", "torch_plugin", "wrapper", "xla_plugin")},
-    "plugins.layer_sync": _PLUGINS,
-    "plugins.precision": _PLUGINS,
-    **{f"plugins.precision.{name}": _PLUGINS for name in _PRECISION_MODULES.split()},
     "profilers": _PROFILER,
-    **{f"profilers.{name}": _PROFILER for name in ("advanced", "base", "profiler", "pytorch", "simple", "xla")},
     "serve": _INSIDE,
-    **{f"serve.{name}": _INSIDE for name in ("servable_module", "servable_module_validator")},
-    **{f"strategies.{name}": _OPTIONS for name in _STRATEGY_MODULES.split()},
-    **{f"trainer.{name}": _INSIDE for name in _TRAINER_MODULES.split()},
+    "trainer.connectors": _INSIDE,
     "tuner": _SEARCH,
-    **{f"tuner.{name}": _SEARCH for name in ("batch_size_scaling", "lr_finder", "tuning")},
-    **{f"utilities.{name}": _INSIDE for name in _UTILITY_MODULES.split()},
-    "lite": _FABRIC,
-    "metrics": "torchmetrics",
+    "utilities.argparse": "argparse",
     "utilities.cli": _CLI,
     "utilities.combined_loader": _UNION,
+    "utilities.compile": "`self.net.compile()` in configure_model",
+    "utilities.deepspeed": "strategy 'zero1', 'zero2' or 'zero3', whose checkpoints are read on any number of ranks",
     "utilities.model_summary": _SUMMARY,
-    **{f"utilities.model_summary.{name}": _SUMMARY for name in ("model_summary", "model_summary_deepspeed")},
 }
 FABRIC = {
     "fabric": _FABRIC,
     "fabric.accelerators": _ACCELERATORS,
     "fabric.plugins": _PLUGINS,
     "fabric.strategies": _OPTIONS,
-    "fabric.utilities": _FABRIC,
-    "fabric.utilities.types": _FABRIC,
 }
-# Modules that are one of here under another name.
-_OF_UTILITIES = ("data", "enums", "grads", "imports", "memory", "model_helpers", "parameter_tying", "parsing", "seed", "warnings")
-_OLDER = ("apply_func", "cloud_io", "distributed", "xla_device")  # below `utilities` before 2.0
-ALIASES = {
-    "callbacks.callback": "callbacks",
-    "callbacks.checkpoint": "callbacks",
-    "callbacks.lambda_function": "callbacks",
-    "callbacks.lr_monitor": "callbacks",
-    "core": "",
-    "core.datamodule": "",
-    "core.hooks": "",
-    "core.lightning": "",
-    "core.mixins": "hparams",
-    "core.mixins.hparams_mixin": "hparams",
-    "core.module": "",
-    "core.optimizer": "optimizers",
-    "core.saving": "",
-    "loggers.base": "loggers",
-    "loggers.csv_logs": "loggers",
-    "loggers.logger": "loggers",
-    "loggers.tensorboard": "loggers",
-    "strategies.ddp": "strategies",
-    "strategies.fsdp": "strategies",
-    "trainer.states": "asked",
-    "trainer.trainer": "trainer",
-    **{f"utilities.{name}": "utilities" for name in (*_OF_UTILITIES, *_OLDER)},
+# Modules that are one of here under another name, by the one that they are.
+_SAME = {
+    "": "core core.datamodule core.hooks core.lightning core.module core.saving",
+    "callbacks": "batch_size_finder callback checkpoint device_stats_monitor finetuning gradient_accumulation_scheduler "
+    "lambda_function lr_finder lr_monitor model_summary on_exception_checkpoint prediction_writer progress progress.base "
+    "progress.progress_bar progress.rich_progress progress.tqdm_progress pruning rich_model_summary spike "
+    "stochastic_weight_avg throughput_monitor timer weight_averaging",
+    "hparams": "core.mixins core.mixins.hparams_mixin",
+    "loggers": "base comet csv_logs litlogger logger mlflow neptune tensorboard wandb",
+    "optimizers": "core.optimizer",
+    "strategies": "ddp deepspeed fsdp model_parallel parallel single_device strategy",
+    "trainer": "states trainer",
+    "utilities": "apply_func cloud_io data distributed enums exceptions grads imports memory model_helpers parameter_tying "
+    "parsing rank_zero seed signature_utils types warnings xla_device",
 }
+_PACKAGES = ("callbacks", "loggers", "strategies", "trainer", "utilities")
+ALIASES = {f"{same}.{name}" if same in _PACKAGES else name: same for same, names in _SAME.items() for name in names.split()}
 _KEPT = "a list of self, to which the steps append"
 # Hooks of Lightning 1, of modules and callbacks.
 HOOKS = {
@@ -293,8 +205,10 @@ def missing_of_trainer(name: str) -> AttributeError:
 
 def instead(module: str, name: str = "") -> str | None:
     """What to take in place of a name of any module, or of a module, below `lightning`; None: it is in no table."""
-    modules = FABRIC | {f"pytorch.{each}": told for each, told in MODULES.items()}
-    told = _named(name) if name else modules.get(module)
+    if name:
+        told = _named(name)
+    else:
+        told = nearest(FABRIC | {f"pytorch.{each}": told for each, told in MODULES.items()}, module)
     return f"{told}." if told is not None else None
 
 
@@ -323,8 +237,6 @@ HOMES = (
     ".loggers",
     ".strategies",
     ".utilities",
-    ".utilities.types",
-    ".utilities.exceptions",
     ".asked",
     ".hparams",
     ".hooks",

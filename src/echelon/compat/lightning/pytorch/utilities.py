@@ -7,30 +7,46 @@ import gc
 import logging
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NotRequired, ParamSpec, TypedDict, TypeVar
 
 import numpy as np
 import torch
 
+from echelon.common.errors import UsageError as MisconfigurationException
+from echelon.compat.lightning.pytorch.absent import UTILITIES, missing
 from echelon.compat.lightning.pytorch.hooks import overridden
 from echelon.compat.lightning.pytorch.hparams import AttributeDict
-from echelon.compat.lightning.pytorch.successors import UTILITIES, missing
+from echelon.compat.lightning.pytorch.optimizers import Schedule
 from echelon.contracts.rank import RankInfo
 from echelon.parallel.shards import whole
 from echelon.world import rng
 from echelon.world.device import copy_data_to_device as move_data_to_device
 
 __all__ = [
+    "EPOCH_OUTPUT",
+    "EVAL_DATALOADERS",
     "FLOAT16_EPSILON",
     "FLOAT32_EPSILON",
     "FLOAT64_EPSILON",
+    "MODULE_OPTIMIZERS",
+    "STEP_OUTPUT",
+    "TRAIN_DATALOADERS",
     "AttributeDict",
     "GradClipAlgorithmType",
+    "LRSchedulerConfig",
+    "LRSchedulerConfigType",
+    "LRSchedulerPLType",
+    "LRSchedulerType",
+    "LRSchedulerTypeUnion",
     "LightningDeprecationWarning",
     "LightningEnum",
+    "MisconfigurationException",
+    "OptimizerConfig",
+    "OptimizerLRScheduler",
+    "OptimizerLRSchedulerConfig",
     "PossibleUserWarning",
     "disable_possible_user_warnings",
     "garbage_collection_cuda",
@@ -164,6 +180,28 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 def disable_possible_user_warnings(module: str = "") -> None:
     """Filter UserWarnings, of a module or all."""
     warnings.filterwarnings("ignore", category=UserWarning, module=module)
+
+
+# For annotations.
+STEP_OUTPUT = torch.Tensor | Mapping[str, Any] | None
+EPOCH_OUTPUT = list[STEP_OUTPUT]
+EVAL_DATALOADERS = TRAIN_DATALOADERS = Any
+LRSchedulerTypeUnion = torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau
+LRSchedulerConfigType = dict[str, Any]
+LRSchedulerPLType = LRSchedulerTypeUnion
+LRSchedulerType = type[torch.optim.lr_scheduler.LRScheduler] | type[torch.optim.lr_scheduler.ReduceLROnPlateau]
+LRSchedulerConfig = Schedule
+OptimizerLRScheduler = MODULE_OPTIMIZERS = Any
+
+
+class OptimizerConfig(TypedDict):
+    optimizer: torch.optim.Optimizer
+
+
+class OptimizerLRSchedulerConfig(TypedDict):
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: Any
+    monitor: NotRequired[str]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,5 +1,0 @@
-"""`lightning.pytorch.utilities.exceptions`: what a Trainer raises of a value that cannot work."""
-
-from echelon.common.errors import UsageError as MisconfigurationException
-
-__all__ = ["MisconfigurationException"]
