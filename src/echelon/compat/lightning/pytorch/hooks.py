@@ -8,7 +8,7 @@ import torch
 
 from echelon.world.device import copy_data_to_device
 
-__all__ = ["DataHooks", "ModuleHooks", "log_defaults", "overridden"]
+__all__ = ["HOOKS", "DataHooks", "ModuleHooks", "log_defaults", "no_hook", "overridden"]
 
 
 def overridden(name: str, thing: Any, base: type) -> bool:
@@ -17,29 +17,44 @@ def overridden(name: str, thing: Any, base: type) -> bool:
     return own is not None and getattr(own, "__func__", own) is not getattr(base, name, None)
 
 
-_STEPS = {
-    "training_step",
-    "on_train_batch_start",
-    "on_train_batch_end",
-    "on_before_zero_grad",
-    "optimizer_zero_grad",
-    "on_before_backward",
+# Hooks of modules and callbacks alike. A module's get what is named here, a callback's the trainer and the module before it.
+_PHASES = ("train", "validation", "test", "predict")
+HOOKS = (
+    *("on_fit_start", "on_fit_end"),
+    *(f"on_{phase}_{end}" for phase in _PHASES for end in ("start", "end", "epoch_start", "epoch_end")),
+    *(f"on_{phase}_batch_start" for phase in _PHASES),  # batch, batch_idx, dataloader_idx=0
+    *(f"on_{phase}_batch_end" for phase in _PHASES),  # outputs, batch, batch_idx, dataloader_idx=0
+    "on_before_zero_grad",  # optimizer
+    "on_before_backward",  # loss
     "on_after_backward",
-    "on_before_optimizer_step",
-    "configure_gradient_clipping",
-    "optimizer_step",
+    "on_before_optimizer_step",  # optimizer, whose gradients are whole and averaged over the ranks, and not clipped yet
+)
+
+
+def no_hook(name: str) -> Any:
+    """A method of this name that does nothing, whatever it is given."""
+
+    def hook(self: Any, *args: Any, **kwargs: Any) -> None: ...
+
+    hook.__name__ = hook.__qualname__ = name
+    return hook
+
+
+_LOGS_STEPS = {name for name in HOOKS if name.startswith(("on_train_batch", "on_before", "on_after"))} | {
+    *("training_step", "optimizer_zero_grad", "configure_gradient_clipping", "optimizer_step")
 }
-_EVALUATION_STEPS = {f"{phase}_step" for phase in ("validation", "test")} | {
-    f"on_{phase}_batch_{end}" for phase in ("validation", "test") for end in ("start", "end")
+_LOGS_EPOCHS = {
+    *(f"on_{phase}_{at}" for phase in ("train", "validation", "test") for at in ("start", "epoch_start", "epoch_end")),
+    *(f"on_{phase}_batch_{end}" for phase in ("validation", "test") for end in ("start", "end")),
+    *("validation_step", "test_step"),
 }
-_EPOCHS = {f"on_{phase}_{name}" for phase in ("train", "validation", "test") for name in ("start", "epoch_start", "epoch_end")}
 
 
 def log_defaults(hook: str | None) -> tuple[bool, bool] | None:
     """(on_step, on_epoch) of what is logged in a hook; None where nothing can be."""
-    if hook in _STEPS:
+    if hook in _LOGS_STEPS:
         return True, False
-    return (False, True) if hook in _EVALUATION_STEPS or hook in _EPOCHS else None
+    return (False, True) if hook in _LOGS_EPOCHS else None
 
 
 class DataHooks:
@@ -88,69 +103,12 @@ class ModuleHooks(DataHooks):
         """Callbacks of the module's own, which take the place of the Trainer's of the same class."""
         return []
 
-    def on_fit_start(self) -> None: ...
-
-    def on_fit_end(self) -> None: ...
-
-    def on_train_start(self) -> None: ...
-
-    def on_train_end(self) -> None: ...
-
-    def on_train_epoch_start(self) -> None: ...
-
-    def on_train_epoch_end(self) -> None: ...
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any: ...
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
-
-    def on_validation_start(self) -> None: ...
-
-    def on_validation_end(self) -> None: ...
-
-    def on_validation_epoch_start(self) -> None: ...
-
-    def on_validation_epoch_end(self) -> None: ...
-
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-
-    def on_test_start(self) -> None: ...
-
-    def on_test_end(self) -> None: ...
-
-    def on_test_epoch_start(self) -> None: ...
-
-    def on_test_epoch_end(self) -> None: ...
-
-    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-
-    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-
-    def on_predict_start(self) -> None: ...
-
-    def on_predict_end(self) -> None: ...
-
-    def on_predict_epoch_start(self) -> None: ...
-
-    def on_predict_epoch_end(self) -> None: ...
-
-    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-
-    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None: ...
-
-    def on_before_zero_grad(self, optimizer: Any) -> None: ...
-
-    def on_before_backward(self, loss: torch.Tensor) -> None: ...
-
-    def on_after_backward(self) -> None: ...
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        """Gradients are whole and averaged over the ranks, and not clipped yet."""
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add to what is saved: tensors, numbers, strings, and lists and dicts of these."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """What `on_save_checkpoint` has added is there."""
+
+
+for _name in HOOKS:
+    setattr(ModuleHooks, _name, no_hook(_name))
