@@ -43,7 +43,7 @@ from echelon.parallel.strategy import Strategy
 from echelon.world import rng
 from echelon.world.init import rank_info
 
-__all__ = ["ACCELERATORS", "Trainer", "is_launched", "visible"]
+__all__ = ["ACCELERATORS", "Trainer", "is_launched"]
 
 logger = logging.getLogger(__name__)
 
@@ -276,6 +276,12 @@ class Trainer:
         if self.num_nodes not in (1, nodes):
             logger.warning("num_nodes=%s has no effect: ranks were launched on %s", self.num_nodes, nodes)
 
+    def environment_of_ranks(self) -> dict[str, str]:
+        """What ranks that it starts have besides."""
+        if self.accelerator == "cpu":
+            return {"CUDA_VISIBLE_DEVICES": ""}
+        return {"CUDA_VISIBLE_DEVICES": _visible(self.device_numbers)} if self.device_numbers else {}
+
     def _launch(self, ranks: int, work: Work) -> Any:
         unit, folder = work.unit, Path(tempfile.mkdtemp(prefix="echelon-fit-"))
         try:
@@ -289,12 +295,12 @@ class Trainer:
                 if vars(unit).get("optimizer") is not None:
                     before = str(save(unit, folder / "before"))
                 sent = pack(unit)
-            env = {"CUDA_VISIBLE_DEVICES": visible(self.device_numbers)} if self.device_numbers else {}
-            env |= {"CUDA_VISIBLE_DEVICES": ""} if self.accelerator == "cpu" else {}
             seeds = rng.draw()  # of the caller's streams: a seed of the caller's decides what ranks draw
             work = replace(work, unit=sent, before=before, after=str(folder / "after"), seeds=seeds)
             try:
-                done = launch(work_in_rank, ranks=ranks, args=(self._plan(), work), env=env, run_dir=self.run_dir)
+                done = launch(
+                    work_in_rank, ranks=ranks, args=(self._plan(), work), env=self.environment_of_ranks(), run_dir=self.run_dir
+                )
             finally:
                 if isinstance(unit, AutoUnit):
                     unit.prepared.unwrapped.to(unit.device)
@@ -366,7 +372,7 @@ def is_launched() -> bool:
     return "RANK" in os.environ or rank_info().world_size > 1
 
 
-def visible(numbers: Sequence[int]) -> str:
+def _visible(numbers: Sequence[int]) -> str:
     """CUDA_VISIBLE_DEVICES for these of the devices that are visible now."""
     now = visible_devices()
     if max(numbers) >= len(now):

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from echelon.compat.lightning.pytorch import asked, callbacks, hparams, loggers, optimizers, strategies, utilities  # noqa: F401
+from echelon.compat.lightning.pytorch import callbacks, hparams, loggers, optimizers, strategies, utilities  # noqa: F401
 from echelon.compat.lightning.pytorch.absent import ALIASES, ENVIRONMENTS, MODULES, NAMES, complete, missing
 from echelon.compat.lightning.pytorch.callbacks.base import Callback
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule

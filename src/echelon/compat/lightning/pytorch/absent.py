@@ -237,7 +237,7 @@ HOMES = (
     ".loggers",
     ".strategies",
     ".utilities",
-    ".asked",
+    ".states",
     ".hparams",
     ".hooks",
     ".optimizers",

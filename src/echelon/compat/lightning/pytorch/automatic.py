@@ -13,7 +13,8 @@ from echelon.common.errors import LossError
 from echelon.compat.lightning.pytorch.hooks import overridden
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.optimizers import LightningOptimizer, NoOptimizer, Schedules, configured
-from echelon.compat.lightning.pytorch.units import Kept, Moves, StepCaller, StepPieces
+from echelon.compat.lightning.pytorch.saving import Kept
+from echelon.compat.lightning.pytorch.steps import Moves, StepCaller, StepPieces
 from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.unit_options import AutoOptions
 from echelon.loop.auto.update import Update
@@ -35,18 +36,18 @@ class HookedUpdate(Update):
         self.after_backward(unit)
 
     def before_backward(self, unit: Any, loss: torch.Tensor) -> None:
-        unit.trainer.call("on_before_backward", loss)
+        unit.session.call("on_before_backward", loss)
 
     def after_backward(self, unit: Any) -> None:
-        unit.trainer.call("on_after_backward")
+        unit.session.call("on_after_backward")
 
     def clip(self, unit: Any) -> torch.Tensor | None:
-        trainer, optimizer = unit.trainer, unit.trainer.lightning_optimizers[0]
+        session, optimizer = unit.session, unit.session.optimizers[0]
         unit.before_step = True
-        trainer.call("on_before_optimizer_step", optimizer)
+        session.call("on_before_optimizer_step", optimizer)
         if not unit.waits["configure_gradient_clipping"]:
             return super().clip(unit)
-        with trainer.hook("configure_gradient_clipping"):
+        with session.hook("configure_gradient_clipping"):
             by_norm = unit.clip_grad_norm
             value, algorithm = (by_norm, "norm") if by_norm is not None else (unit.clip_grad_value, "value")
             unit.lightning_module.configure_gradient_clipping(optimizer, value, algorithm if value is not None else None)
@@ -57,10 +58,10 @@ class HookedUpdate(Update):
             unit.before_step, updated = False, super().step_optimizer(unit)
             return updated
         unit.updated = False
-        trainer, loss = unit.trainer, unit.window.latest_loss
-        with trainer.hook("optimizer_step"):
+        session, loss = unit.session, unit.window.latest_loss
+        with session.hook("optimizer_step"):
             unit.lightning_module.optimizer_step(
-                trainer.current_epoch, trainer.batch_idx, trainer.lightning_optimizers[0], lambda: loss
+                session.trainer.current_epoch, session.batch_idx, session.optimizers[0], lambda: loss
             )
         unit.before_step = False
         return bool(unit.updated)
@@ -77,15 +78,15 @@ class AutomaticUnit(AutoUnit[Any]):
     may_stop, keeps_modes, expects_mean = False, True, False
     may_lack = (*AutoUnit.may_lack, "lightning", "schedules")  # type: ignore[assignment]
 
-    def __init__(self, trainer: Any, lightning_module: LightningModule, **options: Any) -> None:
+    def __init__(self, session: Any, lightning_module: LightningModule, **options: Any) -> None:
         super().__init__(module=lightning_module, options=AutoOptions(zero_grad_first=True, **options))
-        self.trainer = trainer
+        self.session = session
         self.eval_loss = self.test_loss = None  # type: ignore[assignment]  # what is logged has other names
-        self.lightning = Kept(trainer)
+        self.lightning = Kept(session)
         self.schedules = Schedules([], self.lightning_module.lr_scheduler_step)
-        self.moves = Moves(lightning_module, trainer.datamodule, self.device)
+        self.moves = Moves(lightning_module, session.datamodule, self.device)
         self.batch: Any = None  # the latest, for the hook after its update
-        self._steps = StepCaller(trainer, lightning_module, lambda: self.module, self.autocast)
+        self._steps = StepCaller(session, lambda: self.module, self.autocast)
         self._pieces: StepPieces | None = None  # of the batch under way
         self._must_clear = self.before_step = self.updated = False
         self.waits = {
@@ -114,7 +115,7 @@ class AutomaticUnit(AutoUnit[Any]):
             made = NoOptimizer([p for p in mine.parameters() if p.requires_grad])
         optimizers, schedules = configured(made, automatic=True)
         self.schedules = Schedules(schedules, mine.lr_scheduler_step)
-        self.trainer.lightning_optimizers = [LightningOptimizer(optimizers[0], self.step_by_hook, mine)]
+        self.session.optimizers = [LightningOptimizer(optimizers[0], self.step_by_hook, mine)]
         return optimizers[0], None
 
     def compute_loss(self, state: State, data: Any) -> tuple[torch.Tensor, Any]:
@@ -148,7 +149,7 @@ class AutomaticUnit(AutoUnit[Any]):
         if not self.moves:
             return super().move_data_to_device(state, data, non_blocking)
         phase = {ActivePhase.EVALUATE: "validation"}.get(state.active_phase, str(state.active_phase))
-        return self.moves(data, non_blocking, self.trainer.loader_idx_of(phase))
+        return self.moves(data, non_blocking, self.session.loader_idx_of(phase))
 
     def epoch_closed(self, state: State, phase: str) -> None:
         if phase == "train":
@@ -162,10 +163,10 @@ class AutomaticUnit(AutoUnit[Any]):
 
     def _clear(self, state: State) -> None:
         self._must_clear = False
-        trainer, optimizer = self.trainer, self.trainer.lightning_optimizers[0]
-        trainer.call("on_before_zero_grad", optimizer)
+        session, optimizer = self.session, self.session.optimizers[0]
+        session.call("on_before_zero_grad", optimizer)
         if self.waits["optimizer_zero_grad"]:
-            self.lightning_module.optimizer_zero_grad(trainer.current_epoch, trainer.batch_idx, optimizer)
+            self.lightning_module.optimizer_zero_grad(session.trainer.current_epoch, session.batch_idx, optimizer)
         else:
             super().zero_grad(state)
 

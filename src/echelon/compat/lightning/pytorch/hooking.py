@@ -35,8 +35,8 @@ class Hooking(Callback):
 
     is_of_unit = True
 
-    def __init__(self, trainer: Any, max_updates: float | None, *, may_stop: bool) -> None:
-        self.trainer, self._max_updates = trainer, max_updates
+    def __init__(self, session: Any, max_updates: float | None, *, may_stop: bool) -> None:
+        self.session, self.trainer, self._max_updates = session, session.trainer, max_updates
         self.may_stop, self.saves = may_stop, False
         self.outputs: list[Any] = []
         self.evaluated: dict[str, torch.Tensor] = {}
@@ -50,36 +50,36 @@ class Hooking(Callback):
     # --- training
 
     def on_train_start(self, state: State, unit: Any) -> None:
-        trainer = self.trainer
-        trainer.loop_state, trainer.state.stage = state, "train"
+        session, trainer = self.session, self.trainer
+        session.loop_state, trainer.state.stage = state, "train"
         trainer.current_epoch = unit.train_progress.num_epochs_completed
         self._open = unit.train_progress.num_steps_completed_in_epoch > 0  # one that is resumed
         if state.eval_state is not None and unit.train_progress.evaluation_due and not self._open:
             # It was stopped between an epoch's last batch and its evaluation, after which the epoch is closed.
             self._postponed = self._plateaus_due = True
             trainer.current_epoch -= 1
-        trainer.call("on_train_start")
+        session.call("on_train_start")
 
     def on_train_epoch_start(self, state: State, unit: Any) -> None:
         self._count_step()
         self.trainer.current_epoch, self._open = unit.train_progress.num_epochs_completed, True
-        self.trainer.call("on_train_epoch_start")
+        self.session.call("on_train_epoch_start")
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
         self._count_step()
-        self.trainer.batch_idx = unit.train_progress.num_steps_completed_in_epoch
+        self.session.batch_idx = unit.train_progress.num_steps_completed_in_epoch
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
-        trainer, here = self.trainer, state.train_state
+        session, trainer, here = self.session, self.trainer, state.train_state
         assert here is not None
         batch_idx = unit.train_progress.num_steps_completed_in_epoch - 1
         outputs, batch = _as_dict(unit, here.step_output), unit.batch
-        trainer.has_stepped = unit.at_boundary
-        results = trainer.results["train"]
-        trainer.publish(results.of_step(), write=False)
-        trainer.call("on_train_batch_end", outputs, batch, batch_idx)
+        session.has_stepped = unit.at_boundary
+        results = session.results["train"]
+        session.publish(results.of_step(), write=False)
+        session.call("on_train_batch_end", outputs, batch, batch_idx)
         unit.batch = None
-        trainer.publish(results.of_step(), write=unit.at_boundary and trainer.logs_now)
+        session.publish(results.of_step(), write=unit.at_boundary and session.logs_now)
         if unit.at_boundary and isinstance(unit, AutomaticUnit):
             unit.schedules.step("step", batch_idx + 1, trainer.callback_metrics)
         if self._max_updates is not None and unit.updates >= self._max_updates:
@@ -93,15 +93,15 @@ class Hooking(Callback):
             self._close_epoch(state, unit)
 
     def _close_epoch(self, state: State, unit: Any) -> None:
-        trainer = self.trainer
+        session, trainer = self.session, self.trainer
         trainer.state.stage = "train"
         self._open = self._postponed = False
         if isinstance(unit, ManualUnit):
             self._tell_of_uncounted_steps(unit)
-        results = trainer.results["train"]
-        trainer.publish(results.of_epoch(), write=False)
-        trainer.call_at_epoch_end(lambda: self._step_plateaus(unit, last=True))
-        trainer.publish(results.of_epoch(), write=True)
+        results = session.results["train"]
+        session.publish(results.of_epoch(), write=False)
+        session.call_at_epoch_end(lambda: self._step_plateaus(unit, last=True))
+        session.publish(results.of_epoch(), write=True)
         results.reset()
         trainer.current_epoch += 1
         self._stop_if_asked(state, unit)
@@ -112,7 +112,7 @@ class Hooking(Callback):
             self._close_epoch(state, unit)
         for saver in self.trainer.checkpoint_callbacks if is_signal and unit.at_boundary else ():
             self.saves = saver.save_at_stop(self.trainer) or self.saves
-        self.trainer.call("on_train_end")
+        self.session.call("on_train_end")
 
     def _step_plateaus(self, unit: Any, *, last: bool) -> None:
         """Once an epoch, as soon as what they monitor is known: before anything is saved that a run resumes from."""
@@ -125,8 +125,8 @@ class Hooking(Callback):
             unit.schedules.step("epoch", unit.train_progress.num_epochs_completed, metrics)
 
     def _count_step(self) -> None:
-        if self.trainer.has_stepped:
-            self.trainer.has_stepped = False
+        if self.session.has_stepped:
+            self.session.has_stepped = False
             self.trainer.log_step += 1
 
     def _tell_of_uncounted_steps(self, unit: ManualUnit) -> None:
@@ -154,7 +154,7 @@ class Hooking(Callback):
         self._start("validation", state)
 
     def on_eval_epoch_start(self, state: State, unit: Any) -> None:
-        self.trainer.call("on_validation_epoch_start")
+        self.session.call("on_validation_epoch_start")
 
     def on_eval_epoch_end(self, state: State, unit: Any) -> None:
         self._end_epoch("validation")
@@ -162,11 +162,11 @@ class Hooking(Callback):
             self._step_plateaus(unit, last=False)
 
     def on_eval_end(self, state: State, unit: Any) -> None:
-        trainer = self.trainer
-        trainer.call("on_validation_end")
+        session, trainer = self.session, self.trainer
+        session.call("on_validation_end")
         if state.entry_point is not EntryPoint.FIT:
             return
-        trainer.was_evaluated, trainer.state.stage = True, "train"
+        session.was_evaluated, trainer.state.stage = True, "train"
         if self._postponed:
             self._close_epoch(state, unit)
         else:
@@ -176,31 +176,31 @@ class Hooking(Callback):
         self._start("test", state)
 
     def on_test_epoch_start(self, state: State, unit: Any) -> None:
-        self.trainer.call("on_test_epoch_start")
+        self.session.call("on_test_epoch_start")
 
     def on_test_epoch_end(self, state: State, unit: Any) -> None:
         self._end_epoch("test")
 
     def on_test_end(self, state: State, unit: Any) -> None:
-        self.trainer.call("on_test_end")
+        self.session.call("on_test_end")
 
     def _start(self, phase: str, state: State) -> None:
-        trainer = self.trainer
-        trainer.loop_state, trainer.state.stage = state, phase
-        if phase in trainer.results:
-            trainer.results[phase].reset()
-        trainer.call(f"on_{phase}_start")
+        session, trainer = self.session, self.trainer
+        session.loop_state, trainer.state.stage = state, phase
+        if phase in session.results:
+            session.results[phase].reset()
+        session.call(f"on_{phase}_start")
 
     def _end_epoch(self, phase: str) -> None:
-        trainer = self.trainer
-        results = trainer.results[phase]
+        session, trainer = self.session, self.trainer
+        results = session.results[phase]
         results.dataloader_idx = None
         if not trainer.sanity_checking:
-            trainer.publish(results.of_epoch(), write=False)
-        trainer.call(f"on_{phase}_epoch_end")
+            session.publish(results.of_epoch(), write=False)
+        session.call(f"on_{phase}_epoch_end")
         if not trainer.sanity_checking:
             numbers = results.of_epoch()
-            trainer.publish(numbers, write=True)
+            session.publish(numbers, write=True)
             self.evaluated = numbers.logged
 
     # --- prediction
@@ -209,7 +209,7 @@ class Hooking(Callback):
         self._start("predict", state)
 
     def on_predict_epoch_start(self, state: State, unit: Any) -> None:
-        self.trainer.call("on_predict_epoch_start")
+        self.session.call("on_predict_epoch_start")
 
     def on_predict_step_end(self, state: State, unit: Any) -> None:
         here = state.predict_state
@@ -217,10 +217,10 @@ class Hooking(Callback):
             self.outputs.append(copy_data_to_device(here.step_output, torch.device("cpu")))
 
     def on_predict_epoch_end(self, state: State, unit: Any) -> None:
-        self.trainer.call("on_predict_epoch_end")
+        self.session.call("on_predict_epoch_end")
 
     def on_predict_end(self, state: State, unit: Any) -> None:
-        self.trainer.call("on_predict_end")
+        self.session.call("on_predict_end")
 
 
 def _as_dict(unit: Any, output: Any) -> dict[str, Any]:

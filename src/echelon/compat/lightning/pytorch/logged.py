@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from echelon.common.errors import UsageError
 from echelon.world import agree
 
-__all__ = ["How", "Numbers", "Results"]
+__all__ = ["How", "Numbers", "Results", "meets"]
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 
@@ -302,3 +304,21 @@ def _number(name: str, value: Any) -> torch.Tensor:
 def _share_of_step(one: _One) -> list[float]:
     weight = float(one.latest_weight) if one.how.reduce == "mean" else 1.0
     return [float(one.latest) * weight, weight]
+
+
+def meets(objects: Iterable[Any]) -> bool:
+    """Whether ranks tell each other in each step of training what `self.log(..., sync_dist=True)` takes over all. Collective.
+
+    A rank cannot know what others log, so all must meet or none: they do if a file in which the class of one of these is written
+    names `sync_dist`, on any rank.
+    """
+    return agree.is_joined() and agree.any_rank(any(_names_it(cls) for each in objects for cls in type(each).__mro__))
+
+
+def _names_it(cls: type) -> bool:
+    if cls.__module__.partition(".")[0] in ("builtins", "echelon", "torch"):
+        return False
+    try:
+        return "sync_dist" in inspect.getsource(sys.modules[cls.__module__])
+    except (KeyError, OSError, TypeError):  # made in an interpreter: it may
+        return True

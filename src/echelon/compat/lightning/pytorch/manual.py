@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch.optimizers import LightningOptimizer, Schedules, configured
-from echelon.compat.lightning.pytorch.units import Kept, Moves, StepCaller
+from echelon.compat.lightning.pytorch.saving import Kept
+from echelon.compat.lightning.pytorch.steps import Moves, StepCaller
 from echelon.contracts.overrides import overrides
 from echelon.loop.state import ActivePhase, State
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
@@ -46,10 +47,10 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
     may_stop, keeps_modes = False, True
     may_lack = ("lightning", "schedules")
 
-    def __init__(self, trainer: Any, lightning_module: Any, *, layout: Any = None, precision: Any = None, **_: Any) -> None:
+    def __init__(self, session: Any, lightning_module: Any, *, layout: Any = None, precision: Any = None, **_: Any) -> None:
         super().__init__()
         self.device = init_from_env()
-        self.trainer, self.eval_loss = trainer, None
+        self.session, self.eval_loss = session, None
         decided = overrides()
         self.computes = Precision.of(decided.precision or precision)
         if self.computes.dtype is torch.float16:
@@ -72,13 +73,13 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
             self._parts = [Prepared.of(self.module, World.current(self.device))]
             self._loose = list(lightning_module.parameters()) if self._is_ddp else []
         self.batch: Any = None
-        self.lightning = Kept(trainer)
+        self.lightning = Kept(session)
         self.schedules = Schedules([], lightning_module.lr_scheduler_step)
-        self.moves = Moves(lightning_module, trainer.datamodule, self.device)
+        self.moves = Moves(lightning_module, session.datamodule, self.device)
         self.updates, self._averages = 0, True
         self._unaveraged: set[nn.Parameter] = set()  # that have got gradients since the ranks last averaged theirs
         self._compared = self._averages_itself = False
-        self._steps = StepCaller(trainer, lightning_module, lambda: self.module, self.autocast)
+        self._steps = StepCaller(session, lambda: self.module, self.autocast)
 
     @property
     def _is_ddp(self) -> bool:
@@ -125,11 +126,11 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
 
     def move_data_to_device(self, state: State, data: Any, non_blocking: bool) -> Any:
         phase = {ActivePhase.EVALUATE: "validation"}.get(state.active_phase, str(state.active_phase))
-        return self.moves(data, non_blocking or self.device.type == "cuda", self.trainer.loader_idx_of(phase))
+        return self.moves(data, non_blocking or self.device.type == "cuda", self.session.loader_idx_of(phase))
 
     def configure(self) -> None:
         """Build the optimizers, as attributes that checkpoints have, if there are none yet."""
-        if self.trainer.lightning_optimizers:
+        if self.session.optimizers:
             return
         made = self.lightning_module.configure_optimizers()
         optimizers, schedules = configured(made, automatic=False) if made is not None else ([], [])
@@ -137,7 +138,7 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
             setattr(self, f"optimizer_{i}", optimizer)
         self.schedules = Schedules(schedules, self.lightning_module.lr_scheduler_step)
         module = self.lightning_module
-        self.trainer.lightning_optimizers = [LightningOptimizer(optimizer, self._step, module) for optimizer in optimizers]
+        self.session.optimizers = [LightningOptimizer(optimizer, self._step, module) for optimizer in optimizers]
         if self._loose and agree.is_joined():
             self._watch_gradients(optimizers)
 
@@ -188,8 +189,8 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
             self._averages = before
 
     def backward_by_hand(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        trainer, module = self.trainer, self.lightning_module
-        trainer.call("on_before_backward", loss)
+        session, module = self.session, self.lightning_module
+        session.call("on_before_backward", loss)
         aside = self._put_aside()
         with torch.autocast(self.device.type, enabled=False) if self.computes.dtype is not None else nullcontext():
             module.backward(loss, *args, **kwargs)
@@ -197,14 +198,14 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
             parameter.grad = gradient
         if self._averages and agree.is_joined():
             self._average()
-        trainer.call("on_after_backward")
+        session.call("on_after_backward")
 
     def _put_aside(self) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
         """Sharded parameters of optimizers that are toggled off: what this pass adds to their gradients is dropped."""
         wanted = self.lightning_module._wanted
         if wanted is None:
             return []
-        held = (p for each in self.trainer.optimizers for group in each.param_groups for p in group["params"])
+        held = (p for each in self.session.optimizers for group in each.param_groups for p in group["params"])
         aside = [(p, p.grad) for p in held if p not in wanted and is_split(p)]
         for parameter, _ in aside:
             parameter.grad = None
@@ -220,7 +221,7 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
         """See to it that no optimizer is stepped with gradients of this rank alone, however its step is called."""
         for parameter in (p for p in self._loose if p.is_floating_point()):
             needed = parameter.requires_grad
-            self.trainer.handles.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._unaveraged.add))
+            self.session.handles.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._unaveraged.add))
             parameter.requires_grad_(needed)
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._check_averaged)
@@ -257,14 +258,14 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
         )
 
     def _step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
-        trainer = self.trainer
-        mine = next((each for each in trainer.lightning_optimizers if each.optimizer is optimizer), optimizer)
+        session = self.session
+        mine = next((each for each in session.optimizers if each.optimizer is optimizer), optimizer)
 
         def passes() -> Any:
             made = closure() if closure is not None else None
             if closure is not None and self._loose and agree.is_joined():
                 self._check_averaged(optimizer)
-            trainer.call("on_before_optimizer_step", mine)
+            session.call("on_before_optimizer_step", mine)
             return made
 
         if closure is None:

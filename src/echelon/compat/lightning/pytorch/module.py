@@ -1,7 +1,7 @@
 """LightningModule: a network with its steps and its optimizers, trained by echelon's loop.
 
 The steps are called through whatever a strategy puts around the module, so that `self(x)` and `self.encoder(x)` in them see
-gathered parameters, and gradients are reduced: see `through` in `stepping`.
+gathered parameters, and gradients are reduced: see `steps`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 from echelon.common.errors import UsageError
 from echelon.compat.collect import gather_tensors
-from echelon.compat.lightning.pytorch import reading
+from echelon.compat.lightning.pytorch import saving
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks
 from echelon.compat.lightning.pytorch.hparams import HyperparametersMixin
 from echelon.compat.lightning.pytorch.logged import How
@@ -181,9 +181,10 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         """
         if sync_dist_group is not None:
             raise UsageError("self.log: sync_dist_group is not supported. Values are those of all ranks.")
-        if self._trainer is None:
+        session = self._trainer.session if self._trainer is not None else None
+        if session is None:
             return
-        step, epoch = self._trainer.log_when(self._hook, name, on_step, on_epoch)
+        step, epoch = session.log_when(self._hook, name, on_step, on_epoch)
         how = How(
             on_step=step,
             on_epoch=epoch,
@@ -193,7 +194,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             sync_dist=sync_dist,
             rank_zero_only=rank_zero_only,
         )
-        self._trainer.take(self._hook or "", name, value, how, batch_size, add_idx=add_dataloader_idx)
+        session.take(self._hook or "", name, value, how, batch_size, add_idx=add_dataloader_idx)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
         """As `log`, of several."""
@@ -221,7 +222,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The optimizer, or a list of them."""
-        found = self.trainer.lightning_optimizers if use_pl_optimizer else self.trainer.optimizers
+        found = self.trainer.session.optimizers if use_pl_optimizer else self.trainer.optimizers
         return found[0] if len(found) == 1 else list(found)
 
     def lr_schedulers(self) -> Any:
@@ -231,7 +232,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward, after which gradients are the mean over the ranks. Collective."""
-        self.trainer.manual_backward(loss, *args, **kwargs)
+        self.trainer.unit.backward_by_hand(loss, *args, **kwargs)
 
     def clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -269,7 +270,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             self.untoggle_optimizer(optimizer)
 
     def _backward_averages(self, averages: bool) -> AbstractContextManager[None]:
-        made: AbstractContextManager[None] = self.trainer.backward_averages(averages)
+        made: AbstractContextManager[None] = self.trainer.unit.averages(averages)
         return made
 
     def freeze(self) -> None:
@@ -302,7 +303,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         """
         if hparams_file is not None:
             raise UsageError("load_from_checkpoint(hparams_file=...) is not supported: give the arguments by name.")
-        made: Self = reading.build(cls, Path(checkpoint_path), map_location, strict, kwargs)
+        made: Self = saving.build(cls, Path(checkpoint_path), map_location, strict, kwargs)
         return made
 
     def to_onnx(self, *args: Any, **kwargs: Any) -> NoReturn:

@@ -11,7 +11,6 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from echelon.common.errors import UsageError
-from echelon.loop.unit import LRScheduler
 
 __all__ = ["LightningOptimizer", "NoOptimizer", "Schedule", "Schedules", "configured"]
 
@@ -175,10 +174,6 @@ def advance(scheduler: Any, metric: Any) -> None:
         scheduler.step()
     else:
         scheduler.step(metric)
-
-
-def is_plain(scheduler: Any) -> bool:
-    return isinstance(scheduler, LRScheduler)
 
 
 class LightningOptimizer:

@@ -11,7 +11,6 @@ from echelon.compat.trainer.trainer import ACCELERATORS
 from echelon.parallel.layouts import is_word
 
 __all__ = [
-    "OF_MODULES",
     "check_for_units",
     "checked_limits",
     "devices_of",
@@ -44,29 +43,19 @@ _WITHOUT_EFFECT = {
 _OLDER = {"replace_sampler_ddp": "use_distributed_sampler"}
 # Which of these ask for something that is not there, if they are given.
 _ASKS = ("barebones", "model_registry", "profiler")
-# Of a LightningModule, with Lightning's defaults.
-OF_MODULES: dict[str, Any] = {
-    "benchmark": None,
-    "detect_anomaly": False,
-    "deterministic": None,
-    "log_every_n_steps": 50,
-    "logger": None,
-    "min_epochs": None,
-    "min_steps": None,
-    "num_sanity_val_steps": 2,
-    "overfit_batches": 0.0,
-    "sync_batchnorm": False,
-    "use_distributed_sampler": True,
-}
-# Which of these an AutoUnit goes without, and where it has the others.
-_DISPLAYED = {"benchmark", "log_every_n_steps", "logger", "num_sanity_val_steps", "use_distributed_sampler"}
-_OF_UNITS = {
-    "detect_anomaly": "it is the unit's: AutoUnit(detect_anomaly=True)",
-    "deterministic": "it is the unit's: AutoUnit(deterministic='bitwise'), or `echelon run --bitwise`",
-    "min_epochs": "nothing stops training early unless a callback does",
-    "min_steps": "nothing stops training early unless a callback does",
-    "overfit_batches": "write limit_train_batches, with a loader that does not shuffle",
-    "sync_batchnorm": "it is the strategy's: strategy=DDPStrategy(sync_batchnorm=True)",
+# Of a LightningModule: Lightning's default, and where an AutoUnit has it; None: it goes without, and is told.
+_OF_MODULES: dict[str, tuple[Any, str | None]] = {
+    "benchmark": (None, None),
+    "detect_anomaly": (False, "it is the unit's: AutoUnit(detect_anomaly=True)"),
+    "deterministic": (None, "it is the unit's: AutoUnit(deterministic='bitwise'), or `echelon run --bitwise`"),
+    "log_every_n_steps": (50, None),
+    "logger": (None, None),
+    "min_epochs": (None, "nothing stops training early unless a callback does"),
+    "min_steps": (None, "nothing stops training early unless a callback does"),
+    "num_sanity_val_steps": (2, None),
+    "overfit_batches": (0.0, "write limit_train_batches, with a loader that does not shuffle"),
+    "sync_batchnorm": (False, "it is the strategy's: strategy=DDPStrategy(sync_batchnorm=True)"),
+    "use_distributed_sampler": (True, None),
 }
 # Lightning's others, and where what they mean is to be had.
 _ELSEWHERE = {
@@ -95,12 +84,13 @@ def sorted_out(others: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
     Raises:
         UsageError: an option that is not known, and may have meant something.
     """
-    of_modules, shown = dict(OF_MODULES), set[str]()
+    of_modules, shown = {name: default for name, (default, _) in _OF_MODULES.items()}, set[str]()
     for given, value in others.items():
         name = _OLDER.get(given, given)
-        if name in OF_MODULES:
-            of_modules[name] = OF_MODULES[name] if value is None else value
-            shown |= {name} & _DISPLAYED
+        if name in _OF_MODULES:
+            default, where = _OF_MODULES[name]
+            of_modules[name] = default if value is None else value
+            shown |= {name} if where is None else set()
         elif name in _WITHOUT_EFFECT:
             shown.add(name)
         elif name not in _ELSEWHERE:
@@ -120,8 +110,8 @@ def check_for_units(of_modules: Mapping[str, Any], limits: Mapping[str, Any], in
     Raises:
         UsageError: what an AutoUnit has elsewhere.
     """
-    for name, where in _OF_UNITS.items():
-        if of_modules[name] and of_modules[name] != OF_MODULES[name]:
+    for name, (default, where) in _OF_MODULES.items():
+        if where is not None and of_modules[name] and of_modules[name] != default:
             raise UsageError(f"Trainer({name}={of_modules[name]!r}): {where}.")
     for name, limit in limits.items():
         if isinstance(limit, float):

@@ -1,7 +1,11 @@
-"""Checkpoints under names that callbacks choose: echelon's folders, whole or not there."""
+"""Checkpoints under names that callbacks choose: echelon's folders; and `.ckpt` files that Lightning wrote, which are only read.
+
+Beside the tensors of modules and optimizers by name there is one state more, `Kept`: hyperparameters, callbacks, hooks' own keys.
+"""
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Callable
@@ -11,19 +15,94 @@ from typing import Any
 
 import torch
 
-from echelon.checkpoint import commit, manifest, store
+from echelon.checkpoint import commit, manifest, plain, store
+from echelon.checkpoint.layout import STATE
 from echelon.checkpoint.location import is_there, remove_tree
-from echelon.common.errors import UsageError
+from echelon.checkpoint.tensors import Tensors, local_files
+from echelon.common.errors import CheckpointError, CheckpointNotFoundError, CheckpointUnreadableError, UsageError
 from echelon.common.files import sync
-from echelon.compat.lightning.pytorch import reading
+from echelon.compat.lightning.pytorch.hparams import arguments_for
 from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.state import State
+from echelon.parallel.names import class_name
 from echelon.world import agree
 
-__all__ = ["Loaded", "restore_module", "restore_training", "write"]
+__all__ = ["Kept", "Loaded", "build", "restore_module", "restore_training", "write"]
 
 logger = logging.getLogger(__name__)
+
+# --- what is saved beside tensors
+
+
+class _NotSaved(dict[str, Any]):
+    """The dict of `on_save_checkpoint`: tensors are saved by name, and are not in it."""
+
+    def __missing__(self, name: str) -> Any:
+        self._check(name)
+        raise KeyError(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._check(name)
+        super().__setitem__(name, value)
+
+    @staticmethod
+    def _check(name: str) -> None:
+        if name in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
+            raise UsageError(
+                f"checkpoint[{name!r}] is not there in on_save_checkpoint: the module's and the optimizers' tensors are saved by "
+                "name, not in this dict. Save other tensors under a key of your own, such as checkpoint['ema'], and take them in "
+                "on_load_checkpoint."
+            )
+
+
+class Kept:
+    """Of a unit: its attribute of this name is the state in a checkpoint."""
+
+    name = "lightning"
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def state_dict(self) -> dict[str, Any]:
+        session, trainer, module = self._session, self._session.trainer, self._session.module
+        dump = _NotSaved(epoch=trainer.current_epoch, global_step=trainer.global_step, class_name=class_name(module))
+        dump["log_step"] = trainer.log_step + session.has_stepped
+        dump["hyper_parameters"] = {name: value for name, value in module.hparams.items() if _is_plain(value)}
+        progress = session.unit.train_progress if session.unit is not None else None
+        if progress is not None and (progress.num_steps_completed_in_epoch or progress.evaluation_due):
+            dump["logged"] = session.results["train"].state()
+        if (generator := getattr(trainer.train_dataloader, "generator", None)) is not None:
+            dump["generator"] = generator.get_state()
+        if session.datamodule is not None:
+            dump["datamodule"] = session.datamodule.state_dict()
+        for callback in trainer.lightning_callbacks:
+            if hasattr(callback, "on_save_checkpoint"):
+                callback.on_save_checkpoint(trainer, module, dump)
+        module.on_save_checkpoint(dump)
+        keys = {each.state_key: each.state_dict() for each in trainer.lightning_callbacks if hasattr(each, "state_key")}
+        dump["callbacks"] = {name: state for name, state in keys.items() if state}
+        return dict(dump)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What optimizers and loggers have counted. Callbacks and hooks have taken theirs before: see `restore_module`."""
+        session, trainer, saved = self._session, self._session.trainer, state_dict
+        session.unit.counted(saved["global_step"])
+        trainer.log_step, session.has_stepped = saved.get("log_step", saved["global_step"]), False
+        session.results["train"].load_state(saved.get("logged", []))
+        if (generator := getattr(trainer.train_dataloader, "generator", None)) is not None and "generator" in saved:
+            generator.set_state(saved["generator"])
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        plain.encode(value, {})
+    except CheckpointError:
+        return False
+    return True
+
+
+# --- written
 
 
 class _Writer(DistributedCheckpointSaver):
@@ -58,6 +137,70 @@ def write(path: Path, state: State, unit: Any) -> None:
         commit.on_rank0(put, path.parent)
     else:
         _Writer(path).save(state, unit)
+
+
+# --- read
+
+
+def facts_of(path: Path) -> dict[str, Any]:
+    """What was saved besides weights and optimizers: "epoch", "global_step", "hyper_parameters", hooks' own keys."""
+    if path.is_dir():
+        with local_files(path) as files:
+            kept: dict[str, Any] = files.state(STATE).get(Kept.name, {})
+        return kept
+    return {name: value for name, value in _file(path).items() if name != "state_dict"}
+
+
+def weights_of(path: Path, map_location: Any = None) -> dict[str, torch.Tensor]:
+    """The module's state_dict, whole."""
+    if not path.is_dir():
+        found: dict[str, torch.Tensor] = _file(path, map_location)["state_dict"]
+        return found
+    with local_files(path, manifest.read(path)) as files:
+        saved = Tensors(files)
+        names = [name for name in saved.index if name.startswith("module.")]
+        found = {name.removeprefix("module."): saved.whole(name).clone() for name in names}
+        return {name: t.to(map_location) for name, t in found.items()} if map_location is not None else found
+
+
+def _file(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
+    if not path.exists():
+        raise CheckpointNotFoundError(f"there is no checkpoint {path}.", path=str(path))
+    try:
+        found = torch.load(path, map_location=map_location, weights_only=True)
+    except Exception as error:  # whatever unpickling may raise
+        raise CheckpointUnreadableError(
+            f"{path} cannot be read without executing what is pickled in it: {error}. If you trust it, load it with torch.load, "
+            "and module.load_state_dict(...)."
+        ) from None
+    if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict):
+        raise CheckpointUnreadableError(f"{path} is no checkpoint of Lightning's: it has no 'state_dict'.")
+    return found
+
+
+def build(cls: Any, path: Path, map_location: Any, strict: bool | None, given: dict[str, Any]) -> Any:
+    """An object of a LightningModule's or LightningDataModule's class."""
+    if not path.exists():
+        raise CheckpointNotFoundError(f"there is no checkpoint {path}.", path=str(path))
+    facts = facts_of(path)
+    arguments = arguments_for(cls, facts.get("hyper_parameters") or {}, given)
+    try:
+        made = cls(**arguments)
+    except TypeError as error:
+        raise UsageError(
+            f"{cls.__name__} cannot be built from the hyperparameters in {path}: {error}. Call self.save_hyperparameters() in "
+            "its __init__, or give its arguments to load_from_checkpoint."
+        ) from error
+    if hasattr(made, "configure_model"):
+        made.configure_model()
+    made.on_load_checkpoint(facts)
+    left = made.load_state_dict(weights_of(path, map_location), strict=made.strict_loading if strict is None else strict)
+    if left.missing_keys or left.unexpected_keys:
+        logger.warning("%s: missing %s, left over %s", path, left.missing_keys, left.unexpected_keys)
+    return made
+
+
+# --- restored
 
 
 class Loaded(dict[str, Any]):
@@ -101,7 +244,7 @@ class Loaded(dict[str, Any]):
             return default
 
 
-def restore_module(path: Path, trainer: Any, unit: Any, *, trains: bool) -> None:
+def restore_module(path: Path, session: Any, *, trains: bool) -> None:
     """Put the module back to a checkpoint, and call what loads: before there are optimizers, as Lightning does. Collective.
 
     In this order: the module's hook, its weights, the data module, the callbacks' hooks, the callbacks' states.
@@ -117,20 +260,37 @@ def restore_module(path: Path, trainer: Any, unit: Any, *, trains: bool) -> None
         )
     if is_ours:
         commit.verify(path)
-    module = unit.lightning_module
-    facts = store.on_each(path, lambda: reading.facts_of(path))
-    saved = Loaded(facts, lambda: reading.weights_of(path))
-    trainer.load_module_hook(saved)
+    module = session.module
+    facts = store.on_each(path, lambda: facts_of(path))
+    saved = Loaded(facts, lambda: weights_of(path))
+    module.on_load_checkpoint(saved)
     if is_ours and saved.changed_weights is None:
         options = replace(RestoreOptions.weights_only(strict=module.strict_loading), show_changes=not trains)
-        DistributedCheckpointSaver.restore(path, unit, restore_options=options)
+        DistributedCheckpointSaver.restore(path, session.unit, restore_options=options)
     else:
         left = module.load_state_dict(saved["state_dict"], strict=module.strict_loading)
         if left.missing_keys or left.unexpected_keys:
             logger.warning("%s: missing %s, left over %s", path, left.missing_keys, left.unexpected_keys)
     saved.forget_weights()
     if is_ours:
-        trainer.load_states(saved)
+        _load_states(session, saved)
+
+
+def _load_states(session: Any, saved: dict[str, Any]) -> None:
+    """What data module and callbacks saved, after the module's weights came."""
+    if session.datamodule is not None and saved.get("datamodule"):
+        session.datamodule.load_state_dict(saved["datamodule"])
+    for callback in session.trainer.lightning_callbacks:
+        if hasattr(callback, "on_load_checkpoint"):
+            callback.on_load_checkpoint(session.trainer, session.module, saved)
+    states = saved.get("callbacks") or {}
+    for callback in session.trainer.lightning_callbacks:
+        if state := states.get(getattr(callback, "state_key", "")):
+            try:
+                callback.load_state_dict(copy.deepcopy(state))
+            except Exception as error:
+                error.add_note(f"{type(callback).__name__}.load_state_dict got its state of the checkpoint: {list(state)}.")
+                raise
 
 
 def restore_training(path: Path, unit: Any, loader: Any) -> None:

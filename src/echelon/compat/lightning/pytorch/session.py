@@ -1,10 +1,12 @@
-"""One call of a Trainer with a LightningModule, in a rank: what is set up, what runs, and which hooks are around it."""
+"""One call of a Trainer with a LightningModule, in a rank: what is set up, what runs, hooks around it, and what is logged."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,15 @@ from echelon.compat.lightning.pytorch import data, saving
 from echelon.compat.lightning.pytorch.absent import HOOKS
 from echelon.compat.lightning.pytorch.automatic import AutomaticUnit
 from echelon.compat.lightning.pytorch.callbacks.base import Callback
+from echelon.compat.lightning.pytorch.callbacks.early_stopping import EarlyStopping
+from echelon.compat.lightning.pytorch.callbacks.model_checkpoint import Checkpoint, ModelCheckpoint
 from echelon.compat.lightning.pytorch.hooking import Hooking
-from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
+from echelon.compat.lightning.pytorch.hooks import ModuleHooks, log_defaults, overridden
+from echelon.compat.lightning.pytorch.logged import How, Numbers, Results, meets
+from echelon.compat.lightning.pytorch.loggers import InFolders
 from echelon.compat.lightning.pytorch.manual import ManualUnit
-from echelon.compat.lightning.pytorch.meeting import meets
 from echelon.compat.lightning.pytorch.module import LightningModule
-from echelon.compat.lightning.pytorch.stepping import gather_when_alone
+from echelon.compat.lightning.pytorch.steps import gather_when_alone
 from echelon.contracts.rank import RankInfo
 from echelon.data.replayed import Replayed
 from echelon.loop.modes import tell_of_eval_mode
@@ -32,12 +37,14 @@ from echelon.parallel.registry import kind_of
 from echelon.world import agree, rng
 from echelon.world.init import World, init_from_env
 
-__all__ = ["PHASES", "Session", "Work"]
+__all__ = ["Session", "Work"]
 
 logger = logging.getLogger(__name__)
 
-PHASES = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
+_PHASES = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
 _LIMITS = {"train": "train", "validation": "val", "test": "test", "predict": "predict"}
+# Of a unit, what says how far it is: an AutoUnit's window counts its updates.
+_COUNTS = {"train_progress", "window"}
 
 
 @dataclass(frozen=True)
@@ -51,9 +58,9 @@ class Work:
 
     call: str
     module: LightningModule
-    loaders: tuple[Any, Any]
-    datamodule: Any
-    ckpt_path: str | None
+    loaders: tuple[Any, Any] = (None, None)
+    datamodule: Any = None
+    ckpt_path: str | None = None
     seeds: list[int] = field(default_factory=lambda: [0, 0, 0])
 
 
@@ -61,34 +68,82 @@ class Session:
     """
     Args:
         trainer: whose options count, and which the module's code sees.
+    Attributes:
+        unit: what is trained, once it is built.
+        optimizers: as `self.optimizers()` gives them.
+        results: what was logged, by phase.
+        has_stepped: the latest batch ended with an update.
+        validates: `fit` evaluates; `was_evaluated`: and has done so.
+        batches, num_loaders: by phase, the limit of a loader, and how many batches each of several has.
+        handles: of hooks that the next call takes away.
     """
 
     def __init__(self, trainer: Any, work: Work) -> None:
-        self.trainer, self.work, self.module = trainer, work, work.module
+        self.trainer, self.work, self.module, self.datamodule = trainer, work, work.module, work.datamodule
         self.unit: Any = None
+        self.loop_state: Any = None  # echelon's State
+        self.optimizers: list[Any] = []
+        self.results = {name: Results(training=name == "train") for name in ("train", "validation", "test")}
+        self.has_stepped = self.validates = self.was_evaluated = self._silent = False
+        self.batch_idx = 0
+        self.batches: dict[str, int | None] = {}
+        self.num_loaders: dict[str, list[int | None]] = {}
+        self._evaluated_batches = {"validation": 0, "test": 0}  # where the numbers of their steps are written
+        self.handles: list[Any] = []
+        self.added_to_module: set[str] = set()  # by the strategy, for this process
         self._train_loader: Any = None
 
     def run(self) -> Any:
         """What the call returns: a list of dicts of numbers, or of predictions; None of `fit`."""
-        trainer, work = self.trainer, self.work
+        trainer = self.trainer
         device = init_from_env("cpu" if trainer.accelerator == "cpu" else None)
-        self.work = work = replace(work, ckpt_path=agree.from_rank0(lambda: self.work.ckpt_path))
-        trainer.begin_call(work, device)
+        self.work = replace(self.work, ckpt_path=agree.from_rank0(lambda: self.work.ckpt_path))
+        self._begin(device)
         try:
-            self._set_up(device)
-            done = getattr(self, f"_{work.call}")()
-            trainer.call_at_end(work.call)
-            trainer.handles += gather_when_alone(self.module)
+            self._set_up()
+            done = getattr(self, f"_{self.work.call}")()
+            self._end()
         except BaseException as error:
             trainer.state.status = "interrupted"
-            trainer.tell_of(error)
+            self._tell_of(error)
             raise
         trainer.state.status, trainer.state.stage = "finished", None
         return done
 
     # --- before it runs
 
-    def _set_up(self, device: torch.device) -> None:
+    def _begin(self, device: torch.device) -> None:
+        trainer, module = self.trainer, self.module
+        if (before := trainer.session) is not None:
+            for handle in before.handles:
+                handle.remove()
+            for results in before.results.values():
+                results.reset()
+            self.optimizers = before.optimizers if self.work.call != "fit" else []
+            trainer.log_step += before.has_stepped  # if it was interrupted
+        trainer.session = self
+        trainer.lightning_module, trainer.datamodule, trainer.root_device = module, self.datamodule, device
+        module.trainer = trainer
+        if self.datamodule is not None:
+            self.datamodule.trainer = trainer
+        trainer.state.fn, trainer.state.status, trainer.state.stage = self.work.call, "running", _PHASES[self.work.call]
+        trainer.ckpt_path = self.work.ckpt_path
+        trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
+        trainer.should_stop = False
+        own = module.configure_callbacks()
+        own = list(own) if isinstance(own, (list, tuple)) else [own]
+        kinds = tuple(type(each) for each in own)
+        every = [*(each for each in trainer.lightning_callbacks if type(each) not in kinds), *own]
+        # What saves comes last, and sees what the others have changed.
+        trainer.lightning_callbacks = sorted(every, key=lambda each: isinstance(each, ModelCheckpoint))
+        trainer.callbacks = [*trainer.lightning_callbacks, *trainer.loop_callbacks]
+        for each in trainer.lightning_callbacks:
+            each.log, each.log_dict = module.log, module.log_dict
+        for each in trainer.loggers:
+            if isinstance(each, InFolders):
+                each.choose_version()
+
+    def _set_up(self) -> None:
         trainer, module, work = self.trainer, self.module, self.work
         self._check()
         agree.same_on_all(
@@ -97,32 +152,68 @@ class Session:
             "Give all ranks the same callbacks, without `if rank == 0`: who writes is decided within them.",
         )
         _set_determinism(trainer)
-        _prepare_data(module, work.datamodule)
-        trainer.set_up_hooks(work.call)
+        _prepare_data(module, self.datamodule)
+        if self.datamodule is not None:
+            self.datamodule.setup(work.call)
+        self.call("setup", work.call)
         module.configure_model()
         trains = work.call == "fit"
-        options = dict(trainer.options_of_unit) if trains else {}
-        if "precision" in trainer.options_of_unit:
-            options["precision"] = trainer.options_of_unit["precision"]
-        strategy = self._strategy()
-        kind = AutomaticUnit if module.automatic_optimization else ManualUnit
+        options = {name: value for name, value in trainer.options_of_unit.items() if trains or name == "precision"}
         if module.automatic_optimization:
             options["training"] = trains
+        kind = AutomaticUnit if module.automatic_optimization else ManualUnit
         before = set(vars(module))
-        self.unit = trainer.unit = kind(trainer, module, layout=strategy, **options)
-        trainer.added_to_module = set(vars(module)) - before  # by the strategy, for this process
-        trainer.find_train_loader = self.train_loader
+        self.unit = kind(self, module, layout=self._layout(), **options)
+        self.added_to_module = set(vars(module)) - before
         if work.ckpt_path is not None:
-            saving.restore_module(Path(work.ckpt_path), trainer, self.unit, trains=trains)
+            saving.restore_module(Path(work.ckpt_path), self, trains=trains)
         elif trains:
-            trainer.go_on(self.unit)
+            self._go_on()
         if trains:
-            trainer.lightning_optimizers = []
             self.unit.configure()
-            trainer.call("on_fit_start")
-            trainer.log_hyperparams()
+            self.call("on_fit_start")
+            self._log_hyperparams()
 
-    def _strategy(self) -> Any:
+    def _go_on(self) -> None:
+        """Count from where the latest `fit` of this Trainer ended, as Lightning does: with the same limits nothing is left."""
+        trainer, unit = self.trainer, self.unit
+        if (before := trainer.progress_before) is not None:
+            for name in _COUNTS & before.keys() & vars(unit).keys():
+                getattr(unit, name).load_state_dict(before[name])
+            unit.restored()
+            unit.counted(trainer.steps_before)
+            trainer.current_epoch = unit.train_progress.num_epochs_completed
+
+    def _log_hyperparams(self) -> None:
+        module = self.module
+        if module.hparams and vars(module).get("_hparams_logged", True):
+            for each in self.trainer.loggers if agree.is_rank0() else ():
+                each.log_hyperparams(module.hparams_initial)
+                each.save()
+
+    def _end(self) -> None:
+        trainer, unit, call = self.trainer, self.unit, self.work.call
+        if call == "fit":
+            self.call("on_fit_end")
+        if self.datamodule is not None:
+            self.datamodule.teardown(call)
+        self.call("teardown", call)
+        if call == "fit":
+            trainer.steps_before = trainer.global_step
+            trainer.progress_before = {name: getattr(unit, name).state_dict() for name in _COUNTS & vars(unit).keys()}
+            trainer.log_step += self.has_stepped
+            self.has_stepped = False
+            for each in trainer.loggers if agree.is_rank0() else ():
+                each.finalize("success")
+        self.handles += gather_when_alone(self.module)
+
+    def _tell_of(self, error: BaseException) -> None:
+        """No collective here: other ranks may not have it."""
+        self._call_callbacks("on_exception", self.trainer.lightning_callbacks, (error,))
+        if self.datamodule is not None:
+            self.datamodule.on_exception(error)
+
+    def _layout(self) -> Any:
         given = self.trainer.layout
         if kind_of(self.module) is not None:  # of an earlier call: it was sharded in place
             return None
@@ -172,7 +263,7 @@ class Session:
         """(loader, how many batches of it count on this rank), made when it is first asked for."""
         if self._train_loader is None:
             trainer = self.trainer
-            found = data.given_loaders("train", self.work.loaders[0], self.module, self.work.datamodule)
+            found = data.given_loaders("train", self.work.loaders[0], self.module, self.datamodule)
             if found is None:
                 raise UsageError("trainer.fit needs train_dataloaders, a datamodule, or a train_dataloader() of the module.")
             if trainer.overfit_batches:
@@ -188,7 +279,7 @@ class Session:
 
     def _evaluation_loader(self, phase: str, given: Any) -> Any:
         trainer, name = self.trainer, f"limit_{_LIMITS[phase]}_batches"
-        found = data.given_loaders(phase, given, self.module, self.work.datamodule)
+        found = data.given_loaders(phase, given, self.module, self.datamodule)
         limit = trainer.limit(_LIMITS[phase])
         if found is None or (limit == 0 and phase == "validation"):
             return None
@@ -200,11 +291,11 @@ class Session:
         limits = [data.limit_of(name, limit, loader) for loader in loaders]
         trainer.note_loaders(_LIMITS[phase], loaders, limits)
         if len(loaders) == 1:
-            trainer.num_loaders[phase] = [None]
-            trainer.batches[phase] = limits[0]
+            self.num_loaders[phase] = [None]
+            self.batches[phase] = limits[0]
             return loaders[0]
         chain = data.Chain(loaders, limits)
-        trainer.num_loaders[phase], trainer.batches[phase] = chain.lengths(), None
+        self.num_loaders[phase], self.batches[phase] = chain.lengths(), None
         return chain
 
     # --- what runs
@@ -214,21 +305,21 @@ class Session:
         loader, limit = self.train_loader()
         has_step = overridden("validation_step", module, LightningModule)
         evaluation = self._evaluation_loader("validation", self.work.loaders[1]) if has_step else None
-        trainer.validates = evaluation is not None and (
+        self.validates = evaluation is not None and (
             trainer.check_val_every_n_epoch is not None or trainer.val_check_interval != 1.0
         )
         if self.work.ckpt_path is not None:
             saving.restore_training(Path(self.work.ckpt_path), unit, loader)
         manual = not module.automatic_optimization
-        hooking = Hooking(trainer, trainer.updates_at_most if manual else None, may_stop=_may_stop(trainer))
+        hooking = Hooking(self, trainer.updates_at_most if manual else None, may_stop=_may_stop(trainer))
         callbacks = [hooking, *trainer.loop_callbacks]
         trainer.num_training_batches = data.batches_of(loader, limit)
         if self._is_complete():
             return
         # Lightning trains parts in the mode in which they are, too.
         tell_of_eval_mode([name or type(module).__name__ for name, part in module.named_modules() if not part.training])
-        trainer.results["train"].meets = meets([module, *trainer.lightning_callbacks])
-        if trainer.validates:
+        self.results["train"].meets = meets([module, *trainer.lightning_callbacks])
+        if self.validates:
             self._sanity_check(evaluation, hooking)
         training = PhaseState(
             dataloader=loader,
@@ -237,9 +328,9 @@ class Session:
             max_steps_per_epoch=limit,
         )
         validation = None
-        if evaluation is not None and trainer.validates:
+        if evaluation is not None and self.validates:
             training.evaluate_every_n_steps, training.evaluate_every_n_epochs = self._intervals(loader, limit)
-            validation = PhaseState(dataloader=evaluation, max_steps_per_epoch=trainer.batches["validation"])
+            validation = PhaseState(dataloader=evaluation, max_steps_per_epoch=self.batches["validation"])
         run_training(unit, training, validation, callbacks, None)
 
     def _is_complete(self) -> bool:
@@ -284,22 +375,22 @@ class Session:
         count = trainer.num_sanity_val_steps
         if not count or trainer.fast_dev_run or unit.train_progress.num_steps_completed:
             return
-        limit, lengths = trainer.batches["validation"], trainer.num_loaders["validation"]
+        limit, lengths = self.batches["validation"], self.num_loaders["validation"]
         most = None if count == -1 else count if limit is None else min(count, limit)
         if isinstance(loader, data.Chain) and most is not None:  # so many of each
             loader, most = loader.cut(most), None
-            trainer.num_loaders["validation"] = loader.lengths()
+            self.num_loaders["validation"] = loader.lengths()
         before, progress = rng.states(), vars(unit.eval_progress).copy()
         trainer.sanity_checking = True
-        trainer.call_callbacks("on_sanity_check_start")
+        self.call_callbacks("on_sanity_check_start")
         try:
             evaluate(unit, loader, max_steps_per_epoch=most, callbacks=[hooking])
         finally:
             vars(unit.eval_progress).update(progress)
             rng.put_back(before)
-            trainer.num_loaders["validation"] = lengths
-        trainer.call_callbacks("on_sanity_check_end")
-        trainer.results["validation"].reset()
+            self.num_loaders["validation"] = lengths
+        self.call_callbacks("on_sanity_check_end")
+        self.results["validation"].reset()
         trainer.sanity_checking = False
 
     def _validate(self) -> list[dict[str, float]]:
@@ -315,11 +406,11 @@ class Session:
             return []
         if loader is None:
             raise UsageError(f"trainer.{self.work.call} needs dataloaders, a datamodule, or a {_LIMITS[phase]}_dataloader().")
-        hooking = Hooking(trainer, None, may_stop=False)
-        run(self.unit, loader, max_steps_per_epoch=trainer.batches[phase], callbacks=[hooking, *trainer.loop_callbacks])
+        hooking = Hooking(self, None, may_stop=False)
+        run(self.unit, loader, max_steps_per_epoch=self.batches[phase], callbacks=[hooking, *trainer.loop_callbacks])
         numbers = {name: float(value) for name, value in hooking.evaluated.items()}
-        count = len(trainer.num_loaders[phase])
-        loaders = trainer.results[phase].loaders_of()
+        count = len(self.num_loaders[phase])
+        loaders = self.results[phase].loaders_of()
         return [{n: v for n, v in numbers.items() if not loaders.get(n) or i in loaders[n]} for i in range(count)]
 
     def _predict(self) -> list[Any]:
@@ -327,10 +418,143 @@ class Session:
         loader = self._evaluation_loader("predict", self.work.loaders[0])
         if loader is None:
             raise UsageError("trainer.predict needs dataloaders, a datamodule, or a predict_dataloader().")
-        hooking = Hooking(trainer, None, may_stop=False)
-        limit = trainer.batches["predict"]
+        hooking = Hooking(self, None, may_stop=False)
+        limit = self.batches["predict"]
         predict(self.unit, loader, max_steps_per_epoch=limit, callbacks=[hooking, *trainer.loop_callbacks])
         return hooking.outputs
+
+    # --- hooks, of callbacks and of the module
+
+    @contextmanager
+    def hook(self, name: str) -> Iterator[None]:
+        """Context of a call of the module's code, for what it logs."""
+        module = self.module
+        before, module._hook = module._hook, name
+        try:
+            yield
+        finally:
+            module._hook = before
+
+    def call(self, name: str, *args: Any) -> None:
+        """A hook: callbacks first, then the module."""
+        with self.hook(name):
+            self._call_callbacks(name, self.trainer.lightning_callbacks, args)
+            answer = getattr(self.module, name)(*args) if hasattr(self.module, name) else None
+        if name == "on_train_batch_start" and answer == -1:
+            raise UsageError("on_train_batch_start returned -1, to leave out the rest of the epoch. Use limit_train_batches.")
+
+    def call_callbacks(self, name: str) -> None:
+        """A hook that modules have not."""
+        with self.hook(name):
+            self._call_callbacks(name, self.trainer.lightning_callbacks, ())
+
+    def call_at_epoch_end(self, meanwhile: Callable[[], None]) -> None:
+        """`on_train_epoch_end`: callbacks that monitor what the module logs in it come last."""
+        name = "on_train_epoch_end"
+        last = [each for each in self.trainer.lightning_callbacks if isinstance(each, (Checkpoint, EarlyStopping))]
+        with self.hook(name):
+            self._call_callbacks(name, [each for each in self.trainer.lightning_callbacks if each not in last], ())
+            getattr(self.module, name)()
+            self.publish(self.results["train"].of_epoch(), write=False)
+            meanwhile()
+            self._call_callbacks(name, last, ())
+
+    def _call_callbacks(self, name: str, callbacks: list[Any], args: tuple[Any, ...]) -> None:
+        for callback in callbacks:
+            own = getattr(callback, name, None)
+            if own is not None and getattr(own, "__func__", own) is not getattr(Callback, name, None):
+                own(self.trainer, self.module, *args)
+
+    # --- what is logged
+
+    @contextmanager
+    def silence(self) -> Iterator[None]:
+        """Context in which nothing is logged."""
+        self._silent = True
+        try:
+            yield
+        finally:
+            self._silent = False
+
+    def log_when(self, hook: str | None, name: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
+        """(on_step, on_epoch) for what is logged in a hook.
+
+        Raises:
+            UsageError: nothing can be logged there, or not so.
+        """
+        defaults = log_defaults(hook)
+        if defaults is None:
+            raise UsageError(f"self.log({name!r}, ...) cannot be called in {hook or 'this place'}.")
+        step = defaults[0] if on_step is None else on_step
+        epoch = defaults[1] if on_epoch is None else on_epoch
+        steps_here = hook is not None and ("batch" in hook or hook.endswith("_step") or log_defaults(hook) == (True, False))
+        if step and not steps_here:
+            raise UsageError(f"self.log({name!r}, on_step=True) in {hook}: there is no step.")
+        if not step and not epoch:
+            raise UsageError(f"self.log({name!r}, on_step=False, on_epoch=False) logs nothing.")
+        return step, epoch
+
+    def take(self, hook: str, name: str, value: Any, how: How, batch_size: float | None, *, add_idx: bool) -> None:
+        if not self._silent and self.trainer.state.stage in self.results:
+            self.results[self.trainer.state.stage].log(hook, name, value, how, batch_size, add_idx=add_idx)
+
+    def begin_batch(
+        self, phase: str, batch_size: Callable[[], float], dataloader_idx: int | None, *, in_pieces: bool = False
+    ) -> None:
+        if phase in self.results:
+            self.results[phase].begin_batch(batch_size, dataloader_idx, in_pieces=in_pieces)
+
+    def publish(self, numbers: Numbers, *, write: bool, step: int | None = None) -> None:
+        """Let callbacks, loggers and users see numbers.
+
+        Args:
+            step: under which loggers have them, by default `log_step`.
+        """
+        trainer = self.trainer
+        trainer.callback_metrics.update(numbers.callback)
+        trainer.progress_bar_metrics.update(numbers.bar)
+        trainer.logged_metrics.update(numbers.logged)
+        if write and numbers.logged:
+            values = {name: float(value) for name, value in numbers.logged.items()} if trainer.loggers else {}
+            given = values.pop("step", None)
+            if given is not None:
+                step = int(given)
+            if values and step is not None:
+                self.write_metrics(values, step)
+            elif values:
+                self.write_metrics({"epoch": trainer.current_epoch, **values}, trainer.log_step)
+
+    def write_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        for logger in self.trainer.loggers if agree.is_rank0() else ():
+            logger.log_metrics(dict(metrics), step=step)
+            logger.save()
+
+    @property
+    def logs_now(self) -> bool:
+        """Whether this step's numbers are written."""
+        trainer, every = self.trainer, self.trainer.log_every_n_steps
+        return bool(trainer.should_stop or (every > 0 and (trainer.log_step + 1) % every == 0))
+
+    def end_evaluation_batch(self, phase: str) -> None:
+        if phase in self.results and not self.trainer.sanity_checking:
+            self.publish(self.results[phase].of_step(), write=True, step=self._evaluated_batches[phase])
+            self._evaluated_batches[phase] += 1
+
+    def place_of(self, phase: str, step: int) -> tuple[int, int | None]:
+        """(batch_idx, dataloader_idx) of an evaluation's step; the second is None for a single loader."""
+        lengths = self.num_loaders.get(phase, [None])
+        if len(lengths) == 1:
+            return step, None
+        for i, length in enumerate(lengths):
+            if length is None or step < length:
+                return step, i
+            step -= length
+        return step, len(lengths) - 1
+
+    def loader_idx_of(self, phase: str) -> int:
+        progress = getattr(self.unit, f"{'eval' if phase == 'validation' else phase}_progress", None)
+        found = self.place_of(phase, progress.num_steps_completed_in_epoch)[1] if progress is not None else None
+        return found or 0
 
 
 def _is_hook(thing: Any, name: str) -> bool:

@@ -1,12 +1,13 @@
 """`echelon.compat.trainer.trainer.Trainer` with Lightning's options, also those of older releases.
 
-It trains an AutoUnit, as the core's does, or a LightningModule: `session` says how.
+It trains an AutoUnit, as the core's does, or a LightningModule, of which each call is a Session in each rank.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,16 +16,29 @@ from typing import Any, Literal
 import torch
 
 from echelon.common.errors import UsageError
-from echelon.compat.lightning.pytorch import options
-from echelon.compat.lightning.pytorch.absent import ARGPARSE
-from echelon.compat.lightning.pytorch.callbacks import Callback, Display
+from echelon.compat.lightning.pytorch import options, saving
+from echelon.compat.lightning.pytorch.absent import ARGPARSE, missing_of_trainer
+from echelon.compat.lightning.pytorch.automatic import AutomaticUnit
+from echelon.compat.lightning.pytorch.callbacks import Callback, Checkpoint, Display, EarlyStopping, ModelCheckpoint
+from echelon.compat.lightning.pytorch.data import batches_of
+from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
+from echelon.compat.lightning.pytorch.launched import in_ranks
+from echelon.compat.lightning.pytorch.loggers import Online, default_logger
 from echelon.compat.lightning.pytorch.module import LightningModule
-from echelon.compat.lightning.pytorch.module_runs import ModuleRuns
+from echelon.compat.lightning.pytorch.session import Session, Work
+from echelon.compat.lightning.pytorch.states import TrainerState
 from echelon.compat.lightning.pytorch.strategies import among_plugins
 from echelon.compat.trainer import trainer
 from echelon.compat.trainer.rank import Plan
+from echelon.compat.trainer.trainer import is_launched
+from echelon.contracts.overrides import overrides
+from echelon.contracts.rank import RankInfo
+from echelon.launcher.calls import end_bootstrap
 from echelon.loop.callback import Callback as LoopCallback
+from echelon.loop.state import EntryPoint, State, step_under_way
 from echelon.loop.unit import TrainUnit
+from echelon.parallel.ddp.ddp import DDPStrategy
+from echelon.parallel.names import without_compile
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.strategy import Strategy
 from echelon.world import agree
@@ -34,9 +48,15 @@ __all__ = ["Trainer"]
 logger = logging.getLogger(__name__)
 
 _DEFAULT_EPOCHS = 1000
+_PRECISIONS = {None: "32-true", torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}
+# What another process does not get.
+_OF_A_PROCESS = (
+    *("session", "lightning_module", "datamodule"),
+    *("train_dataloader", "val_dataloaders", "test_dataloaders", "predict_dataloaders"),
+)
 
 
-class Trainer(ModuleRuns, trainer.Trainer):
+class Trainer(trainer.Trainer):
     """Starts ranks and trains in them, an AutoUnit or a LightningModule.
 
     Args:
@@ -59,11 +79,27 @@ class Trainer(ModuleRuns, trainer.Trainer):
         check_val_every_n_epoch: how often to evaluate; `val_check_interval` counts batches instead, or is a part of an epoch.
         gpus: Lightning's older word for `devices`; with `accelerator="ddp"` understood, with a hint.
         plugins: environments, which have no effect, and Lightning 1's DDPPlugin, which is the strategy.
-        others: Lightning's further options for a LightningModule, which `options.OF_MODULES` has, and those of display, which are
+        others: Lightning's further options for a LightningModule, which `options` has, and those of display, which are
             accepted and named; any other is refused.
+    Attributes:
+        session: the latest call in this process, or the one under way.
+        callback_metrics, logged_metrics, progress_bar_metrics: the latest numbers by name, as 0-dim tensors.
+        should_stop: set it to True to end `fit` after the present step.
+        log_step: the step under which numbers are written: updates, counted when the next batch begins.
+        steps_before, progress_before: of fits that ended in this object, from which the next one goes on.
+        train_dataloader, val_dataloaders, test_dataloaders, predict_dataloaders: what the call under way, or the latest, uses;
+            the three that evaluate are a loader or a list of loaders, as they were given. None before.
+        ckpt_path: the checkpoint that the latest call began from.
+        num_val_batches, num_test_batches, num_predict_batches: of each loader, per rank; infinite where it has no length.
     Raises:
         UsageError: a value that makes no sense; the text names it.
     """
+
+    log_every_n_steps: int
+    num_sanity_val_steps: int
+    callback_metrics: dict[str, Any]
+    reload_dataloaders_every_n_epochs = 0
+    keeps_predictions = True
 
     add_argparse_args = from_argparse_args = parse_argparser = ARGPARSE
 
@@ -139,7 +175,62 @@ class Trainer(ModuleRuns, trainer.Trainer):
         self.saves = self.saves and enable_checkpointing is not False
         self.loop_callbacks: list[LoopCallback] = self.callbacks
         self.callbacks = [*self.given_callbacks, *self.loop_callbacks]
-        self._begin_running()
+        for name, value in self.of_modules.items():
+            if name not in ("logger", "detect_anomaly", "sync_batchnorm"):
+                setattr(self, name, value)
+        self._begin()
+
+    def _begin(self) -> None:
+        """What it is for a LightningModule, before the first call."""
+        self.state = TrainerState()
+        self.session: Session | None = None
+        self.lightning_module: Any = None
+        self.datamodule: Any = None
+        self.root_device: torch.device | None = None
+        self.logged_metrics: dict[str, Any] = {}
+        self.progress_bar_metrics: dict[str, float] = {}
+        self.should_stop = self.sanity_checking = False
+        self.current_epoch = self.log_step = self.steps_before = 0
+        self.progress_before: dict[str, Any] | None = None
+        self.ckpt_path: str | None = None
+        self.num_training_batches = math.inf
+        for phase, limit in self.given_limits.items():
+            setattr(self, f"limit_{phase}_batches", 1.0 if limit is None else limit)
+        self.train_dataloader: Any = None
+        for phase in ("val", "test", "predict"):
+            setattr(self, f"{phase}_dataloaders", None)
+            setattr(self, f"num_{phase}_batches", [])
+        self.lightning_callbacks = list(self.given_callbacks)
+        if self.enable_checkpointing is False and any(isinstance(each, ModelCheckpoint) for each in self.given_callbacks):
+            raise UsageError("enable_checkpointing=False, and a ModelCheckpoint among the callbacks. Leave one of them out.")
+        if self.enable_checkpointing is not False and not self.checkpoint_callbacks:
+            self.lightning_callbacks.append(ModelCheckpoint())
+        self.loggers = self._chosen_loggers()
+        if self.of_modules["sync_batchnorm"]:
+            ours = DDPStrategy() if self.layout in ("auto", None) else self.layout
+            if not isinstance(ours, DDPStrategy):
+                raise UsageError(
+                    "sync_batchnorm=True is of strategy 'ddp'. Give DDPStrategy(sync_batchnorm=True), or no strategy."
+                )
+            self.layout = replace(ours, sync_batchnorm=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), **dict.fromkeys(_OF_A_PROCESS)}
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing_of_trainer(name)
+
+    def _chosen_loggers(self) -> list[Any]:
+        given = self.of_modules["logger"]
+        if given is False or self.fast_dev_run:
+            return []
+        if given is None or given is True:
+            return [default_logger(self.default_root_dir)]
+        found = list(given) if isinstance(given, (list, tuple)) else [given]
+        for each in found:
+            if not callable(getattr(each, "log_metrics", None)):
+                raise UsageError(f"logger must be True, False or have log_metrics(metrics, step), got {type(each).__name__}.")
+        return found
 
     # --- of an AutoUnit
 
@@ -192,7 +283,7 @@ class Trainer(ModuleRuns, trainer.Trainer):
             logger.warning("Trainer without max_epochs and max_steps: %s epochs, as Lightning does", _DEFAULT_EPOCHS)
         if isinstance(model, torch.nn.Module):
             self._tell_of_options()
-            self.run_module("fit", model, (train_dataloaders, val_dataloaders), datamodule, ckpt_path)
+            self._run_module("fit", model, (train_dataloaders, val_dataloaders), datamodule, ckpt_path)
             return
         self._check_for_units()
         super().fit(model, train_dataloaders, val_dataloaders, ckpt_path=ckpt_path)
@@ -256,6 +347,286 @@ class Trainer(ModuleRuns, trainer.Trainer):
     def _run(self, call: str, model: Any, dataloaders: Any, datamodule: Any, ckpt_path: Any) -> Any:
         if model is None or isinstance(model, torch.nn.Module):
             self._tell_of_options()
-            return self.run_module(call, model, (dataloaders, None), datamodule, ckpt_path)
+            return self._run_module(call, model, (dataloaders, None), datamodule, ckpt_path)
         self._check_for_units()
         return getattr(super(), call)(model, dataloaders, ckpt_path=ckpt_path)
+
+    # --- of a LightningModule
+
+    def _run_module(self, call: str, given: Any, loaders: tuple[Any, Any], datamodule: Any, ckpt_path: Any) -> Any:
+        end_bootstrap(f"trainer.{call}")
+        module = self._module(call, given)
+        if isinstance(loaders[0], LightningDataModule):
+            loaders, datamodule = (None, None), loaders[0]
+        if datamodule is not None and any(each is not None for each in loaders):
+            raise UsageError(f"trainer.{call}: give dataloaders or a datamodule, not both.")
+        if given is None and ckpt_path is None and self.checkpoint_callback is not None and self.steps_before:
+            ckpt_path = "best"
+        work = Work(call, module, loaders, datamodule, self._path_of(ckpt_path))
+        if is_launched():
+            self._check_launched()
+        elif self.num_nodes > 1:
+            raise UsageError(
+                "num_nodes > 1: start the script on each node: with `echelon submit`, `srun python ...`, or torchrun."
+            )
+        elif (ranks := self._local_ranks()) > 1 or self.device_numbers:
+            return in_ranks(self, ranks, work)
+        return Session(self, work).run()
+
+    def _module(self, call: str, given: Any) -> LightningModule:
+        found = given if given is not None else self.lightning_module
+        if found is None:
+            raise UsageError(f"trainer.{call}() without a module: there was no fit before. Give one.")
+        plain = without_compile(found)
+        theirs = next((c for c in type(plain).__mro__ if c.__module__.startswith(("lightning.", "pytorch_lightning."))), None)
+        if not isinstance(plain, LightningModule) and theirs is not None:
+            raise UsageError(
+                f"trainer.{call}: {type(plain).__name__} of {type(plain).__module__} is a {theirs.__name__} of Lightning's own, "
+                f"{theirs.__module__}, and this Trainer is echelon's. Import both from echelon.compat.lightning: "
+                "change the import lines of all files of the program."
+            )
+        if not isinstance(plain, LightningModule):
+            raise UsageError(f"trainer.{call}: the model must be a LightningModule or an AutoUnit, got {type(found).__name__}.")
+        if plain is not found:
+            raise UsageError("torch.compile(module): compile its parts instead, in configure_model: `self.net.compile()`.")
+        found_module: LightningModule = plain
+        return found_module
+
+    def _path_of(self, ckpt_path: Any) -> str | None:
+        """Where a checkpoint is that is called "best" or "last"."""
+        if ckpt_path is None or ckpt_path not in ("best", "last"):
+            return str(ckpt_path) if ckpt_path is not None else None
+        callback = self.checkpoint_callback
+        if callback is None:
+            raise UsageError(f"ckpt_path={ckpt_path!r} needs a ModelCheckpoint among the callbacks.")
+        if ckpt_path == "best":
+            found = callback.best_model_path
+        else:
+            found = callback.newest_last()
+            if not found:
+                return None if callback.save_last else callback.best_model_path or None
+        if not found:
+            raise UsageError(f"ckpt_path={ckpt_path!r}: the ModelCheckpoint has saved none.")
+        return str(found)
+
+    def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
+        """Save now, as a folder of that name; nothing where `echelon prove` or `plan` looks on. Collective."""
+        if overrides().observes:
+            return
+        if self.lightning_module is None:
+            raise UsageError("trainer.save_checkpoint: there is no module yet. Call fit first.")
+        session = self.session
+        unit, state = (session.unit, session.loop_state) if session is not None else (None, None)
+        if unit is None:  # after a run in other processes
+            unit = AutomaticUnit(Session(self, Work("fit", self.lightning_module)), self.lightning_module, training=False)
+        saving.write(Path(filepath), state or State(entry_point=EntryPoint.TRAIN), unit)
+
+    # --- where it is, as a module's and a callback's code asks
+
+    @property
+    def unit(self) -> Any:
+        """What is trained in this process; None outside of a run."""
+        return self.session.unit if self.session is not None else None
+
+    @property
+    def model(self) -> Any:
+        return self.unit.module if self.unit is not None else self.lightning_module
+
+    @property
+    def global_step(self) -> int:
+        return self.unit.updates if self.unit is not None and self.state.fn == "fit" else self.steps_before
+
+    @property
+    def trained(self) -> tuple[int, int]:
+        """How far the module is: updates, and where none was counted, since optimizers are stepped directly, batches."""
+        batches = self.unit.train_progress.num_steps_completed if self.unit is not None and not self.global_step else 0
+        return self.global_step, batches
+
+    @property
+    def at_boundary(self) -> bool:
+        return self.unit is None or bool(self.unit.at_boundary)
+
+    @property
+    def global_rank(self) -> int:
+        return RankInfo.from_env().rank
+
+    @property
+    def local_rank(self) -> int:
+        return RankInfo.from_env().local_rank
+
+    @property
+    def node_rank(self) -> int:
+        return RankInfo.from_env().node_rank
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    @property
+    def logger(self) -> Any:
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        return [each.optimizer for each in self.session.optimizers] if self.session is not None else []
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        return list(self.unit.schedules.all) if self.unit is not None else []
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        return [each for each in self.lightning_callbacks if isinstance(each, Checkpoint)]
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        return [each for each in self.lightning_callbacks if isinstance(each, EarlyStopping)]
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        return next(iter(self.early_stopping_callbacks), None)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        if agree.is_rank0():
+            print(*args, **kwargs)
+
+    def note_loaders(self, phase: str, loaders: list[Any], limits: list[int | None]) -> None:
+        setattr(self, f"{phase}_dataloaders", loaders[0] if len(loaders) == 1 else loaders)
+        setattr(self, f"num_{phase}_batches", [batches_of(*each) for each in zip(loaders, limits, strict=True)])
+
+    @property
+    def interrupted(self) -> bool:
+        return self.state.status == "interrupted"
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether the launcher has asked for a stop."""
+        found = self.session.loop_state if self.session is not None else None
+        return found is not None and bool(found.should_stop and not found.stopped_by_script)
+
+    @property
+    def training(self) -> bool:
+        return self.state.stage == "train"
+
+    @property
+    def validating(self) -> bool:
+        return self.state.stage == "validation" and not self.sanity_checking
+
+    @property
+    def testing(self) -> bool:
+        return self.state.stage == "test"
+
+    @property
+    def predicting(self) -> bool:
+        return self.state.stage == "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        return self.state.stage in ("validation", "test")
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the training batch under way is its epoch's last, or the last that a limit allows."""
+        found = self.session.loop_state if self.session is not None else None
+        return found is not None and step_under_way(found.train_state).is_last
+
+    @property
+    def num_sanity_val_batches(self) -> list[float]:
+        most = float("inf") if self.num_sanity_val_steps == -1 else self.num_sanity_val_steps
+        return [min(most, count) for count in self.num_val_batches]
+
+    @property
+    def val_check_batch(self) -> float:
+        """After how many batches it evaluates; infinite if that is at the end of a loader without a length."""
+        every = self.val_check_interval
+        if isinstance(every, int):
+            return every
+        batches = self.num_training_batches * every
+        return max(int(batches), 1) if math.isfinite(batches) else batches
+
+    # --- options, as a module's code asks for them
+
+    @property
+    def default_root_dir(self) -> str:
+        return str(self.run_dir) if self.run_dir is not None else os.getcwd()
+
+    @property
+    def log_folder(self) -> str:
+        """Of the first logger, or the root. Rank 0's counts."""
+        first = self.loggers[0] if self.loggers else None
+        if isinstance(first, Online):
+            return os.path.join(first.save_dir, str(first.name), str(first.version))
+        return getattr(first, "log_dir", None) or self.default_root_dir
+
+    @property
+    def log_dir(self) -> str:
+        return agree.from_rank0(lambda: self.log_folder)
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        return overrides().accumulation or self.unit_options.get("accumulate") or 1
+
+    @property
+    def gradient_clip_val(self) -> float | None:
+        return self.unit_options.get("clip_grad_norm") or self.unit_options.get("clip_grad_value")
+
+    @property
+    def options_of_unit(self) -> dict[str, Any]:
+        anomaly = {"detect_anomaly": True} if self.of_modules["detect_anomaly"] else {}
+        return {**self.unit_options, **anomaly}
+
+    @property
+    def epochs_at_most(self) -> float | None:
+        return math.inf if self.max_epochs is None and self.max_steps is None else self.max_epochs
+
+    @property
+    def updates_at_most(self) -> int | None:
+        return None if self.max_steps in (None, -1) else int(self.max_steps)
+
+    @property
+    def estimated_stepping_batches(self) -> float:
+        """Updates of the whole run, for schedules."""
+        most = self.updates_at_most
+        if self.max_epochs is None or self.max_epochs == math.inf:
+            return math.inf if most is None else most
+        if self.session is None:
+            raise UsageError("trainer.estimated_stepping_batches: how many batches there are is known in fit.")
+        loader, limit = self.session.train_loader()
+        batches = batches_of(loader, limit)
+        updates = (
+            math.ceil(batches / self.accumulate_grad_batches) * max(self.max_epochs, 1) if math.isfinite(batches) else math.inf
+        )
+        return updates if most is None else min(updates, most)
+
+    def limit(self, phase: str) -> Any:
+        """Batches of an epoch, or a part of them."""
+        overfit = self.of_modules["overfit_batches"]
+        return overfit if overfit and phase in ("train", "val") else self.given_limits.get(phase)
+
+    @property
+    def precision(self) -> str:
+        """In Lightning's words."""
+        return _PRECISIONS[Precision.of(self.unit_options.get("precision")).dtype]
+
+    @property
+    def gradient_clip_algorithm(self) -> str | None:
+        return "value" if "clip_grad_value" in self.unit_options else "norm" if "clip_grad_norm" in self.unit_options else None
+
+    @property
+    def num_devices(self) -> int:
+        """Ranks of this node: those that run, or that a call will start."""
+        return RankInfo.from_env().local_world_size if is_launched() else self._local_ranks()
+
+    @property
+    def world_size(self) -> int:
+        """As `num_devices`, of all nodes."""
+        return RankInfo.from_env().world_size if is_launched() else self._local_ranks() * self.num_nodes
+
+    @property
+    def device_ids(self) -> list[int]:
+        """Of this rank's device."""
+        return [(self.root_device.index if self.root_device is not None else None) or 0]

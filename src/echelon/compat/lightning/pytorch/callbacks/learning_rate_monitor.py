@@ -37,7 +37,7 @@ class LearningRateMonitor(Callback):
         self.lrs = {name: [] for name, *_ in self._named(trainer)}
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        if self.logging_interval != "epoch" and trainer.logs_now:
+        if self.logging_interval != "epoch" and trainer.session.logs_now:
             self._log(trainer, "step")
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -57,7 +57,7 @@ class LearningRateMonitor(Callback):
                 found[f"{name}-weight_decay"] = float(group["weight_decay"])
         if found:
             trainer.callback_metrics.update({name: torch.tensor(value) for name, value in found.items()})
-            trainer.write_metrics(found, trainer.log_step)
+            trainer.session.write_metrics(found, trainer.log_step)
 
     def _named(self, trainer: Any) -> list[tuple[str, dict[str, Any], dict[str, Any], str | None]]:
         """(name, group, the optimizer's defaults, its schedule's interval)."""

@@ -157,8 +157,8 @@ class ModelCheckpoint(Checkpoint):
         if self._on_train_epoch_end is not None:
             return self._on_train_epoch_end
         if trainer.check_val_every_n_epoch != 1:
-            return not trainer.validates
-        return not trainer.validates or trainer.val_check_interval == 1.0
+            return not trainer.session.validates
+        return not trainer.session.validates or trainer.val_check_interval == 1.0
 
     def _save_if_due(self, trainer: Any) -> None:
         every = self._every_n_epochs
@@ -186,7 +186,7 @@ class ModelCheckpoint(Checkpoint):
         values: dict[str, Any] = {**trainer.callback_metrics, "epoch": trainer.current_epoch, "step": trainer.global_step}
         self._waits = not trainer.at_boundary or (self.monitor is not None and agree.any_rank(self.monitor not in values))
         if self._waits:
-            if trainer.at_boundary and trainer.was_evaluated:
+            if trainer.at_boundary and trainer.session.was_evaluated:
                 raise UsageError(
                     f"ModelCheckpoint monitors {self.monitor!r}, which was not logged on all ranks; logged were: "
                     f"{', '.join(trainer.callback_metrics) or 'nothing'}."

@@ -1,0 +1,220 @@
+"""What both kinds of units share: how batches get to the device, and how steps are called.
+
+A step is called through the wrapper that a strategy put around the module, and with the arguments that it takes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from echelon.common.errors import UsageError
+from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
+from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
+from echelon.data.parts import Padding, Pieces, joined
+from echelon.loop.loss import rows
+from echelon.loop.state import step_under_way
+from echelon.parallel.patching import replace
+from echelon.parallel.shards import is_split
+from echelon.world.device import copy_data_to_device
+
+if TYPE_CHECKING:
+    from echelon.loop.state import State
+
+__all__ = ["Moves", "StepCaller", "StepPieces", "gather_when_alone"]
+
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class Moves:
+    """A batch's way to the device, with the hooks of the module or of its data module."""
+
+    def __init__(self, module: Any, datamodule: LightningDataModule | None, device: torch.device) -> None:
+        self.device = device
+        self._hooks: list[Any] = []
+        for name in _TRANSFERS:
+            if datamodule is not None and overridden(name, datamodule, LightningDataModule):
+                self._hooks.append(getattr(datamodule, name))
+            else:
+                self._hooks.append(getattr(module, name) if overridden(name, module, ModuleHooks) else None)
+
+    def __bool__(self) -> bool:
+        return any(self._hooks)
+
+    def __call__(self, batch: Any, non_blocking: bool, dataloader_idx: int) -> Any:
+        before, move, after = self._hooks
+        batch = before(batch, dataloader_idx) if before else batch
+        if move:
+            batch = move(batch, self.device, dataloader_idx)
+        else:
+            batch = copy_data_to_device(batch, self.device, non_blocking=non_blocking)
+        return after(batch, dataloader_idx) if after else batch
+
+
+@dataclass
+class StepPieces:
+    """Of a training step's batch, one piece.
+
+    Attributes:
+        whole: all pieces together.
+        samples: of the present piece; 0 of padding.
+    """
+
+    whole: Any
+    is_first: bool
+    samples: float
+    given: Any = None
+
+    @classmethod
+    def of(cls, state: Any, data: Any, before: StepPieces | None) -> StepPieces | None:
+        """None of a batch that is computed at once, and counts.
+
+        Args:
+            before: of the latest call.
+        """
+        batch, weight = step_under_way(state.train_state).batch, state.logged.weight
+        if not isinstance(batch, Pieces):
+            return cls(data, True, 0) if isinstance(weight, (int, float)) and weight == 0 else None
+        if before is not None and before.given is batch:
+            return cls(before.whole, False, weight, batch)
+        real = [each for each in batch if not isinstance(each, Padding)] or [batch[0].batch]
+        return cls(joined(real, [rows(each) for each in real]), True, weight, batch)
+
+
+class StepCaller:
+    """Calls the steps of a module that take no part in training, with their hooks.
+
+    Args:
+        autocast: makes the context of a forward pass.
+    """
+
+    def __init__(self, session: Any, wrapper: Callable[[], Any], autocast: Callable[[], Any]) -> None:
+        self._session, self.module, self._wrapper, self._autocast = session, session.module, wrapper, autocast
+        self._places: dict[str, int] = {}  # by a step's name, how many arguments it takes
+
+    def _arguments(self, name: str, step: Any, batch: Any, batch_idx: int, dataloader_idx: int | None) -> tuple[Any, ...]:
+        if name not in self._places:
+            self._places[name] = _places(step)
+        return _arguments(name, self._places[name], batch, batch_idx, dataloader_idx)
+
+    def evaluate(self, phase: str, here: Any, progress: Any, batch: Any) -> Any:
+        """Args:
+        phase: "validation", "test" or "predict".
+        here: the phase's state.
+        """
+        session, module = self._session, self.module
+        batch_idx, dataloader_idx = session.place_of(phase, progress.num_steps_completed_in_epoch)
+        step = getattr(module, f"{phase}_step")
+        taken = self._arguments(f"{phase}_step", step, batch, batch_idx, dataloader_idx)
+        if step_under_way(here).is_padding:  # a rank that has fewer batches takes part in collectives alone
+            with self._autocast(), session.silence():
+                return _through(self._wrapper(), module, step, *taken)
+        session.begin_batch(phase, lambda: rows(batch, step_under_way(here).samples), dataloader_idx)
+        place = (batch, batch_idx) if dataloader_idx is None else (batch, batch_idx, dataloader_idx)
+        session.call(f"on_{phase}_batch_start", *place)
+        with self._autocast(), session.hook(f"{phase}_step"):
+            output = _through(self._wrapper(), module, step, *taken)
+        session.call(f"on_{phase}_batch_end", output, *place)
+        session.end_evaluation_batch(phase)
+        return output
+
+    def train(self, state: State, progress: Any, batch: Any, pieces: StepPieces | None = None) -> Any:
+        """`training_step`, with the hook before it, which sees the whole batch.
+
+        Args:
+            pieces: where `batch` is one of several pieces, or stands for none.
+        """
+        session, module = self._session, self.module
+        batch_idx = progress.num_steps_completed_in_epoch
+        if pieces is None:
+            samples = step_under_way(state.train_state).samples
+            session.begin_batch("train", lambda: rows(batch, samples), None)
+            session.call("on_train_batch_start", batch, batch_idx)
+        elif pieces.is_first:
+            session.begin_batch("train", lambda: pieces.samples, None, in_pieces=True)
+            session.call("on_train_batch_start", pieces.whole, batch_idx)
+        elif "train" in session.results:
+            session.results["train"].go_on(lambda: pieces.samples)
+        taken = self._arguments("training_step", module.training_step, batch, batch_idx, None)
+        silent = session.silence() if pieces is not None and not pieces.samples else nullcontext()
+        with session.hook("training_step"), silent:
+            return _through(self._wrapper(), module, module.training_step, *taken)
+
+
+def _through(wrapper: nn.Module, module: Any, step: Callable[..., Any], *args: Any) -> Any:
+    """`step(*args)` as the forward pass of `wrapper`, which is around `module` or is it.
+
+    A DistributedDataParallel then reduces what the step's backward pass makes, whichever layers the step has called; a sharded
+    module is gathered. The batch does not go through the wrapper: it would be cast as activations are.
+    """
+    if wrapper is module and not isinstance(module, FSDPModule):
+        return step(*args)
+    undo: list[Callable[[], None]] = []
+    undo.append(replace(module, "forward", "lightning", partial(_forward_is_a_step, undo, module, step, args)))
+    try:
+        return wrapper()
+    finally:
+        undo[0]()
+
+
+def _forward_is_a_step(undo: list[Callable[[], None]], module: Any, step: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    undo[0]()
+    vars(module)["_within_step"] = isinstance(module, FSDPModule)
+    try:
+        return step(*args)
+    finally:
+        vars(module)["_within_step"] = False
+
+
+def _places(step: Callable[..., Any]) -> int:
+    """How many of (batch, batch_idx, dataloader_idx) a step takes by position."""
+    parameters = inspect.signature(step).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return 3
+    return sum(p.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in parameters)
+
+
+def _arguments(name: str, taken: int, batch: Any, batch_idx: int, dataloader_idx: int | None) -> tuple[Any, ...]:
+    """What a step takes of (batch, batch_idx, dataloader_idx); the last only where there are several loaders."""
+    if dataloader_idx is None:
+        return (batch, batch_idx) if taken > 1 else (batch,)
+    if taken < 3:
+        raise UsageError(f"there are several dataloaders: {name} must take (batch, batch_idx, dataloader_idx=0).")
+    return batch, batch_idx, dataloader_idx
+
+
+def gather_when_alone(module: nn.Module) -> list[Any]:
+    """Let scripts call a part of a sharded module by itself, such as `module.encoder(x)` after `fit`. Such calls are collective.
+
+    Returns:
+        handles that take it back.
+    """
+    return [
+        part.register_forward_pre_hook(partial(_gather, weakref.ref(owner)))
+        for owner in module.modules()
+        if isinstance(owner, FSDPModule)
+        for part in _parts_of(owner)
+    ]
+
+
+def _parts_of(owner: nn.Module) -> Iterator[nn.Module]:
+    """What is gathered with a module, and has parameters of its own."""
+    for child in owner.children():
+        if not isinstance(child, FSDPModule):
+            if next(child.parameters(recurse=False), None) is not None:
+                yield child
+            yield from _parts_of(child)
+
+
+def _gather(owner: weakref.ref[Any], part: nn.Module, *_: Any) -> None:
+    if any(is_split(p) for p in part.parameters(recurse=False)) and (found := owner()) is not None:
+        found.unshard()
