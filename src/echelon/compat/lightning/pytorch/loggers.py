@@ -126,13 +126,7 @@ class InFolders(Logger):
         prefix: str = "",
         **options: Any,
     ) -> None:
-        self._save_dir, self._name, self._version, self._prefix, self._options = (
-            os.fspath(save_dir),
-            name,
-            version,
-            prefix,
-            options,
-        )
+        self._save_dir, self._name, self._version, self._prefix = os.fspath(save_dir), name, version, prefix
         self._writer: Any = None
 
     @property

@@ -7,7 +7,7 @@ gathered parameters, and gradients are reduced: see `steps`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -268,10 +268,6 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
             yield
         finally:
             self.untoggle_optimizer(optimizer)
-
-    def _backward_averages(self, averages: bool) -> AbstractContextManager[None]:
-        made: AbstractContextManager[None] = self.trainer.unit.averages(averages)
-        return made
 
     def freeze(self) -> None:
         for parameter in self.parameters():

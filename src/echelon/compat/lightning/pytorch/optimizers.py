@@ -200,7 +200,7 @@ class LightningOptimizer:
         Args:
             sync_grad: False leaves gradients of this rank as they are, to be averaged in a later backward pass.
         """
-        with self._module.toggled_optimizer(self), self._module._backward_averages(sync_grad):
+        with self._module.toggled_optimizer(self), self._module.trainer.unit.averages(sync_grad):
             yield
 
     def __getattr__(self, name: str) -> Any:
