@@ -222,7 +222,8 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The optimizer, or a list of them."""
-        found = self.trainer.session.optimizers if use_pl_optimizer else self.trainer.optimizers
+        session = self.trainer.session
+        found = session.optimizers if use_pl_optimizer and session is not None else self.trainer.optimizers
         return found[0] if len(found) == 1 else list(found)
 
     def lr_schedulers(self) -> Any:
