@@ -605,7 +605,7 @@ class Trainer(trainer.Trainer):
     def limit(self, phase: str) -> Any:
         """Batches of an epoch, or a part of them."""
         overfit = self.of_modules["overfit_batches"]
-        return overfit if overfit and phase in ("train", "val") else self.given_limits.get(phase)
+        return overfit if overfit and phase in ("train", "val") else getattr(self, f"limit_{phase}_batches")
 
     @property
     def precision(self) -> str:
