@@ -72,7 +72,7 @@ def in_ranks(trainer: Any, ranks: int, work: Work) -> Any:
         _close_trackers(trainer)  # rank 0 goes on in their runs
         try:
             done = launch(
-                _in_a_rank,
+                trainer_run,
                 ranks=ranks,
                 args=(trainer, work, str(folder)),
                 env=trainer.environment_of_ranks(),
@@ -105,7 +105,7 @@ def _close_trackers(trainer: Any) -> None:
             each.close()
 
 
-def _in_a_rank(trainer: Any, work: Work, folder: str) -> ModuleDone:
+def trainer_run(trainer: Any, work: Work, folder: str) -> ModuleDone:
     """In a rank that the Trainer started."""
     rng.start(work.seeds)
     init_from_env("cpu" if trainer.accelerator == "cpu" else None)
