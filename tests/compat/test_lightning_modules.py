@@ -22,7 +22,7 @@ from echelon.compat.lightning.pytorch import Callback, LightningDataModule, Ligh
 from echelon.compat.lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks
 from echelon.compat.lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
-from echelon.compat.lightning.pytorch.reading import facts_of as read_facts
+from echelon.compat.lightning.pytorch.saving import facts_of as read_facts
 from echelon.parallel.shards import whole
 from tests.compat.lightning_modules import GAN, Autoencoder, Classifier, Transformer, images, loader_of, made, plainly
 from tests.kit.models import largest_difference
