@@ -79,17 +79,15 @@ class _Absent(ModuleType):
 
 
 class _Finder:
-    """Finds absent modules, and what is below them. It is asked where no other finder has found anything."""
+    """Finds what is below an absent module, as absent, too. It is asked where no other finder has found anything."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         is_below = isinstance(sys.modules.get(name.rpartition(".")[0]), _Absent)
-        return ModuleSpec(name, _Finder(), is_package=True) if is_below or name in _absent else None  # type: ignore[arg-type]
+        return ModuleSpec(name, _Finder(), is_package=True) if is_below else None  # type: ignore[arg-type]
 
     @staticmethod
     def create_module(spec: ModuleSpec) -> ModuleType:
-        if spec.name in _absent:
-            return _Absent(spec.name, *_absent[spec.name])
         around, _, last = spec.name.rpartition(".")
         above = sys.modules[around]
         return _Absent(spec.name, f"{above._known_as}.{last}", above._instead)
@@ -98,7 +96,6 @@ class _Finder:
     def exec_module(module: ModuleType) -> None: ...
 
 
-_absent: dict[str, tuple[str, str]] = {}  # module -> what its library calls it, and what to use in its place
 sys.meta_path.append(_Finder)
 
 
@@ -111,10 +108,7 @@ def leave_out(system: str, package: str, modules: Mapping[str, str]) -> None:
         modules: name -> what to use in its place, also of what is below it; a module above others comes before them.
     """
     for name, instead in modules.items():
-        full = f"{package}.{name}"
-        _absent[full] = (f"{system}.{name}", instead)
-        if full.rpartition(".")[0] in sys.modules:  # found as an attribute, too
-            attach(full, _Absent(full, *_absent[full]))
+        attach(f"{package}.{name}", _Absent(f"{package}.{name}", f"{system}.{name}", instead))
 
 
 def nearest(modules: Mapping[str, str], module: str) -> str | None:
