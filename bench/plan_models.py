@@ -26,9 +26,17 @@ import echelon as ech
 SHAPES = SIZES | {
     "2-7B": Size(width=4096, depth=32, heads=32, kv_heads=32, hidden=11_008, vocabulary=32_000, context=4096),
     "2-13B": Size(width=5120, depth=40, heads=40, kv_heads=40, hidden=13_824, vocabulary=32_000, context=4096),
-    # Of huggingface/nanotron's benchmark of 2025; its head is tied.
-    "nanotron-1b": Size(width=2048, depth=24, heads=32, kv_heads=32, hidden=4096, vocabulary=50_257, context=4096),
+    "2-70B": Size(width=8192, depth=80, heads=64, kv_heads=8, hidden=28_672, vocabulary=32_000, context=4096),
     "70B": Size(width=8192, depth=80, heads=64, kv_heads=8, hidden=28_672, vocabulary=128_256, context=8192),
+    "405B": Size(width=16_384, depth=126, heads=128, kv_heads=8, hidden=53_248, vocabulary=128_256, context=8192),
+    # arXiv 2403.17297 and the configuration of internlm/internlm-7b.
+    "internlm-7b": Size(width=4096, depth=32, heads=32, kv_heads=32, hidden=11_008, vocabulary=103_168, context=2048),
+    # Of huggingface/nanotron's benchmarks: that of 2024, and scripts/scaling_benchmarks.py. Their heads are tied.
+    "nanotron-1b": Size(width=2048, depth=24, heads=32, kv_heads=32, hidden=4096, vocabulary=50_257, context=4096),
+    "nanotron-1.3b": Size(width=2048, depth=16, heads=32, kv_heads=32, hidden=8192, vocabulary=131_072, context=4096),
+    "nanotron-3.6b": Size(width=3072, depth=28, heads=32, kv_heads=32, hidden=8192, vocabulary=131_072, context=4096),
+    "nanotron-8.9b": Size(width=4096, depth=32, heads=32, kv_heads=32, hidden=14_336, vocabulary=131_072, context=4096),
+    "nanotron-80b": Size(width=8192, depth=80, heads=64, kv_heads=64, hidden=28_672, vocabulary=131_072, context=4096),
 }
 
 
@@ -53,6 +61,7 @@ RECOMPUTES = {
     "none": "none",
     "blocks": "blocks",
     "selective": "selective",
+    "every-second-block": ech.layouts.ActivationCheckpointParams(every=2),
     "every-second-product": ech.layouts.ActivationCheckpointParams(context_fn=every_second_product),
 }
 
