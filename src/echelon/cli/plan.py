@@ -10,7 +10,9 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from echelon.cli.script import check_script
@@ -18,6 +20,7 @@ from echelon.common.errors import PlanError, require
 from echelon.common.files import parse_object, write_whole
 from echelon.common.terminal import printable
 from echelon.contracts.rank import RankInfo
+from echelon.contracts.run_dir import read_json
 
 __all__ = ["add_arguments", "execute", "found_batch", "refuse_unfit"]
 
@@ -56,6 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument("--page", metavar="FILE.html", help="also leave a page with pictures: memory, and an update over time")
+    parser.add_argument("--into", metavar="FILE.json", help=argparse.SUPPRESS)  # for `run --plan`, as --json
+    parser.add_argument("--planned-ranks", type=int, metavar="N", help=argparse.SUPPRESS)  # of its --ranks MIN:MAX
     parser.add_argument("--layers", action="store_true", help="what the layout does with each layer, in place of memory")
     parser.add_argument(
         "--calibrate",
@@ -120,12 +125,15 @@ def _memory(arguments: argparse.Namespace) -> int:
     setting = setting_of(
         arguments.ranks, arguments.nodes, arguments.device, arguments.cluster, arguments.budget, arguments.precision
     )
+    setting = replace(setting, planned_ranks=arguments.planned_ranks)
     target = Target(script=arguments.script, args=tuple(arguments.args), device="cpu")
     spending = None
     if arguments.goal:
         spending = Spending(arguments.goal, arguments.price, arguments.mtbf, arguments.save_time)
     layouts, only = arguments.layout or (), arguments.only
     plan = plan_of(target, setting, layouts=layouts, only=only, searches=arguments.search, spending=spending)
+    if arguments.into:
+        write_whole(Path(arguments.into), json.dumps(plan.to_json()))
     if arguments.page:
         write_whole(Path(arguments.page), plan.to_html(f"echelon plan {Path(arguments.script).name}"), 0o644)
     fastest = plan.layouts[0] if arguments.search and plan.layouts else None
@@ -181,23 +189,37 @@ def found_batch(layout: str | None, ranks: int, script: str, args: Sequence[str]
     return int(told["accumulate"])
 
 
-def refuse_unfit(device: str, layout: str | None, ranks: int, nodes: int, script: str, args: Sequence[str]) -> None:
+def refuse_unfit(
+    device: str, layout: str | None, ranks: int, nodes: int, script: str, args: Sequence[str], *, planned_ranks: int | None = None
+) -> dict[str, object]:
     """For `--plan DEVICE` of commands that start ranks, and load no torch: shows the plan, which a process of its own makes.
 
     Args:
         device: a name, a file or a size.
         layout: None is the script's own.
         ranks: on all nodes.
+        planned_ranks: if these are fewer than the micro-batches are meant for.
+    Returns:
+        What a run's folder keeps of it: the layout, bytes of a rank, seconds, tokens and samples of an update.
     Raises:
         PlanError: it does not fit, or nothing could be traced.
     """
     given = ["--budget" if device[:1].isdigit() else "--device", device, "--only", layout or "yours"]
-    words = [sys.executable, "-m", "echelon", "plan", "--gpus", str(ranks), "--nodes", str(nodes), *given, script, *args]
-    code = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=2, check=False).returncode
+    given += [] if planned_ranks is None else ["--planned-ranks", str(planned_ranks)]
+    with tempfile.TemporaryDirectory(prefix="echelon-plan-") as folder:
+        into = Path(folder, "plan.json")
+        words = [sys.executable, "-m", "echelon", "plan", "--gpus", str(ranks), "--nodes", str(nodes), *given]
+        words += ["--into", str(into), script, *args]
+        code = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=2, check=False).returncode
+        found = read_json(into)
     if code == 1:
-        raise PlanError(f"the layout must fit on {device}, got the plan above. Choose another, or leave out --plan.")
-    if code:
+        raise PlanError(
+            f"the layout must fit on {device} with {ranks} ranks, got the plan above. Choose another, or leave out --plan."
+        )
+    if code or found is None:
         raise PlanError("the run must be one that can be planned, got what is said above. Mend that, or leave out --plan.")
+    answer = found["layouts"][0]
+    return {"device": device} | {name: answer[name] for name in ("layout", "peak", "seconds", "tokens", "samples")}
 
 
 def _layers(arguments: argparse.Namespace) -> int:

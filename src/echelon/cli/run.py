@@ -155,7 +155,7 @@ def stem_of(arguments: argparse.Namespace) -> str:
 
 def execute(arguments: argparse.Namespace) -> int:
     least, ranks = parse_rank_range(arguments.ranks)
-    plan_first(arguments, ranks)  # of the script alone: nobody tracks or traces that
+    planned = plan_first(arguments, ranks, least=least)  # of the script alone: nobody tracks or traces that
     os.environ.update(device_in_env(arguments.device) | track_in_env(arguments.track) | traces.in_env(arguments, ranks))
     require(arguments.max_restarts >= 0, "--max-restarts", "at least 0", arguments.max_restarts, kind=CommandError)
     if least is not None and arguments.max_restarts == 0:
@@ -175,7 +175,7 @@ def execute(arguments: argparse.Namespace) -> int:
     run = RunDir.create(arguments.runs, arguments.name, stem=stem_of(arguments), begin=False)
     run.hold()
     run = run.next_attempt()
-    write_json(run.run_json, describe(job, run))
+    write_json(run.run_json, describe(job, run, planned=planned))
 
     from echelon.launcher.failure import render
     from echelon.observe.sinks.model import short_path
@@ -284,19 +284,27 @@ def _same_command(run: RunDir, *, named: bool, restart: bool) -> str:
     return "the same command" + ("" if named else f" and --name {run.name}") + (", without --restart" if restart else "")
 
 
-def plan_first(arguments: argparse.Namespace, ranks: int, nodes: int = 1) -> None:
-    """What --plan asks for, before there is a run's folder or a job.
+def plan_first(
+    arguments: argparse.Namespace, ranks: int, nodes: int = 1, *, least: int | None = None
+) -> dict[str, object] | None:
+    """What --plan asks for, before there is a run's folder or a job; None if nothing is asked.
 
     Args:
         ranks: on all nodes.
+        least: with how many the run may go on after a restart.
     """
     if arguments.plan is None:
-        return
+        return None
     require(not arguments.module, "--plan", "given with the file of a script", "-m", kind=CommandError)
     check_script(arguments.script)
     from echelon.cli.plan import refuse_unfit
 
-    refuse_unfit(arguments.plan, arguments.layout, ranks, nodes, arguments.script, arguments.args)
+    given = (arguments.script, arguments.args)
+    planned = refuse_unfit(arguments.plan, arguments.layout, ranks, nodes, *given)
+    if least not in (None, ranks):
+        assert least is not None
+        refuse_unfit(arguments.plan, arguments.layout, least, nodes, *given, planned_ranks=ranks)
+    return planned
 
 
 def _found_batch(arguments: argparse.Namespace, ranks: int) -> int:
@@ -344,7 +352,14 @@ def checks_in_env(arguments: argparse.Namespace) -> dict[str, str]:
     return {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"} if arguments.check_collectives else {}
 
 
-def describe(job: JobSpec, run: RunDir, launcher: str = "local") -> dict[str, object]:
+def describe(
+    job: JobSpec, run: RunDir, launcher: str = "local", *, planned: dict[str, object] | None = None
+) -> dict[str, object]:
+    """What run.json holds.
+
+    Args:
+        planned: what --plan found.
+    """
     versions = {"python": platform.python_version(), "echelon": __version__}
     versions |= {name: package_version(name) for name in ("torch", "numpy")}
     return {
@@ -359,6 +374,7 @@ def describe(job: JobSpec, run: RunDir, launcher: str = "local") -> dict[str, ob
         "started": time.time(),
         "versions": versions,
         "git": _git(Path(job.target).resolve().parent),
+        **({} if planned is None else {"planned": planned}),
     }
 
 

@@ -120,9 +120,9 @@ def execute(arguments: argparse.Namespace) -> int:
     )
     options.check()
     spec = job_spec(arguments, arguments.script if arguments.module else str(Path(arguments.script).absolute()))
-    plan_first(arguments, spec.ranks * spec.nodes, spec.nodes)
+    planned = plan_first(arguments, spec.ranks * spec.nodes, spec.nodes)
     if arguments.to in ("local", "dragon"):
-        return _submit_here(spec, arguments)
+        return _submit_here(spec, arguments, planned)
     sweep = parse_sweep(arguments.sweep)
     from echelon.launcher.cluster.slurm.job import SlurmLauncher
 
@@ -132,7 +132,7 @@ def execute(arguments: argparse.Namespace) -> int:
     with _folder(arguments) as (run, new):
         try:
             placed = _with_copy(spec, run, arguments)
-            write_json(run.run_json, describe(spec, run, "slurm"))
+            write_json(run.run_json, describe(spec, run, "slurm", planned=planned))
             jobs = launcher.submit_all(placed, sweep, run) if sweep else [launcher.submit(placed, run)]
         except EchelonError:
             if new:
@@ -264,7 +264,7 @@ def _with_copy(spec: JobSpec, run: RunDir, arguments: argparse.Namespace) -> Job
     return spec
 
 
-def _submit_here(spec: JobSpec, arguments: argparse.Namespace) -> int:
+def _submit_here(spec: JobSpec, arguments: argparse.Namespace, planned: dict[str, object] | None) -> int:
     from echelon.launcher.cluster.background import LocalLauncher
     from echelon.launcher.dragon.launcher import DragonLauncher
 
@@ -277,7 +277,7 @@ def _submit_here(spec: JobSpec, arguments: argparse.Namespace) -> int:
     launcher.check(spec)
     with _folder(arguments) as (run, _):
         placed = _with_copy(spec, run, arguments)
-        write_json(run.run_json, describe(spec, run, arguments.to))
+        write_json(run.run_json, describe(spec, run, arguments.to, planned=planned))
         jobs = [launcher.submit(placed, run)]
     return _say_where(run, jobs, arguments)
 

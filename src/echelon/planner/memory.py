@@ -137,6 +137,7 @@ class Setting:
         budget: bytes of a device.
         device: whose time is estimated.
         precision: "fp32", "bf16" or "fp16", in place of the script's own.
+        planned_ranks: for how many the memory of micro-batches is meant; with fewer, each computes its own in pieces.
     """
 
     ranks: int
@@ -144,6 +145,7 @@ class Setting:
     budget: int | None = None
     device: Device | None = None
     precision: str | None = None
+    planned_ranks: int | None = None
 
 
 def layouts_for(ranks: int, per_node: int) -> list[str]:
@@ -310,6 +312,7 @@ def _trace(there: Connection, job: Job) -> None:
                 accumulation=job.accumulation,
                 recompute=job.recompute,
                 precision=setting.precision,
+                planned_ranks=setting.planned_ranks,
                 rank=job.rank,
             )
         found = planned.traced

@@ -99,6 +99,7 @@ def trace_update(
     accumulation: int | None = None,
     recompute: bool = False,
     precision: str | None = None,
+    planned_ranks: int | None = None,
     rank: int = 0,
 ) -> Planned:
     """Run the script up to its second update, as one rank of so many, with a model that has no memory.
@@ -112,6 +113,7 @@ def trace_update(
         accumulation: micro-batches of an update on each rank, in place of the script's own.
         recompute: repeated blocks are computed again in the backward pass, in place of what the script recomputes.
         precision: in place of the script's own.
+        planned_ranks: of `echelon run --ranks MIN:MAX`, the most.
     Raises:
         PlanError: the script gives echelon no module to train, or trains for no two updates.
         UsageError: what training would be refused for.
@@ -130,7 +132,7 @@ def trace_update(
 
         watcher = _Watcher(mode, rounding)
         try:
-            overrides = Overrides(choose, precision, accumulation, compile=False, observes=True)
+            overrides = Overrides(choose, precision, accumulation, compile=False, planned_ranks=planned_ranks, observes=True)
             target.run_until_enough(overrides, watcher.look_at)
         finally:
             watcher.close()

@@ -17,7 +17,7 @@ __all__ = ["differences", "run_table"]
 _MOST = 200  # rows of settings, at most
 _DEEPEST = 4
 # Of every run another, whatever it does.
-_NO_SETTING = {"name", "started", "command"}
+_NO_SETTING = {"name", "started", "command", "planned"}
 
 
 def run_table(run: RunDir, about: Mapping[str, object]) -> str:

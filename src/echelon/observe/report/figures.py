@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from statistics import median
 
-from echelon.observe.amounts import BINARY, duration, quantity
-from echelon.observe.columns import Line
-from echelon.observe.facts import Facts, word
+from echelon.observe.amounts import BINARY, duration, milliseconds, quantity
+from echelon.observe.columns import Line, finite
+from echelon.observe.facts import Facts, get, word
 from echelon.observe.report.runs import RunOnPage
-from echelon.observe.report.text import NONE, safe
+from echelon.observe.report.text import NONE, safe, table
 
-__all__ = ["compared", "figures", "unit"]
+__all__ = ["compared", "figures", "planned_and_measured", "unit"]
 
 _TAIL = 10  # records in the final loss
 
@@ -29,6 +29,31 @@ def figures(shown: RunOnPage) -> str:
     """The row of key numbers: name, number, and what it is the number of."""
     items = (f'<div><dt>{n}</dt><dd>{safe(v, 40)}</dd><dd class="under">{safe(u, 60)}</dd></div>' for n, v, u in _cards(shown))
     return f'<dl class="figures">{"".join(items)}</dl>'
+
+
+def planned_and_measured(facts: Facts) -> str:
+    """What `run --plan` expected beside what came; nothing for a run that was not planned."""
+    planned = get(facts.about, "planned")
+    peak, seconds = finite(get(planned, "peak")) or 0.0, finite(get(planned, "seconds")) or 0.0
+    if peak <= 0:
+        return ""
+    measured = max(facts.points("memory_peak_bytes").finite(), default=0.0)
+    rows = [["memory of a rank", quantity(peak, 1024, BINARY), *_beside(peak, measured, quantity(measured, 1024, BINARY))]]
+    if seconds > 0:
+        took = _update_seconds(facts)
+        rows.append(["an update", milliseconds(seconds), *_beside(seconds, took, milliseconds(took))])
+    on = f"{word(get(planned, 'layout')) or 'the layout'} on {word(get(planned, 'device')) or 'a device'}"
+    return table("Planned and measured", [on, "planned", "measured, rank 0", "planned is off by"], rows, "")
+
+
+def _beside(planned: float, measured: float, shown: str) -> tuple[str, str]:
+    return (shown, f"{planned / measured - 1:+.1%}") if measured > 0 else (NONE, NONE)
+
+
+def _update_seconds(facts: Facts) -> float:
+    """The median between an update and the next, which evaluations and restarts hardly move."""
+    took = [later - at for (step, at), (after, later) in pairwise(facts.points("time")) if after == step + 1]
+    return median(took) if took else 0.0
 
 
 def compared(runs: Sequence[RunOnPage]) -> str:

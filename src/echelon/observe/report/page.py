@@ -20,7 +20,7 @@ from echelon.contracts.run_dir import RunDir
 from echelon.observe.report import history
 from echelon.observe.report.about import differences, run_table
 from echelon.observe.report.charts import charts
-from echelon.observe.report.figures import compared, figures
+from echelon.observe.report.figures import compared, figures, planned_and_measured
 from echelon.observe.report.ranks import ranks
 from echelon.observe.report.runs import RunOnPage, runs_on_page
 from echelon.observe.report.text import safe
@@ -98,6 +98,7 @@ def _one(shown: RunOnPage) -> list[str]:
         f'<header><h1>{safe(facts.name, 200)}</h1><p><span class="status {status.kind}">{safe(status.text, 100)}</span> ',
         f"{safe(redacted(status.detail), 300)}{more}</p></header>",
         figures(shown),
+        planned_and_measured(facts),
         _notes(facts.notes),
         charts([shown]),
         history.failure(facts.attempts[-1]) if status.kind == "failed" else "",
