@@ -831,7 +831,7 @@ def _outside_modules() -> list[str]:
         root = Path(echelon.__path__[0]) / package
         found += [f"echelon.{package}"]
         found += [info.name for info in pkgutil.walk_packages([str(root)], f"echelon.{package}.")]
-    return [name for name in found if name not in ("echelon.launcher.local.elastic", "echelon.launcher.local.rendezvous")]
+    return [name for name in found if name not in ("echelon.launcher.local.agent", "echelon.launcher.local.rendezvous")]
 
 
 @pytest.mark.full

@@ -3,10 +3,10 @@
 S1  no pickle on the way into a checkpoint: test_checkpoint_restore.py (a_pickle_with_code_is_refused_and_does_not_run,
     a_checkpoints_own_files_hold_no_pickle)
 S2  a pickled call is loaded only if its checksum matches, a value only with its seal: tests of `slurm_fn`; scripts travel as text
-S3  the store: test_store.py (token, restarts, nothing unpickled), test_elastic_seam.py (loopback); the address of
+S3  the store: test_store.py (token, restarts, nothing unpickled), test_rendezvous.py (loopback); the address of
     several nodes: here
 S4  no collectives of objects: here
-S5  no servers beyond the store: tests/launcher/test_elastic_seam.py (listen_on_loopback_only); in the source: here
+S5  no servers beyond the store: tests/launcher/test_rendezvous.py (listen_on_loopback_only); in the source: here
 S6  no shell: tests/launcher/test_submit.py (paths, values, `bash -n`), names in test_run_dir.py; in the source: here
 S7  no way out of a folder: run names in test_run_dir.py; the files of a checkpoint: here, test_checkpoint_hostile.py
 S8  secrets: here; not in a batch script: test_submit.py. `job/job.json` alone holds a job's arguments, which it needs

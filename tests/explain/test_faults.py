@@ -15,7 +15,7 @@ from echelon.common.errors import RankFailedError
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.explain import Evidence, Verdict, explain
 from echelon.launcher.functions.launch import launch, running_server
-from echelon.launcher.local import elastic
+from echelon.launcher.local import agent
 from tests.kit.started import Started, wait_until
 from tests.planted import faults, faults_of_loops
 
@@ -136,7 +136,7 @@ def _judge(planted: Planted, rank: int, ranks: int, verdict: Verdict, error: str
 
 @pytest.fixture(autouse=True)
 def little_grace(monkeypatch: pytest.MonkeyPatch, launched_ranks_are_loaded: None) -> Iterator[None]:
-    monkeypatch.setattr(elastic, "_FAILURE_GRACE_S", 0.5)  # for which ranks that stand are asked to end
+    monkeypatch.setattr(agent, "_FAILURE_GRACE_S", 0.5)  # for which ranks that stand are asked to end
     yield
     server = running_server()
     if server is not None:  # workers that load data see within seconds that their rank has gone

@@ -59,7 +59,7 @@ LOADED = (
     "echelon.cli.main",
     "echelon.cli.run",
     "echelon.cli.submit",
-    "echelon.launcher.local.elastic",
+    "echelon.launcher.local.agent",
     "echelon.launcher.local.run",
     "echelon.loop.auto.auto",
     "echelon.loop.callbacks",

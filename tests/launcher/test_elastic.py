@@ -543,7 +543,7 @@ def test_a_machine_that_cannot_reach_itself_is_told_so_at_once(monkeypatch: pyte
     """A loopback interface that is down, or without its address; here one of an address that no machine has (RFC 5737)."""
     monkeypatch.setattr(rendezvous, "_LOOPBACK", "192.0.2.1")
     with refused(EchelonError):
-        rendezvous.OneNodeRendezvous("x").next_rendezvous()
+        rendezvous.OneNodeRendezvous().meet()
 
 
 @pytest.mark.full

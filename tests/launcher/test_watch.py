@@ -23,12 +23,11 @@ from echelon.contracts.run_dir import RunDir
 from echelon.launcher.failure import render
 from echelon.launcher.functions.launch import launch
 from echelon.launcher.job import Failure
-from echelon.launcher.local import elastic, progress, watch
+from echelon.launcher.local import agent, progress, watch
 from echelon.launcher.local.attempt import Attempt
-from echelon.launcher.local.elastic import Lingering
 from echelon.launcher.local.judge import record_end
 from echelon.launcher.local.rank_state import Pulses, RankState, behind
-from echelon.launcher.local.watch import Watch
+from echelon.launcher.local.watch import Lingering, Watch
 from echelon.launcher.records import exit_record
 from tests.conftest import clean_environment
 
@@ -100,7 +99,7 @@ def test_a_rank_that_stands_still_is_named_while_others_wait_and_when_they_give_
     how: str, guilty: int, said: str, headline: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ECHELON_STALL_AFTER", "0.5")
-    monkeypatch.setattr(elastic, "_FAILURE_GRACE_S", 0.5)  # for which the one that hangs is asked to end
+    monkeypatch.setattr(agent, "_FAILURE_GRACE_S", 0.5)  # for which the one that hangs is asked to end
     with pytest.raises(RankFailedError) as caught:
         launch(_trains, ranks=2, args=(how,))
     err, text = capfd.readouterr().err, str(caught.value)

@@ -4,7 +4,7 @@ Every attempt on one node has a store of its own: a new socket on loopback, a ne
 torchrun's shared store, restarted ranks read the addresses of dead ones and wait for half an hour. On several nodes there is
 one store on one address, and every attempt has a prefix of its own.
 
-Imports torch at its top, as `launcher.local.elastic` does, whose part it is.
+Imports torch at its top, as `launcher.local.agent` does, whose part it is.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from echelon.common.errors import EchelonError
 from echelon.launcher.local.nodes import Meeting
 
-__all__ = ["NODES_WAIT_S", "NodesRendezvous", "OneNodeRendezvous"]
+__all__ = ["NodesRendezvous", "OneNodeRendezvous"]
 
 _LOOPBACK, _CONNECT_S = "127.0.0.1", 10.0
 # Between the first node that has come so far, or has ended, and the last.
-NODES_WAIT_S = 300.0
+_NODES_WAIT_S = 300.0
 # The nodes look once a second, and ranks that do not answer are waited for as long.
 _GATHER_WAIT_S = 3.0
 _ENDED = -1  # in the place of a meeting's number
@@ -52,22 +51,19 @@ def _listening() -> socket.socket:
     return listener
 
 
-class OneNodeRendezvous(RendezvousHandler):
+class OneNodeRendezvous:
     """The meeting of one agent with itself: no port for the agents, and a fresh store for the ranks at every attempt."""
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+    def __init__(self) -> None:
         self._closed = False
         self._store: dist.TCPStore | None = None
 
-    def get_backend(self) -> str:
-        return "echelon-one-node"
+    def meet(self) -> tuple[str, int]:
+        """Before each attempt: the address of the store in which its ranks meet.
 
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
-    def next_rendezvous(self) -> RendezvousInfo:
+        Raises:
+            EchelonError: they cannot, or other nodes do not come.
+        """
         # Bound here and handed over: no other process can take the port first, and nothing listens beyond loopback.
         listener = _listening()
         port = int(listener.getsockname()[1])
@@ -79,19 +75,11 @@ class OneNodeRendezvous(RendezvousHandler):
             master_listen_fd=listener.detach(),
             timeout=timedelta(seconds=60),
         )
-        return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo(_LOOPBACK, port))
+        return _LOOPBACK, port
 
-    def is_closed(self) -> bool:
-        return self._closed
-
-    def set_closed(self) -> None:
-        self._closed = True
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
+    def others_start_again(self) -> bool:
+        """Whether other nodes wait for this one to come to the next attempt, since ranks of theirs have failed."""
+        return False
 
     def all_done(self) -> bool:
         """Called when all ranks of this node have ended well: whether those of the others have, too."""
@@ -104,9 +92,12 @@ class OneNodeRendezvous(RendezvousHandler):
     def all_gathered(self) -> None:
         """Called when this node has gathered what its ranks can say: comes back when the others have, or takes too long."""
 
-    def shutdown(self) -> bool:
+    def wait_for_others(self) -> None:
+        """Called when the ranks of all nodes have ended well."""
+
+    def close(self) -> None:
+        """No meeting any more: the ranks of this node have ended, well or for good."""
         self._closed, self._store = True, None
-        return True
 
 
 class NodesRendezvous(OneNodeRendezvous):
@@ -120,17 +111,14 @@ class NodesRendezvous(OneNodeRendezvous):
         comes_again: there may be a next meeting.
     """
 
-    def __init__(self, run_id: str, meeting: Meeting, *, comes_again: bool) -> None:
-        super().__init__(run_id)
+    def __init__(self, meeting: Meeting, *, comes_again: bool) -> None:
+        super().__init__()
         self._meeting, self._comes_again, self._number = meeting, comes_again, -1
         self._look_at = self._done_look_at = 0.0
         self._done_in = -1  # the meeting whose ranks here have ended well
         self._late = False
 
-    def get_backend(self) -> str:
-        return "echelon-nodes"
-
-    def next_rendezvous(self) -> RendezvousInfo:
+    def meet(self) -> tuple[str, int]:
         at = self._meeting
         if self._store is None:
             self._store = dist.TCPStore(
@@ -138,24 +126,22 @@ class NodesRendezvous(OneNodeRendezvous):
                 at.port,
                 is_master=at.listener is not None,
                 wait_for_workers=False,
-                timeout=timedelta(seconds=NODES_WAIT_S),
+                timeout=timedelta(seconds=_NODES_WAIT_S),
                 master_listen_fd=at.listener.detach() if at.listener is not None else None,
             )
         self._number, self._late = self._number + 1, False
-        if self._number:
-            self._come_again(self._store)
-        agents = dist.PrefixStore(f"{at.token}/agents/{self._number}", self._store)
-        return RendezvousInfo(agents, at.node, at.nodes, RendezvousStoreInfo(at.host, at.port))
+        self._come(self._store, "no restart" if self._number else "no start")
+        return at.host, at.port
 
     def _key(self, node: int | str, number: int) -> str:
         return f"{self._meeting.token}/came/{number}/{node}"
 
-    def _come_again(self, store: dist.TCPStore) -> None:
+    def _come(self, store: dist.TCPStore, otherwise: str) -> None:
         """
         Raises:
-            EchelonError: another node does not come any more.
+            EchelonError: another node does not come any more; it begins with `otherwise`.
         """
-        until = time.monotonic() + NODES_WAIT_S
+        until = time.monotonic() + _NODES_WAIT_S
         try:
             for who in (self._meeting.node, "any"):
                 store.set(self._key(who, self._number), "1")
@@ -166,25 +152,31 @@ class NodesRendezvous(OneNodeRendezvous):
                 late = time.monotonic() > until
                 if late or store.check([self._key("any", _ENDED)]):
                     missing, ended = self._absent(store, lambda node: self._key(node, self._number))
-                    if ended or (late and missing):
-                        raise EchelonError(f"no restart: the ranks of node {', '.join(map(str, ended or missing))} have ended")
+                    if ended:
+                        raise EchelonError(f"{otherwise}: the ranks of {self._named(ended)} have ended")
+                    if late and missing:
+                        raise EchelonError(f"{otherwise}: {self._named(missing)} did not come within {_NODES_WAIT_S:g} s")
                 time.sleep(0.05)
         except dist.DistError as error:  # the store has gone with the first node
-            raise EchelonError("no restart: the first node has ended") from error
+            raise EchelonError(f"{otherwise}: the first node has ended") from error
+
+    @staticmethod
+    def _named(nodes: Sequence[int]) -> str:
+        return f"node {', '.join(map(str, nodes))}"
 
     def _absent(self, store: dist.TCPStore, key: Callable[[int], str]) -> tuple[list[int], list[int]]:
         """The nodes that have not set their key, and those of them whose ranks have ended."""
         missing = [node for node in range(self._meeting.nodes) if not store.check([key(node)])]
         return missing, [node for node in missing if store.check([self._key(node, _ENDED)])]
 
-    def num_nodes_waiting(self) -> int:
+    def others_start_again(self) -> bool:
         if not self._comes_again or time.monotonic() < self._look_at or self._store is None:
-            return 0
+            return False
         self._look_at = time.monotonic() + 0.5
         try:
-            return int(self._store.check([self._key("any", self._number + 1)]))
+            return self._store.check([self._key("any", self._number + 1)])
         except dist.DistError:  # the first node has ended, which the ranks will hear by themselves
-            return 0
+            return False
 
     def all_done(self) -> bool:
         """As long as other nodes run, this one may have to join another attempt.
@@ -207,7 +199,7 @@ class NodesRendezvous(OneNodeRendezvous):
         except dist.DistError as error:
             raise EchelonError("the ranks of this node ended well, but the first node has failed") from error
         if ended:
-            raise EchelonError(f"the ranks of this node ended well, but those of node {', '.join(map(str, ended))} have failed")
+            raise EchelonError(f"the ranks of this node ended well, but those of {self._named(ended)} have failed")
         return all_done
 
     def all_late(self, late: bool) -> bool:
@@ -231,14 +223,20 @@ class NodesRendezvous(OneNodeRendezvous):
                 time.sleep(0.02)
                 count = self._store.add(gathered, 0)
 
-    def set_closed(self) -> None:
-        """No meeting any more: the ranks of this node have ended, well or for good."""
+    def wait_for_others(self) -> None:
+        """The first node serves the store until all have read that all are done."""
+        if self._store is None:
+            return
+        left, until = f"{self._meeting.token}/left", time.monotonic() + _NODES_WAIT_S
+        with contextlib.suppress(dist.DistError):
+            count = self._store.add(left, 1)
+            while self._meeting.node == 0 and count < self._meeting.nodes and time.monotonic() < until:
+                time.sleep(0.02)
+                count = self._store.add(left, 0)
+
+    def close(self) -> None:
         if not self._closed and self._store is not None:
             with contextlib.suppress(dist.DistError):
                 for who in (self._meeting.node, "any"):
                     self._store.set(self._key(who, _ENDED), "1")
-        super().set_closed()
-
-    def shutdown(self) -> bool:
-        self.set_closed()
-        return super().shutdown()
+        super().close()

@@ -1,4 +1,4 @@
-"""Run a job on this machine: the elastic agent here, the ranks forked from a server that has torch loaded.
+"""Run a job on this machine: the agent here, the ranks forked from a server that has torch loaded.
 
 One rank without restarts runs in this very process instead: `launcher.local.in_process`.
 """
@@ -10,7 +10,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -99,15 +99,14 @@ def run_local(
         if server is None:  # this process becomes the server; libgomp reads the number when torch is imported, below
             threads = rank_environment(job, run, given, job.ranks, restart=False)["OMP_NUM_THREADS"]
             os.environ.setdefault("OMP_NUM_THREADS", threads)
-            load(["echelon.launcher.local.elastic"])
-        from echelon.launcher.local.elastic import ForkAgent, quiet_elastic_logs
+            load(["echelon.launcher.local.agent"])
+        from echelon.launcher.local.agent import NodeAgent
 
-        quiet_elastic_logs()
         own = contextlib.closing(ForkServer.fork_self()) if server is None else contextlib.nullcontext(server)
         with own as forks, _many_descriptors(nodes=meeting.nodes if meeting is not None else 1, ranks=job.ranks):
             relay = Relay(screen or PlainScreen())
             starts = _Starts(job, run, given, meeting, start_fields or {}, relay)
-            starts.agent = ForkAgent(job, forks, starts.begin, starts.fields, run.name, requests, timeout_s, meeting, relay.say)
+            starts.agent = NodeAgent(job, forks, starts.begin, starts.fields, run.name, requests, timeout_s, meeting, relay.say)
             relay.start()
             if meeting is not None and meeting.nodes > 1:
                 starts.silence = Silence(meeting, terminal.say, starts.agent, starts.record_silence)
@@ -153,21 +152,21 @@ def _many_descriptors(nodes: int, ranks: int) -> Iterator[None]:
 
 
 def _until_ended(starts: _Starts) -> Outcome:
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from echelon.launcher.local.agent import StopSignal
 
     agent = starts.agent
     try:
-        with _signals_raise(SignalException, starts.job.grace_s, patient=starts.meeting is not None):
-            result = agent.run()
-    except SignalException as stop:
-        return Outcome(agent.exit_code(128 + int(stop.sigval)), None, agent.restarts)
+        with _signals_raise(StopSignal, starts.job.grace_s, patient=starts.meeting is not None):
+            ended_well = agent.run()
+    except StopSignal as stop:
+        return Outcome(agent.exit_code(128 + stop.number), None, agent.restarts)
     except NodeSilentError as error:
         starts.record_silence(str(error))
         raise
     except EchelonError as error:  # out of time, or the server was killed
         starts.record(starts.run, 1, agent.failures, str(error).partition("\n")[0])
         raise
-    failure = Failure.first(agent.failures) if result.is_failed() else None
+    failure = None if ended_well else Failure.first(agent.failures)
     note = "" if agent.plan.ranks else f"not started again: {agent.plan.why}"
     return Outcome(failure.exit_code if failure else agent.exit_code(0), failure, agent.restarts, note)
 
@@ -270,7 +269,7 @@ class _Starts:
 
 
 @contextlib.contextmanager
-def _signals_raise(exception: type[Exception], grace_s: float, *, patient: bool) -> Iterator[None]:
+def _signals_raise(exception: Callable[[signal.Signals], BaseException], grace_s: float, *, patient: bool) -> Iterator[None]:
     """The first SIGINT, SIGTERM or SIGHUP raises in the main thread, so that the agent stops its ranks; the next kills at once.
 
     One that is ignored stays so: `nohup` means what it says. With `patient`, the next does nothing: a batch system sends
@@ -289,7 +288,7 @@ def _signals_raise(exception: type[Exception], grace_s: float, *, patient: bool)
             signal.signal(heard, signal.SIG_IGN if patient else kill)
         more = "" if patient else "; once more kills them at once"
         _write_now(f"{signal.Signals(number).name}: asked the ranks to stop within {grace_s:g} s{more}")
-        raise exception(f"stopped by {signal.Signals(number).name}", signal.Signals(number))
+        raise exception(signal.Signals(number))
 
     previous: dict[signal.Signals, Any] = {}
     try:

@@ -1,8 +1,5 @@
-"""The elastic agent of this machine: torchelastic's agent over ranks that are forked instead of started.
-
-torchelastic documents `SimpleElasticAgent` as the class to extend, by four methods with a leading underscore; they and
-`_remaining_restarts` are all that is used of it (tests/launcher/test_elastic_seam.py notices a change; tested with torch 2.13.0).
-It keeps the decisions (ranks, restarts, when a group is done); ours are how a rank starts, stops and is heard to end.
+"""The agent of this node: starts its ranks, watches them, and starts them again as often as the job allows. `NodeAgent.run` is
+the whole of it.
 
 With `launcher.local.rendezvous` the only module of this room that imports torch at its top; `launcher.local.run` imports it
 inside a function.
@@ -10,18 +7,14 @@ inside a function.
 
 from __future__ import annotations
 
+import enum
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
-
-from torch.distributed.elastic.agent.server import SimpleElasticAgent, Worker, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.api import RunResult
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from echelon.common import terminal
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
@@ -34,15 +27,16 @@ from echelon.launcher.local.hang import HangLimit, hang_timeout
 from echelon.launcher.local.judge import HANGS, HUNG
 from echelon.launcher.local.nodes import Meeting
 from echelon.launcher.local.rank_state import RankState, has_handler
-from echelon.launcher.local.rendezvous import NODES_WAIT_S, NodesRendezvous, OneNodeRendezvous
+from echelon.launcher.local.rendezvous import NodesRendezvous, OneNodeRendezvous
 from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.shrink import Plan, loaders_of, next_ranks
 from echelon.launcher.local.silence import NodeSilentError
-from echelon.launcher.local.watch import Watch, positions, stall_after
+from echelon.launcher.local.watch import Lingering, Watch, positions, stall_after
 from echelon.launcher.local.worker import STACK_SIGNAL
 
-__all__ = ["ForkAgent"]
+__all__ = ["NodeAgent", "StopSignal"]
 
+_LOOK_S = 0.01  # between two looks at the ranks
 # How long a rank may take to react to SIGTERM once another has failed: it has nothing left to finish.
 _FAILURE_GRACE_S = 5.0
 _HUNG_GRACE_S = 0.5  # for a rank that has done nothing for minutes
@@ -50,7 +44,23 @@ _CULPRIT_WAIT_S = 2.0
 _ANSWER_S = 1.0
 
 
-class ForkAgent(SimpleElasticAgent):
+class StopSignal(BaseException):
+    """A signal has asked this launcher to stop. No Exception: nothing on the way to `run` may take it for an error."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(f"stopped by {number.name}")
+        self.number = number
+
+
+class _Ranks(enum.Enum):
+    """What the ranks of this node do."""
+
+    RUN = enum.auto()
+    ENDED = enum.auto()  # well, on all nodes
+    FAILED = enum.auto()
+
+
+class NodeAgent:
     """Runs the ranks of one node through a `ForkServer`.
 
     Args:
@@ -88,18 +98,11 @@ class ForkAgent(SimpleElasticAgent):
         meeting: Meeting | None = None,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self._meetings = OneNodeRendezvous(run_id)
+        self._meetings = OneNodeRendezvous()
         if meeting is not None and meeting.nodes > 1:
-            self._meetings = NodesRendezvous(run_id, meeting, comes_again=job.max_restarts > 0)
-        spec = WorkerSpec(
-            role="default",
-            local_world_size=job.ranks,
-            rdzv_handler=self._meetings,
-            entrypoint=job.target,
-            max_restarts=job.max_restarts,
-            monitor_interval=0.01,
-        )
-        super().__init__(spec, exit_barrier_timeout=NODES_WAIT_S)
+            self._meetings = NodesRendezvous(meeting, comes_again=job.max_restarts > 0)
+        self._node, self._nodes = (meeting.node, meeting.nodes) if meeting is not None else (0, 1)
+        self._run_id = run_id
         self._job, self._server = job, server
         self._token = meeting.token if meeting is not None else secrets.token_hex(16)
         self._begin_attempt, self._start_fields = begin_attempt, start_fields
@@ -112,7 +115,7 @@ class ForkAgent(SimpleElasticAgent):
         self.failures: list[Failure] = []
         self.world_size = job.ranks
         self.plan = Plan(job.ranks, "")
-        self.restarts, self.cut_short = 0, False
+        self.restarts, self.cut_short, self._gives_up = 0, False, False
         self.sight = RankProbe(self._signal)
         self.seen: dict[int, RankState] = {}
         self.hang_s: float | None = None
@@ -121,49 +124,80 @@ class ForkAgent(SimpleElasticAgent):
         self._lingering = Lingering(stall_s)
         self._hang = HangLimit(*hang_timeout(job.hang_timeout_s), self._watch.progress, self.sight, stall_s)
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def run(self) -> bool:
+        """Start the ranks and watch them, again after a failure, until they have ended well or for good.
+
+        Returns:
+            Whether they ended well. No rank is left, also after an exception.
+        Raises:
+            StopSignal: a signal asked for the end.
+            NodeSilentError: another node is not heard of.
+            RankTimeoutError: the time is up.
+            EchelonError: the ranks cannot meet, or those of another node have failed for good.
+        """
+        ends_by = signal.SIGTERM
+        try:
+            self._start()
+            while True:
+                time.sleep(_LOOK_S)
+                state = self._look()
+                if state is _Ranks.ENDED:
+                    self._meetings.wait_for_others()
+                    return True
+                if state is _Ranks.RUN and not self._meetings.others_start_again():
+                    continue
+                self._end(signal.SIGTERM, min(_FAILURE_GRACE_S if self.hang_s is None else _HUNG_GRACE_S, self._job.grace_s))
+                if state is _Ranks.FAILED and (self._gives_up or self.restarts >= self._job.max_restarts):
+                    return False
+                self._start()
+        except StopSignal as stop:
+            ends_by = stop.number
+            raise
+        finally:
+            self._end_for_good(ends_by)
+
+    def _start(self) -> None:
+        """The ranks of one more attempt."""
+        host, port = self._meetings.meet()
         self.restarts += self.attempt is not None
         self.attempt, fds = self._begin_attempt(self.restarts)
-        self.failures = []
+        self.failures, self._gives_up = [], False
         self.sight.close()
         self.seen, self.hang_s = {}, None
-        # torchelastic does not count a restart that another node asked for.
-        self._remaining_restarts = self._job.max_restarts - self.restarts
+        ranks = self.plan.ranks
+        self.world_size = ranks * self._nodes
         try:
-            for worker in worker_group.workers:
-                info = self._rank_info(worker, worker_group)
-                self.world_size = info.world_size
-                request = dict(self._start_fields(self.attempt, info))
-                request["env"] = {**request["env"], **info.to_env(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-                request["env"][STORE_PREFIX_VARIABLE] = f"{self._token}/{self.restarts}"
-                request["pulse"] = True
-                outputs = fds if info.rank == 0 else ()
-                with self.sight.companions.make(info.rank) as asked:
-                    shared = (*outputs, self.sight.pulses.make(info.rank), asked.fileno())
-                    self.attempt.pids[info.rank] = self._server.fork(request, shared)
+            for local_rank in range(ranks):
+                info = RankInfo(
+                    rank=self._node * ranks + local_rank,
+                    local_rank=local_rank,
+                    node_rank=self._node,
+                    world_size=self.world_size,
+                    local_world_size=ranks,
+                    master_addr=host,
+                    master_port=port,
+                    restart_count=self.restarts,
+                    run_id=self._run_id,
+                )
+                self._fork(self.attempt, info, fds if info.rank == 0 else ())
         finally:
             for fd in fds:
                 os.close(fd)
         if self.restarts == 0 and self._job.max_restarts > 0:
             # A restart should not wait for what the first start imported rank by rank.
             self._server.preload(["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"])
-        return {worker.local_rank: self.attempt.pids[worker.global_rank] for worker in worker_group.workers}
 
-    def _rank_info(self, worker: Worker, group: WorkerGroup) -> RankInfo:
-        assert group.master_addr is not None and group.master_port is not None  # the rendezvous has set them
-        return RankInfo(
-            rank=worker.global_rank,
-            local_rank=worker.local_rank,
-            node_rank=group.group_rank or 0,
-            world_size=worker.world_size,
-            local_world_size=group.spec.local_world_size,
-            master_addr=group.master_addr,
-            master_port=group.master_port,
-            restart_count=self.restarts,
-            run_id=group.spec.rdzv_handler.get_run_id(),
-        )
+    def _fork(self, attempt: Attempt, info: RankInfo, outputs: tuple[int, ...]) -> None:
+        request = dict(self._start_fields(attempt, info))
+        # torch's env:// then joins the store that is served here, in place of serving one from rank 0.
+        request["env"] = {**request["env"], **info.to_env(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        request["env"][STORE_PREFIX_VARIABLE] = f"{self._token}/{self.restarts}"
+        request["pulse"] = True
+        with self.sight.companions.make(info.rank) as asked:
+            shared = (*outputs, self.sight.pulses.make(info.rank), asked.fileno())
+            attempt.pids[info.rank] = self._server.fork(request, shared)
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _look(self) -> _Ranks:
         attempt = self._note_ends(0.0)
         if self.silent:
             self._gather(attempt)
@@ -179,19 +213,18 @@ class ForkAgent(SimpleElasticAgent):
             failures = self._hear_them_out()
             if (self.cut_short or attempt.left()) and all(f.is_victim for f in failures):
                 attempt.forgiven.update(f.rank for f in failures)  # they lost a peer that had left as it was asked to
-                return RunResult(WorkerState.HEALTHY)
+                return _Ranks.RUN
             self.failures = failures
             self._plan_restart(attempt)
-            return RunResult(WorkerState.FAILED, {}, {f.rank: self._as_torch(f, attempt) for f in failures})
+            return _Ranks.FAILED
         if looks and (idle_s := self._hangs(attempt)) is not None:
-            return self._end_hung(attempt, idle_s)
+            self._blame_hung(attempt, idle_s)
+            return _Ranks.FAILED
         if len(attempt.ended) == len(attempt.pids):
-            if not self._meetings.all_done():
-                return RunResult(WorkerState.HEALTHY)
-            return RunResult(WorkerState.SUCCEEDED, dict.fromkeys(attempt.ended))
+            return _Ranks.ENDED if self._meetings.all_done() else _Ranks.RUN
         if self._deadline is not None and time.monotonic() > self._deadline:
             raise self.sight.timeout_error(attempt, self._timeout_s or 0.0)
-        return RunResult(WorkerState.HEALTHY)
+        return _Ranks.RUN
 
     def _hangs(self, attempt: Attempt) -> float | None:
         idle_s = self._hang.look(attempt)
@@ -202,7 +235,7 @@ class ForkAgent(SimpleElasticAgent):
         all_late = self._meetings.all_late(idle_s is not None or (self._hang.after_s > 0 and not attempt.running))
         return idle_s if all_late else None
 
-    def _end_hung(self, attempt: Attempt, idle_s: float) -> RunResult:
+    def _blame_hung(self, attempt: Attempt, idle_s: float) -> None:
         self.seen = self.sight.gather(attempt, self._hang.silent_s(), self._meetings.all_gathered)
         self.hang_s, now = idle_s, time.monotonic_ns()
         where = positions({rank: self.seen[rank] for rank in attempt.running}, attempt.running)
@@ -213,7 +246,6 @@ class ForkAgent(SimpleElasticAgent):
             for rank in attempt.running
         ]
         self._plan_restart(attempt)
-        return RunResult(WorkerState.FAILED, {}, {f.rank: self._as_torch(f, attempt) for f in self.failures})
 
     def _see_to_requests(self, attempt: Attempt, looks: bool) -> None:
         """Pass on what was asked of the ranks. Once one has left, or the time is up, the others have the grace time."""
@@ -239,12 +271,11 @@ class ForkAgent(SimpleElasticAgent):
     def _plan_restart(self, attempt: Attempt) -> None:
         """Whether there is a next attempt, and with how many ranks."""
         if self._requests.count or attempt.left():
-            self._remaining_restarts = 0  # who was asked to stop is not started again
-        elif self._job.min_ranks is not None and self._remaining_restarts:
+            self._gives_up = True  # who was asked to stop is not started again
+        elif self._job.min_ranks is not None and self.restarts < self._job.max_restarts:
             loaders = loaders_of(attempt.folder.parent)
             self.plan = next_ranks(len(attempt.pids), self._job.min_ranks, self.failures, loaders)
-            if not self.plan.ranks:
-                self._remaining_restarts = 0
+            self._gives_up = not self.plan.ranks
 
     def _hear_them_out(self) -> list[Failure]:
         """Ranks fall within milliseconds of one another: wait, so that the first is found by its time, not by luck.
@@ -310,26 +341,12 @@ class ForkAgent(SimpleElasticAgent):
             if time.monotonic() >= until or len(self.attempt.ended) == len(self.attempt.pids):
                 return self.attempt
 
-    @staticmethod
-    def _as_torch(failure: Failure, attempt: Attempt) -> ProcessFailure:
-        return ProcessFailure(
-            local_rank=list(attempt.pids).index(failure.rank),
-            pid=attempt.pids[failure.rank],
-            exitcode=failure.exit_code,
-            error_file="",  # ours has another form
-        )
-
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._end(signal.SIGTERM, min(_FAILURE_GRACE_S if self.hang_s is None else _HUNG_GRACE_S, self._job.grace_s))
-        if self.plan.ranks:  # the next rendezvous hands out so many places
-            worker_group.spec.local_world_size = self.plan.ranks
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _end_for_good(self, number: int) -> None:
         if self.attempt is not None and self.attempt.running and not self.seen:
             self._gather(self.attempt)  # who ends a run that seems to hang wants to know where it stood
         # A terminal that has gone asks for what SIGTERM asks for, which programs of any kind know.
-        self._end(signal.SIGTERM if death_sig == signal.SIGHUP else death_sig, self._job.grace_s)  # torch's is in whole seconds
-        self._worker_group.spec.rdzv_handler.shutdown()
+        self._end(signal.SIGTERM if number == signal.SIGHUP else number, self._job.grace_s)
+        self._meetings.close()
 
     def _end(self, number: int, grace_s: float) -> None:
         """Ask the ranks that still run to stop, and kill those that have not by the end of the grace time.
@@ -357,53 +374,3 @@ def _name_stopped(failures: list[Failure], seen: Mapping[int, RankState]) -> lis
         return failures
     hint = f"(rank {', '.join(map(str, stopped))} is stopped, as by SIGSTOP or a debugger)"
     return [replace(f, message=f"{f.message}\n{hint}") for f in failures]
-
-
-def quiet_elastic_logs() -> None:
-    """torchelastic warns of each failure in its own words; ours say it once, with the cause first."""
-    import logging
-
-    for name in ("torch.distributed.elastic", "torch.distributed.elastic.agent.server.api"):  # which sets a level of its own
-        logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("torchelastic-events-null").propagate = False  # one JSON line per change of state
-    if not sys.warnoptions:
-        import warnings
-
-        warnings.filterwarnings("ignore", module=r"torch\.distributed\.elastic.*")
-
-
-# Says of a rank whose program has ended well, and whose process runs on, what keeps it: everybody waits, and nothing moves.
-
-
-class Lingering:
-    """Of the ranks of one attempt after another. It ends nothing: a thread may write to a slow disk.
-
-    Args:
-        after_s: a process may take so long to end.
-    """
-
-    def __init__(self, after_s: float) -> None:
-        self._after_s = after_s
-        self._attempt: Attempt | None = None
-        self._since: dict[int, float] = {}
-        self._said = set[int]()
-
-    def look(self, attempt: Attempt) -> str | None:
-        """A line for people, once for each rank; called about once a second."""
-        if attempt is not self._attempt:
-            self._attempt, self._since, self._said = attempt, {}, set()
-        now = time.monotonic()
-        for rank in attempt.running:
-            if rank not in self._since and os.path.lexists(attempt.record_path(rank)):
-                self._since[rank] = now
-        late = [rank for rank in attempt.running if now - self._since.get(rank, now) > self._after_s and rank not in self._said]
-        if not late:
-            return None
-        self._said.update(late)
-        several = len(late) > 1
-        who = f"rank{'s' if several else ''} {', '.join(map(str, late))}"
-        has, its, runs = ("have", "their processes", "run") if several else ("has", "its process", "runs")
-        return (
-            f"{who} {has} come to the end of the program, and {its} {runs} on for {self._after_s:.0f} s: a thread that is no "
-            f"daemon, or a function given to atexit, has not ended"
-        )
