@@ -19,7 +19,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from echelon.common.errors import EchelonError, RankFailedError, RankTimeoutErro
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.stopping import SIGNALS
 from echelon.launcher.local.server import ForkServer
-from echelon.launcher.local.worker import Start
+from echelon.launcher.local.start import Start
 
 JOIN_S = 180.0
 GRACE_S = 2.0  # that the others have once a rank has failed: they wait for it
@@ -54,11 +53,10 @@ class StandingRanks:
                 by_rank[connection.recv()] = connection
         self._connections = [by_rank[rank] for rank in range(world_size)]
 
-    def _start(self, rank: int, world_size: int, address: str) -> dict[str, Any]:
+    def _start(self, rank: int, world_size: int, address: str) -> Start:
         env = {**os.environ, **RankInfo(rank, world_size=world_size).to_env(), "OMP_NUM_THREADS": "1"}
         log = str(self._folder / f"rank{rank}.log")
-        start = Start("script", __file__, [address, str(self._folder / "store")], env, os.getcwd(), sys.path, log=log)
-        return asdict(start)
+        return Start("script", __file__, [address, str(self._folder / "store")], env, os.getcwd(), sys.path, log=log)
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float) -> list[Any]:
         """`fn(*args, **kwargs)` on every rank; its values, by rank. After an error the ranks are gone.

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import pytest
 from echelon.common.errors import EchelonError
 from echelon.launcher.local.processes import runs, signal_if
 from echelon.launcher.local.server import ForkServer
-from echelon.launcher.local.worker import Start
+from echelon.launcher.local.start import Start
 from tests.kit.started import wait_until
 
 SLEEPS = "import time\ntime.sleep(600)\n"
@@ -34,7 +33,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServ
 def rank_of(server: ForkServer, folder: Path, text: str) -> int:
     (folder / "rank.py").write_text(text)
     start = Start("script", str(folder / "rank.py"), [], dict(os.environ), str(folder), sys.path, log=str(folder / "log"))
-    return server.fork(asdict(start))
+    return server.fork(start)
 
 
 def until(probe: Callable[[], bool]) -> None:

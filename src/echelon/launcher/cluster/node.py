@@ -28,6 +28,7 @@ from echelon.launcher.failure import render
 from echelon.launcher.job import JobSpec, Outcome
 from echelon.launcher.local.nodes import Meeting, meet
 from echelon.launcher.local.output import forgive_output
+from echelon.launcher.local.start import CallFile
 from echelon.launcher.protocol import read_spec
 
 __all__ = ["main", "run_node", "start_of"]
@@ -132,9 +133,7 @@ def _run(spec: JobSpec, here: RunDir, meeting: Meeting, call_sha256: str | None,
         return run_local(spec, here, meeting=meeting)
     if call_sha256 is None:
         raise ClusterError("a call is run only with --call-sha256, the checksum of what was submitted.")
-    from echelon.launcher.functions.launch import call_fields
-
-    return run_local(spec, here, meeting=meeting, start_fields=call_fields(call_sha256, key, task))
+    return run_local(spec, here, meeting=meeting, call=CallFile(call_sha256, key, task))
 
 
 if __name__ == "__main__":

@@ -107,7 +107,8 @@ def run_rank(path: str, attempt: int, sha256: str) -> int:
     from echelon.launcher.local.nodes import local_address_towards
     from echelon.launcher.local.placement import interfaces
     from echelon.launcher.local.run import rank_environment
-    from echelon.launcher.local.worker import Start, run_program
+    from echelon.launcher.local.start import Start
+    from echelon.launcher.local.worker import run_program
 
     here = RunDir(path, attempt)
     spec, said = read_spec(here, sha256)

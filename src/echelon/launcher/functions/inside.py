@@ -23,7 +23,8 @@ from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import write_json
 from echelon.contracts.stopping import REQUEUE, SIGNALS, leave
 from echelon.launcher.local.server import die_with_parent
-from echelon.launcher.local.worker import Start, end, leave_value, run_recorded
+from echelon.launcher.local.start import Start
+from echelon.launcher.local.worker import end, leave_value, run_recorded
 
 __all__ = ["VARIABLE", "CallSite", "call_site"]
 

@@ -27,6 +27,7 @@ from echelon.launcher.failure import render
 from echelon.launcher.job import JobSpec, parse_ranks
 from echelon.launcher.local.relay import SilentScreen
 from echelon.launcher.local.server import ForkServer
+from echelon.launcher.local.start import CallFile
 from echelon.launcher.local.worker import SLOW_MODULES
 from echelon.launcher.records import rank_record
 
@@ -225,10 +226,10 @@ def _values(
     from echelon.launcher.local.run import run_local  # which the ranks, who import what has called `launch`, have no need of
 
     key = secrets.token_hex(32)
-    fields = call_fields(write_call(Path(job.target), payload), key)
+    call = CallFile(write_call(Path(job.target), payload), key)
     with _one_server(wait=cancel is None) as server, _cancellable(cancel, server):
         server.preload(_needed())
-        outcome = run_local(job, run, screen=screen, server=server, start_fields=fields, timeout_s=timeout_s)
+        outcome = run_local(job, run, screen=screen, server=server, call=call, timeout_s=timeout_s)
     _loaded_by_ranks.update(m for m in (rank_record(run.rank_exit(0)) or {}).get("loaded", ()) if m in SLOW_MODULES)
     if outcome.failure is not None:
         failure = outcome.failure
@@ -254,16 +255,6 @@ def _cancellable(cancel: Cancel | None, server: ForkServer) -> Iterator[None]:
         yield
     finally:
         cancel.begun(None)
-
-
-def call_fields(sha256: str, key: str, task: int = 0) -> dict[str, Any]:
-    """The fields of `worker.Start` for a call whose file has this checksum; of an array, for one of its tasks.
-
-    Args:
-        key: seals the values.
-    """
-    result = lambda attempt, info: str(attempt.folder.absolute() / f"value.rank{info.rank}.pkl")  # noqa: E731
-    return {"result": result, "sha256": sha256, "task": task, "key": key}
 
 
 def check_function(name: str, fn: Any) -> None:

@@ -1,8 +1,7 @@
 """The agent of this node: starts its ranks, watches them, and starts them again as often as the job allows. `NodeAgent.run` is
 the whole of it.
 
-With `launcher.local.rendezvous` the only module of this room that imports torch at its top; `launcher.local.run` imports it
-inside a function.
+It loads torch, by `launcher.local.rendezvous`; so `launcher.local.run` imports it inside a function.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from echelon.common import terminal
-from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
+from echelon.contracts.rank import RankInfo
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.job import Failure, JobSpec
 from echelon.launcher.local.attempt import Attempt, Requests
@@ -31,6 +29,7 @@ from echelon.launcher.local.rendezvous import NodesRendezvous, OneNodeRendezvous
 from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.shrink import Plan, loaders_of, next_ranks
 from echelon.launcher.local.silence import NodeSilentError
+from echelon.launcher.local.start import Handed, Start
 from echelon.launcher.local.watch import Lingering, Watch, positions, stall_after
 from echelon.launcher.local.worker import STACK_SIGNAL
 
@@ -66,9 +65,9 @@ class NodeAgent:
     Args:
         job: what to run.
         server: forks the ranks.
-        begin_attempt: called with the number of each attempt; returns its folder and, for rank 0, the two descriptors
-            that become its standard output and error.
-        start_fields: the fields of `worker.Start` for a rank, without the rank's own variables.
+        begin_attempt: called with the number of each attempt; returns its folder, and the two descriptors that become rank
+            0's standard output and error, where these are shown.
+        start_of: what a rank of an attempt is told; its keys in the store begin with the third argument.
         requests: to stop and resume later; the ranks are asked, and may refuse.
         timeout_s: after so long the stacks of all ranks are collected and `RankTimeoutError` is raised; None never does.
         meeting: with the agents of other nodes; None is alone.
@@ -90,8 +89,8 @@ class NodeAgent:
         self,
         job: JobSpec,
         server: ForkServer,
-        begin_attempt: Callable[[int], tuple[Attempt, tuple[int, ...]]],
-        start_fields: Callable[[Attempt, RankInfo], Mapping[str, Any]],
+        begin_attempt: Callable[[int], tuple[Attempt, tuple[int, int] | None]],
+        start_of: Callable[[Attempt, RankInfo, str], Start],
         run_id: str,
         requests: Requests,
         timeout_s: float | None = None,
@@ -105,7 +104,7 @@ class NodeAgent:
         self._run_id = run_id
         self._job, self._server = job, server
         self._token = meeting.token if meeting is not None else secrets.token_hex(16)
-        self._begin_attempt, self._start_fields = begin_attempt, start_fields
+        self._begin_attempt, self._start_of = begin_attempt, start_of
         self._timeout_s = timeout_s
         self._deadline = time.monotonic() + timeout_s if timeout_s is not None else None
         self._look_at_records_at = 0.0
@@ -160,7 +159,7 @@ class NodeAgent:
         """The ranks of one more attempt."""
         host, port = self._meetings.meet()
         self.restarts += self.attempt is not None
-        self.attempt, fds = self._begin_attempt(self.restarts)
+        self.attempt, outputs = self._begin_attempt(self.restarts)
         self.failures, self._gives_up = [], False
         self.sight.close()
         self.seen, self.hang_s = {}, None
@@ -179,23 +178,20 @@ class NodeAgent:
                     restart_count=self.restarts,
                     run_id=self._run_id,
                 )
-                self._fork(self.attempt, info, fds if info.rank == 0 else ())
+                self._fork(self.attempt, info, outputs if info.rank == 0 else None)
         finally:
-            for fd in fds:
+            for fd in outputs or ():
                 os.close(fd)
         if self.restarts == 0 and self._job.max_restarts > 0:
             # A restart should not wait for what the first start imported rank by rank.
             self._server.preload(["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"])
 
-    def _fork(self, attempt: Attempt, info: RankInfo, outputs: tuple[int, ...]) -> None:
-        request = dict(self._start_fields(attempt, info))
-        # torch's env:// then joins the store that is served here, in place of serving one from rank 0.
-        request["env"] = {**request["env"], **info.to_env(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        request["env"][STORE_PREFIX_VARIABLE] = f"{self._token}/{self.restarts}"
-        request["pulse"] = True
+    def _fork(self, attempt: Attempt, info: RankInfo, outputs: tuple[int, int] | None) -> None:
+        start = self._start_of(attempt, info, f"{self._token}/{self.restarts}")
+        output, error = outputs or (None, None)
         with self.sight.companions.make(info.rank) as asked:
-            shared = (*outputs, self.sight.pulses.make(info.rank), asked.fileno())
-            attempt.pids[info.rank] = self._server.fork(request, shared)
+            handed = Handed(output, error, self.sight.pulses.make(info.rank), asked.fileno())
+            attempt.pids[info.rank] = self._server.fork(start, handed)
 
     def _look(self) -> _Ranks:
         attempt = self._note_ends(0.0)

@@ -32,7 +32,8 @@ from echelon.launcher.local.placement import bound
 from echelon.launcher.local.processes import kill_children
 from echelon.launcher.local.progress import Progress
 from echelon.launcher.local.run import path_without_launcher, rank_environment
-from echelon.launcher.local.worker import STACK_SIGNAL, Start, end, run_program
+from echelon.launcher.local.start import Start
+from echelon.launcher.local.worker import STACK_SIGNAL, end, run_program
 from echelon.launcher.records import rank_record
 
 __all__ = ["run_here"]

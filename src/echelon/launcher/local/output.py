@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,16 @@ from echelon.contracts.run_dir import FULL_DISK
 __all__ = ["forgive_output", "output_to", "redirect"]
 
 
-def redirect(log: str | None, fds: Sequence[int]) -> None:
-    """Point standard input at nothing, output and error at the two descriptors given, else at the log."""
+def redirect(log: str | None, output: int | None = None, error: int | None = None) -> None:
+    """Point standard input at nothing, output and error at these descriptors, else at the log."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
-    if fds:
-        os.dup2(fds[0], 1)
-        os.dup2(fds[-1], 2)
-        for fd in fds:
-            os.close(fd)
+    if output is not None and error is not None:
+        os.dup2(output, 1)
+        os.dup2(error, 2)
+        os.close(output)
+        os.close(error)
     elif log:
         fd = _open_log(log)
         os.dup2(fd, 1)

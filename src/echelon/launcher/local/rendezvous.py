@@ -4,7 +4,7 @@ Every attempt on one node has a store of its own: a new socket on loopback, a ne
 torchrun's shared store, restarted ranks read the addresses of dead ones and wait for half an hour. On several nodes there is
 one store on one address, and every attempt has a prefix of its own.
 
-Imports torch at its top, as `launcher.local.agent` does, whose part it is.
+The only module of the launcher that imports torch at its top.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from echelon.common.errors import EchelonError
 from echelon.common.files import private_folder, working_folder
 from echelon.common.machine import usable_cores, visible_devices
 from echelon.contracts.between_attempts import RESTART_VARIABLE, has_begun
-from echelon.contracts.rank import RankInfo
+from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.launcher.explain import nccl_dump
@@ -34,6 +34,7 @@ from echelon.launcher.local.placement import bound, interfaces
 from echelon.launcher.local.relay import PlainScreen, Relay, Screen
 from echelon.launcher.local.server import ForkServer, load
 from echelon.launcher.local.silence import NodeSilentError, Silence
+from echelon.launcher.local.start import CallFile, Start
 
 __all__ = ["path_without_launcher", "rank_environment", "run_local"]
 
@@ -74,7 +75,7 @@ def run_local(
     *,
     screen: Screen | None = None,
     server: ForkServer | None = None,
-    start_fields: Mapping[str, Any] | None = None,
+    call: CallFile | None = None,
     timeout_s: float | None = None,
     meeting: Meeting | None = None,
 ) -> Outcome:
@@ -84,7 +85,7 @@ def run_local(
         run: the run folder; logs and records go to its attempts.
         screen: who shows rank 0's output; by default it goes to this process's own.
         server: forks the ranks; by default this process forks itself, which needs it to be single-threaded.
-        start_fields: more fields of `worker.Start`, as `launch` of a function needs.
+        call: of a job that is a function.
         timeout_s: raise `RankTimeoutError` with all stacks after so long.
         meeting: with the launchers of other nodes, each of which runs `job.ranks` ranks; None is one node.
     Returns:
@@ -105,8 +106,8 @@ def run_local(
         own = contextlib.closing(ForkServer.fork_self()) if server is None else contextlib.nullcontext(server)
         with own as forks, _many_descriptors(nodes=meeting.nodes if meeting is not None else 1, ranks=job.ranks):
             relay = Relay(screen or PlainScreen())
-            starts = _Starts(job, run, given, meeting, start_fields or {}, relay)
-            starts.agent = NodeAgent(job, forks, starts.begin, starts.fields, run.name, requests, timeout_s, meeting, relay.say)
+            starts = _Starts(job, run, given, meeting, call, relay)
+            starts.agent = NodeAgent(job, forks, starts.begin, starts.start_of, run.name, requests, timeout_s, meeting, relay.say)
             relay.start()
             if meeting is not None and meeting.nodes > 1:
                 starts.silence = Silence(meeting, terminal.say, starts.agent, starts.record_silence)
@@ -177,7 +178,7 @@ class _Starts:
     Args:
         run: stands at the newest attempt.
         given: the environment, as the user gave it.
-        more: further fields of `worker.Start`.
+        call: of a job that is a function.
     Attributes:
         agent: that starts them.
         silence: of other nodes, if there are any.
@@ -192,21 +193,21 @@ class _Starts:
         run: RunDir,
         given: Mapping[str, str],
         meeting: Meeting | None,
-        more: Mapping[str, Any],
+        call: CallFile | None,
         relay: Relay,
     ) -> None:
         self.job, self.run, self.meeting, self.relay = job, run, meeting, relay
-        self._given, self._more, self._first = given, more, run.attempt
+        self._given, self._call, self._first = given, call, run.attempt
         # `launch` needs the caller's whole path; a program has its own folder there, instead of the launcher's.
         self._sys_path = [p for p in sys.path if p] if job.kind == "call" else path_without_launcher()
 
-    def begin(self, number: int) -> tuple[Attempt, tuple[int, ...]]:
+    def begin(self, number: int) -> tuple[Attempt, tuple[int, int] | None]:
         here = self.run.at_attempt(self._first + number)
         self.run.attempt = here.attempt
         if number:
             self._end_before(here, number)
         shown = self.meeting is None or self.meeting.node == 0
-        return Attempt(here.attempt, here.attempt_path), self.relay.open(here.log(0)) if shown else ()
+        return Attempt(here.attempt, here.attempt_path), self.relay.open(here.log(0)) if shown else None
 
     def _end_before(self, here: RunDir, number: int) -> None:
         """Of the start before, which failed: its record, and a word of why there is one more."""
@@ -243,29 +244,39 @@ class _Starts:
                 agent.seen = agent.sight.gather(agent.attempt, {})
         self.record(self.run, REQUEUE, [], why)
 
-    def fields(self, attempt: Attempt, info: RankInfo) -> dict[str, Any]:
-        """What `worker.Start` is made of."""
+    def start_of(self, attempt: Attempt, info: RankInfo, store_prefix: str) -> Start:
+        """What a rank of an attempt is told."""
         here = RunDir(self.run.path, attempt.number)
         # Until an attempt has set aside what was there: one that died before would else resume from it.
         earlier = (RunDir(here.path, n).attempt_path for n in range(self._first, attempt.number))
         restart = self.job.restart and not any(map(has_begun, earlier))
-        ranks, job = info.local_world_size, self.job
-        env = rank_environment(job, here, self._given, ranks, restart=restart, meeting=self.meeting)
+        ranks, job, call = info.local_world_size, self.job, self._call
         cores, place = bound(info.local_rank, ranks, {**self._given, **job.env}, cores=job.bind, devices=job.own_device)
-        return {
-            "kind": job.kind,
-            "target": job.target,
-            "args": list(job.args),
-            "env": {**env, **place},
-            "cwd": working_folder(),
-            "code": job.code,
-            "sys_path": self._sys_path,
-            "log": str(attempt.log_path(info.rank).absolute()),
-            "record": str(attempt.record_path(info.rank).absolute()),
-            "flight": str(here.flight(info.rank).absolute()),
-            "cores": cores,
-            **{k: v(attempt, info) if callable(v) else v for k, v in self._more.items()},
+        env = {
+            **rank_environment(job, here, self._given, ranks, restart=restart, meeting=self.meeting),
+            **place,
+            **info.to_env(),
+            # torch's env:// then joins the store that the agent serves, in place of serving one from rank 0.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            STORE_PREFIX_VARIABLE: store_prefix,
         }
+        return Start(
+            job.kind,
+            job.target,
+            list(job.args),
+            env,
+            working_folder(),
+            self._sys_path,
+            log=str(attempt.log_path(info.rank).absolute()),
+            record=str(attempt.record_path(info.rank).absolute()),
+            result=str(attempt.folder.absolute() / f"value.rank{info.rank}.pkl") if call is not None else None,
+            flight=str(here.flight(info.rank).absolute()),
+            cores=cores,
+            code=job.code,
+            sha256=call.sha256 if call is not None else None,
+            task=call.task if call is not None else 0,
+            key=call.key if call is not None else "",
+        )
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """A server that has torch loaded and forks ranks: a rank starts in milliseconds instead of importing torch again.
 
 The server is single-threaded when it forks and never touches CUDA, so that forking it is safe. It speaks lines of JSON over one
-socket with its owner: requests `{"fork": {...}}`, `{"signal": [pid, number]}`, answers `{"forked": pid}`, `{"exited": pid, ...}`.
+socket with its owner: requests `{"fork": {...}, "handed": [...]}`,
+`{"signal": [pid, number]}`, answers `{"forked": pid}`, `{"exited": pid, ...}`.
 While ranks run, it imports in a thread: it hears of their ends at once, and a fork waits for that thread's end.
 When the owner goes away, however it dies, the socket closes and the server kills every process it started; when the
 server itself is killed, the kernel kills the ranks (parent-death signal) and the owner kills the children of these.
@@ -24,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from echelon.common.errors import EchelonError
@@ -31,6 +33,7 @@ from echelon.common.hash_seed import VARIABLE
 from echelon.common.terminal import flush
 from echelon.contracts.stopping import SIGNALS
 from echelon.launcher.local.processes import signal_if
+from echelon.launcher.local.start import NOTHING, Handed, Start
 from echelon.launcher.workarounds import keep_finalizers
 
 __all__ = ["ForkServer", "load", "serve"]
@@ -100,14 +103,15 @@ class ForkServer:
         theirs.close()
         return cls(ours, pid)
 
-    def fork(self, request: Mapping[str, Any], fds: Sequence[int] = ()) -> int:
-        """Start a rank; the fields of `request` are `worker.Start`'s. `fds` become its standard output and error.
+    def fork(self, start: Start, handed: Handed = NOTHING) -> int:
+        """Start a rank.
 
         Returns:
             The rank's process id, which is also its process group.
         """
         with contextlib.suppress(OSError):  # the server has gone: the answer says so
-            self._send({"fork": {**request, "fds": len(fds)}}, fds)
+            given = {name: fd for name, fd in asdict(handed).items() if fd is not None}
+            self._send({"fork": asdict(start), "handed": list(given)}, list(given.values()))
         while True:
             message = self._receive(None)
             assert message is not None  # no timeout was given
@@ -240,7 +244,7 @@ class _Server:
     def __init__(self, sock: socket.socket) -> None:
         self.socket, self.buffer, self.fds = sock, b"", list[int]()
         self.children: set[int] = set()
-        self.waiting: list[dict[str, Any]] = []  # forks that were asked for during an import
+        self.waiting: list[tuple[dict[str, Any], list[str]]] = []  # forks that were asked for during an import
         self.loading: threading.Thread | None = None
         self.loaded = threading.Event()
         self.loaded.set()
@@ -280,7 +284,7 @@ class _Server:
 
     def handle(self, message: dict[str, Any]) -> None:
         if "fork" in message:
-            self.waiting.append(message["fork"])
+            self.waiting.append((message["fork"], message["handed"]))
             self.fork_waiting()
         elif "signal" in message:
             pid, number, group = message["signal"]
@@ -314,18 +318,17 @@ class _Server:
             self.loading.join()
             self.loading = None
         while self.waiting:
-            self.fork(self.waiting.pop(0))
+            self.fork(*self.waiting.pop(0))
 
-    def fork(self, request: dict[str, Any]) -> None:
-        count = int(request.pop("fds"))
-        fds, self.fds = self.fds[:count], self.fds[count:]
+    def fork(self, start: dict[str, Any], names: list[str]) -> None:
+        fds, self.fds = self.fds[: len(names)], self.fds[len(names) :]
         gc.freeze()  # objects loaded so far leave the collector, so that its passes do not unshare every page
         keep_finalizers()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         pid = os.fork()
         if pid == 0:
             try:
-                self.become_rank(request, fds)
+                self.become_rank(Start(**start), Handed(**dict(zip(names, fds, strict=True))))
             except BaseException:
                 traceback.print_exc()
             finally:
@@ -338,7 +341,7 @@ class _Server:
         self.children.add(pid)
         self.send({"forked": pid})
 
-    def become_rank(self, request: dict[str, Any], fds: list[int]) -> None:
+    def become_rank(self, start: Start, handed: Handed) -> None:
         with contextlib.suppress(PermissionError):
             os.setpgid(0, 0)
         server = os.getppid()
@@ -354,7 +357,7 @@ class _Server:
         os.close(self.wake_write)
         from echelon.launcher.local import worker
 
-        worker.run(worker.Start(**request), fds)
+        worker.run(start, handed)
 
     def reap(self) -> None:
         while True:

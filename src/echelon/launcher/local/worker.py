@@ -15,8 +15,7 @@ import signal
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import MappingProxyType
@@ -34,12 +33,12 @@ from echelon.launcher.local.alone import has_trained_alone
 from echelon.launcher.local.flight_recorder import flight_record, last_calls, write_flight
 from echelon.launcher.local.output import redirect
 from echelon.launcher.local.raised import cut, describe
+from echelon.launcher.local.start import Handed, Start
 from echelon.launcher.workarounds import keep_process_groups, run_exit_functions, write_open_files
 
 __all__ = [
     "SLOW_MODULES",
     "STACK_SIGNAL",
-    "Start",
     "end",
     "leave_value",
     "run",
@@ -64,36 +63,10 @@ SLOW_MODULES = (
 STACK_SIGNAL = signal.SIGRTMAX - 3
 
 
-@dataclass(frozen=True)
-class Start:
-    """What a rank is told: who it is, what to run, and where its output and its record go.
-
-    With `pulse`, the last two descriptors that it is given are that of its pulse, where its stack is written, too, and the one on
-    which its companion is asked. `flight` is where its flight record goes when it fails, or when it is asked for.
-    """
-
-    kind: str
-    target: str
-    args: Sequence[str]
-    env: Mapping[str, str]
-    cwd: str
-    sys_path: Sequence[str]
-    log: str | None = None
-    record: str | None = None
-    result: str | None = None
-    flight: str | None = None
-    pulse: bool = False
-    cores: Sequence[int] = ()
-    code: str = ""
-    sha256: str | None = None
-    task: int = 0
-    key: str = ""
-
-
-def run(start: Start, fds: Sequence[int]) -> NoReturn:
+def run(start: Start, handed: Handed) -> NoReturn:
     """Become the rank described by `start`. Never returns: the process ends with the program's exit code."""
     try:
-        _take_on(start, fds)
+        _take_on(start, handed)
     except Exception as error:  # a folder that has gone, a log that cannot be written: the launcher shows it
         _record(start, 1, describe(error))
         os._exit(1)
@@ -104,20 +77,20 @@ def run(start: Start, fds: Sequence[int]) -> NoReturn:
     os._exit(code)  # a child that the program forked and that came back here
 
 
-def _take_on(start: Start, fds: Sequence[int]) -> None:
+def _take_on(start: Start, handed: Handed) -> None:
     os.environ.clear()
     os.environ.update(start.env)
     rank = start.env.get("RANK", "")
     with contextlib.suppress(OSError):  # by which `ps` and `top` show it, in 15 letters: of more the end would be missing
         Path("/proc/self/comm").write_text(f"{'echelon:' if len(rank) < 4 else ''}rank{rank}")
-    if start.pulse:
-        *fds, shared, asked = fds
-        os.set_inheritable(shared, False)
-        os.set_inheritable(asked, False)
-        pulse.join(shared)
-        companion.begin(asked, start.flight)
-        faulthandler.register(STACK_SIGNAL, file=shared, all_threads=True)
-    redirect(start.log, fds)
+    if handed.pulse is not None:
+        os.set_inheritable(handed.pulse, False)
+        pulse.join(handed.pulse)
+        faulthandler.register(STACK_SIGNAL, file=handed.pulse, all_threads=True)
+    if handed.asked is not None:
+        os.set_inheritable(handed.asked, False)
+        companion.begin(handed.asked, start.flight)
+    redirect(start.log, handed.output, handed.error)
     os.chdir(start.cwd)
     faulthandler.enable(file=sys.stderr)
     if start.cores:
