@@ -240,6 +240,14 @@ def _handle_of(pid: int) -> int | None:
     return None
 
 
+class _IsRank(BaseException):
+    """Raised in a process that was just forked, so that it leaves the server's frames: its own story begins at `serve`."""
+
+    def __init__(self, start: Start, handed: Handed) -> None:
+        super().__init__()
+        self.start, self.handed = start, handed
+
+
 class _Server:
     def __init__(self, sock: socket.socket) -> None:
         self.socket, self.buffer, self.fds = sock, b"", list[int]()
@@ -327,12 +335,7 @@ class _Server:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         pid = os.fork()
         if pid == 0:
-            try:
-                self.become_rank(Start(**start), Handed(**dict(zip(names, fds, strict=True))))
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(1)  # never reached after a start that worked
+            raise _IsRank(Start(**start), Handed(**dict(zip(names, fds, strict=True))))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         with contextlib.suppress(PermissionError, ProcessLookupError):
             os.setpgid(pid, pid)  # both sides set it: whichever runs first
@@ -341,7 +344,8 @@ class _Server:
         self.children.add(pid)
         self.send({"forked": pid})
 
-    def become_rank(self, start: Start, handed: Handed) -> None:
+    def leave_to_rank(self) -> None:
+        """In the process of a rank: nothing of the server's is left."""
         with contextlib.suppress(PermissionError):
             os.setpgid(0, 0)
         server = os.getppid()
@@ -355,9 +359,6 @@ class _Server:
         self.socket.close()
         os.close(self.wake_read)
         os.close(self.wake_write)
-        from echelon.launcher.local import worker
-
-        worker.run(start, handed)
 
     def reap(self) -> None:
         while True:
@@ -421,11 +422,24 @@ def _kill_left(groups: Iterable[int]) -> None:
 
 
 def serve(sock: socket.socket) -> None:
-    """Serve one owner until it goes away, then kill every process started for it."""
-    server = _Server(sock)
+    """Serve one owner until it goes away, then kill every process started for it. Each of these comes back here to begin."""
+    server, rank = _Server(sock), None
     try:
         server.run()
+    except _IsRank as forked:
+        rank = forked
     except Exception:
         traceback.print_exc()  # of ours: nothing that a rank does gets here
     finally:
-        server.kill_all()
+        if rank is None:
+            server.kill_all()
+    if rank is not None:
+        from echelon.launcher.local import worker
+
+        try:
+            server.leave_to_rank()
+            worker.run(rank.start, rank.handed)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)  # never reached after a start that worked

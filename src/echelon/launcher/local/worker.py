@@ -16,6 +16,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import MappingProxyType
@@ -133,19 +134,8 @@ def set_threads(count: int) -> None:
 def run_program(start: Start) -> int:
     """Run the user's program in this process; returns its exit code and writes the rank's record."""
     sys.argv = [start.target, *start.args]
-    return run_recorded(start, lambda: _program(start))
-
-
-def _program(start: Start) -> None:
     keep_process_groups()  # before modules are imported, which may take the function by its name
-    if start.kind == "call":
-        _call(start)
-    elif start.kind == "module":
-        sys.path[:] = [start.code or start.cwd, *start.sys_path]
-        runpy.run_module(start.target, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[:] = [str(Path(start.target).resolve().parent), *start.sys_path]
-        _run_script(start.target)
+    return run_recorded(start, partial({"script": _run_script, "module": _run_module, "call": _call}[start.kind], start))
 
 
 def run_recorded(start: Start, program: Callable[[], None]) -> int:
@@ -247,9 +237,15 @@ def _leaving_when_asked() -> Iterator[None]:
                 signal.signal(number, signal.SIG_IGN)
 
 
-def _run_script(script: str) -> None:
+def _run_module(start: Start) -> None:
+    sys.path[:] = [start.code or start.cwd, *start.sys_path]
+    runpy.run_module(start.target, run_name="__main__", alter_sys=True)
+
+
+def _run_script(start: Start) -> None:
     """As `python script.py` does. Unlike with `runpy`, `__main__` stays: threads and atexit functions still need it."""
-    path = os.path.abspath(script)
+    path = os.path.abspath(start.target)
+    sys.path[:] = [str(Path(start.target).resolve().parent), *start.sys_path]
     main = types.ModuleType("__main__")
     main.__dict__.update(
         __file__=path, __builtins__=builtins, __cached__=None, __loader__=SourceFileLoader("__main__", path), __annotations__={}
