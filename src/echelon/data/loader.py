@@ -62,7 +62,7 @@ class Loader(BaseLoader):
         pin_memory: page-locked host memory, for copies to a GPU that nothing waits for. None locks where this process uses CUDA.
         options: what else: a LoaderOptions.
     Raises:
-        UsageError: a global batch that cannot be divided, or a dataset that cannot fill one.
+        UsageError: a global batch that cannot be divided; too few samples, for tail="drop" fewer than one global batch.
         DataError: while iterating: a sample cannot be read, or a worker died; the text names them.
     """
 
@@ -114,10 +114,10 @@ class Loader(BaseLoader):
 
     def _check_length(self) -> None:
         samples, global_batch = self.order.length, self.global_batch
-        if samples < global_batch and (self.shuffle or self.tail == "drop"):
+        if samples < global_batch and self.tail == "drop":
             raise LoaderError(
                 f"dataset must hold at least one global batch of {global_batch} samples, got {samples}. "
-                f"Set global_batch to {samples} or less, or use more data."
+                f"Set global_batch to {samples} or less, or leave out tail='drop'."
             )
 
     def take_length(self) -> None:

@@ -55,11 +55,12 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
             f"a DataLoader's {type(sampler).__name__} must draw every sample, got {len(sampler)} of {size}. Choose samples by "
             "torch.utils.data.Subset, or use echelon.data.Weighted."
         )
-    if (size := len(loader.dataset)) < global_batch and (loader.drop_last or not isinstance(sampler, SequentialSampler)):  # type: ignore[arg-type]
+    batch = global_batch // accumulation
+    if (size := len(loader.dataset)) < batch and loader.drop_last:  # type: ignore[arg-type]
         raise LoaderError(
-            f"the DataLoader's batch_size of {loader.batch_size} makes global batches of {global_batch} samples, over ranks and "
-            f"accumulate={accumulation}, and its dataset holds {size}. Set batch_size to "
-            f"{loader.batch_size * size // global_batch} or less, or use fewer ranks."
+            f"the DataLoader's batch_size of {loader.batch_size} makes batches of {batch} samples over the ranks, and its dataset "
+            f"holds {size}, which drop_last=True leaves out. Set batch_size to {loader.batch_size * size // batch} or less, or "
+            "leave out drop_last."
         )
     made = Loader(
         loader.dataset,
@@ -73,7 +74,7 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
         pin_memory=loader.pin_memory or None,
     )
     if loader.drop_last and accumulation > 1:  # it drops what is no whole batch, and not what is no whole update
-        made.multiple = global_batch // accumulation
+        made.multiple = batch
     made.worker_init_fn = loader.worker_init_fn
     return made
 
