@@ -127,7 +127,7 @@ class Endless(torch.utils.data.IterableDataset[int]):
 @pytest.mark.parametrize(
     ("data", "size", "options"),
     [
-        (Numbers(7), 8, {}),
+        (Numbers(7), 8, {"tail": "drop"}),
         (Endless(), 8, {}),
         (range(8), 2.5, {}),
         (range(8), None, {"batch_size": 4}),
@@ -140,8 +140,10 @@ def test_what_makes_no_loader_is_refused_by_name(data: Any, size: Any, options: 
         ech.Loader(data, *([size] if size is not None else []), **options)
 
 
-def test_an_evaluation_may_have_fewer_samples_than_a_global_batch_and_a_size_may_be_a_whole_float() -> None:
+def test_there_may_be_fewer_samples_than_a_global_batch_and_a_size_may_be_a_whole_float() -> None:
     assert _batches(ech.Loader(Numbers(7), 8 / 1, shuffle=False)) == [[0, 1, 2, 3, 4, 5, 6]]  # type: ignore[arg-type]
+    (shuffled,) = _batches(ech.Loader(Numbers(7), 8))
+    assert sorted(shuffled) == [0, 1, 2, 3, 4, 5, 6]
     assert [len(each) for each in ech.Loader(torch.arange(8), 4)] == [4, 4]
 
 

@@ -177,3 +177,43 @@ def test_drop_last_drops_a_batch_that_is_not_whole_and_no_others(ranks: Ranks, a
     found = ranks(2, _dropping, accumulate)
     assert {updates for updates, _ in found} == {2 * (4 if accumulate == 1 else 2)}
     assert len(set.union(*(seen for _, seen in found))) > 48
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero1"])
+def test_a_shuffled_dataset_may_be_smaller_than_its_batch(ranks: Ranks, layout: str) -> None:
+    """As torch's DataLoader has it: one short batch, of which one of four ranks here has no sample."""
+    for found, counted in ranks(4, _trained_on_three, layout):
+        torch.testing.assert_close(found, _trained_on_three_by_hand(), rtol=0, atol=1e-6)
+        assert counted == 3
+
+
+def _three() -> tuple[nn.Linear, TensorDataset]:
+    torch.manual_seed(0)
+    return nn.Linear(3, 1), TensorDataset(torch.randn(3, 3), torch.randn(3, 1))
+
+
+def _trained_on_three(layout: str) -> tuple[torch.Tensor, int]:
+    model, data = _three()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loaders = [DataLoader(data, batch_size=8, shuffle=True) for _ in range(2)]
+    wrapped, optimizer, loader, held_out = ech.prepare(model, optimizer, *loaders, layout=layout)
+    for _ in ech.epochs(loader, 3):
+        for x, y in loader:
+            with ech.window(wrapped) as window:
+                window.backward(nn.functional.mse_loss(wrapped(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+    with ech.evaluating(wrapped):
+        counted = torch.tensor(sum(len(x) for x, _ in held_out))
+    torch.distributed.all_reduce(counted)
+    return model.weight.detach(), int(counted)
+
+
+def _trained_on_three_by_hand() -> torch.Tensor:
+    model, data = _three()
+    for _ in range(3):
+        loss = nn.functional.mse_loss(model(data.tensors[0]), data.tensors[1])
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+                parameter -= 0.1 * gradient
+    return model.weight.detach()
