@@ -58,9 +58,9 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
     batch = global_batch // accumulation
     if (size := len(loader.dataset)) < batch and loader.drop_last:  # type: ignore[arg-type]
         raise LoaderError(
-            f"the DataLoader's batch_size of {loader.batch_size} makes batches of {batch} samples over the ranks, and its dataset "
-            f"holds {size}, which drop_last=True leaves out. Set batch_size to {loader.batch_size * size // batch} or less, or "
-            "leave out drop_last."
+            f"the DataLoader's batch_size of {loader.batch_size} makes batches of {batch} samples over the ranks, and its "
+            f"dataset holds {size}, which drop_last=True leaves out. Set batch_size to {loader.batch_size * size // batch} or "
+            "less, or leave out drop_last."
         )
     made = Loader(
         loader.dataset,
