@@ -140,6 +140,15 @@ def test_what_makes_no_loader_is_refused_by_name(data: Any, size: Any, options: 
         ech.Loader(data, *([size] if size is not None else []), **options)
 
 
+@pytest.mark.parametrize("asked", [3, 6], ids=["a unit that counts its steps", "one that knows of windows"])
+def test_another_accumulation_and_global_batch_go_on_behind_the_same_samples(asked: int) -> None:
+    state = ech.Loader(Numbers(80), 8, shuffle=False).state_at(3)
+    options = ech.data.LoaderOptions(accept_changes={"global_batch"})
+    loader = ech.Loader(Numbers(80), 6, shuffle=False, accumulate=2, options=options)
+    loader.load_state_dict(state)
+    assert loader.seek(asked) == 8 and next(iter(loader)).tolist() == [24, 25, 26]
+
+
 def test_there_may_be_fewer_samples_than_a_global_batch_and_a_size_may_be_a_whole_float() -> None:
     assert _batches(ech.Loader(Numbers(7), 8 / 1, shuffle=False)) == [[0, 1, 2, 3, 4, 5, 6]]  # type: ignore[arg-type]
     (shuffled,) = _batches(ech.Loader(Numbers(7), 8))

@@ -110,7 +110,8 @@ class Loader(BaseLoader):
         self.worker_init_fn: Callable[[int], Any] | None = None  # of a torch DataLoader that this one stands for
         self.start = 0  # the micro-batch at which the next iteration begins; only `seek` and `load_state_dict` set it
         self._position = 0
-        self._resumed: tuple[int, int] | None = None  # epoch and position as the saved run counts them
+        # Epoch, and the position as the saved run counted it and as one with this accumulation would.
+        self._resumed: tuple[int, tuple[int, int]] | None = None
 
     def _check_length(self) -> None:
         samples, global_batch = self.order.length, self.global_batch
@@ -178,10 +179,10 @@ class Loader(BaseLoader):
         Returns:
             `position`; after resuming with another global batch, the position that this one has for it.
         """
-        if self._resumed != (self.epoch, position):
-            self.start = self._position = min(position, len(self))
-            return position
-        return self.start
+        if self._resumed is not None and self._resumed[0] == self.epoch and position in self._resumed[1]:
+            return self.start  # of a unit that knows of windows, and of one that does not
+        self.start = self._position = min(position, len(self))
+        return position
 
     def positions_of(self, micro: int, dp_rank: int) -> tuple[int, int]:
         """The positions, from and to, of a micro-batch of one data-parallel rank; an empty range if it is padding."""
@@ -277,7 +278,7 @@ class Loader(BaseLoader):
             # Rather some samples twice than some not at all.
             batches, rest = batches * int(state["global_batch"]) // self.global_batch, 0
         self.epoch, self.start = int(state["epoch"]), min(batches * self.accumulation + rest, len(self))
-        self._position, self._resumed = self.start, (self.epoch, counted)
+        self._position, self._resumed = self.start, (self.epoch, (saved, counted))
 
 
 def _begin_worker(board: Board, own: Callable[[int], Any] | None, worker: int) -> None:

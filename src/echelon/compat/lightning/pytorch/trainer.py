@@ -418,6 +418,13 @@ class Trainer(trainer.Trainer):
         session = self.session
         unit, state = (session.unit, session.loop_state) if session is not None else (None, None)
         if unit is None:  # after a run in other processes
+            if self.state.fn == "fit" and self.steps_before:
+                logger.warning(
+                    "trainer.save_checkpoint: the ranks that trained have ended with their optimizers, so %s has the weights and "
+                    "what callbacks keep. To go on from a checkpoint, save within fit, as ModelCheckpoint(save_last=True) does, "
+                    "or start the script by `echelon run`",
+                    filepath,
+                )
             unit = AutomaticUnit(Session(self, Work("fit", self.lightning_module)), self.lightning_module, training=False)
         saving.write(Path(filepath), state or State(entry_point=EntryPoint.TRAIN), unit)
 
