@@ -411,3 +411,32 @@ def _plateaus() -> list[Any]:
 def test_a_plateau_scheduler_follows_what_was_logged(ranks: Ranks) -> None:
     """It grows, where less would be better, so each evaluation after the first halves the rate."""
     assert ranks(2, _plateaus) == [[0.025, 0.025]] * 2
+
+
+def test_an_object_store_will_do(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    url = f"memory://{tmp_path.name}"
+    checkpoints = ech.Checkpoints(url, keep=1, best="accuracy")
+    _train(checkpoints, 3, Scored(SCORES))
+    wanted = _train(None, 4)
+    assert largest_difference(_train(checkpoints, 4, Scored(SCORES)), wanted) == 0
+    from echelon.checkpoint.location import location
+
+    assert sorted(path.name for path in location(url).iterdir() if path.name.startswith("step-")) == [
+        "step-00000006",
+        "step-00000012",
+    ]
+
+
+@pytest.mark.full
+def test_a_trainer_resumes_by_itself(tmp_path: Path) -> None:
+    def trained(epochs: int) -> int:
+        unit = Scored()
+        trainer = ech.Trainer(
+            1, accelerator="cpu", max_epochs=epochs, checkpoints=ech.Checkpoints(tmp_path, every="epoch", keep=2)
+        )
+        trainer.fit(unit, ech.Loader(DATA, 8, seed=1))
+        return unit.train_progress.num_updates_completed
+
+    assert (trained(2), _saved(tmp_path)) == (6, [3, 6])
+    assert (trained(3), _saved(tmp_path)) == (9, [6, 9])
