@@ -226,14 +226,15 @@ def test_a_batch_size_of_todays_counts(ranks: Any, tmp_path: Path) -> None:
         Trainer(max_epochs=2, **QUIET).fit(module, DataLoader(numbers(), batch_size=12, shuffle=True), ckpt_path=saved)
 
 
-def test_a_batch_that_is_larger_than_the_dataset_is_refused_in_the_users_words(ranks: Any, tmp_path: Path) -> None:
+def test_a_dropped_batch_that_is_larger_than_the_dataset_is_refused_in_the_users_words(ranks: Any, tmp_path: Path) -> None:
     for said in ranks(2, fit_a_batch_too_large):
-        assert "batch_size of 20" in said and "Set batch_size to 12" in said and "global_batch" not in said
+        assert "batch_size of 20" in said and "Set batch_size to 12" in said and "global_batch" not in said, said
 
 
 def fit_a_batch_too_large() -> str:
     with pytest.raises(UsageError) as raised:
-        Trainer(max_epochs=1, strategy="ddp", **QUIET).fit(Line(), DataLoader(numbers(), batch_size=20, shuffle=True))
+        loader = DataLoader(numbers(), batch_size=20, shuffle=True, drop_last=True)
+        Trainer(max_epochs=1, strategy="ddp", **QUIET).fit(Line(), loader)
     return str(raised.value)
 
 

@@ -68,9 +68,11 @@ TESTED: dict[str, str] = {
     # TorchTNT
     "`from torchtnt.": IMPORTS,
     "`TorchSnapshotSaver(...)`": "compat/test_torchtnt_callbacks.py::test_savers_save_and_restore",
-    "an AutoUnit without a strategy trains": "loop/test_auto.py::test_several_ranks_without_a_strategy_are_refused",
-    "the last, shorter window of an accumulation": "loop/test_window.py::test_one_process_equals_plain_pytorch",
-    "a mean over ranks of means": "loop/test_window.py::test_two_ranks_equal_one_process",
+    "an AutoUnit without a strategy trains": (
+        "loop/test_auto.py::test_several_ranks_without_a_layout_and_with_one_for_a_wrapped_module_are_refused"
+    ),
+    "the last, shorter window of an accumulation": "loop/test_window.py::test_ranks_equal_one_process_and_plain_pytorch",
+    "a mean over ranks of means": "loop/test_window.py::test_ranks_equal_one_process_and_plain_pytorch",
     "`stop()` and `max_steps` in mid-epoch": f"{LOOP}::test_max_steps_in_mid_epoch_does_not_count_the_epoch",
     "`fit` evaluates after `stop()`": f"{LOOP}::test_an_epochs_last_step_is_evaluated_once_though_both_intervals_end",
     "without `max_epochs` and `max_steps`": f"{LOOP}::test_training_without_an_end_must_be_asked_for",

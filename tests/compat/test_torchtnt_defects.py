@@ -29,7 +29,7 @@ TESTS = Path(__file__).resolve().parents[1]
 # Where a defect has its test; those without a name of a file stand below.
 TESTED = {
     "B1: a resume in mid-epoch loses the batch that was read ahead": "test_no_batch_is_lost_or_leaks",
-    "B2: a batch read ahead leaks into the next epoch": "loop/test_loop.py::test_no_batch_of_one_epoch_leaks_into_the_next",
+    "B2: a batch read ahead leaks into the next epoch": "loop/test_loop.py::test_every_epoch_runs_as_many_steps_as_allowed",
     "B3: every other epoch is empty if max_steps_per_epoch is the length": (
         "loop/test_loop.py::test_every_epoch_runs_as_many_steps_as_allowed"
     ),
@@ -45,7 +45,9 @@ TESTED = {
     "B9: a monitored 0.0 counts as missing": "compat/test_torchtnt_callbacks.py::test_the_metric_0_is_a_metric",
     "B10: folders and metrics with odd names hide checkpoints": "test_folders_and_metrics_may_have_any_name",
     "B12: max_steps or a stop in mid-epoch skips the rest of it": "test_no_batch_is_lost_or_leaks",
-    "B14: the last, shorter window is scaled wrongly or leaks": "loop/test_window.py::test_one_process_equals_plain_pytorch",
+    "B14: the last, shorter window is scaled wrongly or leaks": (
+        "loop/test_window.py::test_ranks_equal_one_process_and_plain_pytorch"
+    ),
     "B15: Ctrl-C calls no on_exception, modules stay in train mode": (
         "loop/test_loop.py::test_whatever_ends_a_run_is_told_and_leaves_modules_in_their_mode"
     ),
@@ -67,14 +69,16 @@ TESTED = {
     "B37: a loader without state starts over without a word": (
         "loop/test_loop.py::test_going_on_in_mid_epoch_with_a_loader_without_state_warns"
     ),
-    "B50: the second predict does nothing": "loop/test_loop.py::test_predict_runs_as_often_as_it_is_called",
+    "B50: the second predict does nothing": (
+        "loop/test_loop.py::test_predict_runs_as_often_as_it_is_called_and_test_is_a_phase_of_its_own"
+    ),
     "B59: TorchSnapshotSaver.restore_with_id does nothing": "compat/test_torchtnt_callbacks.py::test_savers_save_and_restore",
     "4.2: what one strategy saves another cannot read": (
         "checkpoint/test_checkpoint_matrix.py::test_every_strategy_and_size_reads_what_every_other_wrote"
     ),
     "#1056: the last checkpoint is written twice": "checkpoint/test_checkpoint.py::test_a_step_is_saved_once",
     "a missing monitored attribute raises on rank 0 alone": (
-        "loop/test_callbacks_control.py::test_a_missing_attribute_is_an_error_on_all_ranks"
+        "loop/test_callbacks_control.py::test_what_is_no_number_of_the_units_is_an_error_on_all_ranks"
     ),
     "the averages' count of updates is lost at a resume": ("compat/test_torchtnt_prepare.py::test_averages_go_on_after_a_resume"),
 }
