@@ -73,14 +73,14 @@ TESTED: dict[str, str] = {
     ),
     "the last, shorter window of an accumulation": "loop/test_window.py::test_ranks_equal_one_process_and_plain_pytorch",
     "a mean over ranks of means": "loop/test_window.py::test_ranks_equal_one_process_and_plain_pytorch",
-    "`stop()` and `max_steps` in mid-epoch": f"{LOOP}::test_max_steps_in_mid_epoch_does_not_count_the_epoch",
-    "`fit` evaluates after `stop()`": f"{LOOP}::test_an_epochs_last_step_is_evaluated_once_though_both_intervals_end",
+    "`stop()` and `max_steps` in mid-epoch": f"{LOOP}::test_max_steps_counts_the_epochs_that_are_whole",
+    "`fit` evaluates after `stop()`": f"{LOOP}::test_a_stop_ends_after_the_step_and_runs_no_evaluation",
     "without `max_epochs` and `max_steps`": f"{LOOP}::test_training_without_an_end_must_be_asked_for",
     "`max_steps` closes the epoch": f"{LOOP}::test_fit_that_max_steps_ends_is_evaluated_at_its_end",
     "`SWAParams` counts micro-batches": "loop/test_averaged.py::test_updates_are_counted_and_not_micro_batches",
     "a loss that is nan trains on": "loop/test_finite.py::test_ten_in_a_row_end_the_run_and_name_the_first",
     "a batch read ahead can be lost": "compat/test_torchtnt_defects.py::test_no_batch_is_lost_or_leaks",
-    "a second `predict` of a unit": f"{LOOP}::test_predict_runs_as_often_as_it_is_called",
+    "a second `predict` of a unit": f"{LOOP}::test_predict_runs_as_often_as_it_is_called_and_test_is_a_phase_of_its_own",
     "the same dropout on all data-parallel ranks": (
         "parallel/test_activation.py::test_dropout_differs_between_data_parallel_ranks"
     ),
