@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from echelon.checkpoint import commit, manifest
-from echelon.checkpoint.background import Background
 from echelon.checkpoint.location import Location, absolute, location
+from echelon.checkpoint.policy import Keep
 from echelon.common.errors import CheckpointError, UsageError
 from echelon.compat.trainer.rank import kept, planned
 from echelon.loop.checkpointing import restoring
 from echelon.loop.checkpointing.changes import command_here
-from echelon.loop.checkpointing.folder import RunFolder, is_begun_anew, left_alone
+from echelon.loop.checkpointing.folder import NamedFolder, is_begun_anew, left_alone
 from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
-from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
-from echelon.loop.state import State
+from echelon.loop.checkpointing.saver import NamedSaver
 
 __all__ = ["Saver", "newest", "ranks_that_share", "resume", "was_cut_short"]
 
@@ -29,6 +28,15 @@ _ENDED = "ended"
 _NAME = re.compile(r"checkpoint-([0-9]{1,18})")
 
 
+def _step_of(name: str) -> int | None:
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def _updates(unit: Any) -> int:
+    return int(unit.train_progress.num_updates_completed)
+
+
 def _inside(folder: Location) -> list[Location]:
     """What is named like a checkpoint and has a manifest, oldest first. Rank 0's view."""
     inside = folder.iterdir() if folder.is_dir() else ()
@@ -36,7 +44,7 @@ def _inside(folder: Location) -> list[Location]:
     return [path for _, path in sorted(found, key=lambda each: each[0]) if (path / manifest.MANIFEST).exists()]
 
 
-class _Folder(RunFolder):
+class _Folder(NamedFolder):
     """
     Attributes:
         limit: how many stay; None keeps all.
@@ -45,13 +53,6 @@ class _Folder(RunFolder):
 
     limit: int | None = None
     best: str | None = None
-
-    def _found(self) -> list[tuple[Location, int]]:
-        names = commit.on_rank0(lambda: [path.name for path in reversed(_inside(self.path))], self.path)
-        return [(self.path / name, int(name.rpartition("-")[2])) for name in names]
-
-    def _is_saved(self, step: int) -> bool:
-        return any(saved == step for _, saved in self._found())
 
     def _meet_newer(self, path: Location, step: int, restart: bool) -> None:
         if not restart and commit.on_rank0(lambda: manifest.is_whole(path), self.path):
@@ -77,8 +78,8 @@ class _Folder(RunFolder):
             logger.error("%s is saved; older checkpoints could not be removed: %s", newest, error)
 
 
-class Saver(DistributedCheckpointSaver):
-    """Echelon's saver, whose own intervals are not used: `save` is called when transformers' flow of a run says so.
+class Saver(NamedSaver):
+    """Echelon's saver under transformers' names; `write` and `save` are called when transformers' flow of a run says so.
 
     Args:
         folder: that has the checkpoints' folders.
@@ -88,10 +89,10 @@ class Saver(DistributedCheckpointSaver):
     """
 
     def __init__(self, folder: str, limit: int | None, *, restart: bool, only_trained: bool = False) -> None:
-        super().__init__(folder, options=SaveOptions(restart=restart, only_trained=only_trained))
-        self.folder = _Folder(self.folder.path, self.folder.keep, restart=restart)
-        self.folder.limit = limit
-        self._background = Background(self.folder.retire)
+        own = _Folder(location(folder, "output_dir"), Keep(), restart=restart, step_of=_step_of, now=_updates)
+        own.limit = limit
+        options = SaveOptions(restart=restart, only_trained=only_trained)
+        super().__init__(own, lambda unit: (_updates(unit), f"checkpoint-{_updates(unit)}"), options=options)
 
     def keep(self, best: str | None) -> None:
         """Never remove this one, given as its path."""
@@ -100,13 +101,6 @@ class Saver(DistributedCheckpointSaver):
 
     def path_at(self, updates: int) -> str:
         return str(self.dirpath / f"checkpoint-{updates}")
-
-    def _place(self, unit: Any) -> tuple[int, str]:
-        return (updates := unit.train_progress.num_updates_completed), f"checkpoint-{updates}"
-
-    def write(self, state: State, unit: Any) -> None:
-        """In the middle of training; if the storage fails, training goes on, with an error in the log. Collective."""
-        self._save(state, unit)
 
     def end(self, unit: Any, how: str) -> None:
         """Write down how training ended, beside its last state if that is saved; the folder is free for others. Collective."""
