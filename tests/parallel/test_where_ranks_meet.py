@@ -75,7 +75,7 @@ PLACES = {
     "_Reduction.wait": TOLD,
     "_differing": STATE,
     "_facts": STATE,
-    "_gathered": "test_a_number_of_some_ranks_only_is_refused_on_all",
+    "_gathered": "test_a_number_of_some_ranks_only_or_of_none_is_refused_on_all",
     "_load_own": STATE,
     "_needed": CALLED,
     "_over": ASKED,
@@ -184,7 +184,7 @@ PLACES = {
     "OptimizerState._of_all_stages": STATE,
     "OptimizerState.state_dict": STATE,
     "_of_all_stages": STATE,
-    "further_state": "test_so_is_what_each_rank_has_of_its_own_parameters",
+    "further_state": "test_what_cannot_be_kept_is_refused_at_the_first_save",
 }  # fmt: skip
 
 
