@@ -51,6 +51,7 @@ _VARIES = [
     (re.compile(r"(?<=\bjob )\d+|(?<=\bprocess )\d+|(?<=\bpid )\d+|(?<=\bport )\d+|(?<=\bline )\d+|(?<=\.py:)\d+|\d{5,}"), "N"),
     (re.compile(r"\s*Traceback \(most recent call last\):.*", re.DOTALL), ""),  # with places in torch
     (re.compile(r"(?<=[a-z]Error: ).+|(?<=Exception: ).+"), "..."),  # the words of others, or of an error within this one
+    (re.compile(r"(?<=torch says: ).+", re.DOTALL), "..."),
     (re.compile(r"  +"), "  "),  # between the columns of a table, which are as wide as a path in them
 ]
 
