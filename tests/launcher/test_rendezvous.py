@@ -150,7 +150,6 @@ def test_a_look_at_the_others_is_a_few_requests_on_any_number_of_nodes(nodes: in
 
 def test_all_come_to_the_next_meeting_or_hear_who_has_ended() -> None:
     made = agents(3)
-    made[1]._look_at = 0.0
     assert not made[1].others_start_again()
     waiting = threading.Thread(target=made[0].meet)
     waiting.start()
