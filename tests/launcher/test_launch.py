@@ -640,16 +640,18 @@ def _request(folder: Path, script: str) -> bytes:
     (folder / "s.py").write_text(script)
     fields = {
         "kind": "script", "target": str(folder / "s.py"), "args": [], "env": dict(os.environ), "cwd": str(folder),
-        "sys_path": [p for p in sys.path if p], "log": str(folder / "log"), "fds": 0,
+        "sys_path": [p for p in sys.path if p], "log": str(folder / "log"),
     }  # fmt: skip
-    return json.dumps({"fork": fields}).encode() + b"\n"
+    return json.dumps({"fork": fields, "handed": []}).encode() + b"\n"
 
 
 def _answers(sock: socket.socket, count: int) -> list[dict[str, Any]]:
     data = b""
     while data.count(b"\n") < count:
         assert select.select([sock], [], [], 60)[0], f"only {data!r}"
-        data += sock.recv(65536)
+        more = sock.recv(65536)
+        assert more, f"the server has gone after {data!r}"
+        data += more
     return [json.loads(line) for line in data.splitlines()]
 
 
