@@ -182,6 +182,21 @@ def test_dmesg_is_not_recommended_where_the_launcher_has_seen_that_the_kernel_ki
     assert "dmesg" not in left.end(137, killed(1, message=said), world_size=2).verdict.paragraph
 
 
+@pytest.mark.parametrize(
+    ("stack", "did"), [((TORCH, 9, "all_reduce"), "waited in all_reduce #6"), (("train.py", 9, "main"), "stood")]
+)
+def test_a_call_that_the_death_of_a_peer_has_ended_is_where_a_rank_waited(
+    left: Left, stack: tuple[str, int, str], did: str
+) -> None:
+    """Gloo's records have it as ended from then on, a moment before it raises; ranks are asked at any moment."""
+    left.flight(0, *map(entry, range(1, 7))).stack(0, stack, ("/home/me/train.py", 36, "main"))
+    left.flight(1, *map(entry, range(1, 6)))
+    left.end(1, failed(1, "ValueError: no labels"), world_size=2, seen={"0": seen(answers=True)})
+    assert left.verdict.guilty == (1,) and f"while rank 0 {did}" in left.verdict.paragraph
+    left.flight(1, *map(entry, range(1, 7)))  # it came to that call, which then ended as it should
+    assert "all_reduce #6" not in left.verdict.paragraph
+
+
 def test_one_of_four_that_waits_in_a_further_call_has_made_it_too_many(left: Left) -> None:
     for rank in (0, 1, 3):
         left.rank(rank, 0, collectives={"0": "all_reduce #9"})

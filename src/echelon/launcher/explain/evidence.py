@@ -25,6 +25,7 @@ from echelon.launcher.explain.folder import is_file, is_folder, object_in
 from echelon.launcher.explain.nccl_dump import record_in
 from echelon.launcher.explain.rank import (
     MOST_RANKS,
+    NO_COLLECTIVES,
     RankEvidence,
     add_rank,
     add_record,
@@ -34,7 +35,7 @@ from echelon.launcher.explain.rank import (
     with_error_before,
     with_words_of_log,
 )
-from echelon.launcher.explain.stacks import crash_stack, logged_error, main_thread, other_threads, usage_error
+from echelon.launcher.explain.stacks import crash_stack, logged_error, main_thread, other_threads, usage_error, waits_in
 from echelon.launcher.job import Failure
 from echelon.launcher.records import exit_record, rank_record
 
@@ -141,6 +142,7 @@ class _Reader:
             ranks[number] = replace(ranks.get(number) or RankEvidence(number), flight=found_flight, unread=dump is None)
         for number, rank in list(ranks.items()):
             ranks[number] = self._completed(rank, own.get(number, {}))
+        ranks = {number: _still_in_call(rank, ranks) for number, rank in ranks.items()}
         world = max(self._world_size(records), max(ranks, default=-1) + 1)
         code = int(ended["exit_code"]) if ended else None
         return Evidence(
@@ -246,6 +248,22 @@ class _Reader:
     def _world_size(self, records: list[dict[str, Any]]) -> int:
         told = [record.get("world_size") for record in records] + [(read_json(self.run.run_json) or {}).get("ranks")]
         return next((n for n in told if type(n) is int and 0 < n <= MOST_RANKS), 0)
+
+
+def _still_in_call(rank: RankEvidence, ranks: Mapping[int, RankEvidence]) -> RankEvidence:
+    """With the call open in which it stood: gloo's records say that it has ended as soon as the connection to a dead peer has,
+    which is a moment before the call raises. One to which another rank has not come cannot have ended in any other way.
+    """
+    name = waits_in(rank.stack)
+    if not rank.flight or not name or name in NO_COLLECTIVES or (last := flights.last_call(rank.flight)) is None:
+        return rank
+    group, call = last
+    members = rank.flight[group].members or ranks.keys()
+    others = [ranks[other].flight for other in members if other != rank.rank and other in ranks]
+    behind = any(flight is not None and (trace := flight.get(group)) and trace.last < call.seq for flight in others)
+    if call.done and behind and not flights.ROOTED.search(call.op):
+        return replace(rank, flight=flights.reopened(rank.flight))
+    return rank
 
 
 def _has_failed(ranks: Mapping[int, RankEvidence], number: int) -> bool:

@@ -26,6 +26,7 @@ __all__ = [
     "Wait",
     "expected",
     "first_mismatch",
+    "last_call",
     "of_last_calls",
     "parse",
     "reopened",
@@ -177,12 +178,17 @@ def parse(record: Mapping[str, Any]) -> Flight:
 
 def reopened(flight: Flight) -> Flight:
     """Of a rank that an error threw out of its last call: gloo's records say that the call has ended, and it did not."""
-    last = max(((call.time_ns, name, call.seq) for name, trace in flight.items() for call in trace.calls.values()), default=None)
-    if last is None:
+    if (last := last_call(flight)) is None:
         return flight
-    _, name, seq = last
+    name, call = last
     trace = flight[name]
-    return {**flight, name: replace(trace, calls={**trace.calls, seq: replace(trace.calls[seq], done=False)})}
+    return {**flight, name: replace(trace, calls={**trace.calls, call.seq: replace(call, done=False)})}
+
+
+def last_call(flight: Flight) -> tuple[str, Call] | None:
+    """Of all groups, with its group's name; None if no call is known."""
+    calls = [(name, call) for name, trace in flight.items() for call in trace.calls.values()]
+    return max(calls, key=lambda found: (found[1].time_ns, found[0], found[1].seq), default=None)
 
 
 _LAST = re.compile(r".{0,80}#(\d{1,15})")

@@ -19,6 +19,7 @@ from echelon.launcher.lost_peers import error_before
 
 __all__ = [
     "MOST_RANKS",
+    "NO_COLLECTIVES",
     "RankEvidence",
     "add_rank",
     "add_record",
@@ -32,7 +33,7 @@ __all__ = [
 
 MOST_RANKS = 1 << 20
 # What waits for others, and is not in a flight record.
-_NO_COLLECTIVES = frozenset(
+NO_COLLECTIVES = frozenset(
     ("a DataLoader", "batch_isend_irecv", "destroy_process_group", "init_process_group", "irecv", "isend", "monitored_barrier")
     + ("new_group", "new_subgroups", "recv", "recv_object_list", "rendezvous", "send", "send_object_list")
 )
@@ -159,7 +160,7 @@ def fell_in_call(failure: Failure) -> bool:
         return False
     name = waits_in(of_traceback(failure.traceback))
     raised = not failure.kind.startswith("SIG")  # NCCL's own records, of ranks that it aborts, say themselves what has ended
-    return name not in _NO_COLLECTIVES and (bool(name) or (raised and failure.is_victim))
+    return name not in NO_COLLECTIVES and (bool(name) or (raised and failure.is_victim))
 
 
 def is_check(failure: Failure) -> bool:
