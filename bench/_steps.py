@@ -28,8 +28,8 @@ from echelon.checkpoint.snapshot import Planned
 from echelon.checkpoint.tensors import Files, Tensors
 from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.rank import RankInfo
-from echelon.launcher.explain import Evidence, RankEvidence, explain
-from echelon.launcher.job import Failure
+from echelon.diagnosis import Evidence, RankEvidence, explain
+from echelon.diagnosis.failure import Failure
 from echelon.parallel.axes import Axis, speaks_for
 from echelon.parallel.state.partition import assign
 from echelon.world import agree, rng

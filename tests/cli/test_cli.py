@@ -28,7 +28,7 @@ from echelon.cli.main import VERBS, main
 from echelon.common.errors import UsageError
 from echelon.common.traces import shortened
 from echelon.contracts.run_dir import RunDir, write_json
-from echelon.launcher.explain import Evidence, explain
+from echelon.diagnosis import Evidence, explain
 from tests.conftest import clean_environment
 from tests.kit import forked
 from tests.kit.started import Started, wait_until

@@ -22,7 +22,7 @@ from echelon.checkpoint.lease import Lease
 from echelon.common.errors import CheckpointInUseError, UsageError
 from echelon.common.lock import Lock
 from echelon.contracts.run_dir import RunDir
-from echelon.launcher.local.judge import record_end
+from echelon.launcher.local.end_record import record_end
 from tests.kit.refusals import refused
 from tests.kit.started import wait_until
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.launcher.explain import Evidence, explain
+from echelon.diagnosis import Evidence, explain
 from tests.compat.programs import dragon_training
 from tests.conftest import clean_environment
 from tests.kit.models import Batch, largest_difference

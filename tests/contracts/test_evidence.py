@@ -20,17 +20,18 @@ import torch.distributed as dist
 
 import echelon as ech
 from echelon.common.errors import RankFailedError
+from echelon.contracts.records import exit_record, rank_record
 from echelon.contracts.run_dir import RunDir, read_json
-from echelon.launcher.explain import Evidence
-from echelon.launcher.explain.flight import Flight
+from echelon.diagnosis import Evidence
+from echelon.diagnosis.failure import Failure
+from echelon.diagnosis.flight import Flight
 from echelon.launcher.functions.launch import launch
-from echelon.launcher.job import Failure, JobSpec
-from echelon.launcher.local import flight_recorder, judge
+from echelon.launcher.job import JobSpec
+from echelon.launcher.local import end_record, flight_recorder
 from echelon.launcher.local import run as local
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import FLIGHT, HOW_FAR, Answer, Companions
 from echelon.launcher.local.memory import OomCount
-from echelon.launcher.records import exit_record, rank_record
 from tests.conftest import clean_environment
 
 
@@ -366,10 +367,10 @@ def test_what_cannot_be_explained_does_not_hide_how_a_run_ended(tmp_path: Path, 
     def fails(evidence: Evidence) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(judge, "explain", fails)
+    monkeypatch.setattr(end_record, "explain", fails)
     run = RunDir.create(tmp_path, "a", begin=False).next_attempt()
     failure = Failure(0, 1, 0, "ValueError", "bad label")
-    assert judge.record_end(run, 1, [failure], world_size=1) == failure
+    assert end_record.record_end(run, 1, [failure], world_size=1) == failure
     assert (exit_record(run.exit_json) or {})["first_failure"]["message"] == "bad label"
 
 

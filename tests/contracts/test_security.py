@@ -55,6 +55,7 @@ from echelon.common.terminal import OutputFilter, printable
 from echelon.contracts.between_attempts import note_begun
 from echelon.contracts.events import EventLog
 from echelon.contracts.run_dir import RunDir, write_json
+from echelon.diagnosis.failure import Failure, render
 from echelon.launcher.calls import write_value
 from echelon.launcher.cluster import node as node_of_job
 from echelon.launcher.cluster.background import LocalLauncher
@@ -64,10 +65,10 @@ from echelon.launcher.cluster.jobs import job_of
 from echelon.launcher.cluster.slurm import commands
 from echelon.launcher.cluster.slurm.job import SlurmLauncher
 from echelon.launcher.cluster.slurm.render import SlurmOptions
-from echelon.launcher.failure import render
-from echelon.launcher.job import Failure, JobSpec
+from echelon.launcher.job import JobSpec
 from echelon.launcher.local import nodes
-from echelon.launcher.local.attempt import Attempt, write_exit
+from echelon.launcher.local.attempt import Attempt
+from echelon.launcher.local.end_record import write_exit
 from echelon.launcher.local.relay import Relay, SilentScreen
 from echelon.launcher.protocol import JobState, note_submitted, read_spec, write_spec
 from echelon.loop.checkpointing.changes import facts

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts.pulse import Phase
-from echelon.launcher.explain import Evidence, Verdict, explain
+from echelon.diagnosis import Evidence, Verdict, explain
 
 CLOSED = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5766"
 TIMED_OUT = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete"

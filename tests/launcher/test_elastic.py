@@ -23,9 +23,10 @@ from echelon.contracts.overrides import Overrides, impose
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.parts import Padding, Pieces, joined
+from echelon.diagnosis.failure import Failure
 from echelon.launcher.functions import launch as functions
 from echelon.launcher.functions.launch import launch
-from echelon.launcher.job import Failure, JobSpec, Outcome, parse_duration, parse_rank_range
+from echelon.launcher.job import JobSpec, Outcome, parse_duration, parse_rank_range
 from echelon.launcher.local import rendezvous
 from echelon.launcher.local import run as local
 from echelon.launcher.local.relay import SilentScreen

@@ -20,9 +20,10 @@ import torch.distributed as dist
 import echelon as ech
 from echelon.common.errors import LaunchError, RankFailedError
 from echelon.contracts.pulse import Phase, Standing
+from echelon.contracts.records import exit_record
 from echelon.contracts.run_dir import RunDir, read_json
+from echelon.diagnosis.stacks import main_thread
 from echelon.launcher.cluster.conclude import conclude
-from echelon.launcher.explain.stacks import main_thread
 from echelon.launcher.functions.launch import launch
 from echelon.launcher.job import JobSpec, parse_hang_timeout
 from echelon.launcher.local import hang, progress
@@ -33,7 +34,6 @@ from echelon.launcher.local.hang import HangLimit
 from echelon.launcher.local.progress import Progress
 from echelon.launcher.local.rank_state import has_handler, waits
 from echelon.launcher.local.worker import STACK_SIGNAL
-from echelon.launcher.records import exit_record
 from tests.conftest import ends_of
 from tests.kit.refusals import refused
 from tests.kit.two_nodes import start_nodes

@@ -32,14 +32,14 @@ import torch.distributed as dist
 import echelon
 from echelon.cli.main import main
 from echelon.common.errors import EchelonError, LaunchError, RankFailedError, RunFolderError, UsageError
-from echelon.launcher.explain.stacks import Frame
-from echelon.launcher.failure import render
+from echelon.contracts.records import rank_record
+from echelon.diagnosis.failure import Failure, render
+from echelon.diagnosis.stacks import Frame
 from echelon.launcher.functions import launch as functions
 from echelon.launcher.functions.launch import launch, spawn
-from echelon.launcher.job import Failure, auto_ranks, parse_ranks
+from echelon.launcher.job import auto_ranks, parse_ranks
 from echelon.launcher.local import attempt as attempt_of_ranks
 from echelon.launcher.local.relay import Relay
-from echelon.launcher.records import rank_record
 from tests.kit import forked
 from tests.kit.refusals import refused
 from tests.kit.started import Started, wait_until

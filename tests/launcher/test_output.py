@@ -16,7 +16,7 @@ import pytest
 
 from echelon.contracts.events import EventLog, read_lines
 from echelon.contracts.run_dir import RunDir
-from echelon.launcher.local.attempt import write_exit
+from echelon.launcher.local.end_record import write_exit
 from echelon.observe.sinks import progress
 from echelon.observe.sinks.progress import RunScreen
 from tests.conftest import clean_environment

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from echelon.contracts.run_dir import RunDir, read_json
+from echelon.diagnosis import Evidence, explain
 from echelon.launcher.calls import checksum
 from echelon.launcher.cluster.conclude import conclude
-from echelon.launcher.explain import Evidence, explain
 from echelon.launcher.job import JobSpec
 from tests.conftest import clean_environment, ends_of
 from tests.kit.started import wait_until

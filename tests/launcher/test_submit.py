@@ -17,13 +17,14 @@ import pytest
 from echelon.cli.submit import parse_sweep
 from echelon.common.errors import ClusterError, EchelonError, RankFailedError, RunFolderError, UsageError
 from echelon.contracts.run_dir import RunDir, read_json, write_json
+from echelon.diagnosis.failure import Failure
 from echelon.launcher.cluster.background import LocalLauncher
 from echelon.launcher.cluster.conclude import conclude, refuse
 from echelon.launcher.cluster.jobs import job_of
 from echelon.launcher.cluster.slurm import commands
 from echelon.launcher.cluster.slurm.render import SlurmOptions, exported, render
 from echelon.launcher.cluster.snapshot import snapshot
-from echelon.launcher.job import Failure, JobSpec
+from echelon.launcher.job import JobSpec
 from echelon.launcher.local import nodes
 from echelon.launcher.protocol import JobState, write_spec
 from tests.conftest import clean_environment

@@ -19,16 +19,15 @@ import echelon as ech
 from echelon.common.errors import RankFailedError
 from echelon.contracts import pulse
 from echelon.contracts.pulse import Phase, Standing
+from echelon.contracts.records import exit_record
 from echelon.contracts.run_dir import RunDir
-from echelon.launcher.failure import render
+from echelon.diagnosis.failure import Failure, render
 from echelon.launcher.functions.launch import launch
-from echelon.launcher.job import Failure
 from echelon.launcher.local import agent, progress, watch
 from echelon.launcher.local.attempt import Attempt
-from echelon.launcher.local.judge import record_end
+from echelon.launcher.local.end_record import record_end
 from echelon.launcher.local.rank_state import Pulses, RankState, behind
 from echelon.launcher.local.watch import Lingering, Watch
-from echelon.launcher.records import exit_record
 from tests.conftest import clean_environment
 
 HANG_AT = 6

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from echelon.launcher.explain import Evidence, explain, show
+    from echelon.diagnosis import Evidence, explain, show
 
     if arguments.run in PAGES:
         print(as_text(arguments.run))

@@ -26,11 +26,11 @@ from echelon.common.redact import redacted_words
 from echelon.common.terminal import one_line, printable, say
 from echelon.contracts.events import read_lines
 from echelon.contracts.overrides import Overrides
+from echelon.contracts.records import exit_record
 from echelon.contracts.run_dir import TRACK_VARIABLE, RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.contracts.version import __version__
 from echelon.launcher.job import JobSpec, Outcome, parse_duration, parse_hang_timeout, parse_rank_range
-from echelon.launcher.records import exit_record
 
 __all__ = [
     "add_arguments",
@@ -177,7 +177,7 @@ def execute(arguments: argparse.Namespace) -> int:
     run = run.next_attempt()
     write_json(run.run_json, describe(job, run, planned=planned))
 
-    from echelon.launcher.failure import render
+    from echelon.diagnosis.failure import render
     from echelon.observe.sinks.model import short_path
 
     with _endpoint(listening, run):

@@ -61,7 +61,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _is_left(path: Path) -> bool:
     """Whether the launcher of a run on this machine has gone: its lock is free. Of another machine's, nothing is known here."""
-    from echelon.launcher.explain.folder import is_file
+    from echelon.diagnosis.folder import is_file
 
     run, lock = RunDir(path), path / ".lock"
     host = (read_json(run.run_json) or {}).get("host")

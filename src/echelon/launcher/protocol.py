@@ -21,11 +21,11 @@ from echelon.common.errors import RankFailedError, RunFolderError, require
 from echelon.common.files import open_file, parse_object, private_folder, write_whole
 from echelon.common.terminal import printable
 from echelon.common.trust import check_parents, doubt, read_ours
+from echelon.contracts.records import exit_record
 from echelon.contracts.run_dir import RunDir, read_json, write_json
 from echelon.contracts.stopping import REQUEUE
-from echelon.launcher.failure import render
-from echelon.launcher.job import Failure, JobSpec, Outcome, spec_of
-from echelon.launcher.records import exit_record
+from echelon.diagnosis.failure import Failure, render
+from echelon.launcher.job import JobSpec, Outcome, spec_of
 
 __all__ = ["FolderJob", "JobState", "note_submitted", "read_spec", "write_spec"]
 

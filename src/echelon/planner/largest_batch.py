@@ -19,7 +19,7 @@ from echelon.common.errors import PlanError, RankFailedError
 from echelon.common.files import parse_object, write_whole
 from echelon.common.terminal import columns
 from echelon.contracts.overrides import Overrides
-from echelon.launcher.explain.kinds import kind_of_words
+from echelon.diagnosis.kinds import kind_of_words
 from echelon.launcher.functions.launch import launch
 from echelon.loop.auto.optimized_unit import OptimizedUnit
 from echelon.loop.callback import Callback

@@ -14,11 +14,11 @@ from pathlib import Path
 from echelon.common.errors import ClusterError
 from echelon.common.files import open_to_append
 from echelon.common.machine import boot_id, started_at
+from echelon.contracts.records import exit_record
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.job import JobSpec
 from echelon.launcher.local.processes import signal_if
 from echelon.launcher.protocol import FolderJob, JobState, note_submitted, write_spec
-from echelon.launcher.records import exit_record
 
 __all__ = ["LocalJob", "LocalLauncher"]
 

@@ -25,7 +25,7 @@ from echelon.common.files import read_bytes
 from echelon.common.hostlist import expand_hostlist
 from echelon.common.numbers import digits
 from echelon.contracts.run_dir import RunDir
-from echelon.launcher.failure import render
+from echelon.diagnosis.failure import render
 from echelon.launcher.job import JobSpec
 from echelon.launcher.local.relay import SilentScreen
 from echelon.launcher.local.run import run_local

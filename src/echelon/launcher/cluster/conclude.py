@@ -17,15 +17,14 @@ from echelon.common.errors import UsageError
 from echelon.common.files import read_end
 from echelon.common.terminal import one_line, printable, say
 from echelon.contracts.events import read_lines
+from echelon.contracts.records import came_to, exit_record, meeting_record, refusal_record
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
-from echelon.launcher.failure import render
-from echelon.launcher.job import Failure, JobSpec
-from echelon.launcher.local.attempt import write_exit
-from echelon.launcher.local.judge import record_end
+from echelon.diagnosis.failure import Failure, render
+from echelon.launcher.job import JobSpec
+from echelon.launcher.local.end_record import record_end, write_exit
 from echelon.launcher.local.nodes import meeting_path
 from echelon.launcher.protocol import read_spec
-from echelon.launcher.records import came_to, exit_record, meeting_record, refusal_record
 
 __all__ = ["conclude", "refuse"]
 

@@ -8,11 +8,11 @@ from typing import Any
 from echelon.common.errors import ClusterError, RankFailedError
 from echelon.common.files import read_end
 from echelon.common.terminal import printable
+from echelon.contracts.records import exit_record
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.calls import load_exception, load_values
 from echelon.launcher.job import Outcome
 from echelon.launcher.protocol import FolderJob, JobState
-from echelon.launcher.records import exit_record
 
 __all__ = ["FinishedJob", "FunctionJob"]
 

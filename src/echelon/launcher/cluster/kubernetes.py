@@ -23,13 +23,13 @@ from typing import Any
 from echelon.common.errors import ClusterError, EchelonError, require
 from echelon.common.hash_seed import fix_hash_seed
 from echelon.common.terminal import say
+from echelon.contracts.records import exit_record
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.launcher.cluster.conclude import conclude, refuse
 from echelon.launcher.cluster.node import run_node, start_of
 from echelon.launcher.job import JobSpec, cores_of_a_rank
 from echelon.launcher.local.output import forgive_output
 from echelon.launcher.protocol import FolderJob, JobState, write_spec
-from echelon.launcher.records import exit_record
 
 __all__ = ["KubernetesJob", "main", "render"]
 

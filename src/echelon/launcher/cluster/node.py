@@ -23,8 +23,8 @@ from echelon.common.numbers import count_in
 from echelon.common.terminal import say
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
+from echelon.diagnosis.failure import render
 from echelon.launcher.cluster.conclude import conclude, refuse
-from echelon.launcher.failure import render
 from echelon.launcher.job import JobSpec, Outcome
 from echelon.launcher.local.nodes import Meeting, meet
 from echelon.launcher.local.output import forgive_output

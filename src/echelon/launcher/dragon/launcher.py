@@ -17,13 +17,14 @@ from echelon.common.errors import ClusterError, EchelonError, RankFailedError
 from echelon.common.files import open_to_append
 from echelon.common.terminal import say
 from echelon.contracts.rank import RankInfo
+from echelon.contracts.records import rank_record
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
+from echelon.diagnosis.failure import Failure
 from echelon.launcher.cluster.background import LocalLauncher
-from echelon.launcher.job import Failure, JobSpec
-from echelon.launcher.local.judge import record_end
+from echelon.launcher.job import JobSpec
+from echelon.launcher.local.end_record import record_end
 from echelon.launcher.protocol import read_spec
-from echelon.launcher.records import rank_record
 
 __all__ = ["DragonLauncher"]
 

@@ -24,15 +24,14 @@ from echelon.common.lock import HeldError, Lock, look
 from echelon.common.machine import usable_cores
 from echelon.common.terminal import printable
 from echelon.contracts.rank import RankInfo
+from echelon.contracts.records import rank_record
 from echelon.contracts.run_dir import write_json
+from echelon.diagnosis.failure import Failure, render
 from echelon.launcher.calls import load_exception, load_values
 from echelon.launcher.dragon.runtime import FOLDER_VARIABLE
-from echelon.launcher.failure import render
-from echelon.launcher.job import Failure
 from echelon.launcher.local.nodes import free_port
 from echelon.launcher.local.raised import describe
 from echelon.launcher.local.worker import leave_value, set_threads
-from echelon.launcher.records import rank_record
 from echelon.launcher.workarounds import close_failed, look_for_failures_with_pauses, serve_dragon_on_loopback
 
 __all__ = ["DragonRanks"]

@@ -20,16 +20,16 @@ from echelon.common.files import working_folder
 from echelon.common.numbers import number, whole
 from echelon.common.terminal import printable
 from echelon.contracts.overrides import overrides
+from echelon.contracts.records import rank_record
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
+from echelon.diagnosis.failure import render
 from echelon.launcher.calls import Call, load_exception, load_values, pack, refuse_in_bootstrap, write_call
-from echelon.launcher.failure import render
 from echelon.launcher.job import JobSpec, parse_ranks
 from echelon.launcher.local.relay import SilentScreen
 from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.start import CallFile
 from echelon.launcher.local.worker import SLOW_MODULES
-from echelon.launcher.records import rank_record
 
 __all__ = ["launch", "preload", "running_server", "shared_server", "spawn"]
 

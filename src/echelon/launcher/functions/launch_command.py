@@ -26,19 +26,20 @@ from echelon.common.files import open_to_append, parse_object, read_bytes, read_
 from echelon.common.redact import redacted_words
 from echelon.common.terminal import say
 from echelon.contracts.asked import Asked
+from echelon.contracts.records import place_record, rank_record
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
+from echelon.diagnosis.failure import Failure
 from echelon.launcher.calls import checksum
 from echelon.launcher.functions.inside import CallSite
-from echelon.launcher.job import Failure, JobSpec, Outcome
-from echelon.launcher.local.attempt import write_exit
+from echelon.launcher.job import JobSpec, Outcome
+from echelon.launcher.local.end_record import write_exit
 from echelon.launcher.local.hang import hang_timeout
 from echelon.launcher.local.nodes import Meeting, free_port
 from echelon.launcher.local.processes import descends, kill_children, runs, signal_if
 from echelon.launcher.local.run import rank_environment
 from echelon.launcher.local.server import adopt_orphans, die_with_parent
 from echelon.launcher.local.silence import NodeSilentError, Silence
-from echelon.launcher.records import place_record, rank_record
 
 __all__ = ["PLACEHOLDERS", "parse", "run_command", "substitute"]
 

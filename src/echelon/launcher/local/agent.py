@@ -17,12 +17,13 @@ from dataclasses import replace
 from echelon.common import terminal
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.stopping import REQUEUE
-from echelon.launcher.job import Failure, JobSpec
+from echelon.diagnosis.failure import HANGS, Failure
+from echelon.launcher.job import JobSpec
 from echelon.launcher.local.attempt import Attempt, Requests
 from echelon.launcher.local.companion import HOW_FAR
+from echelon.launcher.local.end_record import HUNG
 from echelon.launcher.local.gather import RankProbe
 from echelon.launcher.local.hang import HangLimit, hang_timeout
-from echelon.launcher.local.judge import HANGS, HUNG
 from echelon.launcher.local.nodes import Meeting
 from echelon.launcher.local.rank_state import RankState, has_handler
 from echelon.launcher.local.rendezvous import NodesRendezvous, OneNodeRendezvous

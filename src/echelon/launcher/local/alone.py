@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from echelon.common.files import read_bytes
-from echelon.launcher.records import rank_record
+from echelon.contracts.records import rank_record
 from echelon.launcher.workarounds import has_destroyed_groups
 
 if TYPE_CHECKING:

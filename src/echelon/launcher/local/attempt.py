@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from echelon.common.files import MOST_BYTES, read_end, write_whole
-from echelon.common.terminal import say
+from echelon.common.files import read_end
+from echelon.contracts.records import rank_record
 from echelon.contracts.stopping import REQUEUE, signal_name
-from echelon.launcher.aborted import TAIL_BYTES, last_words
-from echelon.launcher.explain.stacks import last_traceback
-from echelon.launcher.job import Failure
+from echelon.diagnosis.aborted import TAIL_BYTES, last_words
+from echelon.diagnosis.failure import Failure
+from echelon.diagnosis.stacks import last_traceback
 from echelon.launcher.local.memory import OomCount, gib
-from echelon.launcher.local.rank_state import RankState
-from echelon.launcher.records import rank_record
 
-__all__ = ["Attempt", "Requests", "write_exit"]
+__all__ = ["Attempt", "Requests"]
 
 # How long a rank may take to end by itself once it has reported its failure.
 _EXIT_WAIT_S = 10.0
-# Of exit.json, which is read whole: bytes of each text of the first failure; of the others', less and less until all fits.
-_LARGEST, _OF_FIRST, _OF_OTHERS = MOST_BYTES * 3 // 4, 1 << 19, (16_000, 4_000, 1_000, 200)
-_MOST_FAILURES = 5000
 
 
 class Requests:
@@ -149,84 +141,3 @@ class Attempt:
 
     def failures(self) -> list[Failure]:
         return [f for rank in self.pids if (f := self.failure(rank)) is not None]
-
-
-def write_exit(
-    path: Path,
-    code: int,
-    failures: Sequence[Failure] = (),
-    first: Failure | None = None,
-    stopped: str | None = None,
-    *,
-    seen: Mapping[int, RankState | Mapping[str, Any]] | None = None,
-    hang_s: float | None = None,
-    world_size: int | None = None,
-    explained: str | None = None,
-) -> None:
-    """Record how an attempt ended. If that cannot be written, report it; the exit code stays.
-
-    Args:
-        path: the attempt's exit.json, or with several nodes a node's own.
-        failures: of all ranks that failed; `first` is the one that the others followed.
-        stopped: what ended it, if no rank did.
-        seen: how far each rank, or each of a node's, had come before they were ended.
-        hang_s: it was ended since no rank had made progress for so long.
-        world_size: how many ranks there were, on all nodes.
-        explained: a paragraph of why it ended, for a person.
-    """
-    told = {rank: s.as_json() if isinstance(s, RankState) else s for rank, s in (seen or {}).items()}
-    said: dict[str, Any] = {
-        "exit_code": code,
-        "stopped": stopped,
-        "first_failure": _shortened(first, _OF_FIRST) if first else None,
-        "ranks": {},
-        "ended": time.time(),
-        "hang": {"after_s": round(hang_s, 3)} if hang_s is not None else None,
-        "explained": explained,
-        **({"seen": told} if told else {}),
-        **({"world_size": world_size} if world_size else {}),
-    }
-    whole = {f.rank for f in (first, *([Failure.first(failures)] if failures else [])) if f is not None}
-    text = ""
-    for most in _OF_OTHERS:
-        said["ranks"] = {str(f.rank): _shortened(f, _OF_FIRST if f.rank in whole else most) for f in failures}
-        if told and most <= 1000:
-            said["seen"] = {rank: {k: v for k, v in s.items() if k != "raised"} for rank, s in told.items()}
-        text = json.dumps(said, indent=2 if most > 1000 else None, default=str)
-        if len(text) <= _LARGEST:
-            break
-    else:  # a hundred thousand ranks
-        kept = sorted(failures, key=lambda f: (f.rank not in whole, f.time_ns))[:_MOST_FAILURES]
-        said["ranks"] = {str(f.rank): _shortened(f, _OF_FIRST if f.rank in whole else _OF_OTHERS[-1]) for f in kept}
-        text = json.dumps({**said, "seen": {}}, default=str)
-    _write_end(path, text, again=bool(failures))
-
-
-def _write_end(path: Path, text: str, *, again: bool) -> None:
-    """Where the folder was removed meanwhile: into a new one if there is a failure to be told."""
-    try:
-        if again:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text + "\n")
-    except OSError as error:  # a full disk, too
-        say(f"{path} cannot be written: {error.strerror}")
-
-
-def _shortened(failure: Failure, most: int) -> dict[str, Any]:
-    """With texts of at most about so many bytes each; where that is little, without what the others of its file say as well."""
-    said = failure.as_json()
-    said["message"], said["traceback"] = _short(failure.message, most), _short(failure.traceback, most)
-    frames = list(failure.user_frames) if most > 1000 else []
-    while frames and len(json.dumps(frames)) > most:
-        frames = frames[len(frames) // 2 + 1 :]
-    return {**said, "user_frames": frames, "log": said["log"] if most > 1000 else None}
-
-
-def _short(text: str, most: int) -> str:
-    """Its beginning and its end, as which an exception has what it says."""
-    if len(text) <= most and len(json.dumps(text)) <= most:
-        return text
-    size = min(most, len(text))
-    while len(json.dumps(cut := f"{text[: size // 3]}\n[...]\n{text[-(size * 2 // 3) :].lstrip()}")) > most and size > 12:
-        size = size * 3 // 4
-    return cut

@@ -24,9 +24,9 @@ from types import FrameType
 from typing import Any
 
 from echelon.common.files import parse_object
+from echelon.contracts.records import raised_record
 from echelon.launcher.local.flight_recorder import called, write_flight
 from echelon.launcher.local.raised import describe
-from echelon.launcher.records import raised_record
 
 __all__ = ["FLIGHT", "HOW_FAR", "Answer", "Companions", "begin"]
 

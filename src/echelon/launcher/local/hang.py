@@ -17,7 +17,7 @@ from pathlib import Path
 
 from echelon.common.machine import process_stat
 from echelon.contracts.pulse import Phase
-from echelon.launcher.explain.stacks import Frame, main_thread
+from echelon.diagnosis.stacks import Frame, main_thread
 from echelon.launcher.job import parse_hang_timeout
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.companion import HOW_FAR

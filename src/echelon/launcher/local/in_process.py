@@ -17,15 +17,16 @@ from typing import Any
 
 from echelon.contracts import pulse
 from echelon.contracts.rank import RankInfo
+from echelon.contracts.records import rank_record
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE, SIGNALS
-from echelon.launcher.failure import render
-from echelon.launcher.job import Failure, JobSpec, Outcome
+from echelon.diagnosis.failure import HANGS, Failure, render
+from echelon.launcher.job import JobSpec, Outcome
 from echelon.launcher.local import companion
-from echelon.launcher.local.attempt import Attempt, write_exit
+from echelon.launcher.local.attempt import Attempt
+from echelon.launcher.local.end_record import HUNG, record_end, write_exit
 from echelon.launcher.local.gather import RankProbe
 from echelon.launcher.local.hang import HangLimit, hang_timeout
-from echelon.launcher.local.judge import HANGS, HUNG, record_end
 from echelon.launcher.local.nodes import free_port
 from echelon.launcher.local.output import output_to
 from echelon.launcher.local.placement import bound
@@ -34,7 +35,6 @@ from echelon.launcher.local.progress import Progress
 from echelon.launcher.local.run import path_without_launcher, rank_environment
 from echelon.launcher.local.start import Start
 from echelon.launcher.local.worker import STACK_SIGNAL, end, run_program
-from echelon.launcher.records import rank_record
 
 __all__ = ["run_here"]
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from echelon.common.errors import EchelonError, LauncherEnvironmentError
 from echelon.common.machine import interface_of
+from echelon.contracts.records import meeting_record
 from echelon.contracts.run_dir import RunDir, write_json
-from echelon.launcher.records import meeting_record
 
 __all__ = ["Meeting", "free_port", "local_address_towards", "meet"]
 

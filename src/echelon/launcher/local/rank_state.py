@@ -13,7 +13,7 @@ from typing import Any
 from echelon.common.machine import process_stat
 from echelon.contracts import pulse
 from echelon.contracts.pulse import Phase, Standing
-from echelon.launcher.explain.stacks import Frame, main_thread, user_frame
+from echelon.diagnosis.stacks import Frame, main_thread, user_frame
 
 __all__ = ["Pulses", "RankState", "behind", "has_handler", "is_debugged", "is_stopped", "place_in", "waits"]
 

@@ -23,12 +23,12 @@ from echelon.contracts.between_attempts import RESTART_VARIABLE, has_begun
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
-from echelon.launcher.explain import nccl_dump
-from echelon.launcher.failure import render
-from echelon.launcher.job import Failure, JobSpec, Outcome
+from echelon.diagnosis import nccl_dump
+from echelon.diagnosis.failure import Failure, render
+from echelon.launcher.job import JobSpec, Outcome
 from echelon.launcher.local.alone import never_met
-from echelon.launcher.local.attempt import Attempt, Requests, write_exit
-from echelon.launcher.local.judge import record_end
+from echelon.launcher.local.attempt import Attempt, Requests
+from echelon.launcher.local.end_record import record_end, write_exit
 from echelon.launcher.local.nodes import Meeting
 from echelon.launcher.local.placement import bound, interfaces
 from echelon.launcher.local.relay import PlainScreen, Relay, Screen

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.contracts.between_attempts import read_loaders
-from echelon.launcher.job import Failure
+from echelon.diagnosis.failure import Failure
 
 __all__ = ["Plan", "loaders_of", "next_ranks"]
 

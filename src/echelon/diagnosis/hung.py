@@ -6,13 +6,14 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 
 from echelon.contracts.pulse import Phase
-from echelon.launcher.explain.evidence import Evidence, RankEvidence
-from echelon.launcher.explain.failed import raised
-from echelon.launcher.explain.flight import ROOTED, Wait, expected
-from echelon.launcher.explain.rank import is_check
-from echelon.launcher.explain.stacks import waits_in
-from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import (
+from echelon.diagnosis.evidence import Evidence, RankEvidence
+from echelon.diagnosis.failed import raised
+from echelon.diagnosis.failure import Failure
+from echelon.diagnosis.flight import ROOTED, Wait, expected
+from echelon.diagnosis.rank import is_check
+from echelon.diagnosis.stacks import waits_in
+from echelon.diagnosis.verdict import Verdict
+from echelon.diagnosis.words import (
     doing,
     grouped,
     in_call,
@@ -24,7 +25,6 @@ from echelon.launcher.explain.words import (
     while_others,
     who,
 )
-from echelon.launcher.job import Failure
 
 __all__ = [
     "all_in_call",

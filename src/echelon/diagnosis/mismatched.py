@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 
-from echelon.launcher.explain.evidence import Evidence
-from echelon.launcher.explain.flight import DEFAULT_GROUP, ROOTED, Call, Mismatch, Wait, expected, first_mismatch, tensor
-from echelon.launcher.explain.rank import is_check
-from echelon.launcher.explain.stacks import called_by_loop, user_frame
-from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import USED_ON_SOME, place, sentence, short, stack_of, together, who
-from echelon.launcher.job import Failure
+from echelon.diagnosis.evidence import Evidence
+from echelon.diagnosis.failure import Failure
+from echelon.diagnosis.flight import DEFAULT_GROUP, ROOTED, Call, Mismatch, Wait, expected, first_mismatch, tensor
+from echelon.diagnosis.rank import is_check
+from echelon.diagnosis.stacks import called_by_loop, user_frame
+from echelon.diagnosis.verdict import Verdict
+from echelon.diagnosis.words import USED_ON_SOME, place, sentence, short, stack_of, together, who
 
 __all__ = ["checked", "departs", "mismatch"]
 

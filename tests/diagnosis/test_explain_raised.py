@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 import echelon as ech
 from echelon.common.errors import RankFailedError
-from echelon.launcher.explain import Evidence, Verdict, explain
-from echelon.launcher.explain.stacks import last_traceback, logged_error
+from echelon.diagnosis import Evidence, Verdict, explain
+from echelon.diagnosis.stacks import last_traceback, logged_error
 from echelon.launcher.functions.launch import launch
 from echelon.launcher.local.raised import describe
 from tests.kit.left_records import CLOSED, TIMED_OUT, Left, entry, failed, killed, seen

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from echelon.common.terminal import one_line
-from echelon.launcher.explain.evidence import Evidence
-from echelon.launcher.explain.verdict import Verdict
+from echelon.diagnosis.evidence import Evidence
+from echelon.diagnosis.verdict import Verdict
 
 __all__ = ["as_json", "paragraph", "text"]
 

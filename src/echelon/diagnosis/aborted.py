@@ -2,7 +2,7 @@
 
 On a GPU a rank that waits for another does not raise: a thread of torch's NCCL backend, its watchdog, sees that a collective is
 late and aborts the process, which is then the first to fail although it only waited. Gloo's threads abort as well, when a peer
-is lost. `launcher.lost_peers` tells these from a rank's own errors, such as one of its device, which the watchdog reports, too.
+is lost. `diagnosis.lost_peers` tells these from a rank's own errors, such as one of its device, which the watchdog reports, too.
 
 The texts are those of torch 2.11 to 2.13; in the words of others a rank that aborts is taken to have failed by itself.
 """

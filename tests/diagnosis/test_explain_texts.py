@@ -23,12 +23,11 @@ import echelon as ech
 from echelon.common.errors import RankFailedError
 from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.run_dir import RunDir
-from echelon.launcher.explain import Evidence, Verdict, explain
-from echelon.launcher.failure import render
+from echelon.diagnosis import Evidence, Verdict, explain
+from echelon.diagnosis.failure import Failure, render
 from echelon.launcher.functions.launch import launch
-from echelon.launcher.job import Failure
 from echelon.launcher.local.attempt import Attempt
-from echelon.launcher.local.judge import record_end
+from echelon.launcher.local.end_record import record_end
 from echelon.launcher.local.rank_state import RankState
 
 LIBRARIES = "/p/lib/python3.11/site-packages/"

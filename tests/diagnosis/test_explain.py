@@ -22,13 +22,12 @@ from echelon.cli.main import main
 from echelon.common.traces import in_library, named_in_library
 from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.run_dir import RunDir, write_json
-from echelon.launcher.explain import Evidence, RankEvidence, evidence, explain, show
-from echelon.launcher.explain.flight import Call, expected, first_mismatch, parse, waits
-from echelon.launcher.explain.stacks import Frame, crash_stack, main_thread, of_traceback, user_frame, waits_in
-from echelon.launcher.explain.words import who
-from echelon.launcher.job import Failure
-from echelon.launcher.local.attempt import write_exit
-from echelon.launcher.local.judge import record_end
+from echelon.diagnosis import Evidence, RankEvidence, evidence, explain, show
+from echelon.diagnosis.failure import Failure
+from echelon.diagnosis.flight import Call, expected, first_mismatch, parse, waits
+from echelon.diagnosis.stacks import Frame, crash_stack, main_thread, of_traceback, user_frame, waits_in
+from echelon.diagnosis.words import who
+from echelon.launcher.local.end_record import record_end, write_exit
 from echelon.launcher.local.raised import describe
 from tests.kit.left_records import CLOSED, TIMED_OUT, Left, entry, failed, killed, record, seen
 

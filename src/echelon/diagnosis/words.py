@@ -6,11 +6,11 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 
 from echelon.common.terminal import one_line, rank_ranges
-from echelon.launcher.explain.evidence import Evidence, RankEvidence
-from echelon.launcher.explain.flight import DEFAULT_GROUP, Call, Wait
-from echelon.launcher.explain.rank import is_check
-from echelon.launcher.explain.stacks import WAITED_FOR, Frame, of_traceback, user_frame, waits_in
-from echelon.launcher.job import Failure
+from echelon.diagnosis.evidence import Evidence, RankEvidence
+from echelon.diagnosis.failure import Failure
+from echelon.diagnosis.flight import DEFAULT_GROUP, Call, Wait
+from echelon.diagnosis.rank import is_check
+from echelon.diagnosis.stacks import WAITED_FOR, Frame, of_traceback, user_frame, waits_in
 
 __all__ = [
     "USED_ON_SOME",

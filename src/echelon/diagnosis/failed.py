@@ -6,15 +6,15 @@ import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from echelon.launcher.explain.evidence import Evidence, RankEvidence
-from echelon.launcher.explain.flight import Wait
-from echelon.launcher.explain.kinds import kind_of, kind_of_words
-from echelon.launcher.explain.rank import is_check
-from echelon.launcher.explain.stacks import is_endless, logged_error, of_traceback, user_frame
-from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import frames_of, place, sentence, short, while_others, who
-from echelon.launcher.job import Failure
-from echelon.launcher.lost_peers import error_before
+from echelon.diagnosis.evidence import Evidence, RankEvidence
+from echelon.diagnosis.failure import Failure
+from echelon.diagnosis.flight import Wait
+from echelon.diagnosis.kinds import kind_of, kind_of_words
+from echelon.diagnosis.lost_peers import error_before
+from echelon.diagnosis.rank import is_check
+from echelon.diagnosis.stacks import is_endless, logged_error, of_traceback, user_frame
+from echelon.diagnosis.verdict import Verdict
+from echelon.diagnosis.words import frames_of, place, sentence, short, while_others, who
 
 __all__ = [
     "FROM_OUTSIDE",

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from echelon.launcher.explain.evidence import Evidence, RankEvidence
-from echelon.launcher.explain.failed import raised
-from echelon.launcher.explain.flight import Wait
-from echelon.launcher.explain.stacks import WAITED_FOR, user_frame, waits_in
-from echelon.launcher.explain.verdict import Verdict
-from echelon.launcher.explain.words import frames_of, grouped, in_call, place, they_did
-from echelon.launcher.job import Failure
+from echelon.diagnosis.evidence import Evidence, RankEvidence
+from echelon.diagnosis.failed import raised
+from echelon.diagnosis.failure import Failure
+from echelon.diagnosis.flight import Wait
+from echelon.diagnosis.stacks import WAITED_FOR, user_frame, waits_in
+from echelon.diagnosis.verdict import Verdict
+from echelon.diagnosis.words import frames_of, grouped, in_call, place, they_did
 
 __all__ = ["handling", "was_handling"]
 

@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass
 
 from echelon.common import errors
-from echelon.launcher.aborted import DAMAGED
-from echelon.launcher.explain.words import lost_data_worker
-from echelon.launcher.job import Failure
+from echelon.diagnosis.aborted import DAMAGED
+from echelon.diagnosis.failure import Failure
+from echelon.diagnosis.words import lost_data_worker
 
 __all__ = ["Kind", "kind_of", "kind_of_words"]
 

@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from echelon.common.files import open_file, read_end
+from echelon.contracts.records import exit_record, rank_record
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.stopping import REQUEUE
-from echelon.launcher.aborted import TAIL_BYTES, last_words
-from echelon.launcher.explain import flight as flights
-from echelon.launcher.explain.batch import why_ended
-from echelon.launcher.explain.flight import Flight
-from echelon.launcher.explain.folder import is_file, is_folder, object_in
-from echelon.launcher.explain.nccl_dump import record_in
-from echelon.launcher.explain.rank import (
+from echelon.diagnosis import flight as flights
+from echelon.diagnosis.aborted import TAIL_BYTES, last_words
+from echelon.diagnosis.batch import why_ended
+from echelon.diagnosis.failure import Failure
+from echelon.diagnosis.flight import Flight
+from echelon.diagnosis.folder import is_file, is_folder, object_in
+from echelon.diagnosis.nccl_dump import record_in
+from echelon.diagnosis.rank import (
     MOST_RANKS,
     NO_COLLECTIVES,
     RankEvidence,
@@ -35,9 +37,7 @@ from echelon.launcher.explain.rank import (
     with_error_before,
     with_words_of_log,
 )
-from echelon.launcher.explain.stacks import crash_stack, logged_error, main_thread, other_threads, usage_error, waits_in
-from echelon.launcher.job import Failure
-from echelon.launcher.records import exit_record, rank_record
+from echelon.diagnosis.stacks import crash_stack, logged_error, main_thread, other_threads, usage_error, waits_in
 
 __all__ = ["Evidence", "RankEvidence"]
 

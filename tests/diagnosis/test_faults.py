@@ -13,7 +13,7 @@ import pytest
 
 from echelon.common.errors import RankFailedError
 from echelon.contracts.run_dir import RunDir
-from echelon.launcher.explain import Evidence, Verdict, explain
+from echelon.diagnosis import Evidence, Verdict, explain
 from echelon.launcher.functions.launch import launch, running_server
 from echelon.launcher.local import agent
 from tests.kit.started import Started, wait_until

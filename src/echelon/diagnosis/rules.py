@@ -15,16 +15,16 @@ from dataclasses import replace
 from echelon.common.terminal import one_line
 from echelon.contracts.pulse import Phase
 from echelon.contracts.stopping import REQUEUE, signal_name
-from echelon.launcher.explain import hung, mismatched
-from echelon.launcher.explain.batch import OUT_OF_MEMORY
-from echelon.launcher.explain.evidence import Evidence, RankEvidence
-from echelon.launcher.explain.failed import FROM_OUTSIDE, own_failure, summary
-from echelon.launcher.explain.flight import Wait, waits
-from echelon.launcher.explain.handling import handling, was_handling
-from echelon.launcher.explain.stacks import waits_in
-from echelon.launcher.explain.verdict import FINE, RUNNING, UNKNOWN, Verdict
-from echelon.launcher.explain.words import USED_ON_SOME, grouped, in_call, place, sentence, short, they_did, together, who
-from echelon.launcher.job import Failure
+from echelon.diagnosis import hung, mismatched
+from echelon.diagnosis.batch import OUT_OF_MEMORY
+from echelon.diagnosis.evidence import Evidence, RankEvidence
+from echelon.diagnosis.failed import FROM_OUTSIDE, own_failure, summary
+from echelon.diagnosis.failure import Failure
+from echelon.diagnosis.flight import Wait, waits
+from echelon.diagnosis.handling import handling, was_handling
+from echelon.diagnosis.stacks import waits_in
+from echelon.diagnosis.verdict import FINE, RUNNING, UNKNOWN, Verdict
+from echelon.diagnosis.words import USED_ON_SOME, grouped, in_call, place, sentence, short, they_did, together, who
 
 __all__ = ["explain"]
 

@@ -12,10 +12,10 @@ from typing import Any
 from echelon.contracts.pulse import Phase, Standing
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
-from echelon.launcher.explain.flight import Flight
-from echelon.launcher.explain.stacks import Frame, last_traceback, logged_error, lost_thread, of_traceback, unsent_batch, waits_in
-from echelon.launcher.job import Failure
-from echelon.launcher.lost_peers import error_before
+from echelon.diagnosis.failure import Failure
+from echelon.diagnosis.flight import Flight
+from echelon.diagnosis.lost_peers import error_before
+from echelon.diagnosis.stacks import Frame, last_traceback, logged_error, lost_thread, of_traceback, unsent_batch, waits_in
 
 __all__ = [
     "MOST_RANKS",
