@@ -1,4 +1,9 @@
-"""An MPT-style model, written plainly: LayerNorm, learned positions, one product for q, k and v, GELU, a tied head."""
+"""An MPT-style model, written plainly: LayerNorm, learned positions, one product for q, k and v, GELU, a tied head.
+
+Its attention is an operator of its own, as that of MPT's runs was: FlashAttention in Triton, of 2023 (mosaicml/llm-foundry,
+`attn_impl: triton` of scripts/train/yamls/pretrain and of scripts/train/benchmarking/submit_benchmarks.py). Here torch's kernel
+computes it, and the operator's name tells a plan which one would.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from bench.gpu.llama import Size
 from torch import nn
+from torch.utils.flop_counter import register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
 
 __all__ = ["MPT", "MPT_SHAPES"]
 
@@ -28,6 +34,57 @@ MPT_SHAPES = {
 }
 
 
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("flash_attn_triton::attention", mutates_args=())
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(B, H, T, E) each -> the same, and (B, H, T)."""
+    out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)
+    return out, logsumexp
+
+
+@torch.library.custom_op("flash_attn_triton::attention_backward", mutates_args=())
+def attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    is_causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    found = aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, query, key, value, out, logsumexp, 0.0, is_causal)
+    return found[0], found[1], found[2]
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    """As kernels leave it: heads after tokens in memory."""
+    return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+attention.register_fake(lambda q, k, v, is_causal: (_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)))
+attention_backward.register_fake(lambda grad, q, k, v, *_: (_like(q), _like(k), _like(v)))
+
+
+def _keep(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    *tensors, ctx.is_causal = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
+    return *attention_backward(grad, *ctx.saved_tensors, ctx.is_causal), None
+
+
+attention.register_autograd(_backward, setup_context=_keep)
+register_flop_formula(torch.ops.flash_attn_triton.attention)(lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v))
+register_flop_formula(torch.ops.flash_attn_triton.attention_backward)(
+    lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
+)
+
+
 class Block(nn.Module):
     """x: (B, T, D) -> (B, T, D)."""
 
@@ -40,7 +97,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm_1(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, T, D / H)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        attended, _ = attention(q, k, v, True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import register_flop_formula, sdpa_flop_count
 
 from echelon.common.errors import PlanError
 from echelon.planner.calibrate import calibrate
 from echelon.planner.devices import DEVICES, Device, Measured, device_named, written
 from echelon.planner.links import Links
-from echelon.planner.steps import COPY_IN, Collective, Operator, Step
+from echelon.planner.steps import COPY_IN, Collective, Operator, Step, operator_of
 from echelon.planner.timeline import SLOWED, Timeline, fused, operator_seconds, simulate
 from tests.kit.refusals import refused
 
@@ -68,6 +70,49 @@ def test_attention_has_a_share_of_the_peak_of_its_own_also_when_it_is_computed_a
     assert operator_seconds(forward, device) == 2.0
     assert operator_seconds(replace(forward, moment="backward"), device) == 4.0
     assert operator_seconds(replace(forward, moment="backward", is_repeated=True), device) == 2.0
+
+
+def test_measured_attention_is_that_of_its_kernel_head_and_keys() -> None:
+    rows = (("aten", 64, 256, 10.0), ("aten", 64, 1024, 30.0), ("aten", 128, 256, 50.0), ("mine", 64, 256, 5.0))
+    device = replace(PLAIN, peak={"bfloat16": 1e9, "float32": 1e9}, attention=(0.5, 0.25), attentions=rows)
+
+    def rate(name: str, keys: int, head: int, dtype: str = "bfloat16", backward: bool = False) -> float:
+        return device.attention_rate(name, dtype, (8, keys, keys, head), backward=backward)
+
+    assert [rate("aten::attention", keys, 64) for keys in (1, 512, 4096)] == [10.0, pytest.approx(20.0), 30.0]
+    assert rate("aten::attention", 512, 80) == pytest.approx(20.0)
+    assert rate("aten::attention", 512, 256) == 50.0
+    assert rate("mine::attention", 512, 64) == 5.0
+    assert rate("other::attention", 512, 128) == 50.0  # as torch's
+    assert rate("aten::attention", 512, 64, "float32", backward=True) == 0.25e9  # not measured
+    assert device.attention_rate("aten::attention", "bfloat16", (), backward=False) == 0.5e9
+
+
+def test_a_causal_mask_leaves_half_of_the_keys_and_of_the_products() -> None:
+    numbers: dict[int, int] = {}
+
+    def attends(op: Any, *args: Any) -> Operator:
+        made = op(*args)
+        found = operator_of(op, made, args, {}, "forward", lambda t: numbers.setdefault(id(t), len(numbers)), False)
+        assert found is not None
+        return found
+
+    q, k = torch.zeros(2, 3, 8, 16), torch.zeros(2, 3, 32, 16)
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    whole = attends(op, q, k, k)
+    assert (whole.kind, whole.shape, whole.flops) == ("attention", (6, 8, 32, 16), 2 * 2 * 6 * 8 * 32 * 16)
+    half = attends(op, k, k, k, 0.0, True)
+    assert (half.shape, half.flops) == ((6, 32, 16, 16), 2 * 6 * 32 * 32 * 16)
+    mine = attends(_attention_of_a_script._opoverload, k, k, k, True)
+    assert (mine.name, mine.kind, mine.shape, mine.flops) == ("echelon_test::attention", "attention", half.shape, half.flops)
+
+
+@torch.library.custom_op("echelon_test::attention", mutates_args=())
+def _attention_of_a_script(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> torch.Tensor:
+    return torch.empty_like(query)
+
+
+register_flop_formula(torch.ops.echelon_test.attention)(lambda query, key, value, *_, **__: sdpa_flop_count(query, key, value))
 
 
 def test_a_product_that_fills_its_last_round_is_the_fastest() -> None:
@@ -240,7 +285,7 @@ def test_a_device_is_read_as_it_was_written(tmp_path: Path) -> None:
         "mine", 2**30, {"float32": 1e9}, 1e9, processors=4, overlaps=False, node=2e9, domain=2, attention=(0.5, 0.25),
         products=(("bfloat16", 1e3, 1e9), ("float32", 1e6, 1e9)), collectives=(Measured("all-reduce", 2, 1e-5, 1e9),),
     )  # fmt: skip
-    for device in (mine, DEVICES["gb200"], PLAIN):
+    for device in (mine, DEVICES["gb200"], DEVICES["a100-80"], PLAIN):
         if all(each.latency for each in device.collectives):
             (tmp_path / "device.toml").write_text(written(device))
             assert device_named(str(tmp_path / "device.toml")) == device
@@ -262,6 +307,7 @@ def test_a_device_is_read_as_it_was_written(tmp_path: Path) -> None:
         "peak = 5",
         "[peak]\nfloat32 = 0",
         "[[products]]\ndtype = 'float32'\nflop = 1e9",
+        "[[attentions]]\nkernel = 3\nhead = 64\nkeys = 512\nrate = 1e9",
         "[[collectives]]\nkind = 'all-reduce'\nranks = 2\nlatency = 'short'\nbandwidth = 1e9",
         "peak = ",
     ],

@@ -41,7 +41,7 @@ class Device:
         bandwidth: bytes/s of its memory, of the data sheet.
         reached: share of the peak that large products reach.
         copied: share of the bandwidth that a copy reaches.
-        attention: share of the peak that attention reaches, forward and backward.
+        attention: share of the peak that attention reaches, forward and backward, where `attentions` do not say it.
         processors: over which the tiles of a product are spread; 0 if nothing is known of that.
         least: seconds that any operator takes.
         node: bytes/s that a device sends within its node, by collectives.
@@ -52,6 +52,8 @@ class Device:
             memory's bandwidth. 1.189 is the mean over training of GPT and LLaMA on A100, H100, MI210 and MI250
             (arXiv 2507.03114).
         products: measured in place of `reached`: type, FLOP of a product, FLOP/s of it, in this order.
+        attentions: measured in place of `attention`: whose kernel, by the namespace of its operator (torch's own is aten),
+            dimension of a head, keys that a query sees on average, FLOP/s, in this order.
         collectives: measured in place of `node` and `network`.
     """
 
@@ -70,6 +72,7 @@ class Device:
     overlaps: bool = True
     contention: float = 1.189
     products: tuple[tuple[str, float, float], ...] = ()
+    attentions: tuple[tuple[str, float, float, float], ...] = ()
     collectives: tuple[Measured, ...] = ()
 
     @property
@@ -93,6 +96,21 @@ class Device:
         if measured:
             return _between(measured, flops)
         return self.peak_of(dtype) * self.reached * (_filled(shape, self.processors) if self.processors and shape else 1.0)
+
+    def attention_rate(self, name: str, dtype: str, shape: tuple[int, ...], *, backward: bool) -> float:
+        """FLOP/s of attention (batch, queries, keys, head): keys that a query sees on average, so half of a causal mask's.
+
+        Measured: of its kernel, or of torch's, the nearest dimension of a head, and between the two nearest numbers of keys. A
+        short sequence leaves processors idle, and more of a causal mask's tiles lie on its diagonal, where half is thrown away.
+        """
+        rows = self.attentions if shape and dtype in ("bfloat16", "float16") else ()
+        kernel = name.partition("::")[0]
+        rows = tuple(row for row in rows if row[0] == kernel) or tuple(row for row in rows if row[0] == "aten")
+        if not rows:
+            return self.peak_of(dtype) * self.attention[backward]
+        _, _, keys, head = shape
+        nearest = min({row[1] for row in rows}, key=lambda each: abs(math.log(each / head)))
+        return _between([(many, rate) for _, each, many, rate in rows if each == nearest], keys)
 
 
 def _between(measured: list[tuple[float, float]], size: float) -> float:
@@ -129,11 +147,40 @@ def _device(name: str, mib: int, tflops: tuple[float, float, float], tb_s: float
 # of 989 TFLOP/s (Bekman, "Machine Learning Engineering"); ours on an H100 798.5 (BENCHMARKS.md). Of others nothing sourced: 0.80.
 # copied: 2,971 of 3,350 GB/s on an H100 (BENCHMARKS.md), taken for all.
 # attention: FlashAttention-2, which is torch's kernel, on an A100 73% forward and 63% backward (arXiv 2307.08691); on an H100
-# 35% (FlashAttention-3, arXiv 2407.08608), taken for newer ones, too.
+# 35% (FlashAttention-3, arXiv 2407.08608), taken for newer ones, too. More exact where it was measured: see `_ATTENTION`.
 # least: 3.8 us of a short kernel that is launched behind another (Gray, "Getting Started with CUDA Graphs", NVIDIA 2019).
 # node: NCCL's own numbers for an NVLink, 20 GB/s of an A100's 12, 20.6 of a Hopper's 18, 40.1 of a Blackwell's 18
 # (src/graph/topo.h); else PCIe 4 or 5 of 16 lanes. network: an adapter of 200, 400 or 100 Gbit/s for each device, of which
 # 94 to 97% is data (SimAI's table of busbw: 23.5 and 48.5 GB/s).
+
+# TFLOP/s of attention with a causal mask, forward and backward together, by kernel and dimension of a head: of 512, 1024, ...,
+# 16384 tokens. Source: Dao-AILab/flash-attention, assets/flash2_a100_fwd_bwd_benchmark.png and flash2_h100_fwd_bwd_benchmark.png.
+# aten is FlashAttention-2, torch's since 2.2; flash_attn_triton its predecessor in Triton. On an H100 that one was not measured,
+# so there the first FlashAttention stands for it.
+_ATTENTION = {
+    "a100": {
+        ("aten", 64): (88, 119, 140, 156, 165, 171),
+        ("aten", 128): (99, 133, 155, 173, 182, 189),
+        ("flash_attn_triton", 64): (59, 75, 79, 76, 79, 80),
+        ("flash_attn_triton", 128): (50, 61, 68, 74, 78, 80),
+    },
+    "h100": {
+        ("aten", 64): (141, 192, 232, 257, 273, 284),
+        ("aten", 128): (163, 221, 265, 294, 308, 328),
+        ("flash_attn_triton", 64): (104, 123, 136, 138, 149, 156),
+        ("flash_attn_triton", 128): (98, 109, 108, 126, 135, 137),
+    },
+}
+
+
+def _attentions(device: str) -> tuple[tuple[str, float, float, float], ...]:
+    return tuple(
+        (kernel, head, 256.0 * 2**at, rate * 1e12)
+        for (kernel, head), rates in _ATTENTION[device].items()
+        for at, rate in enumerate(rates)
+    )
+
+
 _AMPERE: dict[str, Any] = {"reached": 0.824, "attention": (0.73, 0.63), "processors": 108, "node": 240e9, "network": 23.5e9}
 _HOPPER: dict[str, Any] = {"reached": 0.803, "processors": 132, "node": 370.8e9, "network": 48.5e9}
 _BLACKWELL: dict[str, Any] = {"processors": 148, "node": 721.8e9, "network": 48.5e9}
@@ -141,12 +188,12 @@ _ADA: dict[str, Any] = {"attention": (0.73, 0.63), "node": 24e9, "network": 11.8
 DEVICES = {
     each.name: each
     for each in (
-        _device("a100-40", 40_960, (312, 156, 19.5), 1.555, **_AMPERE),
-        _device("a100-80", 81_920, (312, 156, 19.5), 2.039, **_AMPERE),
-        _device("h100-sxm", 81_559, (989.4, 494.7, 66.9), 3.35, **_HOPPER),
+        _device("a100-40", 40_960, (312, 156, 19.5), 1.555, **_AMPERE, attentions=_attentions("a100")),
+        _device("a100-80", 81_920, (312, 156, 19.5), 2.039, **_AMPERE, attentions=_attentions("a100")),
+        _device("h100-sxm", 81_559, (989.4, 494.7, 66.9), 3.35, **_HOPPER, attentions=_attentions("h100")),
         _device("h100-pcie", 81_559, (756, 378, 51.2), 2.0, **(_HOPPER | {"processors": 114, "node": 48e9})),
-        _device("h100-96", 97_871, (989.4, 494.7, 66.9), 2.41, **_HOPPER),
-        _device("h200", 143_771, (989.4, 494.7, 66.9), 4.8, **_HOPPER),
+        _device("h100-96", 97_871, (989.4, 494.7, 66.9), 2.41, **_HOPPER, attentions=_attentions("h100")),
+        _device("h200", 143_771, (989.4, 494.7, 66.9), 4.8, **_HOPPER, attentions=_attentions("h100")),
         _device("b200", 183_359, (2250, 1125, 75), 7.7, **_BLACKWELL),
         _device("gb200", 189_471, (2500, 1250, 80), 8.0, **(_BLACKWELL | {"domain": 72})),
         _device("l40s", 46_068, (362.05, 183, 91.6), 0.864, processors=142, **_ADA),
@@ -177,7 +224,11 @@ def device_named(name: str) -> Device:
 
 
 _NUMBERS = ("bandwidth", "reached", "copied", "least", "contention", "node", "network")
-_TABLES = {"products": ("dtype", "flop", "rate"), "collectives": tuple(each.name for each in fields(Measured))}
+_TABLES = {
+    "products": ("dtype", "flop", "rate"),
+    "attentions": ("kernel", "head", "keys", "rate"),
+    "collectives": tuple(each.name for each in fields(Measured)),
+}
 
 
 def _from_file(path: Path) -> Device:
@@ -194,9 +245,12 @@ def _from_file(path: Path) -> Device:
         said["memory"] = bytes_of(str(said["memory"]), "memory")
     if "attention" in said:
         said["attention"] = tuple(said["attention"])
-    products = [tuple(row[each] for each in _TABLES["products"]) for row in said.pop("products", ())]
+    measured = {
+        name: tuple(sorted(tuple(row[each] for each in _TABLES[name]) for row in said.pop(name, ())))
+        for name in ("products", "attentions")
+    }
     collectives = tuple(Measured(**row) for row in said.pop("collectives", ()))
-    return Device(**({"name": path.stem} | said), products=tuple(sorted(products)), collectives=collectives)
+    return Device(**({"name": path.stem} | said | measured), collectives=collectives)
 
 
 def _check(path: Path, name: str, value: Any) -> None:
@@ -219,7 +273,7 @@ def _check(path: Path, name: str, value: Any) -> None:
     elif name == "peak":
         needs(isinstance(value, dict) and bool(value) and all(map(_is_amount, value.values())), "FLOP/s by type", value)
     elif name in _TABLES:
-        words, numbers = ("dtype", "kind"), _TABLES[name]
+        words, numbers = ("dtype", "kernel", "kind"), _TABLES[name]
         needs(isinstance(value, list), f"rows of {', '.join(numbers)}", value)
         for row in value:
             fits = isinstance(row, dict) and set(row) == set(numbers)
@@ -241,6 +295,8 @@ def written(device: Device) -> str:
     rows += ["", "[peak]", *(f"{dtype} = {rate:.6g}" for dtype, rate in device.peak.items())]
     for dtype, flop, rate in device.products:
         rows += ["", "[[products]]", f'dtype = "{dtype}"', f"flop = {flop:.6g}", f"rate = {rate:.6g}"]
+    for kernel, head, keys, rate in device.attentions:
+        rows += ["", "[[attentions]]", f'kernel = "{kernel}"', f"head = {head:.6g}", f"keys = {keys:.6g}", f"rate = {rate:.6g}"]
     for each in device.collectives:
         rows += ["", "[[collectives]]", f'kind = "{each.kind}"', f"ranks = {each.ranks}"]
         rows += [f"latency = {each.latency:.6g}", f"bandwidth = {each.bandwidth:.6g}"]

@@ -29,7 +29,8 @@ class Operator:
         size: bytes of these together.
         kind: "product", "attention", or "" for what only moves memory.
         flops: of products and attention, in `dtype`; a causal mask's other half is not computed, though it is counted by torch.
-        shape: of a product: (batch, m, n, k), if its name says it.
+        shape: of a product: (batch, m, n, k), if its name says it; of attention (batch, queries, keys, head), of a causal mask
+            with half the keys.
         is_repeated: computed again, for activation checkpointing.
     """
 
@@ -140,7 +141,12 @@ def _computes(op: Any, made: Any, args: Any, kwargs: Any) -> tuple[str, int, str
         names = [each.name for each in op._schema.arguments]
         at = names.index("is_causal") if "is_causal" in names else len(args)
         is_causal = args[at] if at < len(args) else kwargs.get("is_causal", False)
-        return "attention", counted // 2 if is_causal else counted, dtype, ()
+        half = 2 if is_causal else 1
+        if packet.__name__.startswith(("_flash_", "_efficient_")):  # these have queries before heads, or none of their own
+            return "attention", counted // half, dtype, ()
+        query, key = (args[names.index(each)] for each in ("query", "key"))
+        shape = (query.shape[0] * query.shape[1], query.shape[2], key.shape[2] // half, query.shape[3])
+        return "attention", counted // half, dtype, shape
     if packet in _LEFT_AT:
         left, right = args[_LEFT_AT[packet]], args[_LEFT_AT[packet] + 1]
         batch = left.shape[0] if left.dim() == 3 else 1
@@ -159,8 +165,9 @@ def _allows_tf32() -> bool:
 
 
 def flops_of(op: Any, made: Any, args: Any, kwargs: Any) -> int | None:
-    """Of a product or of attention; None of what is neither."""
-    count = _FLOPS.get(op.overloadpacket)
+    """Of a product or of attention; None of what is neither. An operator of a script's own is told to torch by
+    `register_flop_formula`, and is attention if its name says so."""
+    count = _FLOPS.get(op.overloadpacket) or flop_registry.get(op.overloadpacket)
     return None if count is None else int(count(*args, **kwargs, out_val=made))
 
 
@@ -180,7 +187,6 @@ def _grouped(rows: Any, other: Any, *_: Any, out_val: Any = None, **__: Any) -> 
 # torch's formulas do not know grouped products, nor the CPU's kernel of attention. As theirs do, these count the whole square of
 # a causal mask.
 _FLOPS: dict[Any, Any] = {
-    **flop_registry,
     aten._grouped_mm: _grouped,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,

@@ -95,9 +95,8 @@ def operator_seconds(step: Operator, device: Device) -> float:
     if not step.flops:
         return max(moved, least if step.size else 0.0)
     if step.kind == "attention":
-        computed = step.flops / (
-            device.peak_of(step.dtype) * device.attention[step.moment == "backward" and not step.is_repeated]
-        )
+        backward = step.moment == "backward" and not step.is_repeated
+        computed = step.flops / device.attention_rate(step.name, step.dtype, step.shape, backward=backward)
     else:
         computed = step.flops / device.product_rate(step.dtype, step.flops, step.shape)
     return max(moved, computed, least)
