@@ -38,9 +38,7 @@ aten = torch.ops.aten
 
 
 @torch.library.custom_op("flash_attn_triton::attention", mutates_args=())
-def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(B, H, T, E) each -> the same, and (B, H, T)."""
     out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal)
     return out, logsumexp

@@ -284,8 +284,9 @@ def test_a_device_is_read_as_it_was_written(tmp_path: Path) -> None:
     mine = Device(
         "mine", 2**30, {"float32": 1e9}, 1e9, processors=4, overlaps=False, node=2e9, domain=2, attention=(0.5, 0.25),
         products=(("bfloat16", 1e3, 1e9), ("float32", 1e6, 1e9)), collectives=(Measured("all-reduce", 2, 1e-5, 1e9),),
+        attentions=(("aten", 64, 256, 1e9), ("mine", 128, 512, 2e9)),
     )  # fmt: skip
-    for device in (mine, DEVICES["gb200"], DEVICES["a100-80"], PLAIN):
+    for device in (mine, DEVICES["gb200"], PLAIN):
         if all(each.latency for each in device.collectives):
             (tmp_path / "device.toml").write_text(written(device))
             assert device_named(str(tmp_path / "device.toml")) == device
