@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from echelon.planner.pretended import Chunks, pretended_world, without_values
+from echelon.world.agree import AnyRanksLater
 
 Ranks = Callable[..., list[Any]]
 
@@ -64,3 +65,12 @@ def test_values_are_made_up_and_nothing_else_is_left_changed() -> None:
         assert values.tolist() == [1.0] * 4
     assert (nn.Module.to, torch.distributed.Reducer, _fsdp_param._chunk_with_empty) == before
     assert not torch.distributed.is_initialized()
+
+
+def test_what_ranks_are_asked_for_later_is_what_this_one_says() -> None:
+    """A tensor without values would be read as 1: as if some rank had raised."""
+    with pretended_world(4) as mode, mode:
+        later = AnyRanksLater()
+        assert later(False) == [False]
+        assert later(False, True) == [False, False]
+        assert (later.last(), later.last()) == (2, 0)

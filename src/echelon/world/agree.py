@@ -147,17 +147,22 @@ class AnyRanksLater:
     def __init__(self) -> None:
         self._work: dist.Work | None = None
         self._value = torch.zeros(1, dtype=torch.int64)
+        self._told_alone = 0
 
     def __call__(self, *flags: bool) -> list[bool]:
-        answer = self.last()
-        self._value = torch.tensor([sum(int(flag) << bit for bit, flag in enumerate(flags))], dtype=torch.int64)
+        answer, bits = self.last(), sum(int(flag) << bit for bit, flag in enumerate(flags))
+        if _is_alone:
+            self._told_alone = bits
+            return [bool(answer >> bit & 1) for bit in range(len(flags))]
+        self._value = torch.tensor([bits], dtype=torch.int64)
         self._work = dist.all_reduce(self._value, op=dist.ReduceOp.BOR, group=control_group(), async_op=True)
         return [bool(answer >> bit & 1) for bit in range(len(flags))]
 
     def last(self) -> int:
         """The answer of the latest call, as bits."""
         if self._work is None:
-            return 0
+            bits, self._told_alone = self._told_alone, 0
+            return bits
         self._work.wait()
         self._work = None
         return int(self._value.item())
