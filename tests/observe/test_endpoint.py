@@ -6,45 +6,37 @@ import math
 import re
 import socket
 import subprocess
-import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from echelon.common.errors import CommandError
 from echelon.contracts.run_dir import RunDir
-from echelon.observe import endpoint
-from echelon.observe.endpoint import Server, text_of
-from echelon.observe.top import Watch
+from echelon.observe.endpoint import Endpoint, Numbers
 from tests.kit.refusals import refused
 from tests.kit.run_folders import PAYLOADS, begun, evaluation, make_run, stretch, times, training
-from tests.kit.started import Started, wait_until
-
-_SAMPLE = re.compile(r'(echelon_[a-z_]+)\{([a-z]+="(?:[^"\\\n]|\\["\\n])*"(?:,[a-z]+="(?:[^"\\\n]|\\["\\n])*")*)\} (\S+)')
+from tests.kit.started import Started
 
 
 def parsed(text: str) -> dict[str, dict[str, float]]:
-    """Series by name and labels, read as strictly as the format is written down."""
+    """Series by name and labels, as prometheus_client's own parser reads them."""
     found: dict[str, dict[str, float]] = {}
-    declared: set[str] = set()
-    assert text.endswith("\n")
-    for line in text.splitlines():
-        if line.startswith("# "):
-            kind, name = line.split()[1:3]
-            assert kind in ("HELP", "TYPE")
-            declared |= {name} if kind == "TYPE" else set()
-            continue
-        sample = _SAMPLE.fullmatch(line)
-        assert sample is not None and sample[1] in declared, line
-        found.setdefault(sample[1], {})[sample[2]] = float(sample[3])
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            ordered = sorted(sample.labels.items(), key=lambda label: (label[0] == "part", label[0] == "rank"))
+            labels = ",".join(f'{name}="{value}"' for name, value in ordered)
+            found.setdefault(sample.name, {})[labels] = sample.value
     return found
 
 
 def seen(run: RunDir) -> dict[str, dict[str, float]]:
-    return parsed(text_of(Watch(run).look()))
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(Numbers(run))
+    return parsed(generate_latest(registry).decode())
 
 
 def test_the_latest_numbers_are_told(tmp_path: Path) -> None:
@@ -77,20 +69,6 @@ def test_hostile_names_stay_in_their_label(tmp_path: Path, payload: str) -> None
     }
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[str, int]]:
-    run = make_run(tmp_path, [training(1, 1.0)])
-    server = Server(endpoint.listen(0), run)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield server.server_address[:2]  # type: ignore[misc]
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
 def ask(address: tuple[str, int], path: str = "/metrics", method: str = "GET") -> tuple[int, bytes, str]:
     request = urllib.request.Request(f"http://{address[0]}:{address[1]}{path}", method=method)
     try:
@@ -101,41 +79,10 @@ def ask(address: tuple[str, int], path: str = "/metrics", method: str = "GET") -
             return error.code, error.read(), ""
 
 
-def test_only_the_metrics_are_there_and_only_to_be_read(served: tuple[str, int]) -> None:
-    code, text, kind = ask(served)
-    assert code == 200 and kind.startswith("text/plain; version=0.0.4") and parsed(text.decode())["echelon_step"]
-    assert ask(served, "/")[0] == 200 and ask(served, method="HEAD")[:2] == (200, b"")
-    assert [ask(served, path)[0] for path in ("/run.json", "/../run.json", "/metrics/..", "//etc/passwd")] == [404] * 4
-    assert {ask(served, method=method)[0] for method in ("POST", "PUT", "DELETE")} == {501}
-
-
-def test_clients_that_say_nothing_or_nonsense_keep_nobody_out(served: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "PATIENCE_S", 0.2)
-    silent = [socket.create_connection(served) for _ in range(50)]
-    for n, each in enumerate(silent):
-        words = [b"", b"\x16\x03\x01\x00\xff" * 9, b"GET /" + b"a" * 100_000, b"GET /metrics HTTP/1.1\r\nX: " + b"b" * 70_000][
-            n % 4
-        ]
-        try:
-            each.sendall(words)
-        except OSError:  # it has been closed already
-            continue
-    wait_until(lambda: answers(served), "somebody else is answered")
-    for each in silent:
-        each.close()
-
-
-def answers(served: tuple[str, int]) -> bool:
-    try:
-        return ask(served)[0] == 200
-    except OSError:
-        return False
-
-
 @pytest.mark.parametrize(("port", "bind"), [(70_000, "127.0.0.1"), (0, "example")])
 def test_an_address_that_cannot_be_listened_at_is_refused(port: int, bind: str) -> None:
     with refused(CommandError):
-        endpoint.listen(port, bind)
+        Endpoint(port, bind)
 
 
 def test_a_port_that_is_taken_is_said() -> None:
@@ -143,7 +90,29 @@ def test_a_port_that_is_taken_is_said() -> None:
         socket.create_server(("127.0.0.1", 0)) as taken,
         refused(CommandError),
     ):
-        endpoint.listen(taken.getsockname()[1])
+        Endpoint(taken.getsockname()[1])
+
+
+def test_without_prometheus_client_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "prometheus_client.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with refused(CommandError):
+        Endpoint(0)
+
+
+def test_clients_that_say_nothing_or_nonsense_keep_nobody_out(tmp_path: Path) -> None:
+    endpoint = Endpoint(0)
+    try:
+        endpoint.serve(make_run(tmp_path, [training(1, 1.0)]))
+        host, port = endpoint.address.removeprefix("http://").removesuffix("/metrics").split(":")
+        silent = [socket.create_connection((host, int(port))) for _ in range(20)]
+        for each in silent[::2]:
+            each.sendall(b"\x16\x03\x01\x00\xff" * 9)
+        assert ask((host, int(port)))[0] == 200 and ask((host, int(port)), method="POST")[0] >= 400
+        for each in silent:
+            each.close()
+    finally:
+        endpoint.close()
 
 
 RUN = "import time\nfrom pathlib import Path\nwhile not Path('go').exists(): time.sleep(0.02)\n"

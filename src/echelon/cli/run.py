@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -169,19 +169,19 @@ def execute(arguments: argparse.Namespace) -> int:
         over_its_head = replace(over_its_head, accumulation=_found_batch(arguments, ranks))
     if over_its_head != Overrides():
         os.environ.update(over_its_head.to_env())
-    listening = _listening(arguments)
-    if wrong := missing_interface(os.environ):
-        say(wrong)  # no refusal: a script that opens no connection needs none
-    run = RunDir.create(arguments.runs, arguments.name, stem=stem_of(arguments), begin=False)
-    run.hold()
-    run = run.next_attempt()
-    write_json(run.run_json, describe(job, run, planned=planned))
+    with _endpoint(arguments) as serve:  # before there is a folder: a port that is taken leaves none behind
+        if wrong := missing_interface(os.environ):
+            say(wrong)  # no refusal: a script that opens no connection needs none
+        run = RunDir.create(arguments.runs, arguments.name, stem=stem_of(arguments), begin=False)
+        run.hold()
+        run = run.next_attempt()
+        write_json(run.run_json, describe(job, run, planned=planned))
+        serve(run)
+        outcome = _outcome(job, run)
 
     from echelon.diagnosis.failure import render
     from echelon.observe.sinks.model import short_path
 
-    with _endpoint(listening, run):
-        outcome = _outcome(job, run)
     if outcome.failure is not None:
         shown = render(outcome.failure, ranks)
         _say(shown)
@@ -198,27 +198,22 @@ def execute(arguments: argparse.Namespace) -> int:
     return outcome.exit_code
 
 
-def _listening(arguments: argparse.Namespace) -> socket.socket | None:
-    """Where the endpoint will answer: known before there is a folder, so that a port that is taken leaves none behind."""
-    if arguments.metrics_port is None:
-        return None
-    from echelon.observe.endpoint import listen
-
-    return listen(arguments.metrics_port, arguments.metrics_bind)
-
-
 @contextlib.contextmanager
-def _endpoint(listening: socket.socket | None, run: RunDir) -> Iterator[None]:
-    """The run's numbers for Prometheus, while it runs."""
-    if listening is None:
-        yield
+def _endpoint(arguments: argparse.Namespace) -> Iterator[Callable[[RunDir], None]]:
+    """Context with an endpoint for Prometheus, where one is asked for; what it gives is told the run's folder."""
+    if arguments.metrics_port is None:
+        yield lambda _: None
         return
     from echelon.observe.endpoint import Endpoint
 
-    endpoint = Endpoint(run, listening)
-    _say(f"echelon: metrics at {endpoint.address}")
+    endpoint = Endpoint(arguments.metrics_port, arguments.metrics_bind)
+
+    def serve(run: RunDir) -> None:
+        endpoint.serve(run)
+        _say(f"echelon: metrics at {endpoint.address}")
+
     try:
-        yield
+        yield serve
     finally:
         endpoint.close()
 

@@ -1,36 +1,30 @@
-"""A run's numbers for Prometheus: a small server of the text format 0.0.4, which reads the run's folder when it is asked.
-
-It answers GET and HEAD of /metrics and of /, to one request a connection, and to nothing else. Numbers are read at most once a
-second, however often they are asked for; a client that sends nothing, or without end, is left after a few seconds.
-"""
+"""A run's numbers for Prometheus: prometheus_client serves them, in a process of its own, from what the run's folder says."""
 
 from __future__ import annotations
 
-import http.server
 import ipaddress
-import math
-import os
+import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from echelon.common.errors import CommandError
+from echelon.common.terminal import one_line
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.times import PARTS
 from echelon.contracts.version import __version__
 from echelon.observe.top import Snapshot, Watch
 
-__all__ = ["PATIENCE_S", "Endpoint", "Server", "listen", "text_of"]
+if TYPE_CHECKING:
+    from prometheus_client.core import GaugeMetricFamily
 
-_FRESH_S = 1.0
-PATIENCE_S = 5.0
-_AT_ONCE = 16  # connections that are answered at the same time; more are closed
+__all__ = ["Endpoint", "Numbers"]
+
 _MOST_RANKS = 1024  # with series of their own
-
 _LATEST = {
     "loss": ("loss", "Loss of the latest update, over all ranks."),
     "eval_loss": ("eval_loss", "Loss of the latest evaluation."),
@@ -44,206 +38,127 @@ _LATEST = {
 }
 
 
-def text_of(snapshot: Snapshot) -> str:
-    """The exposition: each series with its help and type. Names and labels are ours, but for the run's name."""
-    run = f'run="{_label(snapshot.name)}"'
-    parts: list[str] = []
+@dataclass
+class _Series:
+    """One number of the run, with labels of its own beside the run's name."""
 
-    def series(name: str, kind: str, told: str, values: list[tuple[str, float]]) -> None:
-        if values:
-            parts.append(f"# HELP echelon_{name} {told}\n# TYPE echelon_{name} {kind}")
-            parts.extend(f"echelon_{name}{{{labels}}} {_number(value)}" for labels, value in values)
+    name: str
+    told: str
+    values: Sequence[tuple[tuple[str, ...], float]]
+    labels: tuple[str, ...] = ()
+
+
+def _series(snapshot: Snapshot) -> Iterator[_Series]:
+    def one(name: str, told: str, value: float | None) -> _Series:
+        return _Series(name, told, [] if value is None else [((), float(value))])
 
     attempt = snapshot.attempt
-    running = attempt is not None and attempt.exit is None
-    series("info", "gauge", "Always 1.", [(f'{run},version="{__version__}",ranks="{_label(snapshot.ranks)}"', 1.0)])
-    series("running", "gauge", "1 while an attempt has not ended.", [(run, float(running))])
+    yield _Series("info", "Always 1.", [((__version__, one_line(snapshot.ranks[:100])), 1.0)], ("version", "ranks"))
+    yield one("running", "1 while an attempt has not ended.", attempt is not None and attempt.exit is None)
     if attempt is not None:
-        series("attempt", "gauge", "The number of the latest attempt, from 0.", [(run, float(attempt.number))])
         code = attempt.exit.get("exit_code") if attempt.exit is not None else None
-        series(
-            "exit_code", "gauge", "Of the latest attempt.", [(run, float(code))] if type(code) is int and abs(code) < 1e6 else []
-        )
         failed = sum(each.status().kind == "failed" for each in [*snapshot.ended, attempt])
-        series("failed_attempts", "gauge", "Attempts that have failed.", [(run, float(failed))])
-    if snapshot.since_s is not None:
-        series("silent_seconds", "gauge", "Since the run has written anything.", [(run, snapshot.since_s)])
-    series("step", "gauge", "Training steps completed.", [(run, float(snapshot.step))])
-    if snapshot.total_steps is not None:
-        series("steps", "gauge", "Training steps of the whole run.", [(run, float(snapshot.total_steps))])
+        yield one("attempt", "The number of the latest attempt, from 0.", attempt.number)
+        yield one("exit_code", "Of the latest attempt.", code if type(code) is int and abs(code) < 1e6 else None)
+        yield one("failed_attempts", "Attempts that have failed.", failed)
+    yield one("silent_seconds", "Since the run has written anything.", snapshot.since_s)
+    yield one("step", "Training steps completed.", snapshot.step)
+    yield one("steps", "Training steps of the whole run.", snapshot.total_steps)
     for key, (name, told) in _LATEST.items():
-        series(name, "gauge", told, [(run, snapshot.latest[key])] if key in snapshot.latest else [])
-    ranks = list(snapshot.times.items())[:_MOST_RANKS]
-    owns = [(f'{run},rank="{rank}"', times.own_s) for rank, times in ranks if times.own_s]
-    series("rank_own_step_seconds", "gauge", "A usual step of a rank, without waiting for others.", owns)
-    series("rank_step", "gauge", "Steps that a rank has completed.", [(f'{run},rank="{r}"', float(t.steps[1])) for r, t in ranks])
+        yield one(name, told, snapshot.latest.get(key))
+    ranks = [(str(rank), times) for rank, times in list(snapshot.times.items())[:_MOST_RANKS]]
+    owns = [((rank,), times.own_s) for rank, times in ranks if times.own_s]
+    yield _Series("rank_own_step_seconds", "A usual step of a rank, without waiting for others.", owns, ("rank",))
+    steps = [((rank,), float(times.steps[1])) for rank, times in ranks]
+    yield _Series("rank_step", "Steps that a rank has completed.", steps, ("rank",))
     shares = [
-        (f'{run},rank="{rank}",part="{part.removesuffix("_s")}"', getattr(times, part) / times.wall_s)
+        ((rank, part.removesuffix("_s")), getattr(times, part) / times.wall_s)
         for rank, times in ranks
         if times.wall_s
         for part in PARTS
     ]
-    series("rank_time_ratio", "gauge", "Where the latest seconds of a rank went.", shares)
-    return "\n".join([*parts, ""])
+    yield _Series("rank_time_ratio", "Where the latest seconds of a rank went.", shares, ("rank", "part"))
 
 
-def _label(text: str) -> str:
-    plain = "".join(c if c.isprintable() else "?" for c in text[:100])
-    return plain.replace("\\", "\\\\").replace('"', '\\"')
+class Numbers:
+    """A collector of prometheus_client, which asks it in a thread for each client: what the run's folder says at that moment."""
 
+    def __init__(self, run: RunDir) -> None:
+        self._watch, self._lock = Watch(run), threading.Lock()
 
-def _number(value: float) -> str:
-    if math.isfinite(value):
-        return repr(value)
-    return "NaN" if math.isnan(value) else ("+Inf" if value > 0 else "-Inf")
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        from prometheus_client.core import GaugeMetricFamily
+
+        with self._lock:
+            snapshot = self._watch.look()
+        name = one_line(snapshot.name[:100])
+        for each in _series(snapshot):
+            if each.values:
+                family = GaugeMetricFamily(f"echelon_{each.name}", each.told, labels=("run", *each.labels))
+                for labels, value in each.values:
+                    family.add_metric((name, *labels), value)
+                yield family
 
 
 class Endpoint:
-    """A process of its own that serves until it is closed, or its parent ends: a launcher forks, which threads make unsafe.
+    """A process that serves until it is closed, or its parent ends: a launcher forks, which threads make unsafe.
 
-    Args:
-        run: at whatever attempt it is when asked.
-        listening: as `listen` gives it; closed here.
-    Attributes:
-        address: where it answers.
-    """
-
-    def __init__(self, run: RunDir, listening: socket.socket) -> None:
-        with listening:
-            host, port = listening.getsockname()[:2]
-            self.address = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
-            words = [str(listening.fileno()), str(os.getpid()), str(run.path.absolute())]
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "echelon.observe.endpoint", *words],
-                pass_fds=[listening.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
-
-
-def listen(port: int, bind: str = "127.0.0.1") -> socket.socket:
-    """A socket that listens.
+    It listens as soon as it is made, before there is a run's folder, so that a port that is taken leaves none behind.
 
     Args:
         port: 0 takes a free one.
         bind: the address; others than this machine's own are for networks that one trusts: anybody may read.
+    Attributes:
+        address: where it answers.
     Raises:
-        UsageError: the address cannot be listened at.
-    """
-    try:
-        family = socket.AF_INET6 if ipaddress.ip_address(bind).version == 6 else socket.AF_INET
-    except ValueError:
-        raise CommandError(f"--metrics-bind must be an address, such as 127.0.0.1 or 0.0.0.0, got {bind!r}.") from None
-    made = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind((bind, port))
-        made.listen(64)
-    except (OSError, OverflowError) as error:
-        made.close()
-        raise CommandError(
-            f"--metrics-port {port} cannot be listened at on {bind}: {str(error).rstrip('.')}. "
-            "Give another port, or 0 for a free one."
-        ) from error
-    return made
-
-
-class Server(http.server.ThreadingHTTPServer):
-    """Answers at a socket that listens.
-
-    Args:
-        parent: the process whose end is this one's; None is none.
+        UsageError: the address cannot be listened at, or prometheus_client is not installed.
     """
 
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, listening: socket.socket, run: RunDir, parent: int | None = None) -> None:
-        self._watch, self._lock, self._text, self._at = Watch(run), threading.Lock(), b"", -math.inf
-        self._places, self._parent = threading.BoundedSemaphore(_AT_ONCE), parent
-        super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listening
-
-    def text(self) -> bytes:
-        """The numbers, at most a second old."""
-        with self._lock:
-            if time.monotonic() - self._at >= _FRESH_S:
-                self._text, self._at = text_of(self._watch.look()).encode("utf-8", "replace"), time.monotonic()
-            return self._text
-
-    def service_actions(self) -> None:
-        if self._parent is not None and os.getppid() != self._parent:
-            os._exit(0)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def __init__(self, port: int, bind: str = "127.0.0.1") -> None:
         try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
+            host = f"[{bind}]" if ipaddress.ip_address(bind).version == 6 else bind
+        except ValueError:
+            raise CommandError(f"--metrics-bind must be an address, such as 127.0.0.1 or 0.0.0.0, got {bind!r}.") from None
+        words = [sys.executable, "-m", "echelon.observe.endpoint", str(port), bind]
+        self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        taken, _, problem = self._process.stdout.readline().strip().partition(" ")
+        if not taken.isdecimal():
+            self.close()
+            raise CommandError(problem or f"--metrics-port {port}: the process that serves it ended without a word.")
+        self.address = f"http://{host}:{taken}/metrics"
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away, or talks nonsense, is none of the run's business."""
+    def serve(self, run: RunDir) -> None:
+        """From now on, this run at whatever attempt it is."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(str(run.path.absolute())) + "\n")
+        self._process.stdin.flush()
+        self._process.stdout.readline()  # it has the run
 
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    server: Server
-    server_version = sys_version = ""
-    protocol_version = "HTTP/1.0"
-
-    def setup(self) -> None:
-        super().setup()
-        self.connection.settimeout(PATIENCE_S)  # for one reading
-        # A byte every few seconds would else be read for hours.
-        self._end = threading.Timer(PATIENCE_S, self._hang_up)
-        self._end.daemon = True
-        self._end.start()
-
-    def finish(self) -> None:
-        self._end.cancel()
-        super().finish()
-
-    def _hang_up(self) -> None:
-        try:
-            self.connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return
-
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def _answer(self, *, with_body: bool) -> None:
-        if self.path.partition("?")[0] not in ("/metrics", "/"):
-            self.send_error(404, "Not here: /metrics is")
-            return
-        text = self.server.text()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        if with_body:
-            self.wfile.write(text)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the terminal is the run's."""
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.communicate()
 
 
-def _main(fd: str, parent: str, run: str) -> None:
+def _main(port: str, bind: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to hear
-    Server(socket.socket(fileno=int(fd)), RunDir(run), int(parent)).serve_forever(poll_interval=0.5)
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ImportError:
+        print("- --metrics-port needs prometheus_client: pip install 'echelon[prometheus]'.", flush=True)
+        return
+    registry = CollectorRegistry(auto_describe=False)
+    try:
+        server, _ = start_http_server(int(port), bind, registry)
+    except (OSError, OverflowError) as error:
+        said = f"--metrics-port {port} cannot be listened at on {bind}: {str(error).rstrip('.')}."
+        print(f"- {said} Give another port, or 0 for a free one.", flush=True)
+        return
+    print(server.server_port, flush=True)
+    if run := sys.stdin.readline():
+        registry.register(Numbers(RunDir(json.loads(run))))
+        print("serves", flush=True)
+        sys.stdin.read()  # until the launcher has ended, however it did
 
 
 if __name__ == "__main__":
