@@ -721,7 +721,7 @@ def test_no_record_that_is_not_as_expected_ends_the_launcher(said: list[dict[str
             write_json(run.rank_exit(rank), record)
         assert {f.rank: f.exit_code for f in attempt.failures()}.items() >= {1: 1, 2: 137}.items()
         attempt.stuck(), attempt.left()
-        write_spec(run, JobSpec("x", nodes=2), launcher="kubernetes", cwd="/")
+        write_spec(run, JobSpec("x", nodes=2), launcher="slurm", cwd="/")
         meeting = nodes.meeting_path(run, "7.0")
         write_json(meeting, said[3])
         write_json(meeting.with_name("refused-7.0.node0.json"), said[0])

@@ -268,5 +268,3 @@ def test_a_job_that_cannot_fit_or_be_planned_is_not_submitted(tmp_path: Path, ec
         assert done.returncode == 2 and "--only must be given without" in done.stderr
     done = echelon_command("submit", *options, "--plan", "80GiB", "-m", "train")
     assert done.returncode == 2 and "--plan must be given with the file of a script" in done.stderr
-    done = echelon_command("submit", *options, "--plan", "80GiB", "--to", "kubernetes", "train.py")
-    assert done.returncode == 2 and "--plan must be left out" in done.stderr

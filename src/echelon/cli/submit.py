@@ -29,7 +29,6 @@ from echelon.cli.run import (
 from echelon.cli.script import check_module, check_script
 from echelon.common.errors import CommandError, EchelonError, require
 from echelon.common.files import private_folder
-from echelon.common.redact import redacted_words
 from echelon.common.terminal import printable, say
 from echelon.common.trust import check_parents, doubt
 from echelon.contracts.overrides import Overrides
@@ -52,9 +51,7 @@ _HELP = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--to", choices=("slurm", "local", "dragon", "kubernetes"), default="slurm", help="where it runs (default: slurm)"
-    )
+    parser.add_argument("--to", choices=("slurm", "local", "dragon"), default="slurm", help="where it runs (default: slurm)")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default: 1)")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="processes on each (default: one per GPU, else 1)")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="devices of each node")
@@ -76,12 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="one run for each value, given as --KEY; several: all pairs",
     )
     parser.add_argument("--name", metavar="NAME", help="the run's folder below runs/; an existing one goes on")
-    parser.add_argument(
-        "--image", metavar="IMAGE", help="with --to kubernetes: the container's, with the script and echelon in it"
-    )
-    parser.add_argument(
-        "--volume", metavar="CLAIM:PATH", help="with --to kubernetes: a claim that all pods can write, and where they see it"
-    )
     parser.add_argument("--no-snapshot", action="store_true", help="run the code as it is when the job starts, not as it is now")
     parser.add_argument(
         "--dry-run", action="store_true", help="print the batch script, and what Slurm says to it; submit nothing"
@@ -92,15 +83,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     from echelon.launcher.cluster.slurm.render import SlurmOptions, exported
 
-    if arguments.to == "kubernetes":
-        require(
-            arguments.plan is None,
-            "--plan",
-            "left out with --to kubernetes, whose script may lie in the image alone",
-            arguments.plan,
-            kind=CommandError,
-        )
-        return _kubernetes(arguments)
     if arguments.module:
         check_module(arguments.script)
     else:
@@ -165,28 +147,6 @@ def job_spec(arguments: argparse.Namespace, target: str) -> JobSpec:
         if arguments.hang_timeout is not None
         else None,
     )
-
-
-def _kubernetes(arguments: argparse.Namespace) -> int:
-    """Print the manifests. The script is the one in the image, and need not exist here."""
-    from echelon.launcher.cluster.kubernetes import render
-
-    if not arguments.dry_run:
-        raise CommandError(
-            "echelon does not talk to Kubernetes itself. Add --dry-run, and pipe the output to `kubectl apply -f -`."
-        )
-    for name in ("image", "volume", "name"):
-        if not getattr(arguments, name):
-            raise CommandError(f"--to kubernetes needs --{name}. See `echelon submit --help`.")
-    other = [n for n in (*_SLURM, "time", "exclusive", "env", "sweep") if n != "mem" and getattr(arguments, n)]
-    if other:
-        raise CommandError(f"--{other[0]} is for Slurm only. Add what Kubernetes has for it to the manifest that is printed.")
-    spec, mem = job_spec(arguments, arguments.script), arguments.mem
-    shape = {"cpus_per_rank": arguments.cpus_per_rank, "gpus": arguments.gpus_per_node, "mem": mem}
-    if redacted_words(spec.args) != list(spec.args):
-        say("an argument looks like a secret, and everyone who can read the manifest will see it. Use a Kubernetes Secret")
-    print(render(spec, arguments.name, image=arguments.image, volume=arguments.volume, **shape), end="")
-    return 0
 
 
 def parse_sweep(given: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:

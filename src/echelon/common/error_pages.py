@@ -58,7 +58,7 @@ PAGES = {
         "List runs with `ls runs`; give a run by its name or its folder; choose another `--name` for a new one.",
     ),
     "E-CLUSTER": Page(
-        "A job of Slurm, Kubernetes or Dragon asks for what there is not, or the cluster's own command refused it.",
+        "A job of Slurm or Dragon asks for what there is not, or the cluster's own command refused it.",
         "sbatch: error: invalid partition specified: gpus. Partitions here: debug, batch.",
         "`echelon submit --dry-run ...` shows the job and asks the cluster, and starts nothing; `echelon doctor` looks at nodes.",
     ),

@@ -151,7 +151,7 @@ class RunFolderError(UsageError):
 
 
 class ClusterError(UsageError):
-    """A job of Slurm, Kubernetes or Dragon: what it asks for, and what the cluster says."""
+    """A job of Slurm or Dragon: what it asks for, and what the cluster says."""
 
     code = "E-CLUSTER"
 

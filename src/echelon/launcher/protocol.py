@@ -46,11 +46,10 @@ class JobState(enum.Enum):
         return self not in (JobState.PENDING, JobState.RUNNING)
 
 
-def write_spec(run: RunDir, spec: JobSpec, *, launcher: str, decides: bool = True, **more: Any) -> str:
+def write_spec(run: RunDir, spec: JobSpec, *, launcher: str, **more: Any) -> str:
     """Keep what was submitted in the run's folder, for the nodes that will run it and the commands that ask for it.
 
     Args:
-        decides: what is written decides what runs; otherwise that came another way, and this is only shown.
         more: plain values to keep with it.
     Returns:
         the SHA-256 of what was written, for `read_spec`. It holds a number that nobody can guess, so nobody else can write
@@ -63,11 +62,10 @@ def write_spec(run: RunDir, spec: JobSpec, *, launcher: str, decides: bool = Tru
         private_folder(folder, 0o700)
     except OSError as error:
         raise RunFolderError(f"{folder} cannot be created: {error.strerror}. Choose another --name.") from error
-    if decides:
-        check_parents(run.path)
-        for path in (run.path, folder):
-            if why := doubt(path, os.stat(path)):
-                raise RunFolderError(why)
+    check_parents(run.path)
+    for path in (run.path, folder):
+        if why := doubt(path, os.stat(path)):
+            raise RunFolderError(why)
     (folder / _SUBMITTED).unlink(missing_ok=True)  # of a job before
     text = json.dumps({"spec": asdict(spec), "launcher": launcher, **more, "key": secrets.token_hex(32)}, indent=2)
     write_whole(folder / _JOB, text)

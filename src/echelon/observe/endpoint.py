@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import signal
@@ -131,8 +132,9 @@ class Endpoint:
     def serve(self, run: RunDir) -> None:
         """From now on, this run at whatever attempt it is."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(str(run.path.absolute())) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(OSError):  # that it has ended meanwhile is none of the run's business
+            self._process.stdin.write(json.dumps(str(run.path.absolute())) + "\n")
+            self._process.stdin.flush()
         self._process.stdout.readline()  # it has the run
 
     def close(self) -> None:

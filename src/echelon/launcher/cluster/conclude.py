@@ -21,7 +21,6 @@ from echelon.contracts.records import came_to, exit_record, meeting_record, refu
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.diagnosis.failure import Failure, render
-from echelon.launcher.job import JobSpec
 from echelon.launcher.local.end_record import record_end, write_exit
 from echelon.launcher.local.nodes import meeting_path
 from echelon.launcher.protocol import read_spec
@@ -45,7 +44,6 @@ def conclude(
     code: int,
     start: str,
     sha256: str | None = None,
-    given: JobSpec | None = None,
     *,
     requeues: bool = False,
 ) -> int:
@@ -55,10 +53,9 @@ def conclude(
         code: with which the nodes' launchers ended: the highest of theirs, 128 + n after signal n.
         start: names this start of the job, as `launcher.cluster.node.start_of` does.
         sha256: of the folder's job.json.
-        given: what was run, where that did not come through the folder.
         requeues: a start in which no rank was started, for no reason that our own launchers know, is worth one more.
     """
-    spec = given or read_spec(run, sha256)[0]
+    spec = read_spec(run, sha256)[0]
     said = meeting_record(meeting_path(run, start))
     whys = [
         f"{r['host']}: {r['why']}" for p in sorted(_refusals(run, start).glob(f"refused-{start}.*")) if (r := refusal_record(p))

@@ -11,7 +11,6 @@ from pathlib import Path
 from echelon.common.errors import ClusterError
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.cluster.background import LocalJob
-from echelon.launcher.cluster.kubernetes import KubernetesJob
 from echelon.launcher.cluster.slurm.job import SlurmJob
 from echelon.launcher.protocol import FolderJob, read_spec
 
@@ -23,7 +22,6 @@ _LAUNCHERS: dict[str, type[FolderJob]] = {
     "local": LocalJob,
     "dragon": LocalJob,
     "slurm": SlurmJob,
-    "kubernetes": KubernetesJob,
 }
 
 

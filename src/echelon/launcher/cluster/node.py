@@ -80,7 +80,6 @@ def run_node(
     *,
     start: str,
     spec_sha256: str | None = None,
-    given: JobSpec | None = None,
 ) -> int:
     """Run this node's ranks until they end.
 
@@ -89,7 +88,6 @@ def run_node(
         call_sha256: of the file of the call, if the job is one; from the command line, which nobody can have changed.
         task: which of an array's calls.
         spec_sha256: of the folder's job.json, likewise.
-        given: what to run, where that did not come through the folder.
     Returns:
         0 also when they are to be started again, which is no bad exit for which srun would kill the others.
     Raises:
@@ -98,7 +96,7 @@ def run_node(
     """
     # Until the launcher listens, a request to save and end would kill this process without a word; then it is delivered.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    spec, said = read_spec(run, spec_sha256) if given is None else (given, {})
+    spec, said = read_spec(run, spec_sha256)
     hosts = expand_hostlist(env.get("SLURM_STEP_NODELIST", ""), "SLURM_STEP_NODELIST") or ["localhost"]
     node = count_in(env, "SLURM_NODEID", 0)
     if len(hosts) != spec.nodes:
