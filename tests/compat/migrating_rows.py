@@ -1,4 +1,4 @@
-"""Rows of docs/migrating.md as programs: those that no test of a part's own tries already. By the row's first words."""
+"""Rows of docs/moving as programs: those that no test of a part's own tries already. By the row's first words."""
 
 from __future__ import annotations
 
@@ -545,7 +545,7 @@ def ports_are_numbers(folder: Path) -> None:
 
 
 def not_there(rows: list[tuple[str, str]]) -> list[str]:
-    """Of a table "What is not there": what is wrong with a name or a module, which can be imported and says what to take."""
+    """Of a table "What is not here": what is wrong with a name or a module, which can be imported and says what to take."""
     wrong = []
     for names, _ in rows:
         for name in re.findall("`([^`]+)`", names):

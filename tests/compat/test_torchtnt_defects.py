@@ -1,6 +1,6 @@
 """Defects that were reproduced in TorchTNT: what of them our design could have, and the test that it has not.
 
-Each id is the one under which it was recorded; the upstream file or thread is in docs/migrating.md where users would notice.
+Each id is the one under which it was recorded; the upstream file or thread is in docs/moving where users would notice.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ OPENED = [
     "start.html",
     "guides/preemption.html",
     "reference/loop.html",
-    "migrating.html",
+    "moving/torchtnt.html",
     "benchmarks.html",
     "compared.html",
 ]

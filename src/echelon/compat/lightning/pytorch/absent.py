@@ -90,7 +90,7 @@ LOGGERS = {
 }
 
 # Names of modules that are here, beside those above.
-_INSIDE = "nothing: it is a part of Lightning's own inside. docs/migrating.md has what programs use"
+_INSIDE = "nothing: it is a part of Lightning's own inside. docs/moving/lightning.md has what programs use"
 _HPARAMS = "save_hyperparameters and hparams; torch.load or yaml read files of Lightning's"
 OTHERS = {
     **dict.fromkeys(("CheckpointHooks", "ModelHooks"), "LightningModule and LightningDataModule, which have these hooks"),

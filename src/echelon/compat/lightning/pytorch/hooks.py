@@ -94,7 +94,7 @@ class DataHooks:
 
 
 class ModuleHooks(DataHooks):
-    """What a module may override beside its steps. `docs/migrating.md` has the order."""
+    """What a module may override beside its steps. `docs/moving/lightning.md` has the order."""
 
     def configure_model(self) -> None:
         """After `setup`: layers that `__init__` has not made."""
