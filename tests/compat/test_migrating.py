@@ -1,6 +1,6 @@
-"""What differs from other libraries (docs/moving), row by row: each is tried as a program, by the test named here or by one of migrating_rows.
+"""What differs from other libraries (docs/moving), row by row: each is tried as a program.
 
-Rows are found by their first words. A new row fails until it has a test, and so does a name that is no test any more. The rows of
+By the test named here or by one of migrating_rows. Rows are found by their first words. A new row fails until it has a test, and so does a name that is no test any more. The rows of
 Lightning and of Hugging Face have tests in their own files.
 """
 
