@@ -1,7 +1,7 @@
 """What differs from other libraries (docs/moving), row by row: each is tried as a program.
 
-By the test named here or by one of migrating_rows. Rows are found by their first words. A new row fails until it has a test, and so does a name that is no test any more. The rows of
-Lightning and of Hugging Face have tests in their own files.
+A row has the test that is named here or one of migrating_rows, and is found by its first words. A new row fails until it has a test,
+and so does a name that is no test any more. The rows of Lightning and of Hugging Face have tests in their own files.
 """
 
 from __future__ import annotations
