@@ -1,6 +1,6 @@
 """What differs from other libraries (docs/moving), row by row: each is tried as a program.
 
-A row has the test that is named here or one of migrating_rows, and is found by its first words. A new row fails until it has a test,
+A row has the test named here or one of migrating_rows, and is found by its first words. A new row fails until it has a test,
 and so does a name that is no test any more. The rows of Lightning and of Hugging Face have tests in their own files.
 """
 
