@@ -1,1 +1,1 @@
-"""TorchTNT's modules by their names there: `echelon.compat.torchtnt` for `torchtnt`. docs/moving/torchtnt.md says what differs."""
+"""TorchTNT's modules by their names: `echelon.compat.torchtnt` for `torchtnt`. docs/moving/torchtnt.md says what differs."""
