@@ -1,4 +1,4 @@
-"""FairScale's names: `from fairscale.x import y` becomes `from echelon.compat.fairscale.x import y`. See docs/moving/fairscale.md."""
+"""FairScale's names: `echelon.compat.fairscale` for `fairscale`. See docs/moving/fairscale.md."""
 
 from echelon.compat.fairscale import absent
 
