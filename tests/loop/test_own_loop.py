@@ -349,6 +349,56 @@ def test_as_a_program_killed_and_restarted(echelon_command: Callable[..., Any], 
     assert "update 24/24" in straight.stderr + straight.stdout
 
 
+# --- gradients cleared between the passes
+
+CLEARED: dict[str, Callable[[nn.Module], Any]] = {
+    "model": lambda model: model.zero_grad(),
+    "none": lambda model: [setattr(p, "grad", None) for p in model.parameters()],
+    "zeros": lambda model: [p.grad.zero_() for p in model.parameters() if p.grad is not None],
+    "nothing": lambda model: None,
+}
+
+
+def _cleared_between(layout: str, how: str, accumulate: int, wrapped: bool) -> dict[str, torch.Tensor] | str:
+    torch.manual_seed(0)
+    raw = net()
+    optimizer = torch.optim.SGD(raw.parameters(), lr=0.05, momentum=0.9)
+    loader = ech.Loader(DATA, 8, seed=1, accumulate=accumulate)
+    model, optimizer, loader = ech.prepare(raw, optimizer, loader, layout=layout)
+    try:
+        for _ in ech.epochs(loader, EPOCHS):
+            for x, y in loader:
+                with ech.window(model) as window:
+                    loss = squares(model, x, y)
+                    CLEARED[how](model if wrapped else raw)
+                    window.backward(loss)
+                    optimizer.step()
+    except EchelonError as error:
+        return error.code
+    return whole(model)
+
+
+def _all_cleared_between(layout: str, wrapped: bool) -> dict[str, Any]:
+    return {f"{how} {n}": _cleared_between(layout, how, n, wrapped) for how in CLEARED for n in (1, 2)}
+
+
+@pytest.mark.parametrize("layout", EACH)
+def test_gradients_that_a_loop_clears_between_the_passes_are_cleared_under_every_layout(ranks: Ranks, layout: str) -> None:
+    """Where the model shows whole parameters then, whose gradients are not those of its shards; in the middle of an update it is
+    refused, or does nothing.
+    """
+    wanted = {how: _cleared_between("none", how, 1, wrapped=False) for how in ("model", "nothing")}
+    assert largest_difference(wanted["model"], wanted["nothing"]) > 1e-3  # type: ignore[arg-type]
+    for wrapped in (True, False):
+        for found in ranks(2, _all_cleared_between, layout, wrapped):
+            for name, got in found.items():
+                how, n = name.split()
+                if n == "2" and isinstance(got, str):
+                    assert got == "E-OWN-LOOP" and how != "nothing", (name, got)
+                else:
+                    assert largest_difference(got, wanted["nothing" if how == "nothing" else "model"]) < 1e-12, name
+
+
 # --- proof
 
 PLANTED = Path(__file__).parents[1] / "planted"

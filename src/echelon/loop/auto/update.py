@@ -45,7 +45,7 @@ from echelon.parallel.gradients import clip
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.recipe.precision import Shards, check_scaler
-from echelon.parallel.state.partition import parameter_groups, parameters_of
+from echelon.parallel.state.partition import has_gradients, parameters_of
 from echelon.world import agree, clock
 from echelon.world.clock import Part
 
@@ -199,8 +199,7 @@ class Update:
         """Before the first backward pass of an update, where a loop may leave gradients of earlier ones: these are right already,
         whatever this one's global batch weighs.
         """
-        groups = parameter_groups(optimizer)
-        if all(parameter.grad is None for parameter in (*groups[0][:1], *groups[-1][-1:])):  # as a rule all are cleared, or none
+        if not has_gradients(optimizer):
             return
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:

@@ -34,6 +34,8 @@ class _Session(Protocol):
 
     def enter(self, window: OwnWindow) -> None: ...
 
+    def goes_back(self) -> None: ...
+
     def went_back(self) -> None: ...
 
     def failed(self, error: BaseException) -> None: ...
@@ -139,8 +141,7 @@ class OwnWindow:
             if unit.several is not None:
                 unit.several.backward(loss, self._micro_batch, retain_graph=retain_graph)
             else:
-                if not self._session.accumulates:
-                    unit.update.put_left_aside(unit.optimizer)
+                self._session.goes_back()
                 unit.update.backward(unit, self._state, loss, self._micro_batch, retain_graph=retain_graph)
         before = 0.0 if self.trained is None else self.trained[1]
         self.trained = self._micro_batch.weight, loss.detach() + before

@@ -21,6 +21,7 @@ from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.modes import LoopModes
 from echelon.loop.own.batch_window import OwnWindow
+from echelon.loop.own.cleared import Cleared
 from echelon.loop.own.kept import keep, keep_for_copy, kept_for, kept_for_copy
 from echelon.loop.own.loop_run import LoopRun
 from echelon.loop.own.loop_unit import LoopUnit
@@ -29,7 +30,6 @@ from echelon.loop.reporting.observer import observed
 from echelon.loop.reporting.reporting import Reporting
 from echelon.loop.state import EntryPoint, State
 from echelon.parallel import patching
-from echelon.parallel.gradients.clip import times_changed
 from echelon.parallel.patching import replace_class
 from echelon.world.clock import Part, enter
 
@@ -66,8 +66,7 @@ class Session:
         self._iteration: object = None  # the latest
         self._applying = self.accumulates = False
         self._modes = LoopModes(unit.module, unit.prepared.unwrapped)
-        self._told_of_change, self._seen_version = False, 0  # of the gradient of
-        self._witness: torch.Tensor | None = None  # a parameter with a gradient, in the middle of an update
+        self._cleared = Cleared(unit.module)
 
     # --- which session something belongs to
 
@@ -316,19 +315,9 @@ class Session:
                 "echelon.window(...) must be entered once for each batch, got a second time. Put all of a batch into one."
             )
         if self.unit.begins_update:
-            self.accumulates, self._witness = False, None
-        elif self.unit.several is None and self._witness is not None and self._witness.grad is None:
-            raise OwnLoopError(
-                "the gradients of an update must be kept until its last batch, but something has dropped them in the middle. "
-                "Clear them by zero_grad() of the optimizer that prepare() returned, which knows when."
-            )
-        elif self._witness is not None and times_changed(self._witness) != self._seen_version and not self._told_of_change:
-            self._told_of_change = True
-            logger.warning(
-                "gradients were changed in the middle of an update, when only some of its batches are in them: was "
-                "torch.nn.utils.clip_grad_norm_ left in the loop? Call window.clip_grad_norm_(max_norm) or "
-                "window.clip_grad_value_(max_value) in its place, which wait for the update's last batch and clip over all ranks"
-            )
+            self.accumulates = False
+            if self.unit.several is None:
+                self._cleared.begins_update(self.unit.optimizer)
         self.window = window
         assert self.run is not None
         if self.run.only_looks:
@@ -337,17 +326,18 @@ class Session:
             self._modes.left_in_eval()
         self.run.trains()
 
+    def goes_back(self) -> None:
+        """Before the backward pass of a batch, of a loop with one optimizer."""
+        assert self.window is not None
+        self._cleared.before_backward(self.unit.optimizer, is_last=self.window.is_last)
+        if not self.accumulates:
+            self.unit.update.put_left_aside(self.unit.optimizer)
+
     def went_back(self) -> None:
         assert self.window is not None
-        if self.unit.several is not None:
-            return
-        self.accumulates = True
-        if self.window.is_last:
-            self._witness = None
-        elif self._witness is None:
-            self._witness = next((p for p in self.unit.module.parameters() if p.grad is not None), None)
-        if self._witness is not None:
-            self._seen_version = times_changed(self._witness)
+        if self.unit.several is None:
+            self.accumulates = True
+            self._cleared.after_backward(is_last=self.window.is_last)
 
     def optimizer_step(self, turn: Turn | None, original: Callable[..., Any], closure: Any = None) -> Any:
         """

@@ -259,6 +259,12 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return list({id(p): p for group in parameter_groups(optimizer) for p in group}.values())
 
 
+def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its parameters have any: as a rule all are cleared, or none."""
+    groups = parameter_groups(optimizer)
+    return any(parameter.grad is not None for parameter in (*groups[0][:1], *groups[-1][-1:]))
+
+
 def _buffers(parameters: Iterable[nn.Parameter], owners: dict[nn.Parameter, int]) -> list[_Buffer]:
     kinds: dict[tuple[int, torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:

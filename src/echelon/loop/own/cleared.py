@@ -1,0 +1,86 @@
+"""Gradients that a loop drops by another way than its optimizer: `model.zero_grad()`, or `parameter.grad = None`.
+
+Between the passes a sharded model shows whole parameters, gathered for them. What a loop does to their gradients does not reach
+the shards, which the optimizer holds. In the middle of an update nothing may drop gradients, in any layout.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from echelon.common.errors import OwnLoopError
+from echelon.parallel.gradients.clip import clear, times_changed
+from echelon.parallel.state.partition import has_gradients
+
+__all__ = ["Cleared"]
+
+logger = logging.getLogger(__name__)
+
+
+class Cleared:
+    """Sees what a loop drops, by one parameter that it sees.
+
+    Args:
+        module: with the parameters that the optimizer holds; nothing is gathered.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._own = module, {id(parameter) for parameter in module.parameters()}
+        self._has_looked = self._is_marked = self._has_told = False
+        self._gathered: nn.Parameter | None = None  # one that the loop sees between the passes in place of a shard
+        self._shown: list[nn.Parameter] = []  # all that it sees
+        self._witness: nn.Parameter | None = None  # one with a gradient, in the middle of an update
+        self._version = 0
+
+    def begins_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before the first forward pass of an update: gradients of earlier ones may be there."""
+        self._witness = None
+        if self._gathered is not None and self._gathered.grad is None and has_gradients(optimizer):
+            self._gathered.grad, self._is_marked = torch.zeros_like(self._gathered), True
+            self._version = times_changed(self._gathered)
+
+    def before_backward(self, optimizer: torch.optim.Optimizer, *, is_last: bool) -> None:
+        """
+        Raises:
+            UsageError: the gradients of the update's earlier batches are gone.
+        """
+        if self._witness is not None and times_changed(self._witness) != self._version:
+            self._was_changed(self._witness.grad)
+        if self._is_marked:
+            assert self._gathered is not None
+            was_cleared = times_changed(self._gathered) != self._version
+            self._gathered.grad, self._is_marked = None, False
+            if was_cleared:
+                clear(optimizer)
+        if not self._has_looked:
+            self._has_looked = True
+            gathered = (p for p in self._module.parameters() if id(p) not in self._own and p.requires_grad)
+            self._gathered = min(gathered, key=torch.numel, default=None)
+        if self._witness is None and not is_last:
+            self._shown = list(self._module.parameters())
+
+    def _was_changed(self, gradient: torch.Tensor | None) -> None:
+        if gradient is None or not gradient.any():
+            raise OwnLoopError(
+                "the gradients of an update must be kept until its last batch, but something has dropped them in the middle. "
+                "Clear them by zero_grad() of the optimizer that prepare() returned, which knows when."
+            )
+        if not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "gradients were changed in the middle of an update, when only some of its batches are in them: was "
+                "torch.nn.utils.clip_grad_norm_ left in the loop? Call window.clip_grad_norm_(max_norm) or "
+                "window.clip_grad_value_(max_value) in its place, which wait for the update's last batch and clip over all ranks"
+            )
+
+    def after_backward(self, *, is_last: bool) -> None:
+        if is_last:
+            self._witness = None
+        elif self._witness is None:
+            self._witness = next((p for p in self._shown if p.grad is not None), None)
+        self._shown = []
+        if self._witness is not None:
+            self._version = times_changed(self._witness)
