@@ -359,7 +359,7 @@ CLEARED: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def _cleared_between(layout: str, how: str, accumulate: int, wrapped: bool) -> dict[str, torch.Tensor] | str:
+def _cleared(layout: str, how: str, accumulate: int, wrapped: bool, before: bool = False) -> dict[str, torch.Tensor] | str:
     torch.manual_seed(0)
     raw = net()
     optimizer = torch.optim.SGD(raw.parameters(), lr=0.05, momentum=0.9)
@@ -369,8 +369,11 @@ def _cleared_between(layout: str, how: str, accumulate: int, wrapped: bool) -> d
         for _ in ech.epochs(loader, EPOCHS):
             for x, y in loader:
                 with ech.window(model) as window:
+                    if before:
+                        CLEARED[how](model if wrapped else raw)
                     loss = squares(model, x, y)
-                    CLEARED[how](model if wrapped else raw)
+                    if not before:
+                        CLEARED[how](model if wrapped else raw)
                     window.backward(loss)
                     optimizer.step()
     except EchelonError as error:
@@ -378,8 +381,9 @@ def _cleared_between(layout: str, how: str, accumulate: int, wrapped: bool) -> d
     return whole(model)
 
 
-def _all_cleared_between(layout: str, wrapped: bool) -> dict[str, Any]:
-    return {f"{how} {n}": _cleared_between(layout, how, n, wrapped) for how in CLEARED for n in (1, 2)}
+def _all_cleared(layout: str, wrapped: bool) -> dict[str, Any]:
+    between = {f"{how} {n}": _cleared(layout, how, n, wrapped) for how in CLEARED for n in (1, 2)}
+    return {**between, "none 2 before": _cleared(layout, "none", 2, wrapped, before=True)}
 
 
 @pytest.mark.parametrize("layout", EACH)
@@ -387,12 +391,12 @@ def test_gradients_that_a_loop_clears_between_the_passes_are_cleared_under_every
     """Where the model shows whole parameters then, whose gradients are not those of its shards; in the middle of an update it is
     refused, or does nothing.
     """
-    wanted = {how: _cleared_between("none", how, 1, wrapped=False) for how in ("model", "nothing")}
+    wanted = {how: _cleared("none", how, 1, wrapped=False) for how in ("model", "nothing")}
     assert largest_difference(wanted["model"], wanted["nothing"]) > 1e-3  # type: ignore[arg-type]
     for wrapped in (True, False):
-        for found in ranks(2, _all_cleared_between, layout, wrapped):
+        for found in ranks(2, _all_cleared, layout, wrapped):
             for name, got in found.items():
-                how, n = name.split()
+                how, n, *_ = name.split()
                 if n == "2" and isinstance(got, str):
                     assert got == "E-OWN-LOOP" and how != "nothing", (name, got)
                 else:

@@ -80,7 +80,8 @@ class Cleared:
         if is_last:
             self._witness = None
         elif self._witness is None:
-            self._witness = next((p for p in self._shown if p.grad is not None), None)
+            # What an unfinished sum lies in: gathered parameters, or shards, which are back in their place by now.
+            self._witness = next((p for p in (*self._shown, *self._module.parameters()) if p.grad is not None), None)
         self._shown = []
         if self._witness is not None:
             self._version = times_changed(self._witness)
