@@ -63,6 +63,7 @@ class _Pair:
     def __init__(self, generator: nn.Module, critic: nn.Module, of_each: Any, schedulers: Any = ()) -> None:
         self.generator, self.critic, (self.generators, self.critics) = generator, critic, of_each
         self.schedulers = schedulers
+        self.clears: tuple[Any, Any] = of_each  # by whose `zero_grad`
 
     def step(self, data: Any, update: int, backward: Callable[..., Any], clip: Any, *, first: bool, every: int = 1) -> None:
         """
@@ -70,26 +71,26 @@ class _Pair:
             first: gradients are cleared before their pass, and not after the step.
             every: the generator steps in every so many updates.
         """
-        real, noise = data
+        (real, noise), (generators, critics) = data, self.clears
         if first:
-            self.critics.zero_grad()
+            critics.zero_grad()
         made = self.generator(noise)
         backward(_critic_loss(self.critic, real, made))
         clip(self.critics)
         self.critics.step()
         if not first:
-            self.critics.zero_grad()
+            critics.zero_grad()
         if update % every == 0:
             if first:
-                self.generators.zero_grad()
+                generators.zero_grad()
             backward(softplus(-self.critic(made)).mean())  # reaches the critic as well
             clip(self.generators)
             self.generators.step()
         for scheduler in self.schedulers:
             scheduler.step()
         if not first:
-            self.generators.zero_grad()
-            self.critics.zero_grad()
+            generators.zero_grad()
+            critics.zero_grad()
 
     def weights(self) -> Tensors:
         return weights({"generator": self.generator, "critic": self.critic})
@@ -149,23 +150,31 @@ def test_one_that_steps_every_other_update_and_schedules_of_each(ranks: Ranks) -
 # --- accumulation
 
 
-def _accumulated(layout: str) -> tuple[Tensors, list[list[Any]]]:
-    """The weights, and this rank's micro-batches of each update."""
+def _accumulated(layout: str, *, by_model: bool) -> tuple[Tensors, list[list[Any]]]:
+    """The weights, and this rank's micro-batches of each update.
+
+    Args:
+        by_model: gradients are cleared by the models' `zero_grad`, between the passes.
+    """
     loader = ech.Loader(dataset(), global_batch=12, accumulate=3, shuffle=False, tail="drop")
     pair, loader = _prepared(layout, loader=loader)
+    if by_model:
+        pair.clears = pair.generator, pair.critic
     seen: list[list[Any]] = []
     for data in loader:
         with ech.window(loader) as window:
             seen += [[]] * (window.update == len(seen))
             seen[window.update] = [*seen[window.update], data]
-            pair.step(data, window.update, window.backward, lambda it: None, first=False)
+            pair.step(data, window.update, window.backward, lambda it: None, first=by_model)
     return pair.weights(), seen
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("by_model", [False, True])
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", ZERO1])
-def test_accumulation_adds_up_each_optimizers_own_gradients(ranks: Ranks, layout: str) -> None:
-    found = ranks(2, _accumulated, layout)
+def test_accumulation_adds_up_each_optimizers_own_gradients(ranks: Ranks, layout: str, by_model: bool) -> None:
+    """Also where sharded models show gathered parameters, whose gradients are not those of the shards, as they are cleared."""
+    found = ranks(2, _accumulated, layout, by_model=by_model)
     assert_same([got for got, _ in found], plainly_accumulated([seen for _, seen in found], schedules=False))
 
 

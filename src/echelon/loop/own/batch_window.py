@@ -138,10 +138,10 @@ class OwnWindow:
             check.check_loss(loss)
         assert self._micro_batch is not None
         with NO_CONTEXT if unit.computes.dtype is None else torch.autocast(unit.device.type, enabled=False):
+            self._session.goes_back()
             if unit.several is not None:
                 unit.several.backward(loss, self._micro_batch, retain_graph=retain_graph)
             else:
-                self._session.goes_back()
                 unit.update.backward(unit, self._state, loss, self._micro_batch, retain_graph=retain_graph)
         before = 0.0 if self.trained is None else self.trained[1]
         self.trained = self._micro_batch.weight, loss.detach() + before

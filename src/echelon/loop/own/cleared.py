@@ -13,15 +13,18 @@ from torch import nn
 
 from echelon.common.errors import OwnLoopError
 from echelon.parallel.gradients.clip import clear, times_changed
+from echelon.parallel.shards import is_split
 from echelon.parallel.state.partition import has_gradients
 
 __all__ = ["Cleared"]
 
 logger = logging.getLogger(__name__)
 
+_MOST_LOOKS = 8  # in which the module of an optimizer among several has been computed
+
 
 class Cleared:
-    """Sees what a loop drops, by one parameter that it sees.
+    """Sees what a loop drops of an optimizer's gradients, by one parameter that it sees.
 
     Args:
         module: with the parameters that the optimizer holds; nothing is gathered.
@@ -29,36 +32,44 @@ class Cleared:
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._own = module, {id(parameter) for parameter in module.parameters()}
-        self._has_looked = self._is_marked = self._has_told = False
+        self._looks_left = _MOST_LOOKS if any(map(is_split, module.parameters())) else 0
+        self._is_marked = self._has_told = False
         self._gathered: nn.Parameter | None = None  # one that the loop sees between the passes in place of a shard
         self._shown: list[nn.Parameter] = []  # all that it sees
         self._witness: nn.Parameter | None = None  # one with a gradient, in the middle of an update
         self._version = 0
 
-    def begins_update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before the first forward pass of an update: gradients of earlier ones may be there."""
-        self._witness = None
+    def watch(self, optimizer: torch.optim.Optimizer) -> None:
+        """From here to the next backward pass: a gathered parameter gets a gradient, which a loop that clears takes away."""
         if self._gathered is not None and self._gathered.grad is None and has_gradients(optimizer):
             self._gathered.grad, self._is_marked = torch.zeros_like(self._gathered), True
             self._version = times_changed(self._gathered)
 
-    def before_backward(self, optimizer: torch.optim.Optimizer, *, is_last: bool) -> None:
-        """
-        Raises:
-            UsageError: the gradients of the update's earlier batches are gone.
-        """
-        if self._witness is not None and times_changed(self._witness) != self._version:
-            self._was_changed(self._witness.grad)
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Before a backward pass: what the loop has cleared of gathered parameters is cleared of their shards."""
         if self._is_marked:
             assert self._gathered is not None
             was_cleared = times_changed(self._gathered) != self._version
             self._gathered.grad, self._is_marked = None, False
             if was_cleared:
                 clear(optimizer)
-        if not self._has_looked:
-            self._has_looked = True
+        if self._looks_left and self._gathered is None:
+            self._looks_left -= 1
             gathered = (p for p in self._module.parameters() if id(p) not in self._own and p.requires_grad)
             self._gathered = min(gathered, key=torch.numel, default=None)
+
+    def begins_update(self) -> None:
+        """Also after one that was left in its middle."""
+        self._witness = None
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Of a loop with one optimizer.
+
+        Raises:
+            UsageError: the gradients of the update's earlier batches are gone.
+        """
+        if self._witness is not None and times_changed(self._witness) != self._version:
+            self._was_changed(self._witness.grad)
         if self._witness is None and not is_last:
             self._shown = list(self._module.parameters())
 

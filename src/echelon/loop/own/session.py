@@ -30,6 +30,7 @@ from echelon.loop.reporting.observer import observed
 from echelon.loop.reporting.reporting import Reporting
 from echelon.loop.state import EntryPoint, State
 from echelon.parallel import patching
+from echelon.parallel.networks import Networks
 from echelon.parallel.patching import replace_class
 from echelon.world.clock import Part, enter
 
@@ -66,7 +67,7 @@ class Session:
         self._iteration: object = None  # the latest
         self._applying = self.accumulates = False
         self._modes = LoopModes(unit.module, unit.prepared.unwrapped)
-        self._cleared = Cleared(unit.module)
+        self._cleared = self._of_optimizers()
 
     # --- which session something belongs to
 
@@ -316,8 +317,8 @@ class Session:
             )
         if self.unit.begins_update:
             self.accumulates = False
-            if self.unit.several is None:
-                self._cleared.begins_update(self.unit.optimizer)
+            self._cleared[0][0].begins_update()
+        self._watch_gradients()
         self.window = window
         assert self.run is not None
         if self.run.only_looks:
@@ -327,17 +328,38 @@ class Session:
         self.run.trains()
 
     def goes_back(self) -> None:
-        """Before the backward pass of a batch, of a loop with one optimizer."""
+        """Before a backward pass."""
         assert self.window is not None
-        self._cleared.before_backward(self.unit.optimizer, is_last=self.window.is_last)
-        if not self.accumulates:
-            self.unit.update.put_left_aside(self.unit.optimizer)
+        for cleared, turn in self._cleared:
+            cleared.follow(self.unit.optimizer if turn is None else turn.optimizer)
+        if self.unit.several is None:
+            self._cleared[0][0].before_backward(is_last=self.window.is_last)
+            if not self.accumulates:
+                self.unit.update.put_left_aside(self.unit.optimizer)
 
     def went_back(self) -> None:
         assert self.window is not None
         if self.unit.several is None:
             self.accumulates = True
-            self._cleared.after_backward(is_last=self.window.is_last)
+            self._cleared[0][0].after_backward(is_last=self.window.is_last)
+        else:
+            self._watch_gradients()
+
+    def _of_optimizers(self) -> list[tuple[Cleared, Turn | None]]:
+        """The gradients of each optimizer; with it, where there are several."""
+        unit = self.unit
+        if unit.several is None:
+            return [(Cleared(unit.module), None)]
+        assert isinstance(unit.prepared, Networks)
+        parts = [(part.module, set(map(id, part.module.parameters()))) for part in unit.prepared.parts]
+        turns = [(turn, set(map(id, turn.parameters))) for turn in unit.several.turns]
+        return [(Cleared(module), turn) for module, own in parts for turn, held in turns if own & held]
+
+    def _watch_gradients(self) -> None:
+        """Until the next backward pass. In the middle of an update of one optimizer its gradients are to stay."""
+        if not self.accumulates:
+            for cleared, turn in self._cleared:
+                cleared.watch(self.unit.optimizer if turn is None else turn.optimizer)
 
     def optimizer_step(self, turn: Turn | None, original: Callable[..., Any], closure: Any = None) -> Any:
         """
