@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
 
 from echelon.cli.run import finish
 from echelon.contracts.run_dir import RunDir
 from echelon.observe import report
-from echelon.observe.endpoint import text_of
+from echelon.observe.endpoint import Numbers
 from echelon.observe.goodput import goodput
 from echelon.observe.top import Watch, lines
 from tests.kit.run_folders import START, begun, evaluation, make_run, page_of, stretch, training
@@ -80,10 +81,11 @@ def replaced(place: tuple[Any, ...], by: Any, files: Files) -> None:
 
 def survives(run: RunDir) -> None:
     assert report.render(run).endswith("</html>\n")
-    watch = Watch(run)
+    watch, registry = Watch(run), CollectorRegistry(auto_describe=False)
+    registry.register(Numbers(run))
     for _ in range(2):
         now = watch.look()
-        assert lines(now) and text_of(now).endswith("\n")
+        assert lines(now) and generate_latest(registry).endswith(b"\n")
     found = goodput(run)
     assert found is None or (math.isfinite(found.wall_s) and 0 <= found.share <= 1 and str(found))
 
