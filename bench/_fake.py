@@ -43,7 +43,7 @@ def fake_world(size: int, rank: int = 0, per_node: int = 8) -> Iterator[None]:
             mock.patch("echelon.world.agree.control_group", lambda: dist.group.WORLD),
             mock.patch("echelon.world.agree.channel", lambda group: (group, torch.device("cpu"))),
             # Fake tensors have no values to compare: buffers are taken not to change.
-            mock.patch("echelon.parallel.fsdp.buffers._checksums", lambda module: {}),
+            mock.patch("echelon.parallel.fsdp.move_and_sync._checksums", lambda module: {}),
             mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", Chunks),
         ):
             yield

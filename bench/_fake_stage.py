@@ -16,12 +16,11 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 import echelon as ech
-from echelon.parallel.composed_prepared import ParallelPrepared
+from echelon.parallel.composed import ParallelPrepared
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.parallelize import parallelize
-from echelon.parallel.pipeline.pipeline import Pipeline
+from echelon.parallel.pipeline.pipeline import Learned, Pipeline
 from echelon.parallel.pipeline.values import Form, Leaf, form_of
-from echelon.parallel.pipeline.window import Learned
 from echelon.parallel.recipe.activation import ActivationCheckpointParams
 from echelon.parallel.recipe.recipe import Recipe
 

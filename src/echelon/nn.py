@@ -1,6 +1,6 @@
 """Layers and losses that know how they are split: mixtures of experts, the loss of a large vocabulary, sequences in parts."""
 
-from echelon.parallel.context.active import positions, whole_sequence
+from echelon.parallel.context.attention import positions, whole_sequence
 from echelon.parallel.experts import GroupedExperts, MoE, auxiliary_loss, balance_experts, expert_loads
 from echelon.parallel.recipe.activation import checkpoint_wrapper
 from echelon.parallel.tensor.linear_cross_entropy import linear_cross_entropy

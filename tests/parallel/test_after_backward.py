@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from echelon.parallel.gradients.after_backward import after_backward
+from echelon.parallel.gradients.unreduced_params import after_backward
 
 
 def test_it_runs_once_when_all_gradients_are_there_in_the_callers_thread() -> None:

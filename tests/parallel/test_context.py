@@ -119,9 +119,8 @@ def test_two_ranks_of_one_sequence_train_like_one_process(ranks: Ranks, case: st
 
 def _attention(cp: int) -> dict[str, float]:
     """How far one attention of parts, and its gradients, are from that of the whole, by kind of mask."""
-    from echelon.parallel.context.active import over
-    from echelon.parallel.context.attention import SplitAttention
-    from echelon.parallel.context.sequence_layout import SequenceParts
+    from echelon.parallel.context.attention import SplitAttention, over
+    from echelon.parallel.context.batch import SequenceParts
 
     parts, length = SequenceParts.over(None), 8 * cp
     torch.manual_seed(0)
@@ -444,9 +443,8 @@ def test_other_kernels_are_refused(which: str) -> None:
     from torch.nn.attention.flex_attention import flex_attention
     from torch.nn.attention.varlen import varlen_attn
 
-    from echelon.parallel.context.active import over
-    from echelon.parallel.context.attention import SplitAttention
-    from echelon.parallel.context.sequence_layout import SequenceParts
+    from echelon.parallel.context.attention import SplitAttention, over
+    from echelon.parallel.context.batch import SequenceParts
 
     ends = torch.tensor([0, 128], dtype=torch.int32)
     with over(SequenceParts(0, 2)), SplitAttention(), refused(ContextParallelError):

@@ -13,8 +13,8 @@ from torch import nn
 
 import echelon as ech
 from echelon.common.errors import LayoutError
-from echelon.parallel.fsdp import embedding_and_head as edges
-from echelon.parallel.fsdp.embedding_and_head import edges_of
+from echelon.parallel.fsdp import units as edges
+from echelon.parallel.fsdp.units import edges_of
 from echelon.parallel.parallelize import prepare_module
 from echelon.parallel.recipe.blocks import blocks_to_shard
 from tests.conftest import Ranks

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.parallel.meta import fill, tape
+from echelon.parallel.meta import materialize as filling
+from echelon.parallel.meta import tape
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, whole
 from tests.kit.refusals import refusal
@@ -61,7 +62,7 @@ def _values(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _divided() -> dict[str, Any]:
-    fill.SENT_BYTES = 1
+    filling.SENT_BYTES = 1
     try:
         found = {}
         for layout in ("ddp", "fsdp", "zero1", "hsdp", ech.FSDPStrategy(cpu_offload=True)):
@@ -83,7 +84,7 @@ def _divided() -> dict[str, Any]:
         assert "a part of it is given no value" in said
         return found | {"error": said[:6]}
     finally:
-        fill.SENT_BYTES = 1 << 20
+        filling.SENT_BYTES = 1 << 20
 
 
 @pytest.mark.full

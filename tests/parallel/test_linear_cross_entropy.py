@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import echelon as ech
 from echelon.common.errors import TensorParallelError, UsageError
-from echelon.parallel.tensor.vocab_shards import WordShard, liger, unit_of
+from echelon.parallel.tensor.linear_cross_entropy import WordShard, liger, unit_of
 from tests.conftest import Ranks
 from tests.kit.models import largest_difference, plain_training, seeded, whole
 from tests.kit.refusals import refused

@@ -17,8 +17,8 @@ from torch import nn
 
 import echelon as ech
 from echelon.common.errors import RankFailedError
-from echelon.parallel.pipeline.escapes import Escapes
 from echelon.parallel.pipeline.stages import Unit
+from echelon.parallel.pipeline.trial import Escapes
 from tests.conftest import Ranks
 from tests.kit.models import Batch, Net, batch, largest_difference, net, plain_training, seeded, whole
 from tests.kit.refusals import refusal
@@ -408,7 +408,7 @@ def test_whoever_holds_the_nodes_of_parameters_keeps_nothing_of_a_pass(ranks: Ra
 
 
 def test_weights_of_a_chain_can_be_computed_apart_and_others_not() -> None:
-    from echelon.parallel.pipeline.split_backward import can_be_split
+    from echelon.parallel.pipeline.schedules import can_be_split
 
     x, layer, other = torch.randn(3, 4, requires_grad=True), nn.Linear(4, 4), nn.Linear(4, 4)
     weights = [*layer.parameters(), *other.parameters()]

@@ -24,7 +24,7 @@ from echelon.checkpoint.tensorfile import Span, TensorFile
 from echelon.checkpoint.tensors import Tensors, local_files
 from echelon.common.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 from echelon.common.terminal import printable
-from echelon.hf.placed import Block, Computed, Held, Layout, Lays
+from echelon.hf.conversion import Block, Computed, Held, Layout, Lays
 from echelon.world import agree
 
 __all__ = ["INDEX", "ONE", "is_weights", "read_weights", "tensors_of"]

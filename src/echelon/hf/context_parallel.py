@@ -25,7 +25,7 @@ _IGNORED = -100
 
 
 class Parts(Protocol):
-    """How sequences are cut over ranks, as `parallel/context/sequence_layout.py` does it."""
+    """How sequences are cut over ranks, as `parallel/context/batch.py` does it."""
 
     @property
     def size(self) -> int: ...

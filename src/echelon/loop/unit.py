@@ -15,9 +15,8 @@ from echelon.checkpoint.layout import Stateful
 from echelon.common.arguments import check_hooks
 from echelon.common.errors import UnitError
 from echelon.loop.progress import Progress
-from echelon.parallel.names import without_compile
+from echelon.parallel.names import Kind, kind_of, without_compile
 from echelon.parallel.prepared import Prepared
-from echelon.parallel.registry import Kind, kind_of
 from echelon.world.init import World
 
 if TYPE_CHECKING:

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from echelon.parallel.registry import wrapper_of
+from echelon.world.init import World
 
 __all__ = [
+    "Kind",
     "class_name",
+    "imported",
+    "kind_of",
     "matching",
     "names_of_each",
     "plain_buffers",
     "plain_modules",
     "plain_name",
     "plain_names",
+    "register",
     "tied_names",
     "unwrapped",
     "without_compile",
+    "wrapper_of",
 ]
 
 T = TypeVar("T")
@@ -94,3 +101,58 @@ def matching(pattern: str, names: Iterable[str]) -> list[str]:
     """The dotted names that a pattern such as "blocks.*.up" describes: its wildcards stand for a part between two dots."""
     parts = pattern.split(".")
     return [name for name in names if len(p := name.split(".")) == len(parts) and all(map(fnmatchcase, p, parts))]
+
+
+# What is known of modules that are parallel already: a row for each kind, which the file that handles the kind adds.
+#
+# A wrapper is recognised here and nowhere else: the rest of the library asks `Prepared`, and `Prepared.of` looks it up.
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way in which a module can have been made parallel.
+
+    Args:
+        name: what a checkpoint says of the run: "ddp".
+        recognises: whether a module is of this kind. It is asked of every module, so it must be fast and import nothing.
+        prepared: makes the Prepared of such a module.
+        inner: the attribute with which a wrapper holds the module of the user; None if the module is changed in place.
+        by_parameters: it is seen in the parameters alone, and asked of what is no other kind; a layout may be applied on top.
+        unknown_to_torch: `torch.distributed.checkpoint.state_dict` leaves the wrapper in names.
+        module_state: makes the state by name of such a module, where it is not a `ModuleState`.
+        optimizer_state: makes the state by name of an optimizer over such modules, where it is not an `OptimizerState`.
+    """
+
+    name: str
+    recognises: Callable[[nn.Module], bool]
+    prepared: Callable[[Any, World], Any]
+    inner: str | None = None
+    by_parameters: bool = False
+    unknown_to_torch: bool = False
+    module_state: Callable[[Any], Any] | None = None
+    optimizer_state: Callable[[Mapping[str, nn.Module], torch.optim.Optimizer], Any] | None = None
+
+
+_kinds: list[Kind] = []
+_by_parameters: list[Kind] = []
+
+
+def register(kind: Kind) -> None:
+    """Have `Prepared.of` recognise one more kind. Kinds exclude one another, so that their order does not matter."""
+    (_by_parameters if kind.by_parameters else _kinds).append(kind)
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """The kind of this very module, whatever is inside; None if it is as its author wrote it."""
+    found = wrapper_of(module)
+    return found if found is not None else next((kind for kind in _by_parameters if kind.recognises(module)), None)
+
+
+def wrapper_of(module: nn.Module) -> Kind | None:
+    """As `kind_of`, without looking at parameters."""
+    return next((kind for kind in _kinds if kind.recognises(module)), None)
+
+
+def imported(module: str, name: str) -> type | tuple[()]:
+    """A class for isinstance, without an import: what has an instance has been imported already. Else `()`, that matches none."""
+    return getattr(sys.modules.get(module), name, ())

@@ -21,17 +21,15 @@ from echelon.contracts.overrides import overrides
 from echelon.parallel.ddp.ddp import DDPStrategy
 from echelon.parallel.ddp.sync_batchnorm import on_host
 from echelon.parallel.fsdp.fsdp import FSDPStrategy
+from echelon.parallel.guards.trained_params import replaced
 from echelon.parallel.layouts import resolve
-from echelon.parallel.names import class_name, without_compile
+from echelon.parallel.names import class_name, kind_of, without_compile, wrapper_of
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.activation import ActivationCheckpointParams, Preset
 from echelon.parallel.recipe.float8 import convert, refuse_wrapped, scales_after_step
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.recipe.recipe import Compile, Recipe, TorchCompileParams
-from echelon.parallel.registry import kind_of, wrapper_of
-from echelon.parallel.replaced_params import replaced
-from echelon.parallel.shards import is_fully_sharded, reshard_after_looking
-from echelon.parallel.state.stage_group import ranks_apart
+from echelon.parallel.shards import is_fully_sharded, ranks_apart, reshard_after_looking
 from echelon.parallel.strategy import NOOPStrategy, Strategy
 from echelon.world import agree
 from echelon.world.init import World

@@ -23,9 +23,8 @@ from echelon.parallel.gradients.fixed_order import clip_in_order_
 from echelon.parallel.gradients.unreduced_params import Joined, average_, check_equal
 from echelon.parallel.guards.guard import Guard
 from echelon.parallel.micro_batch import MicroBatch
-from echelon.parallel.names import plain_names, unwrapped, without_compile
+from echelon.parallel.names import kind_of, plain_names, unwrapped, without_compile, wrapper_of
 from echelon.parallel.over_ranks import knows_its_data
-from echelon.parallel.registry import kind_of, wrapper_of
 from echelon.parallel.shards import reshard
 from echelon.parallel.state.state import ModuleState, module_state
 from echelon.world import agree
@@ -168,7 +167,7 @@ class Prepared(Generic[M]):
 
     @staticmethod
     def of(module: nn.Module, world: World) -> Prepared[Any]:
-        """Recognise what the user did to a module by hand: nothing, a wrapper, or `fully_shard`. The kinds are in `registry`."""
+        """Recognise what the user did to a module by hand: nothing, a wrapper, or `fully_shard`. The kinds are in `names`."""
         module = without_compile(module)
         kind = kind_of(module)
         if kind is not None:

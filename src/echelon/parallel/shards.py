@@ -8,13 +8,16 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from echelon.common.errors import LayoutError
+from echelon.parallel.names import imported
 from echelon.parallel.patching import class_for_now, replace_of_class
-from echelon.parallel.registry import imported
 
 __all__ = [
     "authors_classes",
@@ -22,8 +25,11 @@ __all__ = [
     "is_split",
     "local",
     "numbers_of_whole",
+    "ranks_apart",
+    "refuse_copies",
     "reshard",
     "reshard_after_looking",
+    "set_apart",
     "watch_numbers",
     "whole",
 ]
@@ -157,3 +163,62 @@ def _watched(read: Callable[..., Any]) -> Callable[..., Any]:
         return read(tensor, *args)
 
     return watched
+
+
+# Modules of which other ranks hold other parameters altogether, as the stages of a pipeline do.
+
+
+@dataclass(frozen=True)
+class _Apart:
+    group: dist.ProcessGroup
+
+    def __deepcopy__(self, memo: Any) -> _Apart:  # a copy of the module has the same peers
+        return self
+
+
+def set_apart(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Remember the ranks among which the module is divided."""
+    vars(module)["_ranks_apart"] = _Apart(group)
+    refuse_own_saving(module)
+
+
+def ranks_apart(module: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks that hold all of the module between them; None if each has all of its names."""
+    found = vars(module).get("_ranks_apart")
+    return found.group if isinstance(found, _Apart) else None
+
+
+def refuse_copies(module: nn.Module) -> None:
+    """Make operations that need whole modules, such as `copy.deepcopy`, raise with the remedy."""
+
+    def deepcopy(memo: Any) -> NoReturn:
+        raise LayoutError(
+            "a module that is split over the ranks cannot be copied, as timm's ModelEmaV3 and others do to average weights. For "
+            "averages pass ema=0.999 to the unit: they are split like the module. For a target network, or in a loop of your "
+            "own, copy it before the unit or prepare() has it, and give prepare() the copy, too. get_model_state_dict(module) "
+            "of torch.distributed.checkpoint.state_dict has the values."
+        )
+
+    for part in module.modules():
+        if is_fully_sharded(part):
+            vars(part)["__deepcopy__"] = deepcopy
+    refuse_own_saving(module)
+
+
+def refuse_own_saving(module: nn.Module) -> None:
+    """Make a `save_pretrained` of the module's own, which would write what this rank holds, raise with the remedy."""
+    own = getattr(type(module), "save_pretrained", None)
+    if not callable(own):
+        return
+
+    def save_pretrained(*args: Any, **options: Any) -> Any:
+        if options.get("state_dict") is None:
+            raise LayoutError(
+                f"{type(module).__name__}.save_pretrained: this rank holds a part of the weights only. Let what trains it gather "
+                "them, on every rank, and rank 0 write: echelon.save_pretrained(unit, folder) with a unit, "
+                "trainer.save_model(folder) with transformers' Trainer, trainer.save_checkpoint(path) with Lightning's, of which "
+                "load_from_checkpoint makes a whole model."
+            )
+        return own(module, *args, **options)
+
+    vars(module)["save_pretrained"] = save_pretrained

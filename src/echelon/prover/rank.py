@@ -21,7 +21,7 @@ from echelon.loop.callback import Callback
 from echelon.loop.reporting.observer import observing
 from echelon.loop.target import Target
 from echelon.parallel import over_ranks
-from echelon.parallel.recipe.memory_budget import keeping_random
+from echelon.parallel.recipe.compilation import keeping_random
 from echelon.prover.constant_draws import ConstantDraws
 from echelon.prover.generators import GLOBAL, Sources, drawn_between
 from echelon.prover.matrix import Row

@@ -24,9 +24,8 @@ from echelon.loop.records.monitored import is_own_loop
 from echelon.parallel.ddp.bypass import watch
 from echelon.parallel.fsdp.step_by_mesh import step_by_kind
 from echelon.parallel.guards.guard import Guard
-from echelon.parallel.guards.trained_params import SameTrained
+from echelon.parallel.guards.trained_params import SameTrained, name_before
 from echelon.parallel.patching import replace
-from echelon.parallel.replaced_params import name_before
 from echelon.parallel.shards import is_split, reshard
 from echelon.parallel.state.partition import parameters_of
 from echelon.world import agree

@@ -21,8 +21,8 @@ from echelon.common.terminal import printable
 from echelon.loop.auto.optimizer_checks import add_again
 from echelon.loop.unit import Unit
 from echelon.parallel.names import plain_names
+from echelon.parallel.shards import ranks_apart
 from echelon.parallel.state.partition import Partition, parameter_groups
-from echelon.parallel.state.stage_group import ranks_apart
 from echelon.world import agree
 
 __all__ = ["facts", "look_at_built", "train_as_saved"]

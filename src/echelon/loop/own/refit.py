@@ -14,8 +14,8 @@ from echelon.loop.auto.optimizer_checks import are_alike
 from echelon.parallel.names import plain_names
 from echelon.parallel.parallelize import parallelize
 from echelon.parallel.shards import is_split, reshard_after_looking
-from echelon.parallel.state.loading import part_like
 from echelon.parallel.state.partition import parameters_of
+from echelon.parallel.state.sharded import part_like
 
 __all__ = ["Names", "check_optimizer", "refit"]
 

@@ -22,12 +22,19 @@ from torch.utils.checkpoint import checkpoint
 
 from echelon.common.errors import ContextParallelError, EchelonError
 from echelon.hf.context_parallel import adapt, with_shifted_labels
-from echelon.parallel.context.active import current, over
-from echelon.parallel.context.attention import SplitAttention, attend
-from echelon.parallel.context.batch import SequenceDim, check_sequence_dim, counted, cut_batch, named, sequence_dims, size_of
+from echelon.parallel.context.attention import SplitAttention, attend, current, over
+from echelon.parallel.context.batch import (
+    SequenceDim,
+    SequenceParts,
+    check_sequence_dim,
+    counted,
+    cut_batch,
+    named,
+    sequence_dims,
+    size_of,
+)
 from echelon.parallel.context.losses import KeptOutputs, Losses, check_losses, check_separate
 from echelon.parallel.context.probe import probe
-from echelon.parallel.context.sequence_layout import SequenceParts
 from echelon.parallel.guards.messages import SHAPES
 from echelon.parallel.patching import replace
 from echelon.parallel.prepared import Batches, PartsCheck

@@ -21,10 +21,8 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.common.errors import ContextParallelError, UsageError
-from echelon.parallel.context.batch import IGNORED, beginning_at, labels_of
-from echelon.parallel.context.noise import AS_IS, LEVELS, perturbed
-from echelon.parallel.context.probe import tensors_of, undisturbed
-from echelon.parallel.context.sequence_layout import SequenceParts
+from echelon.parallel.context.batch import IGNORED, SequenceParts, beginning_at, labels_of
+from echelon.parallel.context.probe import AS_IS, LEVELS, perturbed, tensors_of, undisturbed
 from echelon.world import agree, rng
 from echelon.world.device import map_tensors
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from echelon.common.errors import LayoutError
-from echelon.parallel.gradients.after_backward import after_backward
+from echelon.parallel.gradients.unreduced_params import after_backward
 from echelon.parallel.guards.guard import Guard
 from echelon.parallel.patching import part_for_now
 from echelon.parallel.state.partition import parameters_of

@@ -6,7 +6,9 @@ micro-batch, all-reduces of gradient buckets, overlapped with the computation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from operator import or_
@@ -21,19 +23,19 @@ from echelon.common.arguments import several
 from echelon.common.errors import LayoutError, require
 from echelon.common.numbers import number, whole
 from echelon.parallel.axes import Axis, split_axes
-from echelon.parallel.ddp.bucket_order import BucketOrder
 from echelon.parallel.ddp.bypass import Passes, send_through
 from echelon.parallel.ddp.sync_batchnorm import sync_batchnorm
-from echelon.parallel.ddp.unused_params import Awaited
 from echelon.parallel.ddp.wrapper import DistributedDataParallel as Reaching
 from echelon.parallel.gradients.fixed_order import reduce_bucket
 from echelon.parallel.gradients.unreduced_params import average_
+from echelon.parallel.guards.guard import Guard
 from echelon.parallel.meta.materialize import materialize
 from echelon.parallel.micro_batch import MicroBatch
+from echelon.parallel.names import Kind, plain_names, register
 from echelon.parallel.older_torch import ddp_options
-from echelon.parallel.prepared import Prepared, WrapperPrepared
+from echelon.parallel.patching import part_for_now
+from echelon.parallel.prepared import Extras, Prepared, WrapperPrepared
 from echelon.parallel.recipe.recipe import Recipe
-from echelon.parallel.registry import Kind, register
 from echelon.parallel.state.partition import Partition
 from echelon.parallel.strategy import Strategy
 from echelon.world.init import World, ensure_group
@@ -46,6 +48,156 @@ if TYPE_CHECKING:
 __all__ = ["DDPPrepared", "DDPStrategy", "ZeROPrepared"]
 
 O = TypeVar("O")  # noqa: E741
+
+
+# Parameters without a gradient in a DistributedDataParallel, which then averages no gradient of the same bucket, either.
+#
+# torch raises in the next forward pass, when the optimizer has stepped with what each rank had; after the last step it never
+# does.
+
+_SAYS = "Expected to have finished reduction in the prior iteration"
+_NUMBERS = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
+
+
+class Awaited(Guard):
+    """The parameters of which a wrapper awaits gradients: those that required one when it was made."""
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        ignored = set(module.parameters_to_ignore)
+        pairs = zip(module.module.named_parameters(), plain_names(module), strict=True)
+        self._named = [named for (name, p), named in pairs if p.requires_grad and name not in ignored]
+        alone = dist.get_world_size(module.process_group) == 1
+        self._may_lack = bool(alone or module.find_unused_parameters or module.static_graph)
+
+    def check_gradients(self, *, frozen_too: bool) -> None:
+        """After an update's last backward pass, and before its step.
+
+        Args:
+            frozen_too: torch has waited for those, too, that were frozen since.
+
+        Raises:
+            UsageError: a gradient is missing, so that others were not averaged.
+        """
+        if self._may_lack:
+            return
+        lacking = [named for named in self._named if named[1].grad is None and (frozen_too or named[1].requires_grad)]
+        if lacking:
+            raise _said(lacking)
+
+    def explain(self, error: BaseException) -> LayoutError | None:
+        if not isinstance(error, RuntimeError) or _SAYS not in str(error):
+            return None
+        found = _NUMBERS.search(str(error))
+        numbers = [int(n) for n in found[1].split()] if found is not None else []
+        return _said([self._named[n] for n in numbers if n < len(self._named)])
+
+
+def _said(unused: list[tuple[str, nn.Parameter]]) -> LayoutError:
+    others = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
+    what = unused[0][0] + others if unused else "all parameters"
+    why = " (frozen since the module was made parallel)" if unused and not any(p.requires_grad for _, p in unused) else ""
+    return LayoutError(
+        f"the loss must depend on all trained parameters, got no gradient of {what}{why}. Without it a DistributedDataParallel "
+        "does not average the others. Give DDPStrategy(find_unused_parameters=True); or freeze what is never used or trained "
+        "before the module is made parallel; or train under 'fsdp', which does not wait."
+    )
+
+
+# The order in which DistributedDataParallel adds gradients, the same after a resume as it was before.
+#
+# After its first backward pass it sorts gradients into other buckets, in the order in which that pass made them; a resumed
+# process would begin with the unsorted ones once more. A ring of three ranks or more adds an element's terms in an order that
+# depends on its place in a bucket, so that the first update after a resume would differ in its last bits. So the order of the
+# first pass is noted, travels in the checkpoint, and is played back through a backward pass that computes nothing.
+#
+# With `find_unused_parameters` or `static_graph` torch has other rules, which are left alone. A communication hook with a state
+# of its own sees one all-reduce of zeros more. Tested with torch 2.13.
+
+# Two ranks add two numbers, in either order alike.
+_ORDER_MATTERS_FROM = 3
+
+_orders: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
+
+
+class BucketOrder(Extras):
+    """The order of a wrapper's first backward pass that reduces: the names of its parameters."""
+
+    def __init__(self, module: DistributedDataParallel) -> None:
+        self._module = module
+
+    def keep(self) -> None:
+        if _is_sorted_later(self._module) and self._module not in _orders:
+            _Listener(self._module)
+
+    def state_dict(self) -> dict[str, Any]:
+        order = _orders.get(self._module)
+        is_known = order is not None and len(order) == len(_trained(self._module))
+        return {"reduction_order": order} if is_known else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Have the module reduce as if it had made gradients in this order once. Collective; clears gradients."""
+        module, order = self._module, state_dict.get("reduction_order", ())
+        if _is_sorted_later(module) and module not in _orders and sorted(order) == sorted(_trained(module)):
+            _backward(module, order)
+            _orders[module] = list(order)
+
+
+def _is_sorted_later(module: nn.Module) -> bool:
+    return (
+        isinstance(module, DistributedDataParallel)
+        and not module.find_unused_parameters
+        and not module.static_graph
+        and dist.get_world_size(module.process_group) >= _ORDER_MATTERS_FROM
+    )
+
+
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+class _Listener:
+    """Hears of every gradient of one backward pass."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        trained = _trained(module)
+        self._missing = set(trained)
+        _orders[module] = []
+        self._hooks = [p.register_post_accumulate_grad_hook(lambda _, name=name: self._hear(name)) for name, p in trained.items()]
+
+    def _hear(self, name: str) -> None:
+        module = self._module()
+        if module is None or not module.require_backward_grad_sync or name not in self._missing:
+            return
+        self._missing.remove(name)
+        _orders[module].append(name)
+        if not self._missing:
+            for hook in self._hooks:
+                hook.remove()
+
+
+class _Sum(nn.Module):
+    """A loss whose gradients become ready in a given order, and are zero."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self._parameters_in_order = tuple(parameters)  # a tuple: they are not this module's own
+
+    def forward(self, start: torch.Tensor) -> torch.Tensor:
+        total = start
+        for parameter in reversed(self._parameters_in_order):  # what was computed last has its gradient first
+            some = parameter.sum() * 0
+            total = total + (some.real if some.is_complex() else some).to(total.dtype)
+        return total
+
+
+def _backward(module: DistributedDataParallel, order: Sequence[str]) -> None:
+    trained = _trained(module)
+    parameters = [trained[name] for name in order]
+    with part_for_now(module, "module", _Sum(parameters)), torch.enable_grad():
+        module(torch.zeros((), device=parameters[0].device)).backward()
+    for parameter in parameters:
+        parameter.grad = None
 
 
 class _LastReference(tuple[Any, ...]):

@@ -6,7 +6,7 @@
     expert_loads      how many tokens each expert had in the latest update
 
 `Layout(ep=n)` divides the experts of every layer over n ranks (`distribute`): each token travels to the ranks that have its
-experts and back (`dispatch`). No token is ever left out.
+experts and back (`Dispatch`). No token is ever left out.
 """
 
 from __future__ import annotations

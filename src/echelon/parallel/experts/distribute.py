@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from echelon.common.errors import ExpertsError
-from echelon.parallel.experts.dispatch import Dispatch
 from echelon.parallel.experts.foreign import DividedForward, check_foreign, foreign_experts, num_experts
 from echelon.parallel.experts.moe import MoE
-from echelon.parallel.experts.stacks import Experts
+from echelon.parallel.experts.stacks import Dispatch, Experts
 from echelon.parallel.patching import replace
 
 if TYPE_CHECKING:

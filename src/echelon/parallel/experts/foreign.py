@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from echelon.common.errors import ExpertsError
-from echelon.parallel.experts.dispatch import Dispatch, Order
-from echelon.parallel.experts.stacks import Experts, part_of_stack
+from echelon.parallel.experts.stacks import Dispatch, Experts, Order, part_of_stack
 
 __all__ = ["DividedForward", "check_foreign", "foreign_experts", "num_experts"]
 

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.common.errors import ExpertsError, UsageError
-from echelon.parallel.experts.moe import Router
-from echelon.parallel.experts.seen import Added
+from echelon.parallel.experts.moe import Added, Router
 from echelon.world.agree import is_joined
 
 __all__ = ["Routers", "auxiliary_loss", "balance_experts", "expert_loads", "routers_of"]

@@ -22,30 +22,34 @@ from echelon.common.errors import LayoutError
 from echelon.hf.layer_drop import layer_drop
 from echelon.parallel.axes import Axis, axes_of, sharded_axes, split_axes
 from echelon.parallel.experts.distribute import divided_experts
-from echelon.parallel.fsdp.buffers import Buffers
-from echelon.parallel.fsdp.compute_type import always_under_autocast, decides, policy_for
-from echelon.parallel.fsdp.embedding_and_head import keep_readable
-from echelon.parallel.fsdp.move_and_sync import place
-from echelon.parallel.fsdp.units import Unit, expert_units, experts_apart, prefetch, resharded, units_of
+from echelon.parallel.fsdp.move_and_sync import Buffers, place
+from echelon.parallel.fsdp.units import (
+    Unit,
+    always_under_autocast,
+    decides,
+    expert_units,
+    experts_apart,
+    keep_readable,
+    policy_for,
+    prefetch,
+    resharded,
+    units_of,
+)
 from echelon.parallel.gradients.fixed_order import TreeReduceScatter
 from echelon.parallel.gradients.unreduced_params import AfterEachBackward
-from echelon.parallel.guards.call_order import SameCalls
-from echelon.parallel.guards.grad_presence import SameGradients
+from echelon.parallel.guards.call_order import SameCalls, SameGradients
+from echelon.parallel.guards.guard import SameDraws
 from echelon.parallel.guards.messages import SplitMessages, gathers_in
-from echelon.parallel.guards.rng_sync import SameDraws
+from echelon.parallel.guards.trained_params import refuse_unheard
 from echelon.parallel.meta.materialize import materialize, remember
 from echelon.parallel.micro_batch import MicroBatch
-from echelon.parallel.names import class_name
+from echelon.parallel.names import Kind, class_name, register
 from echelon.parallel.older_torch import shards_integers
 from echelon.parallel.prepared import NO_CONTEXT, Form, Prepared
 from echelon.parallel.recipe.blocks import Blocks
 from echelon.parallel.recipe.recipe import Recipe
-from echelon.parallel.registry import Kind, register
-from echelon.parallel.replaced_params import refuse_unheard
-from echelon.parallel.shards import is_fully_sharded, is_split, local, reshard
-from echelon.parallel.state.loading import take_whole_states
-from echelon.parallel.state.saved_parts import tell_when_module_is_pickled
-from echelon.parallel.state.stage_group import refuse_copies
+from echelon.parallel.shards import is_fully_sharded, is_split, local, refuse_copies, reshard
+from echelon.parallel.state.sharded import take_whole_states, tell_when_module_is_pickled
 from echelon.parallel.tensor.gradients import check_same_loss, check_whole_layers
 from echelon.world.init import World
 

@@ -21,8 +21,7 @@ from echelon.parallel.guards.messages import explain_step
 from echelon.parallel.patching import replace
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.shards import is_split, local, numbers_of_whole, watch_numbers
-from echelon.parallel.state.loading import part_like
-from echelon.parallel.state.saved_parts import tell_when_optimizer_is_pickled
+from echelon.parallel.state.sharded import part_like, tell_when_optimizer_is_pickled
 
 __all__ = ["step_by_kind"]
 

@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from echelon.common.arguments import mapping
 from echelon.common.errors import LayoutError, require
 from echelon.common.numbers import whole
 from echelon.parallel.experts.distribute import divided_experts
-from echelon.parallel.fsdp.compute_type import decides, in_full, policy_for
-from echelon.parallel.fsdp.embedding_and_head import edges_of
 from echelon.parallel.names import matching
+from echelon.parallel.patching import in_front_of, replace_class
 from echelon.parallel.recipe.blocks import Blocks, blocks_to_shard, without_shared
 from echelon.parallel.recipe.precision import Precision
+from echelon.parallel.shards import is_split
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-__all__ = ["Unit", "check_prefetch", "check_reshard", "expert_units", "experts_apart", "prefetch", "resharded", "units_of"]
+__all__ = [
+    "Unit",
+    "always_under_autocast",
+    "check_prefetch",
+    "check_reshard",
+    "decides",
+    "edges_of",
+    "expert_units",
+    "experts_apart",
+    "keep_readable",
+    "policy_for",
+    "prefetch",
+    "resharded",
+    "units_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +54,7 @@ class Unit:
         policy: mixed precision.
         reshard: after the forward, as in `fully_shard`.
         in_order: in the order of the forward pass, so that the one before it can prefetch it.
-        is_read: perhaps elsewhere in the root's forward pass, see `embedding_and_head`.
+        is_read: perhaps elsewhere in the root's forward pass, see below.
         mesh: the ranks, if they are others than those of the rest.
         placement: how its parameters are cut, if it is not as the rest.
     """
@@ -68,7 +83,7 @@ def units_of(
 
     Args:
         chosen: blocks, innermost first; None takes the repeated ones.
-        precision, policy: see `compute_type`.
+        precision, policy: see below.
         reports: log what is chosen.
     """
     blocks, shared = without_shared(module, blocks_to_shard(module) if chosen is None else chosen)
@@ -199,3 +214,188 @@ def _report(blocks: Blocks, shared: list[str], around: list[str], *, is_chosen: 
         logger.info(
             "sharding %s", f"{parts} one by one, then the rest" if blocks else "the whole module at once: no blocks repeat"
         )
+
+
+# The large layers around a model's blocks, embedding and head: split one by one, so that the root does not gather them all step.
+#
+# They are found by what they are and where they stand: an `nn.Embedding` outside the blocks; the last `nn.Linear` after them,
+# with the norm in front of it. One that is small, in bytes or beside a block, or that is tied, stays with the root.
+#
+# The root's parameters can be read anywhere in its forward pass, as `x @ self.embedding.weight.T` does. So can these, outside of
+# their own layer's forward. An embedding is gathered then, and stays so until the backward pass, now and from then on. A head's
+# gradients are reduced when the backward pass leaves the norm, too early for a use that came before: it has a copy of its own.
+
+# Of the largest block, and in bytes: less is not worth a collective, whose latency is as long as so much takes to send.
+_WORTH, _WORTH_BYTES = 0.25, 1 << 20
+
+
+def edges_of(module: nn.Module, blocks: Blocks) -> tuple[Blocks, Blocks]:
+    """(embeddings, one unit each; norm and head, which are one unit together)."""
+    if not blocks:
+        return [], []
+    inside = tuple(f"{name}." for name, _ in blocks)
+    order = [(n, m) for n, m in module.named_modules() if f"{n}.".startswith(inside) or not any(True for _ in m.children())]
+    last = max(i for i, (n, _) in enumerate(order) if f"{n}.".startswith(inside))
+    least = _WORTH * max(_size(block) for _, block in blocks)
+    outside = [(n, m) for n, m in order if not f"{n}.".startswith(inside)]
+    embeddings: Blocks = [(n, m) for n, m in outside if type(m) is nn.Embedding and _is_large(m, least)]
+    after = [(n, m) for n, m in order[last + 1 :] if _size(m)]
+    heads = [i for i, (_, m) in enumerate(after) if type(m) is nn.Linear and _is_large(m, least)]
+    head: Blocks = []
+    if heads:
+        at = heads[-1]
+        norm = [pair for pair in after[max(at - 1, 0) : at] if all(p.dim() == 1 for p in pair[1].parameters())]
+        head = [*norm, after[at]]
+    embeddings, head = without_shared(module, embeddings)[0], without_shared(module, head)[0]
+    return embeddings, head if any(type(m) is nn.Linear for _, m in head) else []
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _is_large(module: nn.Module, least: float) -> bool:
+    return _size(module) >= least and sum(p.nbytes for p in module.parameters()) >= _WORTH_BYTES
+
+
+class _Within:
+    """Whether the root's forward pass is under way."""
+
+    now = False
+
+    def enter(self, root: nn.Module, args: Any) -> None:
+        self.now = True
+
+    def leave(self, root: nn.Module, args: Any, output: Any) -> None:
+        self.now = False
+
+
+class _GathersWhenRead:
+    """In front of the class of a module that `fully_shard` has split."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)  # type: ignore[misc]
+        within, mesh = vars(self).get("_echelon_edge", (None, None))
+        if within is None or not within.now or getattr(value, "device_mesh", None) is not mesh:
+            return value
+        if not isinstance(self, nn.Embedding):
+            return _whole_copy(value)
+        within.now = False  # torch reads the parameters, too
+        try:
+            self.set_reshard_after_forward(False)
+            self.unshard()
+        finally:
+            within.now = True
+        return super().__getattr__(name)  # type: ignore[misc]
+
+
+def _whole_copy(parameter: Any) -> torch.Tensor:
+    """Of a shard; its gradient is averaged over the ranks into the shard's."""
+    from torch.distributed.tensor import Partial
+
+    mesh = parameter.device_mesh
+    if parameter.requires_grad and "tp" in (mesh.mesh_dim_names or ()):
+        raise LayoutError(
+            "the weight of the model's last layer, which is split over tensor-parallel ranks, is read before the layer itself "
+            "runs. Choose what is sharded one by one without it: Layout(fsdp=FSDPStrategy(blocks=[...]))."
+        )
+    whole: torch.Tensor = parameter.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    if whole.requires_grad:
+        whole.register_hook(lambda gradient: gradient / mesh.size())
+    return whole
+
+
+def keep_readable(root: nn.Module, parts: list[nn.Module]) -> None:
+    """Let the parameters of `parts`, which are split, be read in the root's forward pass outside of their own."""
+    within = _Within()
+    for part in parts:
+        mesh = next((p.device_mesh for p in part.parameters() if is_split(p)), None)  # type: ignore[attr-defined]
+        if mesh is None:
+            continue
+        kind = type(part)
+        # torch finds a module's own class by its place among the bases: two are put in front of the two of fully_shard.
+        replace_class(part, "embedding_and_head", in_front_of(kind, _GathersWhenRead, _orig_cls_mro_index=4))
+        vars(part)["_echelon_edge"] = (within, mesh)
+    if parts:
+        root.register_forward_pre_hook(torch.compiler.disable(within.enter))  # after torch's, which looks at all parameters
+        root.register_forward_hook(torch.compiler.disable(within.leave), always_call=True)
+
+
+# The type in which `fully_shard` gathers parameters: what a precision means for a module that is split.
+#
+# Autocast casts each weight from float32 where it is used, and the backward pass keeps the copies: a whole model in half
+# precision on every rank. So a split module's parameters are cast before they are gathered, shard by shard, which also halves
+# what travels. Autocast stays: it has no weight left to cast, and still takes losses, softmax and products of mixed types to the
+# type that it takes them to on one process. Inputs are not cast: a time step or a target in the arguments keeps its digits.
+#
+# Shards, reduced gradients and optimizer state stay float32. What computes in float32 under autocast and cannot take weights of
+# another type, as batch norm cannot, is a unit of its own, gathered in float32.
+
+_ALWAYS = (nn.modules.batchnorm._NormBase, nn.PReLU, nn.Bilinear, nn.EmbeddingBag)  # _NormBase: batch and instance norms
+# A GPU's autocast computes these norms in float32, whatever it is given, and its embedding adds up gradients in float32.
+_ON_CPU = (nn.LayerNorm, nn.GroupNorm, nn.Embedding)
+
+
+def policy_for(part: nn.Module, precision: Precision | None, given: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    """The user's policy, which wins; the precision decides what it leaves open.
+
+    Args:
+        part: what is split with it.
+        given: the user's.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = given or MixedPrecisionPolicy()
+    if not decides(precision, policy) or not _can_be_cast(part.parameters()):
+        return policy
+    assert precision is not None
+    reduce = policy.reduce_dtype or torch.float32
+    return replace(policy, param_dtype=precision.dtype, reduce_dtype=reduce, cast_forward_inputs=False)
+
+
+def decides(precision: Precision | None, given: MixedPrecisionPolicy | None) -> bool:
+    """Whether it is the precision that says in which type parameters are gathered."""
+    return precision is not None and precision.dtype is not None and (given is None or given.param_dtype is None)
+
+
+def _can_be_cast(parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether none is of a type that autocast leaves alone, as float64; complex numbers would lose half of them."""
+    kept = (torch.float32, torch.bfloat16, torch.float16)
+    return all(p.dtype in kept or not (p.is_floating_point() or p.is_complex()) for p in parameters)
+
+
+def in_full(module: nn.Module, device: torch.device) -> Blocks:
+    """The submodules whose parameters are gathered in float32, innermost first."""
+    on_cpu = device.type == "cpu"
+    kinds = (*_ALWAYS, *_ON_CPU) if on_cpu else _ALWAYS
+
+    def whole(part: nn.Module) -> bool:
+        return isinstance(part, kinds) or parametrize.is_parametrized(part) or (on_cpu and _is_a_norm(part))
+
+    found = [(n, m) for n, m in module.named_modules() if n and whole(m) and any(True for _ in m.parameters())]
+    return sorted(found, key=lambda pair: -pair[0].count("."))
+
+
+def _is_a_norm(part: nn.Module) -> bool:
+    """A norm of whoever's, by `F.layer_norm` perhaps: vectors are all that it has."""
+    return next(part.children(), None) is None and all(p.dim() <= 1 for p in part.parameters(recurse=False))
+
+
+def always_under_autocast(module: nn.Module, precision: Precision, device: torch.device) -> None:
+    """Let a call of the module from a hook, or from a script, be computed as in a step: its weights are in half precision there,
+    too, and its arguments are not.
+    """
+    entered: list[Any] = []
+
+    def before(_: nn.Module, args: Any) -> None:
+        entered.append(None if torch.is_autocast_enabled(device.type) else precision.autocast(device))
+        if entered[-1] is not None:
+            entered[-1].__enter__()
+
+    def after(_: nn.Module, args: Any, made: Any) -> None:
+        # Empty if the call failed before this hook's other half.
+        if entered and (context := entered.pop()) is not None:
+            context.__exit__(None, None, None)
+
+    module.register_forward_pre_hook(torch.compiler.disable(before))
+    module.register_forward_hook(torch.compiler.disable(after), always_call=True)

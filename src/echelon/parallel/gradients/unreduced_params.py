@@ -8,7 +8,7 @@ pass of a window, of a few numbers as a rule.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,13 +16,12 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.common.errors import LayoutError
-from echelon.parallel.gradients.after_backward import after_backward
 from echelon.parallel.gradients.fixed_order import tree_sum
 from echelon.parallel.shards import is_split
 from echelon.world import agree
 from echelon.world.device import from_host
 
-__all__ = ["AfterEachBackward", "Joined", "average_", "average_in_turns_", "check_equal"]
+__all__ = ["AfterEachBackward", "Joined", "after_backward", "average_", "average_in_turns_", "check_equal"]
 
 Groups = Sequence[dist.ProcessGroup | None]
 _AT_ONCE = 1 << 25  # elements of gradients that are averaged in one message
@@ -159,3 +158,14 @@ class AfterEachBackward:
     def _average(self) -> None:
         self._is_awaited = False
         average_(self._parameters, self._groups)
+
+
+# Call something when the backward pass that is under way ends.
+#
+# torch has no public way to learn of that; DistributedDataParallel and FSDP queue their last work in this one. Tested with torch
+# 2.13; tests/parallel/test_after_backward.py notices a change.
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Queue `call`; from a hook of a backward pass only. It runs once, in the thread of the caller of `backward`."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)

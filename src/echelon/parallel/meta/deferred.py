@@ -23,10 +23,13 @@ from torch.overrides import TorchFunctionMode
 
 from echelon.common.arguments import flags
 from echelon.common.errors import LayoutError
-from echelon.parallel.meta.calls import (
+from echelon.parallel.meta.tape import (
     DEFAULT,
     HERE,
     META,
+    Call,
+    Tape,
+    Value,
     asks_for_meta,
     changes_real,
     is_meta,
@@ -35,12 +38,12 @@ from echelon.parallel.meta.calls import (
     not_away,
     on_cpu,
     on_meta_device,
+    origins,
     reach,
     refuse_loading,
     tensors_in,
     written_to,
 )
-from echelon.parallel.meta.tape import Call, Tape, Value, origins
 from echelon.world import agree
 
 __all__ = ["Recording", "on_meta", "recording"]

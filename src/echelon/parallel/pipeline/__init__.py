@@ -1,7 +1,7 @@
 """Pipeline parallelism: ranks have other layers, and pass on activations.
 
 `stages` says where a module is cut, `gates` runs the author's own forward pass for one stage, `walk` finds out what passes
-between stages, `schedules` has the orders, which are torch's, `pipeline` the steps, `shared` the parameters of several stages.
+between stages, `schedules` has the orders, which are torch's, `pipeline` the steps.
 """
 
 from echelon.parallel.pipeline.pipeline import Pipeline

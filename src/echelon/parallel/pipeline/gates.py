@@ -4,11 +4,11 @@ Every rank has the whole module, but keeps the parameters of its own stages only
 own class, whose call looks at the stage that is being computed.
 
     unit of this stage       is computed
-    unit of an earlier one   gives what was received of it; what was not received is absent (`absent.py`)
+    unit of an earlier one   gives what was received of it; what was not received is absent (`values.py`)
     unit of a later one      ends the pass: an exception leaves the author's forward and the user's loss
 
 So what an author does between the units (positions, masks, residual sums) happens in each stage, and needs no rewriting. What is
-drawn there is alike in all stages: see `draws.py`. What is written in place: see `passes.py`.
+drawn there is alike in all stages: see `Draws`. What is written in place: see `passes.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import random
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointFunction
@@ -27,10 +29,10 @@ from torch.utils.checkpoint import CheckpointFunction
 from echelon.common.errors import PipelineError, UsageError
 from echelon.parallel.names import plain_name
 from echelon.parallel.patching import replace_class, take_out
-from echelon.parallel.pipeline.absent import Absent, Needed, Sources
-from echelon.parallel.pipeline.draws import Draws
 from echelon.parallel.pipeline.passes import Left, Run, Shapes, write_again
 from echelon.parallel.pipeline.stages import Unit
+from echelon.parallel.pipeline.values import Absent, Needed, Sources
+from echelon.world import rng
 
 __all__ = ["Cut", "cut", "kept_by"]
 
@@ -346,3 +348,91 @@ def kept_by(module: nn.Module, units: list[Unit], own: Collection[int]) -> set[i
         if part in ours or part not in inside
         for t in (*part.parameters(recurse=False), *part.buffers(recurse=False))
     }
+
+
+# Random numbers in a pipeline.
+#
+# `compute_loss` and the author's forward run once in each stage. What they draw outside of the units is the same in all of them:
+# the noise that a model is to find goes into the first stage and is the target in the last. A unit lies in one stage, where it
+# draws from a stream of its own, and leaves the one outside as it was: another stage, which passes the unit over, stands at the
+# same place behind it.
+
+
+class Draws:
+    """The streams of passes through the stages.
+
+    Args:
+        device: what the stages compute on.
+    Attributes:
+        samples: which samples, and which part of them, the ranks of this pipeline compute; others draw something else.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self.samples = self._common = 0
+
+    def number(self) -> int:
+        """What passes may begin with. Every rank draws it, so that all have drawn as often, and takes the one of a single rank:
+        one rank may have drawn more than its peers, as for a picture in its log.
+        """
+        state = _state()
+        torch.rand((), device="cpu")
+        return 0 if state is None else rng.position(state)
+
+    @contextlib.contextmanager
+    def passes(self, number: int) -> Iterator[None]:
+        """Context of passes, which may leave all streams in any state.
+
+        Args:
+            number: the same on all ranks.
+        """
+        self._common = rng.mix(number, self.samples)
+        host, python, numpys = _state(), random.getstate(), np.random.get_state()
+        on_gpu = torch.cuda.get_rng_state(self._device) if self._on_gpu else None
+        try:
+            yield
+        finally:
+            self._put_back(host, on_gpu)
+            random.setstate(python)
+            np.random.set_state(numpys)
+
+    def begin(self, micro_batch: int) -> None:
+        """Of a pass: alike in all stages."""
+        seed = rng.mix(self._common, micro_batch)
+        self._seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+
+    @contextlib.contextmanager
+    def of_unit(self, number: int) -> Iterator[None]:
+        """Context of a unit's call. What it draws follows from the state outside, which `torch.utils.checkpoint` puts back before
+        it computes again, and from the unit's number: units of equal form do not drop alike.
+        """
+        outside = _state()
+        if outside is None:
+            yield
+            return
+        on_gpu = torch.cuda.get_rng_state(self._device) if self._on_gpu else None
+        self._seed(rng.mix(rng.position(outside), number))
+        try:
+            yield
+        finally:
+            self._put_back(outside, on_gpu)
+
+    def _put_back(self, host: torch.Tensor | None, on_gpu: torch.Tensor | None) -> None:
+        if host is not None:
+            torch.default_generator.set_state(host)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu, self._device)
+
+    def _seed(self, seed: int) -> None:
+        # Not torch.manual_seed, which notes the stack of its caller for a GPU that is not used, a millisecond each time.
+        torch.default_generator.manual_seed(seed)
+        if self._on_gpu:
+            torch.cuda.manual_seed(seed)
+
+
+def _state() -> torch.Tensor | None:
+    """None where tensors are fake, and nothing is drawn."""
+    return torch.default_generator.get_state() if type(torch.empty(())) is torch.Tensor else None

@@ -16,8 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from echelon.common.errors import EchelonError, PipelineError
-from echelon.parallel.pipeline.absent import Absent, Needed, Sources, absent_in, in_place_of_absent
-from echelon.parallel.pipeline.values import Form, form_of
+from echelon.parallel.pipeline.values import Absent, Form, Needed, Sources, absent_in, form_of, in_place_of_absent
 
 __all__ = ["Left", "Run", "Shapes", "write_again", "writes_anew"]
 

@@ -10,8 +10,9 @@ import functools
 import hashlib
 import json
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,20 +21,20 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from echelon.common.errors import EchelonError, PipelineError
+from echelon.parallel.gradients.clip import pass_zeros
 from echelon.parallel.guards.messages import explained
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.pipeline.gates import Cut
 from echelon.parallel.pipeline.passes import Run, Shapes, writes_anew
 from echelon.parallel.pipeline.schedules import Kind, StageModule, parts, torch_schedule
-from echelon.parallel.pipeline.shared import Shared
 from echelon.parallel.pipeline.trial import compute
-from echelon.parallel.pipeline.values import Form, Leaf, form_of, shape_of_batch
+from echelon.parallel.pipeline.values import Form, Leaf, Unsendable, form_of, shape_of_batch
 from echelon.parallel.pipeline.walk import Needs, Walk, Walked
-from echelon.parallel.pipeline.window import Learned, Made, Window
 from echelon.parallel.prepared import Batches
+from echelon.parallel.shards import local
 from echelon.world import agree
 
-__all__ = ["Pipeline"]
+__all__ = ["Learned", "Pipeline", "Shared"]
 
 logger = logging.getLogger(__name__)
 
@@ -400,3 +401,175 @@ class Pipeline:
         self._needs.move_to_end(structure)
         with self.cut.draws.passes(number):
             return self._walk.evaluate(lambda: forward(batch), self._needs[structure])
+
+
+# One update in a pipeline: its micro-batches, and what is known of the tensors that pass between the stages.
+
+Made = tuple[torch.Tensor, Any]
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What passes between the stages for micro-batches of one kind.
+
+    Args:
+        forms: of all calls of units.
+        sent: by stage, the calls whose values it sends on, in this order.
+        loss: the kind of the loss.
+        written: the calls into whose outputs something is written.
+        path: through the units, in a pass that computes no values; None if there is none.
+    """
+
+    forms: dict[str, Form]
+    sent: list[list[str]]
+    loss: Leaf
+    written: frozenset[str] = frozenset()
+    path: Any = None
+
+    def kinds(self, stage: int) -> list[Leaf]:
+        return [leaf for call in self.sent[stage] for leaf in self.forms[call].tensors]
+
+    def given(self, stage: int, received: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """By call of earlier stages, what a stage has received."""
+        values, at = {}, 0
+        for call in self.sent[stage - 1] if stage else ():
+            form = self.forms[call]
+            values[call] = form.filled(received[at : at + len(form.tensors)])
+            at += len(form.tensors)
+        return values
+
+    def differs(self, call: str, value: Any) -> str | None:
+        """How what a unit has returned differs from what it returned when this was learned; None if it does not."""
+        form = self.forms[call]
+        if form.is_tensor and isinstance(value, torch.Tensor):
+            given: list[Any] = [tuple(value.shape)]
+        else:
+            try:
+                now, _ = form_of(value)
+            except Unsendable as error:
+                return f"returned a {error}, and did not before"
+            if now.tree != form.tree:
+                return "returned another nesting than before"
+            given = [leaf.shape if isinstance(leaf, Leaf) else leaf for leaf in now.leaves]
+        before = [leaf.shape if isinstance(leaf, Leaf) else leaf for leaf in form.leaves]
+        if given == before:
+            return None
+        at = next(i for i, pair in enumerate(zip(given, before, strict=True)) if pair[0] != pair[1])
+        if isinstance(given[at], tuple) and isinstance(before[at], tuple):
+            return f"gave tensors of {given[at]}, and of {before[at]} before, for a batch of the same shape"
+        return f"returned {given[at]!r} beside its tensors, and {before[at]!r} before"
+
+
+class Window:
+    """An update under way."""
+
+    def __init__(
+        self,
+        micro_batches: list[MicroBatch[Any]],
+        forward: Callable[[MicroBatch[Any]], Made],
+        backward: Callable[[torch.Tensor, MicroBatch[Any]], None],
+        before_backward: Callable[[bool, int], None] | None,
+    ) -> None:
+        self.micro_batches, self.forward, self.backward = micro_batches, forward, backward
+        self.before_backward = before_backward
+        self.first = 0
+        self.learned: Learned
+        self.made: dict[int, Made] = {}
+        self.failed: Exception | None = None
+        self.wrong: Exception | None = None  # found in a pass that went on, as other ranks wait for what it sends
+        self._begun: Counter[int] = Counter()
+        self._starts: dict[float, torch.Tensor] = {}  # by weight, the gradient with which a backward pass begins
+
+    def fails(self, error: Exception) -> None:
+        """The window does not count. All ranks hear of it when its passes have ended."""
+        self.wrong = self.wrong or error
+
+    def weighted(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
+        """The loss with its weight, of which torch's schedule takes the backward pass with the gradient 1.
+
+        The loop's `backward` counts the loss and says with what gradient it would begin: here it does so on a tensor of its
+        own, and of further micro-batches that weigh as much it only counts the loss.
+        """
+        weight, own = micro_batch.weight, loss.detach()
+        start = None if isinstance(weight, torch.Tensor) else self._starts.get(weight)
+        self.backward(own if start is not None else own.requires_grad_(), micro_batch)
+        if start is None:
+            start = own.grad
+            assert start is not None
+            if not isinstance(weight, torch.Tensor):
+                self._starts[weight] = start
+        if isinstance(weight, torch.Tensor):
+            pass_zeros(loss, weight == 0)
+        elif weight == 0:
+            pass_zeros(loss)
+        return loss * start
+
+    def watch(self, stage: int, outputs: list[torch.Tensor]) -> None:
+        """Tell `before_backward` when the backward pass of these begins."""
+        own = [t for t in outputs if t.requires_grad]
+        if own:
+            own[0].register_hook(lambda gradient: self._begins(stage))
+
+    def _begins(self, stage: int) -> None:
+        before = self._begun.total()
+        self._begun[stage] += 1
+        assert self.before_backward is not None
+        self.before_backward(self._begun[stage] == len(self.micro_batches), before)
+
+
+# Parameters that several stages use: tied ones, and those that lie in no unit. Each stage that uses one keeps a copy.
+#
+# The copies start equal, and their gradients are summed over these stages before anything looks at them, so that they stay equal.
+# Communication: a broadcast at the start, after the last backward pass of a window an all-reduce of who
+# has gradients, and one of each gradient.
+
+
+class Shared:
+    """
+    Args:
+        groups: by the first name of a parameter, the ranks that have a copy.
+    Attributes:
+        elsewhere: those of which an earlier stage's rank counts the norm.
+    """
+
+    def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        self._groups = groups
+        self._kept: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
+        self.elsewhere: set[nn.Parameter] = set()
+
+    def bind(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Take the parameters that the module has now."""
+        self._kept = [(p, self._groups[name]) for name, p in sorted(named, key=lambda pair: pair[0]) if name in self._groups]
+        self.elsewhere = {p for p, group in self._kept if dist.get_rank(group) > 0}
+
+    @torch.no_grad()
+    def equalize(self) -> None:
+        """The first copy's values everywhere. Collective."""
+        for parameter, group in self._kept:
+            if not parameter.is_meta:
+                value = local(parameter.detach()).contiguous()
+                dist.broadcast(value, group=group, group_src=0)
+                local(parameter.detach()).copy_(value)
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """After the last backward pass. A copy without a gradient counts as zero; without any, none has one. Collective.
+
+        A copy may be frozen on one rank alone, so that every rank asks for all of them.
+        """
+        by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
+        for parameter, group in self._kept:
+            by_group.setdefault(group, []).append(parameter)
+        for group, kept in by_group.items():
+            flags = [float(p.requires_grad and p.grad is not None) for p in kept]
+            has = torch.tensor(flags, device=local(kept[0]).device)
+            dist.all_reduce(has, op=dist.ReduceOp.SUM, group=group)
+            for parameter, count in zip(kept, has.tolist(), strict=True):
+                if not count:
+                    continue
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                grad = local(parameter.grad)
+                total = grad.contiguous()
+                dist.all_reduce(total, group=group)
+                grad.copy_(total)

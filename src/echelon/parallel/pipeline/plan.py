@@ -12,11 +12,10 @@ from echelon.common.errors import PipelineError
 from echelon.hf.layer_drop import layer_drop
 from echelon.parallel.names import names_of_each, plain_name
 from echelon.parallel.pipeline.gates import cut, kept_by
-from echelon.parallel.pipeline.pipeline import Pipeline
+from echelon.parallel.pipeline.pipeline import Pipeline, Shared
 from echelon.parallel.pipeline.schedules import Kind, kind_named, stage_ranks
-from echelon.parallel.pipeline.shared import Shared
 from echelon.parallel.pipeline.stages import Splits, Unit, check_splits, units_of
-from echelon.parallel.state.stage_group import set_apart
+from echelon.parallel.shards import set_apart
 from echelon.world.timeout import inherit_timeout
 
 __all__ = ["Stages", "cut_into_stages", "plan_stages"]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from echelon.parallel.meta.tape import mapped, tensors_in
 from echelon.world.device import map_tensors
 
-__all__ = ["Form", "Unsendable", "form_of", "shape_of_batch"]
+__all__ = ["Absent", "Form", "Needed", "Sources", "Unsendable", "absent_in", "form_of", "in_place_of_absent", "shape_of_batch"]
 
 # What a nesting may hold besides tensors: it is sent as text.
 _PLAIN = (bool, int, float, str, type(None))
@@ -145,3 +146,218 @@ def shape_of_batch(value: Any) -> tuple[Any, ...]:
     rest = (leaf for leaf in flat if not isinstance(leaf, torch.Tensor))
     plain = tuple([str(leaf) if isinstance(leaf, bool) else type(leaf).__name__ for leaf in rest])
     return (str(spec), tuple(kinds), plain), *shapes
+
+
+# What stands in a stage for a tensor that another rank has: shape, type and device, and no values.
+#
+# The author's code between the units runs in every stage, also on values that have not come there. What it computes from them is
+# absent, too, and knows of which calls and parameters it is made. So what a stage needs of earlier ones is what its own units and
+# the loss take, and what somebody asks for a number: `if`, `item()`, an index, a write into a tensor that is there.
+
+
+class Needed(BaseException):
+    """A pass needs what it was not given. No Exception: an author's `except Exception` must not stop it.
+
+    Args:
+        sources: of what that is made.
+    """
+
+    def __init__(self, sources: Sources) -> None:
+        super().__init__(sources)
+        self.sources = sources
+
+
+@dataclass
+class Sources:
+    """Of what an absent tensor is made: calls of units ("blocks.3:1" is the first of blocks.3), and parameters or buffers.
+
+    Args:
+        is_weight: it is a parameter or buffer itself, or a view of one.
+    """
+
+    calls: set[str] = field(default_factory=set)
+    weights: set[str] = field(default_factory=set)
+    is_weight: bool = False
+
+    def add(self, others: Iterable[Sources]) -> Sources:
+        for other in others:
+            self.calls |= other.calls
+            self.weights |= other.weights
+        return self
+
+
+@dataclass(frozen=True)
+class _Shape:
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+_MOST_SHAPES = 8192
+_shapes_of: dict[Any, Any] = {}  # by operation and the kinds of its arguments, the kinds of its results
+
+# Of which the arguments' values say nothing.
+_MADE_ALIKE = (
+    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+    *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
+)
+
+
+class Absent(torch.Tensor):
+    """See above.
+
+    Attributes:
+        sources: of what it is made; its views have the same object.
+        place: asked when its values are needed.
+    """
+
+    sources: Sources
+    place: Any
+
+    @staticmethod
+    def of(size: Iterable[int], dtype: torch.dtype, device: torch.device, sources: Sources, place: Any) -> Absent:
+        return _made(_Shape(tuple(size), _dense(size), dtype), device, sources, place)
+
+    # What is computed of it need not be absent.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        absent = [each for each in tensors_in((args, kwargs)) if isinstance(each, Absent)]
+        place, sources = absent[0].place, [each.sources for each in absent]
+        name = func._schema.name.removeprefix("aten::")
+        if name in _MADE_ALIKE:
+            return func(*in_place_of_absent(args, torch.empty), **in_place_of_absent(kwargs, torch.empty))
+        written = [each for each in _written(func, args, kwargs) if not place.may_write(each)]
+        if not place.within and all(isinstance(each, Absent) for each in written):
+            if torch.Tag.nondeterministic_seeded in func.tags and not _draws(func, args, kwargs):
+                results = None
+            else:
+                results = _results(func, args, kwargs)
+            if results is not None:
+                return _as_absent(func, results, args, kwargs, absent)
+        place.needs(Sources().add(sources))
+        return func(*in_place_of_absent(args, torch.zeros), **in_place_of_absent(kwargs, torch.zeros))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"<{self.dtype} of shape {tuple(self.shape)}, on another rank>"
+
+    def __deepcopy__(self, memo: Any) -> Absent:
+        return self
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self._zeros().numpy()
+
+    def tolist(self) -> Any:
+        return self._zeros().tolist()
+
+    def __array__(self, *given: Any, **named: Any) -> Any:
+        return self._zeros().__array__(*given, **named)
+
+    def _zeros(self) -> torch.Tensor:
+        self.place.needs(self.sources)
+        return torch.zeros(self.shape, dtype=self.dtype)
+
+
+def absent_in(value: Any) -> list[Absent]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Absent)]
+
+
+def in_place_of_absent(value: Any, make: Callable[..., torch.Tensor] = torch.zeros) -> Any:
+    """The same nesting, with zeros."""
+
+    def real(leaf: Absent) -> torch.Tensor:
+        return make(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+
+    if isinstance(value, Absent):
+        return real(value)
+    return pytree.tree_map_only(Absent, real, value)
+
+
+def _dense(size: Iterable[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for length in reversed(tuple(size)):
+        strides.append(step)
+        step *= max(1, length)
+    return tuple(reversed(strides))
+
+
+def _made(shape: _Shape, device: torch.device, sources: Sources, place: Any) -> Absent:
+    made: Absent = torch.Tensor._make_wrapper_subclass(Absent, shape.size, strides=shape.stride, dtype=shape.dtype, device=device)
+    made.sources, made.place = sources, place
+    return made
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    if not func._schema.is_mutable:
+        return []
+    found: list[torch.Tensor] = []
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[at] if at < len(args) else kwargs.get(argument.name)
+            found += tensors_in(value)
+    return found
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Draw as often as the stage that has the values, so that what is drawn next is alike."""
+    try:
+        func(*in_place_of_absent(args), **in_place_of_absent(kwargs))
+    except Exception:  # zeros are no probabilities
+        return False
+    return True
+
+
+def _results(func: Any, args: Any, kwargs: Any) -> Any:
+    """The kinds of what an operation gives; None if they depend on values."""
+    key: Any = (func, _key(args), _key(kwargs))
+    try:
+        if key in _shapes_of:
+            return _shapes_of[key]
+    except TypeError:  # an argument that cannot be a key
+        key = None
+    try:
+        made = func(*mapped(_on_meta, args), **mapped(_on_meta, kwargs))
+        results = pytree.tree_map_only(torch.Tensor, lambda t: _Shape(tuple(t.shape), t.stride(), t.dtype), made)
+    except Exception:
+        results = None
+    if key is not None:
+        if len(_shapes_of) >= _MOST_SHAPES:
+            _shapes_of.clear()
+        _shapes_of[key] = results
+    return results
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple([_key(each) for each in value])
+    if isinstance(value, dict):
+        return tuple([(name, _key(each)) for name, each in value.items()])
+    return type(value), value  # 1 is not 1.0, nor True
+
+
+def _on_meta(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+
+def _as_absent(func: Any, results: Any, args: Any, kwargs: Any, absent: list[Absent]) -> Any:
+    place = absent[0].place
+    devices = [kwargs.get("device"), *(each.device for each in absent if each.dim()), absent[0].device]
+    device = torch.device(next(each for each in devices if each is not None))
+    returns = func._schema.returns
+    written = [each for each in _written(func, args, kwargs) if isinstance(each, Absent)]
+    if written:
+        for each in written:
+            if each.sources.is_weight:
+                place.needs(each.sources, writes=True)
+            each.sources.add([other.sources for other in absent])
+        if len(returns) == 1 and returns[0].alias_info is not None and isinstance(results, _Shape):
+            return written[0]
+    is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    sources = absent[0].sources if is_view else Sources().add([each.sources for each in absent])
+    return pytree.tree_map_only(_Shape, lambda shape: _made(shape, device, sources, place), results)

@@ -22,12 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.common.errors import EchelonError, PipelineError
 from echelon.parallel.names import plain_buffers
-from echelon.parallel.pipeline.absent import Absent, Needed, Sources
-from echelon.parallel.pipeline.escapes import Escapes, KeptByUnits
 from echelon.parallel.pipeline.gates import Cut
 from echelon.parallel.pipeline.passes import Left, Run, Shapes
-from echelon.parallel.pipeline.trial import Trials, compute, leaves, same
-from echelon.parallel.pipeline.values import Form, Unsendable, form_of
+from echelon.parallel.pipeline.trial import Escapes, KeptByUnits, Trials, compute, leaves, same
+from echelon.parallel.pipeline.values import Absent, Form, Needed, Sources, Unsendable, form_of
 from echelon.world import agree, rng
 
 __all__ = ["Needs", "Walk", "Walked"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import logging
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -19,11 +20,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
 
 from echelon.common.errors import CompileError
 from echelon.parallel.patching import replace
 
-__all__ = ["Compiled", "check_backend", "compile_forward"]
+__all__ = ["Compiled", "check_backend", "compile_forward", "keeping_random", "within_budget"]
+
+logger = logging.getLogger(__name__)
 
 # Graphs of a block: with gradients and without, of one shape and of any, and some more when an argument is sometimes left out.
 _GRAPHS_OF_A_BLOCK = 8
@@ -91,3 +96,111 @@ class Compiled:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_forward": self._forward, "_options": self._options}
+
+
+# A memory budget of compiled graphs: how much of its activations each keeps, and which of them it must keep.
+#
+# torch's partitioner computes again what does not fit, and with a budget below 1 that may be an operator that draws random
+# numbers: the backward pass would then go through another dropout mask than the forward pass went through (seen with torch 2.13).
+# So the results of such operators are kept, always: under inductor by a mark on each; under another backend, into whose graphs
+# nothing can be put between tracing and partition, by the whole budget, under which torch recomputes no random operator.
+
+# At 0 torch keeps the inputs of a graph and asks no further.
+_LEAST = 1e-9
+
+# Operators of other libraries, such as an attention with dropout, seldom say whether they draw random numbers.
+_SAYS_IF_RANDOM = frozenset({"aten", "prims", "prim", "inductor", "inductor_prims", "c10d", "_c10d_functional", "quantized"})
+
+
+def within_budget(options: dict[str, Any], budget: float | None) -> dict[str, Any]:
+    """Options of torch.compile with which its graphs keep at most this part of their activations and compute the rest again.
+
+    torch has the budget as a setting of the whole process, which is read while a graph is made: it is set for just then.
+
+    Args:
+        budget: None for what the process's setting is.
+    """
+    import torch._functorch.config as config
+
+    part = float(config.activation_memory_budget) if budget is None else budget
+    if budget is None and part == 1:
+        return options
+    if options["backend"] != "inductor" and part < 1:
+        name = getattr(options["backend"], "__name__", options["backend"])
+        logger.warning("memory_budget has no effect under torch.compile's backend %r: only 'inductor' keeps random numbers", name)
+        part = 1.0
+    return {
+        **options,
+        "backend": _Budget(options["backend"], part, options["mode"], options["options"]),
+        "mode": None,
+        "options": None,
+    }
+
+
+class _Budget:
+    """A backend that makes its graphs under a memory budget."""
+
+    def __init__(self, backend: str | Callable[..., Any], budget: float, mode: str | None, options: Any) -> None:
+        self._backend, self._budget, self._mode, self._options = backend, budget, mode, options
+
+    def __call__(self, graph: Any, inputs: Any, **more: Any) -> Any:
+        import torch._functorch.config as config
+
+        settings: dict[str, Any] = {"activation_memory_budget": max(self._budget, _LEAST)}
+        if hasattr(config, "unsafe_treat_script_objects_as_zero_size"):  # in graphs over DTensors: meshes, which hold no tensors
+            settings["unsafe_treat_script_objects_as_zero_size"] = True
+        with config.patch(settings):
+            return self._make()(graph, inputs, **more)
+
+    def _make(self) -> Callable[..., Any]:
+        if not isinstance(self._backend, str):
+            return self._backend
+        if self._backend != "inductor":
+            made: Callable[..., Any] = torch._dynamo.lookup_backend(self._backend)
+            return made
+        from torch._inductor import list_mode_options
+        from torch._inductor.compile_fx import compile_fx
+
+        patches = {**(list_mode_options(self._mode) if self._mode else {}), **(self._options or {})}
+        patches["joint_custom_post_pass"] = keeping_random()(patches.get("joint_custom_post_pass"))
+        return functools.partial(compile_fx, config_patches=patches)
+
+
+def _may_draw(operator: Any) -> bool:
+    if not isinstance(operator, torch._ops.OpOverload):
+        return False
+    return torch.Tag.nondeterministic_seeded in operator.tags or operator.namespace not in _SAYS_IF_RANDOM
+
+
+@functools.cache
+def keeping_random() -> type:
+    """A pass over inductor's graphs of both directions. Made when inductor is loaded anyway, whose class it extends."""
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    class KeepRandom(CustomGraphPass):  # type: ignore[misc, unused-ignore]
+        """
+        Args:
+            before: the user's own pass, or several, which go first.
+        """
+
+        def __init__(self, before: Any) -> None:
+            self._before: Sequence[Any] = before if isinstance(before, list | tuple) else () if before is None else (before,)
+
+        def __call__(self, graph: Graph) -> None:
+            for each in self._before:
+                each(graph)
+            for node in graph.nodes:
+                _keep(node)
+
+        def uuid(self) -> Any:
+            """Part of the key under which torch keeps compiled graphs; None, for a pass without one, keeps none."""
+            theirs = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._before]
+            return None if None in theirs else ("echelon: random operators are kept", *theirs)
+
+    return KeepRandom
+
+
+def _keep(node: Node) -> None:
+    # What the user's own activation checkpointing recomputes has a mark already, and torch replays its random numbers.
+    if node.op == "call_function" and "recompute" not in node.meta and _may_draw(node.target):
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -1,6 +1,6 @@
 """Compute precision: autocast's type, and the loss scaling that fp16 needs, with one verdict over all ranks.
 
-Parameters, gradients and optimizer state stay in float32, sharded or not; `compute_type` says what a sharded module
+Parameters, gradients and optimizer state stay in float32, sharded or not; `fsdp/units.py` says what a sharded module
 gathers. In fp16 an update goes
 
     backward of loss x scale  ->  unscale all gradients, look for inf and nan  ->  the ranks agree  ->  update, or skip it

@@ -15,8 +15,7 @@ from echelon.common.arguments import flags_of, several
 from echelon.common.errors import CompileError, require
 from echelon.parallel.recipe.activation import ActivationCheckpointParams, checkpoint_activations
 from echelon.parallel.recipe.blocks import blocks_to_shard
-from echelon.parallel.recipe.compilation import check_backend, compile_forward
-from echelon.parallel.recipe.memory_budget import within_budget
+from echelon.parallel.recipe.compilation import check_backend, compile_forward, within_budget
 from echelon.parallel.recipe.precision import Precision
 
 __all__ = ["Compile", "Recipe", "TorchCompileParams"]
@@ -87,7 +86,7 @@ class Recipe:
     """What happens to a module besides being made parallel.
 
     Args:
-        precision: a layout that gathers parameters gathers them in it (`compute_type`); autocast is the caller's, under every
+        precision: a layout that gathers parameters gathers them in it (`fsdp/units.py`); autocast is the caller's, under every
             layout. None: the layout's own options decide.
     """
 

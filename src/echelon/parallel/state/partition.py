@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.common.errors import OptimizerError
+from echelon.parallel.names import imported
 from echelon.parallel.patching import replace
-from echelon.parallel.registry import imported
-from echelon.parallel.state.saved_parts import tell_when_optimizer_is_pickled
+from echelon.parallel.state.sharded import tell_when_optimizer_is_pickled
 from echelon.world import agree
 
 __all__ = ["Partition", "assign", "is_zero_redundancy", "parameter_groups", "parameters_of"]

@@ -15,14 +15,21 @@ import torch
 from torch import nn
 
 from echelon.common.errors import CheckpointError
-from echelon.parallel.names import class_name, plain_buffers, plain_modules, plain_name, plain_names, tied_names, unwrapped
+from echelon.parallel.names import (
+    class_name,
+    plain_buffers,
+    plain_modules,
+    plain_name,
+    plain_names,
+    tied_names,
+    unwrapped,
+    wrapper_of,
+)
 from echelon.parallel.patching import own_taken_out
-from echelon.parallel.registry import wrapper_of
-from echelon.parallel.shards import is_split, reshard
+from echelon.parallel.shards import is_split, ranks_apart, reshard
 from echelon.parallel.state.keys import Saved
 from echelon.parallel.state.optimizer_state import OptimizerState, ZeroRedundancyState
 from echelon.parallel.state.partition import Partition, is_zero_redundancy, parameters_of
-from echelon.parallel.state.stage_group import ranks_apart
 
 __all__ = ["ModuleState", "states_by_name"]
 

@@ -18,8 +18,7 @@ from torch import nn
 
 from echelon.common.errors import TensorParallelError
 from echelon.parallel.patching import replace
-from echelon.parallel.tensor.layers import exchanged
-from echelon.parallel.tensor.sequence_part import PartOfSequence
+from echelon.parallel.tensor.layers import PartOfSequence, exchanged
 
 __all__ = ["check_sequence", "split_sequence"]
 

@@ -21,10 +21,9 @@ from echelon.common.errors import TensorParallelError
 from echelon.hf.adapters import with_adapters
 from echelon.parallel.axes import axes_of
 from echelon.parallel.names import matching, plain_name, tied_names
-from echelon.parallel.tensor.layers import has_own_weights, install, is_transposed, split_dims
+from echelon.parallel.tensor.layers import PartOfSequence, has_own_weights, install, is_transposed, split_dims
 from echelon.parallel.tensor.plans import ALIASES, STYLES, Plan, plan_of
 from echelon.parallel.tensor.sequence import check_sequence, split_sequence
-from echelon.parallel.tensor.sequence_part import PartOfSequence
 from echelon.world.init import World
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from echelon.loop.modes import tell_of_eval_mode
 from echelon.loop.run import evaluate, predict, run_training, test
 from echelon.loop.state import PhaseState
 from echelon.parallel.layouts import resolve
-from echelon.parallel.registry import kind_of
+from echelon.parallel.names import kind_of
 from echelon.world import agree, rng
 from echelon.world.init import World, init_from_env
 

@@ -22,8 +22,8 @@ from echelon.compat.fairscale.clip import clip_owned_
 from echelon.compat.fairscale.nn.data_parallel.to_owners import ToOwners
 from echelon.compat.fairscale.optim.oss import OSS
 from echelon.parallel.axes import Axis
+from echelon.parallel.names import Kind, register
 from echelon.parallel.prepared import WrapperPrepared
-from echelon.parallel.registry import Kind, register
 from echelon.parallel.state.partition import Partition
 from echelon.world.init import World
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.common.errors import LayoutError
-from echelon.parallel.gradients.after_backward import after_backward
+from echelon.parallel.gradients.unreduced_params import after_backward
 
 __all__ = ["ToOwners"]
 
