@@ -34,6 +34,38 @@ def test_clipping_that_was_left_in_an_unfinished_update_is_told_once(ranks: Rank
         assert ranks(2, _clipped_by_torch, accumulation, right) == [told_of] * 2
 
 
+def _changed_uncounted(change: str, accumulation: int) -> int:
+    """How often it was told, where torch does not count what changes the gradients."""
+    module, rows = net(), list(zip(*batch(16, 0), strict=True))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with told() as texts:
+        model, optimizer, loader = ech.prepare(
+            module, torch.optim.SGD(module.parameters(), 0.1), ech.Loader(rows, 8, accumulate=accumulation), layout="none"
+        )
+        for x, y in loader:
+            with ech.window(model) as window:
+                window.backward(scaler.scale(nn.functional.mse_loss(model(x), y)))
+                if change == "scaler":
+                    scaler.unscale_(optimizer)
+                    scaler.step(optimizer)
+                    scaler.update()
+                elif change == "data":
+                    for parameter in module.parameters():
+                        parameter.grad.data.clamp_(-0.01, 0.01)
+                    optimizer.step()
+                else:
+                    optimizer.step()
+                optimizer.zero_grad()
+    return sum("were changed in the middle" in text for text in texts)
+
+
+@pytest.mark.parametrize("change", ["scaler", "data", ""])
+def test_changes_of_gradients_that_torch_does_not_count_are_told_once(change: str) -> None:
+    """They trained on other gradients, in silence: unscaled after each batch, clamped before they were whole."""
+    assert _changed_uncounted(change, 2) == bool(change)
+    assert _changed_uncounted(change, 1) == 0
+
+
 def _two_optimizers(change: str, accumulation: int) -> int:
     """How often it was told that gradients were changed where they are not whole yet."""
     first, second = net(), net()

@@ -13,7 +13,7 @@ from torch import nn
 
 from echelon.common.errors import OwnLoopError
 from echelon.parallel.gradients.clip import clear, times_changed
-from echelon.parallel.shards import is_split
+from echelon.parallel.shards import is_split, local
 from echelon.parallel.state.partition import has_gradients
 
 __all__ = ["Cleared"]
@@ -21,6 +21,7 @@ __all__ = ["Cleared"]
 logger = logging.getLogger(__name__)
 
 _MOST_LOOKS = 8  # in which the module of an optimizer among several has been computed
+_MOST_COMPARISONS = 16  # of the values of a gradient
 
 
 class Cleared:
@@ -38,6 +39,9 @@ class Cleared:
         self._shown: list[nn.Parameter] = []  # all that it sees
         self._witness: nn.Parameter | None = None  # one with a gradient, in the middle of an update
         self._version = 0
+        # Its gradient as it was, in the first updates alone: a device waits for the comparison.
+        self._before: torch.Tensor | None = None
+        self._comparisons_left = _MOST_COMPARISONS
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
         """From here to the next backward pass: a gathered parameter gets a gradient, which a loop that clears takes away."""
@@ -68,10 +72,17 @@ class Cleared:
         Raises:
             UsageError: the gradients of the update's earlier batches are gone.
         """
-        if self._witness is not None and times_changed(self._witness) != self._version:
+        if self._witness is not None and (times_changed(self._witness) != self._version or self._has_other_values()):
             self._was_changed(self._witness.grad)
         if self._witness is None and not is_last:
             self._shown = list(self._module.parameters())
+
+    def _has_other_values(self) -> bool:
+        """`gradient.data.clamp_()` and `GradScaler.unscale_` are changes that torch does not count."""
+        before, self._before = self._before, None
+        if before is None or self._witness is None or self._witness.grad is None:
+            return False
+        return not torch.allclose(local(self._witness.grad), before, rtol=0, atol=0, equal_nan=True)
 
     def _was_changed(self, gradient: torch.Tensor | None) -> None:
         if gradient is None or not gradient.any():
@@ -83,8 +94,9 @@ class Cleared:
             self._has_told = True
             logger.warning(
                 "gradients were changed in the middle of an update, when only some of its batches are in them: was "
-                "torch.nn.utils.clip_grad_norm_ left in the loop? Call window.clip_grad_norm_(max_norm) or "
-                "window.clip_grad_value_(max_value) in its place, which wait for the update's last batch and clip over all ranks"
+                "torch.nn.utils.clip_grad_norm_ left in the loop, or GradScaler.unscale_? Call window.clip_grad_norm_(max_norm) or "
+                "window.clip_grad_value_(max_value) in its place, which wait for the update's last batch and clip over all ranks; "
+                "prepare(precision='fp16') has a scaler of its own. What else changes them belongs under `if window.is_last`"
             )
 
     def after_backward(self, *, is_last: bool) -> None:
@@ -92,7 +104,11 @@ class Cleared:
             self._witness = None
         elif self._witness is None:
             # What an unfinished sum lies in: gathered parameters, or shards, which are back in their place by now.
-            self._witness = next((p for p in (*self._shown, *self._module.parameters()) if p.grad is not None), None)
+            candidates = (p for p in (*self._shown, *self._module.parameters()) if p.grad is not None)
+            self._witness = min(candidates, key=torch.numel, default=None)
         self._shown = []
         if self._witness is not None:
             self._version = times_changed(self._witness)
+            if self._comparisons_left and not self._has_told:
+                self._comparisons_left -= 1
+                self._before = local(self._witness.grad).detach().clone()
