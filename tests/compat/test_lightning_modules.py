@@ -66,6 +66,32 @@ def test_two_ranks_train_as_one_process_does(strategy: str, ranks: Any, tmp_path
             assert updates == (16 if kind is GAN else 8)
 
 
+class ClearsBetween(GAN):
+    """By the module, between a forward pass and its backward pass, and both networks get gradients of the first loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        pictures = batch[0].flatten(1)
+        first, second = self.optimizers()
+        judged = self.discriminator(self(pictures[:, :3]))
+        self.zero_grad()
+        self.manual_backward(nn.functional.binary_cross_entropy_with_logits(judged, torch.ones_like(judged)))
+        first.step()
+        real, fake = self.discriminator(pictures), self.discriminator(self(pictures[:, :3]).detach())
+        loss = nn.functional.binary_cross_entropy_with_logits(real, torch.ones_like(real))
+        self.zero_grad()
+        self.manual_backward((loss + nn.functional.binary_cross_entropy_with_logits(fake, torch.zeros_like(fake))) / 2)
+        second.step()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+def test_a_modules_zero_grad_between_the_passes_clears_what_the_optimizers_step_on(
+    strategy: str, ranks: Any, tmp_path: Path
+) -> None:
+    """A sharded network shows gathered parameters there, and its shards kept their gradients."""
+    for ((weights, _, _),) in (told.values() for told in ranks(2, train, str(tmp_path), strategy, [ClearsBetween])):
+        assert largest_difference(weights, plainly(GAN, 2)) < 1e-12
+
+
 def drawn_by_rank(checks: int) -> list[float]:
     echelon.seed(3)
     module, drawn = Small(), list[float]()

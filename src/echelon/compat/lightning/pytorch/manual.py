@@ -21,6 +21,7 @@ from echelon.compat.lightning.pytorch.optimizers import LightningOptimizer, Sche
 from echelon.compat.lightning.pytorch.saving import Kept
 from echelon.compat.lightning.pytorch.steps import Moves, StepCaller
 from echelon.contracts.overrides import overrides
+from echelon.loop.own.cleared import Cleared
 from echelon.loop.state import ActivePhase, State
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
 from echelon.parallel.gradients.unreduced_params import average_in_turns_
@@ -79,6 +80,7 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
         self.updates, self._averages = 0, True
         self._unaveraged: set[nn.Parameter] = set()  # that have got gradients since the ranks last averaged theirs
         self._compared = self._averages_itself = False
+        self._cleared: list[tuple[Cleared, torch.optim.Optimizer]] = []
         self._steps = StepCaller(session, lambda: self.module, self.autocast)
 
     @property
@@ -141,6 +143,12 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
         self.session.optimizers = [LightningOptimizer(optimizer, self._step, module) for optimizer in optimizers]
         if self._loose and agree.is_joined():
             self._watch_gradients(optimizers)
+        for optimizer in optimizers:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"] if is_split(p)}
+            networks = (part.module for part in self._parts)
+            self._cleared += [
+                (Cleared(network), optimizer) for network in networks if any(id(p) in held for p in network.parameters())
+            ]
 
     def autocast(self) -> Any:
         return self.computes.autocast(self.device)
@@ -150,6 +158,7 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
 
     def train_step(self, state: State, data: Any) -> Any:
         self.batch = data
+        self._watch_for_clearing()
         with self._passes(), self.autocast():
             return self._steps.train(state, self.train_progress, data)
 
@@ -164,6 +173,10 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
     def predict_step(self, state: State, data: Any) -> Any:
         self._send_buffers()
         return self._steps.evaluate("predict", state.predict_state, self.predict_progress, data)
+
+    def _watch_for_clearing(self) -> None:
+        for cleared, optimizer in self._cleared:
+            cleared.watch(optimizer)
 
     def _passes(self) -> AbstractContextManager[Any]:
         self._send_buffers()
@@ -191,11 +204,14 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
     def backward_by_hand(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         session, module = self.session, self.lightning_module
         session.call("on_before_backward", loss)
+        for cleared, optimizer in self._cleared:
+            cleared.follow(optimizer)
         aside = self._put_aside()
         with torch.autocast(self.device.type, enabled=False) if self.computes.dtype is not None else nullcontext():
             module.backward(loss, *args, **kwargs)
         for parameter, gradient in aside:
             parameter.grad = gradient
+        self._watch_for_clearing()
         if self._averages and agree.is_joined():
             self._average()
         session.call("on_after_backward")
