@@ -27,6 +27,7 @@ _SUMS: dict[str, Loss] = {
     "l1": lambda m, x, y, t: F.l1_loss(m(x), t, reduction="sum"),
     "log likelihood": lambda m, x, y, t: -m(x).log_softmax(-1).gather(1, y[:, None]).sum(),
     "policy": lambda m, x, y, t: -(m(x).log_softmax(-1).gather(1, y[:, None]) * t[:, :1].sign()).sum(),
+    "mean over outputs": lambda m, x, y, t: (2 * (m(x) - t).pow(2).mean(1) + 1).sum(),
     "vae": lambda m, x, y, t: (
         F.binary_cross_entropy_with_logits(m(x), t.sigmoid(), reduction="sum") - 0.5 * torch.sum(1 - m(x).pow(2))
     ),
@@ -62,6 +63,8 @@ _MEANS: dict[str, Loss] = {
     "their mean": lambda m, x, y, t: (F.cross_entropy(m(x), y) + 3 * F.mse_loss(m(x), t) + m(x).pow(2).mean() + m(x).mean()) / 4,
     "a list's sum": lambda m, x, y, t: torch.stack([F.mse_loss(row, of) for row, of in zip(m(x), t, strict=True)]).sum() / len(x),
     "of each sample": lambda m, x, y, t: torch.stack([F.mse_loss(row, of) for row, of in zip(m(x), t, strict=True)]).mean(),
+    "of tasks": lambda m, x, y, t: ((m(x)[:, :2] - t[:, :2]).pow(2).mean(0) * torch.tensor([3.0, 2.0]) - 1).sum(),
+    "of a stack of tasks": lambda m, x, y, t: (3 * torch.stack([F.mse_loss(m(x), t), F.l1_loss(m(x), t)]) + 1).sum(),
     "policy": lambda m, x, y, t: -(torch.distributions.Categorical(logits=m(x)).log_prob(y) * t[:, 0]).mean(),
     "tempered": lambda m, x, y, t: F.cross_entropy(m(x) / 4, y) * 4,
     "of parameters": lambda m, x, y, t: sum(p.pow(2).sum() for p in m.parameters()) + 0 * m(x).mean(),

@@ -166,8 +166,21 @@ def _sums(node: Any, samples: int) -> bool:
         return False
     sizes: Any = getattr(node, "_saved_self_sym_sizes", None)
     inner = _through(node.next_functions[0][0])
-    is_mean = _name(inner) in _LISTS or _has_shares(inner) or _is_of_parameter(inner)
+    is_mean = _is_of_means(inner) or _has_shares(inner) or _is_of_parameter(inner)
     return bool(sizes) and sizes[0] % samples == 0 and not is_mean
+
+
+def _is_of_means(node: Any) -> bool:
+    """Whether what is summed up are losses already, each a mean over the samples, with whatever factors: as those of tasks."""
+    found, looked = [node], 0
+    while found and looked < _MOST:
+        node, looked = _through(found.pop()), looked + 1
+        dims: Any = getattr(node, "_saved_dim", ())
+        if _name(node) in _LISTS or (_name(node) == "MeanBackward1" and 0 in dims):
+            return True
+        if _name(node) in _TERMS | _FACTORS:
+            found += [inner for inner, _ in node.next_functions if inner is not None]
+    return False
 
 
 def _has_shares(node: Any) -> bool:
