@@ -94,9 +94,9 @@ class Cleared:
             self._has_told = True
             logger.warning(
                 "gradients were changed in the middle of an update, when only some of its batches are in them: was "
-                "torch.nn.utils.clip_grad_norm_ left in the loop, or GradScaler.unscale_? Call window.clip_grad_norm_(max_norm) or "
-                "window.clip_grad_value_(max_value) in its place, which wait for the update's last batch and clip over all ranks; "
-                "prepare(precision='fp16') has a scaler of its own. What else changes them belongs under `if window.is_last`"
+                "torch.nn.utils.clip_grad_norm_ left in the loop, or GradScaler.unscale_? Call window.clip_grad_norm_(max_norm) "
+                "or window.clip_grad_value_(max_value), which wait for the update's last batch and clip over all ranks, and let "
+                "prepare(precision='fp16') scale. Change gradients otherwise under `if window.is_last` alone"
             )
 
     def after_backward(self, *, is_last: bool) -> None:
