@@ -111,4 +111,5 @@ class Cleared:
             self._version = times_changed(self._witness)
             if self._comparisons_left and not self._has_told:
                 self._comparisons_left -= 1
+                assert self._witness.grad is not None
                 self._before = local(self._witness.grad).detach().clone()
