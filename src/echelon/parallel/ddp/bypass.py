@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from echelon.common.errors import LayoutError
-from echelon.parallel.gradients.unreduced_params import after_backward
+from echelon.parallel.gradients.unreduced_params import after_backward, hook_backward
 from echelon.parallel.guards.guard import Guard
 from echelon.parallel.patching import part_for_now
 from echelon.parallel.state.partition import parameters_of
@@ -76,9 +75,7 @@ class _Backwards:
             return
         self._in_pass = False  # even if the last backward pass ended in an error
         self._is_awaited = self._is_awaited or bool(module.require_backward_grad_sync)
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:  # a parameter would keep its hooks for ever
-                leaf.register_hook(self._hear)
+        hook_backward(output, self._hear)
 
     def _hear(self, gradient: torch.Tensor) -> None:
         if not self._in_pass:

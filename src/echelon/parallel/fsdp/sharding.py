@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from echelon.common.errors import LayoutError
 from echelon.hf.layer_drop import layer_drop
@@ -36,7 +35,7 @@ from echelon.parallel.fsdp.units import (
     units_of,
 )
 from echelon.parallel.gradients.fixed_order import TreeReduceScatter
-from echelon.parallel.gradients.unreduced_params import AfterEachBackward
+from echelon.parallel.gradients.unreduced_params import AfterEachBackward, hook_backward
 from echelon.parallel.guards.call_order import SameCalls, SameGradients
 from echelon.parallel.guards.guard import SameDraws
 from echelon.parallel.guards.messages import SplitMessages, gathers_in
@@ -409,9 +408,7 @@ def refuse_second_derivatives(module: nn.Module) -> None:
 
     def listen(module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:  # a parameter would keep its hooks for ever
-                    leaf.register_hook(refuse)
+            hook_backward(output, refuse)
 
     module.register_forward_hook(torch.compiler.disable(listen))
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from echelon.common.errors import LayoutError
 from echelon.parallel.gradients.fixed_order import tree_sum
@@ -21,7 +22,7 @@ from echelon.parallel.shards import is_split
 from echelon.world import agree
 from echelon.world.device import from_host
 
-__all__ = ["AfterEachBackward", "Joined", "after_backward", "average_", "average_in_turns_", "check_equal"]
+__all__ = ["AfterEachBackward", "Joined", "after_backward", "average_", "average_in_turns_", "check_equal", "hook_backward"]
 
 Groups = Sequence[dist.ProcessGroup | None]
 _AT_ONCE = 1 << 25  # elements of gradients that are averaged in one message
@@ -144,11 +145,7 @@ class AfterEachBackward:
     def _listen(self, module: nn.Module, args: Any, output: Any) -> None:
         self._is_awaited = False  # even if the last backward pass ended in an error
         if self.enabled and torch.is_grad_enabled():
-            from torch.utils._pytree import tree_leaves
-
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:  # a parameter would keep its hooks for ever
-                    leaf.register_hook(lambda _: self._expect())
+            hook_backward(output, lambda _: self._expect())
 
     def _expect(self) -> None:
         if self.enabled and not self._is_awaited:
@@ -160,10 +157,17 @@ class AfterEachBackward:
         average_(self._parameters, self._groups)
 
 
-# Call something when the backward pass that is under way ends.
+# Hear of a backward pass, and call something when the one that is under way ends.
 #
-# torch has no public way to learn of that; DistributedDataParallel and FSDP queue their last work in this one. Tested with torch
-# 2.13; tests/parallel/test_after_backward.py notices a change.
+# torch has no public way to learn of its end; DistributedDataParallel and FSDP queue their last work in this one. Tested with
+# torch 2.13; tests/parallel/test_after_backward.py notices a change.
+
+
+def hook_backward(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call `hook` in a backward pass with the gradient of each tensor of these outputs, which a forward pass has just given."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:  # a parameter would keep its hooks for ever
+            leaf.register_hook(hook)
 
 
 def after_backward(call: Callable[[], None]) -> None:
