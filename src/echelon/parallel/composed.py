@@ -8,8 +8,8 @@ to look over ranks, and what is left is sharded. `ParallelPrepared` asks each di
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,7 +34,7 @@ from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.pipeline import Pipeline, Stages, cut_into_stages, plan_stages
 from echelon.parallel.pipeline.schedules import kind_named
 from echelon.parallel.pipeline.stages import Splits, check_splits
-from echelon.parallel.prepared import NO_CONTEXT, Form, Place, Prepared
+from echelon.parallel.prepared import NO_CONTEXT, Form, Place, Prepared, combined
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import Strategy
 from echelon.parallel.tensor.gradients import check_same_loss, check_whole_layers
@@ -164,10 +164,7 @@ class ParallelPrepared(FSDPPrepared):
         self.pipeline.shared.equalize()
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        around = super().accumulate(last)
-        if self.context is None:
-            return around
-        return self.context.active() if around is NO_CONTEXT else _both(around, self.context.active())
+        return combined(super().accumulate(last), self._over_parts())
 
     def forward_backward_window(
         self,
@@ -228,12 +225,6 @@ class ParallelPrepared(FSDPPrepared):
             return super().clip_grad_norm_(max_norm, norm_type)
         elsewhere = self.pipeline.shared.elsewhere
         return clip.clip_by_norm_(self.module.parameters(), max_norm, norm_type, beside=self.place.stages, elsewhere=elsewhere)
-
-
-@contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
-        yield
 
 
 @dataclass(frozen=True, repr=False)

@@ -8,7 +8,7 @@ steps, and what is cleared before never travels. `fully_shard` reduces in every 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +20,7 @@ from echelon.parallel.ddp.ddp import DDPPrepared
 from echelon.parallel.gradients.unreduced_params import average_in_turns_, check_equal
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.parallelize import check_module, parallelize
-from echelon.parallel.prepared import NO_CONTEXT, Prepared
+from echelon.parallel.prepared import Prepared, combined
 from echelon.parallel.shards import is_split, local, reshard
 from echelon.parallel.state.partition import Partition
 from echelon.world import agree
@@ -99,7 +99,7 @@ class Networks(Prepared[nn.Module]):
         for part in self.parts:
             if isinstance(part, DDPPrepared):
                 part.before_evaluation()  # rank 0's buffers are sent with the next forward pass
-        return _all([part.accumulate(part.form.kind != "own") for part in self.parts])
+        return combined(*(part.accumulate(part.form.kind != "own") for part in self.parts))
 
     def before_backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
         return local(loss)
@@ -132,28 +132,6 @@ class Networks(Prepared[nn.Module]):
 
     def fix_order(self) -> None:
         raise LayoutError("bit-equal training on any number of ranks must have one optimizer, got several. Leave it out.")
-
-
-def _all(contexts: Any) -> AbstractContextManager[Any]:
-    if not (real := [each for each in contexts if each is not NO_CONTEXT]):
-        return NO_CONTEXT
-    if len(real) == 1:
-        return real[0]  # type: ignore[no-any-return]
-    return _Together(real)
-
-
-class _Together(AbstractContextManager[None]):
-    """Contexts of several networks. They are entered late: what `no_sync` was made for may not come."""
-
-    def __init__(self, contexts: Sequence[AbstractContextManager[Any]]) -> None:
-        self._contexts, self._stack = contexts, ExitStack()
-
-    def __enter__(self) -> None:
-        for each in self._contexts:
-            self._stack.enter_context(each)
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._stack.__exit__(*error)
 
 
 def prepare_networks(module: nn.Module, strategy: Any, device: torch.device, *given: Any, **options: Any) -> Networks:

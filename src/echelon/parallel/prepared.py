@@ -30,7 +30,7 @@ from echelon.parallel.state.state import ModuleState, module_state
 from echelon.world import agree
 from echelon.world.init import World
 
-__all__ = ["NO_CONTEXT", "Batches", "Extras", "Form", "PartsCheck", "Place", "Prepared", "WrapperPrepared"]
+__all__ = ["NO_CONTEXT", "Batches", "Extras", "Form", "PartsCheck", "Place", "Prepared", "WrapperPrepared", "combined"]
 
 O = TypeVar("O")  # noqa: E741
 M = TypeVar("M", bound=nn.Module)
@@ -38,6 +38,20 @@ B = TypeVar("B")
 R = TypeVar("R")
 
 NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()  # one for all: making one takes longer than entering it
+
+
+def combined(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """One context for several, which are entered in their order, and only when it is; `NO_CONTEXT` for none but such."""
+    real = [each for each in contexts if each is not NO_CONTEXT]
+    return NO_CONTEXT if not real else real[0] if len(real) == 1 else _entered(real)
+
+
+@contextlib.contextmanager
+def _entered(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ batch weighs nothing, as where all labels are left out.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -43,7 +42,7 @@ from echelon.loop.state import step_under_way
 from echelon.parallel.experts.loads import Routers, routers_of
 from echelon.parallel.gradients import clip
 from echelon.parallel.micro_batch import MicroBatch
-from echelon.parallel.prepared import NO_CONTEXT
+from echelon.parallel.prepared import NO_CONTEXT, combined
 from echelon.parallel.recipe.precision import Shards, check_scaler
 from echelon.parallel.state.partition import has_gradients, parameters_of
 from echelon.world import agree, clock
@@ -182,7 +181,7 @@ class Update:
         if unit.detect_anomaly is None and not micro_batch.is_padding:
             return accumulates
         anomaly = NO_CONTEXT if unit.detect_anomaly is None else torch.autograd.set_detect_anomaly(unit.detect_anomaly)
-        return _all(standing_in(unit) if micro_batch.is_padding else NO_CONTEXT, accumulates, anomaly)
+        return combined(standing_in(unit) if micro_batch.is_padding else NO_CONTEXT, accumulates, anomaly)
 
     def explain(self, unit: Any, error: BaseException) -> None:
         """A pass has raised this.
@@ -486,11 +485,3 @@ class Update:
             self.finite.finish(window.updates, together=self.joined)
             if unit.swa_model is not None and agree.is_rank0():
                 unit.swa_model.warn_if_unused()
-
-
-@contextlib.contextmanager
-def _all(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for each in contexts:
-            stack.enter_context(each)
-        yield
