@@ -1,6 +1,6 @@
-"""Modules that users made parallel by hand, in ways in which no layout does: the older FSDP, split layers, DataParallel.
+"""Modules that users made parallel by hand, in ways in which no layout does: the older FSDP, split layers.
 
-What `fully_shard` and DistributedDataParallel make is recognised beside the layouts that use them.
+What torch's other wrappers make is recognised beside the layouts that use them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echelon.common.errors import LayoutError
 from echelon.parallel.axes import Axis, Share, axes_of, declared, split_axes
 from echelon.parallel.fsdp.move_and_sync import Buffers
 from echelon.parallel.names import Kind, imported, plain_name, register, wrapper_of
-from echelon.parallel.prepared import NO_CONTEXT, Form, Prepared, WrapperPrepared
+from echelon.parallel.prepared import Form, Prepared, WrapperPrepared
 from echelon.parallel.shards import is_split
 from echelon.parallel.state import keys as state_keys
 from echelon.parallel.state.keys import Saved
@@ -29,7 +29,7 @@ from echelon.world.init import World
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-__all__ = ["DPPrepared"]
+__all__ = ["DTensorPrepared", "FSDP1Prepared"]
 
 
 # The state of an optimizer over modules in the older FullyShardedDataParallel, by name.
@@ -230,20 +230,3 @@ def _is_split_by_hand(module: nn.Module) -> bool:
 
 
 register(Kind("dtensors", _is_split_by_hand, DTensorPrepared, by_parameters=True))
-
-
-class DPPrepared(WrapperPrepared["nn.DataParallel[Any]"]):
-    """A module in DataParallel, ours or the user's own: one process, so one share of the data."""
-
-    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        return NO_CONTEXT  # gradients are gathered by autograd, where they add up
-
-    def __init__(self, module: nn.DataParallel[Any], world: World) -> None:
-        super().__init__(module)
-
-    @property
-    def data_rank_and_size(self) -> tuple[int, int] | None:
-        return self.dp_rank, self.dp_size
-
-
-register(Kind("dp", lambda module: isinstance(module, nn.DataParallel), DPPrepared, inner="module", unknown_to_torch=True))

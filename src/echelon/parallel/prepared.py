@@ -373,10 +373,6 @@ class Prepared(Generic[M]):
             return clip_in_order_(self.module.parameters(), max_norm, norm_type)
         return clip.clip_by_norm_(self.module.parameters(), max_norm, norm_type, beside=self.place.stages)
 
-    def clip_grad_value_(self, max_value: float) -> None:
-        """Clamp every gradient element to [-max_value, max_value]."""
-        clip.clip_by_value_(self.module.parameters(), max_value)
-
 
 class WrapperPrepared(Prepared[M]):
     """A module inside a wrapper that has `module` and `no_sync`: DistributedDataParallel and the older FSDP."""

@@ -7,10 +7,11 @@ alike, on every rank. Ranks that compute the same samples together need the same
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,22 @@ from echelon.common.errors import require
 from echelon.common.numbers import whole
 from echelon.world import agree
 
-__all__ = ["at", "digest", "draw", "load_states", "mix", "position", "put_back", "renew", "seed", "separate", "start", "states"]
+__all__ = [
+    "at",
+    "begin",
+    "digest",
+    "draw",
+    "kept",
+    "load_states",
+    "mix",
+    "position",
+    "put_back",
+    "renew",
+    "seed",
+    "separate",
+    "start",
+    "states",
+]
 
 
 def seed(seed: int) -> None:
@@ -130,6 +146,31 @@ def _begin(stream: str, origin: str, number: int) -> None:
         random.seed(value)
     else:
         np.random.seed([value >> shift & 0xFFFFFFFF for shift in (0, 32, 64, 96)])
+
+
+@contextlib.contextmanager
+def kept(device: torch.device) -> Iterator[torch.Tensor | None]:
+    """Context after which torch's streams on the host and on a device stand where they stood before. Gives the host's state; None
+    where tensors are fake, and nothing is drawn.
+    """
+    host = torch.default_generator.get_state() if type(torch.empty(())) is torch.Tensor else None
+    on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    try:
+        yield host
+    finally:
+        if host is not None:
+            torch.default_generator.set_state(host)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu, device)
+
+
+def begin(seed: int, device: torch.device) -> None:
+    """torch's streams on the host and on a device. `torch.manual_seed` notes the stack of its caller for a GPU that is not used,
+    a millisecond each time.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def mix(common: int, number: int) -> int:

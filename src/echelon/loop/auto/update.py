@@ -372,7 +372,7 @@ class Update:
         return norm
 
     def clip_value(self, unit: Any, most: float) -> None:
-        unit.prepared.clip_grad_value_(most)
+        clip.clip_by_value_(unit.prepared.module.parameters(), most)
 
     def step(self, unit: Any, state: State, norm: torch.Tensor | None) -> bool:
         """The optimizer's, and what follows from it. False if it was left out: by fp16's scaler, or of a batch without weight."""

@@ -15,6 +15,7 @@ from echelon.loop.auto.several import Turn
 from echelon.loop.loss import problem_with, summable
 from echelon.loop.own.loop_unit import LoopUnit
 from echelon.loop.state import State
+from echelon.parallel.gradients import clip
 from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.world.clock import Part, enter
@@ -184,7 +185,7 @@ class OwnWindow:
         if not self._has_gradients("clip_grad_value_"):
             return
         if unit.several is None:
-            unit.prepared.clip_grad_value_(max_value)
+            clip.clip_by_value_(unit.prepared.module.parameters(), max_value)
         else:
             unit.several.clip_value(unit.several.asked(of), max_value)
 

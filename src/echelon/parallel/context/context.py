@@ -39,7 +39,7 @@ from echelon.parallel.guards.messages import SHAPES
 from echelon.parallel.patching import replace
 from echelon.parallel.prepared import Batches, PartsCheck
 from echelon.parallel.recipe.recipe import Recipe
-from echelon.world import agree
+from echelon.world import agree, rng
 from echelon.world.device import map_tensors
 
 if TYPE_CHECKING:
@@ -308,20 +308,10 @@ class ContextParallel(Batches):
 
     @contextlib.contextmanager
     def _own_stream(self) -> Iterator[None]:
-        on_gpu = self._device.type == "cuda"
         common = int(torch.randint(2**62, ()))
-        host, device = torch.get_rng_state(), torch.cuda.get_rng_state(self._device) if on_gpu else None
-        seed = (common + 0x9E3779B97F4A7C15 * self.parts.rank) % 2**63
-        # Not torch.manual_seed, which notes the stack of its caller for a GPU that is not used, a millisecond each time.
-        torch.default_generator.manual_seed(seed)
-        if on_gpu:
-            torch.cuda.manual_seed(seed)
-        try:
+        with rng.kept(self._device):
+            rng.begin((common + 0x9E3779B97F4A7C15 * self.parts.rank) % 2**63, self._device)
             yield
-        finally:
-            torch.set_rng_state(host)
-            if device is not None:
-                torch.cuda.set_rng_state(device, self._device)
 
     def check_once(self, kind: str, forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the first pass: does the module give for parts what it gives for whole sequences? Collective over the ranks."""

@@ -17,8 +17,8 @@ from torch import nn
 from echelon.common.arguments import several
 from echelon.common.errors import LayoutError
 from echelon.common.numbers import whole
-from echelon.parallel.adopted import DPPrepared
 from echelon.parallel.meta.materialize import materialize
+from echelon.parallel.names import Kind, register
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import Strategy
@@ -27,6 +27,20 @@ from echelon.world.init import World
 __all__ = ["DPStrategy"]
 
 logger = logging.getLogger(__name__)
+
+
+class DPPrepared(Prepared["nn.DataParallel[Any]"]):
+    """A module in DataParallel, ours or the user's own: one process, so one share of the data. Its gradients add up in autograd."""
+
+    def __init__(self, module: nn.DataParallel[Any], world: World) -> None:
+        super().__init__(module)
+
+    @property
+    def data_rank_and_size(self) -> tuple[int, int] | None:
+        return self.dp_rank, self.dp_size
+
+
+register(Kind("dp", lambda module: isinstance(module, nn.DataParallel), DPPrepared, inner="module", unknown_to_torch=True))
 
 
 @dataclass(frozen=True, repr=False)

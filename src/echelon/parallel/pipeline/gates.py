@@ -369,16 +369,16 @@ class Draws:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._on_gpu = device.type == "cuda"
         self.samples = self._common = 0
 
     def number(self) -> int:
         """What passes may begin with. Every rank draws it, so that all have drawn as often, and takes the one of a single rank:
         one rank may have drawn more than its peers, as for a picture in its log.
         """
-        state = _state()
+        with rng.kept(self._device) as state:
+            found = 0 if state is None else rng.position(state)
         torch.rand((), device="cpu")
-        return 0 if state is None else rng.position(state)
+        return found
 
     @contextlib.contextmanager
     def passes(self, number: int) -> Iterator[None]:
@@ -388,19 +388,18 @@ class Draws:
             number: the same on all ranks.
         """
         self._common = rng.mix(number, self.samples)
-        host, python, numpys = _state(), random.getstate(), np.random.get_state()
-        on_gpu = torch.cuda.get_rng_state(self._device) if self._on_gpu else None
+        python, numpys = random.getstate(), np.random.get_state()
         try:
-            yield
+            with rng.kept(self._device):
+                yield
         finally:
-            self._put_back(host, on_gpu)
             random.setstate(python)
             np.random.set_state(numpys)
 
     def begin(self, micro_batch: int) -> None:
         """Of a pass: alike in all stages."""
         seed = rng.mix(self._common, micro_batch)
-        self._seed(seed)
+        rng.begin(seed, self._device)
         random.seed(seed)
         np.random.seed(seed % 2**32)
 
@@ -409,30 +408,7 @@ class Draws:
         """Context of a unit's call. What it draws follows from the state outside, which `torch.utils.checkpoint` puts back before
         it computes again, and from the unit's number: units of equal form do not drop alike.
         """
-        outside = _state()
-        if outside is None:
+        with rng.kept(self._device) as outside:
+            if outside is not None:
+                rng.begin(rng.mix(rng.position(outside), number), self._device)
             yield
-            return
-        on_gpu = torch.cuda.get_rng_state(self._device) if self._on_gpu else None
-        self._seed(rng.mix(rng.position(outside), number))
-        try:
-            yield
-        finally:
-            self._put_back(outside, on_gpu)
-
-    def _put_back(self, host: torch.Tensor | None, on_gpu: torch.Tensor | None) -> None:
-        if host is not None:
-            torch.default_generator.set_state(host)
-        if on_gpu is not None:
-            torch.cuda.set_rng_state(on_gpu, self._device)
-
-    def _seed(self, seed: int) -> None:
-        # Not torch.manual_seed, which notes the stack of its caller for a GPU that is not used, a millisecond each time.
-        torch.default_generator.manual_seed(seed)
-        if self._on_gpu:
-            torch.cuda.manual_seed(seed)
-
-
-def _state() -> torch.Tensor | None:
-    """None where tensors are fake, and nothing is drawn."""
-    return torch.default_generator.get_state() if type(torch.empty(())) is torch.Tensor else None

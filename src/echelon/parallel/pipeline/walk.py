@@ -86,14 +86,13 @@ class Walk:
         """Find out what each stage needs, at least what is known. Collective over all ranks of the job, which have batches of the
         same structure.
         """
-        watched = partial(self._alone, RefuseCollectives(self.cut.kind, self.group), act)
+
+        def watched() -> Any:
+            with RefuseCollectives(self.cut.kind, self.group):
+                return act()
+
         with self._whole(), self._trials.undone(), torch.enable_grad():
             return self._through(watched, known, learns=True)
-
-    @staticmethod
-    def _alone(watch: RefuseCollectives, act: Callable[[], Any]) -> Any:
-        with watch:
-            return act()
 
     def evaluate(self, act: Callable[[], Any], needs: Needs) -> Any:
         """What `act` gives on the last stage, on all ranks. What cannot be sent, such as an object, is None elsewhere."""
