@@ -17,10 +17,10 @@ from torch.distributed.pipelining import PipelineStage
 
 import echelon as ech
 from echelon.parallel.composed import ParallelPrepared
-from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.parallelize import parallelize
 from echelon.parallel.pipeline.pipeline import Learned, Pipeline
 from echelon.parallel.pipeline.values import Form, Leaf, form_of
+from echelon.parallel.prepared import MicroBatch
 from echelon.parallel.recipe.activation import ActivationCheckpointParams
 from echelon.parallel.recipe.recipe import Recipe
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from echelon.common.errors import ContextParallelError
-from echelon.hf.layer_drop import layer_drop
+from echelon.hf.layers import layer_drop
 
 __all__ = ["Parts", "adapt", "with_shifted_labels"]
 

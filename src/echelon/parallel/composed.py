@@ -30,15 +30,13 @@ from echelon.parallel.fsdp.sharding import FSDPPrepared, shard
 from echelon.parallel.gradients import clip
 from echelon.parallel.guards.guard import SameDraws
 from echelon.parallel.meta.materialize import materialize, remember
-from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.pipeline import Pipeline, Stages, cut_into_stages, plan_stages
 from echelon.parallel.pipeline.schedules import kind_named
 from echelon.parallel.pipeline.stages import Splits, check_splits
-from echelon.parallel.prepared import NO_CONTEXT, Form, Place, Prepared, combined
+from echelon.parallel.prepared import NO_CONTEXT, Form, MicroBatch, Place, Prepared, combined
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import Strategy
-from echelon.parallel.tensor.gradients import check_same_loss, check_whole_layers
-from echelon.parallel.tensor.tensor import Chosen, check_tensor, equalize, split_layers
+from echelon.parallel.tensor.tensor import Chosen, check_same_loss, check_tensor, check_whole_layers, equalize, split_layers
 from echelon.world import agree
 from echelon.world.init import World, check_joined, ensure_group, rank_info
 from echelon.world.mesh import AXES, ParallelDims

@@ -18,9 +18,8 @@ from torch import nn
 from echelon.common.errors import LayoutError
 from echelon.parallel.ddp.ddp import DDPPrepared
 from echelon.parallel.gradients.unreduced_params import average_in_turns_, check_equal
-from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.parallelize import check_module, parallelize
-from echelon.parallel.prepared import Prepared, combined
+from echelon.parallel.prepared import MicroBatch, Prepared, combined
 from echelon.parallel.shards import is_split, local, reshard
 from echelon.parallel.state.partition import Partition
 from echelon.world import agree

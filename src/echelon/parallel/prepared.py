@@ -22,7 +22,6 @@ from echelon.parallel.gradients import clip
 from echelon.parallel.gradients.fixed_order import clip_in_order_
 from echelon.parallel.gradients.unreduced_params import Joined, average_, check_equal
 from echelon.parallel.guards.guard import Guard
-from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import kind_of, plain_names, unwrapped, without_compile, wrapper_of
 from echelon.parallel.over_ranks import knows_its_data
 from echelon.parallel.shards import reshard
@@ -30,12 +29,43 @@ from echelon.parallel.state.state import ModuleState, module_state
 from echelon.world import agree
 from echelon.world.init import World
 
-__all__ = ["NO_CONTEXT", "Batches", "Extras", "Form", "PartsCheck", "Place", "Prepared", "WrapperPrepared", "combined"]
+__all__ = [
+    "NO_CONTEXT",
+    "Batches",
+    "Extras",
+    "Form",
+    "MicroBatch",
+    "PartsCheck",
+    "Place",
+    "Prepared",
+    "WrapperPrepared",
+    "combined",
+]
 
+T = TypeVar("T")
 O = TypeVar("O")  # noqa: E741
 M = TypeVar("M", bound=nn.Module)
 B = TypeVar("B")
 R = TypeVar("R")
+
+
+# Not frozen: that would take four times as long to make, in every step.
+@dataclass(slots=True)
+class MicroBatch(Generic[T]):
+    """One forward and one backward pass.
+
+    Args:
+        data: a batch as the loader gave it, on the device; or a piece of one.
+        weight: what it counts in the mean over the global batch: a number, or a 0-dim tensor on the device.
+        is_last: of its window; the update follows.
+        is_padding: it stands in for a batch without samples.
+    """
+
+    data: T
+    weight: Any
+    is_last: bool
+    is_padding: bool = False
+
 
 NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()  # one for all: making one takes longer than entering it
 

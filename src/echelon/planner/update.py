@@ -20,8 +20,7 @@ from echelon.loop.samples import samples_of
 from echelon.loop.state import State
 from echelon.loop.target import Enough, Target
 from echelon.parallel.layouts import resolve, with_options_of
-from echelon.parallel.micro_batch import MicroBatch
-from echelon.parallel.prepared import Prepared
+from echelon.parallel.prepared import MicroBatch, Prepared
 from echelon.parallel.recipe.activation import ActivationCheckpointParams
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import NOOPStrategy, Strategy

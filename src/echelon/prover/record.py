@@ -31,8 +31,8 @@ from echelon.loop.loss import rows
 from echelon.loop.state import ActivePhase, State, step_under_way
 from echelon.loop.validate import accumulation_of
 from echelon.parallel.ddp.sync_batchnorm import HostSyncBatchNorm
-from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import plain_name
+from echelon.parallel.prepared import MicroBatch
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.shards import local
 from echelon.prover.constant_draws import ConstantDraws

@@ -38,8 +38,7 @@ from echelon.loop.records import monitored
 from echelon.loop.records.metrics import MeanOfAPhase
 from echelon.loop.state import EntryPoint, step_under_way
 from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit
-from echelon.parallel.micro_batch import MicroBatch
-from echelon.parallel.prepared import NO_CONTEXT
+from echelon.parallel.prepared import NO_CONTEXT, MicroBatch
 from echelon.parallel.recipe.activation import Preset
 from echelon.parallel.recipe.float8 import Float8
 from echelon.parallel.recipe.precision import Precision

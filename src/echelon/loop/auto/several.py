@@ -26,8 +26,8 @@ from echelon.loop.auto.optimizer_checks import are_alike, check_holds
 from echelon.loop.loss import problem_with
 from echelon.parallel.gradients import clip as gradients
 from echelon.parallel.gradients.fused import fuse
-from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.networks import Networks
+from echelon.parallel.prepared import MicroBatch
 from echelon.parallel.shards import is_split
 from echelon.parallel.state.partition import parameters_of
 from echelon.world import agree, clock

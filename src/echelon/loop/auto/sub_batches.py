@@ -18,7 +18,7 @@ from echelon.contracts.overrides import overrides
 from echelon.data.loader import Loader
 from echelon.data.parts import Padding, Pieces, joined, share
 from echelon.loop.loss import weighted
-from echelon.parallel.micro_batch import MicroBatch
+from echelon.parallel.prepared import MicroBatch
 from echelon.world import agree
 
 __all__ = ["in_order", "of_all", "pieces_for", "together"]

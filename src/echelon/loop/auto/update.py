@@ -41,8 +41,7 @@ from echelon.loop.samples import samples_of
 from echelon.loop.state import step_under_way
 from echelon.parallel.experts.loads import Routers, routers_of
 from echelon.parallel.gradients import clip
-from echelon.parallel.micro_batch import MicroBatch
-from echelon.parallel.prepared import NO_CONTEXT, combined
+from echelon.parallel.prepared import NO_CONTEXT, MicroBatch, combined
 from echelon.parallel.recipe.precision import Shards, check_scaler
 from echelon.parallel.state.partition import has_gradients, parameters_of
 from echelon.world import agree, clock

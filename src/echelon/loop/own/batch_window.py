@@ -16,8 +16,7 @@ from echelon.loop.loss import problem_with, summable
 from echelon.loop.own.loop_unit import LoopUnit
 from echelon.loop.state import State
 from echelon.parallel.gradients import clip
-from echelon.parallel.micro_batch import MicroBatch
-from echelon.parallel.prepared import NO_CONTEXT
+from echelon.parallel.prepared import NO_CONTEXT, MicroBatch
 from echelon.world.clock import Part, enter
 
 __all__ = ["OwnWindow"]

@@ -30,11 +30,10 @@ from echelon.parallel.gradients.fixed_order import reduce_bucket
 from echelon.parallel.gradients.unreduced_params import average_
 from echelon.parallel.guards.guard import Guard
 from echelon.parallel.meta.materialize import materialize
-from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import Kind, plain_names, register
 from echelon.parallel.older_torch import ddp_options
 from echelon.parallel.patching import part_for_now
-from echelon.parallel.prepared import Extras, Prepared, WrapperPrepared
+from echelon.parallel.prepared import Extras, MicroBatch, Prepared, WrapperPrepared
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.state.partition import Partition
 from echelon.parallel.strategy import Strategy

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class DPPrepared(Prepared["nn.DataParallel[Any]"]):
-    """A module in DataParallel, ours or the user's own: one process, so one share of the data. Its gradients add up in autograd."""
+    """A module in DataParallel, ours or the user's own: one process, and one share of the data; autograd adds up."""
 
     def __init__(self, module: nn.DataParallel[Any], world: World) -> None:
         super().__init__(module)

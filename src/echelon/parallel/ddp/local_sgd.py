@@ -35,9 +35,8 @@ from echelon.common.errors import CheckpointCorruptError, LayoutError, Optimizer
 from echelon.common.numbers import whole
 from echelon.parallel.axes import Share
 from echelon.parallel.meta.materialize import materialize
-from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import Kind, plain_buffers, plain_names, register
-from echelon.parallel.prepared import NO_CONTEXT, Extras, Prepared
+from echelon.parallel.prepared import NO_CONTEXT, Extras, MicroBatch, Prepared
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.state.optimizer_state import OptimizerState
 from echelon.parallel.state.state import ModuleState

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from echelon.common.errors import LayoutError
-from echelon.hf.layer_drop import layer_drop
+from echelon.hf.layers import layer_drop
 from echelon.parallel.axes import Axis, axes_of, sharded_axes, split_axes
 from echelon.parallel.experts.distribute import divided_experts
 from echelon.parallel.fsdp.move_and_sync import Buffers, place
@@ -41,15 +41,14 @@ from echelon.parallel.guards.guard import SameDraws
 from echelon.parallel.guards.messages import SplitMessages, gathers_in
 from echelon.parallel.guards.trained_params import refuse_unheard
 from echelon.parallel.meta.materialize import materialize, remember
-from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.names import Kind, class_name, register
 from echelon.parallel.older_torch import shards_integers
-from echelon.parallel.prepared import NO_CONTEXT, Form, Prepared
+from echelon.parallel.prepared import NO_CONTEXT, Form, MicroBatch, Prepared
 from echelon.parallel.recipe.blocks import Blocks
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.shards import is_fully_sharded, is_split, local, refuse_copies, reshard
 from echelon.parallel.state.sharded import take_whole_states, tell_when_module_is_pickled
-from echelon.parallel.tensor.gradients import check_same_loss, check_whole_layers
+from echelon.parallel.tensor.tensor import check_same_loss, check_whole_layers
 from echelon.world.init import World
 
 if TYPE_CHECKING:

@@ -23,14 +23,13 @@ from torch.utils import _pytree as pytree
 from echelon.common.errors import EchelonError, PipelineError
 from echelon.parallel.gradients.clip import pass_zeros
 from echelon.parallel.guards.messages import explained
-from echelon.parallel.micro_batch import MicroBatch
 from echelon.parallel.pipeline.gates import Cut
 from echelon.parallel.pipeline.passes import Run, Shapes, writes_anew
 from echelon.parallel.pipeline.schedules import Kind, StageModule, parts, torch_schedule
 from echelon.parallel.pipeline.trial import compute
 from echelon.parallel.pipeline.values import Form, Leaf, Unsendable, form_of, shape_of_batch
 from echelon.parallel.pipeline.walk import Needs, Walk, Walked
-from echelon.parallel.prepared import Batches
+from echelon.parallel.prepared import Batches, MicroBatch
 from echelon.parallel.shards import local
 from echelon.world import agree
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.common.errors import PipelineError
-from echelon.hf.layer_drop import layer_drop
+from echelon.hf.layers import layer_drop
 from echelon.parallel.names import names_of_each, plain_name
 from echelon.parallel.pipeline.gates import cut, kept_by
 from echelon.parallel.pipeline.pipeline import Pipeline, Shared

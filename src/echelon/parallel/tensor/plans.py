@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from echelon.common.errors import TensorParallelError, require
-from echelon.hf.adapters import without_adapter
+from echelon.hf.layers import without_adapter
 from echelon.parallel.names import matching, tied_names
 from echelon.parallel.tensor.layers import has_own_weights, is_transposed, split_dims
 

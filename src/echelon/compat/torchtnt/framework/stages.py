@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from echelon.loop.auto.update import Update
-from echelon.parallel.micro_batch import MicroBatch
-from echelon.parallel.prepared import NO_CONTEXT
+from echelon.parallel.prepared import NO_CONTEXT, MicroBatch
 
 __all__ = ["PredictStages", "TrainStages"]
 

@@ -1,4 +1,4 @@
-"""Layers with LoRA adapters of PEFT around them, in a plan of tensor parallelism."""
+"""What transformers and PEFT do with single layers: adapters around them, and layers left out at random."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch import nn
 
 from echelon.common.errors import TensorParallelError
 
-__all__ = ["with_adapters", "without_adapter"]
+__all__ = ["layer_drop", "with_adapters", "without_adapter"]
+
+
+# Layers with LoRA adapters of PEFT around them, in a plan of tensor parallelism.
 
 
 def without_adapter(layer: nn.Module) -> nn.Module:
@@ -51,3 +54,19 @@ def with_adapters(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any
         found[f"{name}.base_layer"] = style
         found |= {f"{name}.{side}.{adapter}": style for adapter, _ in layer.get_submodule(side).named_children()}
     return found
+
+
+# Models that leave out layers at random while they train (LayerDrop), as transformers has them for speech and BART.
+
+_NAMES = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
+
+
+def layer_drop(module: nn.Module) -> tuple[str, float] | None:
+    """The option by which a part of the module leaves out layers at random, and how often; None where none does."""
+    for part in module.modules():
+        for name in _NAMES:
+            for owner in (part, getattr(part, "config", None)):
+                often = getattr(owner, name, 0)
+                if isinstance(often, (int, float)) and often > 0:
+                    return name, often
+    return None
