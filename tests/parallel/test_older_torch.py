@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon.parallel.fsdp.sharding import unsplittable
+from echelon.parallel.fsdp.units import unsplittable
 from echelon.parallel.older_torch import ddp_options
 from tests.kit.refusals import refusal
 

@@ -25,8 +25,7 @@ from echelon.parallel.context.context import ContextParallel, check_context
 from echelon.parallel.context.probe import tensors_of
 from echelon.parallel.ddp.ddp import DDPStrategy
 from echelon.parallel.experts import check_experts, distribute_experts
-from echelon.parallel.fsdp.fsdp import FSDPStrategy
-from echelon.parallel.fsdp.sharding import FSDPPrepared, shard
+from echelon.parallel.fsdp.fsdp import FSDPPrepared, FSDPStrategy
 from echelon.parallel.gradients import clip
 from echelon.parallel.guards.guard import SameDraws
 from echelon.parallel.meta.materialize import materialize, remember
@@ -361,8 +360,8 @@ class Layout(Strategy):
         context = self._context(module, dims, world)
         # Phase 3: the axes over which gradients are averaged.
         data_axes(module, dims.samples_mesh(device))
-        how = fsdp.but(sync_module_states=False, device_mesh=dims.data_mesh(device)).sharding(module, world)
-        prepared = shard(module, world, recipe, how, ParallelPrepared)
+        sharded = fsdp.but(sync_module_states=False, device_mesh=dims.data_mesh(device))
+        prepared = sharded.shard(module, world, recipe, ParallelPrepared)
         prepared.lay_out(dims, world.rank, context, pipeline)
         if self.sequence_parallel and dims.tp > 1:
             prepared.place = replace(prepared.place, draws_apart=True)

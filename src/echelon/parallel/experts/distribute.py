@@ -93,7 +93,7 @@ def _refuse_without(module: nn.Module, ep: int) -> None:
 def distribute_experts(module: nn.Module, ep_mesh: DeviceMesh, ep_data_mesh: DeviceMesh) -> None:
     """Let each rank of `ep_mesh` keep its part of every layer's experts, as DTensors. No communication.
 
-    Call it when parameters are the same on all ranks, or on the meta device, before `fully_shard`: `sharding.shard` then shards
+    Call it when parameters are the same on all ranks, or on the meta device, before `FSDPStrategy.shard`, which then shards
     experts over `ep_data_mesh`, and the rest over its own mesh. What can be wrong was checked by `check_experts`.
 
     Args:

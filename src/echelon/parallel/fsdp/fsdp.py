@@ -1,15 +1,21 @@
-"""Fully sharded data parallelism: parameters, gradients and optimizer state are split over the ranks.
+"""Fully sharded data parallelism: parameters, gradients and optimizer state are split over the ranks by torch's `fully_shard`.
 
-`FSDPStrategy` has `fully_shard`'s options, and those of the older FullyShardedDataParallel that mean something to it.
-`sharding.py` says what is communicated.
+`FSDPStrategy` has its options, and those of the older FullyShardedDataParallel that mean something to it. Its `shard` is the one
+place that calls `fully_shard`, for every layout built on it.
+
+Communication, per block of layers: an all-gather of its parameters before the forward and again before the backward,
+a reduce-scatter of its gradients after the backward; with replicas of the shards, an all-reduce over these after the backward of
+a window's last micro-batch.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,21 +23,176 @@ from torch import nn
 
 from echelon.common.arguments import several
 from echelon.common.errors import LayoutError, require
-from echelon.parallel.fsdp.sharding import FSDPPrepared, Sharding, offloads, shard
-from echelon.parallel.fsdp.units import check_prefetch, check_reshard
-from echelon.parallel.prepared import Prepared
+from echelon.hf.layers import layer_drop
+from echelon.parallel.axes import Axis, axes_of, sharded_axes, split_axes
+from echelon.parallel.experts.distribute import divided_experts
+from echelon.parallel.fsdp.move_and_sync import Buffers, place
+from echelon.parallel.fsdp.units import (
+    Unit,
+    always_under_autocast,
+    check_prefetch,
+    check_reshard,
+    decides,
+    expert_units,
+    experts_apart,
+    keep_readable,
+    of_another_type,
+    policy_for,
+    prefetch,
+    resharded,
+    units_of,
+    unsplittable,
+)
+from echelon.parallel.gradients.fixed_order import TreeReduceScatter
+from echelon.parallel.gradients.unreduced_params import AfterEachBackward, hook_backward
+from echelon.parallel.guards.call_order import SameCalls, SameGradients
+from echelon.parallel.guards.guard import SameDraws
+from echelon.parallel.guards.messages import SplitMessages, gathers_in
+from echelon.parallel.guards.trained_params import refuse_unheard
+from echelon.parallel.meta.materialize import materialize, remember
+from echelon.parallel.names import Kind, class_name, register
+from echelon.parallel.prepared import NO_CONTEXT, Form, MicroBatch, Prepared
 from echelon.parallel.recipe.blocks import Blocks, blocks_by_policy, chosen_blocks
 from echelon.parallel.recipe.recipe import Recipe
+from echelon.parallel.shards import is_fully_sharded, is_split, local, refuse_copies, reshard
+from echelon.parallel.state.sharded import take_whole_states, tell_when_module_is_pickled
 from echelon.parallel.strategy import Strategy
+from echelon.parallel.tensor.tensor import check_same_loss, check_whole_layers
 from echelon.world.init import World, ensure_group, rank_info
 from echelon.world.mesh import ParallelDims
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FSDPModule, MixedPrecision, MixedPrecisionPolicy
     from torch.distributed.fsdp import ShardingStrategy as TorchShardingStrategy
 
-__all__ = ["FSDPStrategy"]
+__all__ = ["FSDPPrepared", "FSDPStrategy"]
+
+logger = logging.getLogger(__name__)
+B = TypeVar("B")
+O = TypeVar("O")  # noqa: E741
+R = TypeVar("R")
+P = TypeVar("P", bound="FSDPPrepared")
+
+
+class FSDPPrepared(Prepared[nn.Module]):
+    """A module that `fully_shard` has split, by us or by the user. Its parameters are DTensors.
+
+    Attributes:
+        requires_gradient_sync, requires_all_reduce: as FSDPStrategy has them: which gradients travel before a window's last
+            micro-batch.
+        draws: compares the random numbers of ranks that share layers; None where there are none.
+    """
+
+    requires_gradient_sync, requires_all_reduce = True, False
+    draws: SameDraws | None = None
+    forward_is_collective = True
+    form = Form("others")
+
+    def __init__(self, module: nn.Module, world: World, averaged: Sequence[Axis] | None = None) -> None:
+        reshard(module)
+        super().__init__(module, sharded_axes(module) if averaged is None else averaged)
+        self._same: SameGradients | None = None
+        self._is_checked = self._is_known = self._compares_calls = False
+        self.guards.append(SplitMessages(module))
+        refuse_copies(module)
+
+    def _adopt(self) -> None:
+        Buffers.keep_equal(self.module, self.data_groups, begin=True)
+
+    def optimizer(self, make: Callable[[nn.Module], O]) -> O:
+        self.parameters_written()  # an evaluation leaves whole parameters, which are gone when their shards return
+        return super().optimizer(make)
+
+    def _left_alone(self) -> list[nn.Parameter]:
+        return [p for p in self.module.parameters() if p.requires_grad and not is_split(p)]
+
+    def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        if last == self._reduces:
+            return NO_CONTEXT
+        sharded: FSDPModule = self.module  # type: ignore[assignment]
+        self._reduces = last
+        if not self.requires_gradient_sync:
+            if self.form.gathered_in is not None and not self._is_known:
+                self._is_known = True
+                _gather_each(self.module)
+            sharded.set_requires_gradient_sync(last)
+        elif not self.requires_all_reduce and len(self._averaged) > 1:
+            sharded.set_requires_all_reduce(last)
+            if self._same is None:
+                self._compare_gradients(together=self.trains != "scheduled")
+        return NO_CONTEXT
+
+    def before_backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
+        if self._same is not None:
+            self._same.settle()
+        return local(loss)
+
+    def after_backward(self, loss: torch.Tensor) -> None:
+        super().after_backward(loss)
+        if self._reduces and not self._is_checked:
+            if self.draws is not None:  # else the losses would seem to differ for another reason
+                self.draws.check_now(0)
+            check_same_loss(self.module, loss)
+            check_whole_layers(self.module)
+            refuse_unheard((name, p) for name, p in self.named_parameters() if is_split(p))
+            self._is_checked = True
+        if self._same is not None:
+            self._same.end_backward(last=self._reduces)
+            if self._reduces:
+                self._same.settle()
+
+    def discard_window(self) -> None:
+        if not self._reduces:  # what it kept would join the next window
+            forget_gradients(self.module)
+
+    def _compare_gradients(self, *, together: bool) -> None:
+        """From the next forward pass on."""
+        self._same = SameGradients(self.module, together=together)
+        self.guards.append(self._same)
+
+    def _compare_calls(self) -> None:
+        if not self._compares_calls and self.averaged_over > 1 and self.trains != "scheduled":  # each stage has other blocks
+            self._compares_calls = True
+            reshard(self.module)
+            self.guards.append(SameCalls(self.module, reduces=not self._order_is_fixed))
+
+    def before_evaluation(self) -> None:
+        super().before_evaluation()
+        self._compare_calls()
+
+    def trains_also(self, others: list[nn.Parameter]) -> None:
+        if self.averaged_over > 1:
+            _refuse_layer_drop(self.module)
+        self.parameters_written()  # an evaluation leaves whole parameters, which are gone when their shards return
+        by_itself = AfterEachBackward.of(self.module)
+        if by_itself is not None:
+            by_itself.enabled = False
+        super().trains_also(others)
+        self._compare_calls()
+
+    def fix_order(self) -> None:
+        if any(p.device_mesh.ndim > 1 for p in self.module.parameters() if is_split(p)):  # type: ignore[attr-defined]
+            raise LayoutError("bit-equal training needs a mesh with one axis. Use fsdp, not hsdp or tensor parallelism.")
+        super().fix_order()
+        for module in self.module.modules():
+            if is_fully_sharded(module):
+                module.set_custom_reduce_scatter(TreeReduceScatter())  # type: ignore[operator]
+
+    def parameters_written(self) -> None:
+        reshard(self.module)
+        Buffers.expire(self.module)  # averages may have taken their place
+
+
+def _gather_each(module: nn.Module) -> None:
+    """Each block once: torch 2.13 casts kept gradients of all blocks, and fails at one that was never gathered. Collective."""
+    for part in module.modules():
+        if is_fully_sharded(part):
+            part.unshard()  # type: ignore[operator]
+            part.reshard()  # type: ignore[operator]
+
+
+register(Kind("fsdp", is_fully_sharded, FSDPPrepared))
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,18 +271,102 @@ class FSDPStrategy(Strategy):
         return "hsdp" if replicas else "zero2" if keeps_whole else "fsdp"
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
-        return shard(module, world, recipe, self.sharding(module, world), FSDPPrepared)
+        return self.shard(module, world, recipe, FSDPPrepared)
 
-    def sharding(self, module: nn.Module, world: World) -> Sharding:
-        """What `shard` is told. Collective: groups may be made."""
+    def shard(self, module: nn.Module, world: World, recipe: Recipe, made: type[P]) -> P:
+        """Split the module in place over the data-parallel ranks, as a `made`. Collective.
+
+        Block by block: a block is filled or moved to the device, made equal on all ranks, and split before the next one's turn,
+        so that no rank's device ever holds more than its shards and one whole block.
+        """
         self._check(world)
         reshard, replicas = sharding_named(self.sharding_strategy)
-        if self.reshard_after_forward is not None:
-            reshard = self.reshard_after_forward  # type: ignore[assignment]
+        said = reshard if self.reshard_after_forward is None else self.reshard_after_forward
         root_policy, policy = precision_policies(self.mixed_precision, module)
-        offload, pin = offloads(self.cpu_offload, "FSDPStrategy(cpu_offload=...)")
-        mesh, blocks = self._mesh(world, replicas), self.blocks_of(module)
-        return Sharding(self, mesh, blocks, reshard, policy, root_policy, offload, pin, self._ignored())
+        offload, pin_memory = offloads(self.cpu_offload, "FSDPStrategy(cpu_offload=...)")
+        mesh, blocks, ignored = self._mesh(world, replicas), self.blocks_of(module), self._ignored()
+        if self.param_init_fn is None:
+            remember(module)
+        if mesh.ndim > 2 or (mesh.ndim == 2 and mesh.mesh_dim_names is None):
+            names = "" if mesh.mesh_dim_names else " without names"
+            raise LayoutError(
+                f"the mesh must have one axis, or two with names, got {mesh.ndim}{names}. "
+                "Make it by init_device_mesh(device, (copies, shards), mesh_dim_names=('dp_replicate', 'dp_shard'))."
+            )
+        _refuse_container(module)
+        ranks = mesh.mesh.flatten().tolist()
+        _refuse_split(module, ranks, {p for _, experts, _ in divided_experts(module) for p in experts.parameters()})
+        _refuse_loose(module, ignored, len(ranks))
+        ignored |= (whole := unsplittable(module))
+        reports, precision = world.rank == 0, recipe.precision
+        reshards = True if isinstance(said, Mapping) else said
+        units = units_of(module, blocks, precision, policy, reshards, world.device, reports=reports)
+        if isinstance(said, Mapping):
+            units = resharded(units, module, said)
+        apart = set() if offload else experts_apart(module, precision, policy)
+        units = [*expert_units(module, precision, policy, reshards, apart), *units]
+        ignored |= apart
+        gathers_as = policy_for(module, precision, root_policy)
+        module = recipe.compile(recipe.checkpoint_activations(module))
+        whole |= (others := of_another_type(module, [unit.modules for unit in units], ignored))
+        ignored |= others
+        self._split(module, units, gathers_as, ignored, world, mesh, offload=offload, pins=pin_memory, reshard=said)
+        materialize(module, torch.device("cpu") if offload else world.device, buffers=world.device)
+        for parameter in whole:  # is never offloaded
+            parameter.data = parameter.data.to(world.device)
+        groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        if len(ranks) > 1 and (trained := [p for p in module.parameters() if p in whole and p.requires_grad]):
+            AfterEachBackward(module, trained, groups)
+        Buffers.keep_equal(module, groups)
+        refuse_second_derivatives(module)
+        take_whole_states(module)
+        tell_when_module_is_pickled(module)
+        prepared = made(module, world, axes_of(mesh))
+        if precision is not None and decides(precision, root_policy):
+            always_under_autocast(module, precision, world.device)
+        prepared.form = Form("others", gathers_as.param_dtype)
+        prepared.requires_gradient_sync = self.requires_gradient_sync
+        prepared.requires_all_reduce = self.requires_all_reduce
+        return prepared
+
+    def _split(
+        self,
+        module: nn.Module,
+        units: list[Unit],
+        root_policy: MixedPrecisionPolicy,
+        ignored: set[nn.Parameter],
+        world: World,
+        mesh: DeviceMesh,
+        *,
+        offload: bool,
+        pins: bool,
+        reshard: bool | int | Mapping[str, bool | int],
+    ) -> None:
+        """The units in turn, then the rest."""
+        gathers_in(module, root_policy.param_dtype)
+        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "shard_placement_fn": self.shard_placement_fn,
+            "ignored_params": ignored or None,
+        }
+        if offload:  # pinned memory makes copies to a GPU asynchronous; without a GPU there is none
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=pins and world.device.type == "cuda")
+        done: set[nn.Module] = set()
+        kind = type(module).__name__
+        # None is torch's own choice for the root: its backward begins where its forward ended.
+        rest = Unit("", (module,), root_policy, None if reshard is True or isinstance(reshard, Mapping) else reshard)
+        for unit in (*units, rest):
+            for part in unit.modules:
+                name = f"{kind}.{unit.name}" if unit.name else kind
+                from_rank0, init = self.sync_module_states, self.param_init_fn
+                place(part, done, world, mesh, from_rank0=from_rank0, init=init, name=name)
+            together = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
+            own = {} if unit.mesh is None else {"mesh": unit.mesh, "shard_placement_fn": unit.placement}
+            fully_shard(together, **{**options, **own}, reshard_after_forward=unit.reshard, mp_policy=unit.policy)
+        keep_readable(module, [part for unit in units if unit.is_read for part in unit.modules])
+        prefetch(units, int(self.forward_prefetch), self.backward_prefetch)
 
     def _check(self, world: World) -> None:
         if self.blocks is not None and self.auto_wrap_policy is not None:
@@ -158,6 +403,38 @@ class FSDPStrategy(Strategy):
         if self.auto_wrap_policy is not None:
             return blocks_by_policy(module, self.auto_wrap_policy, self._ignored())
         return None if self.blocks is None else chosen_blocks(module, self.blocks, "FSDPStrategy(blocks=...)")
+
+
+def _refuse_layer_drop(module: nn.Module) -> None:
+    if (found := layer_drop(module)) is not None:
+        name, often = found
+        raise LayoutError(
+            f"{class_name(module)} leaves out layers at random ({name}={often}): each rank would leave out others, and blocks "
+            f"are gathered by the order of calls. Set {name}=0; or train under DDPStrategy(find_unused_parameters=True)."
+        )
+
+
+def _refuse_container(module: nn.Module) -> None:
+    if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
+        raise LayoutError(
+            f"the module must have a forward, got a {type(module).__name__} without one: parameters are put together as it is "
+            "called. Write an nn.Module that holds these networks and whose forward calls them; or train under 'ddp' or 'zero1'."
+        )
+
+
+def _refuse_split(module: nn.Module, ranks: list[int], experts: set[nn.Parameter]) -> None:
+    for axis in split_axes(module, without=experts):
+        if len(set(axis.ranks) & set(ranks)) > 1:
+            raise LayoutError(
+                f"layers of {type(module).__name__} are split over the axis {axis.name!r} already, and would be sharded over "
+                'the same ranks. Use FSDPStrategy(device_mesh=mesh["dp"]), by the name of your data axis.'
+            )
+
+
+def _refuse_loose(module: nn.Module, ignored: set[nn.Parameter], ranks: int) -> None:
+    loose = [n for n, p in module.named_parameters() if p in ignored and p.requires_grad]
+    if loose and ranks > 1:
+        raise LayoutError(f"ignored_modules, ignored_states: {loose[0]} would not be reduced over the ranks. Freeze it first.")
 
 
 def _is_a(kind: Any, value: Any) -> bool:
@@ -203,6 +480,21 @@ def sharding_named(value: Any) -> tuple[bool, bool]:
     return _SHARDINGS[name]
 
 
+def offloads(value: Any, option: str) -> tuple[bool, bool]:
+    """(offload, pin memory) from a bool, or from torch's CPUOffload, OffloadPolicy or CPUOffloadPolicy."""
+    from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
+
+    if value is None or isinstance(value, bool):
+        return bool(value), True
+    if isinstance(value, CPUOffload):
+        return value.offload_params, True
+    if isinstance(value, CPUOffloadPolicy):
+        return True, value.pin_memory
+    if isinstance(value, OffloadPolicy):
+        return False, True
+    raise LayoutError(f"{option} must be True, False, or torch's CPUOffload or CPUOffloadPolicy, got {type(value).__name__}.")
+
+
 def precision_policies(value: Any, module: nn.Module) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
     """The older FSDP's MixedPrecision, or `fully_shard`'s policy, as policies for (the root, the blocks).
 
@@ -228,3 +520,48 @@ def precision_policies(value: Any, module: nn.Module) -> tuple[MixedPrecisionPol
     types = {"param_dtype": value.param_dtype, "reduce_dtype": value.reduce_dtype or value.param_dtype}
     root = MixedPrecisionPolicy(**types, cast_forward_inputs=value.cast_root_forward_inputs or value.cast_forward_inputs)
     return root, MixedPrecisionPolicy(**types, cast_forward_inputs=value.cast_forward_inputs)
+
+
+# Gradients of gradients, such as a gradient penalty's, of a module that `fully_shard` has split: refused.
+#
+# The first backward pass frees the parameters that were gathered for it, and the second would read them again: torch 2.13 ends
+# the process with SIGSEGV.
+
+
+def refuse_second_derivatives(module: nn.Module) -> None:
+    """From now on a backward pass with `create_graph=True` through the module raises UsageError."""
+    name = class_name(module)
+
+    def refuse(gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():  # in a backward pass: only where a graph of it is made
+            raise LayoutError(
+                f"create_graph=True must be left out in a backward pass through {name}, whose parameters are sharded: they are "
+                "freed after it, and the backward pass through its gradients would read them. Train it under 'ddp' or 'zero1'."
+            )
+
+    def listen(module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            hook_backward(output, refuse)
+
+    module.register_forward_hook(torch.compiler.disable(listen))
+
+
+# Forget the gradients of an accumulation window that is given up, where `fully_shard` keeps them beside the parameters.
+#
+# `FSDPModule.reset_iter_state` (torch 2.13) forgets what waits for an all-reduce; whole gradients that wait for their
+# reduce-scatter stay, and have no public name. Tested with torch 2.13; tests/loop/test_accumulation.py notices a change.
+
+
+def forget_gradients(module: nn.Module) -> None:
+    """Of a root of `fully_shard`, between two forward passes."""
+    if hasattr(module, "reset_iter_state"):
+        module.reset_iter_state()  # type: ignore[operator]
+    for part in module.modules():
+        if not is_fully_sharded(part):
+            continue
+        state = part._get_fsdp_state()  # type: ignore[operator]
+        for group in getattr(state, "_fsdp_param_groups", ()):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from echelon.common.errors import LayoutError, require
 from echelon.common.numbers import whole
 from echelon.parallel.experts.distribute import divided_experts
 from echelon.parallel.names import matching
+from echelon.parallel.older_torch import shards_integers
 from echelon.parallel.patching import in_front_of, replace_class
 from echelon.parallel.recipe.blocks import Blocks, blocks_to_shard, without_shared
 from echelon.parallel.recipe.precision import Precision
@@ -36,10 +37,12 @@ __all__ = [
     "expert_units",
     "experts_apart",
     "keep_readable",
+    "of_another_type",
     "policy_for",
     "prefetch",
     "resharded",
     "units_of",
+    "unsplittable",
 ]
 
 logger = logging.getLogger(__name__)
@@ -399,3 +402,45 @@ def always_under_autocast(module: nn.Module, precision: Precision, device: torch
 
     module.register_forward_pre_hook(torch.compiler.disable(before))
     module.register_forward_hook(torch.compiler.disable(after), always_call=True)
+
+
+# Parameters that `fully_shard` cannot split. They stay whole on every rank: `gradients/unreduced_params` averages theirs.
+
+
+def unsplittable(module: nn.Module) -> set[nn.Parameter]:
+    """Scalars and empty tensors, which `fully_shard` refuses or breaks on; complex ones, which it would gather as real numbers
+    where a precision is asked for; with an older torch, all that are no floating-point numbers.
+    """
+    integers = shards_integers()
+    return {
+        p
+        for p in module.parameters()
+        if p.dim() == 0 or p.numel() == 0 or p.is_complex() or not (integers or p.is_floating_point())
+    }
+
+
+def of_another_type(module: nn.Module, units: Iterable[Sequence[nn.Module]], ignored: set[nn.Parameter]) -> set[nn.Parameter]:
+    """Trained parameters of another type than most of those they are gathered with: `fully_shard` takes one type at a time.
+
+    Args:
+        units: modules that are gathered together; what is in none of them is gathered with the root.
+        ignored: parameters that stay whole already.
+    """
+    found: set[nn.Parameter] = set()
+    done = set(ignored)
+    for modules in (*units, (module,)):
+        mine = dict.fromkeys(p for each in modules for p in each.parameters() if p not in done)  # in order: the same on all ranks
+        done |= mine.keys()
+        sizes: Counter[torch.dtype] = Counter()
+        for parameter in mine:
+            sizes[parameter.dtype] += parameter.numel() if parameter.requires_grad else 0
+        main = max(sizes, key=sizes.__getitem__, default=None)
+        found |= {p for p in mine if p.requires_grad and p.dtype is not main}
+    if found:
+        first = next(name for name, p in module.named_parameters() if p in found)
+        logger.warning(
+            "%s parameters, such as %s, are of another type than most of those around them: every rank holds them whole",
+            len(found),
+            first,
+        )
+    return found
