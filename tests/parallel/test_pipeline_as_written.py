@@ -358,6 +358,23 @@ def test_what_fails_on_one_of_a_stages_ranks_alone_ends_it(ranks: Ranks) -> None
     assert caught.value.rank == 1 and isinstance(caught.value.__cause__, KeyError)
 
 
+class _HookedLate(Regression):
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+        for parameter in module.parameters():
+            parameter.register_hook(lambda gradient: gradient / 2)
+        return super().configure_optimizers_and_lr_scheduler(module)
+
+
+def _hooked_late() -> str:
+    return refusal(ech.train, _HookedLate(layout="pp=2,dp_shard=2"), DATA, max_epochs=1)
+
+
+def test_a_hook_that_torch_does_not_call_is_refused_in_stages_too(ranks: Ranks) -> None:
+    """Of a stage that is sharded, gradients were used as they were: fsdp alone said so."""
+    for said in ranks(4, _hooked_late):
+        assert "is split over the ranks, and torch does not call its hook" in said
+
+
 class _Catching(Regression):
     """A loss over what hooks catch in a list that lives as long as compute_loss."""
 

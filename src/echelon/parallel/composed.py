@@ -35,7 +35,7 @@ from echelon.parallel.pipeline.stages import Splits, check_splits
 from echelon.parallel.prepared import NO_CONTEXT, Form, MicroBatch, Place, Prepared, combined
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import Strategy
-from echelon.parallel.tensor.tensor import Chosen, check_same_loss, check_tensor, check_whole_layers, equalize, split_layers
+from echelon.parallel.tensor.tensor import Chosen, check_tensor, equalize, split_layers
 from echelon.world import agree
 from echelon.world.init import World, check_joined, ensure_group, rank_info
 from echelon.world.mesh import AXES, ParallelDims
@@ -196,19 +196,13 @@ class ParallelPrepared(FSDPPrepared):
             if self._loose or self._frozen:
                 self._average_loose()
         if self._averaged and not self._is_checked:
-            self._is_checked = True
-            self._check_plan(made[0][0])
+            found: UsageError | None = None
+            try:
+                self._check_first(made[0][0])
+            except UsageError as error:  # perhaps of some stages alone
+                found = error
+            agree.fail_together(found, "a stage")
         return made
-
-    def _check_plan(self, loss: torch.Tensor) -> None:
-        """After the first update's backward passes, on all ranks: only those of some stages may see what is wrong."""
-        found: UsageError | None = None
-        try:
-            check_same_loss(self.module, loss)
-            check_whole_layers(self.module)
-        except UsageError as error:
-            found = error
-        agree.fail_together(found, "a stage")
 
     def fix_order(self) -> None:
         if self.context is not None:

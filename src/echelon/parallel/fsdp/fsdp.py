@@ -133,14 +133,18 @@ class FSDPPrepared(Prepared[nn.Module]):
         if self._reduces and not self._is_checked:
             if self.draws is not None:  # else the losses would seem to differ for another reason
                 self.draws.check_now(0)
-            check_same_loss(self.module, loss)
-            check_whole_layers(self.module)
-            refuse_unheard((name, p) for name, p in self.named_parameters() if is_split(p))
-            self._is_checked = True
+            self._check_first(loss)
         if self._same is not None:
             self._same.end_backward(last=self._reduces)
             if self._reduces:
                 self._same.settle()
+
+    def _check_first(self, loss: torch.Tensor) -> None:
+        """After the backward passes of the first update, whose gradients are reduced. Collective over ranks that share layers."""
+        check_same_loss(self.module, loss)
+        check_whole_layers(self.module)
+        refuse_unheard((name, p) for name, p in self.named_parameters() if is_split(p))
+        self._is_checked = True
 
     def discard_window(self) -> None:
         if not self._reduces:  # what it kept would join the next window
