@@ -74,7 +74,7 @@ class MixtureBlock(Block):
 
     def __init__(self, size: Size, mixture: Mixture) -> None:
         super().__init__(size)
-        del self.gate, self.up, self.down
+        del self.mlp
         experts = GroupedExperts(size.width, mixture.hidden, mixture.experts)
         self.experts = ech.nn.MoE(size.width, experts, top_k=mixture.chosen, balance=None)
 

@@ -57,6 +57,15 @@ def every_second_product() -> Any:
     return create_selective_checkpoint_contexts(kept)
 
 
+def with_split_sequences(layout: str) -> Any:
+    """Between layers split over ranks the sequence is split, too, as torchtitan and nanotron have it where `tp` is used.
+
+    Source: torchtitan/models/llama3/infra/parallelize.py; nanotron, scripts/scaling_benchmarks.py (`REDUCE_SCATTER`).
+    """
+    sizes = dict(part.split("=") for part in layout.split(",")) if "tp=" in layout else {}
+    return ech.Layout(**{name: int(size) for name, size in sizes.items()}, sequence_parallel=True) if sizes else layout
+
+
 RECOMPUTES = {
     "none": "none",
     "blocks": "blocks",
@@ -83,7 +92,7 @@ def main() -> None:
     rows = torch.zeros(1, dtype=torch.int64).expand(2 * given.sequences, given.context)
     unit = Unit(
         module=model,
-        layout=given.layout,
+        layout=with_split_sequences(given.layout),
         precision="bf16",
         recompute=RECOMPUTES[given.recompute],
         compile="blocks" if given.compile else None,

@@ -78,21 +78,30 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return x * cos.to(x.dtype) + torch.cat((-other, one), dim=-1) * sin.to(x.dtype)
 
 
+class MLP(nn.Module):
+    """x: (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.gate = nn.Linear(size.width, size.hidden, bias=False)
+        self.up = nn.Linear(size.width, size.hidden, bias=False)
+        self.down = nn.Linear(size.hidden, size.width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
 class Block(nn.Module):
     """x: (B, T, D) -> (B, T, D)."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.norm_1, self.norm_2 = nn.RMSNorm(size.width, eps=1e-5), nn.RMSNorm(size.width, eps=1e-5)
-        self.attention = Attention(size)
-        self.gate = nn.Linear(size.width, size.hidden, bias=False)
-        self.up = nn.Linear(size.width, size.hidden, bias=False)
-        self.down = nn.Linear(size.hidden, size.width, bias=False)
+        self.attention, self.mlp = Attention(size), MLP(size)
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm_1(x), cos, sin)
-        h = self.norm_2(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return x + self.mlp(self.norm_2(x))
 
 
 class Llama(nn.Module):
@@ -107,9 +116,9 @@ class Llama(nn.Module):
         "blocks.*.attention.k": "colwise",
         "blocks.*.attention.v": "colwise",
         "blocks.*.attention.out": "rowwise",
-        "blocks.*.gate": "colwise",
-        "blocks.*.up": "colwise",
-        "blocks.*.down": "rowwise",
+        "blocks.*.mlp.gate": "colwise",
+        "blocks.*.mlp.up": "colwise",
+        "blocks.*.mlp.down": "rowwise",
     }
 
     def __init__(self, size: Size, linear_cross_entropy: Any = None) -> None:
