@@ -4,8 +4,8 @@
 
 Memory: the resident memory of the fullest rank at its largest, above that before the model was built, when torch's kernels and
 gloo were loaded. glibc gives every larger
-tensor memory of its own then (MALLOC_MMAP_THRESHOLD_), as it otherwise keeps what was freed. --time calibrates the
-machine first, once for each number of ranks, and wants idle cores.
+tensor memory of its own then (MALLOC_MMAP_THRESHOLD_), as it otherwise keeps what was freed. That costs time, so that seconds
+are measured in a run of their own. --time calibrates the machine first, once for each number of ranks, and wants idle cores.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,12 +183,15 @@ def planned(case: Case, device: str | None) -> dict[str, Any]:
     return found
 
 
-def measured(case: Case) -> dict[str, float]:
+_OWN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+
+
+def measured(case: Case, env: Mapping[str, str]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "echelon", "run", "--ranks", str(case.ranks), "--runs", folder]
         done = subprocess.run(
             [*command, str(HERE), "train", *case.words, folder],
-            env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"},
+            env=os.environ | env,
             capture_output=True,
             text=True,
             check=False,
@@ -216,7 +220,9 @@ def main() -> None:
             devices[case.ranks] = str(Path(tempfile.gettempdir(), f"plan-cpu-{case.ranks}.toml"))
             calibrate = ["--calibrate", devices[case.ranks], "--gpus", str(case.ranks)]
             subprocess.run([sys.executable, "-m", "echelon", "plan", *calibrate], check=True, capture_output=True)
-        plan, real = planned(case, devices.get(case.ranks)), measured(case)
+        plan, real = planned(case, devices.get(case.ranks)), measured(case, _OWN_MEMORY)
+        if arguments.time:
+            real["seconds"] = measured(case, {})["seconds"]
         facts[f"{case.model} {case.ranks} {case.said}"] = {"planned": plan, "measured": real}
         row = [case.model, str(case.ranks), case.said, f"{plan['peak'] / 2**20:,.0f}", f"{real['peak'] / 2**20:,.0f}"]
         row.append(f"{plan['peak'] / real['peak'] - 1:+.1%}")

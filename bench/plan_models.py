@@ -32,7 +32,7 @@ SHAPES = SIZES | {
     # arXiv 2403.17297 and the configuration of internlm/internlm-7b.
     "internlm-7b": Size(width=4096, depth=32, heads=32, kv_heads=32, hidden=11_008, vocabulary=103_168, context=2048),
     # Of huggingface/nanotron's benchmarks: that of 2024, and scripts/scaling_benchmarks.py. Their heads are tied.
-    "nanotron-1b": Size(width=2048, depth=24, heads=32, kv_heads=32, hidden=4096, vocabulary=50_257, context=4096),
+    "nanotron-1b": Size(width=2048, depth=24, heads=32, kv_heads=32, hidden=4096, vocabulary=50_264, context=4096),
     "nanotron-1.3b": Size(width=2048, depth=16, heads=32, kv_heads=32, hidden=8192, vocabulary=131_072, context=4096),
     "nanotron-3.6b": Size(width=3072, depth=28, heads=32, kv_heads=32, hidden=8192, vocabulary=131_072, context=4096),
     "nanotron-8.9b": Size(width=4096, depth=32, heads=32, kv_heads=32, hidden=14_336, vocabulary=131_072, context=4096),
@@ -58,7 +58,7 @@ def every_second_product() -> Any:
 
 
 def with_split_sequences(layout: str) -> Any:
-    """Between layers split over ranks the sequence is split, too, as torchtitan and nanotron have it where `tp` is used.
+    """Between layers split over ranks the sequence is split, too, and the words of the loss, as torchtitan and nanotron have it.
 
     Source: torchtitan/models/llama3/infra/parallelize.py; nanotron, scripts/scaling_benchmarks.py (`REDUCE_SCATTER`).
     """
@@ -88,7 +88,11 @@ def main() -> None:
     ech.init_from_env()
     with ech.on_meta():
         shape = replace((SHAPES | MPT_SHAPES)[given.size], context=given.context)
-        model = MPT(shape) if given.size in MPT_SHAPES else Llama(shape)
+        model = (
+            MPT(shape)
+            if given.size in MPT_SHAPES
+            else Llama(shape, ech.nn.linear_cross_entropy if "tp=" in given.layout else None)
+        )
     rows = torch.zeros(1, dtype=torch.int64).expand(2 * given.sequences, given.context)
     unit = Unit(
         module=model,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -34,8 +34,11 @@ class Speaker(nn.Module):
 
     Args:
         head: "own"; "tied", one parameter with two names; "read", by a function with the embedding's weight; "before", which also
-            reads the head's weight before any layer runs; "outside", whose head is applied by the unit, in chunks.
+            reads the head's weight before any layer runs; "outside", whose head is applied by the unit, in chunks; "fused", whose
+            loss is computed in the forward pass with the head's weight, taken before the norm runs.
     """
+
+    tp_plan: ClassVar[dict[str, str]] = {"lexicon": "rowwise", "speak": "colwise_gather"}
 
     def __init__(self, head: str = "own") -> None:
         super().__init__()
@@ -57,6 +60,9 @@ class Speaker(nn.Module):
         x = self.lexicon(ids) + extra + self.places(torch.arange(ids.shape[1]))
         for block in self.tower:
             x = x + block(x)
+        if self.kind == "fused":
+            weight = self.speak.weight
+            return ech.nn.linear_cross_entropy(self.calm(x), weight, ids.roll(1, 1), chunk_tokens=2)
         x = self.calm(x)
         if self.kind == "outside":
             return x
@@ -108,6 +114,8 @@ def _batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
 class _Speaks(Regression):
     def compute_loss(self, state: ech.State, data: Any) -> Any:
         out = self.module(data[0])
+        if self.module.kind == "fused":
+            return out, None
         if self.module.kind == "outside":
             out = torch.cat([chunk @ self.module.speak.weight.T for chunk in out.chunk(2)])
         return nn.functional.cross_entropy(out.flatten(0, 1), data[1].flatten()), out
@@ -125,7 +133,7 @@ def _trained(head: str, layout: Any, **options: Any) -> dict[str, torch.Tensor]:
     return whole(unit.module)
 
 
-HEADS = ("own", "tied", "read", "before", "outside")
+HEADS = ("own", "tied", "read", "before", "outside", "fused")
 
 
 # Of each way: the layout, and options of the unit.
@@ -148,6 +156,12 @@ def test_they_train_as_one_process_does(ranks: Ranks) -> None:
     for (head, way), values in zip(CASES, found, strict=True):
         alone = _alone(head, 2 if way == "windows" else 1)
         assert largest_difference(values, alone) < 1e-9, (head, way)
+
+
+@pytest.mark.full
+def test_a_head_split_by_words_is_gathered_over_the_other_ranks_alone(ranks: Ranks) -> None:
+    for values in ranks(4, lambda: _trained("fused", ech.Layout(dp_shard=2, tp=2), gradient_accumulation_steps=2)):
+        assert largest_difference(values, _alone("fused", 2)) < 1e-9
 
 
 @functools.cache

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--strategy", dest="layout", action="append", help=argparse.SUPPRESS)  # the older word
     parser.add_argument("--only", metavar="LAYOUT", help="this layout alone; 'yours' is the script's own")
-    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="in place of the script's own")
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16", "float8"], help="in place of the script's own")
     parser.add_argument(
         "--search",
         action="store_true",

@@ -32,7 +32,7 @@ class Overrides:
 
     Args:
         layout: a word or axes; inside a process also a function of the script's own.
-        precision: "fp32", "bf16" or "fp16".
+        precision: "fp32", "bf16", "fp16" or "float8".
         accumulation: micro-batches per update on each rank, for unit and loader alike.
         compile: False leaves `compile` unused.
         parts: with bit-equal numbers, into how many micro-batches every global batch is split over all ranks.

@@ -136,7 +136,7 @@ class Setting:
         per_node: ranks of a node.
         budget: bytes of a device.
         device: whose time is estimated.
-        precision: "fp32", "bf16" or "fp16", in place of the script's own.
+        precision: "fp32", "bf16", "fp16" or "float8", in place of the script's own.
         planned_ranks: for how many the memory of micro-batches is meant; with fewer, each computes its own in pieces.
     """
 

@@ -19,7 +19,7 @@ from echelon.planner.search import search as searched
 
 __all__ = ["Plan", "Spending", "plan", "plan_of", "setting_of"]
 
-_PRECISIONS = ("fp32", "bf16", "fp16")
+_PRECISIONS = ("fp32", "bf16", "fp16", "float8")
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def plan(
         cluster: all three in a word, such as "16x8xH100".
         budget: memory of a device, such as "80GiB"; by default the device's.
         layouts: to try beside the unit's own; by default those that the devices allow.
-        precision: "fp32", "bf16" or "fp16", in place of the unit's own.
+        precision: "fp32", "bf16", "fp16" or "float8", in place of the unit's own.
         search: look for the fastest layout that fits, in place of these.
         goal: of the whole training, such as "300B tokens": days, device-hours, and what follows.
         price: of a device for an hour.

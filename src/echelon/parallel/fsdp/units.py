@@ -293,19 +293,22 @@ class _GathersWhenRead:
 
 
 def _whole_copy(parameter: Any) -> torch.Tensor:
-    """Of a shard; its gradient is averaged over the ranks into the shard's."""
-    from torch.distributed.tensor import Partial
+    """Of a shard; its gradient is averaged over the ranks into the shard's. What tensor parallelism splits, stays split."""
+    from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    mesh = parameter.device_mesh
-    if parameter.requires_grad and "tp" in (mesh.mesh_dim_names or ()):
-        raise LayoutError(
-            "the weight of the model's last layer, which is split over tensor-parallel ranks, is read before the layer itself "
-            "runs. Choose what is sharded one by one without it: Layout(fsdp=FSDPStrategy(blocks=[...]))."
-        )
-    whole: torch.Tensor = parameter.full_tensor(grad_placements=[Partial()] * mesh.ndim)
+    mesh, split = parameter.device_mesh, parameter.placements
+    by_axis = dict(zip(mesh.mesh_dim_names or range(mesh.ndim), split, strict=True))
+    kept = [by_axis["tp"] if axis == "tp" else Replicate() for axis in by_axis]
+    sums = [by_axis["tp"] if axis == "tp" else Partial() for axis in by_axis]
+    whole: torch.Tensor = parameter.redistribute(placements=kept).to_local(grad_placements=sums)
     if whole.requires_grad:
-        whole.register_hook(lambda gradient: gradient / mesh.size())
-    return whole
+        sharers = mesh.size(mesh.mesh_dim_names.index("tp")) if "tp" in by_axis else 1
+        whole.register_hook(lambda gradient: gradient / (mesh.size() // sharers))
+    if "tp" not in by_axis:
+        return whole
+    return DTensor.from_local(
+        whole, mesh["tp"], [by_axis["tp"]], run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
 
 
 def keep_readable(root: nn.Module, parts: list[nn.Module]) -> None:

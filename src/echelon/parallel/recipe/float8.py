@@ -19,6 +19,7 @@ from echelon.common.arguments import flags_of, several
 from echelon.common.errors import PrecisionError, require
 from echelon.parallel.names import names_of_each
 from echelon.parallel.recipe.blocks import blocks_to_shard
+from echelon.world import agree
 
 if TYPE_CHECKING:
     from echelon.parallel.prepared import Prepared
@@ -64,7 +65,7 @@ class Float8:
             UsageError: torchao is not installed, or the device has no products in 8 bits.
         """
         _torchao()
-        if self.emulate:
+        if self.emulate or agree.is_alone():  # a plan is for other devices than this machine's
             return
         remedy = "Take precision='bf16'."
         if device.type != "cuda":
