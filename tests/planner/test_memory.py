@@ -140,6 +140,36 @@ def test_collectives_of_the_scripts_own_are_traced(plan: Callable[..., subproces
 
 
 @pytest.mark.full
+def test_micro_batches_between_the_second_and_the_last_are_not_computed_if_they_are_alike(
+    plan: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """Of two updates the first, the second and the last are, and those of another shape."""
+    counts = "        open(__file__ + '.computed', 'a').write('.')\n        return torch"
+    script = UNIT.replace("        return torch", counts, 1).replace("global_batch=8", "global_batch=16, accumulate=ACC")
+    fit = "ech.train(Fit(module=torch.nn.Sequential(*layers), layout='fsdp'), DATA, max_updates=2)\n"
+    found, computed = {}, {}
+    uneven = "[[t[:each] for t in (torch.randn(4, 96), torch.randn(4, 96))] for each in (2, 2, 3, 2, 2, 2, 3, 2)]"
+    for name, of, data in (("2", "2", "loader"), ("8", "8", "loader"), ("uneven", "8", uneven)):
+        train = fit.replace("layout='fsdp'", "layout='fsdp', accumulate=4" if data == uneven else "layout='fsdp'")
+        done = plan(script.replace("ACC", of) + train.replace("DATA", data), "--gpus", "2", "--only", "yours", "--json")
+        (found[name],) = told(done).values()
+        computed[name] = len((tmp_path / "train.py.computed").read_text()) - sum(computed.values())
+    assert computed == {"2": 4, "8": 6, "uneven": 8}
+    of_two, of_eight = found["2"], found["8"]
+    assert of_two["flops"] == of_eight["flops"] and of_two["micro_batches"] * 4 == of_eight["micro_batches"] == 8
+    assert of_two["sent"] < of_eight["sent"]  # gathered for each
+
+
+@pytest.mark.full
+def test_eight_bits_are_planned_without_a_device_that_has_them(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    script = UNIT + TRAINS.replace(", checkpoints=sys.argv[1:]", "").replace("layout='ddp'", "layout='fsdp', precision='float8'")
+    given = ("--cluster", "1x2xh100", "--only", "yours", "--json")
+    (eight,), (sixteen,) = (told(plan(script, *given, *more)).values() for more in ((), ("--precision", "bf16")))
+    assert (eight["dtype"], sixteen["dtype"]) == ("float8", "bfloat16")
+    assert eight["flops"] * 11 == sixteen["flops"] * 12  # torchao's layers compute the gradient of the first one's input, too
+
+
+@pytest.mark.full
 def test_updates_of_several_epochs_are_counted_together(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     script = LOOP.replace("WIDTH", str(WIDTH)).replace("DEPTH", str(DEPTH)).replace("ech.epochs(loader, 2)", "range(2)")
     layouts = told(plan(script.replace("randn(64", "randn(8"), "--gpus", "2", "--json", "--layout", "ddp"))

@@ -132,19 +132,21 @@ def _filled(shape: tuple[int, ...], processors: int) -> float:
     return best
 
 
-def _device(name: str, mib: int, tflops: tuple[float, float, float], tb_s: float, **more: Any) -> Device:
-    sixteen, tf32, single = (each * 1e12 for each in tflops)
-    peak = {"bfloat16": sixteen, "float16": sixteen, "tf32": tf32, "float32": single}
+def _device(name: str, mib: int, tflops: tuple[float, ...], tb_s: float, **more: Any) -> Device:
+    sixteen, tf32, single, *eight = (each * 1e12 for each in tflops)
+    peak = {"bfloat16": sixteen, "float16": sixteen, "tf32": tf32, "float32": single} | dict.fromkeys(["float8"], *eight)
     return Device(name, mib << 20, peak, tb_s * 1e12, **more)
 
 
-# Memory: what nvidia-smi shows as total, less than the number on the box. Peaks (16 bits, TF32, float32) and bandwidths: NVIDIA's
-# data sheets, without sparsity; of the RTX 4090 its Ada whitepaper, with float32 accumulation; the H100 of 96 GB has HBM2e of
-# 2.41 TB/s (arXiv 2604.11391).
+# Memory: what nvidia-smi shows as total, less than the number on the box. Peaks (16 bits, TF32, float32, 8 bits) and bandwidths:
+# NVIDIA's data sheets, without sparsity; of the RTX 4090 its Ada whitepaper, with float32 accumulation; the H100 of 96 GB has
+# HBM2e of 2.41 TB/s (arXiv 2604.11391).
 #
 # reached: by torch with values as training has them, which take more power than zeros or whole numbers: bfloat16 on an A100 SXM
 # 257 of 312 (He, "Strangely, Matrix Multiplications on GPUs Run Faster When Given Predictable Data", 2024), on an H100 SXM 794.5
-# of 989 TFLOP/s (Bekman, "Machine Learning Engineering"); ours on an H100 798.5 (BENCHMARKS.md). Of others nothing sourced: 0.80.
+# of 989 TFLOP/s, on a B200 1745 of 2250, on a GB200 1822 of 2500 (Bekman, "Machine Learning Engineering"); ours on an H100 798.5
+# (BENCHMARKS.md). Of others nothing sourced: 0.80. In 8 bits Hopper reaches 1,280 of 1,979 TFLOP/s in products as models have
+# them (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training", 2024).
 # copied: 2,971 of 3,350 GB/s on an H100 (BENCHMARKS.md), taken for all.
 # attention: FlashAttention-2, which is torch's kernel, on an A100 73% forward and 63% backward (arXiv 2307.08691); on an H100
 # 35% (FlashAttention-3, arXiv 2407.08608), taken for newer ones, too. More exact where it was measured: see `_ATTENTION`.
@@ -183,21 +185,24 @@ def _attentions(device: str) -> tuple[tuple[str, float, float, float], ...]:
 
 _AMPERE: dict[str, Any] = {"reached": 0.824, "attention": (0.73, 0.63), "processors": 108, "node": 240e9, "network": 23.5e9}
 _HOPPER: dict[str, Any] = {"reached": 0.803, "processors": 132, "node": 370.8e9, "network": 48.5e9}
-_BLACKWELL: dict[str, Any] = {"processors": 148, "node": 721.8e9, "network": 48.5e9}
+_EIGHT_BITS: dict[str, Any] = {"products": (("float8", 1e12, 1280e12),)}
+_BLACKWELL: dict[str, Any] = {"reached": 0.776, "processors": 148, "node": 721.8e9, "network": 48.5e9}
 _ADA: dict[str, Any] = {"attention": (0.73, 0.63), "node": 24e9, "network": 11.8e9}
 DEVICES = {
     each.name: each
     for each in (
         _device("a100-40", 40_960, (312, 156, 19.5), 1.555, **_AMPERE, attentions=_attentions("a100")),
         _device("a100-80", 81_920, (312, 156, 19.5), 2.039, **_AMPERE, attentions=_attentions("a100")),
-        _device("h100-sxm", 81_559, (989.4, 494.7, 66.9), 3.35, **_HOPPER, attentions=_attentions("h100")),
-        _device("h100-pcie", 81_559, (756, 378, 51.2), 2.0, **(_HOPPER | {"processors": 114, "node": 48e9})),
-        _device("h100-96", 97_871, (989.4, 494.7, 66.9), 2.41, **_HOPPER, attentions=_attentions("h100")),
-        _device("h200", 143_771, (989.4, 494.7, 66.9), 4.8, **_HOPPER, attentions=_attentions("h100")),
-        _device("b200", 183_359, (2250, 1125, 75), 7.7, **_BLACKWELL),
-        _device("gb200", 189_471, (2500, 1250, 80), 8.0, **(_BLACKWELL | {"domain": 72})),
-        _device("l40s", 46_068, (362.05, 183, 91.6), 0.864, processors=142, **_ADA),
-        _device("rtx4090", 24_564, (165.2, 82.6, 82.6), 1.008, processors=128, **_ADA),
+        _device(
+            "h100-sxm", 81_559, (989.4, 494.7, 66.9, 1978.9), 3.35, **(_HOPPER | _EIGHT_BITS), attentions=_attentions("h100")
+        ),
+        _device("h100-pcie", 81_559, (756, 378, 51.2, 1513), 2.0, **(_HOPPER | {"processors": 114, "node": 48e9})),
+        _device("h100-96", 97_871, (989.4, 494.7, 66.9, 1978.9), 2.41, **(_HOPPER | _EIGHT_BITS), attentions=_attentions("h100")),
+        _device("h200", 143_771, (989.4, 494.7, 66.9, 1978.9), 4.8, **(_HOPPER | _EIGHT_BITS), attentions=_attentions("h100")),
+        _device("b200", 183_359, (2250, 1125, 75, 4500), 7.7, **_BLACKWELL),
+        _device("gb200", 189_471, (2500, 1250, 80, 5000), 8.0, **(_BLACKWELL | {"reached": 0.729, "domain": 72})),
+        _device("l40s", 46_068, (362.05, 183, 91.6, 733), 0.864, processors=142, **_ADA),
+        _device("rtx4090", 24_564, (165.2, 82.6, 82.6, 330.3), 1.008, processors=128, **_ADA),
     )
 }
 _SHORT = {"a100": "a100-80", "h100": "h100-sxm", "rtx-4090": "rtx4090", "4090": "rtx4090"}

@@ -75,6 +75,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from tensors_in(each)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
 
 
 _FREE = ("empty", "new_empty", "_local_scalar_dense", "resize_", "set_", "is_", "sym_", "prim::")
@@ -133,7 +135,7 @@ def _computes(op: Any, made: Any, args: Any, kwargs: Any) -> tuple[str, int, str
     if counted is None:
         return "", 0, "", ()
     first = next(tensors_in(args))
-    dtype = str(first.dtype).removeprefix("torch.")
+    dtype = "float8" if first.dtype.itemsize == 1 and first.is_floating_point() else str(first.dtype).removeprefix("torch.")
     if dtype == "float32" and _allows_tf32():
         dtype = "tf32"
     packet = op.overloadpacket
@@ -154,7 +156,7 @@ def _computes(op: Any, made: Any, args: Any, kwargs: Any) -> tuple[str, int, str
     return "product", counted, dtype, ()
 
 
-_LEFT_AT = {aten.mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
+_LEFT_AT = {aten.mm: 0, aten._scaled_mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
 
 
 def _allows_tf32() -> bool:

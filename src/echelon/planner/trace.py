@@ -7,7 +7,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -60,6 +60,21 @@ class Traced:
     types: Counter[str] = field(default_factory=Counter)
     steps: list[Step] = field(default_factory=list)
     curve: list[list[int]] = field(default_factory=list)
+
+    def copy(self) -> Traced:
+        """As it is now."""
+        calls, message, types = Counter(self.calls), Counter(self.message), Counter(self.types)
+        return replace(self, calls=calls, message=message, types=types, steps=list(self.steps))
+
+    def repeat(self, begin: Traced, end: Traced, times: int) -> None:
+        """What happened between two copies happens so many times more, just after it."""
+        for name in ("calls", "message", "types"):
+            more = {kind: times * (many - getattr(begin, name)[kind]) for kind, many in getattr(end, name).items()}
+            getattr(self, name).update(more)
+        self.flops += times * (end.flops - begin.flops)
+        self.repeated += times * (end.repeated - begin.repeated)
+        at = len(end.steps)
+        self.steps[at:at] = end.steps[len(begin.steps) :] * times
 
     def sent(self) -> float:
         """Bytes that this rank sends if each collective sends as little as can be: in a ring, or to each its part."""
@@ -173,6 +188,10 @@ class Trace(TorchDispatchMode):
                 self._label(value, "optimizer")
 
     # --- when
+
+    def so_far(self) -> Traced:
+        """Of the update under way."""
+        return self._counts.copy()
 
     def next_update(self) -> None:
         """One is over, and the next begins."""

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from echelon.common.errors import PlanError
@@ -25,6 +26,7 @@ from echelon.parallel.recipe.activation import ActivationCheckpointParams
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import NOOPStrategy, Strategy
 from echelon.planner.pretended import NoMemory, pretended_world, ranks_of, without_values
+from echelon.planner.steps import tensors_in
 from echelon.planner.trace import Trace, Traced
 from echelon.world.init import World
 
@@ -152,7 +154,7 @@ def trace_update(
             last.model,
             last.parameters,
             last.parameter_bytes,
-            watcher.trace.result(),
+            watcher.result(),
             mode.read,
             watcher.samples,
             watcher.tokens,
@@ -168,11 +170,18 @@ class _Watcher(Callback):
 
     def __init__(self, mode: NoMemory, rounding: int) -> None:
         self.trace, self.updates = Trace(rounding), 0
-        self.samples = self.tokens = self.micro_batches = self.counted = 0  # of the latest update
         self.is_compiled = False
         self.pipeline: tuple[int, ...] = ()
+        self._begin_update()
         self._mode, self._modes = mode, (mode, self.trace)
         self._step = contextlib.ExitStack()
+
+    def _begin_update(self) -> None:
+        self.samples = self.tokens = self.micro_batches = self.counted = 0
+        self._repeats, self._times = False, 0
+        self._marks: list[Traced] = []  # before the first three micro-batches
+        self._shapes: list[list[torch.Size]] = []
+        self._made: Any = None  # by the latest forward pass
 
     def look_at(self, unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
         if not isinstance(unit, OptimizedUnit):
@@ -189,6 +198,8 @@ class _Watcher(Callback):
         self.trace.watch(unit.prepared.unwrapped, unit.optimizers, kept)
         self.is_compiled = unit._options.compile is not None
         update, passes, run_window = unit._update, unit._update.passes, unit._update.run_window
+        backward = update.backward
+        forward: Any = getattr(unit, "_forward", None)  # of a unit; a loop of one's own goes every way itself
         if unit.prepared.trains == "scheduled":
             self.pipeline = ranks_of(unit.prepared.place.stages[0])
             unit.prepared.is_replica = False  # of the ranks that count their samples this one is all there are
@@ -197,7 +208,21 @@ class _Watcher(Callback):
         def seen(unit: Any, state: State, micro_batch: MicroBatch[Any]) -> Any:
             self._count(unit, micro_batch.data)
             self.counted += 1
+            self._repeats = forward is not None and unit.several is None and self._is_as_the_second(micro_batch)
             return passes(unit, state, micro_batch)
+
+        def forward_once(state: State, micro_batch: MicroBatch[Any]) -> Any:
+            if self._repeats:
+                return self._made
+            loss, outputs = forward(state, micro_batch)
+            self._made = loss.detach(), outputs
+            return loss, outputs
+
+        def backward_once(unit: Any, state: State, loss: Any, micro_batch: MicroBatch[Any], **options: Any) -> None:
+            if self._repeats:
+                unit.window.add(loss, micro_batch.weight)
+            else:
+                backward(unit, state, loss, micro_batch, **options)
 
         def window(unit: Any, state: State, micro_batches: Sequence[MicroBatch[Any]], *args: Any, **options: Any) -> Any:
             """A pipeline that is full repeats itself, unless no backward pass begins before the last forward one."""
@@ -212,6 +237,27 @@ class _Watcher(Callback):
             return iter(made + [made[-1]] * (len(micro_batches) - len(made)))
 
         update.passes, update.run_window = seen, window
+        if forward is not None:
+            unit._forward, update.backward = forward_once, backward_once
+
+    def _is_as_the_second(self, micro_batch: MicroBatch[Any]) -> bool:
+        """Between the second micro-batch of an update and its last, each holds, sends and computes the same, if its tensors have
+        the same shapes. So it is not computed, and what the second did is repeated as often.
+        """
+        shapes = [tensor.shape for tensor in tensors_in(micro_batch.data)]
+        if self.counted <= 3:
+            self._marks.append(self.trace.so_far())
+            self._shapes.append(shapes)
+        repeats = self.counted >= 3 and not micro_batch.is_last and bool(shapes) and shapes == self._shapes[1]
+        self._times += repeats
+        return repeats
+
+    def result(self) -> Traced:
+        """Of the latest update."""
+        found = self.trace.result()
+        if self._times:
+            found.repeat(self._marks[1], self._marks[2], self._times)
+        return found
 
     def _count(self, unit: Any, data: Any) -> None:
         """A micro-batch of this rank; others have as many, but for those that have a part of the same samples."""
@@ -233,7 +279,7 @@ class _Watcher(Callback):
                 raise Enough
             self.trace.next_update()
             self._mode.read = 0
-            self.samples = self.tokens = self.micro_batches = self.counted = 0
+            self._begin_update()
 
     def close(self) -> None:
         self._step.close()
