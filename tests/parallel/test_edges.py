@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -18,7 +19,7 @@ from echelon.parallel.fsdp.units import edges_of
 from echelon.parallel.parallelize import prepare_module
 from echelon.parallel.recipe.blocks import blocks_to_shard
 from tests.conftest import Ranks
-from tests.kit.models import largest_difference, seeded, whole
+from tests.kit.models import batch, largest_difference, seeded, whole
 from tests.kit.own_loops import told
 from tests.kit.refusals import refused
 from tests.kit.units import Regression
@@ -167,6 +168,39 @@ def test_a_head_split_by_words_is_gathered_over_the_other_ranks_alone(ranks: Ran
 @functools.cache
 def _alone(head: str, window: int) -> dict[str, torch.Tensor]:
     return _trained(head, "none", gradient_accumulation_steps=window)
+
+
+class _GivesViews(nn.Module):
+    """Blocks whose outputs are views, to which the module around them adds in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2)), nn.Flatten()) for _ in range(3))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            before, x = x, block(x)
+            x += before
+        out = self.head(x).view(-1, 1)
+        out *= 2
+        return out
+
+
+def _adds_in_place(layout: str, **options: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        unit = Regression(module=seeded(_GivesViews), layout=layout, lr=0.01, **options)
+        ech.train(unit, ech.Loader(list(zip(*batch(16, 0), strict=True)), 4, shuffle=False), max_epochs=2)
+    return whole(unit.module), [str(each.message) for each in caught if "view" in str(each.message)]
+
+
+def test_views_that_blocks_give_may_be_changed_in_place(ranks: Ranks) -> None:
+    """Torch's hook on them was lost with the change, and the block's parameters were not there in the backward pass."""
+    alone, _ = _adds_in_place("none")
+    ways: list[tuple[str, dict[str, Any]]] = [("fsdp", {}), ("zero2", {}), ("fsdp", {"recompute": "blocks"})]
+    for values, said in ranks(2, lambda: [_adds_in_place(layout, **options) for layout, options in ways])[0]:
+        assert largest_difference(values, alone) < 1e-12 and not said
 
 
 def test_a_prefetch_of_no_number_of_blocks_is_refused() -> None:

@@ -35,6 +35,7 @@ from echelon.parallel.fsdp.units import (
     decides,
     expert_units,
     experts_apart,
+    give_no_views,
     keep_readable,
     of_another_type,
     policy_for,
@@ -369,6 +370,8 @@ class FSDPStrategy(Strategy):
             together = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
             own = {} if unit.mesh is None else {"mesh": unit.mesh, "shard_placement_fn": unit.placement}
             fully_shard(together, **{**options, **own}, reshard_after_forward=unit.reshard, mp_policy=unit.policy)
+            for part in unit.modules:
+                give_no_views(part)
         keep_readable(module, [part for unit in units if unit.is_read for part in unit.modules])
         prefetch(units, int(self.forward_prefetch), self.backward_prefetch)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_leaves
 
 from echelon.common.arguments import mapping
 from echelon.common.errors import LayoutError, require
@@ -22,6 +23,7 @@ from echelon.parallel.patching import in_front_of, replace_class
 from echelon.parallel.recipe.blocks import Blocks, blocks_to_shard, without_shared
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.shards import is_split
+from echelon.world.device import map_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,6 +38,7 @@ __all__ = [
     "edges_of",
     "expert_units",
     "experts_apart",
+    "give_no_views",
     "keep_readable",
     "of_another_type",
     "policy_for",
@@ -309,6 +312,36 @@ def _whole_copy(parameter: Any) -> torch.Tensor:
     return DTensor.from_local(
         whole, mesh["tp"], [by_axis["tp"]], run_check=False, shape=parameter.shape, stride=parameter.stride()
     )
+
+
+class _NoView(torch.autograd.Function):
+    """The same memory, as a tensor that autograd takes for no view of another."""
+
+    @staticmethod
+    def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
+        return view.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
+def give_no_views(module: nn.Module) -> None:
+    """Of a module that `fully_shard` has split, before its hook on the outputs: what is done in place to a view (x = block(x);
+    x += y) drops the view's hooks, and the module's parameters would not be gathered for the backward pass.
+    """
+
+    def without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
+        own: Any = _NoView.apply
+        if not any(map(_is_tracked_view, tree_leaves(output))):
+            return None
+        return map_tensors(output, lambda value: own(value) if _is_tracked_view(value) else value)
+
+    module.register_forward_hook(torch.compiler.disable(without_views), prepend=True)
+
+
+def _is_tracked_view(value: Any) -> bool:
+    return torch.is_grad_enabled() and isinstance(value, torch.Tensor) and value.requires_grad and value._base is not None
 
 
 def keep_readable(root: nn.Module, parts: list[nn.Module]) -> None:
