@@ -17,9 +17,9 @@ from echelon.parallel.layouts import ZeROStrategy as ZeROStrategy
 from echelon.parallel.meta.deferred import on_meta
 from echelon.parallel.parallelize import prepare_ddp, prepare_fsdp, prepare_module
 from echelon.parallel.recipe.activation import ActivationCheckpointParams
+from echelon.parallel.recipe.compilation import TorchCompileParams
 from echelon.parallel.recipe.float8 import Float8
 from echelon.parallel.recipe.precision import Precision
-from echelon.parallel.recipe.recipe import TorchCompileParams
 from echelon.parallel.state.partition import Partition
 from echelon.parallel.tensor.plans import tp_plan
 

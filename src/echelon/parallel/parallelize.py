@@ -26,9 +26,10 @@ from echelon.parallel.layouts import resolve
 from echelon.parallel.names import class_name, kind_of, without_compile, wrapper_of
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.activation import ActivationCheckpointParams, Preset
+from echelon.parallel.recipe.compilation import Compile, TorchCompileParams
 from echelon.parallel.recipe.float8 import convert, refuse_wrapped, scales_after_step
 from echelon.parallel.recipe.precision import Precision
-from echelon.parallel.recipe.recipe import Compile, Recipe, TorchCompileParams
+from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.shards import is_fully_sharded, ranks_apart, reshard_after_looking
 from echelon.parallel.strategy import NOOPStrategy, Strategy
 from echelon.world import agree

@@ -18,7 +18,7 @@ from echelon.compat.transformers.absent import check_arguments
 from echelon.compat.transformers.deepspeed import strategy_of
 from echelon.contracts.rank import RankInfo
 from echelon.parallel.ddp.ddp import DDPStrategy
-from echelon.parallel.recipe.recipe import TorchCompileParams
+from echelon.parallel.recipe.compilation import TorchCompileParams
 from echelon.parallel.strategy import Strategy
 from echelon.world import agree
 from echelon.world.init import World, init_from_env

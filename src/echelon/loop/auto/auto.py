@@ -40,9 +40,9 @@ from echelon.loop.state import EntryPoint, step_under_way
 from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit
 from echelon.parallel.prepared import NO_CONTEXT, MicroBatch
 from echelon.parallel.recipe.activation import Preset
+from echelon.parallel.recipe.compilation import Compile
 from echelon.parallel.recipe.float8 import Float8
 from echelon.parallel.recipe.precision import Precision
-from echelon.parallel.recipe.recipe import Compile
 from echelon.parallel.strategy import Strategy
 from echelon.world import agree, clock
 from echelon.world.clock import Part

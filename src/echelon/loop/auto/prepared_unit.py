@@ -19,9 +19,10 @@ from echelon.parallel.networks import prepare_networks
 from echelon.parallel.parallelize import check_module, parallelize
 from echelon.parallel.prepared import NO_CONTEXT, Prepared
 from echelon.parallel.recipe.activation import Preset
+from echelon.parallel.recipe.compilation import Compile
 from echelon.parallel.recipe.float8 import Float8
 from echelon.parallel.recipe.precision import Precision
-from echelon.parallel.recipe.recipe import Compile, Recipe
+from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import Strategy
 from echelon.world.device import copy_data_to_device
 from echelon.world.init import init_from_env

@@ -15,9 +15,9 @@ from echelon.common.older_words import translated, unknown
 from echelon.loop.auto.averaged import SWAParams
 from echelon.parallel.layouts import resolve
 from echelon.parallel.recipe.activation import ActivationCheckpointParams, Preset
+from echelon.parallel.recipe.compilation import Compile, TorchCompileParams
 from echelon.parallel.recipe.float8 import Float8
 from echelon.parallel.recipe.precision import Precision
-from echelon.parallel.recipe.recipe import Compile, TorchCompileParams
 from echelon.parallel.strategy import Strategy
 
 __all__ = ["OLDER_WORDS", "AutoOptions", "BuiltAtFirstUse", "UnitOptions", "changes_of", "options_from"]

@@ -46,9 +46,9 @@ from echelon.loop.unit import LRScheduler
 from echelon.parallel.ddp.wrapper import read_as_wrapped
 from echelon.parallel.names import plain_names
 from echelon.parallel.recipe.activation import Preset
+from echelon.parallel.recipe.compilation import Compile
 from echelon.parallel.recipe.float8 import Float8
 from echelon.parallel.recipe.precision import Precision
-from echelon.parallel.recipe.recipe import Compile
 from echelon.parallel.shards import reshard
 from echelon.parallel.state.partition import parameters_of
 from echelon.parallel.strategy import Strategy

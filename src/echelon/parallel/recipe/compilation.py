@@ -15,23 +15,108 @@ import inspect
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from echelon.common.errors import CompileError
+from echelon.common.arguments import flags_of, several
+from echelon.common.errors import CompileError, require
 from echelon.parallel.patching import replace
+from echelon.parallel.recipe.blocks import blocks_to_shard
 
-__all__ = ["Compiled", "check_backend", "compile_forward", "keeping_random", "within_budget"]
+__all__ = ["Compile", "Compiled", "TorchCompileParams", "check_backend", "compile_in_place", "keeping_random"]
 
 logger = logging.getLogger(__name__)
 
 # Graphs of a block: with gradients and without, of one shape and of any, and some more when an argument is sometimes left out.
 _GRAPHS_OF_A_BLOCK = 8
+
+
+@dataclass(frozen=True)
+class TorchCompileParams:
+    """`torch.compile`'s options. The module is compiled in place, so its parameter names stay.
+
+    Args:
+        recursive_module_types: compile the submodules of these classes, or class names, one by one instead of the whole;
+            faster to compile when a block is repeated.
+        blocks: compile the repeated blocks of the model, each by its forward; the whole if none repeat.
+    """
+
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    backend: str | Callable[..., Any] = "inductor"
+    mode: str | None = None
+    options: dict[str, Any] | None = None
+    disable: bool = False
+    recursive_module_types: Collection[str | type[nn.Module]] = field(default_factory=tuple)
+    blocks: bool = False
+
+    def __post_init__(self) -> None:
+        flags_of(self, kind=CompileError)
+        require(
+            isinstance(self.backend, str) or callable(self.backend),
+            "backend",
+            "a name or a function",
+            self.backend,
+            kind=CompileError,
+        )
+        require(isinstance(self.mode, str | None), "mode", "a name or None", self.mode, kind=CompileError)
+        require(isinstance(self.options, dict | None), "options", "a dict or None", self.options, kind=CompileError)
+        kinds, what = self.recursive_module_types, "a list of classes or their names"
+        kinds = several("recursive_module_types", kinds, what, lambda one: isinstance(one, str | type), kind=CompileError)
+        object.__setattr__(self, "recursive_module_types", kinds)
+        if self.blocks and kinds:
+            raise CompileError("blocks and recursive_module_types both choose what is compiled. Give one of them.")
+
+    @classmethod
+    def of(cls, value: Any, option: str) -> TorchCompileParams | None:
+        """From "blocks", True (the whole module), False or None (nothing), or itself.
+
+        Raises:
+            UsageError: anything else. `option` is named.
+        """
+        if isinstance(value, cls) or value is None or value is False:
+            return value or None
+        require(
+            value is True or value == "blocks",
+            option,
+            "'blocks', True, False or TorchCompileParams(...)",
+            value,
+            kind=CompileError,
+        )
+        return cls(blocks=value == "blocks")
+
+
+Compile = TorchCompileParams | bool | Literal["blocks"] | None
+
+
+def compile_in_place(module: nn.Module, params: TorchCompileParams, memory_budget: float | None) -> nn.Module:
+    """Compile the module, or the parts of it that are chosen. Returns it.
+
+    Args:
+        memory_budget: see `within_budget`.
+    """
+    options: dict[str, Any] = {name: getattr(params, name) for name in ("fullgraph", "dynamic", "backend", "mode", "options")}
+    options = within_budget(options, memory_budget)
+    blocks = [block for _, block in blocks_to_shard(module)] if params.blocks else []
+    if blocks:
+        counted = Counter(type(block).__name__ for block in blocks).items()
+        logger.info("compiling %s, one by one", ", ".join(f"{n} {kind}" for kind, n in counted))
+        compile_forward(blocks, options)
+        return module
+    kinds = params.recursive_module_types
+    names = {k for k in kinds if isinstance(k, str)}
+    classes = tuple(k for k in kinds if isinstance(k, type))
+    targets = [m for m in module.modules() if type(m).__name__ in names or isinstance(m, classes)] if kinds else [module]
+    for target in targets:
+        target.compile(**options)
+    return module
 
 
 def check_backend(backend: str | Callable[..., Any], device: torch.device) -> None:

@@ -25,7 +25,8 @@ from echelon.parallel.layouts import resolve
 from echelon.parallel.meta.materialize import materialize
 from echelon.parallel.patching import in_front_of, replace_class
 from echelon.parallel.recipe.activation import checkpoint_activations
-from echelon.parallel.recipe.recipe import Recipe, TorchCompileParams
+from echelon.parallel.recipe.compilation import TorchCompileParams
+from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
 from echelon.world.init import World
 
