@@ -34,7 +34,7 @@ from tests.kit.gan import (
     weights,
 )
 from tests.kit.models import largest_difference, whole
-from tests.kit.refusals import refused
+from tests.kit.refusals import refusal, refused
 from tests.kit.run_folders import recorded
 
 pytestmark = pytest.mark.standing_ranks
@@ -343,6 +343,23 @@ def test_losses_of_one_graph_are_told_to_be_yielded_together_and_one_optimizers_
     assert "the sum of both losses" in caught.value.__notes__[0]
     with refused(UnitError):
         Neither(module=networks())  # type: ignore[abstract]
+
+
+class HookedLate(Gan):
+    def configure_optimizers_and_lr_schedulers(self, module: nn.Module) -> Any:
+        for parameter in module.parameters():
+            parameter.register_hook(lambda gradient: gradient / 2)
+        return super().configure_optimizers_and_lr_schedulers(module)
+
+
+def _hooked_late() -> str:
+    return refusal(ech.train, HookedLate(module=networks(), layout="fsdp"), _loader(), max_updates=1)
+
+
+def test_a_hook_that_torch_does_not_call_is_refused_with_several_optimizers_too(ranks: Ranks) -> None:
+    """Gradients of shards were used as they were; with one optimizer it was said."""
+    for said in ranks(2, _hooked_late):
+        assert "is split over the ranks, and torch does not call its hook" in said
 
 
 class ByRank(Gan):

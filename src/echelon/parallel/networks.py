@@ -57,6 +57,7 @@ class Networks(Prepared[nn.Module]):
         first = parts[0]
         super().__init__(module, first._averaged)
         self.parts, self._share = list(parts), first._share
+        self._unchecked = list(parts)
         for part in parts:
             self.guards += part.guards
             part.guards = self.guards
@@ -108,6 +109,9 @@ class Networks(Prepared[nn.Module]):
 
     def average_(self, parameters: Sequence[nn.Parameter]) -> None:
         """The gradients of an optimizer's parameters become their mean over the ranks. Collective."""
+        for part in [each for each in self._unchecked if not set(parameters).isdisjoint(each.module.parameters())]:
+            self._unchecked.remove(part)
+            part._check_gradients()
         if whole := [p for p in parameters if p.requires_grad and not is_split(p)] if self.averaged_over > 1 else []:
             average_in_turns_(whole, self.data_groups)
 

@@ -315,6 +315,9 @@ class Prepared(Generic[M]):
         """Trained parameters of the module whose gradients the layout does not reduce."""
         return self._joined.trained(self.module)
 
+    def _check_gradients(self) -> None:
+        """Once, when the gradients of a first update are reduced. Collective. Raises UsageError for what would train wrongly."""
+
     def _reduce_unfrozen(self) -> None:
         """What is frozen now is not in the layout's buckets: once it is unfrozen, its gradients are averaged apart."""
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]

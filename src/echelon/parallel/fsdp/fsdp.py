@@ -143,9 +143,12 @@ class FSDPPrepared(Prepared[nn.Module]):
     def _check_first(self, loss: torch.Tensor) -> None:
         """After the backward passes of the first update, whose gradients are reduced. Collective over ranks that share layers."""
         check_same_loss(self.module, loss)
+        self._check_gradients()
+        self._is_checked = True
+
+    def _check_gradients(self) -> None:
         check_whole_layers(self.module)
         refuse_unheard((name, p) for name, p in self.named_parameters() if is_split(p))
-        self._is_checked = True
 
     def discard_window(self) -> None:
         if not self._reduces:  # what it kept would join the next window
