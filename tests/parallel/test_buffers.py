@@ -113,6 +113,34 @@ def _alike(first: dict[str, Any], second: dict[str, Any], like: str) -> None:
         assert largest_difference(buffers, other_buffers) == 0 and largest_difference(buffers, want_buffers) < 1e-11, layout
 
 
+class _BeginsWithout(nn.Module):
+    """Its only buffer is None until it has seen rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 1)
+        self.register_buffer("mean", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            seen = x.detach().mean(0)
+            self.mean = seen if self.mean is None else 0.9 * self.mean + 0.1 * seen
+        return self.last(x - self.mean)
+
+
+def _begins_without(layout: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    unit = Regression(module=_BeginsWithout().double(), layout=layout, lr=0.02)
+    ech.train(unit, _rows(4), max_epochs=1)
+    return _outputs(unit) | _buffers(unit)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "fsdp"])
+def test_a_buffer_that_begins_as_none_is_one_function_too(ranks: Ranks, layout: str) -> None:
+    first, second = ranks(2, _begins_without, layout)
+    assert first.keys() == second.keys() == {"out", "mean"} and largest_difference(first, second) == 0
+
+
 @pytest.mark.full
 def test_every_strategy_evaluates_with_the_buffers_that_ddp_has(ranks: Ranks) -> None:
     _alike(*ranks(2, _fit, list(PARALLEL), {}), like="ddp")

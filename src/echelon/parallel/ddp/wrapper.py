@@ -55,6 +55,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         else:
             super().__delattr__(name)
 
+    def will_sync_module_buffers(self) -> bool:
+        """As torch has it, which would look no further where there was no buffer when it was made, and None in their place."""
+        if not self.modules_buffers:
+            self._assign_modules_buffers()  # type: ignore[no-untyped-call]
+        return bool(super().will_sync_module_buffers())  # type: ignore[no-untyped-call]
+
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
         """By the wrapper's names, or by the module's own, as of a copy that is not wrapped."""
         wrapped = all(name.startswith(_PREFIX) for name in state_dict)

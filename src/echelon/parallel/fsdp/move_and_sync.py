@@ -117,7 +117,8 @@ class Buffers:
         Args:
             begin: send rank 0's at once: nobody has made them equal yet.
         """
-        if module in cls._all or all(dist.get_world_size(g) == 1 for g in groups) or not any(True for _ in module.buffers()):
+        has_buffers = any(part._buffers for part in module.modules())  # also those that are None as yet
+        if module in cls._all or all(dist.get_world_size(g) == 1 for g in groups) or not has_buffers:
             return
         made = cls._all[module] = cls(groups)
         made._seen = _checksums(module)
