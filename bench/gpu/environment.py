@@ -14,7 +14,7 @@ import torch
 from bench.gpu.rows import Notes
 from bench.gpu.runner import Setting
 
-from echelon.loop.records.peaks import peak_flops
+from echelon.loop.records.utilization import peak_flops
 
 OPTIONAL = ("triton", "torchao", "accelerate", "lightning", "pytorch-lightning", "liger-kernel", "pytest")
 

@@ -21,7 +21,7 @@ from bench.gpu.work import Batches, Fit, adamw, settle
 
 import echelon as ech
 from echelon.common.errors import UsageError
-from echelon.loop.records.peaks import peak_flops
+from echelon.loop.records.utilization import peak_flops
 
 WARM, TIMED, ROWS, CLIP = 4, 8, 4, 1.0
 LR = 1e-5  # small, so that rounding stays small in the losses that are compared

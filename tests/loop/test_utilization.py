@@ -12,9 +12,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import echelon as ech
-from echelon.loop.records.peaks import peak_flops
 from echelon.loop.records.record import Recorder
-from echelon.loop.records.utilization import LanguageModel, Utilization
+from echelon.loop.records.utilization import LanguageModel, Utilization, peak_flops
 from tests.conftest import Ranks
 from tests.kit.language import Language
 from tests.kit.language import Unit as LanguageUnit
@@ -172,7 +171,7 @@ def _records(peak: float | None, layout: str, accumulation: int) -> list[dict[st
 
 def _records_of(unit: Any, batches: list[Any]) -> list[dict[str, Any]]:
     kept = _Kept()
-    with mock.patch("echelon.loop.reporting.reporting.default_sinks", lambda: [kept]):
+    with mock.patch("echelon.loop.records.reporting.default_sinks", lambda: [kept]):
         ech.train(unit, batches, max_epochs=1)
     return kept.seen
 

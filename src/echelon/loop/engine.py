@@ -24,8 +24,8 @@ from echelon.loop.checkpointing.replicas import check_ranks
 from echelon.loop.checkpointing.unfrozen import look_at_built
 from echelon.loop.feeding import check_evaluation, warn_of_same_samples
 from echelon.loop.modes import in_mode
-from echelon.loop.reporting import profiling
-from echelon.loop.reporting.reporting import Reporting
+from echelon.loop.records import profiling
+from echelon.loop.records.reporting import Reporting
 from echelon.loop.stage import Hooks, Stage
 from echelon.loop.state import ActivePhase, EntryPoint, State
 from echelon.loop.steps import Between, Steps, evaluation_after_epoch

@@ -26,8 +26,7 @@ from echelon.loop.own.kept import keep, keep_for_copy, kept_for, kept_for_copy
 from echelon.loop.own.loop_run import LoopRun
 from echelon.loop.own.loop_unit import LoopUnit
 from echelon.loop.records.logged import Logged
-from echelon.loop.reporting.observer import observed
-from echelon.loop.reporting.reporting import Reporting
+from echelon.loop.records.reporting import Reporting, observed
 from echelon.loop.state import EntryPoint, State
 from echelon.parallel import patching
 from echelon.parallel.networks import Networks

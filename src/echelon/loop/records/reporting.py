@@ -1,10 +1,10 @@
-"""Who hears of a run: its sinks on rank 0, and of an error everyone who wants to know."""
+"""Who hears of a run: its sinks on rank 0, of an error everyone who wants to know, and whoever looks on at this process."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -17,15 +17,15 @@ from echelon.contracts import pulse
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.workers import explain
 from echelon.loop.callback import Callback
+from echelon.loop.records import times
 from echelon.loop.records.record import Recorder
-from echelon.loop.reporting import times
 from echelon.loop.state import State
 from echelon.loop.validate import has_hook, inner_of
 from echelon.observe.sinks.folder import default_sinks
 from echelon.observe.sinks.progress import Notes
 from echelon.world import agree, stop
 
-__all__ = ["Reporting"]
+__all__ = ["Observer", "Reporting", "observed", "observing"]
 
 logger = logging.getLogger(__name__)
 
@@ -108,3 +108,29 @@ class Reporting:
         recorder, self.state.recorder = self.state.recorder, None
         if recorder is not None:
             recorder.close()
+
+
+# Somebody who looks on when this process trains. `train` and `fit` ask here, once per call, before they begin: so `echelon prove`
+# sees what a script trains however the script came by `train`, and without a change to any module.
+
+
+# Gets the unit, the training loader and the callbacks of a call; returns the callbacks to use. What it raises ends the call.
+Observer = Callable[[Any, Iterable[Any], list[Callback]], list[Callback]]
+
+_observer: Observer | None = None
+
+
+@contextlib.contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Have every call of `train` and `fit` in this process go by `observer`, in place of an earlier one if there is one."""
+    global _observer
+    before, _observer = _observer, observer
+    try:
+        yield
+    finally:
+        _observer = before
+
+
+def observed(unit: Any, dataloader: Iterable[Any], callbacks: list[Callback] | None) -> list[Callback] | None:
+    """The callbacks for a call that begins."""
+    return callbacks if _observer is None else _observer(unit, dataloader, list(callbacks or []))
