@@ -6,6 +6,7 @@ has how it is built, which a loop of one's own shares, `loop/auto/update.py` the
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import abstractmethod
 from collections.abc import Generator
@@ -22,16 +23,10 @@ from echelon.data.parts import Pieces
 from echelon.loop.auto.averaged import SWAParams
 from echelon.loop.auto.finite import check_loss
 from echelon.loop.auto.optimized_unit import OptimizedUnit
-from echelon.loop.auto.option_checks import (
-    check_evaluated,
-    check_plateau,
-    tell_of_interval,
-)
-from echelon.loop.auto.parts_check import check_parts
 from echelon.loop.auto.prepared_unit import AutoPredictUnit
 from echelon.loop.auto.several import of_one, sum_of_losses
-from echelon.loop.auto.standing_in import standing_in, uncounted
 from echelon.loop.auto.sub_batches import in_order, of_all, together
+from echelon.loop.auto.uncounted import check_parts, standing_in, uncounted
 from echelon.loop.auto.unit_options import AutoOptions, UnitOptions, options_from
 from echelon.loop.loss import problem_with, summable
 from echelon.loop.records import monitored
@@ -51,6 +46,8 @@ if TYPE_CHECKING:
     from echelon.loop.state import PhaseState, State
 
 __all__ = ["AutoUnit", "TrainStepResults"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -347,9 +344,9 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")  # by now also one set on the unit itself
         self.own_schedule = self.has_own_schedule()
         if self._plateau:
-            check_plateau(state)
+            _check_plateau(state)
         elif self.window.updates == 0 and agree.is_rank0() and not self.own_schedule:
-            tell_of_interval(self.lr_scheduler, self.lr_interval)
+            _tell_of_interval(self.lr_scheduler, self.lr_interval)
 
     def computes_pieces(self) -> bool:
         own = ("train_step", "get_next_train_batch")
@@ -367,7 +364,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
             self.eval_loss = loss if self.has_eval_loss else self.eval_loss  # which a step of the unit's own may have set
             self.eval_progress.latest_loss = loss if math.isfinite(loss) else None
             if self._plateau and self._options.lr_monitor is None and state.train_state is not None:
-                check_evaluated(self)
+                _check_evaluated(self)
                 self.lr_scheduler.step(loss)
             if state.recorder is not None and self.has_eval_loss:
                 state.recorder.evaluation(self.train_progress.num_updates_completed, "eval_loss", loss)
@@ -396,3 +393,33 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
 
 def _overrides(unit: object, base: type, name: str) -> bool:
     return name in vars(unit) or getattr(type(unit), name) is not getattr(base, name)
+
+
+# --- what is wrong with a schedule, and what is said of one
+
+
+def _check_plateau(state: State) -> None:
+    if state.eval_state is None:
+        raise LoopError(
+            "ReduceLROnPlateau needs a number of evaluations, and this run has none. Give train(..., eval=loader), or override "
+            "step_lr_scheduler and call self.lr_scheduler.step(metric) there."
+        )
+
+
+def _tell_of_interval(scheduler: Any, interval: str) -> None:
+    if scheduler is not None:
+        other = "epoch" if interval == "update" else "update"
+        logger.info(
+            "%s advances after every %s, in which its lengths count. UnitOptions(lr_interval=%r) takes it after every %s",
+            *(type(scheduler).__name__, interval, other, other),
+        )
+
+
+def _check_evaluated(unit: Any) -> None:
+    """After an evaluation whose loss a scheduler is to follow."""
+    if not unit.has_eval_loss:
+        raise LoopError(
+            f"ReduceLROnPlateau needs the loss of evaluations, and this one counted none: {type(unit).__name__}.eval_step must "
+            "call super().eval_step(state, data), of batches that are not empty. Or override step_lr_scheduler and call "
+            "self.lr_scheduler.step(metric) there."
+        )

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from echelon.common.errors import LoopError
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, loaders_of
 from echelon.loop.auto.averaged import AveragedWeights, swa_scheduler
 from echelon.loop.auto.bitwise import BitEqual
 from echelon.loop.auto.optimizer_checks import check_holds
-from echelon.loop.auto.option_checks import check_made, check_own_names, check_trainable
 from echelon.loop.auto.prepared_unit import PreparedUnit
 from echelon.loop.auto.several import Several, configured
 from echelon.loop.auto.sub_batches import pieces_for
@@ -27,6 +27,8 @@ from echelon.loop.unit import TrainedUnit
 from echelon.loop.window import Window
 from echelon.parallel.gradients import clip
 from echelon.parallel.gradients.fused import fuse
+from echelon.parallel.prepared import Prepared
+from echelon.parallel.recipe.precision import Precision
 from echelon.world import agree, rng
 
 if TYPE_CHECKING:
@@ -103,7 +105,7 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
             self.several = configured(self, own_schedule=self.has_own_schedule())
             return
         made = self.prepared.optimizer(self.configure_optimizers_and_lr_scheduler)
-        check_made(type(self).__name__, made)
+        _check_made(type(self).__name__, made)
         check_holds(self, made[0])
         fuse(made[0])
         self.optimizer, self.lr_scheduler = made
@@ -196,7 +198,7 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         return self._update.latest
 
     def phase_started(self, state: State, phase: str) -> None:
-        check_own_names(self)
+        _check_own_names(self)
         if phase == "train":
             self._begin_training(state)
 
@@ -204,7 +206,7 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         update = self._update
         update.join(self)
         together, has_layout = update.joined or not agree.is_joined(), self._options.layout is not None
-        check_trainable(self, together=together, has_layout=has_layout)
+        _check_trainable(self, together=together, has_layout=has_layout)
         self.configure()
         update.begin(self)
         loader: Any = getattr(state.train_state, "dataloader", None)
@@ -259,3 +261,57 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         if not self._takes_loaders:  # else once the loader is known
             self.window.rescale(self.train_progress)
         self._update.finite.forget()
+
+
+# --- what is refused before it trains
+
+
+def _check_made(unit: str, made: Any) -> None:
+    """What `configure_optimizers_and_lr_scheduler` returned, if it is not what AutoUnit asks for; Lightning's forms by name."""
+    where = f"{unit}.configure_optimizers_and_lr_scheduler returned"
+    if not isinstance(made, tuple) or len(made) != 2:
+        keys = f" with {', '.join(map(repr, made))}" if isinstance(made, dict) else ""
+        raise LoopError(
+            f"{where} {type(made).__name__}{keys}. Return the pair (optimizer, scheduler or None); several optimizers, by "
+            "name, are returned by configure_optimizers_and_lr_schedulers."
+        )
+    optimizer, scheduler = made
+    for what, thing in (("optimizer", optimizer), ("scheduler", scheduler)):
+        if isinstance(thing, (list, tuple)):
+            raise LoopError(
+                f"{where} a {type(thing).__name__} in the {what}'s place. Return the pair of one optimizer and one scheduler or "
+                "None; for several optimizers write configure_optimizers_and_lr_schedulers and compute_losses."
+            )
+    if isinstance(scheduler, dict):
+        interval = "update" if scheduler.get("interval") == "step" else "epoch"
+        raise LoopError(
+            f"{where} Lightning's dict for a scheduler. Write\n    return optimizer, scheduler\nthere, and among AutoUnit's "
+            f"arguments options=echelon.UnitOptions(lr_interval={interval!r})."
+        )
+    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
+        raise LoopError(
+            f"{where} a scheduler of type {type(scheduler).__name__}, which has no step(). For no scheduler return None."
+        )
+
+
+def _check_own_names(unit: Any) -> None:
+    """Attributes of a subclass that hide AutoUnit's would fail later, in words that explain nothing."""
+    for name, kind in (("window", Window), ("prepared", Prepared), ("computes", Precision)):
+        if not isinstance(getattr(unit, name), kind):
+            raise LoopError(f"{type(unit).__name__}.{name} hides an attribute of AutoUnit. Give yours another name.")
+    if not callable(unit.weight):
+        raise LoopError(f"{type(unit).__name__}.weight hides a method of AutoUnit. Give your attribute another name.")
+
+
+def _check_trainable(unit: Any, *, together: bool, has_layout: bool) -> None:
+    """
+    Args:
+        together: the ranks train one model, or there is one rank only.
+    """
+    if not unit.training:
+        raise LoopError(f"{type(unit).__name__} was built with training=False, so it has no optimizer to train with.")
+    if not together and not has_layout:
+        raise LoopError(
+            "layout must be given for several ranks; without one each would train its own model. Pass layout='ddp' or "
+            "'fsdp', or a module that you wrapped yourself; layout='noop' if each rank is to train its own model."
+        )

@@ -10,7 +10,7 @@ from torch import nn
 
 from echelon.common.errors import LoopError
 from echelon.contracts.overrides import overrides
-from echelon.loop.auto.standing_in import uncounted
+from echelon.loop.auto.uncounted import uncounted
 from echelon.loop.auto.unit_options import AutoOptions, UnitOptions, options_from
 from echelon.loop.state import step_under_way
 from echelon.loop.unit import PredictUnit, Unit

@@ -35,7 +35,7 @@ from echelon.loop.auto.bitwise import BitEqual
 from echelon.loop.auto.finite import FiniteWatch
 from echelon.loop.auto.loss_scale import tell_of_labels, tell_of_scale
 from echelon.loop.auto.optimizer_checks import check_holds, look_at_first_update, not_the_modules, when_it_grows
-from echelon.loop.auto.standing_in import explain_one_sample, standing_in
+from echelon.loop.auto.uncounted import standing_in
 from echelon.loop.feeding import checksum_of_first, warn_of_same_batches
 from echelon.loop.samples import samples_of
 from echelon.loop.state import step_under_way
@@ -188,7 +188,7 @@ class Update:
         Raises:
             UsageError: in the place of torch's error, which is its cause, if that says nothing of what is wrong.
         """
-        explain_one_sample(error)
+        _explain_one_sample(error)
         for guard in unit.prepared.guards:
             if (said := guard.explain(error)) is not None:
                 raise said.with_traceback(error.__traceback__) from error  # whose line it is
@@ -484,3 +484,17 @@ class Update:
             self.finite.finish(window.updates, together=self.joined)
             if unit.swa_model is not None and agree.is_rank0():
                 unit.swa_model.warn_if_unused()
+
+
+def _explain_one_sample(error: BaseException) -> None:
+    """
+    Raises:
+        UsageError: in the place of torch's error, which is its cause: batch norm over one value.
+    """
+    if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
+        raise LoopError(
+            "batch norm must have more than one value per channel in training, got a batch of one sample on this rank, as at the "
+            'short end of an epoch. Leave that out by echelon.Loader(..., tail="drop") or a DataLoader\'s drop_last=True, choose '
+            "another global batch, or take statistics over all ranks: echelon.DDPStrategy(sync_batchnorm=True). torch says: "
+            f"{error}"
+        ) from error

@@ -1,8 +1,9 @@
-"""Whether a unit's losses and weights are right for parts of sequences: its own code is asked, and nothing stays of that."""
+"""Passes of which nothing stays: of a batch that stands in on a rank without samples, and to try whether losses fit a layout."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -11,12 +12,47 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from echelon.loop.records.metrics import load_share, share_of
+from echelon.parallel.ddp.sync_batchnorm import without_rows
+from echelon.parallel.over_ranks import without_samples
 from echelon.parallel.prepared import PartsCheck
 
 if TYPE_CHECKING:
     from echelon.loop.state import State
 
-__all__ = ["check_parts"]
+__all__ = ["check_parts", "standing_in", "uncounted"]
+
+_METRIC = ("update", "compute", "reset")
+_STATE = (torch.Tensor, list, dict, int, float, type(None))
+
+
+@contextlib.contextmanager
+def standing_in(unit: Any) -> Iterator[None]:
+    """Around its forward and backward pass: neither the statistics of batch norm nor metrics take it in."""
+    with uncounted(unit), without_rows(unit.prepared.module), without_samples():
+        yield
+
+
+@contextlib.contextmanager
+def uncounted(unit: Any) -> Iterator[None]:
+    """What is counted in metrics of the unit's or of its module's is forgotten."""
+    roots = [*unit.tracked_metrics().values(), unit.prepared.unwrapped]
+    inner = [m for root in roots if isinstance(root, nn.Module) for m in root.modules()]
+    counting = [m for m in inner if all(callable(getattr(m, name, None)) for name in _METRIC)]
+    # Not by their state_dict: of torchmetrics within a module that would begin to be saved.
+    before = [(m, {k: copy.deepcopy(v) for k, v in vars(m).items() if isinstance(v, _STATE)}) for m in counting]
+    others = [metric for metric in unit.tracked_metrics().values() if not isinstance(metric, nn.Module)]
+    shares = [(metric, copy.deepcopy(share_of(metric))) for metric in others]
+    try:
+        yield
+    finally:
+        for metric, state in before:
+            vars(metric).update(state)
+        for metric, share in shares:
+            load_share(metric, share)
+
+
+# --- whether a unit's losses and weights are right for parts of sequences: its own code is asked
 
 
 def check_parts(check: PartsCheck, unit: Any, state: State, batch: Any) -> None:
