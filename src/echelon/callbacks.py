@@ -2,8 +2,8 @@
 
 from echelon.loop.callbacks import EarlyStopping, GarbageCollector, LearningRateMonitor, PyTorchProfiler
 from echelon.loop.callbacks.early_stopping import EarlyStopChecker
+from echelon.loop.callbacks.rollback import RollBack
 from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
-from echelon.loop.checkpointing.rollback import RollBack
 from echelon.loop.checkpointing.saver import BestCheckpointConfig, DistributedCheckpointSaver
 
 __all__ = [

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import echelon as ech
 from echelon.checkpoint import manifest
 from echelon.common.errors import CheckpointError, CheckpointOptionError, LoopError, RanksDisagreeError, UsageError
-from echelon.loop.checkpointing.timetable import Timetable
+from echelon.loop.checkpointing.saver import Timetable
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.own_loops import step, told

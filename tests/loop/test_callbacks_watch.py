@@ -22,7 +22,7 @@ from echelon.compat.torchtnt.framework.callbacks import (
 from echelon.compat.torchtnt.utils.loggers import InMemoryLogger
 from echelon.compat.torchtnt.utils.module_summary import get_module_summary, get_summary_table, prune_module_summary
 from echelon.loop.callbacks import LearningRateMonitor
-from echelon.loop.callbacks.learning_rate import learning_rates
+from echelon.loop.callbacks.monitors import learning_rates
 from echelon.parallel.state import partition
 from echelon.world import rng
 from tests.conftest import Ranks

@@ -20,8 +20,8 @@ from echelon.data.base import BaseLoader, Combined
 from echelon.loop import agreements
 from echelon.loop.auto.optimizer_checks import check_tracked
 from echelon.loop.callback import Callback
+from echelon.loop.checkpointing.frozen import look_at_built
 from echelon.loop.checkpointing.replicas import check_ranks
-from echelon.loop.checkpointing.unfrozen import look_at_built
 from echelon.loop.feeding import check_evaluation, warn_of_same_samples
 from echelon.loop.modes import in_mode
 from echelon.loop.records import profiling

@@ -26,7 +26,6 @@ from echelon.data.order import FORMULA
 from echelon.data.replayed import Replayed
 from echelon.data.stream import StreamLoader
 from echelon.loop.auto.optimized_unit import OptimizedUnit
-from echelon.loop.checkpointing import forgotten
 from echelon.loop.unit import LRScheduler, Unit
 from echelon.parallel.layouts import in_words, resolve
 from echelon.parallel.state.keys import HOW
@@ -63,7 +62,7 @@ def facts(unit: Unit, loader: Any) -> dict[str, Any]:
         "options": {name: [_options(group) for group in o.param_groups] for name, o in unit.tracked_optimizers().items()}
         | {name: [_arguments(part) for part in _parts(each)] for name, each in unit.tracked_lr_schedulers().items()},
         "data": _of_loader(loader),
-        "states": forgotten.kinds(unit),
+        "states": _kinds_of_states(unit),
         "user": _users(unit),
         "command": command_here(),
     }
@@ -272,3 +271,11 @@ def _shown(value: Any) -> str:
         return " x ".join(f"{name} {size}" for name, size in value.items()) or "-"
     text = " ".join(value) if isinstance(value, list) and all(isinstance(v, str) for v in value) else str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+_KINDS = ("modules", "optimizers", "lr_schedulers", "progress", "misc_statefuls", "metrics")
+
+
+def _kinds_of_states(unit: Unit) -> dict[str, str]:
+    """What each state of a unit is, for the manifest."""
+    return {name: kind for kind in _KINDS for name in getattr(unit, f"tracked_{kind}")()}

@@ -16,8 +16,7 @@ from echelon.common.numbers import whole
 from echelon.contracts.overrides import overrides
 from echelon.launcher.job import parse_duration
 from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
-from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
-from echelon.loop.checkpointing.timetable import Timetable
+from echelon.loop.checkpointing.saver import DistributedCheckpointSaver, Timetable
 from echelon.loop.records.monitored import mode_of
 from echelon.loop.unit import TrainedUnit
 

@@ -18,9 +18,9 @@ from echelon.common.errors import CheckpointError
 from echelon.data.base import BaseLoader
 from echelon.data.lossy import shuffle_buffer
 from echelon.data.stream import StreamLoader
-from echelon.loop.checkpointing import changes, restoring, unfrozen
+from echelon.loop.checkpointing import changes, restoring
+from echelon.loop.checkpointing.frozen import Frozen, changes_since_built
 from echelon.loop.checkpointing.replicas import check_ranks
-from echelon.loop.checkpointing.trained import Frozen
 from echelon.loop.records import monitored as numbers
 from echelon.loop.records.metrics import share_of
 from echelon.loop.records.monitored import Unknown
@@ -90,7 +90,7 @@ def take(
         facts["best"] = {"name": best.monitored_metric, "mode": best.mode, **told}
     if left:
         facts["frozen"] = left
-    facts["trained"] = unfrozen.facts(unit)
+    facts["trained"] = changes_since_built(unit)
     return taken, facts
 
 

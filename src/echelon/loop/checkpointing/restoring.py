@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from echelon.checkpoint import commit, foreign, store
 from echelon.checkpoint.location import Location, absolute
+from echelon.checkpoint.renamed import Naming, moved
 from echelon.checkpoint.store import Report
 from echelon.common.errors import (
     CheckpointCorruptError,
@@ -27,9 +28,9 @@ from echelon.data.generators import is_between_epochs, load_state_between_epochs
 from echelon.data.loader import Loader
 from echelon.data.replayed import Replayed
 from echelon.hf.conversion import lays_for
-from echelon.loop.checkpointing import changes, forgotten, unfrozen
+from echelon.loop.checkpointing import changes
+from echelon.loop.checkpointing.frozen import train_as_saved, without_frozen
 from echelon.loop.checkpointing.options import RestoreOptions
-from echelon.loop.checkpointing.trained import without_frozen
 from echelon.loop.records.metrics import load_share
 from echelon.loop.unit import TrainedUnit, Unit
 from echelon.loop.validate import accumulation_of
@@ -147,7 +148,7 @@ def _restore(
     if meant & {name for kind in restored for name in config.get(kind, {})}:
         chosen = {name: value for name, value in chosen.items() if name not in meant}
     if isinstance(unit, TrainedUnit) and options.restore_optimizers and options.restore_train_progress:
-        unfrozen.train_as_saved(manifest.get("trained"), unit, path, options.rename, rolls_back=rolls_back)
+        train_as_saved(manifest.get("trained"), unit, path, options.rename, rolls_back=rolls_back)
     # Of all first: an optimizer's names are those of its modules, restored or not.
     states = {name: state for name, state in states_by_name(unit.app_state()).items() if name in chosen}
     frozen, note = manifest.get("frozen", {}), not options.takes_weights_only  # which a script does at every start
@@ -171,10 +172,10 @@ def _restore(
         states,
         manifest,
         strict=options.strict,
-        forgotten=lambda names: forgotten.forgotten(config, names, unit, options),
+        forgotten=lambda names: _forgotten(config, names, unit, options),
         may_begin=allowed,
         rename=options.rename,
-        naming=forgotten.naming(options.rename, states) if options.rename else None,
+        naming=_naming(options.rename, states) if options.rename else None,
     )
     _log(report, path)
     if not options.takes_weights_only:
@@ -367,3 +368,57 @@ class _IfSaved:
             raise CheckpointCorruptError(f"the checkpoint's state of the loader is not one of a Loader: {error!r}.") from None
         finally:
             self._loader.accept_changes = accepted
+
+
+# --- state in a checkpoint that the program no longer has: unused state, and renamed layers
+
+
+def _forgotten(
+    config: Mapping[str, Any], names: Collection[str], unit: Unit, options: RestoreOptions
+) -> tuple[list[str], list[str]]:
+    """What the unit has no more of the states in a checkpoint: what to refuse when strict, and what to list in any case.
+
+    A run that continued without would be another one, and its next checkpoint would lack it. A unit that does not train, and one
+    that takes weights only, leaves what belongs to training behind without a word.
+    """
+    kind_of = {**dict.fromkeys(names, "misc_statefuls"), **config.get("states", {})}
+    # Each rank has its share of a metric elsewhere; what else is not there any more has other names now.
+    kind_of = {name: kind for name, kind in kind_of.items() if name in names or kind == "metrics"}
+    kind_of.pop("train_dataloader", None)
+    trains = isinstance(unit, TrainedUnit) and not options.takes_weights_only
+    wanted = {"modules": options.restore_modules, "misc_statefuls": not options.takes_weights_only, "progress": False}
+    wanted |= {"optimizers": options.restore_optimizers and trains, "lr_schedulers": options.restore_lr_schedulers and trains}
+    wanted |= {"metrics": options.restore_metrics and trains}
+    gone = sorted(name for name, kind in kind_of.items() if wanted.get(kind, True) and name not in unit.app_state())
+    meant = {*options.allow_changes, *unit.may_lack}
+    refused = [name for name in gone if trains and name not in meant]
+    return refused, [name for name in gone if name not in refused]
+
+
+def _naming(renames: Mapping[str, str], states: Mapping[str, Any]) -> Naming:
+    """What names in a checkpoint are called now: of states, of tensors, and so of an optimizer's state of these.
+
+    Args:
+        renames: beginnings of names, with the state's, as `{"module.encoder": "module.backbone"}`.
+        states: what will be restored, by name.
+    """
+    back = {new: old for old, new in renames.items()}
+    fronts: dict[str, tuple[str, str]] = {}  # by optimizer, what its names lack of a parameter's: in the checkpoint, and here
+    for name, state in states.items():
+        if hasattr(state, "full_names"):
+            full = state.full_names()
+            olds = {moved(each, back).partition(".")[0] for each in full.values()}
+            # An optimizer's names have their module's in front only if it has several.
+            before = f"{olds.pop()}." if len(olds) == 1 else ""
+            fronts[name] = before, next((each.removesuffix(here) for here, each in full.items()), "")
+
+    def now(name: str) -> str:
+        state, _, key = moved(name, renames).partition(".")
+        kind, _, rest = key.partition(".")
+        # What begins with ~ is in no module.
+        if kind in ("state", "param_groups") and state in fronts and not rest.startswith("~"):
+            before, after = fronts[state]
+            return f"{state}.{kind}.{moved(before + rest, renames).removeprefix(after)}"
+        return f"{state}.{key}" if key else state
+
+    return now

@@ -1,7 +1,7 @@
 """torchtnt.utils.optimizer."""
 
 from echelon.compat.torchtnt.absent import absent
-from echelon.loop.callbacks.learning_rate import learning_rates as extract_lr_from_optimizer
+from echelon.loop.callbacks.monitors import learning_rates as extract_lr_from_optimizer
 
 __all__ = ["extract_lr_from_optimizer"]
 

@@ -6,14 +6,14 @@ import gc
 from typing import Any
 
 from echelon.compat.torchtnt.framework.callbacks.by_phase import by_phase, steps_so_far
-from echelon.loop.callbacks import garbage
+from echelon.loop.callbacks import monitors
 from echelon.loop.state import State
 
 __all__ = ["GarbageCollector"]
 
 
 @by_phase("step_end")
-class GarbageCollector(garbage.GarbageCollector):
+class GarbageCollector(monitors.GarbageCollector):
     """As echelon's."""
 
     def begin(self, state: State, unit: Any) -> None:

@@ -1,5 +1,5 @@
 """torchtnt.framework.callbacks.pytorch_profiler."""
 
-from echelon.loop.callbacks.profiler import PyTorchProfiler
+from echelon.loop.callbacks.monitors import PyTorchProfiler
 
 __all__ = ["PyTorchProfiler"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, TextIO
 
-from echelon.common.errors import UsageError
+from echelon.common.errors import CallbackError, UsageError
+from echelon.common.numbers import whole
 from echelon.compat.torchtnt.framework.callbacks.by_phase import by_phase, progress_of, state_of
 from echelon.data.prefetch import known_length
 from echelon.loop.callback import Callback
-from echelon.loop.callbacks.intervals import at_least
 from echelon.loop.state import PhaseState, State
 from echelon.world import agree
 
@@ -31,7 +31,7 @@ class TQDMProgressBar(Callback):
     may_stop = False
 
     def __init__(self, refresh_rate: int = 1, file: TextIO | None = None, *, mininterval: float | None = None) -> None:
-        at_least(1, refresh_rate=refresh_rate)
+        whole("refresh_rate", refresh_rate, at_least=1, kind=CallbackError)
         try:
             from tqdm.auto import tqdm
         except ImportError:

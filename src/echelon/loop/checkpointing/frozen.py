@@ -1,0 +1,325 @@
+"""Frozen parameters in checkpoints.
+
+Where only what is trained is saved (`SaveOptions(only_trained=True)`), frozen parameters are left out, and remembered by their
+checksums: a run that resumes builds them again, as the first did, and the checksums tell whether it did. Buffers are saved, since
+those of frozen layers may move: batch norm's statistics do. A parameter is left out if it was frozen when training began and is
+still, and if no checkpoint gave it its value.
+
+While it trains, a run may unfreeze or freeze parameters, and add groups to its optimizers. Its script does not do it again when
+the run resumes: the epoch whose start it was done at is over. So checkpoints hold it, beside a checksum of what was frozen when
+the script had built its model. Where a script builds another choice, its own counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from echelon.checkpoint.layout import this_rank
+from echelon.checkpoint.location import Location
+from echelon.checkpoint.renamed import moved
+from echelon.checkpoint.store import table
+from echelon.common.errors import CheckpointCorruptError, CheckpointMismatchError
+from echelon.common.terminal import printable
+from echelon.loop.auto.averaged import AveragedWeights
+from echelon.loop.auto.optimizer_checks import add_again
+from echelon.loop.unit import Unit
+from echelon.parallel.names import plain_names
+from echelon.parallel.shards import ranks_apart, whole
+from echelon.parallel.state.partition import Partition, parameter_groups
+from echelon.parallel.state.state import ModuleState
+from echelon.world import agree
+from echelon.world.tensor_bytes import flat_bytes
+
+__all__ = ["Frozen", "changes_since_built", "look_at_built", "train_as_saved", "without_frozen"]
+
+logger = logging.getLogger(__name__)
+
+# A parameter: its type, shape and the checksum of its bytes.
+Facts = list[Any]
+
+# Frozen or not, what came from a checkpoint is not what the script builds.
+_restored: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+
+
+class Frozen:
+    """A saver's knowledge of what it leaves out. Checksums are computed once in a run, at the first save."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, set[str]] | None = None
+        self._facts: dict[str, dict[str, Facts]] = {}
+
+    def begin(self, unit: Unit) -> None:
+        """When training begins."""
+        self._names = {name: _to_leave_out(module) for name, module in unit.tracked_modules().items()}
+        if not any(self._names.values()):
+            logger.warning("only_trained=True has no effect: no parameter is frozen")
+
+    def leave_out(self, states: dict[str, Any], unit: Unit) -> tuple[dict[str, Any], dict[str, dict[str, Facts]]]:
+        """The states without what is frozen, and what the manifest says of that. Collective at the first save."""
+        if self._names is None:
+            self.begin(unit)
+        assert self._names is not None
+        left: dict[str, dict[str, Facts]] = {}
+        for name, module in unit.tracked_modules().items():
+            names = self._names.get(name, set()) & _to_leave_out(module)
+            known = self._facts.setdefault(name, {})
+            if agree.any_rank(bool(names - known.keys())):
+                known |= _facts(states[name], names - known.keys())
+            left[name] = {n: known[n] for n in sorted(names) if n in known}
+            if getattr(states.get(name), "is_cut", False):  # the manifest, which rank 0 writes, names those of all stages
+                left[name] = {n: facts for each in agree.gather(left[name]) for n, facts in sorted(each.items())}
+        left = {name: found for name, found in left.items() if found}
+        return _without(states, {name: set(found) for name, found in left.items()}, unit), left
+
+
+def without_frozen(states: dict[str, Any], saved: Any, unit: Unit, path: Location, *, strict: bool, note: bool) -> dict[str, Any]:
+    """The states to read from a checkpoint that left out what `saved` describes. Collective.
+
+    Args:
+        note: remember that the other parameters come from a checkpoint now, and must be in those of this run, frozen or not.
+    Raises:
+        CheckpointMismatchError: the unit's are not those that the saved run had, with a table; without `strict` it is logged.
+    """
+    frozen = _parsed(saved, path)
+    rows: list[tuple[str, str, str]] = []
+    for name, were in frozen.items():
+        if not isinstance(states.get(name), ModuleState):
+            continue
+        now = _facts(states[name], set(were))
+        rows += [
+            (f"{name}.{n}", _shown(facts, now.get(n)), _shown(now.get(n), facts))
+            for n, facts in were.items()
+            if now.get(n) != facts
+        ]
+    if rows:
+        text = (
+            f"{path} holds what was trained only, and was trained on other frozen parameters than this unit has:\n"
+            f"{table(('frozen', 'saved', 'now'), rows)}Build the model with the weights that the saved run began with."
+        )
+        if strict:
+            raise CheckpointMismatchError(text)
+        logger.warning("%s", text)
+    for name, module in unit.tracked_modules().items():
+        if name in states and note:
+            _restored[module] = {n for n, _ in plain_names(module, every_name=True)} - set(frozen.get(name, ()))
+    return _without(states, {name: set(were) for name, were in frozen.items()}, unit)
+
+
+def _to_leave_out(module: nn.Module) -> set[str]:
+    return _frozen(module) - _restored.get(module, set())
+
+
+def _facts(state: ModuleState, names: set[str]) -> dict[str, Facts]:
+    """Type, shape and checksum of whole parameters, however they are split. Collective.
+
+    Each rank computes the checksums of some, beside the others.
+    """
+    rank, size = this_rank()
+    mine: dict[str, Facts] = {}
+    values = state.state_dict()
+    for number, name in enumerate(n for n in values if n in names and isinstance(values[n], torch.Tensor)):
+        value = whole(values[name])
+        if state.is_cut or number % size == rank:
+            mine[name] = [str(value.dtype), list(value.shape), zlib.crc32(flat_bytes(value.cpu()).numpy().data)]
+    return {name: facts for each in agree.gather(mine) for name, facts in each.items()}
+
+
+def _parsed(saved: Any, path: Location) -> dict[str, dict[str, Facts]]:
+    def is_facts(facts: Any) -> bool:
+        return isinstance(facts, list) and [type(each) for each in facts] == [str, list, int]
+
+    if not isinstance(saved, dict) or not all(
+        isinstance(were, dict) and all(is_facts(facts) for facts in were.values()) for were in saved.values()
+    ):
+        raise CheckpointCorruptError(f"{path}: what its manifest says of frozen parameters cannot be read.", path=str(path))
+    return saved
+
+
+def _shown(facts: Facts | None, other: Facts | None) -> str:
+    if facts is None:
+        return "-"
+    text = f"{facts[0].removeprefix('torch.')} {tuple(facts[1])}"
+    return f"{text} checksum {facts[2]:08x}" if other is not None and facts[:2] == other[:2] else text
+
+
+def _without(states: dict[str, Any], names: Mapping[str, set[str]], unit: Unit) -> dict[str, Any]:
+    every = set().union(*names.values()) if names else set()
+    averages = {n for n, value in unit.tracked_misc_statefuls().items() if isinstance(value, AveragedWeights)}
+    found = dict(states)
+    for name, state in states.items():
+        left = {f"parameters.{n}" for n in every} if name in averages else names.get(name, set())
+        if left and (name in averages or isinstance(state, ModuleState)):
+            found[name] = _Part(state, left)
+    return found
+
+
+class _Part:
+    """A state without some of its names."""
+
+    keyed_by_name = True
+
+    def __init__(self, state: Any, left: set[str]) -> None:
+        self._state, self._left = state, left
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in self._state.state_dict().items() if name not in self._left}
+
+    def room(self, me: str, saved: Any) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = self._state.room(me, saved) if isinstance(self._state, ModuleState) else {}
+        return {name: value for name, value in found.items() if name not in self._left}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        whole = self._state.state_dict()
+        self._state.load_state_dict({**{name: whole[name] for name in whole if name in self._left}, **state_dict})
+
+
+# --- what a run changed, while it trained, in what is trained
+
+
+@dataclass
+class _Built:
+    """As the script has built them: what is frozen of each module, and how many groups each optimizer has."""
+
+    frozen: dict[str, set[str]]
+    groups: dict[str, int]
+
+
+def look_at_built(unit: Unit) -> bool:
+    """Before anything is restored or trained; what comes later changes nothing of it. True for the first look."""
+    if "_built" in vars(unit):
+        return False
+    vars(unit)["_built"] = _Built(
+        {name: _frozen(module) for name, module in unit.tracked_modules().items()},
+        {name: len(optimizer.param_groups) for name, optimizer in unit.tracked_optimizers().items()},
+    )
+    return True
+
+
+def changes_since_built(unit: Unit) -> dict[str, Any]:
+    """For the manifest; {} if nothing has changed. Collective where stages have different parameters."""
+    look_at_built(unit)
+    built: _Built = vars(unit)["_built"]
+    unfrozen, frozen, built_frozen = {}, {}, {}
+    for name, module in unit.tracked_modules().items():
+        before, now = built.frozen.get(name, set()), _frozen(module)
+        unfrozen[name] = sorted(_of_all_stages(module, before - now))
+        frozen[name] = sorted(_of_all_stages(module, now - before))
+        built_frozen[name] = _checksum(_of_all_stages(module, before))
+    added = _added(unit, built)
+    if not any((*unfrozen.values(), *frozen.values(), *added.values())):
+        return {}
+    return {"built": built_frozen, "unfrozen": unfrozen, "frozen": frozen, "added": added, "groups": built.groups}
+
+
+def _added(unit: Unit, built: _Built) -> dict[str, list[list[str]]]:
+    """By optimizer, the parameters of the groups that it was given since."""
+    grown = {
+        name: optimizer
+        for name, optimizer in unit.tracked_optimizers().items()
+        if name in built.groups and len(optimizer.param_groups) > built.groups[name]
+    }
+    if not grown:
+        return {}
+    names = {p: f"{owner}.{n}" for owner, module in unit.tracked_modules().items() for n, p in plain_names(module)}
+    return {
+        name: [[names.get(p, "") for p in group] for group in parameter_groups(optimizer)[built.groups[name] :]]
+        for name, optimizer in grown.items()
+    }
+
+
+def train_as_saved(saved: Any, unit: Unit, path: Location, rename: Mapping[str, str] | None, *, rolls_back: bool) -> None:
+    """Freeze, unfreeze and group as the saved run had done when it was saved; before its state is read. Collective.
+
+    Not in a process that has trained or restored before: what its script froze since then is the script's choice.
+
+    Args:
+        rolls_back: the same run goes back to an earlier state, and freezes again what it has unfrozen since.
+    """
+    is_new = look_at_built(unit)
+    if saved is None or not (is_new or rolls_back):  # None: by an echelon that did not know
+        return
+    built: _Built = vars(unit)["_built"]
+    modules, now = unit.tracked_modules(), dict[str, nn.Parameter]()
+    for owner, module in modules.items():
+        for name, parameter in plain_names(module, every_name=True):
+            now[f"{owner}.{name}"] = parameter
+            if rolls_back and owner in built.frozen:
+                parameter.requires_grad_(name not in built.frozen[owner])
+    if saved == {}:
+        return
+    _check_changes(saved, path)
+    same = {n: _checksum(_of_all_stages(m, built.frozen.get(n, set()))) for n, m in modules.items()} == saved["built"]
+    if not (same or rename) or any(built.groups.get(name) != number for name, number in saved["groups"].items()):
+        if agree.is_rank0():
+            logger.warning(
+                "the run that saved %s had frozen, unfrozen or grouped parameters while it trained, but this script builds its "
+                "model with others frozen, or its optimizer with other groups: what is trained is this script's choice",
+                path,
+            )
+        return
+    for key, trains in (("unfrozen", True), ("frozen", False)):
+        names = [moved(f"{owner}.{name}", rename or {}) for owner, every in saved[key].items() for name in every]
+        found = [now[name] for name in names if name in now]
+        for parameter in found:
+            parameter.requires_grad_(trains)
+        if found and agree.is_rank0():
+            logger.info("%s parameters are %s, as they were in %s", len(found), key, path)
+    _add_groups(saved["added"], unit, now, rename or {})
+
+
+def _add_groups(
+    added: Mapping[str, list[list[str]]], unit: Unit, now: Mapping[str, nn.Parameter], rename: Mapping[str, str]
+) -> None:
+    for name, optimizer in unit.tracked_optimizers().items():
+        for group in added.get(name, ()):
+            parameters = [now.get(moved(each, rename)) for each in group]
+            held = {id(p) for each in parameter_groups(optimizer) for p in each}
+            if any(p is None or id(p) in held for p in parameters):
+                break  # what reads the optimizer's state says which
+            add_again(optimizer, [p for p in parameters if p is not None], unit)
+        partition = Partition.of(optimizer)
+        if partition is not None:
+            partition.refresh()
+
+
+def _frozen(module: nn.Module) -> set[str]:
+    """Names of what is frozen; a tied parameter has several."""
+    return {name for name, p in plain_names(module, every_name=True) if not p.requires_grad}
+
+
+def _of_all_stages(module: nn.Module, names: set[str]) -> set[str]:
+    group = ranks_apart(module)
+    return names if group is None else {name for each in agree.gather(sorted(names), group) for name in each}
+
+
+def _checksum(names: set[str]) -> int:
+    return zlib.crc32("\n".join(sorted(names)).encode())
+
+
+def _check_changes(saved: Any, path: Location) -> None:
+    def are_names(value: Any) -> bool:
+        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+    def by_name(key: str) -> list[Any]:
+        found = saved.get(key) if isinstance(saved, dict) else None
+        if not isinstance(found, dict):
+            raise CheckpointCorruptError(
+                f"{path}: what its manifest says of trained parameters cannot be read: {printable(key)}.", path=str(path)
+            )
+        return list(found.values())
+
+    fits = (
+        all(isinstance(each, int) for each in (*by_name("built"), *by_name("groups")))
+        and all(are_names(each) for each in (*by_name("unfrozen"), *by_name("frozen")))
+        and all(isinstance(groups, list) and all(map(are_names, groups)) for groups in by_name("added"))
+    )
+    if not fits:
+        raise CheckpointCorruptError(f"{path}: what its manifest says of trained parameters cannot be read.", path=str(path))
