@@ -33,7 +33,7 @@ Units and loops:
     Callback                    hooks around all that a loop does  [loop.callback]
     EarlyStopping               stop when a number no longer improves  [loop.callbacks]
     Mean                        a weighted mean over steps and ranks  [loop.records.metrics]
-    count_tokens                how many labels of a batch count  [loop.loss]
+    count_tokens                how many labels of a batch count  [loop.samples]
 
 Data:
     Loader                      batches of a dataset, by the size of the global batch  [data.loader]
@@ -127,7 +127,6 @@ if TYPE_CHECKING:
     from echelon.loop.checkpointing.checkpoints import Checkpoints as Checkpoints
     from echelon.loop.checkpointing.save_pretrained import save_pretrained as save_pretrained
     from echelon.loop.checkpointing.saver import DistributedCheckpointSaver as DistributedCheckpointSaver
-    from echelon.loop.loss import count_tokens as count_tokens
     from echelon.loop.own.prepare import epochs as epochs
     from echelon.loop.own.prepare import evaluating as evaluating
     from echelon.loop.own.prepare import prepare as prepare
@@ -137,6 +136,7 @@ if TYPE_CHECKING:
     from echelon.loop.run import fit as fit
     from echelon.loop.run import predict as predict
     from echelon.loop.run import train as train
+    from echelon.loop.samples import count_tokens as count_tokens
     from echelon.loop.state import State as State
     from echelon.loop.unit import EvalUnit as EvalUnit
     from echelon.loop.unit import PredictUnit as PredictUnit

@@ -192,7 +192,7 @@ def _told(loader: str) -> str:
         "a list": lambda: list(DataLoader(DATA, batch_size=4)),
         "own list": lambda: list(DataLoader(DATA, batch_size=4))[rank::2],
     }
-    with told("echelon.loop.feeding") as texts:
+    with told("echelon.loop.agreements") as texts:
         ech.train(Regression(layout="ddp"), made[loader](), max_updates=2)
     return "".join(texts)
 

@@ -213,7 +213,7 @@ def test_batches_and_outputs_of_transformers_are_counted_and_moved() -> None:
     from transformers import BatchEncoding
     from transformers.modeling_outputs import CausalLMOutput
 
-    from echelon.loop.loss import rows
+    from echelon.loop.samples import rows
     from echelon.world.device import copy_data_to_device
 
     encoded = BatchEncoding({"input_ids": torch.ones(5, 3), "labels": torch.ones(5)})

@@ -1,19 +1,25 @@
-"""What the ranks of a run agree on before they rely on it: limits, lengths of loaders, ends of epochs."""
+"""What the ranks of a run agree on before they rely on it: limits, lengths of loaders, ends of epochs, whose samples are whose."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import logging
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from echelon.common.errors import RanksDisagreeError
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset, TensorDataset
+
+from echelon.common.errors import RanksDisagreeError, UsageError
 from echelon.contracts.overrides import overrides
 from echelon.data.base import loaders_of
+from echelon.data.fingerprint import checksum, read_twice
 from echelon.data.loader import Loader
 from echelon.data.prefetch import Feed
 from echelon.loop.callback import Callback
 from echelon.loop.progress import Progress
 from echelon.loop.state import EntryPoint, PhaseState, State
-from echelon.world import agree
+from echelon.loop.unit import Unit
+from echelon.world import agree, rng
 
 __all__ = ["CutShort", "cuts_evaluation", "on_calls", "on_end", "on_lengths", "on_limits"]
 
@@ -123,3 +129,103 @@ class CutShort:
 def cuts_evaluation(state: State, *, together: bool) -> CutShort | None:
     """None where `state.should_stop` is enough. Without `together` no collective is allowed: a rank may evaluate alone."""
     return None if state.alone else CutShort(state, together=together)
+
+
+# --- samples that nobody divided between the ranks: each trains on all of them, which is seldom meant
+
+
+logger = logging.getLogger(__name__)
+
+
+# A loader whose samples nobody divided between the ranks: each trains on all of them, which is seldom meant.
+
+
+def warn_of_same_samples(loader: Any, unit: Unit) -> None:
+    """Where ranks train one model on other data, as far as a look at the dataset tells. Collective."""
+    told = agree.kinds(seen_of(loader))
+    if isinstance(loader, Loader):
+        if len(told) > 1 and None not in told and agree.is_rank0():
+            logger.warning(
+                "ranks give the Loader datasets with other samples, of which each reads its share only: what was divided before, "
+                "as by split_dataset_by_node, Subset or Dataset.shard, is divided twice, and the rest is never trained on. Give "
+                "every rank the whole dataset"
+            )
+        return
+    if len(told) > 1 or told[0] is None or not agree.is_rank0():
+        return
+    size = 1
+    with contextlib.suppress(UsageError):  # nothing says which ranks have other samples
+        _, size = unit.data_rank_and_size or (0, 1)
+    if size > 1:
+        logger.warning(
+            "each of %s ranks trains on all %s samples of the DataLoader in every epoch, instead of its share: nothing divides "
+            "them. Give echelon.Loader(dataset, global_batch=%s), or a DataLoader with a DistributedSampler",
+            size,
+            told[0][0],
+            size * (loader.batch_size or 1),
+        )
+
+
+def checksum_of_first(here: PhaseState | None, batch: Any) -> int | None:
+    """Of the first batch of a run, where nothing else tells whether ranks have samples of their own: of an iterable."""
+    loader = here.dataloader if isinstance(here, PhaseState) else ()
+    divided = isinstance(loader, Loader) or getattr(loader, "shards", None) == "stride"
+    if divided or overrides().observes or seen_of(loader) is not None:
+        return None
+    try:
+        return checksum(batch)
+    except Exception:  # a batch of the user's own can be anything
+        return None
+
+
+def warn_of_same_batches(seen: Sequence[int | None]) -> None:
+    """Of the first batches of the ranks, as `checksum_of_first` has them; only rank 0 speaks."""
+    first: dict[int, int] = {}
+    for rank, each in enumerate(seen):
+        if each is not None and (other := first.setdefault(each, rank)) != rank:
+            if agree.is_rank0():
+                logger.warning(
+                    "ranks %s and %s have the same first batch: where nothing divides the samples, each rank trains on all of "
+                    "them instead of its share. Divide by rank where they are read, or give echelon.Loader or "
+                    "StreamLoader(..., shards='stride')",
+                    other,
+                    rank,
+                )
+            return
+
+
+def seen_of(loader: Any) -> list[int] | None:
+    """[length, checksum of a sample] of a dataset that torch reads to its end; None if nothing is known."""
+    if isinstance(loader, Loader):
+        return _part(loader.dataset) if loader.options.dp is None else None
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        return None
+    if type(loader.sampler) not in (SequentialSampler, RandomSampler) or loader.batch_size is None:
+        return None
+    # What workers will read is not opened here: they would share the open file.
+    if loader.num_workers and not isinstance(loader.dataset, TensorDataset):
+        return None
+    length = len(loader.dataset)  # type: ignore[arg-type]
+    if len(loader.sampler) != length or getattr(loader.sampler, "replacement", False):  # type: ignore[arg-type]  # ranks may draw others
+        return None
+    sample = _first(loader.dataset) if length else None
+    return None if sample is None else [length, sample]
+
+
+def _first(dataset: Any) -> int | None:
+    before = rng.states()
+    try:
+        return read_twice(dataset, 0)
+    finally:
+        rng.put_back(before)
+
+
+def _part(dataset: Any) -> list[int] | None:
+    """[length, checksum] of a dataset whose samples are at hand; None of any other, which is not read before its turn."""
+    if type(dataset) is Subset:
+        found = checksum(list(dataset.indices))
+    elif type(dataset) is TensorDataset or hasattr(dataset, "_fingerprint"):  # or a table of the library datasets
+        found = _first(dataset) if len(dataset) else 0
+    else:
+        return None
+    return None if found is None else [len(dataset), found]

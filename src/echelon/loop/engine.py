@@ -1,6 +1,6 @@
 """One call of an entry point: its epochs, the evaluations between them, and how it ends.
 
-`loop/run.py` has the story and the public functions; `steps` the steps of an epoch, `feeding` where their batches come from.
+`loop/run.py` has the story and the public functions; `steps` the steps of an epoch and where their batches come from.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from echelon.contracts.rank import RankInfo
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.base import BaseLoader, Combined
 from echelon.loop import agreements
+from echelon.loop.agreements import warn_of_same_samples
 from echelon.loop.auto.optimizer_checks import check_tracked
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.frozen import look_at_built
 from echelon.loop.checkpointing.replicas import check_ranks
-from echelon.loop.feeding import check_evaluation, warn_of_same_samples
 from echelon.loop.modes import in_mode
 from echelon.loop.records import profiling
 from echelon.loop.records.reporting import Reporting
 from echelon.loop.stage import Hooks, Stage
 from echelon.loop.state import ActivePhase, EntryPoint, State
-from echelon.loop.steps import Between, Steps, evaluation_after_epoch
+from echelon.loop.steps import Between, Steps, check_evaluation, evaluation_after_epoch
 from echelon.loop.unit import TrainedUnit
 from echelon.loop.validate import callbacks_of, check_unit, has_hook, inner_of, no_end
 from echelon.parallel.guards.guard import Guard

@@ -1,4 +1,6 @@
-"""How many samples a batch has, over which its mean loss is taken: what its loader gave, and what can be read in the batch.
+"""How much a batch counts: its samples, over which its mean loss is taken, or its tokens; and whether it is a mean loss at all.
+
+How many samples it has is what its loader gave, and what can be read in the batch.
 
 Batches are tensors, and structures of them. A list may be what it is in `[x, y]`, with one item for each field, or in
 `[image, image, image]`, with one for each sample; a tensor may have the samples in its second dimension, or none at all. So a
@@ -18,9 +20,20 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from echelon.common.errors import LoopError
 from echelon.world import agree
 
-__all__ = ["are_images", "samples_of", "slots_of", "tell_of_doubts"]
+__all__ = [
+    "are_images",
+    "count_tokens",
+    "problem_with",
+    "rows",
+    "samples_of",
+    "slots_of",
+    "summable",
+    "tell_of_doubts",
+    "weighted",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -231,3 +244,74 @@ def _are_second(data: Any, given: int) -> bool:
     """Whether all tensors of a batch have that many samples in their second dimension, after the time."""
     tensors = [value for value in _fields(data, 0) or [data] if isinstance(value, torch.Tensor) and value.dim()]
     return bool(tensors) and all(value.dim() > 1 and value.size(1) == given for value in tensors)
+
+
+# --- what a batch counts in the mean over the global batch, and its loss
+
+
+def problem_with(made: Any, module: torch.nn.Module) -> str | None:
+    """What is wrong with the value of `compute_loss` of this module; None if nothing is."""
+    if not isinstance(made, tuple) or len(made) != 2:
+        return f"{type(made).__name__}; return the pair (loss, outputs)."
+    loss = made[0]
+    if not isinstance(loss, torch.Tensor):
+        return f"a loss of type {type(loss).__name__}; it must be a scalar tensor."
+    if loss.dim():
+        return f"a loss of shape {tuple(loss.shape)}; it must be a scalar: take its mean."
+    if not loss.requires_grad and not any(p.requires_grad for p in module.parameters()):
+        return (
+            "a loss without a gradient, since no parameter of the module has one: all are frozen (requires_grad=False), or there "
+            "are none. Unfreeze what is to be trained before the unit is built."
+        )
+    if not loss.requires_grad:
+        return "a loss without a gradient: was it detached, or computed under no_grad?"
+    return None
+
+
+def rows(data: Any, given: int | None = None) -> int:
+    """The samples of a batch; see `samples`."""
+    return samples_of(data, given)[0]
+
+
+def count_tokens(data: Any, *, next_token: bool, ignore_index: int = -100, key: str = "labels") -> torch.Tensor:
+    """The labels over which a model's own mean loss is taken: the weight of a micro-batch, as models of transformers compute it.
+
+        def weight(self, data):
+            return echelon.count_tokens(data, next_token=True)
+
+    Args:
+        data: a batch with `key`, as a mapping or an attribute, or the labels themselves, (..., T) whole numbers.
+        next_token: True for causal language models, which predict each token from those before it: nobody predicts a row's
+            first label. False for masked language models, encoder-decoders, and classification of tokens or rows.
+        ignore_index: labels that do not count.
+    Returns:
+        a 0-dim tensor on the labels' device, for which nothing waits. A micro-batch without such labels, whose loss is nan,
+        counts nothing.
+    Raises:
+        UsageError: there are no labels.
+    """
+    labels = data
+    if not isinstance(data, torch.Tensor):
+        shifted = data.get("shift_labels") if isinstance(data, Mapping) and next_token and key == "labels" else None
+        if isinstance(shifted, torch.Tensor):  # as context parallelism has them
+            return (shifted != ignore_index).sum()
+        labels = data.get(key) if isinstance(data, Mapping) else getattr(data, key, None)
+    if not isinstance(labels, torch.Tensor):
+        raise LoopError(
+            f"the batch of count_tokens must have a tensor {key!r}, or be the labels themselves, got {type(data).__name__}."
+        )
+    if next_token:
+        labels = labels[..., 1:]
+    return (labels != ignore_index).sum()
+
+
+def weighted(loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
+    """loss * weight; of a weight of zero nothing, not even a nan."""
+    if isinstance(weight, torch.Tensor):
+        return torch.where(weight == 0, torch.zeros_like(loss), loss) * weight
+    return loss * weight if weight else torch.zeros_like(loss)
+
+
+def summable(weight: torch.Tensor) -> float | torch.Tensor:
+    """A weight as windows add them up. Whole numbers in float32 end at 16 million; waiting for a CPU costs nothing."""
+    return float(weight) if weight.device.type == "cpu" else weight.double()

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from echelon.common.errors import LoopError, RanksDisagreeError, UsageError
-from echelon.loop.loss import weighted
 from echelon.loop.progress import Progress
 from echelon.loop.records.logged import NOBODY
+from echelon.loop.samples import weighted
 from echelon.parallel.guards.guard import Guard
 from echelon.world import agree
 

@@ -23,11 +23,11 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from echelon.common.errors import ProveError
 from echelon.data.loader import Loader
 from echelon.loop import unit as units
+from echelon.loop.agreements import seen_of
 from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.optimized_unit import OptimizedUnit
 from echelon.loop.callback import Callback
-from echelon.loop.feeding import seen_of
-from echelon.loop.loss import rows
+from echelon.loop.samples import rows
 from echelon.loop.state import ActivePhase, State, step_under_way
 from echelon.loop.validate import accumulation_of
 from echelon.parallel.ddp.sync_batchnorm import HostSyncBatchNorm

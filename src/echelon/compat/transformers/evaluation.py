@@ -16,8 +16,8 @@ from transformers import trainer_utils
 from echelon.compat.collect import collect
 from echelon.compat.trainer.rank import shared
 from echelon.compat.transformers.absent import Part
-from echelon.loop.loss import rows
 from echelon.loop.run import evaluate
+from echelon.loop.samples import rows
 
 __all__ = ["Evaluating"]
 

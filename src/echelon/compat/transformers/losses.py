@@ -14,7 +14,7 @@ from transformers.utils import can_return_loss, find_labels
 from echelon.common.errors import UsageError
 from echelon.compat.transformers.absent import Part
 from echelon.compat.transformers.batches import without_adapters
-from echelon.loop.loss import count_tokens, rows
+from echelon.loop.samples import count_tokens, rows
 
 __all__ = ["Losses"]
 

@@ -28,9 +28,9 @@ from echelon.loop.auto.several import of_one, sum_of_losses
 from echelon.loop.auto.sub_batches import in_order, of_all, together
 from echelon.loop.auto.uncounted import check_parts, standing_in, uncounted
 from echelon.loop.auto.unit_options import AutoOptions, UnitOptions, options_from
-from echelon.loop.loss import problem_with, summable
 from echelon.loop.records import monitored
 from echelon.loop.records.metrics import MeanOfAPhase
+from echelon.loop.samples import problem_with, summable
 from echelon.loop.state import EntryPoint, step_under_way
 from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit
 from echelon.parallel.prepared import NO_CONTEXT, MicroBatch

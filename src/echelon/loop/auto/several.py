@@ -23,7 +23,7 @@ from torch import nn
 from echelon.common.errors import LoopError, LossError, RanksDisagreeError, UsageError
 from echelon.loop.auto.finite import check_loss
 from echelon.loop.auto.optimizer_checks import are_alike, check_holds
-from echelon.loop.loss import problem_with
+from echelon.loop.samples import problem_with
 from echelon.parallel.gradients import clip as gradients
 from echelon.parallel.gradients.fused import fuse
 from echelon.parallel.networks import Networks

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from echelon.contracts.overrides import overrides
 from echelon.data.loader import Loader
 from echelon.data.parts import Padding, Pieces, joined, share
-from echelon.loop.loss import weighted
+from echelon.loop.samples import weighted
 from echelon.parallel.prepared import MicroBatch
 from echelon.world import agree
 

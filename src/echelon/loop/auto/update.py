@@ -31,12 +31,12 @@ from torch.utils.hooks import RemovableHandle
 
 from echelon.common.errors import LoopError
 from echelon.data.prefetch import Step
+from echelon.loop.agreements import checksum_of_first, warn_of_same_batches
 from echelon.loop.auto.bitwise import BitEqual
 from echelon.loop.auto.finite import FiniteWatch
 from echelon.loop.auto.loss_scale import tell_of_labels, tell_of_scale
 from echelon.loop.auto.optimizer_checks import check_holds, look_at_first_update, not_the_modules, when_it_grows
 from echelon.loop.auto.uncounted import standing_in
-from echelon.loop.feeding import checksum_of_first, warn_of_same_batches
 from echelon.loop.samples import samples_of
 from echelon.loop.state import step_under_way
 from echelon.parallel.experts.loads import Routers, routers_of

@@ -12,8 +12,8 @@ import torch
 from echelon.common.errors import LossError, OwnLoopError
 from echelon.common.numbers import number
 from echelon.loop.auto.several import Turn
-from echelon.loop.loss import problem_with, summable
 from echelon.loop.own.loop_unit import LoopUnit
+from echelon.loop.samples import problem_with, summable
 from echelon.loop.state import State
 from echelon.parallel.gradients import clip
 from echelon.parallel.prepared import NO_CONTEXT, MicroBatch

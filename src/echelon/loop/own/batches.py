@@ -16,8 +16,8 @@ from echelon.data.loader import Loader
 from echelon.data.parts import Padding
 from echelon.data.prefetch import samples_by_batch
 from echelon.data.torch_loader import as_loader, is_distributed
-from echelon.loop.own.kept import kept_for
 from echelon.loop.own.loop_unit import LoopUnit
+from echelon.loop.own.session import kept_for
 from echelon.parallel.layouts import resolve
 from echelon.parallel.names import class_name
 from echelon.world.device import copy_data_to_device

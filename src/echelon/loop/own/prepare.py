@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from echelon.common.older_words import renames
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, Combined
 from echelon.data.torch_loader import is_distributed
+from echelon.loop.auto.optimizer_checks import are_alike
 from echelon.loop.auto.unit_options import AutoOptions
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.checkpoints import Checkpoints, saver_of, take_up
@@ -38,24 +39,29 @@ from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.modes import begin_training, in_mode
 from echelon.loop.own.batch_window import OwnWindow
 from echelon.loop.own.batches import EvaluationBatches, TrainingBatches, check_shares, refuse_prepared, training_loader
-from echelon.loop.own.evaluation import LoopEvaluation
 from echelon.loop.own.loop_unit import LoopUnit
-from echelon.loop.own.refit import check_optimizer, divide_alike, refit
 from echelon.loop.own.session import Session
+from echelon.loop.records.record import Recorder
 from echelon.loop.unit import LRScheduler
+from echelon.observe.sinks.folder import default_sinks
 from echelon.parallel.ddp.wrapper import read_as_wrapped
 from echelon.parallel.names import plain_names
+from echelon.parallel.parallelize import parallelize
 from echelon.parallel.recipe.activation import Preset
 from echelon.parallel.recipe.compilation import Compile
 from echelon.parallel.recipe.float8 import Float8
 from echelon.parallel.recipe.precision import Precision
-from echelon.parallel.shards import reshard
+from echelon.parallel.shards import is_split, reshard, reshard_after_looking
 from echelon.parallel.state.partition import parameters_of
+from echelon.parallel.state.sharded import part_like
 from echelon.parallel.strategy import Strategy
 from echelon.world import agree, clock
 from echelon.world.clock import Part
 from echelon.world.handshake import greet
 from echelon.world.init import init_from_env
+
+if TYPE_CHECKING:
+    from echelon.loop.own.session import Session
 
 __all__ = ["epochs", "evaluating", "prepare", "window"]
 
@@ -126,7 +132,7 @@ def _unit(parts: _Parts, options: AutoOptions) -> LoopUnit:
     held = {p for optimizer, _ in parts.optimizers for p in parameters_of(optimizer)}
     left = [[p for p in model.parameters() if p.requires_grad and p not in held] for model in (*parts.models, *parts.copies)]
     for optimizer, _ in parts.optimizers:
-        problem = check_optimizer(optimizer, module, names, left=left if len(parts.optimizers) > 1 else None)
+        problem = _check_optimizer(optimizer, module, names, left=left if len(parts.optimizers) > 1 else None)
         agree.raise_on_all(problem)
     for model in parts.models:
         if not model.training and not hasattr(type(model), "from_pretrained") and agree.is_rank0():
@@ -138,12 +144,12 @@ def _unit(parts: _Parts, options: AutoOptions) -> LoopUnit:
     several = len(parts.models) > 1 or len(parts.optimizers) > 1
     unit = LoopUnit(module, parts.optimizers, options, several=several)
     for optimizer, _ in parts.optimizers:
-        refit(unit.prepared, optimizer, names)
+        _refit(unit.prepared, optimizer, names)
     if several:
         unit.configure()
     for i, each in enumerate(parts.copies):
         for of_model in shapes:
-            divide_alike(each, unit, of_model, options.layout)
+            _divide_alike(each, unit, of_model, options.layout)
         read_as_wrapped(each)
         setattr(unit, f"copy_{i}", each.to(unit.device))
     for i, each in enumerate(parts.stateful):
@@ -307,3 +313,151 @@ def _kind(thing: Any) -> str:
         "objects must be models, optimizers, schedulers, loaders or what has state_dict and load_state_dict, got "
         f"{type(thing).__name__}."
     )
+
+
+# --- an evaluation: what is logged in it, over all ranks, and what follows from its numbers
+
+
+class LoopEvaluation:
+    """What `evaluating` gives.
+
+    Attributes:
+        numbers: behind the block, what was logged in it by name, over all ranks and the same on each.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._logs, session.unit.has_evaluated = session, False, False
+        self.numbers: dict[str, float] = {}
+
+    def log(self, name: str, value: Any, weight: Any = None, *, reduce: str = "mean") -> None:
+        """As `State.log`: a number of this evaluation, over all its batches and ranks; in metrics.jsonl with `eval_` before its
+        name. Every rank logs the same names.
+
+        Args:
+            value: a number, a tensor with one, or a metric such as those of torchmetrics.
+            weight: what it counts in the mean: by default the samples of the batch of an evaluation loader, and behind the loop
+                over its batches 1.
+        """
+        session, unit = self._session, self._session.unit
+        counts = 1 if unit.evaluated is None else unit.samples_evaluated()
+        logged, before = session.logged, session.logged.weight
+        logged.weight, self._logs = 0 if unit.prepared.is_replica else counts, True
+        try:
+            logged.add("eval", name, value, weight, reduce, may_be="loss")  # which nobody else computes here
+        finally:
+            logged.weight = before
+
+    def end(self) -> None:
+        """Take the numbers of all ranks together. Collective, where a number decides what is kept, and where one was logged.
+
+        Raises:
+            RanksDisagreeError, UsageError: on all ranks: they logged other names; the number that is wanted is not among them.
+        """
+        session, unit = self._session, self._session.unit
+        best = session.best
+        logs = agree.any_rank(self._logs) if unit.leaves_out_ranks else self._logs
+        if not (logs or best is not None):
+            return
+        if unit.has_evaluated:
+            session.logged.takes_part("eval")
+        self.numbers = session.logged.end_phase("eval", together=True)
+        if not self.numbers or unit.reference is not None:
+            return
+        progress = unit.train_progress
+        steps, updates = progress.num_steps_completed, progress.num_updates_completed
+        if session.run is not None:
+            steps, updates = session.run.done
+        session.logged.evaluated_at = steps
+        self._record(updates, {f"eval_{name}": value for name, value in self.numbers.items()})
+        if best is not None:
+            session.evaluated(updates)
+
+    def _record(self, update: int, numbers: dict[str, float]) -> None:
+        session = self._session
+        if session.run is not None and session.state.recorder is not None:
+            session.state.recorder.numbers(update, numbers)
+        elif agree.is_rank0() and (sinks := default_sinks()):  # between two runs, of a loop that counts its epochs itself
+            recorder = Recorder(sinks, session.unit.weight_unit)
+            recorder.numbers(update, numbers)
+            recorder.close()
+
+
+# --- what was made before its model was sharded: an optimizer is given the parameters of now; a copy is sharded alike
+
+
+_Names = Mapping[nn.Parameter, str]
+
+
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer, module: nn.Module, names: _Names, *, left: Sequence[Sequence[nn.Parameter]] | None
+) -> str | None:
+    """What is wrong with an optimizer for this module, before it is made parallel; None if nothing is.
+
+    Args:
+        left: where there are several optimizers, what none of them holds of each model.
+    """
+    held = parameters_of(optimizer)
+    if any(p in names for p in held) or (left is not None and not any(are_alike(held, each) for each in left)):
+        return None
+    shape = f" (first: {tuple(held[0].shape)})" if held else ""
+    return (
+        f"the optimizer must hold parameters of the {type(module).__name__} that prepare() is given with it, got a "
+        f"{type(optimizer).__name__} with {len(held)} others{shape}. Make it from that model's parameters(), before prepare()."
+    )
+
+
+def _refit(prepared: Any, optimizer: torch.optim.Optimizer, names: _Names) -> None:
+    """Put the parameters that a module has now in the place of those that it had.
+
+    Args:
+        names: of those that it had.
+    Raises:
+        UsageError: the optimizer has a state of parameters that are no more, and it cannot be split as they are.
+    """
+    now = dict(prepared.named_parameters(every_name=True))
+    replaced = {p: now[name] for p, name in names.items() if name in now and now[name] is not p}
+    if not replaced:
+        return
+    begun = {p: optimizer.state[p] for p in replaced if optimizer.state.get(p)}
+    if any(_is_of_parts(value, p, replaced[p]) for p, state in begun.items() for value in state.values()):
+        raise OwnLoopError(
+            f"the {type(optimizer).__name__} must be new when its model is sharded, got one that has stepped, and whose state "
+            "does not have its parameters' shapes. Call prepare() before the first step; to go on from an earlier run, restore "
+            "its checkpoint."
+        )
+    for group in optimizer.param_groups:
+        group["params"] = [replaced.get(p, p) for p in group["params"]]
+    for parameter in replaced:
+        optimizer.state.pop(parameter, None)
+    for parameter, state in begun.items():  # loaded by the script; Adagrad makes its state as it is built
+        optimizer.state[replaced[parameter]] = {key: _like(value, parameter, replaced[parameter]) for key, value in state.items()}
+
+
+def _divide_alike(copy: nn.Module, unit: Any, shapes: Mapping[str, torch.Size], layout: Any) -> None:
+    """Split a copy of the unit's model, or the copy in a wrapper's `module`, if the model is split: averages meet parts of both.
+
+    Args:
+        shapes: of the model's parameters, by name, before it was split.
+    """
+    if not any(is_split(p) for p in unit.prepared.module.parameters()):
+        return
+    for inner in (copy, getattr(copy, "module", None)):
+        if isinstance(inner, nn.Module) and {name: p.shape for name, p in plain_names(inner)} == shapes:
+            made = parallelize(inner, layout, unit.device, overridden=overrides().layout)
+            reshard_after_looking(made.module)  # its parameters are read and written between its passes
+            return
+
+
+def _is_of_parts(value: Any, before: nn.Parameter, now: nn.Parameter) -> bool:
+    """Whether it is a state of which nobody knows what belongs to which shard, such as Adafactor's rows and columns."""
+    if not is_split(now):
+        return False
+    other = isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != before.shape
+    return other or (isinstance(value, list | tuple | dict) and bool(value))
+
+
+def _like(value: Any, before: nn.Parameter, now: nn.Parameter) -> Any:
+    """A value of an optimizer's state, split if the parameter is."""
+    if isinstance(value, torch.Tensor) and value.shape == before.shape and is_split(now):
+        return part_like(value, now, "the optimizer's state")
+    return value

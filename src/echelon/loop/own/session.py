@@ -6,11 +6,13 @@ import functools
 import logging
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from echelon.checkpoint.policy import BestCheckpointConfig
 from echelon.common.errors import OwnLoopError
@@ -22,7 +24,6 @@ from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.modes import LoopModes
 from echelon.loop.own.batch_window import OwnWindow
 from echelon.loop.own.cleared import Cleared
-from echelon.loop.own.kept import keep, keep_for_copy, kept_for, kept_for_copy
 from echelon.loop.own.loop_run import LoopRun
 from echelon.loop.own.loop_unit import LoopUnit
 from echelon.loop.records.logged import Logged
@@ -33,7 +34,7 @@ from echelon.parallel.networks import Networks
 from echelon.parallel.patching import replace_class
 from echelon.world.clock import Part, enter
 
-__all__ = ["Session"]
+__all__ = ["Session", "kept_for"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +73,9 @@ class Session:
 
     def adopt(self, modules: Sequence[torch.nn.Module], copies: Sequence[torch.nn.Module], *objects: Any) -> None:
         for module in modules:
-            keep(self, module, (*modules, *objects))
+            _keep(self, module, (*modules, *objects))
         for copy in copies:
-            keep_for_copy(self, copy)
+            _keep_for_copy(self, copy)
 
     @staticmethod
     def of(thing: Any, asked_by: str) -> Session:
@@ -82,7 +83,7 @@ class Session:
         Raises:
             UsageError: `prepare` has not seen it.
         """
-        found: Session | None = kept_for(thing) or kept_for_copy(thing)
+        found: Session | None = kept_for(thing) or _kept_for_copy(thing)
         if found is None:
             raise OwnLoopError(
                 f"{asked_by} must be given what echelon.prepare(...) returned, its model, optimizer or training loader, got a "
@@ -469,3 +470,50 @@ def knowing(original: Callable[..., Any], by: Callable[..., Any], bound_to: Any 
 
     method.knows_window = True  # type: ignore[attr-defined]
     return method
+
+
+# --- which session a model, an optimizer or a loader belongs to, as long as it lives
+
+
+# By what `prepare` has returned. A session holds all of that, so it must not be held here: they would stay for good.
+_sessions: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+class _Kept:
+    """Keeps a session as long as its model; a copy of the model has none."""
+
+    def __init__(self, session: Any = None) -> None:
+        self.session = session
+
+    def __deepcopy__(self, memo: Any) -> _Kept:
+        return _Kept()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Kept, ()
+
+
+def _keep(session: Any, module: nn.Module, things: Iterable[Any]) -> None:
+    """Remember the session by each of the things; it lives as long as the module does, at least."""
+    for each in things:
+        _sessions[each] = weakref.ref(session)
+    vars(module)["_echelon_session"] = _Kept(session)
+
+
+def _keep_for_copy(session: Any, copy: nn.Module) -> None:
+    """Of a copy that a session has, which a later one may have as well, such as a teacher that another session has trained."""
+    vars(copy)["_echelon_session_of_copy"] = _Kept(session)
+
+
+def _kept_for_copy(thing: Any) -> Any:
+    """The latest session that has it as a copy; None for what is none."""
+    kept = vars(thing).get("_echelon_session_of_copy") if isinstance(thing, nn.Module) else None
+    return None if kept is None else kept.session
+
+
+def kept_for(thing: Any) -> Any:
+    """The session, None for what belongs to none."""
+    try:
+        kept = _sessions.get(thing)
+    except TypeError:  # what has no weak references or hashes was not made by `prepare`
+        return None
+    return None if kept is None else kept()

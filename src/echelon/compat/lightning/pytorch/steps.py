@@ -21,7 +21,7 @@ from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
 from echelon.data.parts import Padding, Pieces, joined
-from echelon.loop.loss import rows
+from echelon.loop.samples import rows
 from echelon.loop.state import step_under_way
 from echelon.parallel.patching import replace
 from echelon.parallel.shards import is_split
