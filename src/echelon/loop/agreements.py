@@ -1,4 +1,4 @@
-"""What the ranks of a run agree on before they rely on it: limits, lengths of loaders, ends of epochs, whose samples are whose."""
+"""What the ranks of a run agree on before they rely on it: limits, lengths of loaders, ends of epochs, who has which samples."""
 
 from __future__ import annotations
 
