@@ -21,7 +21,7 @@ from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.loop.unit import Unit
 from echelon.world import agree, rng
 
-__all__ = ["CutShort", "cuts_evaluation", "on_calls", "on_end", "on_lengths", "on_limits"]
+__all__ = ["CutShort", "on_calls", "on_end", "on_lengths", "on_limits"]
 
 
 def on_limits(phase: PhaseState, progress: Progress, callbacks: Iterable[Callback], window: Any) -> None:
@@ -107,7 +107,10 @@ class CutShort:
     """Whether an evaluation, a prediction or a test ends before its time, since a rank was asked to stop.
 
     Ranks that meet in collectives, in their forward passes or in callbacks, learn it at the same step; without any, each
-    leaves by itself.
+    leaves by itself. Where there are no others, `state.should_stop` is enough.
+
+    Args:
+        together: they meet so. Else no collective is allowed here: a rank may evaluate alone.
     """
 
     def __init__(self, state: State, *, together: bool) -> None:
@@ -124,11 +127,6 @@ class CutShort:
     def settle(self) -> None:
         if self._any_rank is not None:
             self._any_rank.last()
-
-
-def cuts_evaluation(state: State, *, together: bool) -> CutShort | None:
-    """None where `state.should_stop` is enough. Without `together` no collective is allowed: a rank may evaluate alone."""
-    return None if state.alone else CutShort(state, together=together)
 
 
 # --- samples that nobody divided between the ranks: each trains on all of them, which is seldom meant

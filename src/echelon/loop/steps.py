@@ -57,7 +57,7 @@ class Steps:
         self._drops = isinstance(loader, StreamLoader) and loader.tail == "drop"
         fetch = own_fetch(stage, self.batches, always=unsized)
         self.fetch = partial(self._fetch_agreed, fetch) if unsized and fetch is not None else fetch
-        self.cuts = agreements.cuts_evaluation(state, together=meets) if not stage.trains else None
+        self.cuts = None if stage.trains or state.alone else agreements.CutShort(state, together=meets)
         self.given_up = False
         self.left_out = 0  # micro-batches of an update that is left out
         timer = stage.here.iteration_timer

@@ -367,7 +367,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
                 _check_evaluated(self)
                 self.lr_scheduler.step(loss)
             if state.recorder is not None and self.has_eval_loss:
-                state.recorder.evaluation(self.train_progress.num_updates_completed, "eval_loss", loss)
+                state.recorder.numbers(self.train_progress.num_updates_completed, {"eval_loss": loss})
         elif phase == "test":
             loss = self._evaluation.mean.compute()
             self.test_loss = self.test_loss if self._evaluation.mean.is_empty else loss

@@ -391,11 +391,7 @@ class Update:
                 state.agree_to_stop()
             if unit.swa_model is not None:
                 unit.swa_model.step()
-        if state.recorder is not None:
-            numbers = state.logged.settled()
-            if self._routers is not None:
-                numbers = {**self._routers.measures(), **numbers}
-            state.recorder.update(unit.train_progress.num_updates_completed + 1, self.loss, self.weight, lr, norm, numbers)
+        self._record(unit, state, lr, norm)
         return updated
 
     def step_optimizer(self, unit: Any) -> bool:
@@ -423,12 +419,16 @@ class Update:
         self.latest = (self.loss, None)
         if self._routers is not None:
             self._routers.end_window(updated=True)
-        numbers = {**unit.several.numbers(), **state.logged.settled()}
-        if self._routers is not None:
-            numbers = {**self._routers.measures(), **numbers}
-        if state.recorder is not None:
-            state.recorder.update(unit.train_progress.num_updates_completed + 1, self.loss, self.weight, None, None, numbers)
+        self._record(unit, state, None, None)
         return True
+
+    def _record(self, unit: Any, state: State, lr: Any, norm: torch.Tensor | None) -> None:
+        if state.recorder is None:
+            return
+        of_routers = {} if self._routers is None else self._routers.measures()
+        of_several = {} if unit.several is None else unit.several.numbers()
+        numbers = {**of_routers, **of_several, **state.logged.settled()}
+        state.recorder.update(unit.train_progress.num_updates_completed + 1, self.loss, self.weight, lr, norm, numbers)
 
     def _leave_out(self, unit: Any, state: State) -> None:
         """An update of a global batch that weighs nothing, which all ranks know. It is counted, and trains nothing."""

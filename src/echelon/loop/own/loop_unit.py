@@ -84,10 +84,6 @@ class LoopUnit(OptimizedUnit):
     def configure_optimizers_and_lr_schedulers(self, module: nn.Module) -> dict[str, tuple[torch.optim.Optimizer, Any]]:
         return {str(i): each for i, each in enumerate(self.configured)}
 
-    def samples_evaluated(self) -> float | torch.Tensor:
-        """What the batch weighs that the loop evaluates."""
-        return self.weight(self.evaluated)
-
     def zero_grad(self, state: State) -> None:
         # Not by the optimizer's own: that keeps gradients in the middle of an update, of which this is the end.
         for parameter in (p for optimizer in self.optimizers for p in parameters_of(optimizer)):

@@ -339,7 +339,7 @@ class LoopEvaluation:
                 over its batches 1.
         """
         session, unit = self._session, self._session.unit
-        counts = 1 if unit.evaluated is None else unit.samples_evaluated()
+        counts = 1 if unit.evaluated is None else unit.weight(unit.evaluated)
         logged, before = session.logged, session.logged.weight
         logged.weight, self._logs = 0 if unit.prepared.is_replica else counts, True
         try:

@@ -66,9 +66,6 @@ class Recorder:
             self._write_arrived()
             self._flushed_at = now
 
-    def evaluation(self, step: int, name: str, value: float) -> None:
-        self.numbers(step, {name: value})
-
     def numbers(self, step: int, numbers: Mapping[str, float]) -> None:
         """Of an epoch or an evaluation, by name."""
         self.flush()
