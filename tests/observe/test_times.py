@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
 
 import echelon as ech
 from echelon.contracts.run_dir import RUN_DIR_VARIABLE, RunDir
@@ -26,6 +27,7 @@ from echelon.observe.stragglers import Straggler, stragglers
 from echelon.world.clock import Clock, Group, Part
 from echelon.world.thread_sampler import ThreadSampler
 from tests.conftest import Ranks
+from tests.kit.models import net
 from tests.kit.slow_ranks import Batches, Fault, Net, Unit, run_folder, times_of, train
 
 pytestmark = pytest.mark.standing_ranks
@@ -101,6 +103,30 @@ def test_one_slow_step_a_slow_beginning_or_computing_for_which_nobody_waits_accu
     assert [stragglers({r: records[:end] for r, records in times.items()}) for end in range(5)] == [[]] * 5
     assert stragglers({0: _usual(0, 0.010, 0.089), 1: _usual(1, 0.016, 0.083)}) == []
     assert [s.rank for s in stragglers({0: _usual(0, 0.050, 0.049), 1: _usual(1, 0.080, 0.019)})] == [1]
+
+
+def _train_in_stages(folder: str) -> None:
+    os.environ[RUN_DIR_VARIABLE] = folder
+    samples = TensorDataset(torch.randn(24, 4), torch.randn(24, 1))
+    unit = _OfStages(module=net(dtype=torch.float32), layout="pp=2", accumulate=2)
+    ech.train(unit, ech.Loader(samples, global_batch=8, seed=0), max_epochs=1)
+
+
+class _OfStages(ech.AutoUnit[Any]):
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, None]:
+        return torch.nn.functional.mse_loss(self.module(data[0]), data[1]), None
+
+    def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, None]:
+        return torch.optim.SGD(module.parameters(), lr=0.01), None
+
+
+def test_stages_of_a_pipeline_write_which_they_are(ranks: Ranks, tmp_path: Path) -> None:
+    run = run_folder(tmp_path)
+    ranks(2, _train_in_stages, str(tmp_path))
+    assert {rank: {record.role for record in records} for rank, records in read_times(run).items()} == {
+        0: {"stage 0"},
+        1: {"stage 1"},
+    }
 
 
 def test_all_slow_ranks_of_a_role_are_named_the_slowest_first() -> None:

@@ -81,7 +81,8 @@ class Reporting:
     def _timed(self, rank: int, ranks: int) -> AbstractContextManager[None]:
         if self.state.train_state is None:
             return contextlib.nullcontext()
-        stage, stages = getattr(getattr(inner_of(self.unit), "prepared", None), "stage", (0, 1))
+        prepared = getattr(inner_of(self.unit), "prepared", None)
+        stage, stages = (0, 1) if prepared is None else prepared.place.stage
         role = f"stage {stage}" if stages > 1 else ""
         return times.noted(rank, ranks, self.unit.train_progress.num_updates_completed, role)
 
