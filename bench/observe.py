@@ -59,7 +59,7 @@ def run_loop(data: Batches, name: str, folder: Path) -> None:
 
     import echelon as ech
     from echelon.contracts import pulse
-    from echelon.loop.records import times
+    from echelon.loop.reporting import times
 
     class Unit(ech.AutoUnit[Any]):
         def compute_loss(self, state: ech.State, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:

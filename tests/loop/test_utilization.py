@@ -171,7 +171,7 @@ def _records(peak: float | None, layout: str, accumulation: int) -> list[dict[st
 
 def _records_of(unit: Any, batches: list[Any]) -> list[dict[str, Any]]:
     kept = _Kept()
-    with mock.patch("echelon.loop.records.reporting.default_sinks", lambda: [kept]):
+    with mock.patch("echelon.loop.reporting.reporting.default_sinks", lambda: [kept]):
         ech.train(unit, batches, max_epochs=1)
     return kept.seen
 

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 import echelon as ech
 from echelon.contracts.run_dir import RUN_DIR_VARIABLE, RunDir
 from echelon.contracts.times import PARTS, TimeRecord, TimesReader, parse, ranks_of, read_times
-from echelon.loop.records.times import record_of
+from echelon.loop.reporting.times import record_of
 from echelon.observe.stragglers import Straggler, stragglers
 from echelon.world.clock import Clock, Group, Part
 from echelon.world.thread_sampler import ThreadSampler

@@ -12,7 +12,7 @@ from echelon import Callback, fit, train  # bound before anybody looks on
 from echelon.common.errors import LaunchError
 from echelon.contracts.overrides import Overrides, impose
 from echelon.launcher.functions.launch import launch, spawn
-from echelon.loop.records.reporting import observing
+from echelon.loop.reporting.reporting import observing
 from echelon.loop.unit import EvalUnit, TrainUnit
 from echelon.prover.workarounds import noting_seeds, without_autocast
 from tests.kit.refusals import refused

@@ -24,8 +24,8 @@ from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.frozen import look_at_built
 from echelon.loop.checkpointing.replicas import check_ranks
 from echelon.loop.modes import in_mode
-from echelon.loop.records import profiling
-from echelon.loop.records.reporting import Reporting
+from echelon.loop.reporting import profiling
+from echelon.loop.reporting.reporting import Reporting
 from echelon.loop.stage import Hooks, Stage
 from echelon.loop.state import ActivePhase, EntryPoint, State
 from echelon.loop.steps import Between, Steps, check_evaluation, evaluation_after_epoch

@@ -26,7 +26,7 @@ from echelon.loop.checkpointing.checkpoints import Checkpoints, saver_of, take_u
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.engine import Run
 from echelon.loop.records import monitored
-from echelon.loop.records.reporting import observed
+from echelon.loop.reporting.reporting import observed
 from echelon.loop.state import EntryPoint, PhaseState, State, TimerProtocol
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
 from echelon.loop.validate import accumulation_of, callbacks_of, refuse_steps

@@ -14,7 +14,7 @@ from typing import Any
 
 from echelon.common.machine import DEVICE_VARIABLE
 from echelon.contracts.overrides import Overrides, impose
-from echelon.loop.records.reporting import Observer, observing
+from echelon.loop.reporting.reporting import Observer, observing
 from echelon.loop.run import train
 from echelon.world.init import init_from_env
 

@@ -18,7 +18,7 @@ from echelon.data.loader import Loader
 from echelon.data.prefetch import Feed
 from echelon.loop.auto import loss_scale
 from echelon.loop.callback import Callback
-from echelon.loop.records.reporting import observing
+from echelon.loop.reporting.reporting import observing
 from echelon.loop.target import Target
 from echelon.parallel import over_ranks
 from echelon.parallel.recipe.compilation import keeping_random

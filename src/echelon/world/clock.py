@@ -1,6 +1,6 @@
 """The clock of this rank's loop: marks around the parts of its steps, between which wall and processor time are added up.
 
-A mark costs a quarter of a microsecond, and next to nothing where nobody writes the times down. `loop/records/times.py` does.
+A mark costs a quarter of a microsecond, and next to nothing where nobody writes the times down. `loop/reporting/times.py` does.
 """
 
 from __future__ import annotations

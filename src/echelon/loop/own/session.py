@@ -27,7 +27,7 @@ from echelon.loop.own.cleared import Cleared
 from echelon.loop.own.loop_run import LoopRun
 from echelon.loop.own.loop_unit import LoopUnit
 from echelon.loop.records.logged import Logged
-from echelon.loop.records.reporting import Reporting, observed
+from echelon.loop.reporting.reporting import Reporting, observed
 from echelon.loop.state import EntryPoint, State
 from echelon.parallel import patching
 from echelon.parallel.networks import Networks

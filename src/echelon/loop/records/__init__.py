@@ -1,1 +1,1 @@
-"""What an update leaves to read: its record, logged numbers, use of the device, times and traces; and who is told."""
+"""What an update leaves to read: its record, logged numbers, metrics, use of the device."""

@@ -17,8 +17,8 @@ from echelon.contracts import pulse
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.workers import explain
 from echelon.loop.callback import Callback
-from echelon.loop.records import times
 from echelon.loop.records.record import Recorder
+from echelon.loop.reporting import times
 from echelon.loop.state import State
 from echelon.loop.validate import has_hook, inner_of
 from echelon.observe.sinks.folder import default_sinks

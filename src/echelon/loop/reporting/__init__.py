@@ -1,0 +1,1 @@
+"""Who is told of a run while it trains."""
