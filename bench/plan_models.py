@@ -66,6 +66,13 @@ def with_split_sequences(layout: str) -> Any:
     return ech.Layout(**{name: int(size) for name, size in sizes.items()}, sequence_parallel=True) if sizes else layout
 
 
+Float8 = ech.layouts.Float8
+PRECISIONS = {
+    "bf16": "bf16",
+    "float8-rowwise": Float8("rowwise"),
+    "float8-tensorwise": Float8("tensorwise"),
+    "float8-gathered": Float8("tensorwise", enable_fsdp_float8_all_gather=True),
+}
 RECOMPUTES = {
     "none": "none",
     "blocks": "blocks",
@@ -82,6 +89,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8, help="of an update, on all ranks")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of an update on each rank")
     parser.add_argument("--layout", default="fsdp")
+    parser.add_argument("--precision", choices=PRECISIONS, default="bf16")
     parser.add_argument("--recompute", choices=RECOMPUTES, default="none")
     parser.add_argument("--compile", action="store_true", help="the blocks")
     given = parser.parse_args()
@@ -97,7 +105,7 @@ def main() -> None:
     unit = Unit(
         module=model,
         layout=with_split_sequences(given.layout),
-        precision="bf16",
+        precision=PRECISIONS[given.precision],
         recompute=RECOMPUTES[given.recompute],
         compile="blocks" if given.compile else None,
     )

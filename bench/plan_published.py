@@ -6,7 +6,7 @@
 them (pytorch/ao docs/source/workflows/training.md and torchao/prototype/float8nocompile; pytorch/torchtitan benchmarks/ and
 docs/performance.md of 2024; foundation-model-stack/fms-fsdp README.md; mosaicml/llm-foundry scripts/train/benchmarking;
 InternLM/InternEvo doc/en/train_performance.md; huggingface/nanotron docs/benchmark_summary.svg, whose rates follow from the
-utilisation that it prints, and nanotron/old_bench on Hugging Face). All are in bf16. The peak is what torch's allocator
+utilisation that it prints, and nanotron/old_bench on Hugging Face). The peak is what torch's allocator
 reserved or allocated; a plan's peak is what is allocated.
 """
 
@@ -39,6 +39,7 @@ class Run:
     sequences: int
     accumulate: int
     layout: str
+    precision: str
     recompute: str
     compiled: bool
     tokens: float
@@ -81,6 +82,7 @@ def published() -> list[Run]:
                 int(row["sequences"]),
                 int(row["accumulate"]),
                 row["layout"],
+                row["precision"],
                 row["recompute"],
                 row["compiled"] == "yes",
                 float(row["tokens"]),
@@ -94,7 +96,8 @@ def planned(run: Run) -> Found | str:
     """Or why there is no plan."""
     sequences = run.sequences * run.accumulate * run.data_ranks
     words = ["--size", run.model, "--context", str(run.context), "--sequences", str(sequences), "--layout", run.layout]
-    words += ["--accumulate", str(run.accumulate), "--recompute", run.recompute, *(["--compile"] if run.compiled else [])]
+    words += ["--accumulate", str(run.accumulate), "--recompute", run.recompute]
+    words += ["--precision", run.precision, *(["--compile"] if run.compiled else [])]
     command = [sys.executable, "-m", "echelon", "plan", "--cluster", run.cluster, "--layout", run.layout, "--json"]
     script = str(Path(__file__).with_name("plan_models.py"))
     done = subprocess.run([*command, script, *words], capture_output=True, text=True, check=False)
@@ -156,7 +159,7 @@ def main() -> None:
         memory = [f"{run.memory:.1f}", f"{found.peak / run.memory - 1:+.0%}"] if run.memory else ["-", "-"]
         where = f"{run.ranks} {run.cluster.split('x', 2)[2]}"
         batch = f"{run.accumulate} x {run.sequences} x {run.context}"
-        how = f"{run.layout}, {run.recompute}{', compiled' if run.compiled else ''}"
+        how = f"{run.layout}, {run.precision}, {run.recompute}{', compiled' if run.compiled else ''}"
         rates = [f"{run.tokens:,.0f}", f"{found.tokens:,.0f}", f"{found.off:+.0%}"]
         rows.append([run.name, run.model, where, batch, how, *rates, f"{found.peak:.1f}", *memory])
     everything = [found for group in groups.values() for found in group]
