@@ -103,9 +103,10 @@ class Cleared:
         if is_last:
             self._witness = None
         elif self._witness is None:
-            # What an unfinished sum lies in: gathered parameters, or shards, which are back in their place by now.
-            candidates = (p for p in (*self._shown, *self._module.parameters()) if p.grad is not None)
-            self._witness = min(candidates, key=torch.numel, default=None)
+            # What an unfinished sum lies in: parameters that the loop saw between the passes, which are gathered ones where there
+            # are such; else shards, which are back in their place by now.
+            shown, those = ([p for p in each if p.grad is not None] for each in (self._shown, self._module.parameters()))
+            self._witness = min(shown or those, key=torch.numel, default=None)
         self._shown = []
         if self._witness is not None:
             self._version = times_changed(self._witness)
