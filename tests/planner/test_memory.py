@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from echelon.common.errors import PlanError
 from echelon.planner.devices import DEVICES, Cluster, bytes_of, device_named
 from tests.kit.refusals import refused
+from tests.kit.started import wait_until
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -158,6 +161,20 @@ def test_micro_batches_between_the_second_and_the_last_are_not_computed_if_they_
     of_two, of_eight = found["2"], found["8"]
     assert of_two["flops"] == of_eight["flops"] and of_two["micro_batches"] * 4 == of_eight["micro_batches"] == 8
     assert of_two["sent"] < of_eight["sent"]  # gathered for each
+
+
+@pytest.mark.full
+def test_a_plan_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
+    waits = "        open(__file__ + '.pid', 'w').write(str(os.getpid()))\n        time.sleep(100)\n        return torch"
+    script = UNIT.replace("        return torch", waits, 1).replace("import sys\n", "import os, sys, time\n")
+    (tmp_path / "train.py").write_text(script + TRAINS.replace(", checkpoints=sys.argv[1:]", ""))
+    words = [sys.executable, "-m", "echelon", "plan", "--gpus", "2", "--only", "yours", "train.py"]
+    planning = subprocess.Popen(words, cwd=tmp_path)
+    told = tmp_path / "train.py.pid"
+    tracer = int(wait_until(lambda: told.exists() and told.read_text(), "the script to be traced"))
+    planning.terminate()
+    planning.wait(timeout=30)
+    wait_until(lambda: not psutil.pid_exists(tracer), "the process that traces to end", timeout_s=30)
 
 
 @pytest.mark.full

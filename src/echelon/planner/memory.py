@@ -6,6 +6,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -23,6 +24,7 @@ from echelon.common.errors import EchelonError, PlanError
 from echelon.common.machine import usable_cores
 from echelon.common.terminal import columns
 from echelon.common.traces import in_library
+from echelon.launcher.local.server import die_with_parent
 from echelon.loop.target import Target
 from echelon.planner.devices import Device
 from echelon.planner.links import Links
@@ -297,6 +299,7 @@ def _in_processes(jobs: Sequence[Job]) -> list[_Rank]:
 
 def _trace(there: Connection, job: Job) -> None:
     told: _Rank
+    die_with_parent(signal.SIGKILL)  # nobody would hear of it
     os.dup2(2, 1)  # what the script prints is not the plan
     warnings.simplefilter("ignore")
     if job.rank:
