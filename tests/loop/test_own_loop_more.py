@@ -264,6 +264,11 @@ def _in_pairs(model: Any, optimizer: Any, loader: Any) -> None:
         step(model, optimizer, x, y)
 
 
+def _compiled_afterwards(model: Any, optimizer: Any, loader: Any) -> None:
+    with ech.window(torch.compile(model, backend="eager")):
+        pass
+
+
 def _again(what: str) -> Callable[[Any, Any, Any], None]:
     """A second prepare, as for each fold: of the same, or of the model that an earlier call was given."""
 
@@ -280,6 +285,7 @@ REFUSED = {
     "by one loop at a time": _in_pairs,
     "iterated over once in each epoch of echelon.epochs.*, got a second time": _twice_an_epoch,
     "the next batch after RuntimeError: out of memory": _goes_on_after_an_error,
+    r"Compile by prepare\(compile=True\)": _compiled_afterwards,
     r"must be new to prepare\(\).*as for each fold": _again("all"),
     r"must be new to prepare\(\).*as for each fold.": _again("the model"),
 }

@@ -30,6 +30,7 @@ from echelon.loop.records.logged import Logged
 from echelon.loop.reporting.reporting import Reporting, observed
 from echelon.loop.state import EntryPoint, State
 from echelon.parallel import patching
+from echelon.parallel.names import without_compile
 from echelon.parallel.networks import Networks
 from echelon.parallel.patching import replace_class
 from echelon.world.clock import Part, enter
@@ -85,9 +86,11 @@ class Session:
         """
         found: Session | None = kept_for(thing) or _kept_for_copy(thing)
         if found is None:
+            compiled = isinstance(thing, nn.Module) and kept_for(without_compile(thing)) is not None
+            remedy = " Compile by prepare(compile=True), or compile the model that prepare is given." if compiled else ""
             raise OwnLoopError(
                 f"{asked_by} must be given what echelon.prepare(...) returned, its model, optimizer or training loader, got a "
-                f"{type(thing).__name__} that it did not."
+                f"{type(thing).__name__} that it did not.{remedy}"
             )
         return found
 
