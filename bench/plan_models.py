@@ -63,7 +63,9 @@ def with_split_sequences(layout: str) -> Any:
     Source: torchtitan/models/llama3/infra/parallelize.py; nanotron, scripts/scaling_benchmarks.py (`REDUCE_SCATTER`).
     """
     sizes = dict(part.split("=") for part in layout.split(",")) if "tp=" in layout else {}
-    return ech.Layout(**{name: int(size) for name, size in sizes.items()}, sequence_parallel=True) if sizes else layout
+    plan = Llama.tp_plan | {"tokens": "rowwise", "head": "colwise_gather"}
+    axes = {name: int(size) for name, size in sizes.items()}
+    return ech.Layout(**axes, plan=plan, sequence_parallel=True) if axes else layout
 
 
 Float8 = ech.layouts.Float8

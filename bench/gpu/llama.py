@@ -119,8 +119,6 @@ class Llama(nn.Module):
         "blocks.*.mlp.gate": "colwise",
         "blocks.*.mlp.up": "colwise",
         "blocks.*.mlp.down": "rowwise",
-        "tokens": "rowwise",
-        "head": "colwise_gather",
     }
 
     def __init__(self, size: Size, linear_cross_entropy: Any = None) -> None:
