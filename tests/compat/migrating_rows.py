@@ -135,7 +135,7 @@ def internals(folder: Path) -> None:
         assert importlib.import_module(f"echelon.compat.fairscale.{name}").__name__.endswith(name)
 
 
-@together("the optimizer's state travels as pickles")
+@together("the optimizer's state is sent as pickles")
 def no_pickles() -> None:
     def fails(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a pickle travels")
