@@ -135,7 +135,8 @@ def _filled(shape: tuple[int, ...], processors: int) -> float:
 def _device(name: str, mib: int, tflops: tuple[float, ...], tb_s: float, **more: Any) -> Device:
     sixteen, tf32, single, *eight = (each * 1e12 for each in tflops)
     peak = {"bfloat16": sixteen, "float16": sixteen, "tf32": tf32, "float32": single}
-    peak |= {"float8": rate for rate in eight}  # an A100 and older ones have none
+    if eight:  # an A100 and older ones have none
+        peak["float8"] = eight[0]
     return Device(name, mib << 20, peak, tb_s * 1e12, **more)
 
 
