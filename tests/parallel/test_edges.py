@@ -203,6 +203,87 @@ def test_views_that_blocks_give_may_be_changed_in_place(ranks: Ranks) -> None:
         assert largest_difference(values, alone) < 1e-12 and not said
 
 
+class _Pair:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+_GIVES: dict[str, tuple[Any, Any]] = {
+    "an object": (_Pair, lambda given: given.value),
+    "a distribution": (lambda value: torch.distributions.Normal(value, 1.0), lambda given: given.mean),
+    "a set": (lambda value: {value}, lambda given: next(iter(given))),
+}
+
+
+class _GivesObjects(nn.Module):
+    """Blocks and a module around them that give their tensors in something in which torch does not look for them.
+
+    Args:
+        kind: of `_GIVES`; "kept": beside their outputs, for the loss; "a closure": of the module alone.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(_Block(kind) for _ in range(3))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        wrap, unwrap = _GIVES.get(self.kind, (_as_it_is, _as_it_is))
+        for block in self.blocks:
+            x = unwrap(block(x))
+        out = self.head(x)
+        return (lambda: out) if self.kind == "a closure" else wrap(out)
+
+
+class _Block(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.wrap = _GIVES[kind][0] if kind in _GIVES else _as_it_is
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2) if kind == "kept" else nn.Identity()
+        self.kept = list[torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = x + torch.tanh(self.first(x))
+        self.kept = [self.second(x).square().mean()]  # what the backward pass reaches before the output
+        return self.wrap(out)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+class _ReadsObjects(Regression):
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
+        module = self.prepared.unwrapped
+        given = self.module(data[0])
+        out = given() if module.kind == "a closure" else _GIVES.get(module.kind, (None, _as_it_is))[1](given)
+        loss = nn.functional.mse_loss(out, data[1])
+        if module.kind == "kept":
+            loss = loss + sum(block.kept[0] for block in module.blocks)
+        return loss, out
+
+
+def _of_objects(kind: str, layout: Any, **options: Any) -> dict[str, torch.Tensor]:
+    unit = _ReadsObjects(module=seeded(lambda: _GivesObjects(kind)), layout=layout, lr=0.05, **options)
+    ech.train(unit, ech.Loader(list(zip(*batch(16, 0), strict=True)), 4, shuffle=False), max_epochs=2)
+    return whole(unit.module)
+
+
+def test_outputs_in_which_torch_looks_for_no_tensors(ranks: Ranks) -> None:
+    """The backward pass went around fully_shard's hooks: gradients that nobody reduced, or parameters that were not there; and
+    DistributedDataParallel took all parameters for unused ones."""
+    unused = ech.DDPStrategy(find_unused_parameters=True)
+    ways: list[tuple[str, Any, dict[str, Any]]] = [
+        (kind, layout, {}) for kind in (*_GIVES, "kept", "a closure") for layout in ("fsdp", "zero2", unused)
+    ]
+    ways += [("kept", "fsdp", {"recompute": "blocks"}), ("a distribution", "fsdp", {"accumulate": 2})]
+    found = ranks(2, lambda: [_of_objects(kind, layout, **options) for kind, layout, options in ways])[0]
+    for (kind, layout, options), values in zip(ways, found, strict=True):
+        alone = _of_objects(kind, "none", **{name: given for name, given in options.items() if name != "recompute"})
+        assert largest_difference(values, alone) < 1e-12, (kind, layout, options)
+
+
 def test_a_prefetch_of_no_number_of_blocks_is_refused() -> None:
     with refused(LayoutError):
         ech.FSDPStrategy(forward_prefetch="no")

@@ -279,6 +279,9 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         assert self._passes is not None
         if self._reduces and not self._passes.ran and not self._alone:
             return send_through(self.module, loss)
+        if self._reduces and not self._alone and self.module.find_unused_parameters and not self.module.static_graph:
+            # torch has looked at the outputs, as far as it finds tensors in them; the loss may have come another way, too.
+            self.module.reducer.prepare_for_backward([loss])
         return loss
 
     def after_backward(self, loss: torch.Tensor) -> None:

@@ -36,6 +36,8 @@ from echelon.parallel.fsdp.units import (
     expert_units,
     experts_apart,
     give_no_views,
+    hear_of_all_outputs,
+    hear_of_loss,
     keep_readable,
     of_another_type,
     policy_for,
@@ -127,6 +129,7 @@ class FSDPPrepared(Prepared[nn.Module]):
     def before_backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
         if self._same is not None:
             self._same.settle()
+        hear_of_loss(self.module, loss)
         return local(loss)
 
     def after_backward(self, loss: torch.Tensor) -> None:
@@ -375,6 +378,7 @@ class FSDPStrategy(Strategy):
             fully_shard(together, **{**options, **own}, reshard_after_forward=unit.reshard, mp_policy=unit.policy)
             for part in unit.modules:
                 give_no_views(part)
+                hear_of_all_outputs(part)
         keep_readable(module, [part for unit in units if unit.is_read for part in unit.modules])
         prefetch(units, int(self.forward_prefetch), self.backward_prefetch)
 

@@ -17,12 +17,13 @@ from echelon.common.arguments import mapping
 from echelon.common.errors import LayoutError, require
 from echelon.common.numbers import whole
 from echelon.parallel.experts.distribute import divided_experts
+from echelon.parallel.gradients.unreduced_params import tracked_tensors
 from echelon.parallel.names import matching
 from echelon.parallel.older_torch import shards_integers
 from echelon.parallel.patching import in_front_of, replace_class
 from echelon.parallel.recipe.blocks import Blocks, blocks_to_shard, without_shared
 from echelon.parallel.recipe.precision import Precision
-from echelon.parallel.shards import is_split
+from echelon.parallel.shards import is_fully_sharded, is_split
 from echelon.world.device import map_tensors
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ __all__ = [
     "expert_units",
     "experts_apart",
     "give_no_views",
+    "hear_of_all_outputs",
+    "hear_of_loss",
     "keep_readable",
     "of_another_type",
     "policy_for",
@@ -342,6 +345,51 @@ def give_no_views(module: nn.Module) -> None:
 
 def _is_tracked_view(value: Any) -> bool:
     return torch.is_grad_enabled() and isinstance(value, torch.Tensor) and value.requires_grad and value._base is not None
+
+
+# What a backward pass may reach before an output on which `fully_shard` has put its hook: torch looks for outputs in containers
+# and dataclasses only. Parameters that were freed would not be there yet, and gradients of those that were not would never be
+# reduced. So torch's hook goes on what objects hold (distributions), on what layers keep for the loss, and on the loss itself
+# where the module has given nothing that can be found. Tested with torch 2.13; tests/parallel/test_edges.py notices a change.
+
+
+def hear_of_all_outputs(module: nn.Module) -> None:
+    """Of a module that `fully_shard` has split, after its own hook on the outputs."""
+    layers = list(_layers_of_its_own(module))
+
+    def listen(module: Any, inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        given = tracked_tensors(output)
+        vars(module)["_is_unheard"] = not given
+        kept = [tensor for layer in layers for tensor in _kept(layer) if not hasattr(tensor, "_is_heard")]
+        for tensor in (*given, *kept):
+            if tensor is not output:
+                tensor._is_heard = True  # type: ignore[attr-defined]  # what is kept may still be there after the next pass
+                tensor.register_hook(module._get_fsdp_state()._pre_backward)
+
+    module.register_forward_hook(torch.compiler.disable(listen))
+
+
+def hear_of_loss(root: Any, loss: torch.Tensor) -> None:
+    """Before its backward pass."""
+    if vars(root).pop("_is_unheard", False) and loss.requires_grad:
+        loss.register_hook(root._get_fsdp_state()._pre_backward)
+
+
+def _layers_of_its_own(module: nn.Module) -> Iterable[nn.Module]:
+    yield module
+    for child in module.children():
+        if not is_fully_sharded(child):
+            yield from _layers_of_its_own(child)
+
+
+def _kept(layer: nn.Module) -> Iterable[torch.Tensor]:
+    """Attributes of a layer that are tensors with a graph behind them, or a list that ends with one."""
+    for value in vars(layer).values():
+        each = value if isinstance(value, list | tuple) else (value,)
+        if each and isinstance(each[-1], torch.Tensor):
+            yield from (tensor for tensor in each if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None)
 
 
 def keep_readable(root: nn.Module, parts: list[nn.Module]) -> None:

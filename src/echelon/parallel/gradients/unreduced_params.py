@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,16 @@ from echelon.parallel.shards import is_split
 from echelon.world import agree
 from echelon.world.device import from_host
 
-__all__ = ["AfterEachBackward", "Joined", "after_backward", "average_", "average_in_turns_", "check_equal", "hook_backward"]
+__all__ = [
+    "AfterEachBackward",
+    "Joined",
+    "after_backward",
+    "average_",
+    "average_in_turns_",
+    "check_equal",
+    "hook_backward",
+    "tracked_tensors",
+]
 
 Groups = Sequence[dist.ProcessGroup | None]
 _AT_ONCE = 1 << 25  # elements of gradients that are averaged in one message
@@ -165,9 +175,27 @@ class AfterEachBackward:
 
 def hook_backward(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
     """Call `hook` in a backward pass with the gradient of each tensor of these outputs, which a forward pass has just given."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:  # a parameter would keep its hooks for ever
-            leaf.register_hook(hook)
+    for tensor in tracked_tensors(output):
+        tensor.register_hook(hook)
+
+
+def tracked_tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors with a graph behind them, wherever they are in these outputs: in containers, in sets, in attributes of objects
+    such as distributions. Not parameters, which would keep a hook for ever; nor what only a call gives, as of a generator."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.grad_fn is not None else []
+    found, seen, todo = dict[int, torch.Tensor](), set[int](), [output]
+    while todo:
+        for leaf in tree_leaves(todo.pop()):
+            if isinstance(leaf, torch.Tensor):
+                if leaf.grad_fn is not None:
+                    found[id(leaf)] = leaf
+            elif isinstance(leaf, set | frozenset):
+                todo.extend(leaf)
+            elif hasattr(leaf, "__dict__") and id(leaf) not in seen and not isinstance(leaf, nn.Module | type | FunctionType):
+                seen.add(id(leaf))
+                todo.append(list(vars(leaf).values()))
+    return list(found.values())
 
 
 def after_backward(call: Callable[[], None]) -> None:

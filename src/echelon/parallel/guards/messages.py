@@ -124,6 +124,12 @@ def meaning(module: nn.Module, text: str) -> str | None:
             "FSDPStrategy(mixed_precision=MixedPrecisionPolicy(param_dtype=torch.float32)), which is fsdp= of Layout: then "
             "autocast casts weights where they are used."
         )
+    if "storage of size 0" in text:
+        return (
+            f"the backward pass came to parameters of {name} that were not put together for it: a block gives tensors in "
+            "something in which none can be found, such as a generator or a function. Give them in a tuple, a dict or a "
+            "dataclass; or train under 'ddp'."
+        )
     if "Sparse" in text and ("fsdp::" in text or "backend" in text):
         return (
             f"{name} has gradients that are sparse tensors, which cannot be split over the ranks. Make its embeddings with "
