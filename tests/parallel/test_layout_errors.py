@@ -49,6 +49,12 @@ def _decodes() -> None:
         nn.functional.linear(torch.randn(2, 4).double(), model.first.weight)
 
 
+def _lazy_in_a_loop() -> None:
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(8, 0)), 8)
+    model = _lazy()
+    ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, layout="ddp")
+
+
 CASES: dict[str, tuple[Callable[[], None], str]] = {
     "a static graph": (
         lambda: _trained(layout=ech.DDPStrategy(static_graph=True), accumulate=2),
@@ -56,6 +62,7 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     ),
     "lazy, ddp": (lambda: _trained(module=_lazy(), layout="ddp"), "has no shape before a first batch"),
     "lazy, fsdp": (lambda: _trained(module=_lazy(), layout="fsdp"), "has no shape before a first batch"),
+    "lazy, in a loop": (_lazy_in_a_loop, "has no shape before a first batch"),
     "in place": (lambda: _trained(module=Changes().double(), layout="fsdp"), "changes in place what it is given"),
     "a part that is called": (_decodes, "must come from a call of Net itself"),
 }

@@ -48,6 +48,65 @@ def _held(layout: str) -> tuple[int, int, set[str]]:
     return sum(m.numel() for m in moments), gradients, {names[id(p)] for p in unit.optimizer.state}
 
 
+class _ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free SGD in little: it evaluates at an average of what it trains, which `eval` puts in place, and `train` back."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["average"] = p.clone()
+                p.sub_(p.grad, alpha=group["lr"])
+                state["average"].lerp_(p, 1 / group["steps"])
+
+    def train(self) -> None:
+        self._swap()
+
+    def eval(self) -> None:
+        self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for p, state in self.state.items():
+            trained = p.clone()
+            p.copy_(state["average"])
+            state["average"].copy_(trained)
+
+
+def _evaluated(layout: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    module: Any = seeded(net)
+    optimizer: Any = _ScheduleFree(module.parameters(), lr=0.1)
+    rows: Any = [(x, y) for data in DATA for many in data for x, y in zip(*many, strict=True)][:24]
+    module, optimizer, loader, held_out = ech.prepare(module, optimizer, DataLoader(rows, 8), DataLoader(rows, 4), layout=layout)
+    seen = []
+    for _ in ech.epochs(loader, 2):
+        for x, y in loader:
+            with ech.window(module) as window:
+                window.backward(nn.functional.mse_loss(module(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.eval()
+        with ech.evaluating(module) as evaluation:
+            for x, y in held_out:
+                evaluation.log("error", nn.functional.mse_loss(module(x), y))
+        seen.append(float(evaluation.numbers["error"]))
+        optimizer.train()
+    return whole(module), seen
+
+
+def test_an_optimizer_that_evaluates_elsewhere_does_so_on_all_ranks(ranks: Ranks) -> None:
+    """A schedule-free one: each rank put the average in the place of what it owned, and nobody learned of it."""
+    want, alone = _evaluated("none")
+    for got, seen in ranks(2, _evaluated, "zero1"):
+        assert largest_difference(got, want) < 1e-12 and seen == pytest.approx(alone, rel=1e-12)
+
+
 @pytest.mark.full
 def test_each_of_two_ranks_keeps_half_of_the_state(ranks: Ranks) -> None:
     everything, _, names = ranks(2, _held, "ddp")[0]

@@ -128,7 +128,7 @@ def _unit(parts: _Parts, options: AutoOptions) -> LoopUnit:
     """The model made parallel, with the optimizer over the parameters that it has then."""
     module = parts.models[0] if len(parts.models) == 1 else nn.ModuleList(parts.models)
     names = {p: name for name, p in plain_names(module)}  # a layout may undo what the loop's author wrapped
-    shapes = [{name: p.shape for name, p in plain_names(model)} for model in parts.models]
+    shapes = [{name: p.shape for name, p in plain_names(model)} for model in parts.models if parts.copies]
     held = {p for optimizer, _ in parts.optimizers for p in parameters_of(optimizer)}
     left = [[p for p in model.parameters() if p.requires_grad and p not in held] for model in (*parts.models, *parts.copies)]
     for optimizer, _ in parts.optimizers:

@@ -121,6 +121,9 @@ class Partition:
         optimizer.register_step_post_hook(self._after)
         # The optimizer's own would leave the gradients of what others own.
         replace(optimizer, "zero_grad", "partition", partial(_zero_grad, self))
+        for name in ("train", "eval"):  # schedule-free optimizers put other values in the place of their parameters
+            if callable(getattr(type(optimizer), name, None)):
+                replace(optimizer, name, "partition", partial(self._change, name))
         Partition._all[optimizer] = self
         if self._size > 1 and what.startswith("layout"):  # others consolidate what they give
             tell_when_optimizer_is_pickled(optimizer)
@@ -210,6 +213,14 @@ class Partition:
                 optimizer.state.pop(parameter, None)
         if self._size > 1:
             self._buffers += _buffers(parameters, owners)
+
+    def _change(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """A method of the optimizer that changes parameters beside its step, of those that this rank owns. Collective."""
+        self._before(self.optimizer, args, kwargs)
+        try:
+            return getattr(type(self.optimizer), name)(self.optimizer, *args, **kwargs)
+        finally:
+            self._after(self.optimizer, args, kwargs)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._is_alone:
