@@ -7,22 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 import torchmetrics
 from torch import nn
 
 import echelon as ech
 from echelon.checkpoint import commit
-from echelon.common.errors import (
-    CheckpointError,
-    CheckpointOptionError,
-    RanksDisagreeError,
-)
+from echelon.common.errors import CheckpointError, CheckpointOptionError, RanksDisagreeError
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, whole
 from tests.kit.refusals import refused
-from tests.kit.saving import make_loader, make_unit, resume, train_and_save, uninterrupted
+from tests.kit.saving import Held, make_loader, make_unit, resume, steps_in, train_and_save, uninterrupted
 from tests.kit.units import EACH, Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -65,28 +60,18 @@ def test_a_saver_takes_a_group_of_all_ranks_and_one_folder_alone(ranks: Ranks, t
     ranks(2, _wrong_on_ranks, tmp_path)
 
 
-def test_a_step_is_saved_once(tmp_path: Path) -> None:
-    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_updates=4)
-    ech.train(make_unit("none"), make_loader(), max_updates=4, callbacks=[saver])
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000004"]
-
-
 def test_saves_by_epoch_and_by_evaluation(tmp_path: Path) -> None:
     unit = make_unit("none")
     saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_epochs=2, save_every_n_eval_epochs=1)
     ech.fit(unit, make_loader(), [batch(2, 0)], max_epochs=2, evaluate_every_n_updates=5, callbacks=[saver])
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000005", "step-00000006", "step-00000010", "step-00000012"]
-
-
-def _reference(steps: int, **options: Any) -> dict[str, torch.Tensor]:
-    return uninterrupted("none", steps, **options)
+    assert steps_in(tmp_path) == [5, 6, 10, 12]
 
 
 @pytest.mark.parametrize("at", [5, 6, 7, 12])
 def test_a_save_on_an_epochs_last_step_resumes_in_the_next_epoch(tmp_path: Path, at: int) -> None:
     """Six steps an epoch: the sixth is saved before the epoch is closed. One process needs no group."""
     train_and_save(tmp_path, "none", at)
-    assert largest_difference(resume(tmp_path, "none", 15), _reference(15)) == 0 and not dist.is_initialized()
+    assert largest_difference(resume(tmp_path, "none", 15), uninterrupted("none", 15)) == 0 and not dist.is_initialized()
 
 
 def test_looking_into_a_loader_does_not_move_the_training() -> None:
@@ -95,9 +80,13 @@ def test_looking_into_a_loader_does_not_move_the_training() -> None:
     ech.train(unit, loader, max_updates=3)
     other = make_unit("none")
     ech.train(other, loader, max_updates=3)  # a loader that was stopped in mid-epoch, and another unit
-    assert largest_difference(whole(unit.module), _reference(3)) == 0 == largest_difference(whole(other.module), _reference(3))
+    assert (
+        largest_difference(whole(unit.module), uninterrupted("none", 3))
+        == 0
+        == largest_difference(whole(other.module), uninterrupted("none", 3))
+    )
     ech.train(unit, loader, max_updates=8)  # the first goes on where it stood
-    assert largest_difference(whole(unit.module), _reference(8)) == 0
+    assert largest_difference(whole(unit.module), uninterrupted("none", 8)) == 0
 
 
 def test_a_restored_unit_places_a_loader_that_was_not_restored(tmp_path: Path) -> None:
@@ -105,7 +94,7 @@ def test_a_restored_unit_places_a_loader_that_was_not_restored(tmp_path: Path) -
     unit = make_unit("none", seed=9)
     ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, unit)
     ech.train(unit, make_loader(), max_updates=8)
-    assert largest_difference(whole(unit.module), _reference(8)) == 0
+    assert largest_difference(whole(unit.module), uninterrupted("none", 8)) == 0
 
 
 class Averages(Regression):
@@ -136,14 +125,8 @@ def test_each_rank_gets_its_own_share_of_a_metric_back(ranks: Ranks, tmp_path: P
 
 
 def test_what_cannot_be_read_back_is_refused_when_it_is_saved(tmp_path: Path) -> None:
-    class Odd:
-        def state_dict(self) -> dict[str, Any]:
-            return {"path": Path("x")}
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
     unit = make_unit("none")
-    unit.odd = Odd()  # type: ignore[attr-defined]
+    unit.odd = Held(Path("x"))  # type: ignore[attr-defined]
     with refused(CheckpointError):
         ech.train(unit, make_loader(), max_updates=2, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
     assert commit.latest(tmp_path) is None

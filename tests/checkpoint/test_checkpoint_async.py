@@ -22,14 +22,10 @@ from echelon.common.errors import CheckpointError, CheckpointOptionError, Checkp
 from tests.conftest import Ranks
 from tests.kit.models import largest_difference, whole
 from tests.kit.refusals import refused
-from tests.kit.saving import make_loader, make_unit
+from tests.kit.saving import make_loader, make_unit, steps_in
 from tests.kit.units import Hooks
 
 Saver = ech.DistributedCheckpointSaver
-
-
-def _names(folder: Path) -> list[int]:
-    return sorted(int(p.name.removeprefix("step-")) for p in folder.iterdir())
 
 
 def _slowly(monkeypatch: pytest.MonkeyPatch | None, released: threading.Event) -> None:
@@ -51,14 +47,13 @@ def _train_behind(folder: Path, layout: str) -> dict[str, Any]:
     released = threading.Event()
     _slowly(None, released)
 
-    class Release(ech.Callback):
-        def on_train_step_end(self, state: ech.State, unit: Any) -> None:
-            if unit.train_progress.num_steps_completed == 6:
-                released.set()
+    def release(state: ech.State, unit: Any) -> None:
+        if unit.train_progress.num_steps_completed == 6:
+            released.set()
 
     unit = make_unit(layout, dropout=0.3)
     saver = Saver(folder, save_every_n_updates=3, async_checkpoint=True)
-    ech.train(unit, make_loader(), max_updates=6, callbacks=[Release(), saver])
+    ech.train(unit, make_loader(), max_updates=6, callbacks=[Hooks(on_train_step_end=release), saver])
     return whole(unit.module)
 
 
@@ -73,7 +68,7 @@ def _resume_from_3(folder: Path, layout: str) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "zero1"])
 def test_what_is_written_later_is_the_state_of_its_step(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     want = ranks(2, _train_behind, tmp_path / "c", layout)[0]
-    assert _names(tmp_path / "c") == [3, 6]
+    assert steps_in(tmp_path / "c") == [3, 6]
     assert largest_difference(ranks(2, _resume_from_3, tmp_path / "c", layout)[0], want) == 0
 
 
@@ -95,7 +90,7 @@ def test_the_loop_goes_on_while_a_save_is_written_and_a_busy_one_is_waited_for_o
             _slowly(patch, released)
             ech.train(make_unit("none"), make_loader(), max_updates=4, callbacks=[Hooks(on_train_step_end=step_ended), saver])
         timer.join()
-        assert _names(folder) == names and (on_busy == "wait" or there[:3] == [None] * 3)
+        assert steps_in(folder) == names and (on_busy == "wait" or there[:3] == [None] * 3)
     assert "update 2 is not saved: the save before it is still being written" in caplog.text
     with refused(CheckpointOptionError):
         ech.callbacks.SaveOptions(on_busy="perhaps")  # type: ignore[arg-type]
@@ -113,17 +108,15 @@ def _fails_behind(folder: Path, end: int) -> tuple[str, int]:
     Snapshot.write = write  # type: ignore[method-assign]
     saver = Saver(folder, save_every_n_updates=2, async_checkpoint=True, options=ech.callbacks.SaveOptions(tolerated_failures=0))
 
-    class Wait(ech.Callback):
+    def wait(*_: Any) -> None:
         """The rank that fails has failed before its next step."""
-
-        def on_train_step_start(self, state: ech.State, unit: Any) -> None:
-            for thread in threading.enumerate():
-                if dist.get_rank() == 1 and thread.name.startswith("echelon-save"):
-                    thread.join(60)
+        for thread in threading.enumerate():
+            if dist.get_rank() == 1 and thread.name.startswith("echelon-save"):
+                thread.join(60)
 
     unit = make_unit("ddp")
     with pytest.raises(CheckpointWriteError) as caught:
-        ech.train(unit, make_loader(), max_updates=end, callbacks=[Wait(), saver])
+        ech.train(unit, make_loader(), max_updates=end, callbacks=[Hooks(on_train_step_start=wait), saver])
     return str(caught.value), unit.train_progress.num_steps_completed
 
 
@@ -133,17 +126,13 @@ def test_a_failure_behind_the_loop_comes_up_at_the_next_step_on_all_ranks(ranks:
         assert step == 3 and "rank 1: OSError: [Errno 5] Input/output error" in text
     for text, step in ranks(2, _fails_behind, tmp_path / "d", 2):  # there is no next step: the end of training tells
         assert step == 2 and "Input/output error" in text
-    assert [p.name for p in (tmp_path / "c").iterdir()] == []
+    assert list((tmp_path / "c").iterdir()) == []
 
 
 def test_an_error_of_the_run_ends_the_thread(tmp_path: Path) -> None:
-    class Bad(ech.Callback):
-        def on_train_step_end(self, state: ech.State, unit: Any) -> None:
-            raise ValueError("bad")
-
-    saver = Saver(tmp_path, save_every_n_updates=1, async_checkpoint=True)
-    with pytest.raises(ValueError, match="bad"):
-        ech.train(make_unit("none"), make_loader(), max_updates=3, callbacks=[saver, Bad()])
+    saver, bad = Saver(tmp_path, save_every_n_updates=1, async_checkpoint=True), Hooks(on_train_step_end=lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ech.train(make_unit("none"), make_loader(), max_updates=3, callbacks=[saver, bad])
     assert not [t for t in threading.enumerate() if t.name.startswith("echelon-save")]
     assert commit.latest(tmp_path) in (None, tmp_path / "step-00000001")
 
@@ -166,10 +155,9 @@ def test_a_gpus_buffers_are_made_before_the_first_save_by_a_thread_in_a_few_piec
     monkeypatch.setattr(torch, "empty", empty)
     saver = Saver(tmp_path, save_every_n_updates=3, async_checkpoint=True)
     ech.train(unit, make_loader(), max_updates=4, callbacks=[saver])
-    assert [name for name, _ in made].count("echelon-buffers") == 1 and len(
-        made
-    ) <= 2  # and what a save alone has: positions, RNGs
-    assert _names(tmp_path) == [3, 4]
+    assert [name for name, _ in made].count("echelon-buffers") == 1
+    assert len(made) <= 2  # and what a save alone has: positions, RNGs
+    assert steps_in(tmp_path) == [3, 4]
 
 
 def test_pieces_hold_every_kind_of_tensor_without_overlap() -> None:
@@ -269,19 +257,16 @@ def test_what_the_program_changes_once_a_save_was_called_is_not_in_it(
                 kept["changed"] = True
                 change(unit)
 
-        class Note(ech.Callback):
-            def on_train_step_end(self, state: ech.State, unit: Any, kept: Any = kept) -> None:
-                if unit.train_progress.num_steps_completed == 2:
-                    kept |= _kept(unit)
+        def note(state: ech.State, unit: Any, kept: Any = kept) -> None:
+            if unit.train_progress.num_steps_completed == 2:
+                kept |= _kept(unit)
 
-        meddling = ech.Callback()
         if when == "forward":
             unit.module.register_forward_pre_hook(meddle)
-        else:
-            meddling = type("Meddling", (ech.Callback,), {when: meddle})()
+        meddling = Hooks(**({} if when == "forward" else {when: meddle}))
         folder = tmp_path / name
         saver = Saver(folder, save_every_n_updates=2, async_checkpoint=True)
-        ech.train(unit, make_loader(), max_updates=3, callbacks=[Note(), saver, meddling])
+        ech.train(unit, make_loader(), max_updates=3, callbacks=[Hooks(on_train_step_end=note), saver, meddling])
         assert kept.pop("changed")
         other = _with_a_bag(9)
         Saver.restore(folder / "step-00000002", other)

@@ -36,7 +36,8 @@ from echelon.common.machine import started_at
 from tests.conftest import Ranks
 from tests.kit.models import largest_difference, whole
 from tests.kit.refusals import refused
-from tests.kit.saving import HOLD, make_loader, make_unit, train_and_save, uninterrupted
+from tests.kit.saving import held_by_another, make_loader, make_unit, no_locks, steps_in, train_and_save, uninterrupted
+from tests.kit.units import Hooks
 
 Saver = ech.DistributedCheckpointSaver
 
@@ -122,12 +123,7 @@ def test_a_damaged_newest_is_named_and_the_older_one_taken(two: Path, tmp_path: 
     Saver.restore_from_latest(folder, unit)
     _train(folder, 6, unit, save_every_n_updates=2)
     assert largest_difference(whole(unit.module), uninterrupted("none", 6)) == 0
-    assert sorted(p.name for p in folder.iterdir()) == [
-        "corrupt-step-00000004",
-        "step-00000002",
-        "step-00000004",
-        "step-00000006",
-    ]
+    assert steps_in(folder) == [2, 4, 6] and (folder / "corrupt-step-00000004").exists()
     assert _restored(folder) == 6
 
 
@@ -198,23 +194,13 @@ def test_a_second_run_is_refused_while_the_first_lives_and_takes_over_when_it_di
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("echelon.checkpoint.lease._PATIENCE_S", 0.0)
-    first = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert first.stdout is not None and first.stdout.readline() == "held\n"
+    with held_by_another(tmp_path):
         (tmp_path / ".staged-step-00000009").mkdir()  # of the save that the first run is making
         with refused(CheckpointInUseError):
             _train(tmp_path, 2)
         assert (tmp_path / ".staged-step-00000009").exists()
-    finally:
-        first.kill()
-        first.wait()
-        first.stdout.close()
     _train(tmp_path, 2)  # its lease is still lying there
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
-
-
-def no_locks(*_: Any) -> None:
-    raise OSError(38, "Function not implemented")
 
 
 def test_without_locks_the_text_of_the_lease_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,12 +226,9 @@ def test_without_locks_the_text_of_the_lease_decides(tmp_path: Path, monkeypatch
 
 
 def test_a_run_that_ends_leaves_no_lease_whatever_ended_it(tmp_path: Path) -> None:
-    class Bad(ech.Callback):
-        def on_train_step_end(self, state: ech.State, unit: Any) -> None:
-            raise ValueError("bad")
-
-    with pytest.raises(ValueError, match="bad"):
-        ech.train(make_unit("none"), make_loader(), max_updates=2, callbacks=[Saver(tmp_path, save_every_n_updates=1), Bad()])
+    bad = Hooks(on_train_step_end=lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ech.train(make_unit("none"), make_loader(), max_updates=2, callbacks=[Saver(tmp_path, save_every_n_updates=1), bad])
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 
 
@@ -278,14 +261,13 @@ def test_which_checkpoints_go() -> None:
 
 
 def test_the_best_stays_and_can_be_restored(tmp_path: Path) -> None:
-    class Rising(ech.Callback):
-        def on_train_step_start(self, state: ech.State, unit: Any) -> None:
-            unit.score = float([5, 1, 9, 0, 2, float("nan")][unit.train_progress.num_steps_completed])
+    def scored(state: ech.State, unit: Any) -> None:
+        unit.score = float([5, 1, 9, 0, 2, float("nan")][unit.train_progress.num_steps_completed])
 
     best = ech.callbacks.BestCheckpointConfig("score", "max")
     saver = Saver(tmp_path, save_every_n_updates=1, keep_last_n_checkpoints=2, best_checkpoint_config=best)
-    ech.train(make_unit("none"), make_loader(), max_updates=6, callbacks=[Rising(), saver])
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000003", "step-00000006"]
+    ech.train(make_unit("none"), make_loader(), max_updates=6, callbacks=[Hooks(on_train_step_start=scored), saver])
+    assert steps_in(tmp_path) == [1, 3, 6]
     unit = make_unit("none")
     assert Saver.restore_from_best(tmp_path, unit, "score", "max")
     assert unit.train_progress.num_steps_completed == 3
@@ -340,8 +322,7 @@ def test_an_error_of_writing_on_one_rank_is_told_to_all_and_training_goes_on(
 ) -> None:
     options: dict[str, Any] = {"async_checkpoint": asynchronous}
     assert ranks(2, _fails_on, 1, tmp_path / "c", error, **options) == [("", 6, 0)] * 2
-    left = sorted(p.name for p in (tmp_path / "c").iterdir())
-    assert left == [manifest.named(step) for step in (3, 4, 5, 6)]
+    assert steps_in(tmp_path / "c") == [3, 4, 5, 6]
     options["options"] = ech.callbacks.SaveOptions(tolerated_failures=0)
     for text, step, failures in ranks(2, _fails_on, 1, tmp_path / "d", error, **options):
         assert f"rank 1: {said}" in text and "GB free" in text

@@ -7,8 +7,6 @@ import json
 import os
 import stat
 import struct
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -45,7 +43,7 @@ from tests.kit.forged import (
 )
 from tests.kit.models import net
 from tests.kit.refusals import refused
-from tests.kit.saving import HOLD, make_loader, make_unit
+from tests.kit.saving import Held, held_by_another, make_loader, make_unit, no_locks
 
 Saver = ech.DistributedCheckpointSaver
 two, folder, bucket = forged.two, forged.folder, forged.bucket
@@ -122,7 +120,7 @@ def test_whatever_is_in_the_place_of_the_lease_nothing_is_written_where_it_leads
         else:
             path.write_text('{"host": {}, "pid": "\u001b", "seen": 1e999, "since": 1e300, "user": 3}')
         if not locks:
-            monkeypatch.setattr("fcntl.fcntl", _no_locks)
+            monkeypatch.setattr("fcntl.fcntl", no_locks)
         lease = Lease(path.parent)
         assert lease.acquire()
         assert stat.S_ISREG(path.lstat().st_mode) and json.loads(path.read_text())["pid"] == os.getpid()
@@ -130,12 +128,8 @@ def test_whatever_is_in_the_place_of_the_lease_nothing_is_written_where_it_leads
         assert precious.read_text() == "x" and [p.name for p in path.parent.iterdir()] == []
 
 
-def _no_locks(*_: Any) -> None:
-    raise OSError(38, "Function not implemented")
-
-
 def test_the_text_of_a_lease_does_nothing_to_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fcntl.fcntl", _no_locks)
+    monkeypatch.setattr("fcntl.fcntl", no_locks)
     monkeypatch.setattr("echelon.checkpoint.lease._PATIENCE_S", 0.0)
     theirs = {"host": EVIL, "boot": "", "pid": 1, "start": "1", "user": EVIL, "since": 0, "seen": time.time()}
     (tmp_path / ".lease").write_text(json.dumps(theirs))
@@ -147,16 +141,10 @@ def test_the_text_of_a_lease_does_nothing_to_the_terminal(tmp_path: Path, monkey
 def test_a_lease_that_another_holds_under_two_names_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a copy of the folder by hard links makes them."""
     monkeypatch.setattr("echelon.checkpoint.lease._PATIENCE_S", 0.0)
-    first = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    try:
-        assert first.stdout is not None and first.stdout.readline() == "held\n"
+    with held_by_another(tmp_path):
         (tmp_path / "copy").hardlink_to(tmp_path / ".lease")
         with refused(CheckpointInUseError):
             Lease(tmp_path).acquire()
-    finally:
-        first.kill()
-        first.wait()
-        first.stdout.close()
 
 
 def test_a_full_disk_does_not_take_the_lease_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,29 +328,18 @@ def test_types_are_those_of_this_torch() -> None:
     assert {name: known[name] for name in header.SIZES} == header.SIZES
 
 
-class Holds:
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
-
-
 def test_a_state_is_refused_when_it_is_saved_and_not_when_it_is_read(tmp_path: Path) -> None:
     itself: list[Any] = []
     itself.append(itself)
     for bad in (DEEP, itself, torch.eye(2).to_sparse()):
         unit = make_unit("none")
-        unit.held = Holds(bad)
+        unit.held = Held(bad)
         with refused(CheckpointError):
             ech.train(unit, make_loader(), max_updates=1, callbacks=[Saver(tmp_path)])
     unit, nested = make_unit("none"), functools.reduce(lambda inner, _: ({1: inner},), range(36), 0)
-    unit.held, unit.config = Holds(nested), {"deep": DEEP, "long": "x" * 2_000_000, "kept": 1}
+    unit.held, unit.config = Held(nested), {"deep": DEEP, "long": "x" * 2_000_000, "kept": 1}
     ech.train(unit, make_loader(), max_updates=1, callbacks=[Saver(tmp_path)])
-    unit.held = Holds(None)
+    unit.held = Held(None)
     assert make_unit("none") and Saver.restore_from_latest(tmp_path, unit) and unit.held.value == nested
     assert manifest.read(tmp_path / "step-00000001")["config"]["user"] == {"kept": 1}
 

@@ -36,7 +36,7 @@ from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.own_loops import told
 from tests.kit.refusals import refused
 from tests.kit.run_folders import recorded
-from tests.kit.saving import DATA, Marked, make_loader, make_unit, resume, train_and_save, uninterrupted
+from tests.kit.saving import DATA, Held, Marked, make_loader, make_unit, resume, train_and_save, uninterrupted
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -461,15 +461,9 @@ def test_a_parameter_that_no_module_of_the_unit_holds_is_in_the_state_of_its_opt
 # --- ranks that differ
 
 
-class Noted:
-    def __init__(self, fails: bool = False) -> None:
-        self.fails = fails
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"a": 1}
-
+class Noted(Held):
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.fails:
+        if self.value == "fails":
             raise LookupError("rank 1 alone fails here")
 
 
@@ -482,7 +476,7 @@ def _differing(folder: Path) -> list[str]:
         kind = "SGD" if second and case == "optimizer" else "AdamW"
         unit = Regression(module=module, layout="none", optimizer=kind)
         if not (second and case == "state"):
-            unit.note = Noted(fails=second and case == "load")  # type: ignore[attr-defined]
+            unit.note = Noted("fails" if second and case == "load" else "")  # type: ignore[attr-defined]
         loader = ech.Loader(other_data if second and case == "data" else DATA, 8, seed=1)
         with pytest.raises((CheckpointError, UsageError)) as caught:
             Saver.restore_from_latest(folder, unit, train_dataloader=loader)

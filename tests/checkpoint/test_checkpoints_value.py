@@ -16,12 +16,14 @@ from torch.utils.data import TensorDataset
 
 import echelon as ech
 from echelon.checkpoint import manifest
+from echelon.checkpoint.location import location
 from echelon.common.errors import CheckpointError, CheckpointOptionError, LoopError, RanksDisagreeError, UsageError
 from echelon.loop.checkpointing.saver import Timetable
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.own_loops import step, told
 from tests.kit.refusals import refused
+from tests.kit.saving import steps_in
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -29,33 +31,24 @@ pytestmark = pytest.mark.standing_ranks
 DATA = TensorDataset(*batch(24, 0))
 
 
-def _saved(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in Path(folder).glob("step-*"))
-
-
 def _numbers(folder: Path) -> dict[int, dict[str, Any]]:
-    return {step: manifest.read(folder / manifest.named(step)).get("metrics", {}) for step in _saved(folder)}
+    return {step: manifest.read(folder / manifest.named(step)).get("metrics", {}) for step in steps_in(folder)}
 
 
 # --- the value
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("name", "value"),
     [
-        {"every": "soon"},
-        {"every": 0},
-        {"keep": 0},
-        {"best": "quality"},
-        {"best": ("quality", "most")},
-        {"best": 3},
-        {"save_options": {}},
-        {"restore_options": {}},
+        *(("every", value) for value in ("soon", 0)),
+        *(("best", value) for value in ("quality", ("quality", "most"), 3)),
+        *(("keep", 0), ("save_options", {}), ("restore_options", {})),
     ],
 )
-def test_what_makes_no_sense_is_refused_where_it_is_written(options: dict[str, Any]) -> None:
+def test_what_makes_no_sense_is_refused_where_it_is_written(name: str, value: Any) -> None:
     with refused(CheckpointOptionError):
-        ech.Checkpoints("a", **options)
+        ech.Checkpoints("a", **{name: value})
 
 
 def test_it_is_a_value() -> None:
@@ -177,19 +170,13 @@ def _loop(
 
 @pytest.mark.full
 def test_the_end_is_saved_and_resumed_from_and_few_stay(tmp_path: Path) -> None:
-    for every, expected in (
-        ("epoch", [6, 9, 12]),
-        (5, [5, 10, 12]),
-        (1000, [12]),
-        ("1h", [12]),
-        ("0.000001s", [10, 11, 12]),
-    ):
+    for every, expected in {"epoch": [6, 9, 12], 5: [5, 10, 12], 1000: [12], "1h": [12], "0.000001s": [10, 11, 12]}.items():
         folder = tmp_path / str(every)
         _loop(ech.Checkpoints(folder, every=every), 4)
-        assert _saved(folder) == expected, every
+        assert steps_in(folder) == expected, every
     wanted = _loop(None, 5)
     assert largest_difference(_loop(tmp_path / "epoch", 5), wanted) == 0
-    assert _saved(tmp_path / "epoch") == [9, 12, 15]
+    assert steps_in(tmp_path / "epoch") == [9, 12, 15]
 
 
 def _stopped(folder: Path, **options: Any) -> Any:
@@ -203,7 +190,7 @@ def _stopped(folder: Path, **options: Any) -> Any:
 @pytest.mark.fresh_ranks
 def test_a_signal_saves_and_the_same_line_goes_on(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, _stopped, tmp_path, kill_at=4) == [75, 75]
-    assert _saved(tmp_path)[-1] == 5  # the update by whose message the ranks agree
+    assert steps_in(tmp_path)[-1] == 5  # the update by whose message the ranks agree
     for one, other in zip(ranks(2, _stopped, tmp_path), ranks(2, _stopped, None), strict=True):
         assert largest_difference(one, other) == 0
 
@@ -341,7 +328,7 @@ def test_one_line_restores_and_the_numbers_are_those_of_a_run_in_one_go(ranks: R
         checkpoints = ech.Checkpoints(tmp_path / str(every), every=every)
         ranks(2, _train, checkpoints, 2)
         assert largest_difference(ranks(2, _train, checkpoints, 4)[0], wanted) == 0
-        assert _saved(tmp_path / str(every)) == {None: [6, 12], "epoch": [6, 9, 12], 2: [8, 10, 12]}[every]
+        assert steps_in(tmp_path / str(every)) == {None: [6, 12], "epoch": [6, 9, 12], 2: [8, 10, 12]}[every]
 
 
 def _stopped_in_evaluation(folder: Path, at: tuple[int, int] | None) -> Any:
@@ -420,12 +407,9 @@ def test_an_object_store_will_do(tmp_path: Path) -> None:
     _train(checkpoints, 3, Scored(SCORES))
     wanted = _train(None, 4)
     assert largest_difference(_train(checkpoints, 4, Scored(SCORES)), wanted) == 0
-    from echelon.checkpoint.location import location
-
-    assert sorted(path.name for path in location(url).iterdir() if path.name.startswith("step-")) == [
-        "step-00000006",
-        "step-00000012",
-    ]
+    assert sorted(path.name for path in location(url).iterdir() if path.name.startswith("step-")) == list(
+        map(manifest.named, (6, 12))
+    )
 
 
 @pytest.mark.full
@@ -438,5 +422,5 @@ def test_a_trainer_resumes_by_itself(tmp_path: Path) -> None:
         trainer.fit(unit, ech.Loader(DATA, 8, seed=1))
         return unit.train_progress.num_updates_completed
 
-    assert (trained(2), _saved(tmp_path)) == (6, [3, 6])
-    assert (trained(3), _saved(tmp_path)) == (9, [6, 9])
+    assert (trained(2), steps_in(tmp_path)) == (6, [3, 6])
+    assert (trained(3), steps_in(tmp_path)) == (9, [6, 9])

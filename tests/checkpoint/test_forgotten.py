@@ -19,6 +19,7 @@ from echelon.common.errors import CheckpointMismatchError
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, whole
 from tests.kit.refusals import refused
+from tests.kit.saving import Held
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -26,17 +27,6 @@ pytestmark = pytest.mark.standing_ranks
 Saver, Options = ech.DistributedCheckpointSaver, ech.callbacks.RestoreOptions
 TRAINING = ech.State(entry_point=ech.units.EntryPoint.TRAIN)
 DATA = torch.utils.data.TensorDataset(*batch(48, 0))
-
-
-class Counter:
-    def __init__(self, count: int = 0) -> None:
-        self.count = count
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count = state["count"]
 
 
 class Net(nn.Module):
@@ -84,7 +74,7 @@ class Hand(ech.TrainUnit[Any]):
         made["of_a"] = torch.optim.AdamW(made["a"].parameters())
         made["of_b"] = torch.optim.AdamW(made["b"].parameters())
         made["schedule"] = torch.optim.lr_scheduler.StepLR(made["of_a"], 1)
-        made["counter"], made["mean"] = Counter(3), ech.Mean()
+        made["counter"], made["mean"] = Held(3), ech.Mean()
         for name in made.keys() - set(without):
             setattr(self, name, made[name])
 
@@ -133,7 +123,7 @@ def _appeared(folder: Path) -> None:
         Saver.restore(folder / "step-00000000", Hand("of_b"))
     unit = Hand("of_b")
     report = Saver.restore(folder / "step-00000000", unit, restore_options=Options(allow_changes=("counter",)))
-    assert report.missing == ["counter"] and not report.unexpected and unit.counter.count == 3
+    assert report.missing == ["counter"] and not report.unexpected and unit.counter.value == 3
 
 
 @pytest.mark.full
@@ -142,11 +132,7 @@ def test_state_that_appeared_is_refused_and_stays_as_it_is_where_it_is_named(ran
 
 
 def test_a_position_of_somebody_elses_loader_that_is_not_given_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    class Own(list[Any]):
-        def state_dict(self) -> dict[str, Any]:
-            return {"at": 2}
-
-        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    class Own(list[Any], Held): ...
 
     unit, own = _unit(), Own([batch(8, i) for i in range(4)])
     ech.train(unit, own, max_updates=2, callbacks=[Saver(tmp_path)])
@@ -289,11 +275,7 @@ def test_the_moments_of_a_layer_that_is_left_behind_are_left_behind(tmp_path: Pa
 
 @pytest.mark.parametrize(
     "rename",
-    [
-        {"module.enc": "module.backbone"},
-        {"module.encoder": "module.decoder"},
-        {"module.encoder": "module.nowhere"},
-    ],
+    [{"module.enc": "module.backbone"}, {"module.encoder": "module.decoder"}, {"module.encoder": "module.nowhere"}],
 )
 def test_a_mapping_that_cannot_be_is_refused_before_anything_is_changed(tmp_path: Path, rename: dict[str, str]) -> None:
     _saved(tmp_path)

@@ -15,10 +15,10 @@ from echelon.checkpoint import commit
 from echelon.common.errors import CheckpointOptionError, DivergedError
 from echelon.contracts.events import read_lines
 from tests.conftest import Ranks
-from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.models import Batch, batch, largest_difference, net, whole
 from tests.kit.refusals import refused
 from tests.kit.run_folders import recorded
-from tests.kit.units import Regression
+from tests.kit.units import Own, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -135,22 +135,18 @@ def test_it_is_bounded_and_the_error_names_step_rank_and_samples(ranks: Ranks, t
     assert ("rank 0: the loss is nan" in first) and ("rank 1" in first) != watch
 
 
-class Own(ech.TrainUnit[Any]):
-    """A unit with a step of its own."""
+class Losing(Own):
+    """Remembers its loss."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.module = net()
-        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.01)
+        module = net()
+        super().__init__(module, torch.optim.SGD(module.parameters(), lr=0.01))
         self.loss = 0.0
 
-    def train_step(self, state: ech.State, data: Any) -> None:
-        x, y = data
-        loss = torch.nn.functional.mse_loss(self.module(x), y)
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
+    def _computed(self, data: Batch) -> torch.Tensor:
+        loss = super()._computed(data)
         self.loss = float(loss.detach())
+        return loss
 
 
 @pytest.mark.full
@@ -159,8 +155,8 @@ def test_a_unit_of_the_users_own_says_what_to_watch_and_the_events_tell(tmp_path
     loader, saver = ech.Loader(_data(bad, math.nan), 8, seed=1), Saver(tmp_path / "c", save_every_n_updates=4)
     for data, options in ((loader, {}), ([loader.dataset[0]], {"watch": lambda state, unit: 0.0})):
         with refused(CheckpointOptionError):
-            ech.train(Own(), data, max_updates=1, callbacks=[roll_back(saver, **options)])
-    unit = Own()
+            ech.train(Losing(), data, max_updates=1, callbacks=[roll_back(saver, **options)])
+    unit = Losing()
     with recorded(tmp_path / "r") as run:
         watch = roll_back(saver, watch=lambda state, unit: unit.loss)
         ech.train(unit, loader, max_updates=STEPS, callbacks=[watch, saver])

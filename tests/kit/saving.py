@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +86,26 @@ class Marked:
         return (exec, (f"open({str(self.path)!r}, 'w').close()",))
 
 
+class Held:
+    """Something of a script's own that has a state."""
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+def steps_in(folder: str | Path) -> list[int]:
+    """After which updates the folder's checkpoints were saved."""
+    return sorted(int(path.name.removeprefix("step-")) for path in Path(folder).glob("step-*"))
+
+
 # A program that holds the lease of the folder that it is given.
-HOLD = """
+_HOLD = """
 import sys, time
 from pathlib import Path
 from echelon.checkpoint.lease import Lease
@@ -91,3 +113,19 @@ Lease(Path(sys.argv[1])).acquire()
 print("held", flush=True)
 time.sleep(60)
 """
+
+
+@contextlib.contextmanager
+def held_by_another(folder: Path) -> Iterator[None]:
+    """Another process has the folder's lease, and dies in the end without giving it back."""
+    with subprocess.Popen([sys.executable, "-c", _HOLD, str(folder)], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == "held\n"
+            yield
+        finally:
+            other.kill()
+
+
+def no_locks(*_: Any) -> None:
+    """In the place of `fcntl.fcntl`, as on a file system without locks."""
+    raise OSError(38, "Function not implemented")

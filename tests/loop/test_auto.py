@@ -136,15 +136,6 @@ def test_low_precision_computes_low_and_stays_near_float32(ranks: Ranks, layouts
             assert 0 < largest_difference(full[layout][0], trained) < 0.05, layout
 
 
-def test_compile_changes_no_name_and_no_number() -> None:
-    """With dynamo's own "eager" backend: what inductor makes of a graph is torch's business, and takes half a minute."""
-    data = [batch(4, i) for i in range(3)]
-    unit = Regression(compile=ech.layouts.TorchCompileParams(backend="eager"))
-    ech.train(unit, data, max_epochs=1)
-    want, _, _ = plain_training([[b] for b in data])
-    assert largest_difference(whole(unit.module), want) < 1e-12
-
-
 def _unequal_start(layout: str) -> dict[str, torch.Tensor]:
     module = net(seed=dist.get_rank())
     return whole(Regression(module=module, layout=layout).module)
@@ -157,36 +148,22 @@ def test_models_that_were_seeded_apart_start_from_rank_0s(ranks: Ranks) -> None:
         assert {s: d for s, got in started.items() if (d := largest_difference(got, want))} == {}
 
 
-def _wrapped_by_hand(how: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    module: Any = net(dtype=dtype)
-    if how == "ddp":
-        module = nn.parallel.DistributedDataParallel(module)
-    elif how == "fsdp1":
-        from torch.distributed.fsdp import FullyShardedDataParallel
+def _in_the_older_fsdp() -> dict[str, torch.Tensor]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
-        module = FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
-    else:
-        from torch.distributed.fsdp import fully_shard
-
-        for block in module.blocks:
-            fully_shard(block)
-        fully_shard(module)
+    module = FullyShardedDataParallel(net(dtype=torch.float32), device_id=torch.device("cpu"), use_orig_params=True)
     unit = Regression(module=module, accumulate=2, clip_grad_norm=0.5)
-    ech.train(unit, [batch(4, 10 * dist.get_rank() + i, dtype) for i in range(3)], max_epochs=1)
-    if how == "fsdp1":
-        with FullyShardedDataParallel.summon_full_params(module):
-            return {n.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for n, p in module.named_parameters()}
-    return whole(module)
+    ech.train(unit, [batch(4, 10 * dist.get_rank() + i, torch.float32) for i in range(3)], max_epochs=1)
+    with FullyShardedDataParallel.summon_full_params(module):
+        return {n.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for n, p in module.named_parameters()}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["ddp", "fsdp1", "fully_shard"])
-def test_modules_that_users_wrapped_train_just_as_well(ranks: Ranks, how: str) -> None:
-    # The older FSDP computes its norm in float32 and refuses float64.
-    dtype, tolerance = (torch.float32, 1e-6) if how == "fsdp1" else (torch.float64, 1e-9)
-    rows = [[batch(4, 10 * r + i, dtype) for r in range(2)] for i in range(3)]
-    want, _, _ = plain_training([rows[0] + rows[1], rows[2]], clip=0.5, module=net(dtype=dtype))
-    assert largest_difference(ranks(2, _wrapped_by_hand, how, dtype)[0], want) < tolerance
+def test_a_module_in_the_older_fsdp_trains_just_as_well(ranks: Ranks) -> None:
+    """In float32, as it computes its norm. Other wrappers are test_compilation.py's and test_data_axes.py's."""
+    rows = [[batch(4, 10 * r + i, torch.float32) for r in range(2)] for i in range(3)]
+    want, _, _ = plain_training([rows[0] + rows[1], rows[2]], clip=0.5, module=net(dtype=torch.float32))
+    assert largest_difference(ranks(2, _in_the_older_fsdp)[0], want) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -240,7 +217,7 @@ def test_a_nan_on_one_rank_is_named_on_all_and_reaches_no_parameter(ranks: Ranks
         {"clip_grad_value": -1.0},
         {"precision": "fp8"},
         {"deterministic": True},
-        {"layout": "ddpp"},
+        *({"layout": layout} for layout in ("ddpp", {"name": "ddp"}, ["ddp"], 3)),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
@@ -331,18 +308,3 @@ def test_what_lightning_returns_for_a_scheduler_is_answered_with_the_lines_to_wr
 
     with refused(LoopError):
         ech.train(Foreign(schedule=_step_schedule), [batch(2, 0)], max_epochs=1)
-
-
-@pytest.mark.parametrize("layout", [{"name": "ddp"}, ["ddp"], 3])
-def test_a_strategy_that_is_no_name_is_refused(layout: Any) -> None:
-    with refused(LayoutError):
-        Regression(layout=layout)
-    with refused(LayoutError):
-        ech.layouts.prepare_module(net(), torch.device("cpu"), layout=layout)
-
-
-def test_a_hook_that_is_set_on_the_unit_itself_is_called() -> None:
-    unit, seen = Regression(), []
-    unit.on_train_step_end = lambda state, data, step, results: seen.append(step)  # type: ignore[method-assign]
-    ech.train(unit, [batch(4, 0), batch(4, 1)], max_epochs=1)
-    assert seen == [0, 1]

@@ -67,24 +67,16 @@ def test_a_number_is_that_of_the_global_batch_on_one_rank_and_on_two(ranks: Rank
     assert any("eval_x" in record for record in ours) and len(ours) == len(theirs) == 5
 
 
+def _nothing(rank: int) -> list[tuple[str, str]]:
+    return []
+
+
 # What a rank logs in its steps and in its evaluations, and what all are told.
 TOLD: list[tuple[Any, Any, str]] = [
-    (
-        lambda rank: [("a", "mean"), ("b", "mean")][: rank + 1],
-        lambda rank: [],
-        "about what they log in an update: rank 0: a, rank 1: a, b.",
-    ),
-    (lambda rank: [("a", "mean")][rank:], lambda rank: [], "about what they log in an update: rank 0: a, rank 1: nothing."),
-    (
-        lambda rank: [("a", ("mean", "sum")[rank])],
-        lambda rank: [],
-        "about what they log in an update: rank 0: a (mean), rank 1: a (sum).",
-    ),
-    (
-        lambda rank: [],
-        lambda rank: [("c", "mean")][1 - rank :],
-        "about what was logged in the eval epoch: rank 0: nothing, rank 1: c.",
-    ),
+    (lambda rank: [("a", "mean"), ("b", "mean")][: rank + 1], _nothing, "log in an update: rank 0: a, rank 1: a, b."),
+    (lambda rank: [("a", "mean")][rank:], _nothing, "log in an update: rank 0: a, rank 1: nothing."),
+    (lambda rank: [("a", ("mean", "sum")[rank])], _nothing, "log in an update: rank 0: a (mean), rank 1: a (sum)."),
+    (_nothing, lambda rank: [("c", "mean")][1 - rank :], "logged in the eval epoch: rank 0: nothing, rank 1: c."),
 ]
 
 

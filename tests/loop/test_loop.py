@@ -79,13 +79,9 @@ def test_hooks_run_in_torchtnts_order() -> None:
 
 def _evaluated(length: Any, **options: Any) -> list[int]:
     """After how many training steps evaluations came."""
-    at = []
-
-    class Note(ech.Callback):
-        def on_eval_end(self, state: ech.State, unit: Any) -> None:
-            at.append(unit.train_progress.num_steps_completed)
-
-    ech.fit(Plain(), length if isinstance(length, Iterator) else list(range(length)), [1], callbacks=[Note()], **options)
+    at = list[int]()
+    note = Hooks(on_eval_end=lambda state, unit: at.append(unit.train_progress.num_steps_completed))
+    ech.fit(Plain(), length if isinstance(length, Iterator) else list(range(length)), [1], callbacks=[note], **options)
     return at
 
 
@@ -103,11 +99,7 @@ def _evaluated(length: Any, **options: Any) -> list[int]:
         (4, {"max_epochs": 3, "evaluate_every_n_epochs": 2}, [8]),  # epochs: as the interval says
         (100, {"max_updates": 0}, []),
         (4, {"max_epochs": 1, "evaluate_every_n_updates": 2, "evaluate_every_n_epochs": None}, [2, 4]),
-        (
-            2,
-            {"max_epochs": 1, "evaluate_every_n_updates": 2, "evaluate_every_n_epochs": 1},
-            [2],
-        ),  # once, though both intervals end
+        (2, {"max_epochs": 1, "evaluate_every_n_updates": 2, "evaluate_every_n_epochs": 1}, [2]),  # once, though both end
     ],
 )
 def test_fit_that_max_steps_ends_is_evaluated_at_its_end(length: Any, options: dict[str, Any], at: list[int]) -> None:
@@ -267,9 +259,6 @@ def test_a_step_that_runs_out_of_something_else_says_where() -> None:
     with refused(EchelonError) as caught:
         ech.train(RunsOut(), [1, 2], max_epochs=1)
     assert isinstance(caught.value.__cause__, StopIteration)
-
-
-StopsInLoss.on_train_step_end = ech.AutoUnit.on_train_step_end  # type: ignore[method-assign]  # so that nothing can stop after the step
 
 
 def _other_lengths(kind: str) -> str:

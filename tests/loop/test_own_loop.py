@@ -26,6 +26,7 @@ from echelon.prover.prove import prove_target
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.own_loops import squares, step
+from tests.kit.saving import Held
 from tests.kit.units import EACH
 
 pytestmark = pytest.mark.standing_ranks
@@ -226,19 +227,6 @@ def test_an_evaluation_counts_each_sample_once(ranks: Ranks) -> None:
 # --- resumption and stops
 
 
-class Average:
-    """Something of the script's own that is to be saved."""
-
-    def __init__(self) -> None:
-        self.value = 0.0
-
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = state["value"]
-
-
 class Killed(Exception): ...
 
 
@@ -246,7 +234,7 @@ def _interrupted(
     folder: Path | None, layout: str, fails_at: int = -1, number: int = 0, counts: bool = False, epochs: int = 3
 ) -> tuple[dict[str, torch.Tensor], float, list[int], int | None]:
     """Parameters, the average, the epochs of the steps that were taken, and the exit code."""
-    average, steps, code = Average(), list[int](), None
+    average, steps, code = Held(0.0), list[int](), None
     saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=1) if folder is not None else None
     model, optimizer, scheduler, loader, average = ech.prepare(
         *_parts(dropout=0.3, accumulate=2), average, layout=layout, checkpoints=saver
@@ -480,13 +468,9 @@ def _told_of(lines: str) -> str:
     return "nothing"
 
 
-def _all_told() -> list[str]:
-    return [_told_of(lines) for lines in IN_A_WINDOW]
-
-
 @pytest.mark.full
 def test_what_comes_in_the_wrong_order_is_refused_by_name_on_all_ranks(ranks: Ranks) -> None:
-    for told in ranks(2, _all_told):
+    for told in ranks(2, lambda: [_told_of(lines) for lines in IN_A_WINDOW]):
         for (lines, words), text in zip(IN_A_WINDOW.items(), told, strict=True):
             assert re.search(words, text), (lines, text)
 
@@ -513,9 +497,9 @@ def _strange_model() -> None:
         pass
 
 
-def _sampled(loader: DataLoader[Any]) -> Any:
+def _sampled(size: int, sampler: Any = None) -> Any:
     model, optimizer, *_ = _parts()
-    return ech.prepare(model, optimizer, loader)
+    return ech.prepare(model, optimizer, DataLoader(DATA, size, sampler=sampler))
 
 
 def _given(*what: str) -> Callable[[], Any]:
@@ -545,13 +529,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "what echelon.prepare.* returned": _strange_model,
     "must hold parameters of the Net": _given("model", "another's optimizer", "loader"),
     "must hold parameters of the Net.": _given("model", "another's optimizer on rank 1", "loader"),
-    "WeightedRandomSampler has an order": lambda: _sampled(
-        DataLoader(DATA, 2, sampler=WeightedRandomSampler(torch.ones(ROWS), ROWS))
-    ),
-    "batch_size must be a multiple of the 2 ranks that share each batch, got 3": lambda: _sampled(DataLoader(DATA, 3)),
-    "RandomSampler must draw every sample, got 8 of 22": lambda: _sampled(
-        DataLoader(DATA, 4, sampler=RandomSampler(DATA, num_samples=8))
-    ),
+    "WeightedRandomSampler has an order": lambda: _sampled(2, WeightedRandomSampler(torch.ones(ROWS), ROWS)),
+    "batch_size must be a multiple of the 2 ranks that share each batch, got 3": lambda: _sampled(3),
+    "RandomSampler must draw every sample, got 8 of 22": lambda: _sampled(4, RandomSampler(DATA, num_samples=8)),
     "must have a model and an optimizer": _given("optimizer", "loader"),
     "that of an optimizer among the objects": _given("model", "optimizer", "another's scheduler", "loader"),
     "each parameter must be in one optimizer": _given("model", "optimizer", "a second optimizer", "loader"),

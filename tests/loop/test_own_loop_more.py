@@ -29,6 +29,7 @@ from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.own_loops import step
 from tests.kit.refusals import refused
+from tests.kit.saving import Held
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -42,25 +43,12 @@ def _strategy() -> str:
 # --- what stands behind the batches of an epoch
 
 
-class Tally:
-    """What the loop counts, to be saved."""
-
-    def __init__(self) -> None:
-        self.rates: list[float] = []
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rates": self.rates}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rates = list(state["rates"])
-
-
 class Killed(Exception): ...
 
 
 def _by_epoch(folder: Path, at: tuple[int, str] = (-1, ""), *, signals: bool = False, counts: bool = False) -> tuple[Any, ...]:
     """A rate that falls by epoch, behind an evaluation; it ends in the epoch, at the place, by an error or a signal."""
-    model, tally, code = net(dropout=0.2), Tally(), None
+    model, tally, code = net(dropout=0.2), Held([]), None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     model, optimizer, scheduler, tally, loader, held_out = ech.prepare(
@@ -85,13 +73,13 @@ def _by_epoch(folder: Path, at: tuple[int, str] = (-1, ""), *, signals: bool = F
                     model(x)
                 passes(epoch, "evaluation")
             scheduler.step()
-            tally.rates.append(scheduler.get_last_lr()[0])
+            tally.value.append(scheduler.get_last_lr()[0])
             passes(epoch, "end")
     except Killed:
         pass
     except SystemExit as ended:
         code = ended.code
-    return whole(model), optimizer.param_groups[0]["lr"], tally.rates, code
+    return whole(model), optimizer.param_groups[0]["lr"], tally.value, code
 
 
 PLACES = ["step 0", "step 2", "evaluation", "end"]
@@ -106,14 +94,10 @@ def test_what_an_epoch_does_behind_its_batches_is_in_its_checkpoint(tmp_path: Pa
     got, *rest = _by_epoch(tmp_path / "killed")
     assert largest_difference(got, want) == 0 and rest == [rate, rates, None]
     for counts in (False, True):  # a loop that counts its epochs itself repeats what is behind them, but for the schedule
-        got, resumed_rate, resumed_rates, _ = _resumed(_by_epoch, tmp_path / str(counts), (1, place), counts=counts)
+        _by_epoch(tmp_path / str(counts), (1, place), counts=counts)
+        got, resumed_rate, resumed_rates, _ = _by_epoch(tmp_path / str(counts), counts=counts)
         assert largest_difference(got, want) == 0 and resumed_rate == rate
         assert counts or resumed_rates == rates
-
-
-def _resumed(loop: Callable[..., Any], folder: Path, at: tuple[int, str], counts: bool) -> Any:
-    loop(folder, at, counts=counts)
-    return loop(folder, counts=counts)
 
 
 @pytest.mark.full

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import echelon as ech
 from echelon.loop.window import Window
 from tests.conftest import Ranks
-from tests.kit.models import batch, largest_difference, net, plain_training, whole
+from tests.kit.models import batch, largest_difference, plain_training, whole
 from tests.kit.units import KINDS, Masked, Regression
 from tests.kit.windows import SHAPES, windows_of
 
@@ -75,35 +75,6 @@ def test_clipping_is_global(ranks: Ranks, layout: str) -> None:
             if clip is not None:
                 assert norms == pytest.approx(want_norms, rel=1e-12)
             assert largest_difference(ours, want) < 1e-9  # torch divides by norm + 1e-6
-
-
-class _Tokens(Regression):
-    """Weighs by the number of targets that count, on the device, as a language model with padding does."""
-
-    def weight(self, data: Any) -> torch.Tensor:
-        return (data[1] > 0).sum()
-
-    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y = data
-        out = self.module(x)
-        counts = y > 0
-        return ((out - y).square() * counts).sum() / counts.sum(), out
-
-
-@pytest.mark.parametrize("layout", KINDS)
-def test_a_unit_can_weigh_by_tokens(ranks: Ranks, layout: str) -> None:
-    shape = [[[6, 5], [7, 9]], [[8, 4]]]
-    module = net()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    for window in windows_of(shape, 2):
-        x, y = (torch.cat(parts) for parts in zip(*[b for micro in window for b in micro], strict=True))
-        counts = y > 0
-        ((((module(x) - y).square() * counts).sum()) / counts.sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    want = {n: p.detach() for n, p in module.named_parameters()}
-    for ours, _ in ranks(2, _train, layout, shape, _Tokens):
-        assert largest_difference(ours, want) < 1e-12
 
 
 def _losses(layout: str, rows: list[int]) -> tuple[float, float]:

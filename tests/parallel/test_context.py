@@ -318,50 +318,38 @@ def _draws_time(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tens
     return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
 
 
+def _with_part(mix: Any, part: Any = nn.Identity) -> Any:
+    return lambda: Tokenwise(mix, part=part())
+
+
+PLACES = _with_part(lambda m, h: h + m.part(torch.arange(h.shape[1])), lambda: nn.Embedding(64, 16))
+MULTIHEAD = _with_part(
+    lambda m, h: m.part(h, h, h, need_weights=False)[0], lambda: nn.MultiheadAttention(16, 2, batch_first=True)
+)
+NEAR = _with_part(lambda m, h: m.part(h.mT).mT, lambda: nn.Conv1d(16, 16, 3, padding=1))
+IMAGES = {**tokens(2, 16, 0), "image": torch.zeros(2, 3, 16)}
+CANNOT_SHIFT = r"2 x 7 targets were taken of this rank's 2 x 8 tokens"
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "attention by hand": (
-        lambda: Tokenwise(_attends),
-        {},
-        r"Tokenwise.head \(Linear\) gets other inputs .*scaled_dot_product_attention",
-    ),
-    "local positions": (
-        lambda: Tokenwise(lambda m, h: h + m.places(torch.arange(h.shape[1])), places=nn.Embedding(64, 16)),
-        {},
-        r"Tokenwise\.places .*echelon.nn.positions",
-    ),
+    "attention by hand": (_with_part(_attends), {}, r"Tokenwise.head \(Linear\) gets other .*scaled_dot_product_attention"),
+    "local positions": (PLACES, {}, r"Tokenwise\.part .*echelon.nn.positions"),
     "pooling": (lambda: Pooled(lambda m, h: h), {}, "Pooled gives other outputs"),
-    "a mask of local keys": (lambda: Tokenwise(_masks_local_keys), {}, r"over all 16 keys .* got 8 x 8 .*is_causal=True"),
-    "MultiheadAttention": (
-        lambda: Tokenwise(
-            lambda m, h: m.attention(h, h, h, need_weights=False)[0],
-            attention=nn.MultiheadAttention(16, 2, batch_first=True),
-        ),
+    "a mask of local keys": (_with_part(_masks_local_keys), {}, r"over all 16 keys .* got 8 x 8 .*is_causal=True"),
+    "MultiheadAttention": (MULTIHEAD, {}, r"over 2 ranks cannot split nn\.MultiheadAttention"),
+    "convolution": (NEAR, {}, r"Tokenwise\.part \(Conv1d\) gives other outputs"),
+    "computed again": (partial(Recomputed, reentrant=False), {}, r"call Recomputed\._attention again .*checkpoint\(bl"),
+    "again, reentrant": (
+        partial(Recomputed, reentrant=True),
         {},
-        r"over 2 ranks cannot split nn\.MultiheadAttention",
+        r"call Recomputed\._attention again .*recompute='blocks'",
     ),
-    "convolution": (
-        lambda: Tokenwise(lambda m, h: m.near(h.mT).mT, near=nn.Conv1d(16, 16, 3, padding=1)),
-        {},
-        r"Tokenwise\.near \(Conv1d\) gives other outputs",
-    ),
-    "a function computed again": (
-        partial(Recomputed, reentrant=False),
-        {},
-        r"call Recomputed\._attention again .*checkpoint\(bl",
-    ),
-    "the same, reentrant": (partial(Recomputed, reentrant=True), {}, r"call Recomputed\._attention again .*recompute='blocks'"),
     "length": (lm, {"length": 18}, r"dimension 1 of inputs, of shape \(2, 18\), must .* 2 x cp = 4 divides.* 16 or 20"),
-    "shift in the loss": (lm, {"loss": _shifts_itself}, r"2 x 7 targets were taken of this rank's 2 x 8 tokens"),
-    "shift in a loss by hand": (lm, {"loss": _loss_by_hand}, r"2 x 7 targets were taken of this rank"),
-    "shift of the inputs": (lm, {"loss": _cuts_inputs}, r"2 x 7 targets were taken of this rank"),
+    "shift in the loss": (lm, {"loss": _shifts_itself}, CANNOT_SHIFT),
+    "shift in a loss by hand": (lm, {"loss": _loss_by_hand}, CANNOT_SHIFT),
+    "shift of the inputs": (lm, {"loss": _cuts_inputs}, CANNOT_SHIFT),
     "a draw for each sequence": (Timed, {"loss": _draws_time}, r"Timed must get the same argument 1 .* of shape \(2,\)"),
     "no sequence": (lm, {"batch": {"x": torch.zeros(3)}}, r"no tensor of the batch has one"),
     "a tuple": (lm, {"batch": (torch.zeros(2, 7, dtype=torch.int64),)}, r"dimension 1 of item 0 of the batch, of shape \(2, 7\)"),
-    "ambiguous": (
-        lm,
-        {"batch": {**tokens(2, 16, 0), "image": torch.zeros(2, 3, 16)}},
-        r'image of shape \(2, 3, 16\) has that many in another .*sequence_dim=\{"inputs": 1, "targets": 1, "image": None\}',
-    ),
+    "ambiguous": (lm, {"batch": IMAGES}, r'image of shape \(2, 3, 16\) has that many in another .*"targets": 1, "image": None\}'),
 }
 
 

@@ -281,30 +281,17 @@ class Teaches(Language):
         return super().compute_loss(state, data)
 
 
-def _taught(check: bool) -> dict[str, torch.Tensor]:
+def _taught(check: bool) -> list[dict[str, torch.Tensor]]:
     torch.manual_seed(0)
-    unit = Teaches(module=lm(), layout=ech.Layout(cp=2, check_context=check))
-    ech.train(unit, [tokens(2, 32, 0)] * 2, max_epochs=1)
-    return {name: p.clone() for name, p in unit.teachers[0].named_parameters()}
-
-
-@pytest.mark.full
-def test_a_teacher_that_follows_within_the_loss_does_not_move_in_the_comparison(ranks: Ranks) -> None:
-    for checked, unchecked in zip(ranks(2, _taught, True), ranks(2, _taught, False), strict=True):
-        assert largest_difference(checked, unchecked) == 0.0
-
-
-def _with_dropout(check: bool) -> dict[str, torch.Tensor]:
-    torch.manual_seed(0)
-    unit = Language(module=lm(dropout=0.3), layout=ech.Layout(cp=2, check_context=check), recompute="blocks")
+    unit = Teaches(module=lm(dropout=0.3), layout=ech.Layout(cp=2, check_context=check), recompute="blocks")
     ech.train(unit, [tokens(2, 32, seed) for seed in range(2)], max_epochs=1)
-    return whole(unit.module)
+    return [whole(unit.module), whole(unit.teachers[0])]
 
 
 @pytest.mark.full
 def test_training_with_the_comparison_is_bit_equal_to_training_without(ranks: Ranks) -> None:
-    for checked, unchecked in zip(ranks(2, _with_dropout, True), ranks(2, _with_dropout, False), strict=True):
-        assert largest_difference(checked, unchecked) == 0.0
+    for checked, unchecked in zip(ranks(2, _taught, True), ranks(2, _taught, False), strict=True):
+        assert [largest_difference(*both) for both in zip(checked, unchecked, strict=True)] == [0.0, 0.0]
 
 
 class Noisy(Language):
@@ -330,18 +317,20 @@ def test_a_loss_that_draws_for_each_token_is_taken(ranks: Ranks) -> None:
 # --- loops of one's own, whose loss is not called again
 
 
-def _own_loop(name: str) -> str:
+def _own_loop(name: str) -> Any:
     loss = {**LOSSES, **{name: loss for name, (loss, _) in FINE.items()}}[name]
     module, batches = lm(), [tokens(2, 32, seed) for seed in range(2)]
-    model, optimizer, loader = ech.prepare(module, torch.optim.SGD(module.parameters(), 0.1), batches, layout="cp=2")
+    made = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    model, optimizer, loader = ech.prepare(module, made, batches, layout="cp=2")
 
     def train() -> None:
         for batch in loader:
             with ech.window(model) as window:
                 window.backward(loss(model, batch))
                 optimizer.step()
+                optimizer.zero_grad()
 
-    return answer(train) or f"far by {largest_difference(whole(model), plain(lm(), [[b] for b in batches], loss=loss)[0])}"
+    return answer(train) or largest_difference(whole(model), plain(lm(), [[b] for b in batches], loss=loss)[0])
 
 
 SEEN_IN_A_LOOP = ["last token", "first token", "of the mean", "neighbours", "perplexity", "contrastive"]
@@ -352,6 +341,6 @@ def test_in_a_loop_of_ones_own_derivatives_tell_and_means_over_tokens_are_taken(
     for found in ranks(2, under_each, [*SEEN_IN_A_LOOP, "label smoothing", "z-loss"], _own_loop, timeout_s=180):
         for name, said in found.items():
             if name in SEEN_IN_A_LOOP:
-                assert "would change the loss: it must be a mean over tokens" in said, (name, said)
+                assert "would change the loss: it must be a mean over tokens" in str(said), (name, said)
             else:
-                assert said.startswith("far by "), (name, said)
+                assert said < 1e-11, (name, said)

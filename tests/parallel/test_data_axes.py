@@ -132,24 +132,17 @@ def test_a_module_sharded_by_hand_trains_as_one_process_does(ranks: Ranks, size:
             assert max(float((got[k] - want[k]).abs().max()) for k in want) < 1e-12, name
 
 
-def _own() -> list[Any]:
-    seen = []
-    for make in (lambda: tensor_alone(net, "model"), lambda: tensor_and_shards(net, "model", "dp")):
-        if make.__code__.co_names[0] == "tensor_and_shards" and dist.get_world_size() < 4:
-            continue
-        unit = Own(make())
-        ech.train(unit, ech.Loader(torch.utils.data.TensorDataset(*batch(16, 0)), 8), max_epochs=1)
-        seen.append(unit.seen)
-    return seen
+def _seen(make: Any, *names: str) -> list[float]:
+    unit = Own(make(net, *names))
+    ech.train(unit, ech.Loader(torch.utils.data.TensorDataset(*batch(16, 0)), 8), max_epochs=1)
+    return unit.seen
 
 
 @pytest.mark.full
 def test_ones_own_unit_gets_the_same_samples_on_the_ranks_of_a_layer(ranks: Ranks) -> None:
-    two = ranks(2, _own)
-    assert two[0] == two[1] and len(two[0][0]) == 16
-    four = ranks(4, _own)
-    assert len({str(found[0]) for found in four}) == 1
-    rows = [found[1] for found in four]
+    rows = ranks(4, _seen, tensor_alone, "model")
+    assert rows == [rows[0]] * 4 and len(rows[0]) == 16
+    rows = ranks(4, _seen, tensor_and_shards, "model", "dp")
     assert rows[0] == rows[2] != rows[1] == rows[3] and len(rows[0]) == 8
 
 
@@ -175,7 +168,6 @@ def test_ones_own_unit_with_data_of_ones_own_needs_no_word_on_axes(ranks: Ranks,
 
 
 def _refused() -> dict[str, str]:
-
     def declared(module: nn.Module) -> nn.Module:
         ech.layouts.data_axes(module, mesh["dp"])
         return module

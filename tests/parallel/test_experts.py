@@ -17,11 +17,11 @@ from torch.distributed.fsdp import FSDPModule
 
 import echelon as ech
 from echelon.common.errors import ExpertsError, UsageError
-from echelon.contracts.run_dir import RunDir
 from tests.conftest import Ranks
 from tests.kit.models import batch, plain_training, seeded, whole
 from tests.kit.own_loops import own_loop
 from tests.kit.refusals import refusal, refused
+from tests.kit.run_folders import recorded
 from tests.kit.units import Regression, under_each
 
 pytestmark = pytest.mark.standing_ranks
@@ -277,7 +277,7 @@ def test_a_rank_whose_batch_counts_nothing_computes_for_the_others(ranks: Ranks)
 
 
 def _run(folder: Path, layout: Any, updates: int, *, restores: bool = False, saves: bool = False) -> dict[str, torch.Tensor]:
-    """Parameters, buffers and the optimizer's state after so many updates in all, or as they are read if there are none."""
+    """All that it holds, by name, after so many updates in all, or as it is read if there are none."""
     model = seeded(Model, 7 if restores else 0, moe=lambda: ech.nn.MoE(WIDTH, ech.nn.GroupedExperts(WIDTH, 5, EXPERTS)))
     unit, loader = Unit(module=model, layout=layout, optimizer="AdamW", lr=0.05), ech.Loader(DATA, 12, seed=1)
     unit.configure()
@@ -285,13 +285,7 @@ def _run(folder: Path, layout: Any, updates: int, *, restores: bool = False, sav
         assert ech.DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=loader)
     if updates:
         ech.train(unit, loader, max_updates=updates, callbacks=[ech.DistributedCheckpointSaver(folder)] if saves else [])
-    return _values(unit)
-
-
-def _values(unit: Unit) -> dict[str, torch.Tensor]:
-    """Parameters, buffers and the optimizer's state, gathered, by name."""
-    module = unit.prepared.unwrapped
-    found = whole(unit.module) | {n: b.detach().clone() for n, b in module.named_buffers()}
+    found = whole(unit.module) | {n: b.detach().clone() for n, b in unit.prepared.unwrapped.named_buffers()}
     names = {p: n.removeprefix("module.") for n, p in unit.module.named_parameters()}
     for parameter, state in unit.optimizer.state.items():
         for key, value in state.items():
@@ -462,10 +456,9 @@ def test_an_auxiliary_loss_that_one_rank_forgets_is_told_on_all(ranks: Ranks) ->
     assert first == second and all("must be in the loss of every rank" in said for said in first.values())
 
 
-def test_router_statistics_are_in_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in RunDir(tmp_path).at_attempt(0).to_env().items():
-        monkeypatch.setenv(name, value)
-    ech.train(Unit(module=_model()), [batch(4, i) for i in range(3)], max_epochs=1)
+def test_router_statistics_are_in_the_metrics(tmp_path: Path) -> None:
+    with recorded(tmp_path):
+        ech.train(Unit(module=_model()), [batch(4, i) for i in range(3)], max_epochs=1)
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(records) == 3
     assert all(1 <= record["expert_load_max"] <= EXPERTS for record in records)
@@ -522,20 +515,15 @@ def test_experts_that_no_other_rank_has_are_not_gathered(ranks: Ranks) -> None:
     assert ranks(4, _experts_are_units, None)[0] == {True}  # two ranks have the same experts
 
 
-def _by_hand() -> tuple[int, int]:
-    """A loop of one's own, with ep: the updates, and the layers whose loads are known."""
-    updates = []
-    model = own_loop(_model(), ech.Loader(DATA, 12), _loss, lr=0.02, layout="ep=2", after=updates.append)
-    return len(updates), len(ech.nn.expert_loads(model))
-
-
-def _loss(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return nn.functional.mse_loss(module(x), y)
-
-
 @pytest.mark.full
 def test_a_loop_of_ones_own_balances_too(ranks: Ranks) -> None:
-    assert ranks(2, _by_hand) == [(4, 2)] * 2
+    def train() -> tuple[int, int]:
+        """Updates, and the layers whose loads are known."""
+        updates = list[Any]()
+        model = own_loop(_model(), ech.Loader(DATA, 12), lr=0.02, layout="ep=2", after=updates.append)
+        return len(updates), len(ech.nn.expert_loads(model))
+
+    assert ranks(2, train) == [(4, 2)] * 2
 
 
 def test_a_step_of_ones_own_balances_by_a_call() -> None:
@@ -594,33 +582,24 @@ class Norm(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH)
 
 
+GROUPED = ech.nn.GroupedExperts(4, 4, 2)
+
+
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("experts", "options", "said"),
     [
-        (lambda: ech.nn.MoE(4, []), "experts must be a list of modules, a function that makes one, or GroupedExperts"),
-        (lambda: ech.nn.MoE(4, Expert), "num_experts must be given with a function that makes an expert, got None"),
-        (
-            lambda: ech.nn.MoE(4, [Expert(), nn.Linear(4, 4)]),
-            "experts must be alike, got a Expert as number 0 and a Linear as number 1",
-        ),
-        (lambda: ech.nn.MoE(4, [nn.Linear(4, 4), nn.Linear(4, 5)]), r"which differ in weight: \(\(4, 4\).*\(\(5, 4\)"),
-        (lambda: ech.nn.MoE(4, [Norm()]), "an expert must have no buffers, got a Norm with norm.running_mean"),
-        (lambda: ech.nn.MoE(4, [nn.Tanh()]), "an expert must have parameters, got a Tanh"),
-        (lambda: ech.nn.MoE(4, ech.nn.GroupedExperts(4, 4, 2), top_k=3), "top_k must be at most the number of experts, 2, got 3"),
-        (
-            lambda: ech.nn.MoE(4, ech.nn.GroupedExperts(4, 4, 2), num_experts=3),
-            "num_experts must be the number of experts, 2, got 3",
-        ),
-        (
-            lambda: ech.nn.MoE(4, ech.nn.GroupedExperts(4, 4, 2), balance="even"),
-            "balance must be 'loss_free', 'auxiliary' or None",
-        ),
-        (
-            lambda: ech.nn.MoE(4, ech.nn.GroupedExperts(4, 4, 2), bias_update_rate=-1),
-            "bias_update_rate must be a number of at least 0",
-        ),
+        ([], {}, "experts must be a list of modules, a function that makes one, or GroupedExperts"),
+        (Expert, {}, "num_experts must be given with a function that makes an expert, got None"),
+        ([Expert(), nn.Linear(4, 4)], {}, "experts must be alike, got a Expert as number 0 and a Linear as number 1"),
+        ([nn.Linear(4, 4), nn.Linear(4, 5)], {}, r"which differ in weight: \(\(4, 4\).*\(\(5, 4\)"),
+        ([Norm()], {}, "an expert must have no buffers, got a Norm with norm.running_mean"),
+        ([nn.Tanh()], {}, "an expert must have parameters, got a Tanh"),
+        (GROUPED, {"top_k": 3}, "top_k must be at most the number of experts, 2, got 3"),
+        (GROUPED, {"num_experts": 3}, "num_experts must be the number of experts, 2, got 3"),
+        (GROUPED, {"balance": "even"}, "balance must be 'loss_free', 'auxiliary' or None"),
+        (GROUPED, {"bias_update_rate": -1}, "bias_update_rate must be a number of at least 0"),
     ],
 )
-def test_layers_that_make_no_sense_are_refused(make: Any, said: str) -> None:
+def test_layers_that_make_no_sense_are_refused(experts: Any, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        make()
+        ech.nn.MoE(4, experts, **options)

@@ -63,20 +63,14 @@ def test_layers_are_chosen_by_place_size_and_name() -> None:
     assert names == [n for n, _ in wide().named_parameters()]
 
 
-CASES = [("ddp", "rowwise", False), ("fsdp", "rowwise", False), ("fsdp", "tensorwise", False), ("fsdp", "tensorwise", True)]
-
-
-def _cases() -> list[Any]:
-    return [_train(*case) for case in CASES]
-
-
 @pytest.mark.full
 def test_the_losses_are_those_of_bf16_within_eight_bits(ranks: Ranks) -> None:
     """Under each layout, with sharded weights that travel in 8 bits or not."""
     pytest.importorskip("torchao")
     windows = [[batch(16, 10 * step + rank, torch.float32) for rank in range(2)] for step in range(4)]
     _, want, _ = plain_training(windows, module=wide(), lr=0.05)
-    for losses, layers, _ in ranks(2, _cases)[0]:
+    fsdp = [("fsdp", "rowwise", False), ("fsdp", "tensorwise", False), ("fsdp", "tensorwise", True)]
+    for losses, layers, _ in ranks(2, lambda: [_train(*case) for case in [("ddp", "rowwise", False), *fsdp]])[0]:
         assert len(layers) == 3
         assert losses == pytest.approx(want, rel=0.05)
 

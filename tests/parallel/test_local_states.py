@@ -338,19 +338,17 @@ def _outcome(case: str, layout: str, folder: Path) -> Any:
 # --- what becomes of it
 
 
-@pytest.mark.full
 @pytest.mark.standing_ranks
-def test_a_checkpoint_that_one_rank_sees_otherwise_is_told_to_all(ranks: Ranks, tmp_path: Path) -> None:
-    got = ranks(2, _outcome, "a file", "ddp", tmp_path)
-    assert got[0] == got[1] and got[0][0] == "CheckpointCorruptError"
-    assert "another one for rank 1, without files that others see: tensors-00000.safetensors" in got[0][1]
-
-
-@pytest.mark.standing_ranks
-def test_a_checkpoint_that_one_rank_does_not_see_is_told_to_all(ranks: Ranks, tmp_path: Path) -> None:
-    got = ranks(2, _outcome, "a folder", "ddp", tmp_path)
-    assert got[0] == got[1] and got[0][0] == "CheckpointCorruptError"
-    assert "another one for rank 1" in got[0][1]
+@pytest.mark.parametrize(
+    ("lacks", "words"),
+    [
+        ("a folder", "another one for rank 1"),
+        pytest.param("a file", "rank 1, without files that others see: tensors-00000.safetensors", marks=pytest.mark.full),
+    ],
+)
+def test_a_checkpoint_that_one_rank_sees_otherwise_is_told_to_all(ranks: Ranks, tmp_path: Path, lacks: str, words: str) -> None:
+    first, second = ranks(2, _outcome, lacks, "ddp", tmp_path)
+    assert first == second and first[0] == "CheckpointCorruptError" and words in first[1]
 
 
 TOLD: list[tuple[str, list[str], str]] = [

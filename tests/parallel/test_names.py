@@ -1,6 +1,7 @@
 """A module as its author wrote it: names, class and Prepared, whatever wraps it; recognised once."""
 
-from pathlib import Path
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -130,28 +131,13 @@ def test_names_in_a_compiled_module_are_the_authors() -> None:
     assert [n for n, _ in plain_names(torch.compile(Holder(), backend="eager"))] == NAMES
 
 
-def test_a_module_is_recognised_once_in_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recognised: list[nn.Module] = []
-    of = ech.layouts.Prepared.of
-
-    def counted(module: nn.Module, world: ech.launching.World) -> ech.layouts.Prepared[Any]:
-        recognised.append(module)
-        return of(module, world)
-
-    monkeypatch.setattr(ech.layouts.Prepared, "of", staticmethod(counted))
+def test_a_module_is_recognised_once_and_a_copy_of_a_unit_recognises_its_own() -> None:
     unit = Own(net())
-    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_updates=1)
-    ech.train(unit, [batch(4, i) for i in range(5)], max_epochs=2, callbacks=[saver])
-    assert recognised == [unit.module]
+    first = unit.prepared_modules()["module"]
+    ech.train(unit, [batch(4, 0)], max_epochs=1)
+    assert unit.prepared_modules()["module"] is first
     unit.module = net(seed=1)
-    assert unit.prepared_modules()["module"].module is unit.module and recognised == [*recognised[:1], unit.module]
-
-
-def test_a_copy_of_a_unit_recognises_its_own_modules() -> None:
-    import copy
-    import pickle
-
-    unit = Own(net())
+    assert unit.prepared_modules()["module"].module is unit.module
     for twin in (copy.deepcopy(unit), pickle.loads(pickle.dumps(unit))):
         assert twin.prepared_modules()["module"].module is twin.module is not unit.module
 

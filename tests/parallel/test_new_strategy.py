@@ -75,32 +75,3 @@ def test_a_pipeline_evaluates_by_its_last_stage_alone(ranks: Ranks) -> None:
     ech.evaluate(alone, [batch(4, 0), batch(3, 1)])
     for evaluated, tested in ranks(2, _evaluate):
         assert evaluated == tested == pytest.approx(alone.eval_loss, rel=1e-12)
-
-
-class Watched(ech.layouts.Prepared[Any]):
-    """One process whose micro-batches and updates are noted."""
-
-    def __init__(self, module: Any) -> None:
-        super().__init__(module)
-        self.order: list[str] = []
-
-    def accumulate(self, last: bool) -> Any:
-        self.order.append(".")
-        return super().accumulate(last)
-
-    def after_step(self, wants_stop: bool) -> bool:
-        self.order.append("step")
-        return super().after_step(wants_stop)
-
-
-class Watching(ech.Strategy):
-    name = "watching"
-
-    def prepare(self, module: Any, world: ech.launching.World, recipe: Any) -> ech.layouts.Prepared[Any]:
-        return Watched(module)
-
-
-def test_the_step_comes_after_all_micro_batches_of_an_update() -> None:
-    unit = Regression(layout=Watching(), accumulate=2)
-    ech.train(unit, [micro for window in batches() for micro in window], max_epochs=1)
-    assert "".join(unit.prepared.order) == "..step..step.step"

@@ -14,7 +14,7 @@ from echelon.parallel.recipe.blocks import blocks_to_shard
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, plain_training, whole
 from tests.kit.refusals import refusal
-from tests.kit.units import Hooks, Own, Regression
+from tests.kit.units import KINDS, Hooks, Own, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -71,51 +71,44 @@ def test_what_cannot_be_is_refused_with_the_remedy(ranks: Ranks, layout: Any, me
     assert all(message in text for text in ranks(2, lambda: refusal(Regression, layout=layout)))
 
 
-def _unfreezes(module: nn.Module, updates: int) -> None:
-    """Gradual unfreezing, as in fine-tuning: the last layers train from the beginning, all from the second epoch on."""
-    if updates in (0, 2):
-        (module if updates else module.last).requires_grad_(True)
+# Of each way, what is trained after so many micro-batches, in windows of two: from one of its keys to the next.
+FREEZING: dict[str, dict[int, list[str]]] = {
+    # Gradual unfreezing, as in fine-tuning.
+    "all but one": {0: ["blocks", "last"], 4: ["first", "blocks", "last"]},
+    "all": {0: ["last"], 4: ["first", "blocks", "last"]},
+    # In the middle of a window, at its end, and trained again.
+    "later": {
+        0: ["first", "blocks", "last"],
+        2: ["first", "blocks.0", "last"],
+        3: ["blocks", "last"],
+        6: ["first", "blocks", "last"],
+    },
+}
 
 
-def _unfrozen(layout: str, frozen: str) -> dict[str, torch.Tensor]:
+def _freezes(module: nn.Module, way: str, step: int) -> None:
+    for name, parameter in module.named_parameters() if step in FREEZING[way] else ():
+        parameter.requires_grad_(name.startswith(tuple(FREEZING[way][step])))
+
+
+def _trained_in_part(layout: str, way: str) -> dict[str, torch.Tensor]:
     module = net()
-    module.get_submodule(frozen).requires_grad_(False)
+    _freezes(module, way, 0)
     unit = Regression(module=module, layout=layout, accumulate=2)
-    mine = [batch(4, 10 * i + dist.get_rank()) for i in range(4)]
-    unfreezes = Hooks(on_train_epoch_start=lambda _, u: _unfreezes(u.prepared.unwrapped, u.window.updates))
-    ech.train(unit, mine, max_epochs=2, callbacks=[unfreezes])
-    return whole(unit.prepared)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("layout", "frozen"), [("ddp", "first"), ("ddp", ""), ("fsdp", "first")])
-def test_layers_that_are_unfrozen_during_training_are_averaged(ranks: Ranks, layout: str, frozen: str) -> None:
-    module = net()
-    module.get_submodule(frozen).requires_grad_(False)
-    _unfreezes(module, 0)
-    windows = [[batch(4, 10 * i + r) for i in (start, start + 1) for r in range(2)] for start in (0, 2)] * 2
-    want, _, _ = plain_training(windows, module=module, after=lambda module, updates: _unfreezes(module, updates))
-    for trained in ranks(2, _unfrozen, layout, frozen):
-        assert largest_difference(trained, want) < 1e-12
-
-
-def _freezes(module: nn.Module, step: int) -> None:
-    """After a step: one in the middle of a window of two, one at its end, and trained again."""
-    module.get_submodule("first").requires_grad_(step not in (3, 4, 5))
-    module.get_submodule("blocks.1").requires_grad_(step != 2)
-
-
-def _frozen_later(layout: str) -> dict[str, torch.Tensor]:
-    unit = Regression(module=net(), layout=layout, accumulate=2)
-    freezes = Hooks(on_train_step_end=lambda _, unit: _freezes(unit.prepared.unwrapped, unit.train_progress.num_steps_completed))
+    freezes = Hooks(on_train_step_end=lambda _, u: _freezes(u.prepared.unwrapped, way, u.train_progress.num_steps_completed))
     ech.train(unit, [batch(4, 10 * i + dist.get_rank()) for i in range(8)], max_epochs=1, callbacks=[freezes])
     return whole(unit.prepared)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", ["ddp", "zero1", "fsdp"])
-def test_layers_that_are_frozen_during_training_stay_and_the_others_are_averaged(ranks: Ranks, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "way"), [("ddp", "all but one"), ("ddp", "all"), ("fsdp", "all but one"), *((each, "later") for each in KINDS)]
+)
+def test_layers_that_are_frozen_and_unfrozen_during_training_are_averaged_while_they_train(
+    ranks: Ranks, layout: str, way: str
+) -> None:
     module = net()
+    _freezes(module, way, 0)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     for step in range(8):
         (x, y), (more_x, more_y) = batch(4, 10 * step), batch(4, 10 * step + 1)
@@ -123,6 +116,6 @@ def test_layers_that_are_frozen_during_training_stay_and_the_others_are_averaged
         if step % 2:
             optimizer.step()
             optimizer.zero_grad()
-        _freezes(module, step + 1)
-    for trained in ranks(2, _frozen_later, layout):
+        _freezes(module, way, step + 1)
+    for trained in ranks(2, _trained_in_part, layout, way):
         assert largest_difference(trained, whole(module)) < 1e-12

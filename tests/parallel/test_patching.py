@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-import echelon as ech
 from echelon.parallel import patching
 
 
@@ -60,30 +59,3 @@ def test_a_module_that_was_replaced_in_is_freed_and_a_copy_was_not() -> None:
     del module
     gc.collect()
     assert gone() is None
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def in_the_order_of_a_layout() -> list[list[tuple[str, str]]]:
-    plan = {"blocks.*.0": "colwise", "blocks.*.1": "rowwise"}
-    layout = ech.layouts.Layout(dp_shard=1, tp=2, plan=plan)
-    made = ech.layouts.prepare_module(Model(), torch.device("cpu"), layout=layout, recompute="blocks", compile="blocks")
-    block = made.get_submodule("blocks.0")
-    return [patching.replaced(block), patching.replaced(block.get_submodule("0"))]
-
-
-@pytest.mark.full
-@pytest.mark.standing_ranks
-def test_a_layout_replaces_forwards_in_one_order(ranks: Any) -> None:
-    for block, layer in ranks(2, in_the_order_of_a_layout):
-        assert [by for what, by in block if what == "forward"] == ["recompute", "compile"]
-        assert [by for what, by in layer if what == "forward"] == ["tensor"]

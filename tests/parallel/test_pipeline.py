@@ -190,19 +190,33 @@ def check(results: list[Trained], want: tuple[dict[str, torch.Tensor], list[floa
         assert not told or seen == results[0][3]  # losses and outputs are known on all ranks
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"])
-def test_two_stages_train_as_one_process_does(ranks: Ranks, schedule: str) -> None:
-    updates = windows(8, 3)
-    check(ranks(2, trained, "tied", updates, ech.Layout(pp=2, schedule=schedule)), plain("tied", updates, optimizer="SGD"))
+SPLIT = {"words": "rowwise", "head": "colwise_gather", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+SHORT = [*windows(4, 5, rows=(2, 2, 2, 1, 3)), [tokens(2, 90), tokens(2, 91, length=4)]]  # and of other lengths
+UNEVEN = windows(10, 4, rows=(2, 2, 1, 3, 2))
+OF_12 = [[(x, y.clamp(max=11)) for x, y in window] for window in windows(4, 2)]
+
+# The model, the optimizer, the windows, ranks in all and those with data of their own, the schedule, and more of the layout.
+RUNS: list[tuple[str, str, list[list[Tokens]], int, int, str, dict[str, Any]]] = [
+    *(("tied", "SGD", windows(8, 3), 2, 1, each, {}) for each in ("gpipe", "1f1b", "interleaved", "zero_bubble", "zbv")),
+    *(("residual", "AdamW", windows(8, 4), 2, 1, each, {}) for each in ("1f1b", "interleaved", "zbv")),
+    *(("untied", "SGD", SHORT, 2, 1, each, {}) for each in ("1f1b", "interleaved", "zbv")),
+    ("tied", "SGD", windows(5, 6), 4, 1, "1f1b", {"pp": 4}),
+    ("residual", "SGD", windows(5, 6), 4, 1, "zero_bubble", {"pp": 4}),
+    *(("deep", "SGD", windows(5, 6), 4, 1, each, {"pp": 4}) for each in ("interleaved", "zbv")),
+    ("tied", "AdamW", UNEVEN, 4, 2, "1f1b", {}),
+    ("tied", "AdamW", UNEVEN, 4, 2, "interleaved", {"dp_replicate": 2}),
+    ("tied with bias", "SGD", OF_12, 4, 1, "1f1b", {"tp": 2, "plan": SPLIT}),
+]
 
 
 @pytest.mark.full
-def test_sums_in_the_root_masks_and_skips_are_found_and_sent(ranks: Ranks) -> None:
-    updates = windows(8, 4)
-    for schedule in ("1f1b", "interleaved", "zbv"):
-        results = ranks(2, trained, "residual", updates, ech.Layout(pp=2, schedule=schedule), optimizer="AdamW")
-        check(results, plain("residual", updates, optimizer="AdamW"))
+@pytest.mark.parametrize(("name", "optimizer", "updates", "size", "dp", "schedule", "more"), RUNS)
+def test_stages_train_as_one_process_does(
+    ranks: Ranks, name: str, optimizer: str, updates: list[list[Tokens]], size: int, dp: int, schedule: str, more: dict[str, Any]
+) -> None:
+    """Sums in the root, masks, skips, short tails and other shapes within a window; tied ends; shards of stages."""
+    results = ranks(size, trained, name, updates, ech.Layout(**{"pp": 2, "schedule": schedule, **more}), dp, optimizer=optimizer)
+    check(results, plain(name, updates, optimizer=optimizer), told=dp == 1)
 
 
 @dataclass
@@ -224,14 +238,6 @@ def test_batches_of_the_users_own_classes_may_differ_in_shape(ranks: Ranks) -> N
     check(ranks(2, trained, "untied", pairs, ech.Layout(pp=2)), plain("untied", updates, optimizer="SGD"))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
-def test_short_tails_and_other_shapes_within_a_window_keep_their_weight(ranks: Ranks, schedule: str) -> None:
-    updates = [*windows(4, 5, rows=(2, 2, 2, 1, 3)), [tokens(2, 90), tokens(2, 91, length=4)]]
-    results = ranks(2, trained, "untied", updates, ech.Layout(pp=2, schedule=schedule))
-    check(results, plain("untied", updates, optimizer="SGD"))
-
-
 @pytest.mark.parametrize(
     ("frozen", "schedule"),
     [
@@ -245,31 +251,6 @@ def test_frozen_layers_stay_and_a_stage_without_trained_parameters_passes_on(ran
     layout = ech.Layout(pp=2, stages=["blocks.1"] if frozen == "blocks.0" else None, schedule=schedule)
     results = ranks(2, trained, "untied", updates, layout, frozen=frozen)
     check(results, plain("untied", updates, optimizer="SGD", frozen=frozen))
-
-
-@pytest.mark.full
-def test_four_stages_on_four_ranks(ranks: Ranks) -> None:
-    updates = windows(5, 6)
-    for name, schedule in (("tied", "1f1b"), ("residual", "zero_bubble"), ("deep", "interleaved"), ("deep", "zbv")):
-        results = ranks(4, trained, name, updates, ech.Layout(pp=4, schedule=schedule))
-        check(results, plain(name, updates, optimizer="SGD"))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("copies", "schedule"), [(1, "1f1b"), (2, "interleaved")])
-def test_stages_are_sharded_over_the_data_ranks(ranks: Ranks, copies: int, schedule: str) -> None:
-    updates = windows(10, 4, rows=(2, 2, 1, 3, 2))
-    layout = ech.Layout(pp=2, dp_replicate=copies, schedule=schedule)
-    results = ranks(4, trained, "tied", updates, layout, 2, optimizer="AdamW")
-    check(results, plain("tied", updates, optimizer="AdamW"), told=False)
-
-
-@pytest.mark.full
-def test_a_tied_head_with_a_bias_of_its_own_is_split_over_tp(ranks: Ranks) -> None:
-    updates = [[(x, y.clamp(max=11)) for x, y in window] for window in windows(4, 2)]
-    plan = {"words": "rowwise", "head": "colwise_gather", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
-    results = ranks(4, trained, "tied with bias", updates, ech.Layout(pp=2, tp=2, plan=plan))
-    check(results, plain("tied with bias", updates, optimizer="SGD"))
 
 
 class Late(Unit):

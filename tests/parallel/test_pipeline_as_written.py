@@ -422,14 +422,3 @@ def _held_nodes() -> bool:
 @pytest.mark.full
 def test_whoever_holds_the_nodes_of_parameters_keeps_nothing_of_a_pass(ranks: Ranks) -> None:
     assert ranks(2, _held_nodes) == [True, True]
-
-
-def test_weights_of_a_chain_can_be_computed_apart_and_others_not() -> None:
-    from echelon.parallel.pipeline.schedules import can_be_split
-
-    x, layer, other = torch.randn(3, 4, requires_grad=True), nn.Linear(4, 4), nn.Linear(4, 4)
-    weights = [*layer.parameters(), *other.parameters()]
-    chain = other(layer(x).tanh())
-    assert can_be_split([x], [chain], weights)
-    assert not can_be_split([x], [layer(layer(x))], weights), "twice"
-    assert not can_be_split([x], [chain, other(torch.ones(4))], weights), "past the inputs"

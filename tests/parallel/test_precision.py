@@ -18,6 +18,7 @@ from echelon.common.errors import LoopError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, largest_difference, net, plain_training, seeded, whole
 from tests.kit.refusals import answer, refused
+from tests.kit.run_folders import recorded
 from tests.kit.units import KINDS, Hooks, Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -231,16 +232,13 @@ def test_reduce_on_plateau_without_evaluations_is_refused_before_training() -> N
     assert unit.train_progress.num_steps_completed == 0
 
 
-def test_an_eval_step_of_ones_own_records_no_loss_that_it_did_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_eval_step_of_ones_own_records_no_loss_that_it_did_not_count(tmp_path: Path) -> None:
     class Own(Regression):
         def eval_step(self, state: ech.State, data: Any) -> Any:
             state.log("val", self.compute_loss(state, data)[0])
 
-    run = ech.evidence.RunDir(tmp_path)
-    run.at_attempt(0)
-    for key, value in run.to_env().items():
-        monkeypatch.setenv(key, value)
-    ech.fit(Own(), [batch(2, 0)], [batch(2, 1)], max_epochs=1, evaluate_every_n_epochs=1)
+    with recorded(tmp_path):
+        ech.fit(Own(), [batch(2, 0)], [batch(2, 1)], max_epochs=1, evaluate_every_n_epochs=1)
     written = (tmp_path / "metrics.jsonl").read_text()
     assert "eval_val" in written and "eval_loss" not in written
     with refused(LoopError):

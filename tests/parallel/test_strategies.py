@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import logging
 from typing import Any
 
 import pytest
@@ -376,13 +375,3 @@ def test_blocks_that_share_a_parameter_with_others_are_left_to_the_root() -> Non
         return [n for n, _ in without_shared(module, [(f"blocks.{i}", module.blocks[i]) for i in (0, 1)])[0]]
 
     assert (kept(net()), kept(_tied_inside()), kept(_tied())) == (["blocks.0", "blocks.1"], ["blocks.0", "blocks.1"], [])
-
-
-def test_the_chosen_blocks_are_reported(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "echelon.parallel"):
-        Regression(layout="fsdp")
-        assert caplog.messages == ["sharding 2 Sequential one by one, then the rest"]
-        caplog.clear()
-        Regression(module=_tied(), layout="hsdp")
-        assert "blocks.0.0.weight = blocks.1.0.weight" in caplog.messages[0] and "no blocks repeat" in caplog.messages[1]
-    dist.destroy_process_group()

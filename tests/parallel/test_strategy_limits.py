@@ -13,8 +13,6 @@ from torch import nn
 import echelon as ech
 from echelon.common.errors import LauncherEnvironmentError, LayoutError
 from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
-from echelon.parallel import LAYOUTS, resolve
-from echelon.parallel.layouts import in_words
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, plain_training, whole
 from tests.kit.refusals import refusal, refused
@@ -39,64 +37,58 @@ def _mesh() -> Any:
     return init_device_mesh("cpu", (2,))
 
 
-def _misfits() -> dict[str, str]:
+def _misfits() -> dict[str, tuple[str, str]]:
+    """What is said, and words that must be in it."""
     from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
+    fsdp, fsdp2, sizes = ech.FSDPStrategy, FSDP2Strategy, ech.Layout
+    layouts: dict[str, tuple[Any, str]] = {
+        "dp": (lambda: "dp", "Take layout 'ddp'"),
+        "NO_SHARD": (lambda: fsdp(sharding_strategy=ShardingStrategy.NO_SHARD), "layout 'ddp'"),
+        "unknown": (lambda: fsdp(sharding_strategy="HALF"), "FULL_SHARD, SHARD_GRAD_OP"),
+        "blocks twice": (lambda: fsdp(blocks=["first"], auto_wrap_policy={nn.Linear}), "Give one of them"),
+        "ranks twice": (lambda: fsdp(process_group=dist.group.WORLD, device_mesh=_mesh()), "Give one of them"),
+        "device": (lambda: fsdp(device_id=3), "must be this rank's device, cpu"),
+        "devices": (lambda: ech.DDPStrategy(device_ids=[0]), "there is layout 'dp'"),
+        "grads": (lambda: fsdp(mixed_precision=MixedPrecision(keep_low_precision_grads=True)), "build the module in that type"),
+        "offload": (lambda: fsdp(cpu_offload="yes"), "got str"),
+        "container": (lambda: fsdp2(modules_to_shard=["blocks"]), "blocks is a ModuleList"),
+        "class": (lambda: fsdp2(modules_to_shard=[nn.Conv2d]), "no submodule of class Conv2d in Net"),
+        "nothing": (lambda: fsdp2(shard_predicates=[lambda n, m: False]), "must accept a submodule of Net, got none"),
+        "sizes": (lambda: sizes(dp_replicate=-1, dp_shard=3), "to the 2 ranks that run, got dp_shard 3."),
+        "both sizes": (
+            lambda: sizes(dp_replicate=2, dp_shard=2),
+            "ranks that run, got dp_replicate 2 x dp_shard 2 = 4.",
+        ),
+    }
     with torch.device("meta"):
         empty, bare = net(dtype=torch.float32), Bare()
-    wrapped = Regression(layout="zero1").module
-    low = MixedPrecision(keep_low_precision_grads=True)
-    cases: dict[str, Any] = {
-        "dp": lambda: Regression(layout="dp"),
-        "NO_SHARD": lambda: Regression(layout=ech.FSDPStrategy(sharding_strategy=ShardingStrategy.NO_SHARD)),
-        "unknown": lambda: Regression(layout=ech.FSDPStrategy(sharding_strategy="HALF")),
-        "blocks twice": lambda: Regression(layout=ech.FSDPStrategy(blocks=["first"], auto_wrap_policy={nn.Linear})),
-        "ranks twice": lambda: Regression(layout=ech.FSDPStrategy(process_group=dist.group.WORLD, device_mesh=_mesh())),
-        "device": lambda: Regression(layout=ech.FSDPStrategy(device_id=3)),
-        "devices": lambda: Regression(layout=ech.DDPStrategy(device_ids=[0])),
-        "grads": lambda: Regression(layout=ech.FSDPStrategy(mixed_precision=low)),
-        "offload": lambda: Regression(layout=ech.FSDPStrategy(cpu_offload="yes")),
-        "container": lambda: Regression(layout=FSDP2Strategy(modules_to_shard=["blocks"])),
-        "class": lambda: Regression(layout=FSDP2Strategy(modules_to_shard=[nn.Conv2d])),
-        "nothing": lambda: Regression(layout=FSDP2Strategy(shard_predicates=[lambda n, m: False])),
-        "loose": lambda: Regression(module=(m := net()), layout=ech.FSDPStrategy(ignored_modules=[m.last])),
-        "sizes": lambda: Regression(layout=ech.Layout(dp_replicate=-1, dp_shard=3)),
-        "both sizes": lambda: Regression(layout=ech.Layout(dp_replicate=2, dp_shard=2)),
-        "frozen": lambda: ech.layouts.prepare_ddp(net().requires_grad_(False), CPU),
-        "twice": lambda: Regression(module=wrapped, layout="fsdp"),
-        "meta": lambda: Regression(module=bare, layout="zero1"),
-        "meta, unfilled": lambda: Regression(module=empty, layout=ech.FSDPStrategy(param_init_fn=lambda m: None)),
+    loose, wrapped = net(), Regression(layout="zero1").module
+    modules: dict[str, tuple[nn.Module, Any, str]] = {
+        "loose": (loose, fsdp(ignored_modules=[loose.last]), "last.weight would not be reduced"),
+        "frozen": (net().requires_grad_(False), None, "no parameter of Net requires a gradient"),
+        "twice": (wrapped, "fsdp", "made parallel already"),
+        "meta": (bare, "zero1", "Bare.scale (3,) is on the meta device and nothing gives it a value"),
+        "unfilled": (
+            empty,
+            fsdp(param_init_fn=lambda m: None),
+            "blocks.0.0.weight must have a value after param_init_fn(Linear)",
+        ),
     }
-    return {name: refusal(case) for name, case in cases.items()}
+    found = {name: (refusal(lambda make=make: Regression(layout=make())), words) for name, (make, words) in layouts.items()}
+    for name, (module, layout, words) in modules.items():
+        if layout is None:
+            found[name] = refusal(ech.layouts.prepare_ddp, module, CPU), words
+        else:
+            found[name] = refusal(Regression, module=module, layout=layout), words
+    return found
 
 
 @pytest.mark.full
 def test_what_cannot_be_names_the_remedy_on_all_ranks(ranks: Ranks) -> None:
     first, second = ranks(2, _misfits)
     assert first == second
-    for name, words in {
-        "dp": "Take layout 'ddp'",
-        "NO_SHARD": "layout 'ddp'",
-        "unknown": "FULL_SHARD, SHARD_GRAD_OP",
-        "blocks twice": "Give one of them",
-        "ranks twice": "Give one of them",
-        "device": "must be this rank's device, cpu",
-        "devices": "there is layout 'dp'",
-        "grads": "build the module in that type",
-        "offload": "got str",
-        "container": "blocks is a ModuleList",
-        "class": "no submodule of class Conv2d in Net",
-        "nothing": "must accept a submodule of Net, got none",
-        "loose": "last.weight would not be reduced",
-        "sizes": "to the 2 ranks that run, got dp_shard 3.",
-        "both sizes": "to the 2 ranks that run, got dp_replicate 2 x dp_shard 2 = 4.",
-        "frozen": "no parameter of Net requires a gradient",
-        "twice": "made parallel already",
-        "meta": "Bare.scale (3,) is on the meta device and nothing gives it a value",
-        "meta, unfilled": "Net.blocks.0.0.weight must have a value after param_init_fn(Linear)",
-    }.items():
-        assert words in first.pop(name), name
-    assert not first
+    assert {name: said for name, (said, words) in first.items() if words not in said} == {}
 
 
 @pytest.mark.parametrize(
@@ -143,12 +135,6 @@ def test_a_module_in_dataparallel_by_hand_is_saved_under_its_own_names(tmp_path:
     assert len(plain.optimizer.state) == len(list(plain.module.parameters()))
 
 
-def test_names_stand_for_defaults() -> None:
-    for name in LAYOUTS:
-        layout = resolve(name)
-        assert layout is not None and in_words(layout) == name
-
-
 class Looked(nn.Module):
     """An embedding whose gradient is sparse."""
 
@@ -181,35 +167,35 @@ class _Short(Looked):
         return self.words((x > 0).long()).mean((1, 2))[:, None]
 
 
-def _steps() -> dict[str, str]:
-    def train(unit: Any) -> str:
-        return refusal(ech.train, unit, [batch(4, 0), batch(4, 1)], max_epochs=1)
-
+def _steps() -> dict[str, tuple[str, str]]:
+    """What is said, and words that must be in it."""
     split = ech.layouts.prepare_module(net(), CPU, layout="tp")
-    return {
-        "sparse": train(Regression(module=Looked().double(), layout="fsdp")),
-        "Adafactor": train(Regression(layout="fsdp", optimizer="Adafactor")),
-        "LBFGS": train(Regression(layout="fsdp", optimizer="LBFGS")),
-        "LBFGS of several": train(Own(split, torch.optim.LBFGS(split.parameters(), lr=0.1), closure=True)),
-        "hook": refusal(lambda: Regression(module=_hooked(net()), layout="fsdp")),
-        "late hook": train(_HookedLate(layout="fsdp")),
-        "max_norm": refusal(lambda: Regression(module=nn.Embedding(5, 4, max_norm=1.0), layout="ddp")),
-        "unused": train(Regression(module=_Short().double(), layout="ddp")),
+    units: dict[str, tuple[Any, str]] = {
+        "sparse": (
+            Regression(module=Looked().double(), layout="fsdp"),
+            "Looked has gradients that are sparse tensors",
+        ),
+        "Adafactor": (Regression(layout="fsdp", optimizer="Adafactor"), "Adafactor cannot step parameters that are split over"),
+        "LBFGS": (Regression(layout="fsdp", optimizer="LBFGS"), "the LBFGS needs a closure, which computes the loss again"),
+        "LBFGS of several": (
+            Own(split, torch.optim.LBFGS(split.parameters(), lr=0.1), closure=True),
+            "LBFGS makes one vector of all parameters",
+        ),
+        "late hook": (_HookedLate(layout="fsdp"), "last.weight is split over the ranks, and torch does not call its hook"),
+        "unused": (Regression(module=_Short().double(), layout="ddp"), "got no gradient of last.weight and 1 more"),
     }
+    found = {
+        name: (refusal(ech.train, unit, [batch(4, 0), batch(4, 1)], max_epochs=1), words) for name, (unit, words) in units.items()
+    }
+    hooked = refusal(lambda: Regression(module=_hooked(net()), layout="fsdp"))
+    found["hook"] = hooked, "puts another parameter in the place of last.weight, whose hook (register_hook"
+    bounded = refusal(lambda: Regression(module=nn.Embedding(5, 4, max_norm=1.0), layout="ddp"))
+    found["max_norm"] = bounded, "max_norm must be None on several ranks, got 1"
+    return found
 
 
 @pytest.mark.full
 def test_gradients_and_optimizers_that_a_strategy_cannot_have_are_named(ranks: Ranks) -> None:
     first, second = ranks(2, _steps)
     assert first == second
-    for name, words in {
-        "sparse": "Looked has gradients that are sparse tensors, which cannot be split over the ranks",
-        "Adafactor": "Adafactor cannot step parameters that are split over the ranks",
-        "LBFGS": "the LBFGS needs a closure, which computes the loss again and again in one step, and an AutoUnit has none",
-        "LBFGS of several": "LBFGS makes one vector of all parameters",
-        "hook": "puts another parameter in the place of last.weight, whose hook (register_hook",
-        "late hook": "last.weight is split over the ranks, and torch does not call its hook",
-        "max_norm": "max_norm must be None on several ranks, got 1",
-        "unused": "the loss must depend on all trained parameters, got no gradient of last.weight and 1 more",
-    }.items():
-        assert words in first[name], name
+    assert {name: said for name, (said, words) in first.items() if words not in said} == {}

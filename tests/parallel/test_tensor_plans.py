@@ -472,13 +472,7 @@ def test_parts_of_a_sharded_module_that_are_called_directly_are_refused(ranks: R
         (Small, {"wpe": "rowwise_split"}, 2, False, "Small.wpe is an Embedding that cannot be 'rowwise_split'"),
         (InOneForward, None, 2, True, "InOneForward.blocks.0.q_proj must lie in a child of the block blocks.0"),
         (Small, {"lm_head": "colwise_gather", "wte": "rowwise"}, 2, True, "must have one ModuleList or Sequential of blocks"),
-        (
-            lambda: _of_transformers("llama"),
-            None,
-            4,
-            False,
-            "over 4 ranks does not divide LlamaForCausalLM.model.layers.0.self_attn.config.num_key_value_heads = 2",
-        ),
+        (lambda: _of_transformers("llama"), None, 4, False, "model.layers.0.self_attn.config.num_key_value_heads = 2"),
         (lambda: _adapted("IA3Config", **KEYS, feedforward_modules=[]), None, 2, False, "k_proj has an adapter of PEFT (ia3)"),
         (lambda: _adapted("LoHaConfig", **KEYS, r=2), None, 2, False, "k_proj has an adapter of PEFT (loha)"),
         (_adapted, None, 2, True, "q_proj has an adapter of PEFT, whose first layer would take a part of the sequence"),
@@ -539,9 +533,7 @@ def _forgotten() -> str:
 
 def test_a_norm_of_each_head_that_a_plan_forgets_is_named(ranks: Ranks) -> None:
     for said in ranks(2, _forgotten):
-        assert (
-            "Qwen3ForCausalLM.model.layers.0.self_attn.q_norm.weight differs between the 2 ranks" in said and '"summed"' in said
-        )
+        assert "Qwen3ForCausalLM.model.layers.0.self_attn.q_norm.weight differs" in said and '"summed"' in said
 
 
 # --- what travels

@@ -91,27 +91,9 @@ def survives(run: RunDir) -> None:
 
 
 ODD: list[Any] = [
-    *(
-        math.nan,
-        math.inf,
-        -math.inf,
-        "nan",
-        "inf",
-        "-inf",
-        1e301,
-        -1e301,
-        1e308,
-        5e-324,
-        -0.0,
-        0,
-        -1,
-        1,
-        0.5,
-        10**400,
-        -(10**400),
-    ),
+    *(math.nan, math.inf, -math.inf, "nan", "inf", "-inf", 1e301, -1e301, 1e308, 5e-324, 0, -1, 1, 10**400, -(10**400)),
     *(2**53, 2**63, 1 << 62, 1e12, 4e9, True, None, "", "x", "7", "\u00b2", "\ud800", "\n\x1b[2J", [], {}, [[]], [0, 0], [1e301]),
-    *({"step": math.nan}, ["train_start"], "train_start", "checkpoint_saved", "eval_start"),
+    *(-0.0, 0.5, {"step": math.nan}, ["train_start"], "train_start", "checkpoint_saved", "eval_start"),
 ]
 PLACES = [place for place in places(WHOLE) if len(place) > 1]
 
