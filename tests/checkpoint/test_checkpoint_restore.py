@@ -9,6 +9,7 @@ import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,7 +33,7 @@ from echelon.contracts.run_dir import write_json
 from echelon.loop.checkpointing import changes
 from echelon.parallel.state.optimizer_state import OptimizerState
 from tests.conftest import Ranks
-from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.models import batch, largest_difference, net, seeded, whole
 from tests.kit.own_loops import told
 from tests.kit.refusals import refused
 from tests.kit.run_folders import recorded
@@ -110,17 +111,15 @@ def test_a_foreign_loaders_state_is_not_compared(tmp_path: Path) -> None:
 def test_the_saved_options_of_an_optimizer_go_on_and_the_scripts_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Chosen(Regression):
-        options: ClassVar[dict[str, Any]] = {}
+    def chosen(**options: Any) -> Regression:
+        return Regression(
+            optimizer=lambda m: torch.optim.AdamW(m.parameters(), lr=0.1, **options),
+            schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+            step_lr_interval="step",
+        )
 
-        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-            optimizer = torch.optim.AdamW(module.parameters(), **self.options)
-            return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-
-    Chosen.options = {"lr": 0.1, "weight_decay": 0.2, "foreach": True}
-    ech.train(Chosen(step_lr_interval="step"), make_loader(), max_updates=2, callbacks=[Saver(tmp_path)])
-    Chosen.options = {"lr": 0.1, "weight_decay": 0.3, "betas": (0.5, 0.5), "foreach": False}
-    unit = Chosen(step_lr_interval="step")
+    ech.train(chosen(weight_decay=0.2, foreach=True), make_loader(), max_updates=2, callbacks=[Saver(tmp_path)])
+    unit = chosen(weight_decay=0.3, betas=(0.5, 0.5), foreach=False)
     with caplog.at_level(logging.INFO):
         Saver.restore_from_latest(tmp_path, unit)
     told = (
@@ -133,16 +132,6 @@ def test_the_saved_options_of_an_optimizer_go_on_and_the_scripts_are_named(
     assert group["foreach"] is False  # how it computes is this script's business
 
 
-class Scheduled(Regression):
-    def __init__(self, make: Any) -> None:
-        super().__init__(step_lr_interval="step")
-        self.make = make
-
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        return optimizer, self.make(optimizer)
-
-
 def _in_turn(rates: Any, *more: Any, longer: int = 9) -> Any:
     def make(optimizer: Any) -> Any:
         parts = [rates.LinearLR(optimizer), rates.CosineAnnealingLR(optimizer, longer), *(each(optimizer) for each in more)]
@@ -153,15 +142,15 @@ def _in_turn(rates: Any, *more: Any, longer: int = 9) -> Any:
 
 def test_another_schedule_is_refused_and_another_length_of_it_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One took the other's state without a word, or failed with an IndexError; a longer one stayed as short as it was."""
-    rates = torch.optim.lr_scheduler
-    ech.train(Scheduled(_in_turn(rates)), make_loader(), max_updates=4, callbacks=[Saver(tmp_path)])
-    other = Scheduled(_in_turn(rates, lambda optimizer: rates.ExponentialLR(optimizer, 0.9)))
+    rates, scheduled = torch.optim.lr_scheduler, partial(Regression, step_lr_interval="step")
+    ech.train(scheduled(schedule=_in_turn(rates)), make_loader(), max_updates=4, callbacks=[Saver(tmp_path)])
+    other = scheduled(schedule=_in_turn(rates, lambda optimizer: rates.ExponentialLR(optimizer, 0.9)))
     with refused(CheckpointMismatchError):
         Saver.restore_from_latest(tmp_path, other)
     Saver.restore_from_latest(tmp_path, other, restore_options=Options(allow_changes=("lr_scheduler",)))
     assert other.lr_scheduler.last_epoch == 0 and other.train_progress.num_steps_completed == 4
     assert Saver.restore_from_latest(tmp_path, other, restore_options=Options(restore_lr_schedulers=False))
-    longer = Scheduled(_in_turn(rates, longer=99))
+    longer = scheduled(schedule=_in_turn(rates, longer=99))
     with caplog.at_level(logging.INFO):
         Saver.restore_from_latest(tmp_path, longer)
     assert re.search(r"lr_scheduler\[2\].T_max +9 +99 +harmless: the saved value is used", caplog.text)
@@ -353,11 +342,7 @@ class Exact(torch.optim.Optimizer):
 
 
 def test_an_optimizer_that_keeps_more_digits_than_its_parameters_gets_them_back(tmp_path: Path) -> None:
-    class Own(Regression):
-        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-            return Exact(module.parameters()), None
-
-    unit, other = (Own(module=net(seed, torch.bfloat16)) for seed in (0, 1))
+    unit, other = (Regression(module=net(seed, torch.bfloat16), optimizer=lambda m: Exact(m.parameters())) for seed in (0, 1))
     ech.train(unit, _typed_loader(torch.bfloat16), max_updates=3, callbacks=[Saver(tmp_path)])
     assert Saver.restore(tmp_path / "step-00000003", other).cast == {}
     for a, b in zip(unit.module.parameters(), other.module.parameters(), strict=True):
@@ -403,12 +388,8 @@ def test_every_optimizer_goes_on_bit_by_bit_also_where_it_had_no_state_yet(tmp_p
     for name, options in OPTIMIZERS:
 
         def made(seed: int, name: str = name, options: dict[str, Any] = options) -> Regression:
-            class Any_(Regression):
-                def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-                    return getattr(torch.optim, name)(module.parameters(), lr=0.01, **options), None
-
-            torch.manual_seed(seed)
-            return Any_(module=Late().double())
+            kind = getattr(torch.optim, name)
+            return Regression(module=seeded(Late, seed), optimizer=lambda m: kind(m.parameters(), lr=0.01, **options))
 
         unit, fresh, ahead = made(0), made(1), made(2)
         ech.train(ahead, make_loader(), max_updates=5)
@@ -443,12 +424,11 @@ def test_an_optimizer_without_its_modules_and_parameters_that_are_new_to_it(tmp_
 def test_a_parameter_that_no_module_of_the_unit_holds_is_in_the_state_of_its_optimizer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Loose(Regression):
-        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-            return torch.optim.AdamW([*module.parameters(), nn.Parameter(torch.full((2,), self.lr))]), None
+    def loose(value: float) -> Regression:
+        return Regression(optimizer=lambda m: torch.optim.AdamW([*m.parameters(), nn.Parameter(torch.full((2,), value))]))
 
-    ech.train(Loose(), make_loader(), max_updates=2, callbacks=[Saver(tmp_path)])
-    other = Loose(lr=7.0)
+    ech.train(loose(0.1), make_loader(), max_updates=2, callbacks=[Saver(tmp_path)])
+    other = loose(7.0)
     with caplog.at_level(logging.WARNING):
         Saver.restore_from_latest(tmp_path, other)
     assert other.optimizer.param_groups[0]["params"][-1].tolist() == pytest.approx([0.1, 0.1])

@@ -32,27 +32,46 @@ def under_each(names: Iterable[str], fn: Callable[..., Any], *args: Any) -> dict
 
 
 class Regression(ech.AutoUnit[Batch]):
-    """Least squares with SGD; remembers the loss and the norm of each update. Takes what is in UnitOptions beside the rest."""
+    """Least squares with SGD; remembers the norm of each update. Takes what is in UnitOptions beside the rest.
 
-    def __init__(self, *, lr: float = 0.1, optimizer: str = "SGD", schedule: Any = None, **options: Any) -> None:
+    Args:
+        optimizer: its name in torch, or what makes it of the module.
+        loss: of the module and a batch, in the place of least squares; it may give outputs as well.
+    """
+
+    def __init__(
+        self,
+        *,
+        lr: float = 0.1,
+        optimizer: str | Callable[[Any], Any] = "SGD",
+        schedule: Any = None,
+        loss: Any = None,
+        **options: Any,
+    ) -> None:
         options.setdefault("module", net())
         nested: dict[str, Any] = {"device": torch.device("cpu")}
         nested |= {field.name: options.pop(field.name) for field in dataclasses.fields(ech.UnitOptions) if field.name in options}
         given = options.get("options") or ech.UnitOptions()
         options["options"] = dataclasses.replace(given, **nested) if isinstance(given, ech.UnitOptions) else given
         super().__init__(**options)
-        self.lr, self.kind, self.schedule = lr, optimizer, schedule
+        self.lr, self.kind, self.schedule, self.own_loss = lr, optimizer, schedule, loss
         self.norms: list[float] = []
         self.steps: list[int] = []
 
     def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.own_loss is not None:
+            made = self.own_loss(self.module, data)
+            return made if isinstance(made, tuple) else (made, None)
         x, y = data
         out = self.module(x)
         return nn.functional.mse_loss(out.to(y.dtype), y), out  # torch 2.11 has no gradient of two types
 
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-        kind = getattr(torch.optim, self.kind)
-        optimizer = kind(module.parameters(), lr=self.lr, **({"momentum": 0.9} if self.kind == "SGD" else {}))
+        if callable(self.kind):
+            optimizer = self.kind(module)
+        else:
+            kind = getattr(torch.optim, self.kind)
+            optimizer = kind(module.parameters(), lr=self.lr, **({"momentum": 0.9} if self.kind == "SGD" else {}))
         return optimizer, (self.schedule(optimizer) if self.schedule else None)
 
     def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: ech.units.TrainStepResults) -> None:

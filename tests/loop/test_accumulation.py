@@ -119,16 +119,14 @@ class _Takes(nn.Module):
         return parts[which](self.body(x))
 
 
-class _Chooses(Regression):
-    def compute_loss(self, state: ech.State, data: Any) -> Any:
-        out = self.module(data[0], data[2])
-        return nn.functional.mse_loss(out, data[1]), out
-
-
 def _chosen(layout: Any, heads: list[int], kind: str = "heads", precision: str | None = None, accumulate: int = 2) -> Any:
     """The parameters, or what it was refused with."""
     dtype = torch.float64 if precision is None else torch.float32
-    unit = _Chooses(module=_Takes(kind, dtype), layout=layout, accumulate=accumulate, precision=precision)
+
+    def loss(module: nn.Module, data: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(module(data[0], data[2]), data[1])
+
+    unit = Regression(module=_Takes(kind, dtype), layout=layout, accumulate=accumulate, precision=precision, loss=loss)
     data = [(*(t.to(dtype) for t in rows), head) for rows, head in zip(_mine(unit, len(heads)), heads, strict=True)]
     try:
         ech.train(unit, data, max_epochs=1)

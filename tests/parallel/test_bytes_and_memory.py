@@ -38,11 +38,6 @@ class Stack(nn.Module):
         return self.last(x)
 
 
-class Unit(Regression):
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-        return torch.optim.AdamW(module.parameters(), foreach=False), None
-
-
 class Looking(ech.Callback):
     """Traces the last update."""
 
@@ -117,7 +112,9 @@ def test_bytes_and_memory_of_an_update(case: tuple[Any, ...]) -> None:
     recompute = ech.layouts.ActivationCheckpointParams(check_fn=lambda m: isinstance(m, nn.Sequential)) if recomputes else None
     with fake_world(size):
         torch.manual_seed(0)
-        unit = Unit(module=Stack(), layout=LAYOUTS[layout], accumulate=micro_batches, precision=precision, recompute=recompute)
+        options: dict[str, Any] = {"precision": precision, "recompute": recompute, "accumulate": micro_batches}
+        options["optimizer"] = lambda module: torch.optim.AdamW(module.parameters(), foreach=False)
+        unit = Regression(module=Stack(), layout=LAYOUTS[layout], **options)
         n = sum(p.numel() for p in Stack().parameters())
         data = [(torch.randn(BATCH, 1), torch.randn(BATCH, 1)) for _ in range((STEPS + 1) * micro_batches)]
         looking = Looking(micro_batches)

@@ -110,20 +110,20 @@ def _batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
-class _Speaks(Regression):
-    def compute_loss(self, state: ech.State, data: Any) -> Any:
-        out = self.module(data[0])
-        if self.module.kind == "fused":
-            return out, None
-        if self.module.kind == "outside":
-            out = torch.cat([chunk @ self.module.speak.weight.T for chunk in out.chunk(2)])
-        return nn.functional.cross_entropy(out.flatten(0, 1), data[1].flatten()), out
+def _speaks(module: Any, data: Any) -> torch.Tensor:
+    out = module(data[0])
+    if module.kind == "fused":
+        return out
+    if module.kind == "outside":
+        out = torch.cat([chunk @ module.speak.weight.T for chunk in out.chunk(2)])
+    return nn.functional.cross_entropy(out.flatten(0, 1), data[1].flatten())
 
 
 def _trained(head: str, layout: Any, **options: Any) -> dict[str, torch.Tensor]:
     with _whatever_their_bytes():
         module = seeded(Speaker, head=head)
-        unit = _Speaks(module=module, layout=layout, optimizer="AdamW", lr=0.01, clip_grad_norm=0.5, **options)
+        training: dict[str, Any] = {"loss": _speaks, "optimizer": "AdamW", "lr": 0.01, "clip_grad_norm": 0.5}
+        unit = Regression(module=module, layout=layout, **training, **options)
     rank, size = (unit.prepared.dp_rank, unit.prepared.dp_size) if layout != "none" else (0, 1)
     data = [tuple(t.chunk(size)[rank] for t in each) for each in _batches()]
     ech.train(unit, data, max_epochs=1)

@@ -222,12 +222,6 @@ def test_modules_with_three_inputs_are_no_experts() -> None:
 _LABELS = [{"input_ids": row, "labels": row} for row in torch.randint(0, 50, (16, 8), generator=torch.Generator().manual_seed(0))]
 
 
-class Language(Regression):
-    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        loss = self.module(**data, use_cache=False).loss
-        return loss, loss
-
-
 def _hf(name: str, layout: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
     from tests.kit.hf_kinds import KINDS
 
@@ -236,7 +230,7 @@ def _hf(name: str, layout: Any) -> tuple[dict[str, torch.Tensor], list[float]]:
     if "ep" not in str(layout):
         model = model.double()
         model.set_experts_implementation("eager")  # transformers' grouped product takes no float64
-    unit = Language(module=model, layout=layout, lr=0.1, clip_grad_norm=1.0)
+    unit = Regression(module=model, layout=layout, clip_grad_norm=1.0, loss=lambda m, data: m(**data, use_cache=False).loss)
     ech.train(unit, ech.Loader(_LABELS, 8, shuffle=False), max_epochs=3)
     return whole(unit.module), unit.norms
 

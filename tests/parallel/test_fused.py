@@ -60,16 +60,11 @@ def test_not_once_it_has_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not optimizer.param_groups[0]["fused"]
 
 
-class Fit(Regression):
-    given: bool | None = None
+def _unit(layout: str, given: bool | None = None) -> Regression:
+    def optimizer(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(module.parameters(), lr=0.1, fused=given)
 
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-        return torch.optim.AdamW(module.parameters(), lr=0.1, fused=self.given), None
-
-
-def _unit(layout: str, given: bool | None = None) -> Fit:
-    Fit.given = given
-    return Fit(module=net(dtype=torch.float32), layout=layout, clip_grad_norm=1.0)
+    return Regression(module=net(dtype=torch.float32), layout=layout, clip_grad_norm=1.0, optimizer=optimizer)
 
 
 def _apart(folder: str, layout: str) -> tuple[bool, list[float]]:

@@ -187,17 +187,6 @@ def _empty_batch(layout: str) -> Any:
     return _train(_Unit(layout), data)
 
 
-class _Optimizes(_Unit):
-    """By the optimizer that a function makes of the module."""
-
-    def __init__(self, layout: Any, make: Callable[[Any], torch.optim.Optimizer]) -> None:
-        super().__init__(layout)
-        self.make = make
-
-    def configure_optimizers_and_lr_scheduler(self, module: Any) -> Any:
-        return self.make(module), None
-
-
 def _grouped(module: nn.Module) -> torch.optim.Optimizer:
     named = dict(module.named_parameters())
     spare = [p for n, p in named.items() if "spare" in n]
@@ -301,11 +290,11 @@ CASES: dict[str, Case] = {
         _at("on_train_epoch_end", lambda state, unit: unit.optimizer.param_groups[0].update(lr=0.05)),
         max_epochs=2,
     ),
-    "without a group": lambda layout, folder: _train(_Optimizes(layout, _grouped)),
+    "without a group": lambda layout, folder: _train(_Unit(layout, optimizer=_grouped)),
     "other optimizer": lambda layout, folder: _train(
-        _Optimizes(layout, lambda m: (torch.optim.AdamW if _odd() else torch.optim.SGD)(m.parameters(), lr=0.1))
+        _Unit(layout, optimizer=lambda m: (torch.optim.AdamW if _odd() else torch.optim.SGD)(m.parameters(), lr=0.1))
     ),
-    "optimizer without a rate": lambda layout, folder: _train(_Optimizes(layout, lambda module: _Plain(module.parameters()))),
+    "optimizer without a rate": lambda layout, folder: _train(_Unit(layout, optimizer=lambda m: _Plain(m.parameters()))),
     "optimizer of its own": lambda layout, folder: _optimizer_of_its_own(layout),
     "asks to stop": lambda layout, folder: _train(
         _Unit(layout), None, _at("on_train_step_end", lambda state, unit: unit.step() == 1 and state.stop())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -139,18 +138,11 @@ def test_right_losses_are_not_told(ranks: Ranks) -> None:
     assert ranks(2, _told, "of outputs", "fsdp", 1)[0] == dict.fromkeys(_LOSSES["of outputs"], (0, 0))
 
 
-class _Unit(Regression):
-    def __init__(self, name: str, **options: Any) -> None:
-        super().__init__(module=nn.Linear(5, 4), lr=1e-3, **options)
-        self.loss = {**_SUMS, **_MEANS}[name]
-
-    def compute_loss(self, state: Any, data: Any) -> tuple[torch.Tensor, Any]:
-        return self.loss(self.module, *data), None
-
-
 def _unit_told(name: str) -> tuple[int, int]:
+    loss = {**_SUMS, **_MEANS}[name]
+    unit = Regression(module=nn.Linear(5, 4), lr=1e-3, layout="ddp", loss=lambda module, data: loss(module, *data))
     with told() as texts:
-        ech.train(_Unit(name, layout="ddp"), ech.Loader(_rows(16), 8), max_epochs=1)
+        ech.train(unit, ech.Loader(_rows(16), 8), max_epochs=1)
     return _count(texts)
 
 

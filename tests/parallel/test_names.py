@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -68,29 +69,23 @@ class Parts(nn.Module):
         return self.head(self.encode(x))
 
 
-class Chooses(Regression):
+def _choose(how: str, module: Any) -> torch.optim.Optimizer:
     """Gives parts of the module rates of their own, in one of the ways in which scripts find these."""
-
-    def __init__(self, how: str, **options: Any) -> None:
-        super().__init__(module=Parts(), **options)
-        self.how = how
-
-    def configure_optimizers_and_lr_scheduler(self, module: Any) -> tuple[torch.optim.Optimizer, None]:
-        if self.how == "names":
-            named = list(module.named_parameters())
-            backbone = [p for n, p in named if n.startswith("backbone.")]
-            head = [p for n, p in named if not n.startswith("backbone.")]
-        else:
-            inner = getattr(module, "module", module) if self.how == "wrapper" else module
-            backbone, head = list(inner.backbone.parameters()), list(inner.head.parameters())
-        return torch.optim.SGD([{"params": backbone, "lr": 0.01}, {"params": head, "lr": 0.1}]), None
+    if how == "names":
+        named = list(module.named_parameters())
+        backbone = [p for n, p in named if n.startswith("backbone.")]
+        head = [p for n, p in named if not n.startswith("backbone.")]
+    else:
+        inner = getattr(module, "module", module) if how == "wrapper" else module
+        backbone, head = list(inner.backbone.parameters()), list(inner.head.parameters())
+    return torch.optim.SGD([{"params": backbone, "lr": 0.01}, {"params": head, "lr": 0.1}])
 
 
 def _rates(layouts: list[str]) -> dict[tuple[str, str], tuple[dict[str, float], Any]]:
     found = {}
     for layout in layouts:
         for how in ("names", "attributes", "wrapper"):
-            unit = Chooses(how, layout=layout)
+            unit = Regression(module=Parts(), layout=layout, optimizer=partial(_choose, how))
             names = {p: n for n, p in unit.prepared.named_parameters()}
             rates = {names[p]: group["lr"] for group in unit.optimizer.param_groups for p in group["params"]}
             found[layout, how] = rates, (unit.module.scale, hasattr(unit.module, "nothing"))
@@ -107,15 +102,11 @@ def test_parts_of_the_module_are_found_alike_under_every_strategy(ranks: Ranks) 
         assert all(found[key][1] == (2.0, False) for found in results)
 
 
-class Encodes(Regression):
-    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        module: Any = self.module
-        out = module.head(module.encode(data[0]))
-        return nn.functional.mse_loss(out, data[1]), out
-
-
 def _encoded(layout: str) -> dict[str, torch.Tensor]:
-    unit = Encodes(module=seeded(Parts), layout=layout)
+    def loss(module: Any, data: Any) -> torch.Tensor:
+        return nn.functional.mse_loss(module.head(module.encode(data[0])), data[1])
+
+    unit = Regression(module=seeded(Parts), layout=layout, loss=loss)
     ech.train(unit, ech.Loader(torch.utils.data.TensorDataset(*batch(8, 0)), 4), max_epochs=1)
     return whole(unit.prepared)
 

@@ -31,44 +31,40 @@ def _pairs(rows: int = ROWS) -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(*(torch.randn(rows, 4, generator=made, dtype=torch.float64) for _ in range(2)))
 
 
-class _Contrast(Regression):
+def _contrast(module: nn.Module, data: Any) -> torch.Tensor:
     """InfoNCE: each row against the other views of all rows."""
-
-    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, None]:
-        one, other = (F.normalize(self.module(x), dim=1) for x in data)
-        return F.cross_entropy(5 * one @ gather(other).T, gathered_rows(other)), None
+    one, other = (F.normalize(module(x), dim=1) for x in data)
+    return F.cross_entropy(5 * one @ gather(other).T, gathered_rows(other))
 
 
-class _Spread(_Contrast):
+def _spread(module: nn.Module, data: Any) -> torch.Tensor:
     """The same loss of all rows on every rank, and one that needs a second derivative of what was gathered."""
-
-    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, None]:
-        x = data[0].requires_grad_()
-        rows = self.module(x)
-        every = gather(rows)
-        (slope,) = torch.autograd.grad((rows @ every.T).square().sum() / 20, x, create_graph=True)
-        return every.std(0).mean() + gather(slope).square().mean(), None
+    x = data[0].requires_grad_()
+    rows = module(x)
+    every = gather(rows)
+    (slope,) = torch.autograd.grad((rows @ every.T).square().sum() / 20, x, create_graph=True)
+    return every.std(0).mean() + gather(slope).square().mean()
 
 
-def _train(kind: type[_Contrast], layout: Any, rows: int = ROWS) -> dict[str, torch.Tensor]:
-    unit = kind(module=_tower(), layout=layout, lr=0.5)
+def _train(loss: Any, layout: Any, rows: int = ROWS) -> dict[str, torch.Tensor]:
+    unit = Regression(module=_tower(), layout=layout, lr=0.5, loss=loss)
     ech.train(unit, ech.Loader(_pairs(rows), BATCH, seed=3), max_epochs=2)
     return whole(unit.module)
 
 
-def _check(ranks: Ranks, count: int, kind: type[_Contrast], layout: Any, rows: int = ROWS) -> None:
-    alone = _train(kind, None, rows)
-    for trained in ranks(count, _train, kind, layout, rows):
+def _check(ranks: Ranks, count: int, loss: Any, layout: Any, rows: int = ROWS) -> None:
+    alone = _train(loss, None, rows)
+    for trained in ranks(count, _train, loss, layout, rows):
         for name, value in alone.items():
             torch.testing.assert_close(trained[name], value, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("kind", "layout"), [(_Contrast, "ddp"), (_Contrast, "fsdp"), (_Contrast, "zero1"), (_Spread, "ddp"), (_Spread, "zero1")]
+    ("loss", "layout"), [(_contrast, "ddp"), (_contrast, "fsdp"), (_contrast, "zero1"), (_spread, "ddp"), (_spread, "zero1")]
 )
-def test_a_loss_over_all_ranks_rows_trains_as_one_process(ranks: Ranks, kind: type[_Contrast], layout: str) -> None:
-    _check(ranks, 2, kind, layout)
+def test_a_loss_over_all_ranks_rows_trains_as_one_process(ranks: Ranks, loss: Any, layout: str) -> None:
+    _check(ranks, 2, loss, layout)
 
 
 PLAN = {"0": "colwise", "2": "rowwise"}
@@ -77,13 +73,13 @@ PLAN = {"0": "colwise", "2": "rowwise"}
 @pytest.mark.full
 @pytest.mark.parametrize(("axes", "count"), [({"tp": 2}, 2), ({"dp_shard": 2, "tp": 2}, 4)], ids=["tp", "fsdp x tp"])
 def test_ranks_that_share_samples_count_once(ranks: Ranks, axes: dict[str, int], count: int) -> None:
-    _check(ranks, count, _Contrast, ech.Layout(**axes, plan=PLAN))
+    _check(ranks, count, _contrast, ech.Layout(**axes, plan=PLAN))
 
 
 @pytest.mark.full
 def test_a_rank_without_samples_gives_none(ranks: Ranks) -> None:
     """17 rows in global batches of 8: the last has one row, and three of four ranks have padding only."""
-    _check(ranks, 4, _Contrast, "ddp", 17)
+    _check(ranks, 4, _contrast, "ddp", 17)
 
 
 def _uneven() -> list[Any]:

@@ -22,7 +22,7 @@ from echelon.parallel.pipeline.trial import Escapes
 from tests.conftest import Ranks
 from tests.kit.models import Batch, Net, batch, largest_difference, net, plain_training, seeded, whole
 from tests.kit.refusals import refusal
-from tests.kit.units import Regression
+from tests.kit.units import Hooks, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -37,11 +37,6 @@ def _unfreezes(module: nn.Module, update: int) -> None:
             parameter.requires_grad_(name.startswith("last"))
         elif trained is not None and name.startswith(trained):
             parameter.requires_grad_(True)
-
-
-class _Unfreezing(ech.Callback):
-    def on_train_step_end(self, state: ech.State, unit: Any) -> None:
-        _unfreezes(unit.prepared.unwrapped, unit.train_progress.num_steps_completed)
 
 
 def _plain(module: nn.Module, **options: Any) -> dict[str, torch.Tensor]:
@@ -187,7 +182,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 
 def _trained(case: str) -> dict[str, torch.Tensor]:
     make, layout = CASES[case]
-    return _held_by(Regression(module=make(), layout=layout), *([_Unfreezing()] if make is _frozen_net else []))
+    unfreezes = Hooks(on_train_step_end=lambda _, u: _unfreezes(u.prepared.unwrapped, u.train_progress.num_steps_completed))
+    return _held_by(Regression(module=make(), layout=layout), *([unfreezes] if make is _frozen_net else []))
 
 
 @pytest.mark.full
@@ -259,16 +255,13 @@ def test_losses_that_a_pipeline_cannot_follow_are_refused_on_all_ranks(ranks: Ra
             assert said in found[way], way
 
 
-class _Penalised(Regression):
-    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        loss, out = super().compute_loss(state, data)
-        return loss + self.module.last.weight.pow(2).sum(), out
-
-
 @pytest.mark.full
 def test_a_penalty_on_the_last_stage_counts(ranks: Ranks) -> None:
-    want = _plain(net(), loss_of=lambda m, x, y: nn.functional.mse_loss(m(x), y) + m.last.weight.pow(2).sum())
-    assert largest_difference(_all(ranks(2, lambda: _held_by(_Penalised(module=net(), layout="pp=2")))), want) < 1e-12
+    def loss(module: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(module(x), y) + module.last.weight.pow(2).sum()
+
+    found = ranks(2, lambda: _held_by(Regression(layout="pp=2", loss=lambda module, data: loss(module, *data))))
+    assert largest_difference(_all(found), _plain(net(), loss_of=loss)) < 1e-12
 
 
 class _Kept(Net):

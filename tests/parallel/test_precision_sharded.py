@@ -152,21 +152,18 @@ class _Odd(nn.Module):
         return self.tied(h)
 
 
-class _Classifies(Regression):
-    def compute_loss(self, state: ech.State, data: Any) -> Any:
-        out = self.module(*data[:3])
-        return nn.functional.cross_entropy(out, data[3]), out
-
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
-        return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05), None
-
-
 def _odd(layout: Any, data: list[Any], exact: bool = False) -> dict[str, Any]:
     torch.manual_seed(1)
     module = _Odd()
     if not exact:  # fully_shard takes one type to a unit
         del module.exact
-    unit = _Classifies(module=module, layout=layout, precision="bf16")
+    unit = Regression(
+        module=module,
+        layout=layout,
+        precision="bf16",
+        loss=lambda m, data: nn.functional.cross_entropy(m(*data[:3]), data[3]),
+        optimizer=lambda m: torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.05),
+    )
     ech.train(unit, data, max_epochs=1)
     ech.evaluate(unit, data)
     return {"loss": unit.eval_loss, "values": whole(unit.module)}

@@ -26,11 +26,6 @@ def _model(drop: float) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Dropout(drop))
 
 
-class _Unit(Regression):
-    def compute_loss(self, state: ech.State, data: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _loss(self.module, data), None
-
-
 def _data() -> torch.Tensor:
     return torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
 
@@ -41,7 +36,7 @@ def _loss(module: nn.Module, data: torch.Tensor) -> torch.Tensor:
 
 def _trained(drop: float, drawing: int, layout: Any) -> int:
     """Somebody draws in each update's hook, for a picture: rank 0 alone, or all."""
-    unit = _Unit(module=_model(drop), layout=layout, accumulate=2)
+    unit = Regression(module=_model(drop), layout=layout, accumulate=2, loss=_loss)
     draw = Hooks(on_train_step_end=lambda *_: torch.randn(1) if dist.get_rank() < drawing else None)
     ech.train(unit, ech.Loader(_data(), 8, accumulate=2), max_epochs=1, callbacks=[draw])
     return unit.window.updates

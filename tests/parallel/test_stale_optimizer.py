@@ -21,16 +21,9 @@ pytestmark = pytest.mark.standing_ranks
 CPU = torch.device("cpu")
 
 
-class Given(Regression):
+def _given(own: torch.optim.Optimizer, **options: Any) -> Regression:
     """Its optimizer is made by whoever makes the unit."""
-
-    def __init__(self, own: torch.optim.Optimizer | None, **options: Any) -> None:
-        self.own = own
-        super().__init__(**options)
-
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-        assert self.own is not None
-        return self.own, None
+    return Regression(optimizer=lambda module: own, **options)
 
 
 def _sgd(parameters: Any) -> torch.optim.SGD:
@@ -51,7 +44,7 @@ def _trained(unit: Any) -> Any:
 def _early(layout: Any, *, assigned: bool = False) -> Any:
     module = net()
     own = _sgd(module.parameters())
-    unit = Given(None if assigned else own, module=module, layout=layout)
+    unit = _given(own, module=module, layout=layout)
     if assigned:
         unit.optimizer, unit.lr_scheduler = own, None
     return _trained(unit)
@@ -60,7 +53,7 @@ def _early(layout: Any, *, assigned: bool = False) -> Any:
 def _all_early() -> dict[str, Any]:
     with ech.on_meta():
         empty = net()
-    meta = Given(_sgd(empty.parameters()), module=empty, layout="fsdp")
+    meta = _given(_sgd(empty.parameters()), module=empty, layout="fsdp")
     wholes = ech.FSDPStrategy(reshard_after_forward=False)
     return {
         **{layout: _early(layout) for layout in PARALLEL},
@@ -86,12 +79,12 @@ def test_an_optimizer_made_before_the_module_was_sharded_is_refused_or_right(ran
 
 def _copies(layout: str | None) -> list[Any]:
     found = [
-        _trained(Given(_sgd(copy.deepcopy(net()).parameters()), module=net(), layout=layout)),
-        _trained(Given(_sgd(nn.Linear(3, 3).parameters()), module=net(), layout=layout)),
+        _trained(_given(_sgd(copy.deepcopy(net()).parameters()), module=net(), layout=layout)),
+        _trained(_given(_sgd(nn.Linear(3, 3).parameters()), module=net(), layout=layout)),
     ]
     module = net()
-    unit = Given(None, module=copy.deepcopy(module), layout=layout)
-    unit.net, unit.own = module, _sgd(module.parameters())  # an attribute of the unit: what else it is for, only a step can show
+    unit = _given(_sgd(module.parameters()), module=copy.deepcopy(module), layout=layout)
+    unit.net = module  # an attribute of the unit: what else it is for, only a step can show
     return [*found, _trained(unit)]
 
 
@@ -107,7 +100,7 @@ def test_an_optimizer_over_another_model_is_refused_under_every_strategy(ranks: 
 def _half_copied(layout: str | None) -> Any:
     module = net()
     own = _sgd([*module.blocks.parameters(), *copy.deepcopy(module).first.parameters()])
-    return _trained(Given(own, module=module, layout=layout))
+    return _trained(_given(own, module=module, layout=layout))
 
 
 def test_an_optimizer_that_holds_some_of_a_copy_is_refused(ranks: Ranks) -> None:
@@ -248,7 +241,7 @@ def _legitimate() -> dict[str, Any]:
     sharded, helper = ech.layouts.prepare_fsdp(net(), CPU), nn.Linear(4, 4).double()
     units = {
         "tied": Regression(module=tied, layout="fsdp"),
-        "frozen": Given(_sgd(frozen.last.parameters()), module=frozen, layout="ddp"),
+        "frozen": _given(_sgd(frozen.last.parameters()), module=frozen, layout="ddp"),
         "part": Own(sharded, _sgd([p for n, p in sharded.named_parameters() if "last" in n])),
         # A model that is only looked through, and another that is trained, which the unit cannot know.
         "elsewhere": Own(sharded, _sgd(helper.parameters())),

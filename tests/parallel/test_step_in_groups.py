@@ -45,19 +45,8 @@ class Failing(torch.optim.SGD):
         return super().step(closure)
 
 
-class Made(Regression):
-    """Its optimizer is what a function makes of its parameters."""
-
-    def __init__(self, make: Any, **options: Any) -> None:
-        super().__init__(**options)
-        self.make = make
-
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
-        return self.make(module.parameters()), None
-
-
 def _trained(make: Any, layout: str) -> dict[str, torch.Tensor]:
-    unit = Made(make, module=net(), layout=layout)
+    unit = Regression(optimizer=lambda module: make(module.parameters()), layout=layout)
     rank = unit.prepared.dp_rank if layout == "fsdp" else 0
     ech.train(unit, [batch(4, 2 * i + rank) for i in range(3)], max_epochs=1)
     return whole(unit.module)
