@@ -28,7 +28,9 @@ UPDATES = 20
 
 @dataclass(frozen=True)
 class Case:
-    """One way of training. The shape "everything" has all that the gradient of a window may meet, "tail" a short last batch."""
+    """One way of training. The shape "everything" has all that the gradient of a window may meet; "tail" has a short last batch,
+    and weights that two blocks, which are split one by one, have in common.
+    """
 
     optimizer: str
     shape: str
@@ -104,6 +106,8 @@ def _module(case: Case) -> Net:
     module = Sometimes() if case.has_everything else Net()
     if case.has_everything:
         module.blocks[0].requires_grad_(False)
+    else:
+        module.blocks[1][0].weight = module.blocks[0][0].weight
     return module.to(case.torch_dtype)
 
 

@@ -1,4 +1,4 @@
-"""Pipelines of models that nobody wrote for them: transformers', torchvision's, and those with buffers and dropout."""
+"""Pipelines of models that nobody wrote for them: transformers', torchvision's, and those with buffers."""
 
 from __future__ import annotations
 
@@ -98,13 +98,13 @@ def test_models_of_transformers_run_in_stages_as_they_are(ranks: Ranks, name: st
 
 
 class Convolutions(nn.Module):
-    """Statistics in every stage, and dropout."""
+    """Statistics in every stage."""
 
-    def __init__(self, drop: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv1d(1, 4, 3, padding=1), nn.BatchNorm1d(4))
         self.layers = nn.Sequential(
-            *(nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(drop)) for _ in range(4))
+            *(nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4), nn.ReLU()) for _ in range(4))
         )
         self.head = nn.Linear(4, 3)
 
@@ -119,9 +119,9 @@ def images(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class Classes(Regression):
-    def __init__(self, drop: float = 0.0, on_meta: bool = False, **options: Any) -> None:
+    def __init__(self, on_meta: bool = False, **options: Any) -> None:
         with ech.on_meta() if on_meta else torch.device("cpu"):
-            module = seeded(Convolutions, drop=drop)
+            module = seeded(Convolutions)
         super().__init__(module=module, accumulate=2, **options)
 
     def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
@@ -148,15 +148,6 @@ def test_statistics_meta_builds_and_recomputed_blocks_are_as_in_one_process(rank
     for schedule in ("1f1b", "zbv") if not options else ("interleaved",):
         got = merged(ranks(2, classified, layout=ech.Layout(pp=2, schedule=schedule), **options))
         assert largest_difference(got, want[0]) < 1e-11
-
-
-@pytest.mark.full
-def test_dropout_draws_in_each_stage_from_a_stream_of_its_own_and_again_the_same(ranks: Ranks) -> None:
-    layout = ech.Layout(pp=2)
-    first, second = (merged(ranks(2, classified, layout=layout, drop=0.5)) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    (without,) = ranks(1, classified, layout="none")
-    assert largest_difference(first, without[0]) > 1e-3
 
 
 @pytest.mark.full

@@ -87,24 +87,20 @@ def _walked(way: str, layout: Any, accumulation: int = 1, folder: Path | None = 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("way", "said"),
+    ("way", "layout", "accumulation", "said"),
     [
-        ("other order", "call 2 of update 3 rank 0 called blocks.1 and rank 1 called blocks.0"),
-        ("other blocks", "update 3 rank 0 called blocks."),
-        ("drawn apart", "update 3 rank 0 called blocks."),
+        ("other order", "fsdp", 1, "call 2 of update 3 rank 0 called blocks.1 and rank 1 called blocks.0"),
+        ("other blocks", "fsdp", 1, "update 3 rank 0 called blocks."),
+        ("drawn apart", "fsdp", 1, "update 3 rank 0 called blocks."),
+        *(("other order", each, 2, "rank 0 called blocks.1 and rank 1 called") for each in ("zero2", "hsdp", "dp_shard=4")),
     ],
 )
-def test_ranks_that_call_other_blocks_are_told_before_the_update(ranks: Ranks, way: str, said: str) -> None:
-    for updated, text in ranks(2, _walked, way, "fsdp"):
+def test_ranks_that_call_other_blocks_are_told_before_the_update(
+    ranks: Ranks, way: str, layout: str, accumulation: int, said: str
+) -> None:
+    for updated, text in ranks(2 if accumulation == 1 else 4, _walked, way, layout, accumulation):
         assert updated == FIRST
         assert said in text and "The update was not made" in text and "one seed" in text
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", ["zero2", "hsdp", "dp_shard=4"])
-def test_so_they_are_under_other_strategies_and_with_accumulation(ranks: Ranks, layout: str) -> None:
-    for updated, text in ranks(4, _walked, "other order", layout, 2):
-        assert updated == FIRST and "update 3 rank 0 called blocks.1 and rank 1 called blocks.0" in text
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -17,53 +17,10 @@ from tests.conftest import Ranks
 from tests.kit.models import Net, batch, net, plain_training, seeded, whole
 from tests.kit.refusals import refusal
 from tests.kit.units import Hooks, Own, Regression
-from tests.kit.windows import SHAPES, windows_of
 
 pytestmark = pytest.mark.standing_ranks
 
 CPU = torch.device("cpu")
-
-
-# What test_equivalence.py and test_directions.py have not: (shape of the windows, options of the unit)
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "adam": ("uneven micro-batches", {"optimizer": "Adam", "lr": 0.01, "clip_grad_norm": float("inf")}),
-    "clip by value": ("equal", {"clip_grad_value": 0.02, "clip_grad_norm": float("inf")}),
-    "ranks with other counts": ("ranks with other counts", {"clip_grad_norm": 0.3}),
-}
-
-
-def _equality(layout: Any, cases: list[str]) -> dict[str, tuple[float, float]]:
-    """For each case: how far the parameters and the norms are from plain PyTorch, relatively."""
-    found = {}
-    for case in cases:
-        shape, options = CASES[case]
-        unit = Regression(layout=layout, accumulate=2, **options)
-        windows = windows_of(SHAPES[shape], unit.prepared.dp_size)
-        ech.train(unit, [micro[unit.prepared.dp_rank] for window in windows for micro in window], max_epochs=1)
-        same = {k.removeprefix("clip_grad_") if k == "clip_grad_norm" else k: v for k, v in options.items()}
-        plain = {{"norm": "clip", "clip_grad_value": "clip_value"}.get(k, k): v for k, v in same.items()}
-        want, _, norms = plain_training([[b for micro in w for b in micro] for w in windows], **plain)
-        got = whole(unit.module)
-        assert got.keys() == want.keys()
-        far = max(float((got[k] - want[k]).norm() / want[k].norm()) for k in want)
-        found[case] = (far, max(abs(a / b - 1) for a, b in zip(unit.norms, norms, strict=True)))
-    return found
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("size", "layout", "cases"),
-    [
-        pytest.param(2, "tp", list(CASES), id="tp on two"),
-        pytest.param(4, "tp=2", ["ranks with other counts"], id="tp two, fsdp two"),
-        pytest.param(4, "tp=4", ["adam"], id="tp on four"),
-        pytest.param(4, "dp_replicate=2,dp_shard=1,tp=2", ["clip by value"], id="tp two, copies two"),
-    ],
-)
-def test_the_numbers_are_those_of_one_process(ranks: Ranks, size: int, layout: str, cases: list[str]) -> None:
-    for found in ranks(size, _equality, layout, cases):
-        # torch's clipping divides by norm + 1e-6 in both, so that even clipped runs agree.
-        assert {case: far for case, far in found.items() if not max(far) < 1e-11} == {}
 
 
 class _Seeing(Regression):
