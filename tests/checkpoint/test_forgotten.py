@@ -135,6 +135,7 @@ def test_a_position_of_somebody_elses_loader_that_is_not_given_is_told(tmp_path:
     class Own(list[Any], Held): ...
 
     unit, own = _unit(), Own([batch(8, i) for i in range(4)])
+    own.value = 2
     ech.train(unit, own, max_updates=2, callbacks=[Saver(tmp_path)])
     Saver.restore(tmp_path / "step-00000002", _unit(), train_dataloader=own)
     assert "train_dataloader=" not in caplog.text
