@@ -147,8 +147,11 @@ def _device(name: str, mib: int, tflops: tuple[float, ...], tb_s: float, **more:
 # reached: by torch with values as training has them, which take more power than zeros or whole numbers: bfloat16 on an A100 SXM
 # 257 of 312 (He, "Strangely, Matrix Multiplications on GPUs Run Faster When Given Predictable Data", 2024), on an H100 SXM 794.5
 # of 989 TFLOP/s, on a B200 1745 of 2250, on a GB200 1822 of 2500 (Bekman, "Machine Learning Engineering"); ours on an H100 798.5
-# (BENCHMARKS.md). Of others nothing sourced: 0.80. In 8 bits Hopper reaches 1,280 of 1,979 TFLOP/s in products as models have
-# them (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training", 2024).
+# (BENCHMARKS.md). The best of torch's products of 1,024 to 10,240 in bfloat16 on an H100 PCIe is 495.9 of 756, on an L40S 269.2 of
+# 362, on an RTX 4090 163 to 173 of 165 TFLOP/s, whose clock goes above its data sheet's (zzc0721/torch-performance-test-data,
+# database.md). The H100 of 96 GB may take 500 W: on a line between that 495.9 at 350 W and 794.5 at 700 W. In 8 bits Hopper reaches
+# 1,280 of 1,979 TFLOP/s in products as models have them (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training", 2024);
+# with 500 W as much less of it as in 16 bits.
 # copied: 2,971 of 3,350 GB/s on an H100 (BENCHMARKS.md), taken for all.
 # attention: FlashAttention-2, which is torch's kernel, on an A100 73% forward and 63% backward (arXiv 2307.08691); on an H100
 # 35% (FlashAttention-3, arXiv 2407.08608), taken for newer ones, too. More exact where it was measured: see `_ATTENTION`.
@@ -188,6 +191,7 @@ def _attentions(device: str) -> tuple[tuple[str, float, float, float], ...]:
 _AMPERE: dict[str, Any] = {"reached": 0.824, "attention": (0.73, 0.63), "processors": 108, "node": 240e9, "network": 23.5e9}
 _HOPPER: dict[str, Any] = {"reached": 0.803, "processors": 132, "node": 370.8e9, "network": 48.5e9}
 _EIGHT_BITS: dict[str, Any] = {"products": (("float8", 1e12, 1280e12),)}
+_OF_500_W: dict[str, Any] = {"reached": 0.631, "products": (("float8", 1e12, 1006e12),)}
 _BLACKWELL: dict[str, Any] = {"reached": 0.776, "processors": 148, "node": 721.8e9, "network": 48.5e9}
 _ADA: dict[str, Any] = {"attention": (0.73, 0.63), "node": 24e9, "network": 11.8e9}
 DEVICES = {
@@ -198,13 +202,15 @@ DEVICES = {
         _device(
             "h100-sxm", 81_559, (989.4, 494.7, 66.9, 1978.9), 3.35, **(_HOPPER | _EIGHT_BITS), attentions=_attentions("h100")
         ),
-        _device("h100-pcie", 81_559, (756, 378, 51.2, 1513), 2.0, **(_HOPPER | {"processors": 114, "node": 48e9})),
-        _device("h100-96", 97_871, (989.4, 494.7, 66.9, 1978.9), 2.41, **(_HOPPER | _EIGHT_BITS), attentions=_attentions("h100")),
+        _device(
+            "h100-pcie", 81_559, (756, 378, 51.2, 1513), 2.0, **(_HOPPER | {"reached": 0.656, "processors": 114, "node": 48e9})
+        ),
+        _device("h100-96", 97_871, (989.4, 494.7, 66.9, 1978.9), 2.41, **(_HOPPER | _OF_500_W), attentions=_attentions("h100")),
         _device("h200", 143_771, (989.4, 494.7, 66.9, 1978.9), 4.8, **(_HOPPER | _EIGHT_BITS), attentions=_attentions("h100")),
         _device("b200", 183_359, (2250, 1125, 75, 4500), 7.7, **_BLACKWELL),
         _device("gb200", 189_471, (2500, 1250, 80, 5000), 8.0, **(_BLACKWELL | {"reached": 0.729, "domain": 72})),
-        _device("l40s", 46_068, (362.05, 183, 91.6, 733), 0.864, processors=142, **_ADA),
-        _device("rtx4090", 24_564, (165.2, 82.6, 82.6, 330.3), 1.008, processors=128, **_ADA),
+        _device("l40s", 46_068, (362.05, 183, 91.6, 733), 0.864, reached=0.743, processors=142, **_ADA),
+        _device("rtx4090", 24_564, (165.2, 82.6, 82.6, 330.3), 1.008, reached=1.0, processors=128, **_ADA),
     )
 }
 _SHORT = {"a100": "a100-80", "h100": "h100-sxm", "rtx-4090": "rtx4090", "4090": "rtx4090"}
