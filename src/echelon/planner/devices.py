@@ -147,11 +147,11 @@ def _device(name: str, mib: int, tflops: tuple[float, ...], tb_s: float, **more:
 # reached: by torch with values as training has them, which take more power than zeros or whole numbers: bfloat16 on an A100 SXM
 # 257 of 312 (He, "Strangely, Matrix Multiplications on GPUs Run Faster When Given Predictable Data", 2024), on an H100 SXM 794.5
 # of 989 TFLOP/s, on a B200 1745 of 2250, on a GB200 1822 of 2500 (Bekman, "Machine Learning Engineering"); ours on an H100 798.5
-# (BENCHMARKS.md). The best of torch's products of 1,024 to 10,240 in bfloat16 on an H100 PCIe is 495.9 of 756, on an L40S 269.2 of
-# 362, on an RTX 4090 163 to 173 of 165 TFLOP/s, whose clock goes above its data sheet's (zzc0721/torch-performance-test-data,
-# database.md). The H100 of 96 GB may take 500 W: on a line between that 495.9 at 350 W and 794.5 at 700 W. In 8 bits Hopper reaches
-# 1,280 of 1,979 TFLOP/s in products as models have them (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training", 2024);
-# with 500 W as much less of it as in 16 bits.
+# (BENCHMARKS.md). The best of torch's products of 1,024 to 10,240 in bfloat16 on an H100 PCIe is 495.9 of 756, on an L40S 269.2
+# of 362, on an RTX 4090 163 to 173 of 165 TFLOP/s, whose clock goes above its data sheet's (zzc0721/torch-performance-test-data,
+# database.md). The H100 of 96 GB may take 500 W: on a line between that 495.9 at 350 W and 794.5 at 700 W. In 8 bits Hopper
+# reaches 1,280 of 1,979 TFLOP/s in products as models have them (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1:
+# Training", 2024); with 500 W as much less of it as in 16 bits.
 # copied: 2,971 of 3,350 GB/s on an H100 (BENCHMARKS.md), taken for all.
 # attention: FlashAttention-2, which is torch's kernel, on an A100 73% forward and 63% backward (arXiv 2307.08691); on an H100
 # 35% (FlashAttention-3, arXiv 2407.08608), taken for newer ones, too. More exact where it was measured: see `_ATTENTION`.
