@@ -24,7 +24,9 @@ from typing import Any
 import pytest
 
 import echelon
+from echelon.cli import plan
 from echelon.cli.main import VERBS, main
+from echelon.cli.parser import Parser
 from echelon.common.errors import UsageError
 from echelon.common.traces import shortened
 from echelon.contracts.run_dir import RunDir, write_json
@@ -729,6 +731,24 @@ def test_an_option_of_ours_behind_the_script_is_the_scripts_and_is_mentioned_onc
     said = [line for line in done.stderr.splitlines() if "stands after" in line]
     assert said == ["echelon: --bind stands after plain.py, so plain.py gets it. For echelon: echelon run --bind ... plain.py"]
     assert "stands after" not in echelon_command("run", "--bind=none", "its_own.py", "--ranks", "2").stderr
+
+
+def test_a_plan_may_be_written_behind_its_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parser, script = Parser(prog="echelon plan"), str(tmp_path / "train.py")
+    plan.add_arguments(parser)
+    (tmp_path / "train.py").write_text("import argparse; p = argparse.ArgumentParser(); p.add_argument('--device')")
+
+    given = parser.parse_args([script, "--cluster=2x8xH100", "--lr", "0.1", "--layout", "fsdp", "--device", "cuda", "--json"])
+    assert (given.cluster, given.layout, given.device, given.json) == ("2x8xH100", ["fsdp"], None, True)
+    assert given.args == ["--lr", "0.1", "--device", "cuda"]
+
+    given = parser.parse_args(["--only", "yours", script, "--gpus", "8", "x", "--", "--gpus", "3"])
+    assert (given.only, given.ranks, given.args) == ("yours", 8, ["x", "--gpus", "3"])
+    assert not capsys.readouterr().err
+
+    given = parser.parse_args(["--gpus", "8", script, "--layout", "fsdp"])
+    assert (given.ranks, given.layout, given.args) == (8, None, ["--layout", "fsdp"])
+    assert "--layout stands after" in capsys.readouterr().err
 
 
 def test_a_folder_that_does_not_exist_is_named(echelon_command: Command) -> None:

@@ -26,10 +26,16 @@ class Parser(argparse.ArgumentParser):
 
     Words after a SCRIPT are the script's. One of them that echelon knows, and that was not given to echelon too, is mentioned
     on standard error, unless the script's own text has it.
+
+    Attributes:
+        needs_one_of: options of which the verb needs one. If those that were given all stand after the SCRIPT, as in
+            `echelon plan train.py --cluster 2x8xH100 --lr 0.1`, so do others of echelon's: they are taken from the script's
+            words up to a `--`, unless the script's own text has them.
     """
 
     def __init__(self, **options: Any) -> None:
         self._known: list[str] = []
+        self.needs_one_of: frozenset[str] = frozenset()
         super().__init__(**{**options, "allow_abbrev": False})
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
@@ -47,22 +53,46 @@ class Parser(argparse.ArgumentParser):
         words = list(sys.argv[1:] if args is None else args)
         parsed = super().parse_args(words, namespace)
         if getattr(parsed, "args", None) and getattr(parsed, "script", None) is not None:
-            before = words[: len(words) - len(parsed.args) - 1]
-            self._mention(parsed.script, parsed.args, {_name(word) for word in before})
-        return parsed
-
-    def _mention(self, script: str, its: Sequence[str], given: set[str]) -> None:
-        late = [word for word in its if word.startswith("--") and _name(word) in self._known and _name(word) not in given]
-        try:
-            text = read_bytes(os.path.realpath(script)).decode(errors="replace") if late else ""
-        except OSError:  # a module, or no file at all, which is refused elsewhere
-            text = ""
-        for name in dict.fromkeys(map(_name, late)):
-            if name not in text:
+            at = len(words) - len(parsed.args) - 1
+            given = {_name(word) for word in words[:at]}
+            late = self._late(parsed.script, parsed.args, given)
+            if self.needs_one_of & late and not self.needs_one_of & given:
+                mine, its = self._taken(parsed.args, late)
+                return super().parse_args([*words[:at], *mine, parsed.script, *its], namespace)
+            for name in dict.fromkeys(_name(word) for word in parsed.args if _name(word) in late):
                 print(
-                    f"echelon: {name} stands after {script}, so {script} gets it. For echelon: {self.prog} {name} ... {script}",
+                    f"echelon: {name} stands after {parsed.script}, so {parsed.script} gets it. "
+                    f"For echelon: {self.prog} {name} ... {parsed.script}",
                     file=sys.stderr,
                 )
+        return parsed
+
+    def _late(self, script: str, its: Sequence[str], given: set[str]) -> set[str]:
+        """Options of echelon's among the script's words, which its own text does not have."""
+        found = {_name(word) for word in _before_dashes(its) if word.startswith("--")} & set(self._known) - given
+        try:
+            text = read_bytes(os.path.realpath(script)).decode(errors="replace") if found else ""
+        except OSError:  # a module, or no file at all, which is refused elsewhere
+            text = ""
+        return {name for name in found if name not in text}
+
+    def _taken(self, its: Sequence[str], late: set[str]) -> tuple[list[str], list[str]]:
+        """Echelon's words, each with its value, and those that stay the script's."""
+        mine: list[str] = []
+        left: list[str] = []
+        words = iter(_before_dashes(its))
+        for word in words:
+            if _name(word) not in late:
+                left.append(word)
+                continue
+            mine.append(word)
+            if "=" not in word and self._option_string_actions[word].nargs is None:
+                mine += [value for value in [next(words, None)] if value is not None]
+        return mine, [*left, *its[len(_before_dashes(its)) + 1 :]]
+
+
+def _before_dashes(words: Sequence[str]) -> Sequence[str]:
+    return words[: words.index("--")] if "--" in words else words
 
 
 def _name(word: str) -> str:

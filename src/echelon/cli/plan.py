@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from echelon.cli.parser import Parser
 from echelon.cli.script import check_script
 from echelon.common.errors import PlanError, require
 from echelon.common.files import parse_object, write_whole
@@ -25,7 +26,8 @@ from echelon.contracts.run_dir import read_json
 __all__ = ["add_arguments", "execute", "found_batch", "refuse_unfit"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
+    parser.needs_one_of = frozenset({"--gpus", "--ranks", "--cluster", "--layers", "--find-batch"})
     parser.add_argument("--gpus", "--ranks", dest="ranks", type=int, metavar="N", help="on how many devices, a rank on each")
     parser.add_argument("--nodes", type=int, metavar="N", help="on how many machines these are (default: 8 devices on each)")
     parser.add_argument("--device", metavar="NAME", help="a device that is known: a100-80, h100-sxm, h200, ...; or FILE.toml")
