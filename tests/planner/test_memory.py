@@ -221,6 +221,7 @@ def test_a_loader_may_have_workers(plan: Callable[..., subprocess.CompletedProce
 def test_a_model_that_no_machine_here_could_hold(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     script = LOOP.replace("WIDTH", "32768").replace("DEPTH", "80").replace('"fsdp"', "ech.FSDPStrategy(blocks=[torch.nn.Linear])")
     script = script.replace("randn(64, 32768)", "zeros(1, 1).expand(4096, 32768)").replace("global_batch=8", "global_batch=1024")
+    script = script.replace("with ech.on_meta():\n    model", "model")  # a plain build takes no memory, either
     done = plan(script, "--cluster", "128x8xH100", "--json", "--layout", "hsdp")
     layouts = told(done)
     fsdp, hsdp = layouts["fsdp"], layouts["hsdp"]
@@ -228,6 +229,54 @@ def test_a_model_that_no_machine_here_could_hold(plan: Callable[..., subprocess.
     assert fsdp["by_kind"]["parameters"] == pytest.approx(4 * fsdp["parameters"] / 1024, rel=0.01)
     assert hsdp["by_kind"]["parameters"] == pytest.approx(4 * fsdp["parameters"] / 8, rel=0.01)
     assert (fsdp["verdict"], hsdp["verdict"]) == ("fits", "does not fit")
+
+
+FOR_A_GPU = """
+import copy
+import torch
+import transformers
+import echelon as ech
+
+torch.cuda.set_device(0)
+model = transformers.AutoModelForCausalLM.from_pretrained("weights", dtype=torch.bfloat16).cuda()
+teacher = copy.deepcopy(model).requires_grad_(False)
+torch.save(model.state_dict(), "first.pt")
+optimizer = torch.optim.AdamW(model.parameters())
+data = torch.utils.data.DataLoader(torch.randint(0, 64, (64, 16)), batch_size=8)
+model, optimizer, data = ech.prepare(model, optimizer, data, layout="fsdp")
+for tokens in data:
+    tokens = tokens.to("cuda:0", non_blocking=True)
+    weights = torch.ones(tokens.shape, device="cuda")
+    with ech.window(model) as window:
+        logits = model(input_ids=tokens).logits
+        distance = (logits - teacher(input_ids=tokens).logits).square().sum(-1)
+        chosen = logits[weights > 0.5].float().square().mean()
+        window.backward((distance * weights).mean() + chosen)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+"""
+
+
+def test_a_script_for_a_gpu_and_pretrained_weights_needs_neither(
+    plan: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+    config = transformers.LlamaConfig(**sizes, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path / "weights")  # the configuration alone
+    numbers = [p.numel() for p in transformers.LlamaForCausalLM(config).parameters()]
+    allocated = sum(-(-2 * each // 512) * 512 for each in numbers)
+
+    done = plan(FOR_A_GPU, "--gpus", "2", "--only", "yours", "--json")
+    [found] = json.loads(done.stdout)["layouts"]
+    assert done.returncode == 2 and "train.py:20 must choose" in found["why"] and "--shape train.py:20=N" in found["why"]
+
+    found = told(plan(FOR_A_GPU, "--gpus", "2", "--only", "yours", "--json", "--shape", "train.py:20=40"))["fsdp"]
+    assert not found["why"] and found["parameters"] == sum(numbers)
+    assert found["by_kind"]["parameters"] == pytest.approx(sum(numbers), rel=0.1)  # half of them
+    assert found["by_kind"]["kept"] == allocated  # the teacher's
+    assert not (tmp_path / "first.pt").exists()
 
 
 @pytest.mark.full
@@ -249,7 +298,7 @@ def test_a_table_says_what_fits_and_what_would(plan: Callable[..., subprocess.Co
         ("ech.train(Fit(module=torch.nn.Sequential(*layers)), loader, max_updates=1)", "2 updates or more"),
         (
             "Fit.compute_loss = lambda self, state, data: (self.module(data[0])[data[1].nonzero()].sum(), None)\n" + TRAINS,
-            "train.py:",
+            "must choose a known number of elements to be planned, got nonzero",
         ),
     ],
 )

@@ -56,14 +56,14 @@ def test_parts_of_a_parameter_are_those_of_fully_shard() -> None:
 
 
 def test_values_are_made_up_and_nothing_else_is_left_changed() -> None:
-    before = (nn.Module.to, torch.distributed.Reducer, _fsdp_param._chunk_with_empty)
+    before = (nn.Module._apply, torch.distributed.Reducer, _fsdp_param._chunk_with_empty)
     with pretended_world(64, 3) as mode:
         assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (3, 64)
         with mode:
             values = torch.randn(4)
         assert values.sum().item() == 1.0 and (values > 0).all() and not values.isnan().any() and mode.read == 3
         assert values.tolist() == [1.0] * 4
-    assert (nn.Module.to, torch.distributed.Reducer, _fsdp_param._chunk_with_empty) == before
+    assert (nn.Module._apply, torch.distributed.Reducer, _fsdp_param._chunk_with_empty) == before
     assert not torch.distributed.is_initialized()
 
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -43,6 +44,12 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--strategy", dest="layout", action="append", help=argparse.SUPPRESS)  # the older word
     parser.add_argument("--only", metavar="LAYOUT", help="this layout alone; 'yours' is the script's own")
     parser.add_argument("--precision", choices=["fp32", "bf16", "fp16", "float8"], help="in place of the script's own")
+    parser.add_argument(
+        "--shape",
+        metavar="FILE:LINE=N",
+        action="append",
+        help="how many elements a line of the script chooses where only values say so, as of x[mask]; may be given again",
+    )
     parser.add_argument(
         "--search",
         action="store_true",
@@ -125,7 +132,13 @@ def _memory(arguments: argparse.Namespace) -> int:
     if arguments.page:
         require(arguments.page.endswith(".html"), "--page", "a file whose name ends with .html", arguments.page, kind=PlanError)
     setting = setting_of(
-        arguments.ranks, arguments.nodes, arguments.device, arguments.cluster, arguments.budget, arguments.precision
+        arguments.ranks,
+        arguments.nodes,
+        arguments.device,
+        arguments.cluster,
+        arguments.budget,
+        arguments.precision,
+        _shapes(arguments.shape or ()),
     )
     setting = replace(setting, planned_ranks=arguments.planned_ranks)
     target = Target(script=arguments.script, args=tuple(arguments.args), device="cpu")
@@ -149,6 +162,13 @@ def _memory(arguments: argparse.Namespace) -> int:
             print(printable(f"\nThe fastest that fits: {shlex.join(command)}" + (f"  (with {given})" if given else "")))
     traced = [each.verdict for each in (*plan.layouts, *plan.left_out) if each.peak]
     return 2 if not traced else 1 if set(traced) == {"does not fit"} else 0
+
+
+def _shapes(given: Sequence[str]) -> dict[str, int]:
+    found = [re.fullmatch(r"(.+:[0-9]+)=([0-9]{1,18})", each) for each in given]
+    for each, parts in zip(given, found, strict=True):
+        require(parts is not None, "--shape", "FILE:LINE=N, such as train.py:8=64", each, kind=PlanError)
+    return {parts[1]: int(parts[2]) for parts in found if parts is not None}
 
 
 def _find_batch(arguments: argparse.Namespace) -> int:

@@ -140,6 +140,7 @@ class Setting:
         device: whose time is estimated.
         precision: "fp32", "bf16", "fp16" or "float8", in place of the script's own.
         planned_ranks: for how many the memory of micro-batches is meant; with fewer, each computes its own in pieces.
+        shapes: how many elements lines of the script choose, such as (("train.py:8", 64),), where only values say so.
     """
 
     ranks: int
@@ -148,6 +149,7 @@ class Setting:
     device: Device | None = None
     precision: str | None = None
     planned_ranks: int | None = None
+    shapes: tuple[tuple[str, int], ...] = ()
 
 
 def layouts_for(ranks: int, per_node: int) -> list[str]:
@@ -316,6 +318,7 @@ def _trace(there: Connection, job: Job) -> None:
                 recompute=job.recompute,
                 precision=setting.precision,
                 planned_ranks=setting.planned_ranks,
+                shapes=dict(setting.shapes),
                 rank=job.rank,
             )
         found = planned.traced

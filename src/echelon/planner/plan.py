@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -87,8 +88,12 @@ def setting_of(
     cluster: str | None = None,
     budget: str | None = None,
     precision: str | None = None,
+    shapes: Mapping[str, int] | None = None,
 ) -> Setting:
     """Where a script would train; see `plan`."""
+    for line, count in (shapes or {}).items():
+        require(re.fullmatch(r".+:[0-9]+", line) is not None, "shapes", "of lines, such as train.py:8", line, kind=PlanError)
+        whole(f"shapes[{line!r}]", count, at_least=1, kind=PlanError)
     require(precision in (None, *_PRECISIONS), "precision", f"one of {', '.join(_PRECISIONS)}", precision, kind=PlanError)
     alone = gpus is None and nodes is None and device is None
     require(alone or not cluster, "cluster", "given without gpus, nodes and device, which it says", cluster, kind=PlanError)
@@ -96,7 +101,8 @@ def setting_of(
     found = all_of_it.device if all_of_it else device_named(device) if device else None
     most = bytes_of(budget, "budget") if budget else (found.memory or None) if found else None
     if all_of_it:
-        return Setting(all_of_it.nodes * all_of_it.per_node, all_of_it.per_node, most, found, precision)
+        ranks, per_node = all_of_it.nodes * all_of_it.per_node, all_of_it.per_node
+        return Setting(ranks, per_node, most, found, precision, shapes=tuple((shapes or {}).items()))
     if gpus is None:
         raise PlanError(
             "plan must know the devices, got none. Give gpus=8 (--gpus 8), or cluster='16x8xH100' (--cluster 16x8xH100)."
@@ -104,7 +110,7 @@ def setting_of(
     gpus = whole("gpus", gpus, at_least=1, kind=PlanError)
     nodes = -(-gpus // 8) if nodes is None else whole("nodes", nodes, at_least=1, kind=PlanError)
     require(gpus % nodes == 0, "gpus", f"the same number on each of {nodes} nodes", gpus, kind=PlanError)
-    return Setting(gpus, gpus // nodes, most, found, precision)
+    return Setting(gpus, gpus // nodes, most, found, precision, shapes=tuple((shapes or {}).items()))
 
 
 def plan(
@@ -118,6 +124,7 @@ def plan(
     budget: str | None = None,
     layouts: Sequence[str] = (),
     precision: str | None = None,
+    shapes: Mapping[str, int] | None = None,
     search: bool = False,
     goal: str | None = None,
     price: float | None = None,
@@ -140,6 +147,7 @@ def plan(
         budget: memory of a device, such as "80GiB"; by default the device's.
         layouts: to try beside the unit's own; by default those that the devices allow.
         precision: "fp32", "bf16", "fp16" or "float8", in place of the unit's own.
+        shapes: how many elements a line chooses where only values say so, as of `x[mask]`: {"train.py:8": 64}.
         search: look for the fastest layout that fits, in place of these.
         goal: of the whole training, such as "300B tokens": days, device-hours, and what follows.
         price: of a device for an hour.
@@ -152,7 +160,7 @@ def plan(
     require(callable(make_data), "make_data", "a function that builds the loader", make_data, kind=PlanError)
     target, setting = (
         Target(make_unit=make_unit, make_data=make_data, device="cpu"),
-        setting_of(gpus, nodes, device, cluster, budget, precision),
+        setting_of(gpus, nodes, device, cluster, budget, precision, shapes),
     )
     for name, given in (("price", price), ("mtbf", mtbf), ("save_time", save_time)):
         if given is not None:

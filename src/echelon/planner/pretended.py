@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,11 +30,14 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+import echelon
+from echelon.common.errors import PlanError
 from echelon.world import agree
 
 __all__ = [
     "Chunks",
     "CollectiveOp",
+    "FakeTensor",
     "NoMemory",
     "TorchDispatchMode",
     "collective_ops",
@@ -40,25 +46,28 @@ __all__ = [
     "pretended_world",
     "ranks_of",
     "sync_ops",
+    "without_overrides",
     "without_values",
 ]
 
 aten = torch.ops.aten
+without_overrides = torch._C.DisableTorchFunction  # a context in which no TorchFunctionMode answers for tensors
+_ECHELON, _TORCH = (str(Path(module.__file__ or "").parent) for module in (echelon, torch))
 
 _NOTHING = "_echelon_is_nothing"  # an attribute of tensors whose value is 0
 
 
 @contextlib.contextmanager
-def pretended_world(size: int, rank: int = 0) -> Iterator[NoMemory]:
+def pretended_world(size: int, rank: int = 0, shapes: Mapping[str, int] | None = None) -> Iterator[NoMemory]:
     """This process is `rank` of `size`; every other one is taken to say what this one says. Gives the mode of its tensors."""
-    mode = NoMemory()
+    mode = NoMemory(shapes)
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         with (
             agree.alone(),
             mock.patch.object(dist, "Reducer", lambda *args: _Reducer(mode, *args)),
             mock.patch.object(dist, "Logger", mock.MagicMock()),
-            mock.patch.object(nn.Module, "to", _to),
+            mock.patch.object(nn.Module, "_apply", _apply),
             mock.patch.object(FakeTensor, "numpy", lambda tensor, **_: mode.ones_of(tensor)),
             mock.patch.object(FakeTensor, "__format__", _formatted),
             mock.patch.object(FakeTensor, "data", property(torch.Tensor.detach, _set_data), create=True),
@@ -91,14 +100,34 @@ def without_values(module: nn.Module, mode: FakeTensorMode) -> None:
                     tensors[name] = of(tensor)
 
 
-_real_to = nn.Module.to
+_real_apply: Any = nn.Module._apply
 
 
-def _to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-    """Tensors without memory are where they should be; torch would swap each for itself, and cannot."""
-    if any(isinstance(parameter, FakeTensor) for parameter in module.parameters()):
-        return module
-    return _real_to(module, *args, **kwargs)
+def _apply(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """`to`, `half`, `cuda`: tensors without memory are where they should be, and get another type. torch would swap each for what
+    becomes of it, and cannot.
+    """
+    parts = list(module.modules()) if recurse else [module]
+    held: list[dict[str, Any]] = [tensors for part in parts for tensors in (part._parameters, part._buffers)]
+    if not any(isinstance(tensor, FakeTensor) for tensors in held for tensor in tensors.values()):
+        real: nn.Module = _real_apply(module, change, recurse)
+        return real
+    changed: dict[int, torch.Tensor] = {}  # a tied one once
+    for tensors in held:
+        for name, tensor in tensors.items():
+            if tensor is None or not is_plain(type(tensor)):
+                continue
+            if id(tensor) not in changed:
+                with torch.no_grad():
+                    made = change(tensor)
+                if made.dtype == tensor.dtype:
+                    made = tensor
+                elif isinstance(tensor, nn.Parameter):
+                    made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+                    vars(made).update(vars(tensor))
+                changed[id(tensor)] = made
+            tensors[name] = changed[id(tensor)]
+    return module
 
 
 _real_propagation = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -136,19 +165,48 @@ def is_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+_INDEX = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten._unsafe_index_put}
+# What gives a tensor whose shape depends on values -> that, for so many elements.
+_BY_COUNT: dict[Any, Callable[[torch.Tensor, int], Any]] = {
+    aten.nonzero.default: lambda tensor, count: tensor.new_empty((count, tensor.dim()), dtype=torch.int64),
+    aten.masked_select.default: lambda tensor, count: tensor.new_empty(count),
+    aten.repeat_interleave.Tensor: lambda repeats, count: repeats.new_empty(count),
+    aten._unique2.default: lambda tensor, count: (
+        tensor.new_empty(count),
+        tensor.new_empty(tensor.shape, dtype=torch.int64),
+        tensor.new_empty(count, dtype=torch.int64),
+    ),
+}
+_CHOSEN = "_echelon_chosen"  # an attribute of tensors of which so many elements are chosen
+
+
+def _line() -> str:
+    """Where the operator under way is called, outside of torch and echelon."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_ECHELON, _TORCH, "<")):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "the script"
+
+
 class NoMemory(FakeTensorMode):
     """Tensors with a shape and no memory. Who reads a value gets 1, as of a loss, a count or `all()`; of `any()`, and
     of a count of infs, 0.
 
+    Args:
+        shapes: by the line, as in "train.py:8", how many elements are chosen where only values say how many.
     Attributes:
         read: how many values were.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: Mapping[str, int] | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.read = 0
+        self.shapes, self.read = shapes or {}, 0
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (of_count := _BY_COUNT.get(op)) is not None:
+            return of_count(args[0], self._chosen(op, args[0]))
+        if op.overloadpacket in _INDEX:
+            args = (args[0], [each for index in args[1] for each in self._without_mask(op, index)], *args[2:])
         if op is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             self.read += 1
             kind = args[0].dtype
@@ -163,6 +221,30 @@ class NoMemory(FakeTensorMode):
         elif op is aten._amp_foreach_non_finite_check_and_unscale_.default:
             setattr(args[1], _NOTHING, True)
         return made
+
+    def _without_mask(self, op: Any, index: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """A mask as an index means one of whole numbers for each of its dimensions."""
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            return [index]
+        count = self._chosen(op, index)
+        return [index.new_empty(count, dtype=torch.int64) for _ in range(index.dim())]
+
+    def _chosen(self, op: Any, tensor: torch.Tensor) -> int:
+        """How many elements of it, or different ones, there are for the script. The same in the backward pass.
+
+        Raises:
+            PlanError: nothing says so.
+        """
+        if (count := getattr(tensor, _CHOSEN, None)) is None:
+            line = _line()
+            if (count := self.shapes.get(line)) is None:
+                raise PlanError(
+                    f"{line} must choose a known number of elements to be planned, got {op.overloadpacket.__name__} of a tensor "
+                    f"of shape {tuple(tensor.shape)}, whose values a plan does not have. Say how many it mostly is: "
+                    f"--shape {line}=N."
+                )
+            setattr(tensor, _CHOSEN, count)
+        return int(count)
 
     def ones_of(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
         """For who reads all values of a tensor at once."""

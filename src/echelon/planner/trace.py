@@ -16,7 +16,16 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from echelon.parallel.shards import local
-from echelon.planner.pretended import CollectiveOp, TorchDispatchMode, collective_ops, is_backward, is_plain, ranks_of, sync_ops
+from echelon.planner.pretended import (
+    CollectiveOp,
+    FakeTensor,
+    TorchDispatchMode,
+    collective_ops,
+    is_backward,
+    is_plain,
+    ranks_of,
+    sync_ops,
+)
 from echelon.planner.steps import Collective, Operator, Step, flops_of, operator_of, tensors_in
 
 __all__ = ["BINS", "KINDS", "Trace", "Traced"]
@@ -235,6 +244,9 @@ class Trace(TorchDispatchMode):
         made = op(*args, **kwargs)
         if self.leaves_out():
             return made
+        for tensor in tensors_in((args, kwargs)):
+            if isinstance(tensor, FakeTensor):  # of a model beside the one that trains, such as a teacher
+                self._see(tensor, "kept")
         kind = None
         if op in sync_ops:
             kind = "communication"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from echelon.parallel.recipe.activation import ActivationCheckpointParams
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import NOOPStrategy, Strategy
 from echelon.planner.pretended import NoMemory, pretended_world, ranks_of, without_values
+from echelon.planner.stand_ins import stand_ins
 from echelon.planner.steps import tensors_in
 from echelon.planner.trace import Trace, Traced
 from echelon.world.init import World
@@ -101,6 +102,7 @@ def trace_update(
     recompute: bool = False,
     precision: str | None = None,
     planned_ranks: int | None = None,
+    shapes: Mapping[str, int] | None = None,
     rank: int = 0,
 ) -> Planned:
     """Run the script up to its second update, as one rank of so many, with a model that has no memory.
@@ -115,6 +117,7 @@ def trace_update(
         recompute: repeated blocks are computed again in the backward pass, in place of what the script recomputes.
         precision: in place of the script's own.
         planned_ranks: of `echelon run --ranks MIN:MAX`, the most.
+        shapes: see `NoMemory`.
     Raises:
         PlanError: the script gives echelon no module to train, or trains for no two updates.
         UsageError: what training would be refused for.
@@ -122,7 +125,7 @@ def trace_update(
     here = min(per_node, ranks)
     info = RankInfo(rank=rank, local_rank=rank % here, world_size=ranks, local_world_size=here, run_id="plan")
     os.environ.update({**info.to_env(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
-    with pretended_world(ranks, rank) as mode:
+    with pretended_world(ranks, rank, shapes) as mode:
         chosen: list[_WithoutValues] = []
 
         def choose(own: Strategy | None) -> Strategy:
@@ -134,7 +137,8 @@ def trace_update(
         watcher = _Watcher(mode, rounding)
         try:
             overrides = Overrides(choose, precision, accumulation, compile=False, planned_ranks=planned_ranks, observes=True)
-            target.run_until_enough(overrides, watcher.look_at)
+            with stand_ins(mode):
+                target.run_until_enough(overrides, watcher.look_at)
         finally:
             watcher.close()
         if not chosen:
