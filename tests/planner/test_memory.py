@@ -15,6 +15,7 @@ import pytest
 
 from echelon.common.errors import PlanError
 from echelon.planner.devices import DEVICES, Cluster, bytes_of, device_named
+from echelon.planner.memory import Setting, state_by_formula
 from tests.kit.refusals import refused
 from tests.kit.started import wait_until
 
@@ -304,12 +305,23 @@ def test_a_table_says_what_fits_and_what_would(plan: Callable[..., subprocess.Co
 )
 def test_what_cannot_be_traced_is_said(plan: Callable[..., subprocess.CompletedProcess[str]], ends: str, says: str) -> None:
     done = plan(UNIT + ends.replace(", checkpoints=sys.argv[1:]", ""), "--gpus", "2", "--layout", "ddp")
-    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and says in done.stderr + done.stdout and "Traceback" not in done.stderr
+    # Once there is a model, what a formula says of it.
+    assert ("is no plan" in done.stdout) == ("compute_loss" in ends or "max_updates=1" in ends)
 
 
 def test_fields_for_programs_have_the_exit_codes_of_the_table(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = plan(UNIT + "raise ValueError('mine')", "--gpus", "2", "--layout", "ddp", "--json")
     assert done.returncode == 2 and all(each["why"].startswith("ValueError: mine") for each in told(done).values())
+
+
+def test_a_formula_splits_what_the_layout_splits() -> None:
+    sizes = {
+        layout: state_by_formula(layout, Setting(16, per_node=8), 1600)
+        for layout in ("ddp", "zero1", "zero2", "fsdp", "hsdp", "dp_replicate=2,dp_shard=4,tp=2", "diloco")
+    }
+    parts = {"ddp": 6400, "zero1": 3400, "zero2": 1900, "fsdp": 400, "hsdp": 800, "diloco": 0}
+    assert sizes == {**parts, "dp_replicate=2,dp_shard=4,tp=2": 800}
 
 
 def test_a_cluster_is_all_of_the_devices(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import traceback
@@ -30,7 +32,7 @@ from echelon.planner.devices import Device
 from echelon.planner.links import Links
 from echelon.planner.timeline import Timeline, fused, run_together, simulate
 from echelon.planner.trace import BINS, KINDS
-from echelon.planner.update import trace_update
+from echelon.planner.update import Model, trace_update
 
 __all__ = [
     "PASSING",
@@ -43,6 +45,7 @@ __all__ = [
     "lines",
     "plan_memory",
     "size",
+    "state_by_formula",
     "traced",
 ]
 
@@ -92,6 +95,7 @@ class Answer:
         dtype: of most products and attention.
         verdict: fits, at risk, does not fit; "" without a budget.
         why: it could not be traced.
+        state: bytes of parameters, gradients and AdamW's moments on a rank, by a formula.
         picture: what a page shows of the update, and `to_json` leaves out.
     """
 
@@ -119,6 +123,7 @@ class Answer:
     dtype: str = ""
     verdict: str = ""
     why: str = ""
+    state: int = 0
     picture: Picture | None = None
 
     @property
@@ -307,6 +312,18 @@ def _trace(there: Connection, job: Job) -> None:
     if job.rank:
         logging.disable(logging.WARNING)  # rank 0 has said it
     setting, blank = job.setting, Answer(job.layout or "", job.layout is None)
+
+    def tell(model: Model) -> None:
+        nonlocal blank
+        blank = replace(
+            blank,
+            layout=model.layout,
+            model=model.name,
+            parameters=model.parameters,
+            parameter_bytes=model.parameter_bytes,
+            state=state_by_formula(model.layout, setting, model.parameter_bytes),
+        )
+
     try:
         with contextlib.redirect_stdout(sys.stderr):
             planned = trace_update(
@@ -320,14 +337,11 @@ def _trace(there: Connection, job: Job) -> None:
                 planned_ranks=setting.planned_ranks,
                 shapes=dict(setting.shapes),
                 rank=job.rank,
+                tell=tell,
             )
         found = planned.traced
         made = replace(
             blank,
-            layout=planned.layout,
-            model=planned.model,
-            parameters=planned.parameters,
-            parameter_bytes=planned.parameter_bytes,
             peak=found.peak,
             by_kind=found.by_kind,
             largest=list(found.by_module.items())[:3],
@@ -376,6 +390,42 @@ def _said(error: BaseException) -> str:
     return f"{kind.__name__}: {error}{where}"
 
 
+def state_by_formula(layout: str, setting: Setting, parameter_bytes: int) -> int:
+    """Parameters, gradients and AdamW's two moments on a rank, each over as many ranks as the layout splits it; 0 if that is not
+    known of it. Source: Rajbhandari et al. 2020, "ZeRO", section 5.
+    """
+    ranks = setting.ranks
+    by_word = {"none": (1, 1), "noop": (1, 1), "ddp": (1, 1), "zero1": (1, 1), "zero2": (1, ranks)}
+    by_word |= {"zero3": (ranks, ranks), "fsdp": (ranks, ranks), "hsdp": (setting.per_node, setting.per_node)}
+    if layout in by_word:
+        parameters, gradients = by_word[layout]
+        moments = ranks if layout == "zero1" else gradients
+    else:
+        sizes = [int(size) for size in re.findall(r"(?:dp_shard|tp|pp|cp)=([0-9]+)", layout)]
+        if not sizes:
+            return 0
+        parameters = gradients = moments = math.prod(sizes)
+    return sum(-(-parameter_bytes // over) for over in (parameters, gradients, moments, moments))
+
+
+def _only_known_by_formula(answers: Sequence[Answer], ranks: int, budget: int | None) -> list[str]:
+    table = [["layout", "at least"]]
+    for each in answers:
+        if each.state:
+            over = budget is not None and each.state > budget
+            table.append([f"{each.layout}{' (yours)' if each.is_own else ''}", size(each.state), *["does not fit"] * over])
+    width = max(map(len, table))
+    first = next(each for each in answers if each.state)
+    return [
+        f"{first.model}, {first.parameters:,} parameters, on {ranks} ranks. Nothing could be traced: {first.why}",
+        "By formula a rank holds parameters, gradients and AdamW's moments:",
+        "",
+        *columns([[*row, *[""] * (width - len(row))] for row in table]),
+        "",
+        "Activations, gathered parameters and all that an operator needs for itself come on top: this is no plan.",
+    ]
+
+
 def _verdict(peak: int, budget: int) -> str:
     if peak * (1 + _UNUSABLE) + _BESIDE <= budget:
         return "fits"
@@ -389,6 +439,8 @@ def lines(answers: Sequence[Answer], ranks: int, device: str, budget: int | None
         PlanError: nothing could be traced.
     """
     known = [each for each in answers if each.peak]
+    if not known and any(each.state for each in answers):
+        return _only_known_by_formula(answers, ranks, budget)
     if not known:
         raise PlanError(f"nothing could be traced: {answers[0].why}")
     kinds = [kind for kind in KINDS if any((each.by_kind or {}).get(kind) for each in known)]

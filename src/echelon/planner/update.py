@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +31,7 @@ from echelon.planner.steps import tensors_in
 from echelon.planner.trace import Trace, Traced
 from echelon.world.init import World
 
-__all__ = ["Planned", "trace_update"]
+__all__ = ["Model", "Planned", "trace_update"]
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,8 @@ class Planned:
     """An update of a script under a layout, on one rank.
 
     Args:
-        layout: as it is written for `layout=`.
+        model: what it trains.
         ranks: in the world.
-        model: the module's class.
-        parameters, parameter_bytes: of the whole model.
         traced: what the rank holds, sends and computes.
         read: values of tensors that the script read in an update, which were made up.
         samples, tokens: of an update, on all ranks; 0 tokens if its batches have no rows of whole numbers.
@@ -52,11 +50,8 @@ class Planned:
         counted: of the micro-batches, those that were traced.
     """
 
-    layout: str
+    model: Model
     ranks: int
-    model: str
-    parameters: int
-    parameter_bytes: int
     traced: Traced
     read: int
     samples: int
@@ -67,6 +62,22 @@ class Planned:
     counted: int
 
 
+@dataclass(frozen=True)
+class Model:
+    """What a script gives echelon to train.
+
+    Args:
+        layout: under which, as it is written for `layout=`.
+        name: the module's class.
+        parameters, parameter_bytes: of the whole of it.
+    """
+
+    layout: str
+    name: str
+    parameters: int
+    parameter_bytes: int
+
+
 @dataclass
 class _WithoutValues(Strategy):
     """A layout, for a module whose tensors lose their memory before it comes to them."""
@@ -74,17 +85,18 @@ class _WithoutValues(Strategy):
     real: Strategy
     mode: NoMemory
     recompute: bool
-
-    def __post_init__(self) -> None:
-        self.model, self.parameters, self.parameter_bytes = "", 0, 0
+    tell: Callable[[Model], None]
+    model: Model | None = None
 
     @property
     def name(self) -> str:  # type: ignore[override]
         return self.real.name
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
-        self.model, self.parameters = type(module).__name__, sum(p.numel() for p in module.parameters())
-        self.parameter_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
+        parameters = list(module.parameters())
+        size = sum(p.numel() * p.element_size() for p in parameters)
+        self.model = Model(self.name, type(module).__name__, sum(p.numel() for p in parameters), size)
+        self.tell(self.model)
         without_values(module, self.mode)
         if self.recompute:
             recipe = replace(recipe, activation_checkpoint=ActivationCheckpointParams.of("blocks", "recompute"))
@@ -104,6 +116,7 @@ def trace_update(
     planned_ranks: int | None = None,
     shapes: Mapping[str, int] | None = None,
     rank: int = 0,
+    tell: Callable[[Model], None] = lambda model: None,
 ) -> Planned:
     """Run the script up to its second update, as one rank of so many, with a model that has no memory.
 
@@ -118,6 +131,7 @@ def trace_update(
         precision: in place of the script's own.
         planned_ranks: of `echelon run --ranks MIN:MAX`, the most.
         shapes: see `NoMemory`.
+        tell: is told of the model, before anything of it is traced.
     Raises:
         PlanError: the script gives echelon no module to train, or trains for no two updates.
         UsageError: what training would be refused for.
@@ -131,7 +145,7 @@ def trace_update(
         def choose(own: Strategy | None) -> Strategy:
             given = resolve(layout)
             real = with_options_of(own, given) if given is not None else own or NOOPStrategy()
-            chosen.append(_WithoutValues(real, mode, recompute))
+            chosen.append(_WithoutValues(real, mode, recompute, tell))
             return chosen[-1]
 
         watcher = _Watcher(mode, rounding)
@@ -141,7 +155,8 @@ def trace_update(
                 target.run_until_enough(overrides, watcher.look_at)
         finally:
             watcher.close()
-        if not chosen:
+        model = chosen[-1].model if chosen else None
+        if model is None:
             raise PlanError(
                 f"{target.script} gave echelon no module that is not parallel already, so there is nothing to plan. It must "
                 "reach echelon's train, fit or prepare."
@@ -151,13 +166,9 @@ def trace_update(
                 f"{target.script} must train for 2 updates or more to be planned, got {watcher.updates}: the first one makes the "
                 "optimizer's state. Give it more updates or a smaller global batch."
             )
-        last = chosen[-1]
         return Planned(
-            last.real.name,
+            model,
             ranks,
-            last.model,
-            last.parameters,
-            last.parameter_bytes,
             watcher.result(),
             mode.read,
             watcher.samples,
