@@ -30,7 +30,6 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-import echelon
 from echelon.common.errors import PlanError
 from echelon.world import agree
 
@@ -52,7 +51,7 @@ __all__ = [
 
 aten = torch.ops.aten
 without_overrides = torch._C.DisableTorchFunction  # a context in which no TorchFunctionMode answers for tensors
-_ECHELON, _TORCH = (str(Path(module.__file__ or "").parent) for module in (echelon, torch))
+_ECHELON, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 
 _NOTHING = "_echelon_is_nothing"  # an attribute of tensors whose value is 0
 
