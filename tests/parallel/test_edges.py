@@ -272,14 +272,41 @@ def test_outputs_in_which_torch_looks_for_no_tensors(ranks: Ranks) -> None:
     """The backward pass went around fully_shard's hooks: gradients that nobody reduced, or parameters that were not there; and
     DistributedDataParallel took all parameters for unused ones."""
     unused = ech.DDPStrategy(find_unused_parameters=True)
-    ways: list[tuple[str, Any, dict[str, Any]]] = [
-        (kind, layout, {}) for kind in (*_GIVES, "kept", "a closure") for layout in ("fsdp", "zero2", unused)
-    ]
+    ways: list[tuple[str, Any, dict[str, Any]]] = [("an object", layout, {}) for layout in ("fsdp", "zero2", unused)]
+    ways += [("a distribution", "zero2", {}), ("a set", "fsdp", {}), ("kept", unused, {}), ("a closure", "fsdp", {})]
     ways += [("kept", "fsdp", {"recompute": "blocks"}), ("a distribution", "fsdp", {"accumulate": 2})]
     found = ranks(2, lambda: [_of_objects(kind, layout, **options) for kind, layout, options in ways])[0]
     for (kind, layout, options), values in zip(ways, found, strict=True):
         alone = _of_objects(kind, "none", **{name: given for name, given in options.items() if name != "recompute"})
         assert largest_difference(values, alone) < 1e-12, (kind, layout, options)
+
+
+def _of_two_networks(layout: str) -> dict[str, torch.Tensor]:
+    maker: Any = seeded(lambda: _GivesObjects("a closure"))
+    judge: Any = seeded(lambda: nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)).double())
+    made: Any = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (maker, judge)]
+    loader: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(16, 0)), 4)
+    maker, judge, *made, loader = ech.prepare(maker, judge, *made, loader, layout=layout)
+    for _ in ech.epochs(loader, 2):
+        for x, y in loader:
+            with ech.window(maker, judge) as window:
+                given = maker(x)()
+                made[1].zero_grad()
+                window.backward((judge(given.detach()) - judge(y)).tanh().mean())
+                made[1].step()
+                made[0].zero_grad()
+                window.backward((y - given).square().mean() - 0.1 * judge(given).mean())
+                made[0].step()
+    return {f"{i}.{name}": value for i, model in enumerate((maker, judge)) for name, value in whole(model).items()}
+
+
+def test_such_outputs_of_several_networks(ranks: Ranks) -> None:
+    """The critic's backward pass comes between the generator's forward and backward pass."""
+    alone = _of_two_networks("none")
+    for layout, values in zip(
+        ("fsdp", "zero2"), ranks(2, lambda: list(map(_of_two_networks, ("fsdp", "zero2"))))[0], strict=True
+    ):
+        assert largest_difference(values, alone) < 1e-12, layout
 
 
 def test_a_prefetch_of_no_number_of_blocks_is_refused() -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from echelon.common.errors import LayoutError
 from echelon.parallel.ddp.ddp import DDPPrepared
+from echelon.parallel.fsdp.units import hear_of_loss
 from echelon.parallel.gradients.unreduced_params import average_in_turns_, check_equal
 from echelon.parallel.parallelize import check_module, parallelize
 from echelon.parallel.prepared import MicroBatch, Prepared, combined
@@ -102,6 +103,8 @@ class Networks(Prepared[nn.Module]):
         return combined(*(part.accumulate(part.form.kind != "own") for part in self.parts))
 
     def before_backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
+        for part in self.parts:
+            hear_of_loss(part.module, loss)
         return local(loss)
 
     def after_backward(self, loss: torch.Tensor) -> None:

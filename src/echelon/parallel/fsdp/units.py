@@ -372,8 +372,8 @@ def hear_of_all_outputs(module: nn.Module) -> None:
 
 
 def hear_of_loss(root: Any, loss: torch.Tensor) -> None:
-    """Before its backward pass."""
-    if vars(root).pop("_is_unheard", False) and loss.requires_grad:
+    """Before a backward pass that may reach what the root gave in its latest forward pass."""
+    if vars(root).get("_is_unheard") and loss.requires_grad:
         loss.register_hook(root._get_fsdp_state()._pre_backward)
 
 
