@@ -250,6 +250,8 @@ for tokens in data:
     weights = torch.ones(tokens.shape, device="cuda")
     with ech.window(model) as window:
         logits = model(input_ids=tokens).logits
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert (weights @ torch.ones(tokens.shape[1], 2)).dtype == torch.bfloat16
         distance = (logits - teacher(input_ids=tokens).logits).square().sum(-1)
         chosen = logits[weights > 0.5].float().square().mean()
         window.backward((distance * weights).mean() + chosen)
@@ -271,9 +273,9 @@ def test_a_script_for_a_gpu_and_pretrained_weights_needs_neither(
 
     done = plan(FOR_A_GPU, "--gpus", "2", "--only", "yours", "--json")
     [found] = json.loads(done.stdout)["layouts"]
-    assert done.returncode == 2 and "train.py:20 must choose" in found["why"] and "--shape train.py:20=N" in found["why"]
+    assert done.returncode == 2 and "train.py:22 must choose" in found["why"] and "--shape train.py:22=N" in found["why"]
 
-    found = told(plan(FOR_A_GPU, "--gpus", "2", "--only", "yours", "--json", "--shape", "train.py:20=40"))["fsdp"]
+    found = told(plan(FOR_A_GPU, "--gpus", "2", "--only", "yours", "--json", "--shape", "train.py:22=40"))["fsdp"]
     assert not found["why"] and found["parameters"] == sum(numbers)
     assert found["by_kind"]["parameters"] == pytest.approx(sum(numbers), rel=0.1)  # half of them
     assert found["by_kind"]["kept"] == allocated  # the teacher's

@@ -57,6 +57,7 @@ def stand_ins(mode: NoMemory) -> Iterator[None]:
         with (
             mock.patch.multiple(torch.cuda, **answers),
             mock.patch.object(torch, "save", _save),
+            mock.patch.object(torch.autocast, "__init__", _autocast),
             _loaded("transformers.modeling_utils", _leave_weights_out),
             _Here(),
         ):
@@ -85,6 +86,14 @@ def _is_cuda(value: Any) -> bool:
     if isinstance(value, torch.device):
         return value.type == "cuda"
     return isinstance(value, str) and _CUDA.fullmatch(value) is not None
+
+
+_real_autocast: Any = torch.autocast.__init__
+
+
+def _autocast(context: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
+    """Without CUDA torch leaves its autocast out, and a plan would be that of float32."""
+    _real_autocast(context, "cpu" if _is_cuda(device_type) else device_type, *args, **kwargs)
 
 
 _real_save = torch.save
