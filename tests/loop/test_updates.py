@@ -126,6 +126,37 @@ def test_an_epochs_short_last_update_is_one_and_a_second_call_goes_on(kind: str)
         assert largest_difference(whole(twice.module), whole(once.module)) == 0 and _counts(twice) == _counts(once)
 
 
+@pytest.mark.parametrize("way", ["unit", "loop"])
+def test_a_hook_sees_the_gradient_of_a_short_last_batch_as_it_is(way: str) -> None:
+    """Such as one that clamps it, which a factor before it would change."""
+    x, y = batch(20, 0)
+    batches = [(x[at : at + 8], y[at : at + 8]) for at in (0, 8, 16)] * 2
+
+    def clamped() -> Any:
+        model = net()
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return model
+
+    plain, model = clamped(), clamped()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(plain(inputs), targets).backward()
+        optimizer.step()
+
+    if way == "unit":
+        make = lambda module: torch.optim.SGD(module.parameters(), lr=0.1)  # noqa: E731
+        ech.train(Regression(module=model, optimizer=make), batches, max_epochs=1)
+        trained = model
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trained, optimizer, loader = ech.prepare(model, optimizer, batches, layout=None)
+        for inputs, targets in loader:
+            step(trained, optimizer, inputs, targets, loss=lambda model, x, y: nn.functional.mse_loss(model(x), y))
+    assert largest_difference(whole(trained), whole(plain)) == 0
+
+
 def test_an_epoch_may_be_of_so_many_updates() -> None:
     unit, heard = Regression(accumulate=3), Heard()
     ech.train(unit, _ten("list"), max_epochs=3, updates_per_epoch=2, callbacks=[heard])
