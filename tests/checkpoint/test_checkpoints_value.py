@@ -189,9 +189,10 @@ def _stopped(folder: Path, **options: Any) -> Any:
 @pytest.mark.full
 @pytest.mark.fresh_ranks
 def test_a_signal_saves_and_the_same_line_goes_on(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2, _stopped, tmp_path, kill_at=4) == [75, 75]
-    assert steps_in(tmp_path)[-1] == 5  # the update by whose message the ranks agree
-    for one, other in zip(ranks(2, _stopped, tmp_path), ranks(2, _stopped, None), strict=True):
+    folder = tmp_path / "c"
+    assert ranks(2, _stopped, folder, kill_at=4) == [75, 75]
+    assert steps_in(folder)[-1] == 5  # the update by whose message the ranks agree
+    for one, other in zip(ranks(2, _stopped, folder), ranks(2, _stopped, None), strict=True):
         assert largest_difference(one, other) == 0
 
 
@@ -340,11 +341,12 @@ def _stopped_in_evaluation(folder: Path, at: tuple[int, int] | None) -> Any:
 @pytest.mark.full
 @pytest.mark.fresh_ranks
 def test_an_evaluation_that_a_signal_cuts_short_gives_no_number_and_the_resumed_one_does(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2, _stopped_in_evaluation, tmp_path, (6, 2)) == [75, 75]
-    assert _numbers(tmp_path) == {3: {"accuracy": 1.0}, 6: {}}
+    folder = tmp_path / "c"
+    assert ranks(2, _stopped_in_evaluation, folder, (6, 2)) == [75, 75]
+    assert _numbers(folder) == {3: {"accuracy": 1.0}, 6: {}}
     wanted = ranks(2, _train, None, 3, evaluate=range(6))
-    assert largest_difference(ranks(2, _stopped_in_evaluation, tmp_path, None)[0], wanted[0]) == 0
-    assert _numbers(tmp_path) == {3: {"accuracy": 1.0}, 6: {"accuracy": 3.0}, 9: {"accuracy": 2.0}}
+    assert largest_difference(ranks(2, _stopped_in_evaluation, folder, None)[0], wanted[0]) == 0
+    assert _numbers(folder) == {3: {"accuracy": 1.0}, 6: {"accuracy": 3.0}, 9: {"accuracy": 2.0}}
 
 
 @pytest.mark.full

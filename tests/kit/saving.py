@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,9 +100,12 @@ class Held:
         self.value = state["value"]
 
 
-def steps_in(folder: str | Path) -> list[int]:
-    """After which updates the folder's checkpoints were saved."""
-    return sorted(int(path.name.removeprefix("step-")) for path in Path(folder).glob("step-*"))
+def steps_in(folder: str | Path, *, beside: Sequence[str] = ()) -> list[int]:
+    """After which updates the folder's checkpoints were saved. Nothing else is there, but for what is named."""
+    names = {path.name for path in Path(folder).iterdir()}
+    steps = {name for name in names if re.fullmatch("step-[0-9]+", name)}
+    assert names - steps == set(beside), sorted(names - steps)
+    return sorted(int(name.removeprefix("step-")) for name in steps)
 
 
 # A program that holds the lease of the folder that it is given.
