@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -353,6 +354,10 @@ def _is_tracked_view(value: Any) -> bool:
 # where the module has given nothing that can be found. Tested with torch 2.13; tests/parallel/test_edges.py notices a change.
 
 
+# Those whose latest forward pass gave nothing that can be found. No attributes of theirs: a pipeline asks what a pass changes.
+_unheard: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
 def hear_of_all_outputs(module: nn.Module) -> None:
     """Of a module that `fully_shard` has split, after its own hook on the outputs."""
     layers = list(_layers_of_its_own(module))
@@ -361,7 +366,7 @@ def hear_of_all_outputs(module: nn.Module) -> None:
         if not torch.is_grad_enabled():
             return
         given = tracked_tensors(output)
-        vars(module)["_is_unheard"] = not given
+        (_unheard.discard if given else _unheard.add)(module)
         kept = [tensor for layer in layers for tensor in _kept(layer) if not hasattr(tensor, "_is_heard")]
         for tensor in (*given, *kept):
             if tensor is not output:
@@ -373,7 +378,7 @@ def hear_of_all_outputs(module: nn.Module) -> None:
 
 def hear_of_loss(root: Any, loss: torch.Tensor) -> None:
     """Before a backward pass that may reach what the root gave in its latest forward pass."""
-    if vars(root).get("_is_unheard") and loss.requires_grad:
+    if root in _unheard and loss.requires_grad:
         loss.register_hook(root._get_fsdp_state()._pre_backward)
 
 
