@@ -126,6 +126,11 @@ def test_what_is_not_here_is_named_with_its_line_and_what_to_take(text: str, lin
     assert note.line == line and note.name.startswith(name) and says in note.why
 
 
+def test_a_name_that_another_library_gets_later_is_not_looked_up() -> None:
+    done = move(b"import pytorch_lightning as pl\n\n\ndef read():\n    import polars as pl\n\n    return pl.col('a')\n")
+    assert not done.notes and done.names == 1
+
+
 def test_names_that_are_unknown_stay_beside_those_that_move() -> None:
     done = move(b"from lightning.pytorch.callbacks import Nothing, EarlyStopping\n")
     assert done.text.decode().splitlines() == [

@@ -81,9 +81,11 @@ class _Uses(cst.CSTVisitor):
 
     def visit_Import(self, node: cst.Import) -> None:
         for each in node.names:
-            module = _name(each.name)
+            module, bound = _name(each.name), _bound_by(each)
             if library_of(module) is not None:
-                self.bound[_bound_by(each)] = module if each.asname is not None else module.partition(".")[0]
+                self.bound[bound] = module if each.asname is not None else module.partition(".")[0]
+            else:  # `pl` may be another library's in the next function
+                self.bound.pop(bound, None)
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
         module = _module_of(node)
