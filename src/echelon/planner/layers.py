@@ -20,7 +20,9 @@ from echelon.parallel.layouts import resolve, with_options_of
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import NOOPStrategy, Strategy
+from echelon.planner.pretended import pretended_world
 from echelon.planner.rows import Layers, layers_of
+from echelon.planner.stand_ins import stand_ins
 from echelon.world.init import World
 
 __all__ = ["lines", "plan_layers"]
@@ -73,7 +75,8 @@ def plan_layers(target: Target, layout: str | None = None, ranks: int | None = N
             unit.prepared  # noqa: B018  (it is made when it is first asked for)
         raise Enough
 
-    target.run_until_enough(Overrides(looks, compile=False, observes=True), far_enough)
+    with pretended_world(1) as mode, stand_ins(mode):
+        target.run_until_enough(Overrides(looks, compile=False, observes=True), far_enough)
     if not looks.found:
         raise PlanError(
             f"{target.script} gave echelon no module that is not parallel already, so there is nothing to show. It must reach "
