@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -354,10 +353,6 @@ def _is_tracked_view(value: Any) -> bool:
 # where the module has given nothing that can be found. Tested with torch 2.13; tests/parallel/test_edges.py notices a change.
 
 
-# Those whose latest forward pass gave nothing that can be found. No attributes of theirs: a pipeline asks what a pass changes.
-_unheard: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-
-
 def hear_of_all_outputs(module: nn.Module) -> None:
     """Of a module that `fully_shard` has split, after its own hook on the outputs."""
     layers = list(_layers_of_its_own(module))
@@ -366,20 +361,23 @@ def hear_of_all_outputs(module: nn.Module) -> None:
         if not torch.is_grad_enabled():
             return
         given = tracked_tensors(output)
-        (_unheard.discard if given else _unheard.add)(module)
+        state = module._get_fsdp_state()
+        state._is_unheard = not given  # no attribute of the module: a pipeline asks what a pass changes
         kept = [tensor for layer in layers for tensor in _kept(layer) if not hasattr(tensor, "_is_heard")]
         for tensor in (*given, *kept):
             if tensor is not output:
                 tensor._is_heard = True  # type: ignore[attr-defined]  # what is kept may still be there after the next pass
-                tensor.register_hook(module._get_fsdp_state()._pre_backward)
+                tensor.register_hook(state._pre_backward)
 
     module.register_forward_hook(torch.compiler.disable(listen))
 
 
 def hear_of_loss(root: Any, loss: torch.Tensor) -> None:
     """Before a backward pass that may reach what the root gave in its latest forward pass."""
-    if root in _unheard and loss.requires_grad:
-        loss.register_hook(root._get_fsdp_state()._pre_backward)
+    if is_fully_sharded(root) and loss.requires_grad:
+        state = root._get_fsdp_state()
+        if getattr(state, "_is_unheard", False):
+            loss.register_hook(state._pre_backward)
 
 
 def _layers_of_its_own(module: nn.Module) -> Iterable[nn.Module]:
