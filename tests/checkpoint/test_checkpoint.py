@@ -60,6 +60,12 @@ def test_a_saver_takes_a_group_of_all_ranks_and_one_folder_alone(ranks: Ranks, t
     ranks(2, _wrong_on_ranks, tmp_path)
 
 
+def test_a_step_is_saved_once(tmp_path: Path) -> None:
+    saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_updates=4)
+    ech.train(make_unit("none"), make_loader(), max_updates=4, callbacks=[saver])
+    assert steps_in(tmp_path) == [4]
+
+
 def test_saves_by_epoch_and_by_evaluation(tmp_path: Path) -> None:
     unit = make_unit("none")
     saver = ech.DistributedCheckpointSaver(tmp_path, save_every_n_epochs=2, save_every_n_eval_epochs=1)

@@ -64,7 +64,7 @@ TESTED = {
     "B23: restore changes the caller's options": "test_options_of_a_restore_stay_as_they_are",
     "B24: HSDP is impossible": "parallel/test_strategies.py::test_shards_stay_on_a_machine_and_there_are_two_copies_at_least",
     "B28: an empty evaluation runs after a stop": "loop/test_loop.py::test_a_stop_ends_after_the_step_and_runs_no_evaluation",
-    "B32: averages fail under fsdp by name": "loop/test_averaged.py::test_averages_on_two_ranks_equal_torchs_on_one_process",
+    "B32: averages fail under fsdp by name": "loop/test_averaged.py::test_averages_equal_torchs_on_one_process",
     "B35: clipping fails over mixed meshes": "parallel/test_gradients.py::test_one_norm_for_any_mixture_in_one_message_per_axis",
     "B37: a loader without state starts over without a word": (
         "loop/test_loop.py::test_going_on_in_mid_epoch_with_a_loader_without_state_warns"
