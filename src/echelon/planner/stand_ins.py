@@ -109,12 +109,20 @@ def _save(obj: Any, *args: Any, **kwargs: Any) -> None:
 
 
 @contextlib.contextmanager
-def _loaded(name: str, change: Callable[[ModuleType], None]) -> Iterator[None]:
-    """Have a module changed when the script imports it; a plan of another script does not wait for that import."""
+def _loaded(name: str, change: Callable[[ModuleType], Callable[[], Any]]) -> Iterator[None]:
+    """Have a module changed when the script imports it; a plan of another script does not wait for that import.
+
+    Args:
+        change: gives what undoes it.
+    """
     if (there := sys.modules.get(name)) is not None:
-        change(there)
-        yield
+        undo = change(there)
+        try:
+            yield
+        finally:
+            undo()
         return
+    undos: list[Callable[[], Any]] = []
 
     class Finder:
         @staticmethod
@@ -128,7 +136,7 @@ def _loaded(name: str, change: Callable[[ModuleType], None]) -> Iterator[None]:
 
                 def exec_module(module: ModuleType) -> None:
                     execute(module)
-                    change(module)
+                    undos.append(change(module))
 
                 spec.loader.exec_module = exec_module  # type: ignore[method-assign]
             return spec
@@ -139,9 +147,11 @@ def _loaded(name: str, change: Callable[[ModuleType], None]) -> Iterator[None]:
     finally:
         with contextlib.suppress(ValueError):
             sys.meta_path.remove(Finder)
+        for undo in undos:
+            undo()
 
 
-def _leave_weights_out(modeling: ModuleType) -> None:
+def _leave_weights_out(modeling: ModuleType) -> Callable[[], Any]:
     """`from_pretrained` gives the model that the configuration describes, and reads that alone."""
     base: Any = modeling.PreTrainedModel
     real = base.from_pretrained.__func__
@@ -166,4 +176,6 @@ def _leave_weights_out(modeling: ModuleType) -> None:
             if bars:
                 logging.enable_progress_bar()
 
-    base.from_pretrained = classmethod(from_pretrained)
+    patch = mock.patch.object(base, "from_pretrained", classmethod(from_pretrained))
+    patch.start()
+    return patch.stop
