@@ -253,10 +253,12 @@ def test_fewer_ranks_than_planned_train_the_same_in_no_more_memory(ranks: Ranks)
     assert alone["alone"]["moved"] == 2 * two["ddp"]["moved"]
 
 
-def test_a_step_in_pieces_is_one_step(ranks: Ranks) -> None:
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_in_pieces_is_one_step(accumulation: int) -> None:
     """Progress, hooks and the loss that they see are those of the whole micro-batch."""
-    pieces, plain = _train_in_pieces(None, 4, 2), _train_in_pieces(None, None, 2)
-    assert pieces["steps"] == plain["steps"] == list(range(2 * 3 * EPOCHS)) and pieces["done"] == plain["done"]
+    pieces, plain = _train_in_pieces(None, 4, accumulation), _train_in_pieces(None, None, accumulation)
+    assert pieces["steps"] == plain["steps"] == list(range(accumulation * 3 * EPOCHS)) and pieces["done"] == plain["done"]
+    assert largest_difference(pieces["parameters"], plain["parameters"]) < 1e-11
     assert pieces["losses"] == pytest.approx(plain["losses"], rel=1e-11)
     assert pieces["largest"] < plain["largest"] and pieces["shown"] == plain["shown"]
 

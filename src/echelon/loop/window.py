@@ -118,6 +118,11 @@ class Window:
             self._weight = self._weight + weight
             self._is_sum = True
 
+    @property
+    def is_of_one(self) -> bool:
+        """What was taken in so far is one micro-batch, or a piece of one."""
+        return self.count == 1 and self._loss is not None and not self._is_sum
+
     def start_reduction(self, wants_stop: bool, logged: Sequence[float] = NOBODY) -> None:
         """Begin to sum up over the ranks; the backward pass runs meanwhile. Collective, in the same order on every rank.
 

@@ -243,7 +243,7 @@ class Update:
             if clock.running is not None:
                 clock.running.enter(BACKWARD)
         assert window.reference is not None
-        if micro_batch.is_last and window.count == 1 and not self.joined and not window.fixed and _is_some(weight):
+        if micro_batch.is_last and not self.joined and window.is_of_one and not window.fixed and _is_some(weight):
             window.reference = float(weight)  # all of the global batch: a hook sees its gradient as it is
         scale = weight * prepared.averaged_over / window.reference
         scaled = loss if unit.grad_scaler is None else unit.grad_scaler.scale(loss)
