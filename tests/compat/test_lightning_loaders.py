@@ -142,7 +142,7 @@ def test_so_does_a_unit_of_echelons_own(tmp_path: Path) -> None:
 # --- fewer ranks
 
 
-def trained(folder: str, path: str | None, planned: int | None, epochs: int = 3) -> Any:
+def trained(folder: str, path: str | None, planned: int | None, epochs: int = 3, batch_size: int = 3) -> Any:
     impose(Overrides(planned_ranks=planned) if planned else None)
     try:
         echelon.seed(3)
@@ -153,7 +153,7 @@ def trained(folder: str, path: str | None, planned: int | None, epochs: int = 3)
             (module.layer(batch[0] / ROWS) - 1).square().mean(),
         )[2]
         saver = ModelCheckpoint(dirpath=folder, every_n_train_steps=3, save_top_k=-1)
-        loader = DataLoader(numbers(), batch_size=3, shuffle=True)
+        loader = DataLoader(numbers(), batch_size=batch_size, shuffle=True)
         trainer = Trainer(max_epochs=epochs, strategy="ddp", callbacks=[saver], **SAVING)
         trainer.fit(module, loader, ckpt_path=path)
         weights = {name: value.detach().clone() for name, value in module.layer.state_dict().items()}
@@ -195,6 +195,15 @@ def test_a_run_that_shrank_keeps_its_batches_however_often_it_goes_on(ranks: Any
         again, seen, starts, *_ = trained(str(folder), str(saved), None)
         assert largest_difference(again, weights) < 1e-14
         assert len(seen) == left and all(len(batch) == 6 for batch in starts)
+
+
+@pytest.mark.full
+def test_a_script_that_divides_its_batch_by_the_ranks_goes_on_on_one_in_mid_epoch(ranks: Any, tmp_path: Path) -> None:
+    """It was refused as another kind of loader."""
+    (weights, *_), _ = ranks(2, trained, str(tmp_path / "2"), None, None)
+    saved = str(tmp_path / "2/epoch=0-step=3.ckpt")
+    again, seen, starts, *_ = trained(str(tmp_path / "1"), saved, None, 3, 6)
+    assert largest_difference(again, weights) < 1e-14 and len(seen) == 54 and all(len(batch) == 6 for batch in starts)
 
 
 def grown(folder: str, path: str) -> str:

@@ -319,7 +319,7 @@ def kept_global_batch(path: Path, loader: Any, data_size: int, accumulation: int
 
 
 def kept(path: Any, saved: Mapping[str, Any], own: int, ranks: int, accumulation: int, argument: str) -> int | None:
-    """The global batch of a run that had more ranks, in place of `own * ranks`; None if it had not, or other batches.
+    """The global batch of a run of several ranks, if it had more than these, or the same batch; None if it had not.
 
     A run that goes on with fewer ranks, by whatever it was started, keeps it: else nobody would see that it has another one.
 
@@ -334,6 +334,8 @@ def kept(path: Any, saved: Mapping[str, Any], own: int, ranks: int, accumulation
     config = saved.get("config", {})
     data, saved_by = config.get("data", {}), config.get("dp_size") or config.get("world_size")
     whole, each = data.get("global_batch"), data.get("samples_of_a_rank")
+    if each is not None and whole == own * ranks:  # the script has divided the same batch anew
+        return own * ranks
     if each is None and isinstance(whole, int) and isinstance(saved_by, int):  # before it was written down
         each = whole / saved_by
     if each != own or not isinstance(whole, int) or whole <= own * ranks or whole % own:
