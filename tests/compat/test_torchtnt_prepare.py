@@ -142,29 +142,40 @@ def test_modules_prepared_by_hand_train_what_one_process_trains(ranks: Ranks) ->
         assert "skip_deepcopy=True" in found["error"]
 
 
-def _averages() -> dict[str, Any]:
+def _counting() -> Any:
+    module = net()
+    module.register_buffer("seen", torch.zeros(2, dtype=torch.float64))
+    return module
+
+
+def _averages(method: Any) -> dict[str, Any]:
     """Of a sharded module, in a second one of the same kind."""
-    trained, average = (tnt.prepare_fsdp2(net(), CPU) for _ in range(2))
-    averaged = AveragedModel(average, skip_deepcopy=True, ema_decay=0.5)
+    trained, average = (tnt.prepare_fsdp2(_counting(), CPU) for _ in range(2))
+    averaged = AveragedModel(average, skip_deepcopy=True, ema_decay=0.5, averaging_method=method, use_buffers=True)
     optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
     for data in mine(updates(2, steps=STEPS)):
         _mse(trained, data).backward()
         optimizer.step()
         optimizer.zero_grad()
+        trained.seen += 1
         averaged.update_parameters(trained)
+    assert float(averaged.module.seen[0]) < STEPS
     return {n.removeprefix("module."): p for n, p in whole(averaged).items()}
 
 
-def test_averages_of_a_sharded_module(ranks: Ranks) -> None:
-    plain = net()
-    want = AveragedModel(plain, ema_decay=0.5)
+@pytest.mark.parametrize("method", ["ema", "swa"])
+def test_averages_of_a_sharded_module(ranks: Ranks, method: Any) -> None:
+    """Its buffers are whole, which torch's function refused beside sharded parameters."""
+    plain = _counting()
+    want = AveragedModel(plain, ema_decay=0.5, averaging_method=method, use_buffers=True)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for each in updates(2, steps=STEPS):
         _mse(plain, [torch.cat(parts) for parts in zip(*each, strict=True)]).backward()
         optimizer.step()
         optimizer.zero_grad()
+        plain.seen += 1
         want.update_parameters(plain)
-    for found in ranks(2, _averages):
+    for found in ranks(2, _averages, method):
         assert largest_difference(found, whole(want.module)) < 1e-12
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,6 +11,7 @@ from torch.optim import swa_utils
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from echelon.common.errors import UsageError
+from echelon.parallel.shards import local
 
 __all__ = ["AveragedModel"]
 
@@ -48,7 +49,7 @@ class AveragedModel(swa_utils.AveragedModel):
                 "AveragedModel: a sharded module cannot be copied. Prepare a second module of the same shape alike, and "
                 "pass that with skip_deepcopy=True; the first update copies the values."
             )
-        average = _Ema(ema_decay, use_lit) if averaging_method == "ema" else get_swa_multi_avg_fn()
+        average = _Average(averaging_method, ema_decay, use_lit)
         # torch copies what it is given; a placeholder costs nothing, and the module takes its place.
         super().__init__(nn.Identity() if skip_deepcopy else model, device, multi_avg_fn=average, use_buffers=use_buffers)
         if skip_deepcopy:
@@ -56,16 +57,22 @@ class AveragedModel(swa_utils.AveragedModel):
             self.n_averaged = self.n_averaged.to(device or next((p.device for p in model.parameters()), "cpu"))
 
 
-class _Ema:
-    """Brings averages forward. A class, so that the model can still be copied and pickled."""
+class _Average:
+    """Brings averages forward, over this rank's parts. A class, so that the model can still be copied and pickled."""
 
-    def __init__(self, decay: float, lit: bool) -> None:
-        self._decay, self._lit = decay, lit
+    def __init__(self, method: str, decay: float, lit: bool) -> None:
+        self._method, self._decay, self._lit = method, decay, lit
 
     @torch.no_grad()
     def __call__(self, averages: Sequence[Any], newest: Sequence[Any], count: torch.Tensor | int) -> None:
+        # torch's functions over many tensors take no mixture of sharded parameters and whole buffers.
+        self._function(count)([local(each) for each in averages], [local(each) for each in newest], count)
+
+    def _function(self, count: torch.Tensor | int) -> Callable[..., None]:
+        if self._method == "swa":
+            return get_swa_multi_avg_fn()
         decay = self._decay
         if self._lit:
             n = int(count)
             decay = min(decay, (2 + n) / (11 + n))  # this is update n + 1
-        get_ema_multi_avg_fn(decay)(averages, newest, count)
+        return get_ema_multi_avg_fn(decay)
