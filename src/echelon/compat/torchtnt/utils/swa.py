@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -68,7 +68,7 @@ class _Average:
         # torch's functions over many tensors take no mixture of sharded parameters and whole buffers.
         self._function(count)([local(each) for each in averages], [local(each) for each in newest], count)
 
-    def _function(self, count: torch.Tensor | int) -> Callable[..., None]:
+    def _function(self, count: torch.Tensor | int) -> Any:
         if self._method == "swa":
             return get_swa_multi_avg_fn()
         decay = self._decay
