@@ -142,6 +142,22 @@ def test_a_buffer_that_begins_as_none_is_one_function_too(ranks: Ranks, layout: 
     assert first.keys() == second.keys() == {"out", "mean"} and largest_difference(first, second) == 0
 
 
+def _left_by_training() -> dict[str, dict[str, torch.Tensor]]:
+    left = {}
+    for layout in PARALLEL:
+        unit = _unit(layout)
+        ech.train(unit, _rows(4), max_epochs=1)
+        left[layout] = _buffers(unit)
+    return left
+
+
+def test_ranks_have_the_same_buffers_when_training_has_ended(ranks: Ranks) -> None:
+    """Each had what its own rows of the last step made of them."""
+    first, second = ranks(2, _left_by_training)
+    for layout in PARALLEL:
+        assert largest_difference(first[layout], second[layout]) == 0, layout
+
+
 # TorchTNT's fit counts micro-batches: where they accumulate, in the middle of a window, too.
 @pytest.mark.full
 @pytest.mark.parametrize(

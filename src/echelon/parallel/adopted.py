@@ -168,6 +168,10 @@ class FSDP1Prepared(WrapperPrepared["FullyShardedDataParallel"]):
     def _adopt(self) -> None:
         Buffers.keep_equal(self.module, self.data_groups, begin=True)
 
+    def end_training(self) -> None:
+        super().end_training()
+        Buffers.settle(self.module)
+
     def parameters_written(self) -> None:
         raise LayoutError(
             "the older FullyShardedDataParallel keeps copies of its parameters that cannot be told of a change, so its weights "

@@ -136,6 +136,10 @@ class Networks(Prepared[nn.Module]):
         for part in self.parts:
             part.before_evaluation()
 
+    def end_training(self) -> None:
+        for part in self.parts:
+            part.end_training()
+
     def fix_order(self) -> None:
         raise LayoutError("bit-equal training on any number of ranks must have one optimizer, got several. Leave it out.")
 

@@ -366,7 +366,7 @@ class Prepared(Generic[M]):
         return False
 
     def end_training(self) -> None:
-        """Training is over, not only interrupted. Collective."""
+        """Training is over, not only interrupted: from now on all ranks have one model, its buffers included. Collective."""
 
     def _follow_step(self, follow: Callable[[], None]) -> None:
         """Have something done after each update."""

@@ -303,6 +303,12 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         # torch sends none after a forward pass that only accumulated: in the middle of a window each rank would have its own.
         self.module.require_forward_param_sync = True
 
+    def end_training(self) -> None:
+        super().end_training()
+        self.before_evaluation()
+        if self.module._check_sync_bufs_pre_fwd():
+            self.module._sync_buffers()
+
     def parameters_written(self) -> None:
         self.before_evaluation()  # averages have taken the place of the buffers, too
 

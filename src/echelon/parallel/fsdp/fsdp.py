@@ -172,6 +172,10 @@ class FSDPPrepared(Prepared[nn.Module]):
         super().before_evaluation()
         self._compare_calls()
 
+    def end_training(self) -> None:
+        super().end_training()
+        Buffers.settle(self.module)
+
     def trains_also(self, others: list[nn.Parameter]) -> None:
         if self.averaged_over > 1:
             _refuse_layer_drop(self.module)

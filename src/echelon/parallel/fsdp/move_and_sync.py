@@ -134,6 +134,13 @@ class Buffers:
         if module in cls._all:
             cls._all[module]._due = True
 
+    @classmethod
+    def settle(cls, module: nn.Module) -> None:
+        """Send rank 0's now, as a forward pass would do. Collective."""
+        if module in cls._all:
+            cls._all[module]._agree(module)
+            cls._all[module]._send(module)
+
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
             if self._passes == 1:
