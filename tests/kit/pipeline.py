@@ -81,10 +81,8 @@ class StagePrepared(ech.layouts.Prepared[nn.Module]):
     def __init__(self, module: nn.Module, world: ech.launching.World) -> None:
         super().__init__(module)
         self.rank = world.rank
+        self.data.is_replica = self.rank == 0
         self.order: list[str] = []
-
-    def find_replicas(self) -> None:
-        self.is_replica = self.rank == 0
 
     def forward_backward_window(
         self,

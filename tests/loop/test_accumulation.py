@@ -54,7 +54,7 @@ def _living() -> int:
 
 
 def _mine(unit: ech.AutoUnit[Any], steps: int = STEPS, rows: int = 8) -> list[Any]:
-    rank, size = unit.prepared.dp_rank, unit.prepared.dp_size
+    rank, size = unit.prepared.data.rank, unit.prepared.data.size
     return [tuple(t.chunk(size)[rank] for t in batch(rows, i)) for i in range(steps)]
 
 

@@ -61,7 +61,7 @@ EMA = ech.units.SWAParams(0, 1, ema_decay=0.9, use_lit=True)  # what ema=0.9 is,
 
 
 def _mine(unit: ech.AutoUnit[Any], micro: int = 1) -> list[Any]:
-    return _batches(unit.prepared.dp_rank, unit.prepared.dp_size, micro)
+    return _batches(unit.prepared.data.rank, unit.prepared.data.size, micro)
 
 
 def _torchs(params: ech.units.SWAParams, averaged: int) -> Any:

@@ -230,7 +230,7 @@ class LogsWeights(Regression):
 def _weights(layout: str, folder: str) -> list[dict[str, Any]]:
     with recorded(f"{folder}/{layout}"):
         unit = LogsWeights(layout=layout)
-        ech.train(unit, [batch(4, unit.prepared.dp_rank)], max_epochs=1)
+        ech.train(unit, [batch(4, unit.prepared.data.rank)], max_epochs=1)
     if torch.distributed.get_rank():
         return []
     return [each for each in read_lines(Path(folder, layout, "metrics.jsonl")) if "norm" in each]

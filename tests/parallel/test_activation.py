@@ -216,7 +216,7 @@ def _trained(layout: str) -> dict[str, dict[str, torch.Tensor]]:
         module = seeded(Normed)
         ech.seed(5)
         unit = Regression(module=module, layout=layout, recompute=params, accumulate=2)
-        ech.train(unit, [batch(5, 10 * unit.prepared.dp_rank + i) for i in range(4)], max_epochs=1)
+        ech.train(unit, [batch(5, 10 * unit.prepared.data.rank + i) for i in range(4)], max_epochs=1)
         buffers = {n: b.detach().clone() for n, b in unit.prepared.unwrapped.named_buffers()}
         found[name] = {**whole(unit.module), **buffers}
     return found
@@ -267,7 +267,7 @@ def _masks(layout: str) -> list[tuple[int, list[torch.Tensor]]]:
         if params is not None:
             assert all(len(m.drawn) == 4 for m in masks)  # forward, again, forward, again
             assert all(torch.equal(m.drawn[i], m.drawn[i + 1]) for m in masks for i in (0, 2))
-        found.append((unit.prepared.dp_rank, [d for m in masks for d in m.drawn[:: 1 if params is None else 2]]))
+        found.append((unit.prepared.data.rank, [d for m in masks for d in m.drawn[:: 1 if params is None else 2]]))
     return found
 
 

@@ -109,7 +109,7 @@ def _under(layouts: list[tuple[str, str, Any]]) -> dict[str, float]:
         compiled = ech.layouts.TorchCompileParams(blocks=True, backend=backend, fullgraph=True)
         unit = Regression(layout=layout, compile=compiled, recompute=recomputed)
         assert all(isinstance(block.forward, Compiled) for block in unit.prepared.unwrapped.blocks)
-        rank, size = unit.prepared.dp_rank, unit.prepared.dp_size
+        rank, size = unit.prepared.data.rank, unit.prepared.data.size
         ech.train(unit, [batch(4, 10 * step + rank) for step in range(2)], max_epochs=1)
         want, _, _ = plain_training([[batch(4, 10 * step + r) for r in range(size)] for step in range(2)])
         found[f"{name}, {preset}"] = largest_difference(whole(unit.module), want)
@@ -135,7 +135,7 @@ def _compiled_by_hand(how: str) -> tuple[float, int, list[str]]:
     backend, module = Counting(), net()
     wrapped: Any = nn.parallel.DistributedDataParallel(module) if how == "ddp" else torch.distributed.fsdp.fully_shard(module)
     unit = Regression(module=torch.compile(wrapped, backend=backend), accumulate=2, clip_grad_norm=0.5)
-    rank = unit.prepared.dp_rank
+    rank = unit.prepared.data.rank
     ech.train(unit, [batch(4, 10 * step + rank) for step in range(3)], max_epochs=1)
     rows = [[batch(4, 10 * step + r) for r in range(2)] for step in range(3)]
     want, _, _ = plain_training([rows[0] + rows[1], rows[2]], clip=0.5)

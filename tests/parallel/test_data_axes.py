@@ -110,7 +110,7 @@ def _train(names: list[str]) -> dict[str, tuple[dict[str, torch.Tensor], list[fl
         prepared = unit.prepared
         with prepared.gathered():
             values = {n.removeprefix("_fsdp_wrapped_module."): p for n, p in whole(unit.module).items()}
-        found[name] = values, unit.norms, (prepared.dp_rank, prepared.dp_size, prepared.is_replica)
+        found[name] = values, unit.norms, (prepared.data.rank, prepared.data.size, prepared.data.is_replica)
     return found
 
 

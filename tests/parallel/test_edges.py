@@ -124,7 +124,7 @@ def _trained(head: str, layout: Any, **options: Any) -> dict[str, torch.Tensor]:
         module = seeded(Speaker, head=head)
         training: dict[str, Any] = {"loss": _speaks, "optimizer": "AdamW", "lr": 0.01, "clip_grad_norm": 0.5}
         unit = Regression(module=module, layout=layout, **training, **options)
-    rank, size = (unit.prepared.dp_rank, unit.prepared.dp_size) if layout != "none" else (0, 1)
+    rank, size = (unit.prepared.data.rank, unit.prepared.data.size) if layout != "none" else (0, 1)
     data = [tuple(t.chunk(size)[rank] for t in each) for each in _batches()]
     ech.train(unit, data, max_epochs=1)
     ech.evaluate(unit, data)

@@ -190,7 +190,7 @@ def _ours(layout: Any, case: str) -> tuple[dict[str, torch.Tensor], list[float]]
     k, balance, kind, options = CASES[case]
     model = _freeze(_models(k, balance, kind)[0], case)
     unit = Unit(module=model, layout=layout, accumulate=2, **options)
-    rank, size = unit.prepared.dp_rank, unit.prepared.dp_size
+    rank, size = unit.prepared.data.rank, unit.prepared.data.size
     ech.train(unit, [micro[rank] for window in _windows(size) for micro in window], max_epochs=1)
     got = _in_plain_names(whole(unit.module))
     buffers = dict(unit.prepared.unwrapped.named_buffers())
@@ -264,7 +264,7 @@ def _one_counts_nothing() -> tuple[float, float]:
     mine, plain = _models(2, None, "modules")
     unit = Silent(module=mine, layout="ep=2", lr=0.02, clip_grad_norm=float("inf"))
     batches = [batch(ROWS, seed) for seed in (0, 1)]
-    given = batches[0] if unit.prepared.dp_rank == 0 else (batches[1][0], torch.full_like(batches[1][1], float("nan")))
+    given = batches[0] if unit.prepared.data.rank == 0 else (batches[1][0], torch.full_like(batches[1][1], float("nan")))
     ech.train(unit, [given], max_epochs=1)
     nn.functional.mse_loss(plain(batches[0][0]), batches[0][1]).backward()
     return unit.norms[0], float(nn.utils.clip_grad_norm_(plain.parameters(), float("inf")))
@@ -443,7 +443,7 @@ class ForgetsOnOne(Regression):
 
     def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
         loss, out = super().compute_loss(state, data)
-        return (loss + ech.nn.auxiliary_loss(self.module) if self.prepared.dp_rank == 0 else loss), out
+        return (loss + ech.nn.auxiliary_loss(self.module) if self.prepared.data.rank == 0 else loss), out
 
 
 def _forgotten_on_one(layout: str) -> str:

@@ -130,7 +130,7 @@ def _windows(ranks: int) -> list[list[Any]]:
 def _far(make: Callable[[], nn.Module], layout: Any, samples: int, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     """How parameters differ from plain PyTorch's, after updates of AdamW with clipping."""
     unit = Regression(module=make(), layout=layout, optimizer="AdamW", lr=0.02, clip_grad_norm=0.3, **options)
-    ech.train(unit, [window[unit.prepared.dp_rank] for window in _windows(samples)], max_epochs=1)
+    ech.train(unit, [window[unit.prepared.data.rank] for window in _windows(samples)], max_epochs=1)
     want, _, _ = plain_training(_windows(samples), clip=0.3, optimizer="AdamW", lr=0.02, module=make())
     return {name: (value - want[name]).abs() for name, value in whole(unit.module).items()}
 

@@ -49,7 +49,7 @@ def _train(layout: Any, recipe: Any, gathers: bool) -> tuple[list[float], list[s
     unit = Regression(module=wide(), layout=layout, precision=precision, lr=0.05)
     prepared, losses = unit.prepared, []
     unit.on_train_step_end = lambda *a: losses.append(float(unit.latest_update[0]))
-    ech.train(unit, [batch(16, 10 * step + prepared.dp_rank, torch.float32) for step in range(4)], max_epochs=1)
+    ech.train(unit, [batch(16, 10 * step + prepared.data.rank, torch.float32) for step in range(4)], max_epochs=1)
     if gathers:
         weight = prepared.unwrapped.blocks[0][0].weight._local_tensor  # `to_local` makes another, without the scale
         assert type(weight).__name__ == "WeightWithDynamicFloat8CastTensor" and weight._precomputed_scale is not None
@@ -82,7 +82,7 @@ def _saved_and_restored(folder: str, gathers: bool) -> dict[str, torch.Tensor]:
         return Regression(module=wide(), layout="fsdp", precision=precision, optimizer="AdamW", lr=0.01)
 
     first, second = unit(), unit()
-    rank = first.prepared.dp_rank
+    rank = first.prepared.data.rank
     saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=2)
     ech.train(first, [batch(16, 10 * step + rank, torch.float32) for step in range(2)], max_epochs=1, callbacks=[saver])
     ech.DistributedCheckpointSaver.restore_from_latest(folder, second)

@@ -295,8 +295,8 @@ def _trained(layout: Any, *frozen: str, steps: int = 4, **options: Any) -> tuple
         module.get_submodule(part).requires_grad_(False)
     unit = LanguageUnit(module=module, layout=layout, accumulate=2)
     prepared = unit.prepared
-    ech.train(unit, [words_of(step, prepared.dp_rank) for step in range(steps)], max_epochs=1)
-    want = reference(prepared.dp_size, *frozen, steps=steps, **options)
+    ech.train(unit, [words_of(step, prepared.data.rank) for step in range(steps)], max_epochs=1)
+    want = reference(prepared.data.size, *frozen, steps=steps, **options)
     return unit, largest_difference(whole(unit.module), want)
 
 

@@ -93,7 +93,7 @@ class Uneven(Unit):
 
 def _ours(layout: Any, kind: str, even: bool, clip: float) -> dict[str, torch.Tensor]:
     unit = Unit(module=net(), layout=layout, optimizer=kind, accumulate=2, clip_grad_norm=clip)
-    ech.train(unit, [b for window in _batches(unit.prepared.dp_rank, even) for b in window], max_epochs=1)
+    ech.train(unit, [b for window in _batches(unit.prepared.data.rank, even) for b in window], max_epochs=1)
     return whole(unit.module)
 
 
@@ -261,7 +261,7 @@ def _stop(layout: Any) -> int:
         may_stop = False
 
         def compute_loss(self, state: ech.State, data: Any) -> Any:
-            if self.prepared.dp_rank == 1 and self.train_progress.num_steps_completed == 1:
+            if self.prepared.data.rank == 1 and self.train_progress.num_steps_completed == 1:
                 state.stop()
             return super().compute_loss(state, data)
 
@@ -291,7 +291,7 @@ def test_a_worker_without_samples_counts_nothing(ranks: Ranks) -> None:
 def _buffers() -> tuple[torch.Tensor, torch.Tensor, int]:
     module = seeded(lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)))
     unit = Unit(module=module, layout=ech.layouts.LocalSGDStrategy(every=2), optimizer="SGD")
-    rank = unit.prepared.dp_rank
+    rank = unit.prepared.data.rank
     batches = [batch(4, 10 * rank + i) for i in range(2)]
     ech.train(unit, batches, max_epochs=1)
     alone = nn.BatchNorm1d(4).double()

@@ -142,7 +142,7 @@ def test_a_manifest_says_the_strategy_as_it_was_given_or_as_it_was_done_by_hand(
 
 def _on_rank_0_alone() -> bool:
     if torch.distributed.get_rank() == 0:
-        return not Regression(layout="none").prepared.is_replica and not Regression().prepared.is_replica
+        return not Regression(layout="none").prepared.data.is_replica and not Regression().prepared.data.is_replica
     return True
 
 

@@ -56,14 +56,14 @@ class Overflows(Regression):
 
     def compute_loss(self, state: ech.State, data: Any) -> Any:
         place = self.prepared
-        bad = self.train_progress.num_steps_completed == 1 and place.dp_rank == place.dp_size - 1
+        bad = self.train_progress.num_steps_completed == 1 and place.data.rank == place.data.size - 1
         out, spike = self.module(data[0], torch.tensor([0.0, math.inf if bad else 0.0], dtype=torch.float64))
         return nn.functional.mse_loss(out, data[1]) + spike, out
 
 
 def _mine(unit: ech.AutoUnit[Any], count: int) -> list[Any]:
     """This rank's share of global batches of 8 rows."""
-    rank, size = unit.prepared.dp_rank, unit.prepared.dp_size
+    rank, size = unit.prepared.data.rank, unit.prepared.data.size
     return [tuple(t.chunk(size)[rank] for t in batch(8, i)) for i in range(count)]
 
 

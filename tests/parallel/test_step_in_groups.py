@@ -47,7 +47,7 @@ class Failing(torch.optim.SGD):
 
 def _trained(make: Any, layout: str) -> dict[str, torch.Tensor]:
     unit = Regression(optimizer=lambda module: make(module.parameters()), layout=layout)
-    rank = unit.prepared.dp_rank if layout == "fsdp" else 0
+    rank = unit.prepared.data.rank if layout == "fsdp" else 0
     ech.train(unit, [batch(4, 2 * i + rank) for i in range(3)], max_epochs=1)
     return whole(unit.module)
 

@@ -197,7 +197,7 @@ def _with_options(names: list[str]) -> dict[str, Any]:
         module = net(seed=world.rank)  # all start from rank 0's
         unit = Regression(module=module, layout=OPTIONS[name](), clip_grad_norm=0.3, optimizer="AdamW")
         ech.train(unit, [batch(4, 10 * i + world.rank) for i in range(3)], max_epochs=1)
-        assert (unit.prepared.dp_rank, unit.prepared.dp_size) == (world.rank, world.size), name
+        assert (unit.prepared.data.rank, unit.prepared.data.size) == (world.rank, world.size), name
         done[name] = whole(unit.module)
     assert ([0, 0, 0] if "ddp hook" in names else []) == HOOKED  # one bucket in each of three updates
     return done

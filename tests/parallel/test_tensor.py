@@ -50,7 +50,7 @@ def _samples(layout: Any) -> tuple[list[float], list[list[float]], tuple[int, in
     module.load_state_dict(whole(unit.module))
     x, y = batch(10, 5)
     assert unit.eval_loss == pytest.approx(float(nn.functional.mse_loss(module(x), y).detach()), rel=1e-12)
-    return seen, masks, (unit.prepared.dp_rank, unit.prepared.dp_size)
+    return seen, masks, (unit.prepared.data.rank, unit.prepared.data.size)
 
 
 @pytest.mark.full
@@ -71,7 +71,7 @@ def _own_unit() -> tuple[list[float], tuple[int, int, bool]]:
     unit = Own(module, torch.optim.AdamW(module.parameters(), fused=True))
     ech.train(unit, ech.Loader(torch.utils.data.TensorDataset(*batch(16, 0)), 8), max_epochs=1)
     again = Regression(module=module).prepared  # a module that was prepared before is recognised
-    return unit.seen, (again.dp_rank, again.dp_size, again.is_replica)
+    return unit.seen, (again.data.rank, again.data.size, again.data.is_replica)
 
 
 @pytest.mark.full

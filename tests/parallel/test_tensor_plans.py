@@ -213,9 +213,9 @@ def trained(layout: Any, name: str, kind: str, **options: Any) -> tuple[Unit, in
     options = {"clip_grad_norm": CLIP, "accumulate": 2, **options}
     unit = Unit(module=made(name), optimizer=kind, lr=RATES[kind], layout=layout, **options)
     prepared = unit.prepared
-    data = [micro[prepared.dp_rank] for update in windows(prepared.dp_size) for micro in update]
+    data = [micro[prepared.data.rank] for update in windows(prepared.data.size) for micro in update]
     ech.train(unit, data, max_epochs=1)
-    return unit, prepared.dp_size
+    return unit, prepared.data.size
 
 
 def _far(layout: Any, names: list[str], **options: Any) -> dict[str, tuple[float, float]]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from echelon.common.errors import LayoutError
-from echelon.parallel.axes import Axis, Share, axes_of, declared, split_axes
+from echelon.parallel.axes import Axis, DataAxes, axes_of, declared, split_axes
 from echelon.parallel.fsdp.move_and_sync import Buffers
 from echelon.parallel.names import Kind, imported, plain_name, register, wrapper_of
 from echelon.parallel.prepared import Form, Prepared, WrapperPrepared
@@ -166,7 +166,7 @@ class FSDP1Prepared(WrapperPrepared["FullyShardedDataParallel"]):
         super().__init__(module, [Axis.of(None if copies else module.process_group)])
 
     def _adopt(self) -> None:
-        Buffers.keep_equal(self.module, self.data_groups, begin=True)
+        Buffers.keep_equal(self.module, self.data.groups, begin=True)
 
     def end_training(self) -> None:
         super().end_training()
@@ -210,14 +210,16 @@ class DTensorPrepared(Prepared[nn.Module]):
         copies = world.size // max(1, math.prod(axis.size for axis in split))
         if copies > 1 and declared(module) is None:
             names = " and ".join(repr(axis.name) for axis in split) or "no axis"
-            self._share = Share(
-                unknown=f"parameters of {type(module).__name__} are split over {names}, but {world.size} ranks run, and nothing "
+            self.data = DataAxes(
+                share=f"parameters of {type(module).__name__} are split over {names}, but {world.size} ranks run, and nothing "
                 f"averages gradients over the {copies} that hold the same parts. Call fully_shard(module, mesh=mesh[...]) with "
-                "the axis of other samples. In a TrainUnit that averages by itself: echelon.layouts.data_axes(module, mesh[...])."
+                "the axis of other samples. In a TrainUnit that averages by itself: "
+                "echelon.layouts.data_axes(module, mesh[...]).",
+                is_divided=True,
             )
 
     def trains_also(self, others: list[nn.Parameter]) -> None:
-        if self.dp_size > 1:
+        if self.data.size > 1:
             axes = " and ".join(repr(axis.name) for axis in axes_of(declared(self.module)))  # type: ignore[arg-type]
             raise LayoutError(
                 f"nothing averages gradients of {type(self.module).__name__} over {axes}. "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -18,11 +19,12 @@ from torch import nn
 
 from echelon.common.errors import LayoutError, require
 from echelon.parallel.shards import is_split
+from echelon.world import agree
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Axis", "Share", "axes_of", "data_axes", "mesh_of", "sharded_axes", "share", "speaks_for", "split_axes"]
+__all__ = ["Axis", "DataAxes", "axes_of", "data_axes", "mesh_of", "sharded_axes", "speaks_for", "split_axes"]
 
 logger = logging.getLogger(__name__)
 
@@ -61,18 +63,80 @@ class Axis:
         return hashlib.sha256(str(self.ranks).encode()).hexdigest()[:32]
 
 
-@dataclass(frozen=True)
-class Share:
-    """Which part of every global batch this rank works on.
+class DataAxes:
+    """Which share of every global batch this rank works on, and over which ranks gradients are averaged.
 
     Args:
-        rank, size: the part's number, and how many there are.
-        unknown: why the two are not known, and what to do; None if they are.
+        axes: over which gradients are averaged; none where every process trains by itself.
+        share: the number of this rank's share, and how many there are; or why they are not known, and what to do.
+        is_divided: ranks have other samples or meet in a pass; else every process is by itself.
+    Attributes:
+        averaged_over: ranks over which gradients are averaged: `size`, or more where ranks have the same samples.
+        is_replica: another rank works on the very same samples and speaks for them, so what this one counts weighs nothing;
+            None until that is known.
     """
 
-    rank: int = 0
-    size: int = 1
-    unknown: str | None = None
+    def __init__(self, axes: Sequence[Axis] = (), share: tuple[int, int] | str = (0, 1), *, is_divided: bool) -> None:
+        self.axes, self._share = list(axes), share
+        self.is_divided = is_divided
+        self.averaged_over = math.prod(axis.size for axis in self.axes)
+        self.is_replica: bool | None = None
+
+    @classmethod
+    def of(cls, module: nn.Module, averaged: Sequence[Axis], *, is_divided: bool) -> DataAxes:
+        """If gradients are averaged over these axes: their ranks have other samples, unless the user said which have."""
+        said = declared(module)
+        if said is not None:
+            return cls(averaged, _number(axes_of(said)), is_divided=is_divided)
+        for axis in averaged:
+            if axis.size > 1 and _DOUBTFUL & set(axis.name.lower().split("_")):
+                unknown = (
+                    f"gradients of {type(module).__name__} are averaged over the axis {axis.name!r} of {axis.size} ranks, "
+                    "whose name does not say that they have other samples. Say which axes have: "
+                    f'echelon.layouts.data_axes(module, mesh["{axis.name}"]) if this one has, or the mesh of those that have, '
+                    'such as mesh["dp"].'
+                )
+                return cls(averaged, unknown, is_divided=is_divided)
+        return cls(averaged, _number(averaged), is_divided=is_divided)
+
+    @property
+    def rank(self) -> int:
+        """Which of the `size` shares this rank works on.
+
+        Raises:
+            UsageError: nothing says which ranks have other samples.
+        """
+        return self._known_share()[0]
+
+    @property
+    def size(self) -> int:
+        return self._known_share()[1]
+
+    @property
+    def rank_and_size(self) -> tuple[int, int] | None:
+        """Both; None where every process is by itself, so that its loader decides."""
+        return self._known_share() if self.is_divided else None
+
+    def _known_share(self) -> tuple[int, int]:
+        if isinstance(self._share, str):
+            raise LayoutError(self._share)
+        return self._share
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup | None]:
+        """The groups of ranks over which gradients are averaged, one for each axis."""
+        return [axis.group for axis in self.axes]
+
+    def find_replicas(self) -> None:
+        """Learn whether another rank speaks for this one's samples. Collective if the module is parallel."""
+        if self.is_replica is not None:
+            return
+        if not (agree.is_joined() and self.is_divided):
+            self.is_replica = False
+            return
+        share = 0 if isinstance(self._share, str) else self._share[0]
+        told = agree.gather([share, [axis.digest for axis in self.axes]])
+        self.is_replica = speaks_for(told, dist.get_rank()) != dist.get_rank()
 
 
 # As the user said; by the module that was given.
@@ -158,26 +222,11 @@ def sharded_axes(module: nn.Module) -> list[Axis]:
     return next(iter(found.values()), [Axis.of(None)])
 
 
-def share(module: nn.Module, averaged: Sequence[Axis]) -> Share:
-    """This rank's share of the data, if gradients are averaged over these axes: as the user said, else each has samples."""
-    said = declared(module)
-    if said is not None:
-        return _number(axes_of(said))
-    for axis in averaged:
-        if axis.size > 1 and _DOUBTFUL & set(axis.name.lower().split("_")):
-            return Share(
-                unknown=f"gradients of {type(module).__name__} are averaged over the axis {axis.name!r} of {axis.size} ranks, "
-                "whose name does not say that they have other samples. Say which axes have: echelon.layouts.data_axes(module, "
-                f'mesh["{axis.name}"]) if this one has, or the mesh of those that have, such as mesh["dp"].'
-            )
-    return _number(averaged)
-
-
-def _number(axes: Sequence[Axis]) -> Share:
+def _number(axes: Sequence[Axis]) -> tuple[int, int]:
     rank, size = 0, 1
     for axis in axes:
         rank, size = rank * axis.size + axis.rank, size * axis.size
-    return Share(rank, size)
+    return rank, size
 
 
 def speaks_for(told: Sequence[tuple[int, Sequence[str]]], rank: int) -> int:

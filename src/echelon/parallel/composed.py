@@ -76,7 +76,7 @@ class ParallelPrepared(FSDPPrepared):
         self.dims, self.rank, self.context = dims, rank, context
         apart = [] if pipeline is None else [pipeline.group]
         self.place = Place((place["cp"], dims.cp), (place["pp"], dims.pp), apart, draws_apart=dims.cp > 1 or dims.pp > 1)
-        self.form = self.form if self._averaged else Form("own")
+        self.form = self.form if self.data.axes else Form("own")
         if context is not None:
             context.gathered_in = self.form.gathered_in
             self.batches = context
@@ -85,16 +85,13 @@ class ParallelPrepared(FSDPPrepared):
         if pipeline is None:
             if context is not None:
                 context.look_at_outputs(self.module)
+            self.data.is_replica = not dims.speaks(rank)
             return
+        self.data.is_replica = not pipeline.has_last or dims.tp_rank(rank) > 0  # the last stage need not be on the last rank
         self.pipeline, self.trains, pipeline.batches = pipeline, "scheduled", self.batches
         pipeline.cut.draws.samples = dims.dp_rank(rank) * dims.cp + place["cp"]
         pipeline.shared.bind(self.named_parameters())
         pipeline.shared.equalize()
-
-    def find_replicas(self) -> None:
-        self.is_replica = not self.dims.speaks(self.rank)
-        if self.pipeline is not None:  # the last stage need not be on the last rank
-            self.is_replica = not self.pipeline.has_last or self.dims.tp_rank(self.rank) > 0
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -175,7 +172,7 @@ class ParallelPrepared(FSDPPrepared):
         if pipeline is None:
             return super().forward_backward_window(micro_batches, forward, backward, outputs=outputs)
         several = len(pipeline.cut.own) > 1
-        defers = self.requires_gradient_sync and not self.requires_all_reduce and len(self._averaged) > 1
+        defers = self.requires_gradient_sync and not self.requires_all_reduce and len(self.data.axes) > 1
         if defers and not several and self._same is None:
             self._compare_gradients(together=False)
 
@@ -188,14 +185,14 @@ class ParallelPrepared(FSDPPrepared):
             super(ParallelPrepared, self).accumulate(last)
 
         with self._over_parts():
-            begins = before if self._averaged else None
+            begins = before if self.data.axes else None
             made = pipeline.window(micro_batches, forward, backward, begins, share=outputs)
             if self._same is not None:
                 self._same.end_backward(last=True)
             self._reduces = True
             if self._loose or self._frozen:
                 self._average_loose()
-        if self._averaged and not self._is_checked:
+        if self.data.axes and not self._is_checked:
             found: UsageError | None = None
             try:
                 self._check_first(made[0][0])

@@ -56,13 +56,13 @@ class Networks(Prepared[nn.Module]):
 
     def __init__(self, module: nn.Module, parts: Sequence[Prepared[Any]]) -> None:
         first = parts[0]
-        super().__init__(module, first._averaged)
-        self.parts, self._share = list(parts), first._share
+        self.parts = list(parts)
+        super().__init__(module, first.data.axes)
+        self.data = first.data
         self._unchecked = list(parts)
         for part in parts:
             self.guards += part.guards
             part.guards = self.guards
-        self.is_replica = first.is_replica
         self.form = next((part.form for part in parts if part.form.kind != "own"), first.form)
         self._divides_optimizer = any(part._divides_optimizer for part in parts)
 
@@ -84,14 +84,14 @@ class Networks(Prepared[nn.Module]):
     def divide(self, optimizer: torch.optim.Optimizer) -> None:
         """Under a strategy that divides optimizers. Collective."""
         if self._divides_optimizer:
-            Partition(optimizer, self.data_groups[0], {p: name for name, p in self.named_parameters()})
+            Partition(optimizer, self.data.groups[0], {p: name for name, p in self.named_parameters()})
 
     def trains_also(self, others: list[nn.Parameter]) -> None:
         for part in self.parts:
             part.trains_also([])
         self._others = others
-        if self._averaged:
-            check_equal(others, self.data_groups, "the optimizers have parameters outside the modules")
+        if self.data.axes:
+            check_equal(others, self.data.groups, "the optimizers have parameters outside the modules")
 
     # --- passes
 
@@ -115,8 +115,8 @@ class Networks(Prepared[nn.Module]):
         for part in [each for each in self._unchecked if not set(parameters).isdisjoint(each.module.parameters())]:
             self._unchecked.remove(part)
             part._check_gradients()
-        if whole := [p for p in parameters if p.requires_grad and not is_split(p)] if self.averaged_over > 1 else []:
-            average_in_turns_(whole, self.data_groups)
+        if whole := [p for p in parameters if p.requires_grad and not is_split(p)] if self.data.averaged_over > 1 else []:
+            average_in_turns_(whole, self.data.groups)
 
     def discard_window(self) -> None:
         for part in self.parts:
@@ -177,14 +177,14 @@ def prepare_networks(module: nn.Module, strategy: Any, device: torch.device, *gi
     with torch.no_grad():
         for tensor in (*loose, *module.buffers()):
             tensor.data = tensor.data.to(device)
-        if agree.is_joined() and any(part._averaged for part in parts):
+        if agree.is_joined() and any(part.data.axes for part in parts):
             for parameter in loose:
                 dist.broadcast(parameter.data, 0)
     return Networks(module, parts)
 
 
 def _check(part: Prepared[Any]) -> None:
-    if part.trains != "together" or part.place.part[1] > 1 or (len(part.data_groups) > 1 and part._divides_optimizer):
+    if part.trains != "together" or part.place.part[1] > 1 or (len(part.data.axes) > 1 and part._divides_optimizer):
         raise LayoutError(
             "several optimizers must have a strategy whose ranks train on each batch together, such as 'ddp', 'fsdp', 'zero1' or "
             "'tp=2', got one with pp or cp, or of workers that meet now and then. Take one of these, or one optimizer with "

@@ -117,10 +117,10 @@ def _groups() -> list[dist.ProcessGroup | None]:
     if not agree.is_joined():
         return []
     alive = [prepared for kept in reversed(_prepared) if (prepared := kept()) is not None]
-    parallel = next((prepared for prepared in alive if prepared.data_rank_and_size is not None), None)
-    if parallel is None or parallel.data_rank_and_size[1] == dist.get_world_size():
+    parallel = next((prepared for prepared in alive if prepared.data.rank_and_size is not None), None)
+    if parallel is None or parallel.data.rank_and_size[1] == dist.get_world_size():
         return [None]
-    return list(parallel.data_groups)
+    return list(parallel.data.groups)
 
 
 def _rows(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> list[int]:

@@ -111,7 +111,7 @@ def parallelize(
     recipe.compile(recipe.checkpoint_activations(given.unwrapped))
     _check_embeddings(given, world)
     given._adopt()
-    given.find_replicas()
+    given.data.find_replicas()
     return given
 
 
@@ -156,12 +156,12 @@ def _prepared(module: nn.Module, layout: Strategy, world: World, recipe: Recipe)
     prepared = layout.prepare(module, world, recipe)
     replaced(before, dict(prepared.named_parameters(every_name=True)), layout.name)
     _check_embeddings(prepared, world)
-    prepared.find_replicas()
+    prepared.data.find_replicas()
     return prepared
 
 
 def _check_embeddings(prepared: Prepared[Any], world: World) -> None:
-    several = prepared.averaged_over > 1 or (prepared.form.kind != "own" and world.size > 1)
+    several = prepared.data.averaged_over > 1 or (prepared.form.kind != "own" and world.size > 1)
     if several and prepared.trains != "alone":
         check_embeddings(prepared.unwrapped)
 

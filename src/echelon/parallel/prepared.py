@@ -6,7 +6,6 @@ The loop never asks which layout it has; it speaks to a `Prepared` alone.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.common.errors import LayoutError
-from echelon.parallel.axes import Axis, Share, mesh_of, share, speaks_for
+from echelon.parallel.axes import Axis, DataAxes, mesh_of
 from echelon.parallel.gradients import clip
 from echelon.parallel.gradients.fixed_order import clip_in_order_
 from echelon.parallel.gradients.unreduced_params import Joined, average_, check_equal
@@ -26,7 +24,6 @@ from echelon.parallel.names import kind_of, plain_names, unwrapped, without_comp
 from echelon.parallel.over_ranks import knows_its_data
 from echelon.parallel.shards import reshard
 from echelon.parallel.state.state import ModuleState, module_state
-from echelon.world import agree
 from echelon.world.init import World
 
 __all__ = [
@@ -176,10 +173,9 @@ class Prepared(Generic[M]):
 
     Attributes:
         module: what the user calls; may be a wrapper.
-        averaged_over: over how many ranks gradients are averaged: `dp_size`, or more where ranks share samples.
         forward_is_collective: every rank must call the module equally often, also to evaluate.
         form: of its parameters.
-        is_replica: another rank works on the very same samples and speaks for them; what this one counts weighs nothing.
+        data: which share of every global batch this rank works on, and over which ranks gradients are averaged.
         trains: "together", micro-batch by micro-batch; "scheduled": `forward_backward_window` takes those of an update at once,
             in an order of its own; "alone": each rank by itself, and they meet now and then.
         place: of this rank among those that have the same samples.
@@ -189,7 +185,6 @@ class Prepared(Generic[M]):
     """
 
     forward_is_collective = False
-    is_replica = False
     form = Form()
     trains: Literal["together", "scheduled", "alone"] = "together"
     place = Place()
@@ -197,9 +192,8 @@ class Prepared(Generic[M]):
     _divides_optimizer = False  # `optimizer` divides what it makes over the ranks, so it must be called
 
     def __init__(self, module: M, averaged: Sequence[Axis] = ()) -> None:
-        self.module, self._averaged = module, list(averaged)  # axes; none where every process trains by itself
-        self.averaged_over = math.prod(axis.size for axis in self._averaged)
-        self._share = share(module, self._averaged)
+        self.module = module
+        self.data = DataAxes.of(module, averaged, is_divided=bool(averaged) or self.forward_is_collective)
         self.batches, self.extras = Batches(), Extras()
         self.guards: list[Guard] = []
         self._others: list[nn.Parameter] = []  # what the optimizer trains besides the module, as a learned weight of a loss
@@ -221,35 +215,6 @@ class Prepared(Generic[M]):
             if (wrapper := wrapper_of(inner)) is not None:
                 wrapper.prepared(inner, world)
         return Prepared(module)
-
-    @property
-    def dp_rank(self) -> int:
-        """Which of the `dp_size` shares of every global batch this rank works on.
-
-        Raises:
-            UsageError: nothing says which ranks have other samples.
-        """
-        return self._known_share().rank
-
-    @property
-    def dp_size(self) -> int:
-        return self._known_share().size
-
-    @property
-    def data_rank_and_size(self) -> tuple[int, int] | None:
-        """(dp_rank, dp_size); None where every process is by itself, so that the loader decides."""
-        return (self.dp_rank, self.dp_size) if self._averaged or self.forward_is_collective else None
-
-    def _known_share(self) -> Share:
-        if self._share.unknown is not None:
-            raise LayoutError(self._share.unknown)
-        return self._share
-
-    def find_replicas(self) -> None:
-        """Learn whether another rank speaks for this one's samples. Collective if the module is parallel."""
-        if agree.is_joined() and (self._averaged or self.forward_is_collective):
-            told = agree.gather([self._share.rank, [axis.digest for axis in self._averaged]])
-            self.is_replica = speaks_for(told, dist.get_rank()) != dist.get_rank()
 
     def _adopt(self) -> None:
         """Take up a module that the user has made parallel by hand, before it trains. Collective."""
@@ -296,17 +261,12 @@ class Prepared(Generic[M]):
         """Call `make(module)`: only now do the parameters have the form that they keep."""
         return make(self.module)
 
-    @property
-    def data_groups(self) -> list[dist.ProcessGroup | None]:
-        """The groups of ranks over which gradients are averaged, one for each axis."""
-        return [axis.group for axis in self._averaged]
-
     def trains_also(self, others: list[nn.Parameter]) -> None:
         """Before training: what the optimizer has besides the module. Its gradients are averaged over the ranks, too. Collective.
         Raises UsageError if these parameters, or those that the module has got since, are not the same on all ranks.
         """
         self._others = others
-        if groups := self.data_groups:
+        if groups := self.data.groups:
             check_equal(others, groups, "the optimizer has parameters outside the module")
             check_equal(self._joined.trained(self.module), groups, "the module has got parameters")
         self._loose = [*self._left_alone(), *others] if groups else []
@@ -375,7 +335,7 @@ class Prepared(Generic[M]):
     def _average_loose(self) -> None:
         """After a backward pass. Collective after a window's last."""
         if self._reduces and (alone := [*self._loose, *(p for p in self._frozen if p.requires_grad)]):
-            average_(alone, self.data_groups, in_order=self._order_is_fixed)
+            average_(alone, self.data.groups, in_order=self._order_is_fixed)
 
     def fix_order(self) -> None:
         """From now on, add gradients and norms over the ranks in one order (`fixed_order`); UsageError if there is none."""

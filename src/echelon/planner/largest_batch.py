@@ -179,7 +179,7 @@ class _Trial(Callback):
                 "with an AutoUnit or in a loop with echelon.prepare, say it by global_batch=."
             )
         if rank_info().rank == 0:
-            write_whole(self._file, json.dumps({"samples": samples // unit.prepared.dp_size}))
+            write_whole(self._file, json.dumps({"samples": samples // unit.prepared.data.size}))
         self.kept_free = _filled_memory(unit.device)
         return [*(each for each in callbacks if getattr(each, "saves", False) is not True), self]
 

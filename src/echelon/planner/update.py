@@ -217,7 +217,7 @@ class _Watcher(Callback):
         forward: Any = getattr(unit, "_forward", None)  # of a unit; a loop of one's own goes every way itself
         if unit.prepared.trains == "scheduled":
             self.pipeline = ranks_of(unit.prepared.place.stages[0])
-            unit.prepared.is_replica = False  # of the ranks that count their samples this one is all there are
+            unit.prepared.data.is_replica = False  # of the ranks that count their samples this one is all there are
             self.trace.leaves_out = lambda: unit.prepared.batches.is_trying
 
         def seen(unit: Any, state: State, micro_batch: MicroBatch[Any]) -> Any:
@@ -278,8 +278,8 @@ class _Watcher(Callback):
         """A micro-batch of this rank; others have as many, but for those that have a part of the same samples."""
         tokens, (_, parts) = tokens_of(data), unit.prepared.place.part
         self.micro_batches += 1
-        self.samples += samples_of(data, unit.samples_given)[0] * unit.prepared.dp_size
-        self.tokens += (tokens.numel() if tokens is not None else 0) * parts * unit.prepared.dp_size
+        self.samples += samples_of(data, unit.samples_given)[0] * unit.prepared.data.size
+        self.tokens += (tokens.numel() if tokens is not None else 0) * parts * unit.prepared.data.size
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
         for mode in self._modes:

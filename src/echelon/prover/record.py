@@ -153,7 +153,7 @@ class StepRecorder(Callback):
     def _unlike_others(self, unit: Any, unseeded: set[str]) -> None:
         """Streams that a script does not seed are not alike on its ranks, whatever was drawn from them before."""
         separates = UnitKind.of(unit).updates_are_ours  # its ranks are given streams of their own
-        number = unit.prepared.dp_rank if separates else self.rank
+        number = unit.prepared.data.rank if separates else self.rank
         if not number:
             return
         if "torch" in unseeded and not separates:

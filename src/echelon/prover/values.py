@@ -55,11 +55,11 @@ def prepared_of(unit: Any) -> list[tuple[str, Prepared[Any]]]:
 def is_replica(unit: Any) -> bool:
     """Whether other ranks speak for the samples of this one in all modules that are parallel. Collective."""
     if isinstance(unit, OptimizedUnit):
-        return unit.prepared.is_replica
-    parallel = [prepared for _, prepared in prepared_of(unit) if prepared.data_rank_and_size is not None]
+        return bool(unit.prepared.data.is_replica)
+    parallel = [prepared for _, prepared in prepared_of(unit) if prepared.data.rank_and_size is not None]
     for prepared in parallel:  # the loop needs it of an AutoUnit's alone
-        prepared.find_replicas()
-    return bool(parallel) and all(prepared.is_replica for prepared in parallel)
+        prepared.data.find_replicas()
+    return bool(parallel) and all(prepared.data.is_replica for prepared in parallel)
 
 
 def modules_of(unit: Any) -> list[tuple[str, nn.Module]]:

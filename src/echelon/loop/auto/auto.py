@@ -233,7 +233,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
             of_step = [next(made) for _ in step]
             loss, outputs = together([loss.detach() for loss, _ in of_step], step), of_all([each for _, each in of_step], step)
             if self._reports_step:
-                state.logged.weight = 0 if self.prepared.is_replica else step[-1].weight
+                state.logged.weight = 0 if self.prepared.data.is_replica else step[-1].weight
                 found = TrainStepResults(loss, None if back else norm, outputs)
                 self.on_train_step_end(state, of_all([each.data for each in step], step), number - back, found)
         return loss, outputs
@@ -297,7 +297,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         data = self.prepared.batches.part_of(batch)
         counts = not step_under_way(phase).is_padding
         self.samples_given = step_under_way(phase).samples
-        weight = self.weight(data) if counts and not self.prepared.is_replica else 0
+        weight = self.weight(data) if counts and not self.prepared.data.is_replica else 0
         compute = partial(self._compute, state, weight)
         if self.prepared.trains == "scheduled":
             compute = partial(self.through_stages, state, compute)

@@ -30,14 +30,14 @@ class BitEqual:
     """
 
     def __init__(self, parts: int, prepared: Prepared[torch.nn.Module]) -> None:
-        if not is_power_of_two(parts) or parts % prepared.dp_size:
+        if not is_power_of_two(parts) or parts % prepared.data.size:
             raise LoopError(
-                f"--parts must be a power of two that the number of ranks, {prepared.dp_size}, divides, got {parts}. "
+                f"--parts must be a power of two that the number of ranks, {prepared.data.size}, divides, got {parts}. "
                 f"Use 1, 2, 4, ... ranks, up to {parts}, or more parts: --parts N."
             )
         prepared.fix_order()
         same_kernels(parts)
-        self.parts, self.accumulation = parts, parts // prepared.dp_size
+        self.parts, self.accumulation = parts, parts // prepared.data.size
         self._prepared = prepared
         self._parameters = [p for p in prepared.module.parameters() if p.requires_grad]
         self._tree = GradientTree()
@@ -49,7 +49,7 @@ class BitEqual:
         if self._seed is None:
             self._seed = torch.initial_seed()  # as the script seeded all ranks
         self._others = self._others or agree.from_rank0(rng.digest)
-        part = update * self.parts + index * self._prepared.dp_size + self._prepared.dp_rank
+        part = update * self.parts + index * self._prepared.data.size + self._prepared.data.rank
         rng.at(self._seed, self._others, part)
 
     def add(self, *, last: bool) -> None:

@@ -212,7 +212,7 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         loader: Any = getattr(state.train_state, "dataloader", None)
         if self._bitwise is None:
             self._pieces_of_step = pieces_for(loader, not self.computes_pieces())
-            rng.separate(self.prepared.dp_rank)  # of bit-equal training, streams belong to samples and not to ranks
+            rng.separate(self.prepared.data.rank)  # of bit-equal training, streams belong to samples and not to ranks
         self.window.size = self.settle_accumulation(loader)
         self.window.rescale(self.train_progress)
 
@@ -247,7 +247,7 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         return self._pieces_of_step if phase == "train" else 1
 
     def epoch_closed(self, state: State, phase: str) -> None:
-        state.logged.weight = 0 if self.prepared.is_replica else 1  # of no micro-batch
+        state.logged.weight = 0 if self.prepared.data.is_replica else 1  # of no micro-batch
         if phase == "train":
             self._update.end_epoch(self, state)
 

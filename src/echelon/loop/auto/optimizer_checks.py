@@ -128,7 +128,7 @@ def not_the_modules(unit: PreparedUnit, optimizer: Any) -> list[nn.Parameter]:
         return []
     reduced = {id(p) for p in unit.prepared.module.parameters()}
     for prepared in unit.prepared_modules().values():
-        if prepared.data_groups or prepared.forward_is_collective:
+        if prepared.data.groups or prepared.forward_is_collective:
             reduced |= {id(p) for p in prepared.module.parameters()}
     rest = (p for p in parameters_of(optimizer) if id(p) not in reduced and not is_split(p))
     return [p for p in rest if p.requires_grad]
@@ -206,9 +206,9 @@ def _searches_together(unit: Any, optimizer: torch.optim.Optimizer) -> None:
     """LBFGS decides by the loss whether it computes once more: by that of all ranks, whose gradients are averaged as well."""
     mine = {id(p) for p in parameters_of(optimizer)}
     trained = [p for p in unit.prepared_modules().values() if any(id(each) in mine for each in p.module.parameters())]
-    if not trained or trained[0].averaged_over == 1:
+    if not trained or trained[0].data.averaged_over == 1:
         return
-    groups = trained[0].data_groups
+    groups = trained[0].data.groups
 
     def average(optimizer: Any, args: Any, kwargs: Any) -> Any:
         closure = kwargs["closure"] if "closure" in kwargs else args[1]

@@ -74,7 +74,7 @@ class PreparedUnit(Unit):
 
     @property
     def data_rank_and_size(self) -> tuple[int, int] | None:
-        return self.prepared.data_rank_and_size
+        return self.prepared.data.rank_and_size
 
     def move_data_to_device(self, state: State, data: Any, non_blocking: bool) -> Any:
         """Put a batch on `self.device`; override for batches of a kind of your own."""
@@ -134,7 +134,7 @@ class AutoPredictUnit(PreparedUnit, PredictUnit[T]):
         if is_padding:
             state.logged.weight = 0
         else:
-            state.logged.begins(0 if self.prepared.is_replica else 1, "predict")
+            state.logged.begins(0 if self.prepared.data.is_replica else 1, "predict")
         with self.autocast():
             outputs = self.prepared.batches.whole_of(self.prepared.forward(part, self.module))
         if not is_padding:

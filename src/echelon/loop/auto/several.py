@@ -172,7 +172,7 @@ class Several:
         detached, window = loss.detach(), self._unit.window
         self._loss = detached if self._loss is None else self._loss + detached
         assert window.reference is not None
-        scale = float(micro_batch.weight) * self._unit.prepared.averaged_over / window.reference
+        scale = float(micro_batch.weight) * self._unit.prepared.data.averaged_over / window.reference
 
         loss = self._unit.prepared.before_backward(loss, micro_batch)
         if scale == 0:
@@ -193,7 +193,7 @@ class Several:
 
     def _tell_of_change(self, turn: Turn) -> None:
         """Once, where the script has changed a gradient since the latest pass, of which the other ranks know nothing."""
-        witness, parts = self._witnesses.get(turn), self._unit.prepared.averaged_over * self._unit.window.size
+        witness, parts = self._witnesses.get(turn), self._unit.prepared.data.averaged_over * self._unit.window.size
         if parts == 1 or self._told_of_change or witness is None or witness.grad is None:
             return
         if gradients.times_changed(witness) != self._seen_versions[turn]:
@@ -323,7 +323,7 @@ class Several:
                     self.keep(turn)
         if self._loss is None:
             raise LoopError(f"{type(unit).__name__}.compute_losses must yield a loss in each batch, got none.")
-        self.end_micro_batch(replica=unit.prepared.is_replica)
+        self.end_micro_batch(replica=unit.prepared.data.is_replica)
         return outputs
 
     def log(self, state: State, turns: Sequence[Turn], loss: torch.Tensor) -> None:
@@ -376,7 +376,7 @@ class Several:
     def _meet(self, number: int, what: str) -> float:
         """The weight of the window so far over the ranks; RanksDisagreeError, on all, if they have come to other places."""
         window, prepared = self._unit.window, self._unit.prepared
-        mine = self._earlier + (0 if prepared.is_replica else self._weight)
+        mine = self._earlier + (0 if prepared.data.is_replica else self._weight)
         if window.group is None:
             return mine
         told = torch.tensor([mine, number, number * number, 1.0], dtype=torch.float64)

@@ -77,7 +77,7 @@ class Update:
     def __init__(self, unit: Any, bitwise: BitEqual | None, stop_after: int | None) -> None:
         self.bitwise = bitwise
         prepared = unit.prepared
-        groups = [*prepared.data_groups, *prepared.place.stages]
+        groups = [*prepared.data.groups, *prepared.place.stages]
         self._routers = Routers.of(prepared.unwrapped, groups) if routers_of(prepared.unwrapped) else None
         self.finite = FiniteWatch(stop_after)
         self.is_last = self.joined = False
@@ -96,7 +96,7 @@ class Update:
     def join(self, unit: Any) -> None:
         """Training begins: do its ranks train together?"""
         prepared, window = unit.prepared, unit.window
-        self.joined = agree.is_joined() and (prepared.averaged_over > 1 or prepared.forward_is_collective)
+        self.joined = agree.is_joined() and (prepared.data.averaged_over > 1 or prepared.forward_is_collective)
         window.group = agree.control_group() if self.joined else None
         window.may_be_empty = prepared.trains == "alone"
         # Those of several steps have other passes.
@@ -153,7 +153,7 @@ class Update:
 
     def estimate(self, unit: Any, state: State, micro_batches: Sequence[MicroBatch[Any]]) -> None:
         """Before the passes of the first step of a run, whose window has no reference yet. Collective."""
-        mine = 0.0 if unit.prepared.is_replica else float(sum(each.weight for each in micro_batches))
+        mine = 0.0 if unit.prepared.data.is_replica else float(sum(each.weight for each in micro_batches))
         if unit.window.fixed or not self.joined:
             unit.window.estimate([mine])
             return
@@ -173,7 +173,7 @@ class Update:
             self._routers.begin_forward(weight)
         if unit.several is not None:
             unit.several.begin(float(weight))
-        state.logged.begins(0 if prepared.is_replica else weight)
+        state.logged.begins(0 if prepared.data.is_replica else weight)
         if state.recorder is not None and state.recorder.counts_flops:
             state.recorder.count_flops(unit, micro_batch.data)
         accumulates: AbstractContextManager[Any] = prepared.accumulate(last or bitwise is not None)
@@ -214,7 +214,7 @@ class Update:
         """In `run_window`. What is counted and logged in the pass counts as much as its micro-batch."""
         if self._routers is not None:
             self._routers.begin_forward(micro_batch.weight)
-        state.logged.begins(0 if unit.prepared.is_replica else micro_batch.weight)
+        state.logged.begins(0 if unit.prepared.data.is_replica else micro_batch.weight)
 
     def backward(
         self,
@@ -236,7 +236,7 @@ class Update:
             self._look_at(unit, loss, micro_batch)
         if not scheduled:
             loss = prepared.before_backward(loss, micro_batch)
-        window.add(loss.detach(), 0 if prepared.is_replica else weight)
+        window.add(loss.detach(), 0 if prepared.data.is_replica else weight)
         if not scheduled:
             if micro_batch.is_last and self.joined:
                 window.start_reduction(state.stop_requested, state.logged.signature())
@@ -245,7 +245,7 @@ class Update:
         assert window.reference is not None
         if micro_batch.is_last and not self.joined and window.is_of_one and not window.fixed and _is_some(weight):
             window.reference = float(weight)  # all of the global batch: a hook sees its gradient as it is
-        scale = weight * prepared.averaged_over / window.reference
+        scale = weight * prepared.data.averaged_over / window.reference
         scaled = loss if unit.grad_scaler is None else unit.grad_scaler.scale(loss)
         if scheduled and not loss.requires_grad:  # of another stage: it only counts, and has the scaler know its device
             return

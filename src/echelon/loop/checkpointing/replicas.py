@@ -48,7 +48,7 @@ def check_ranks(unit: Unit) -> None:
 def _warn_of_drift(unit: Unit) -> None:
     """Collective. Of what every rank of an axis has; shards have no copies."""
     for name, prepared in unit.prepared_modules().items():
-        if not prepared.data_groups or prepared.form.kind == "flat" or prepared.module in _told:
+        if not prepared.data.groups or prepared.form.kind == "flat" or prepared.module in _told:
             continue
         reshard(prepared.module)
         copies = _copies(prepared)
@@ -77,7 +77,7 @@ def _copies(prepared: Prepared[Any]) -> dict[Any, list[tuple[str, torch.Tensor]]
         piece = local(parameter.detach())
         if not piece.is_floating_point() or piece.is_meta or type(piece) is not torch.Tensor:  # of low bits: they have no sum
             continue
-        groups: list[Any] = prepared.data_groups
+        groups: list[Any] = prepared.data.groups
         if is_split(parameter):
             mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
             groups = [mesh.get_group(axis) for axis, placed in enumerate(placements) if placed.is_replicate()]

@@ -108,7 +108,7 @@ class OwnWindow:
     def _end_several(self) -> None:
         unit = self._session.unit
         assert unit.several is not None
-        unit.several.end_micro_batch(replica=unit.prepared.is_replica)
+        unit.several.end_micro_batch(replica=bool(unit.prepared.data.is_replica))
         if self.is_last:
             unit.has_updated = True
             unit.update.finish_several(unit, self._state)

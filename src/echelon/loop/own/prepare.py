@@ -341,7 +341,7 @@ class LoopEvaluation:
         session, unit = self._session, self._session.unit
         counts = 1 if unit.evaluated is None else unit.weight(unit.evaluated)
         logged, before = session.logged, session.logged.weight
-        logged.weight, self._logs = 0 if unit.prepared.is_replica else counts, True
+        logged.weight, self._logs = 0 if unit.prepared.data.is_replica else counts, True
         try:
             logged.add("eval", name, value, weight, reduce, may_be="loss")  # which nobody else computes here
         finally:

@@ -44,7 +44,7 @@ class Utilization:
         world = dist.get_world_size() if is_joined() else 1
         self.device, self.devices = unit.device, world
         # Ranks that compute parts of the same samples share the work.
-        self._peak = (peak_of(unit) or 0.0) * max(1, world // max(1, unit.prepared.dp_size))
+        self._peak = (peak_of(unit) or 0.0) * max(1, world // max(1, unit.prepared.data.size))
         self.counts = self._peak > 0
         self._unit, self._flops = unit, 0.0
         (_, self._parts), (_, stages) = unit.prepared.place.part, unit.prepared.place.stage

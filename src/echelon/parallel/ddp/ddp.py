@@ -289,7 +289,7 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         if self._alone:
             # Asked again: the loss's own code may have frozen and unfrozen layers meanwhile.
             alone = [p for p, was_trained in self._alone if was_trained or p.requires_grad]
-            average_(alone, self.data_groups, in_order=self._order_is_fixed)
+            average_(alone, self.data.groups, in_order=self._order_is_fixed)
             self.module.require_forward_param_sync = True  # as after torch's own: rank 0's buffers are sent next
         if self._reduces:
             self._awaited.check_gradients(frozen_too=not self._alone)

@@ -17,6 +17,7 @@ from torch import nn
 from echelon.common.arguments import several
 from echelon.common.errors import LayoutError
 from echelon.common.numbers import whole
+from echelon.parallel.axes import DataAxes
 from echelon.parallel.meta.materialize import materialize
 from echelon.parallel.names import Kind, register
 from echelon.parallel.prepared import Prepared
@@ -34,10 +35,7 @@ class DPPrepared(Prepared["nn.DataParallel[Any]"]):
 
     def __init__(self, module: nn.DataParallel[Any], world: World) -> None:
         super().__init__(module)
-
-    @property
-    def data_rank_and_size(self) -> tuple[int, int] | None:
-        return self.dp_rank, self.dp_size
+        self.data = DataAxes(is_divided=True)
 
 
 register(Kind("dp", lambda module: isinstance(module, nn.DataParallel), DPPrepared, inner="module", unknown_to_torch=True))

@@ -33,7 +33,7 @@ from torch import nn
 
 from echelon.common.errors import CheckpointCorruptError, LayoutError, OptimizerError, require
 from echelon.common.numbers import whole
-from echelon.parallel.axes import Share
+from echelon.parallel.axes import DataAxes
 from echelon.parallel.meta.materialize import materialize
 from echelon.parallel.names import Kind, plain_buffers, plain_names, register
 from echelon.parallel.prepared import NO_CONTEXT, Extras, MicroBatch, Prepared
@@ -319,11 +319,8 @@ class WorkerPrepared(Prepared[Worker]):
 
     def __init__(self, module: Worker, world: World) -> None:
         super().__init__(module)
-        self._share, self.extras = Share(world.rank, world.size), _Own(module)
-
-    @property
-    def data_rank_and_size(self) -> tuple[int, int]:
-        return self.dp_rank, self.dp_size
+        self.data = DataAxes(share=(world.rank, world.size), is_divided=True)
+        self.extras = _Own(module)
 
     def optimizer(self, make: Callable[[Worker], O]) -> O:
         made = make(self.module)

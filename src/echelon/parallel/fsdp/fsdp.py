@@ -101,7 +101,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         refuse_copies(module)
 
     def _adopt(self) -> None:
-        Buffers.keep_equal(self.module, self.data_groups, begin=True)
+        Buffers.keep_equal(self.module, self.data.groups, begin=True)
 
     def optimizer(self, make: Callable[[nn.Module], O]) -> O:
         self.parameters_written()  # an evaluation leaves whole parameters, which are gone when their shards return
@@ -120,7 +120,7 @@ class FSDPPrepared(Prepared[nn.Module]):
                 self._is_known = True
                 _gather_each(self.module)
             sharded.set_requires_gradient_sync(last)
-        elif not self.requires_all_reduce and len(self._averaged) > 1:
+        elif not self.requires_all_reduce and len(self.data.axes) > 1:
             sharded.set_requires_all_reduce(last)
             if self._same is None:
                 self._compare_gradients(together=self.trains != "scheduled")
@@ -163,7 +163,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         self.guards.append(self._same)
 
     def _compare_calls(self) -> None:
-        if not self._compares_calls and self.averaged_over > 1 and self.trains != "scheduled":  # each stage has other blocks
+        if not self._compares_calls and self.data.averaged_over > 1 and self.trains != "scheduled":  # each stage has other blocks
             self._compares_calls = True
             reshard(self.module)
             self.guards.append(SameCalls(self.module, reduces=not self._order_is_fixed))
@@ -177,7 +177,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         Buffers.settle(self.module)
 
     def trains_also(self, others: list[nn.Parameter]) -> None:
-        if self.averaged_over > 1:
+        if self.data.averaged_over > 1:
             _refuse_layer_drop(self.module)
         self.parameters_written()  # an evaluation leaves whole parameters, which are gone when their shards return
         by_itself = AfterEachBackward.of(self.module)

@@ -103,7 +103,7 @@ class SameTrained(Guard):
 
 def _shared(modules: Mapping[str, Any]) -> dict[str, Any]:
     """The modules, by the attributes' names, of which all ranks train the same parameters."""
-    shared = {name: each for name, each in modules.items() if each.data_groups or each.forward_is_collective}
+    shared = {name: each for name, each in modules.items() if each.data.groups or each.forward_is_collective}
     # Others have other parameters on each rank.
     own = (p.place.stages or p.form.kind == "flat" or ranks_apart(p.module) is not None for p in shared.values())
     return {} if overrides().observes or any(own) else shared

@@ -120,7 +120,7 @@ class Precision:
             "backoff_factor": self.backoff_factor,
             "growth_interval": self.growth_interval,
         }
-        if not agree.is_joined() or not (prepared.averaged_over > 1 or prepared.place.stages or _is_sharded(prepared)):
+        if not agree.is_joined() or not (prepared.data.averaged_over > 1 or prepared.place.stages or _is_sharded(prepared)):
             return torch.amp.GradScaler(device.type, **options)
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 

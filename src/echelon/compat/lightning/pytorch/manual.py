@@ -121,7 +121,7 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
 
     @property
     def data_rank_and_size(self) -> tuple[int, int] | None:
-        return next((found for part in self._parts if (found := part.data_rank_and_size) is not None), None)
+        return next((found for part in self._parts if (found := part.data.rank_and_size) is not None), None)
 
     def placement(self, phase: str) -> tuple[Any, Any]:
         return (None, None) if self.device.type == "cpu" and not self.moves else (self.move_data_to_device, None)
@@ -154,7 +154,7 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
         return self.computes.autocast(self.device)
 
     def on_train_start(self, state: State) -> None:
-        rng.separate(self._parts[0].dp_rank)
+        rng.separate(self._parts[0].data.rank)
 
     def train_step(self, state: State, data: Any) -> Any:
         self.batch = data
@@ -229,7 +229,7 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
 
     def _average(self) -> None:
         """A mean that is averaged again stays what it is, so several passes may precede an update."""
-        groups = self._parts[0].data_groups if self._parts else [None]
+        groups = self._parts[0].data.groups if self._parts else [None]
         average_in_turns_((p for p in self._loose if p.requires_grad), groups)
         self._unaveraged = {p for p in self._unaveraged if not p.requires_grad}
 
