@@ -243,8 +243,9 @@ class Update:
             if clock.running is not None:
                 clock.running.enter(BACKWARD)
         assert window.reference is not None
-        if micro_batch.is_last and not self.joined and window.is_of_one and not window.fixed and _is_some(weight):
-            window.reference = float(weight)  # all of the global batch: a hook sees its gradient as it is
+        is_whole = micro_batch.is_last and not self.joined and window.count == window.added == 1  # of the global batch
+        if is_whole and not window.fixed and type(weight) in (int, float) and weight > 0:
+            window.reference = float(weight)  # a hook sees its gradient as it is
         scale = weight * prepared.data.averaged_over / window.reference
         scaled = loss if unit.grad_scaler is None else unit.grad_scaler.scale(loss)
         if scheduled and not loss.requires_grad:  # of another stage: it only counts, and has the scaler know its device
@@ -486,11 +487,6 @@ class Update:
             self.finite.finish(window.updates, together=self.joined)
             if unit.swa_model is not None and agree.is_rank0():
                 unit.swa_model.warn_if_unused()
-
-
-def _is_some(weight: Any) -> bool:
-    """Known on the host, and not nothing."""
-    return type(weight) in (int, float) and weight > 0
 
 
 def _explain_one_sample(error: BaseException) -> None:
