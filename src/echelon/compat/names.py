@@ -11,7 +11,7 @@ from typing import Any
 
 from echelon.common.errors import NotHereError
 
-__all__ = ["Missing", "attach", "later", "leave_out", "nearest"]
+__all__ = ["Missing", "attach", "later", "leave_out", "nearest", "register"]
 
 
 class Missing:
@@ -97,6 +97,18 @@ class _Finder:
 
 
 sys.meta_path.append(_Finder)
+
+
+def register(system: str, package: str, modules: Mapping[str, str], aliases: Mapping[str, str]) -> None:
+    """Let modules be imported that have no file.
+
+    Args:
+        modules: of which nothing is here, as of `leave_out`.
+        aliases: name -> the module below `package` that it is, which is imported already.
+    """
+    for name, same in aliases.items():
+        attach(f"{package}.{name}", sys.modules[f"{package}.{same}".rstrip(".")])
+    leave_out(system, package, modules)
 
 
 def leave_out(system: str, package: str, modules: Mapping[str, str]) -> None:

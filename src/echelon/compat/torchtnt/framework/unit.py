@@ -4,13 +4,9 @@ to its unit.
 
 from typing import Any, TypeAlias, TypeVar
 
-import torch
-from torch import nn
-
 from echelon.compat.torchtnt.absent import absent
-from echelon.compat.torchtnt.utils.progress import Progress
 from echelon.loop import unit
-from echelon.loop.unit import LRScheduler, Stateful
+from echelon.loop.unit import AppStateMixin
 
 __all__ = [
     "AppStateMixin",
@@ -30,56 +26,22 @@ TEvalData = TypeVar("TEvalData")
 TPredictData = TypeVar("TPredictData")
 
 
-_TRACKED = (nn.Module, torch.optim.Optimizer, *LRScheduler, Progress, Stateful)
-
-
-class AppStateMixin(unit.AppStateMixin):
-    """As echelon's; what is tracked is refused before `super().__init__()`, as there.
-
-    Raises:
-        AttributeError: such an attribute was set too early.
-    """
-
-    _may_track = False
-
-    def __init__(self) -> None:
-        self.__dict__["_may_track"] = True
-        super().__init__()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not self._may_track and isinstance(value, _TRACKED) and not isinstance(value, type):
-            raise AttributeError("Please call super().__init__() before setting attributes.")
-        super().__setattr__(name, value)
-
-
-class TrainUnit(AppStateMixin, unit.TrainUnit[TTrainData]):
+class TrainUnit(unit.TrainUnit[TTrainData]):
     """As `echelon.TrainUnit`."""
 
     reports_own_steps = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.train_progress = Progress()
 
-
-class EvalUnit(AppStateMixin, unit.EvalUnit[TEvalData]):
+class EvalUnit(unit.EvalUnit[TEvalData]):
     """As `echelon.EvalUnit`."""
 
     reports_own_steps = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.eval_progress = Progress()
 
-
-class PredictUnit(AppStateMixin, unit.PredictUnit[TPredictData]):
+class PredictUnit(unit.PredictUnit[TPredictData]):
     """As `echelon.PredictUnit`."""
 
     reports_own_steps = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.predict_progress = Progress()
 
 
 # For annotations.
@@ -87,4 +49,4 @@ TTrainUnit: TypeAlias = TrainUnit[Any]
 TEvalUnit: TypeAlias = EvalUnit[Any]
 TPredictUnit: TypeAlias = PredictUnit[Any]
 
-__getattr__ = absent("framework.unit")
+__getattr__ = absent(__name__)

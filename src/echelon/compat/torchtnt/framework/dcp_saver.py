@@ -16,9 +16,8 @@ from echelon.checkpoint.snapshot import Snapshot
 from echelon.checkpoint.store import Report
 from echelon.common.arguments import options_of
 from echelon.common.errors import NotHereError
-from echelon.compat.torchtnt.absent import instead
-from echelon.compat.torchtnt.framework.callbacks.base_checkpointer import BaseCheckpointer
-from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import KnobOptions
+from echelon.compat.torchtnt.absent import ARGUMENTS, refuse_arguments
+from echelon.compat.torchtnt.framework.base_checkpointer import BaseCheckpointer, KnobOptions
 from echelon.compat.torchtnt.utils.checkpoint import (
     CheckpointManager,
     CheckpointPath,
@@ -35,12 +34,12 @@ from echelon.loop.state import State
 from echelon.loop.unit import Unit
 from echelon.world import agree
 
-__all__ = ["DistributedCheckpointSaver", "without_effect"]
+__all__ = ["DistributedCheckpointSaver", "TorchSnapshotSaver"]
 
 logger = logging.getLogger(__name__)
 
 
-def without_effect(what: str, **given: Any) -> None:
+def _without_effect(what: str, **given: Any) -> None:
     """Warn, on rank 0, of arguments that were given and change nothing."""
     names = [name for name, value in given.items() if value is not None]
     if names and agree.is_rank0():
@@ -73,10 +72,10 @@ class DistributedCheckpointSaver(BaseCheckpointer):
         **intervals: Any,
     ) -> None:
         check_group(process_group)
-        without_effect("saver", knob_options=knob_options)
-        if intervals.get("save_every_n_predict_steps") is not None:
-            told = instead("arguments", "save_every_n_predict_steps")
-            raise NotHereError(f"save_every_n_predict_steps is not part of echelon.compat. Instead: {told}")
+        _without_effect("saver", knob_options=knob_options)
+        refuse_arguments(
+            "DistributedCheckpointSaver", {"save_every_n_predict_steps": intervals.get("save_every_n_predict_steps")}
+        )
         super().__init__(str(dirpath), process_group=process_group, **intervals)
         self._writer = _Writer(self._checkpoint_manager, async_checkpoint, options or SaveOptions())
 
@@ -131,7 +130,7 @@ class DistributedCheckpointSaver(BaseCheckpointer):
         Raises:
             NotHereError: TorchTNT's own saver wrote it; with what reads it.
         """
-        without_effect("restore", process_group=process_group, **other)
+        _without_effect("restore", process_group=process_group, **other)
         where = location(path, "path")
         _refuse_theirs(where)
         options = options_of(RestoreOptions, "restore_options", restore_options)
@@ -158,7 +157,7 @@ class DistributedCheckpointSaver(BaseCheckpointer):
         """
         found = get_checkpoint_dirpaths(str(dirpath), cls._metadata(), None, file_system, process_group)
         ordered = [at(path.path, file_system) for path in reversed(found)] or commit.candidates(at(str(dirpath), file_system))
-        without_effect("restore", **other)
+        _without_effect("restore", **other)
         return _restore_first(str(dirpath), ordered, unit, train_dataloader, restore_options, fall_back)
 
     @classmethod
@@ -183,8 +182,34 @@ class DistributedCheckpointSaver(BaseCheckpointer):
                 "No checkpoints with metric name %s were found in %s. Not loading any checkpoint.", metric_name, dirpath
             )
         ordered = [at(path.path, file_system) for path in best_first(found, mode)]
-        without_effect("restore", **other)
+        _without_effect("restore", **other)
         return _restore_first(str(dirpath), ordered, unit, train_dataloader, restore_options, fall_back)
+
+
+class TorchSnapshotSaver(DistributedCheckpointSaver):
+    """torchsnapshot is no longer maintained, so this saves as DistributedCheckpointSaver does, and says so once.
+
+    Snapshots that torchsnapshot has written cannot be read.
+    """
+
+    _told = False
+
+    def __init__(
+        self,
+        dirpath: str | Path,
+        *,
+        async_checkpoint: bool = True,
+        replicated: list[str] | None = None,
+        storage_options: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        if not TorchSnapshotSaver._told and agree.is_rank0():
+            TorchSnapshotSaver._told = True
+            logger.warning(
+                "TorchSnapshotSaver saves in the format of DistributedCheckpointSaver: torchsnapshot is not maintained"
+            )
+        _without_effect("TorchSnapshotSaver", replicated=replicated, storage_options=storage_options)
+        super().__init__(dirpath, async_checkpoint=async_checkpoint, **options)
 
 
 class _Manager(CheckpointManager):
