@@ -73,9 +73,7 @@ class DistributedCheckpointSaver(BaseCheckpointer):
     ) -> None:
         check_group(process_group)
         _without_effect("saver", knob_options=knob_options)
-        refuse_arguments(
-            "DistributedCheckpointSaver", {"save_every_n_predict_steps": intervals.get("save_every_n_predict_steps")}
-        )
+        refuse_arguments(type(self).__name__, {name: intervals[name] for name in intervals.keys() & ARGUMENTS.keys()})
         super().__init__(str(dirpath), process_group=process_group, **intervals)
         self._writer = _Writer(self._checkpoint_manager, async_checkpoint, options or SaveOptions())
 
