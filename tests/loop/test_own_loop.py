@@ -424,7 +424,7 @@ def test_prove_passes_bit_equal_loops_and_names_a_mistake_in_one() -> None:
 IN_A_WINDOW = {
     "step": r"optimizer.step\(\) must follow window.backward",
     "nothing": r"ended without window.backward",
-    "backward; backward": r"must be called once in a window.*sum; to train on several batches in one update.*accumulate=",
+    "backward; backward": r"must be called once in a window.*sum; to train on several batches in one update.*=.*TrainUnit",
     "torch's backward; step": r"without it. loss.backward\(\) would not weigh",
     "backward; end; backward": "must be called inside its window",
     "backward; end; window; backward": "once for each batch",

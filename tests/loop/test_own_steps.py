@@ -76,6 +76,25 @@ def test_a_gradient_penalty_of_shards_is_refused(ranks: Ranks, layout: str) -> N
         assert "create_graph=True must be left out in a backward pass through Net" in text and "'ddp' or 'zero1'" in text
 
 
+def _adapted(module: nn.Module, target: nn.Module, optimizer: torch.optim.Optimizer, data: Batch) -> None:
+    """Each row by itself, as MAML's tasks are, to the first order."""
+    named, total = dict(module.named_parameters()), torch.zeros((), dtype=torch.float64)
+    for x, y in zip(*data, strict=True):
+        loss = nn.functional.mse_loss(torch.func.functional_call(module, named, (x,)), y)
+        slopes = torch.autograd.grad(loss, list(named.values()))
+        moved = {name: p - 0.1 * slope for (name, p), slope in zip(named.items(), slopes, strict=True)}
+        total = total + nn.functional.mse_loss(torch.func.functional_call(module, moved, (x,)), y)
+    (total / len(data[0])).backward()
+    _move(optimizer)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("zero2", marks=pytest.mark.full)])
+def test_calls_of_shards_with_other_parameters_are_refused(ranks: Ranks, layout: str) -> None:
+    """They ended in a SIGSEGV."""
+    for text in ranks(2, _trained, layout, _adapted):
+        assert "functional_call must have a module with whole parameters, got Net" in text and "'ddp' or 'zero1'" in text
+
+
 def _twice(module: nn.Module, target: nn.Module, optimizer: torch.optim.Optimizer, data: Batch) -> None:
     out = module(data[0])
     nn.functional.mse_loss(out, data[1]).backward(retain_graph=True)
@@ -123,6 +142,8 @@ def _follows(module: nn.Module, target: nn.Module, optimizer: torch.optim.Optimi
         ("ddp", _in_turn),
         ("ddp", _accumulated),
         ("ddp", _penalty),
+        ("ddp", _adapted),
+        ("zero1", _adapted),
         ("fsdp", _twice),
         *((layout, _follows) for layout in ("ddp", "fsdp", "zero2")),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -14,10 +14,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import stateless
 
 from echelon.common.errors import LayoutError
-from echelon.parallel.names import imported
-from echelon.parallel.patching import class_for_now, replace_of_class
+from echelon.parallel.names import class_name, imported
+from echelon.parallel.patching import class_for_now, replace, replace_of_class, replaced
 
 __all__ = [
     "authors_classes",
@@ -203,6 +204,28 @@ def refuse_copies(module: nn.Module) -> None:
         if is_fully_sharded(part):
             vars(part)["__deepcopy__"] = deepcopy
     refuse_own_saving(module)
+    if not replaced(stateless):
+        replace(stateless, "_functional_call", "shards", _with_whole_parameters(stateless._functional_call))
+
+
+def _with_whole_parameters(call: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's functional_call, but for modules that `fully_shard` has split.
+
+    These gather their own parameters in the place of those that they are given, and leave the caller with memory that was freed:
+    torch 2.13 ends the process with SIGSEGV.
+    """
+
+    @functools.wraps(call)
+    def functional_call(module: nn.Module, given: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        split = any(is_fully_sharded(part) for part in module.modules())
+        if split and not given.keys().isdisjoint(dict(module.named_parameters())):
+            raise LayoutError(
+                f"torch.func.functional_call must have a module with whole parameters, got {class_name(module)}, whose "
+                "parameters are split over the ranks. Train it under 'ddp' or 'zero1'."
+            )
+        return call(module, given, *args, **options)
+
+    return functional_call
 
 
 def refuse_own_saving(module: nn.Module) -> None:

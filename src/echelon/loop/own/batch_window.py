@@ -128,7 +128,8 @@ class OwnWindow:
         if self.went_back and unit.several is None:
             raise OwnLoopError(
                 "window.backward must be called once in a window, got a second call. Add the losses and call it with their sum; "
-                "to train on several batches in one update, open a window for each and give prepare(..., accumulate=...)."
+                "to train on several batches in one update, open a window for each and give prepare(..., accumulate=...). A step "
+                "that takes several passes of one batch, as sharpness-aware minimisation does, is a TrainUnit's train_step."
             )
         usual = isinstance(loss, torch.Tensor) and not loss.dim() and loss.requires_grad
         if not usual and (problem := problem_with((loss, None), unit.module)) is not None:
