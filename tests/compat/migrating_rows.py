@@ -62,7 +62,7 @@ def steps_as_one_process(model: nn.Module, optimizer: Any) -> None:
 
 @together("`ShardedDataParallel.zero_grad()` writes zeros")
 def zero_grad() -> None:
-    from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
+    from echelon.compat.fairscale.nn import ShardedDataParallel
 
     module = net()
     optimizer = oss(module)
@@ -78,7 +78,7 @@ def zero_grad() -> None:
 
 @together("in `eval()` ShardedDataParallel reduces nothing")
 def reduced_in_eval() -> None:
-    from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
+    from echelon.compat.fairscale.nn import ShardedDataParallel
 
     module = net()
     optimizer = oss(module)
@@ -87,7 +87,7 @@ def reduced_in_eval() -> None:
 
 @together("a parameter that is unfrozen without `refresh_trainable`")
 def unfrozen() -> None:
-    from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
+    from echelon.compat.fairscale.nn import ShardedDataParallel
 
     module = net()
     module.first.requires_grad_(False)
@@ -100,7 +100,7 @@ def unfrozen() -> None:
 
 @together("`reduce_fp16` is switched off unless")
 def half_with_buckets() -> None:
-    from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
+    from echelon.compat.fairscale.nn import ShardedDataParallel
 
     for size in (0, 2**23):
         module = net(dtype=torch.float32)
@@ -112,7 +112,7 @@ def half_with_buckets() -> None:
 
 @together("an exception in `no_sync` leaves")
 def no_sync_ends() -> None:
-    from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
+    from echelon.compat.fairscale.nn import ShardedDataParallel
 
     module = net()
     optimizer = oss(module)
@@ -124,7 +124,7 @@ def no_sync_ends() -> None:
 
 @alone("`auto_wrap_bn(single_rank_pg=True)` gives")
 def batch_norms_of_one_rank(folder: Path) -> None:
-    from echelon.compat.fairscale.nn.data_parallel import auto_wrap_bn
+    from echelon.compat.fairscale.nn import auto_wrap_bn
 
     refused(lambda: auto_wrap_bn(nn.BatchNorm1d(2), single_rank_pg=True), "SyncBatchNorm")
 
@@ -214,7 +214,7 @@ def _draws(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @alone("`checkpoint_wrapper` turns a dict into a tuple of its keys")
 def dict_outputs(folder: Path) -> None:
-    from echelon.compat.fairscale.nn.checkpoint import checkpoint_wrapper
+    from echelon.compat.fairscale.nn import checkpoint_wrapper
 
     class Named(nn.Module):
         def __init__(self) -> None:
@@ -229,7 +229,7 @@ def dict_outputs(folder: Path) -> None:
 
 @alone("... draws the same dropout again")
 def same_dropout(folder: Path) -> None:
-    from echelon.compat.fairscale.nn.checkpoint import checkpoint_wrapper
+    from echelon.compat.fairscale.nn import checkpoint_wrapper
 
     torch.manual_seed(1)
     plain = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.compat.fairscale.nn import FullyShardedDataParallel, ShardedDataParallel
-from echelon.compat.fairscale.nn.checkpoint import checkpoint_wrapper
-from echelon.compat.fairscale.optim.grad_scaler import GradScaler, ShardedGradScaler
+from echelon.compat.fairscale.grad_scaler import GradScaler, ShardedGradScaler
+from echelon.compat.fairscale.nn import FullyShardedDataParallel, ShardedDataParallel, checkpoint_wrapper
 from tests.compat.fairscale import mine, oss, updates, values
 from tests.conftest import Ranks
 from tests.kit.models import largest_difference, net, plain_training

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.common.errors import UsageError
-from echelon.compat.fairscale.nn import FullyShardedDataParallel, auto_wrap, enable_wrap, wrap
-from echelon.compat.fairscale.nn.data_parallel import auto_wrap_bn
-from echelon.compat.fairscale.nn.data_parallel.fully_sharded_data_parallel import Options
-from echelon.compat.fairscale.nn.wrap import ConfigAutoWrap, config_auto_wrap_policy, default_auto_wrap_policy
+from echelon.compat.fairscale.fsdp import Options
+from echelon.compat.fairscale.nn import FullyShardedDataParallel, auto_wrap, auto_wrap_bn, enable_wrap, wrap
+from echelon.compat.fairscale.wrap import ConfigAutoWrap, config_auto_wrap_policy, default_auto_wrap_policy
 from tests.compat.fairscale import far, loss, mine, updates
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, plain_training

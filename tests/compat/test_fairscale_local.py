@@ -48,8 +48,6 @@ def _x(update: int = 0) -> torch.Tensor:
 
 
 USUAL = {
-    "mixed_precision": False,
-    "cpu_offload": False,
     "move_params_to_cpu": False,
     "move_grads_to_cpu": False,
     "reshard_after_forward": True,
@@ -66,20 +64,19 @@ def _attributes() -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for options in OPTIONS:
         model = _nested(**options)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bool(model.mixed_precision)):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled="mixed_precision" in options):
             model(_x()).float().sum().backward()
         with model.summon_full_params():
             whole = [name for name, _ in model.named_parameters()]
         found.append(
             {
                 **{name: getattr(model, name) for name in USUAL},
-                **{name: bool(getattr(model, name)) for name in ("mixed_precision", "cpu_offload")},
                 "name": next(model.named_parameters())[0],
                 "whole": whole,
             }
         )
     offloaded = _nested(cpu_offload=True)
-    assert offloaded.cpu_offload and offloaded.move_params_to_cpu and offloaded.move_grads_to_cpu
+    assert offloaded.move_params_to_cpu and offloaded.move_grads_to_cpu
     return found
 
 
@@ -89,7 +86,8 @@ def test_attributes_are_the_arguments(ranks: Ranks) -> None:
     for found in ranks(2, _attributes):
         for options, each in zip(OPTIONS, found, strict=True):
             low = {"buffer_dtype": torch.bfloat16} if "mixed_precision" in options else {}
-            assert {name: each[name] for name in USUAL} == {**USUAL, **options, **low}
+            asked = {name: value for name, value in options.items() if name in USUAL}
+            assert {name: each[name] for name in USUAL} == {**USUAL, **asked, **low}
             flat = each["flatten_parameters"]
             assert each["name"] == ("_fsdp_wrapped_module.first.weight" if flat else "first.weight")
             assert each["whole"] == names

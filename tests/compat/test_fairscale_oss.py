@@ -230,7 +230,7 @@ import gc, weakref
 import torch
 import torch.distributed as dist
 from echelon.compat.fairscale import groups
-from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
+from echelon.compat.fairscale.nn import ShardedDataParallel
 from echelon.compat.fairscale.optim import OSS
 
 def train():

@@ -11,9 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.compat.fairscale.nn import FullyShardedDataParallel, auto_wrap, default_auto_wrap_policy, enable_wrap, wrap
-from echelon.compat.fairscale.nn.data_parallel import auto_wrap_bn
-from echelon.compat.fairscale.nn.wrap import ConfigAutoWrap
+from echelon.compat.fairscale.nn import (
+    FullyShardedDataParallel,
+    auto_wrap,
+    auto_wrap_bn,
+    default_auto_wrap_policy,
+    enable_wrap,
+    wrap,
+)
+from echelon.compat.fairscale.wrap import ConfigAutoWrap
 from echelon.errors import LayoutError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import batch, net

@@ -1,8 +1,7 @@
-"""Names that a module of another system has, and here are loaded when they are first used, or have a successor instead."""
+"""Names and modules that another system has, and that here are another's, or have a successor instead."""
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Mapping
 from importlib.machinery import ModuleSpec
@@ -11,7 +10,7 @@ from typing import Any
 
 from echelon.common.errors import NotHereError
 
-__all__ = ["Missing", "attach", "later", "leave_out", "nearest", "register"]
+__all__ = ["Missing", "attach", "leave_out", "nearest", "refusing", "register"]
 
 
 class Missing:
@@ -37,27 +36,24 @@ class Missing:
         return f"<{self._why}>"
 
 
-def later(system: str, module: str, homes: Mapping[str, str], successors: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's `__getattr__`.
+def refusing(system: str, lost: Mapping[str, tuple[str, str]]) -> Callable[[str], Callable[[str], Any]]:
+    """What makes a module's `__getattr__` from its `__name__`. Importing a name that is not here is no error; using it is.
 
     Args:
-        system: the package below `echelon.compat`.
-        module: its name below `system`.
-        homes: name -> the module below `system` that has it: what is slow to import.
-        successors: name -> what to use in its place, since it is not here. Importing it is no error; using it is.
+        system: as the other system calls itself.
+        lost: name -> (the module that has it there, what to use in its place); every module here answers for all of them.
     """
-    here = f"echelon.compat.{system}"
 
-    def getattr_(name: str) -> Any:
-        if name in homes:
-            value = getattr(importlib.import_module(f"{here}.{homes[name]}"), name)
-            setattr(sys.modules[f"{here}.{module}"], name, value)
-            return value
-        if name in successors:
-            return Missing(f"{system}.{module}.{name} is not part of echelon.compat. Instead: {successors[name]}")
-        raise AttributeError(f"module '{here}.{module}' has no attribute {name!r}")
+    def absent(module: str) -> Callable[[str], Any]:
+        def getattr_(name: str) -> Any:
+            if name not in lost:
+                raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            where, instead = lost[name]
+            return Missing(f"{system}.{where}.{name} is not part of echelon.compat. Instead: {instead}")
 
-    return getattr_
+        return getattr_
+
+    return absent
 
 
 class _Absent(ModuleType):

@@ -1,8 +1,12 @@
 """FairScale's names: `echelon.compat.fairscale` for `fairscale`. See docs/moving/fairscale.md."""
 
-from echelon.compat.fairscale import absent
+from echelon.compat.fairscale import nn, optim
+from echelon.compat.fairscale.absent import ALIASES, INSTEAD
+from echelon.compat.names import register
+
+__all__ = ["nn", "optim"]
 
 __version_tuple__ = (0, 4, 13)  # programs ask
 __version__ = ".".join(map(str, __version_tuple__))
 
-absent.register(__name__)
+register("fairscale", __name__, INSTEAD, ALIASES)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from echelon.compat.names import Missing, nearest, refusing
 
-from echelon.compat import names
-from echelon.compat.names import Missing, attach, leave_out
-
-__all__ = ["ALIASES", "INSTEAD", "METHODS", "NAMES", "alias", "instead", "later", "register"]
+__all__ = ["ALIASES", "INSTEAD", "METHODS", "NAMES", "absent", "instead"]
 
 _ADASCALE = "keep FairScale's file, which needs torch and NumPy alone; or a warm-up to the larger batch's learning rate."
 _BUCKETS = "nothing: what travels in one message is decided inside."
@@ -22,18 +17,17 @@ _MODEL_PARALLEL = (
 )
 _SLOWMO = "DiLoCoStrategy(every=..., outer_optimizer=...), whose outer optimizer has the slow momentum."
 
-# Modules that are another one of those here.
-ALIASES = {
-    "nn.checkpoint.checkpoint_activations": "nn.checkpoint",
-    "nn.misc": "nn.checkpoint",
-    "nn.wrap.auto_wrap": "nn.wrap",
+# Modules of FairScale whose names another module here has, by that one.
+_SAME = {
+    "fsdp": "nn.data_parallel.fully_sharded_data_parallel",
+    "grad_scaler": "optim.grad_scaler",
+    "nn": "nn.checkpoint nn.checkpoint.checkpoint_activations nn.data_parallel nn.misc",
+    "oss": "optim.oss",
+    "sharded_ddp": "nn.data_parallel.sharded_ddp",
+    "wrap": "nn.wrap nn.wrap.auto_wrap",
 }
-_FSDP = {
-    "TrainingState": "nothing: a method that must not be called at a moment says so.",
-    "get_fsdp_instances": "[m for m in module.modules() if isinstance(m, FullyShardedDataParallel)].",
-    "no_pre_load_state_dict_hook": "nothing: load_state_dict takes whole parameters by the unwrapped module's names.",
-}
-# By module that is here, names that are not.
+ALIASES = {name: same for same, names in _SAME.items() for name in names.split()}
+# By module that has them there, names that are not here.
 NAMES: dict[str, dict[str, str]] = {
     "nn": {
         "FlattenParamsWrapper": _FLAT,
@@ -52,8 +46,11 @@ NAMES: dict[str, dict[str, str]] = {
             "nothing: a batch norm's statistics and random draws are those of one pass; else FairScale's file.",
         ),
     },
-    "nn.data_parallel": _FSDP,
-    "nn.data_parallel.fully_sharded_data_parallel": _FSDP,
+    "nn.data_parallel": {
+        "TrainingState": "nothing: a method that must not be called at a moment says so.",
+        "get_fsdp_instances": "[m for m in module.modules() if isinstance(m, FullyShardedDataParallel)].",
+        "no_pre_load_state_dict_hook": "nothing: load_state_dict takes whole parameters by the unwrapped module's names.",
+    },
     "optim": {
         "AdaScale": _ADASCALE,
         "AdaScaleWrapper": _ADASCALE,
@@ -109,23 +106,13 @@ INSTEAD = {
 }
 
 
+_LOST = {name: (module, text) for module, lost in reversed(NAMES.items()) for name, text in lost.items()}
+
+absent = refusing("fairscale", _LOST)
+
+
 def instead(module: str, name: str = "") -> str | None:
     """What to take in place of a name of a module, or of a module, below `fairscale`; None: it is in no table."""
-    return NAMES.get(ALIASES.get(module, module), {}).get(name) if name else names.nearest(INSTEAD, module)
-
-
-def later(module: str, homes: Mapping[str, str] | None = None) -> Callable[[str], Any]:
-    """The `__getattr__` of a module here: for names that are slow to import, by the module that has them, and for those of the
-    table."""
-    return names.later("fairscale", module, homes or {}, NAMES[module])
-
-
-def register(package: str) -> None:
-    """Let the modules of the tables be imported below `package`."""
-    leave_out("fairscale", package, INSTEAD)
-
-
-def alias(package: str) -> None:
-    """Let modules below `package` that are here be imported by their other names, too."""
-    for name, same in ALIASES.items():
-        attach(f"{package}.{name}", sys.modules[f"{package}.{same}"])
+    if not name:
+        return nearest(INSTEAD, module)
+    return _LOST[name][1] if name in _LOST else None

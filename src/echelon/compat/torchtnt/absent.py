@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from echelon.common.errors import NotHereError
-from echelon.compat.names import Missing
+from echelon.compat.names import refusing
 
 __all__ = ["ALIASES", "ARGUMENTS", "MODULES", "NAMES", "absent", "instead", "refuse_arguments"]
 
@@ -146,28 +146,14 @@ _LOST = {name: (module, text) for module, (names, text) in MODULES.items() for n
     name: (module, text) for module, lost in NAMES.items() for names, text in lost.items() for name in names.split()
 }
 
+absent = refusing("torchtnt", _LOST)
+
 
 def instead(module: str, name: str = "") -> str | None:
     """What to take in place of a name of a module, or of a module, below `torchtnt`; None: it is in no table."""
     if not name:
         return MODULES.get(module, (None, None))[1]
     return _LOST[name][1] if name in _LOST else None
-
-
-def absent(module: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module: its packages and theirs have one another's names there, too.
-
-    Args:
-        module: its `__name__`.
-    """
-
-    def getattr_(name: str) -> Any:
-        if name not in _LOST:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        where, text = _LOST[name]
-        return Missing(f"torchtnt.{where}.{name} is not part of echelon.compat. Instead: {text}")
-
-    return getattr_
 
 
 def refuse_arguments(where: str, given: Mapping[str, Any]) -> None:

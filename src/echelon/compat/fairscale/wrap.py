@@ -8,15 +8,14 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from echelon.common.errors import UsageError
+from echelon.compat.fairscale.fsdp import FullyShardedDataParallel
 
 __all__ = [
-    "CollisionError",
     "ConfigAutoWrap",
-    "NestedWrapError",
-    "WrappedAlreadyError",
     "auto_wrap",
     "auto_wrap_bn",
     "config_auto_wrap_policy",
@@ -36,52 +35,19 @@ _OF_BATCH_NORMS = {
 WrapPolicy = Callable[..., bool]
 
 
-class NestedWrapError(UsageError, NotImplementedError):
-    """enable_wrap inside of enable_wrap."""
-
-
-class WrappedAlreadyError(UsageError, AssertionError):
-    """A module whose submodules are to be chosen has wrapped ones."""
-
-
-class CollisionError(UsageError, AssertionError):
-    """A batch norm is to be wrapped by another policy already."""
-
-
-class _DefaultPolicy:
+def default_auto_wrap_policy(
+    module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool, min_num_params: int = int(1e8), **kinds: Any
+) -> bool:
     """Wraps what has enough parameters that no submodule took.
 
     Args:
         recurse: asks whether to look inside the module; else whether to wrap it.
         unwrapped_params: how many of its parameters are in no wrapper yet.
         min_num_params: from how many on.
-        force_leaf_modules: classes whose submodules are never wrapped.
-        exclude_wrap_modules: classes that are never wrapped themselves.
+        kinds: `force_leaf_modules`, classes whose submodules are never wrapped, by default MultiheadAttention;
+            `exclude_wrap_modules`, those that are never wrapped themselves, by default ModuleList and ModuleDict.
     """
-
-    EXCLUDE_WRAP_MODULES: ClassVar[set[type[nn.Module]]] = {nn.ModuleList, nn.ModuleDict}
-    FORCE_LEAF_MODULES: ClassVar[set[type[nn.Module]]] = {nn.MultiheadAttention}
-    __name__ = "default_auto_wrap_policy"
-
-    def __call__(
-        self,
-        module: nn.Module,
-        recurse: bool,
-        unwrapped_params: int,
-        module_is_root: bool,
-        min_num_params: int = int(1e8),
-        force_leaf_modules: set[type[nn.Module]] | None = None,
-        exclude_wrap_modules: set[type[nn.Module]] | None = None,
-    ) -> bool:
-        is_large = unwrapped_params >= min_num_params
-        if recurse:
-            leaves = self.FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
-            return is_large and not isinstance(module, tuple(leaves))
-        never = self.EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
-        return is_large and not isinstance(module, tuple(never))
-
-
-default_auto_wrap_policy = _DefaultPolicy()
+    return size_based_auto_wrap_policy(module, recurse, unwrapped_params, min_num_params, **kinds)
 
 
 def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
@@ -109,12 +75,10 @@ def enable_wrap(auto_wrap_policy: WrapPolicy | None = None, **wrapper_kwargs: An
             modules to the GPU in half precision first.
     """
     if ConfigAutoWrap.in_autowrap_context:
-        raise NestedWrapError(
+        raise UsageError(
             "You are already within an autowrap context and we currently do not supported nested autowrap. "
             "Leave the inner enable_wrap out."
         )
-    from echelon.compat.fairscale.nn.data_parallel.fully_sharded_data_parallel import FullyShardedDataParallel
-
     ConfigAutoWrap.wrapper_cls = wrapper_kwargs.pop("wrapper_cls", FullyShardedDataParallel)
     ConfigAutoWrap.move_module_cuda_half = wrapper_kwargs.pop("move_module_cuda_half", False)
     ConfigAutoWrap.auto_wrap_policy, ConfigAutoWrap.kwargs = auto_wrap_policy or default_auto_wrap_policy, wrapper_kwargs
@@ -142,9 +106,7 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: WrapPolicy | None = None, **k
     if wrapper is None or policy is None:
         return module
     if isinstance(wrapper, type) and any(isinstance(each, wrapper) for each in module.modules()):
-        raise WrappedAlreadyError(
-            f"{type(module).__name__} has a {wrapper.__name__} in it already. Call auto_wrap before any wrap."
-        )
+        raise UsageError(f"{type(module).__name__} has a {wrapper.__name__} in it already. Call auto_wrap before any wrap.")
     return _wrapped(module, policy, True, kwargs)[0]
 
 
@@ -185,7 +147,7 @@ def auto_wrap_bn(
     for each in module.modules():
         if isinstance(each, _BatchNorm):
             if assert_on_collision and hasattr(each, "wrapper_config"):
-                raise CollisionError(
+                raise UsageError(
                     "Module shouldn't already have a wrapper_config. Is it tagged already by another policy? Remove it, or "
                     "auto_wrap_bn(assert_on_collision=False)."
                 )

@@ -5,11 +5,10 @@ For new programs `echelon`'s strategy "fsdp" is the better choice: it builds on 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,13 +17,10 @@ from torch.distributed.fsdp import CPUOffload, FullStateDictConfig, MixedPrecisi
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from echelon.common.errors import LayoutError, NotHereError
-from echelon.compat.fairscale.absent import METHODS, later
-from echelon.compat.fairscale.clip import clip_owned_
-from echelon.compat.fairscale.groups import outlive
-from echelon.compat.fairscale.nn.data_parallel import fsdp_states
-from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import (
-    LowPrecision,
-    Offload,
+from echelon.compat.fairscale import fsdp_states
+from echelon.compat.fairscale.absent import METHODS, absent
+from echelon.compat.fairscale.groups import clip_owned_, outlive
+from echelon.compat.fairscale.torch_fsdp import (
     around_conversion,
     claim,
     claimed,
@@ -37,15 +33,6 @@ from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import (
 from echelon.world.init import World, ensure_group
 
 __all__ = ["FullyShardedDataParallel", "Options"]
-
-if TYPE_CHECKING:
-    pass
-
-__getattr__ = later("nn.data_parallel.fully_sharded_data_parallel", {"auto_wrap_bn": "nn.wrap"})
-
-logger = logging.getLogger(__name__)
-
-_HELD_ANYWAY = {"disable_reshard_on_root": True, "bucket_cap_mb": 25}
 
 
 @dataclass
@@ -123,9 +110,6 @@ class Options:
             raise ValueError("Expecting FP16 param type in FP32 & MP modes.")
         if twice := claimed(own):
             raise LayoutError(f"{', '.join(twice)}: another wrapper has the same parameters. Wrap what has all that use them.")
-        changed = [name for name, usual in _HELD_ANYWAY.items() if getattr(self, name) != usual]
-        if changed and (not dist.is_initialized() or dist.get_rank() == 0):
-            logger.info("FullyShardedDataParallel(%s=...) has no effect: torch decides", "=..., ".join(changed))
 
 
 class FullyShardedDataParallel(TorchFSDP):
@@ -139,8 +123,6 @@ class FullyShardedDataParallel(TorchFSDP):
         LayoutError: `move_grads_to_cpu` alone; a parameter that another wrapper has already.
     """
 
-    mixed_precision: Any
-    cpu_offload: Any
     append_shared_param: Any = METHODS["FullyShardedDataParallel.append_shared_param"]
     reset_parameters: Any = METHODS["FullyShardedDataParallel.reset_parameters"]
     set_gradient_divide_factors: Any = METHODS["FullyShardedDataParallel.set_gradient_divide_factors"]
@@ -154,10 +136,9 @@ class FullyShardedDataParallel(TorchFSDP):
             outlive(process_group)
         given.check(module, device.type == "cpu")
         self._build(module, process_group, given, device, is_real)
-        # Two that torch's class has as well, with more in them: torch's, as true as FairScale's.
-        low, offload = LowPrecision(**vars(self.mixed_precision)), Offload(self.cpu_offload.offload_params, given.cpu_offload)
-        vars(self).update(vars(given), compute_device=self.compute_device, state_dict_device=given.state_dict_device or device)
-        self.mixed_precision, self.cpu_offload = low, offload
+        both = ("mixed_precision", "cpu_offload", "compute_device")  # which torch's class has as well, with more in them
+        vars(self).update({name: value for name, value in vars(given).items() if name not in both})
+        self.state_dict_device = given.state_dict_device or device
         for each in wrappers(self)[1:]:  # its optimizer state is another on every rank, as experts' is
             if each.world_size == 1 < self.world_size:
                 each.no_broadcast_optim_state = True  # type: ignore[assignment]
@@ -193,7 +174,7 @@ class FullyShardedDataParallel(TorchFSDP):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if is_summoned(self):
             raise LayoutError("FullyShardedDataParallel must run outside of summon_full_params, got a forward within it.")
-        if self.force_input_to_fp32 and not self.mixed_precision:
+        if self.force_input_to_fp32 and self.low is None:
             args, kwargs = _in_float32(args), _in_float32(kwargs)
         with forwards_may_precede_backwards(self):
             outputs = super().forward(*args, **kwargs)
@@ -209,23 +190,13 @@ class FullyShardedDataParallel(TorchFSDP):
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield (name if self.__dict__.get("flatten_parameters", True) else plain(name)), parameter
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate, on each rank.
-
-        Raises:
-            RuntimeError: a wrapper is around this one.
-        """
-        with super().no_sync():
-            yield
-
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """`half()`, `float()`, `to(...)`: unless in mixed precision, it computes in the parameters' new type."""
         before = {p.dtype for p in self.parameters()}
         with around_conversion(self):
             super()._apply(*args, **kwargs)
         after = {p.dtype for p in self.parameters()}
-        if not self.mixed_precision and after != before and len(after) == 1:
+        if self.low is None and after != before and len(after) == 1:
             self.compute_dtype = after.pop()
         return self
 
@@ -260,39 +231,14 @@ class FullyShardedDataParallel(TorchFSDP):
         """The whole optimizer state, as the undivided optimizer has it, on rank 0; None elsewhere. Collective."""
         return fsdp_states.gathered(self, optim)
 
-    def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """This rank's part of what `gather_full_optim_state_dict` gave, for the optimizer's `load_state_dict`."""
-        return fsdp_states.sharded(self, full_optim_state_dict)
-
     def local_state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, torch.Tensor]:
         """This rank's part of the parameters, and the buffers."""
         return fsdp_states.local_state(self, prefix)
 
-    def load_local_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> Any:
-        """Take what `local_state_dict` gave to this rank, of as many ranks.
-
-        Raises:
-            RuntimeError: other sizes; or, if `strict`, other keys.
-        """
-        return fsdp_states.load_local_state(self, state_dict, strict)
-
-    def local_metadata_dict(self) -> dict[str, Any]:
-        """What `consolidate_shard_weights` must know about this rank's `local_state_dict`."""
-        return fsdp_states.local_metadata(self)
-
-    @staticmethod
-    def consolidate_shard_weights(
-        shard_weights: list[dict[str, torch.Tensor]],
-        shard_metadata: list[dict[str, Any]],
-        with_module_buffers: bool = True,
-        strict: bool = True,
-    ) -> dict[str, torch.Tensor]:
-        """The unwrapped module's state dict from all ranks' local ones; without ranks.
-
-        Raises:
-            ValueError: not as many weights as metadata, or none.
-        """
-        return fsdp_states.consolidated(shard_weights, shard_metadata, with_module_buffers, strict)
+    get_shard_from_optim_state_dict = fsdp_states.sharded
+    load_local_state_dict = fsdp_states.load_local_state
+    local_metadata_dict = fsdp_states.local_metadata
+    consolidate_shard_weights = staticmethod(fsdp_states.consolidated)
 
 
 def _in_float32(value: Any) -> Any:
@@ -319,3 +265,6 @@ def _own_parameters(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn
         yield path + name, parameter
     for name, child in module.named_children():
         yield from _own_parameters(child, f"{path}{name}.")
+
+
+__getattr__ = absent(__name__)

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from echelon.common.errors import CheckpointMismatchError, LayoutError
 from echelon.compat.collect import collect
-from echelon.compat.fairscale.nn.data_parallel.torch_fsdp import (
+from echelon.compat.fairscale.torch_fsdp import (
     Piece,
     forget_whole,
     length,
@@ -47,20 +47,20 @@ def local_state(module: TorchFSDP, prefix: str = "") -> dict[str, torch.Tensor]:
             own = torch.cat([piece.values for piece in held])
             found[f"{prefix}{path}{key}"] = torch.cat([own, own.new_zeros(_padding(wrapper, held))])
     # In mixed precision, buffers are low between forwards.
-    low = bool(getattr(module, "mixed_precision", False))
+    low = getattr(module, "low", None) is not None
     for name, buffer in _buffers(module):
         found[prefix + name] = buffer.detach().float() if low and buffer.is_floating_point() else buffer.detach()
     return found
 
 
 @torch.no_grad()
-def load_local_state(module: TorchFSDP, state: Mapping[str, torch.Tensor], strict: bool = True) -> IncompatibleKeys:
+def load_local_state(module: TorchFSDP, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> IncompatibleKeys:
     """Take what `local_state` of a rank of this number, of as many ranks, gave.
 
     Raises:
         RuntimeError: a tensor of another size; or, if `strict`, keys that are missing or unexpected.
     """
-    now = local_state(module)
+    now, state = local_state(module), state_dict
     missing, unexpected = [k for k in now if k not in state], [k for k in state if k not in now]
     sizes = {k: (state[k].numel(), value.numel()) for k, value in now.items() if k in state}
     errors = [f"size mismatch for {k}: ({size},), not ({own},)" for k, (size, own) in sizes.items() if size != own]
@@ -107,13 +107,17 @@ def local_metadata(module: TorchFSDP) -> dict[str, Any]:
 
 
 def consolidated(
-    weights: list[dict[str, torch.Tensor]], metadata: list[dict[str, Any]], with_buffers: bool, strict: bool
+    shard_weights: list[dict[str, torch.Tensor]],
+    shard_metadata: list[dict[str, Any]],
+    with_module_buffers: bool = True,
+    strict: bool = True,
 ) -> dict[str, torch.Tensor]:
     """The state dict of the unwrapped module, from every rank's `local_state` and `local_metadata`; no process group is needed.
 
     Raises:
         ValueError: not as many weights as metadata, or none.
     """
+    weights, metadata = shard_weights, shard_metadata
     if len(weights) != len(metadata) or not weights:
         raise ValueError("Require metadata for each shard and non-empty shards")
     whole: dict[str, torch.Tensor] = {}
@@ -132,7 +136,7 @@ def consolidated(
                 whole[path + name] = tensor.view(shape)
         for source, target in of_wrapper["shared_param_info"]:
             whole[path + target] = whole[path + source]
-    if with_buffers:
+    if with_module_buffers:
         whole |= {name: weights[0][name] for name in metadata[0]["buffer_names"] if strict or name in weights[0]}
     return whole
 
@@ -192,9 +196,10 @@ def gathered(module: TorchFSDP, optimizer: torch.optim.Optimizer) -> dict[str, A
     return {"state": whole, "param_groups": groups, "param_id_map": local, "uncollected_local_ids": sorted(alone)}
 
 
-def sharded(module: TorchFSDP, full: dict[str, Any]) -> dict[str, Any]:
+def sharded(module: TorchFSDP, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
     """This rank's part of a whole state, as an optimizer over the module's parameters loads it."""
     _one_group(module)
+    full = full_optim_state_dict
     held = {p.parameter: p for each in wrappers(module) for p in pieces(each)}
     order = [held[p] for p in module.parameters() if p in held]
     numbers = [number for group in full["param_groups"] for number in group["params"]]

@@ -16,13 +16,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffload, MixedPrecision
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 from torch.distributed.fsdp._runtime_utils import _post_backward_hook
 
 __all__ = [
-    "LowPrecision",
-    "Offload",
     "Piece",
     "around_conversion",
     "claim",
@@ -204,21 +201,3 @@ def _name_plainly(wrapper: TorchFSDP) -> None:
             i._replace(module_name=plain(i.module_name), prim_module_name=plain(i.prim_module_name))
             for i in flat._shared_param_infos
         )
-
-
-@dataclass
-class LowPrecision(MixedPrecision):
-    """torch's own, which is true where FairScale's `mixed_precision` is."""
-
-    def __bool__(self) -> bool:
-        return self.param_dtype is not None
-
-
-@dataclass
-class Offload(CPUOffload):
-    """torch's own, which is true where FairScale's `cpu_offload` is: on CPUs too, where there is nothing to offload."""
-
-    is_asked: bool = False
-
-    def __bool__(self) -> bool:
-        return self.is_asked

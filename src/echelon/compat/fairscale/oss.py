@@ -14,8 +14,7 @@ from torch import nn
 from echelon.common.errors import CheckpointError, CheckpointMismatchError, UsageError
 from echelon.compat.collect import collect
 from echelon.compat.fairscale.absent import METHODS
-from echelon.compat.fairscale.clip import clip_owned_
-from echelon.compat.fairscale.groups import outlive
+from echelon.compat.fairscale.groups import clip_owned_, outlive
 from echelon.parallel.state.partition import Partition
 from echelon.world.init import ensure_group
 
@@ -24,10 +23,6 @@ __all__ = ["OSS"]
 logger = logging.getLogger(__name__)
 
 _NO_OPTIONS = ("params", "param_names")
-
-
-class OtherParametersError(CheckpointMismatchError, ValueError):
-    """A state of other groups or numbers of parameters than the optimizer has."""
 
 
 class OSS(torch.optim.Optimizer):
@@ -164,19 +159,12 @@ class OSS(torch.optim.Optimizer):
         """Take this rank's part of a whole state, of any number of ranks or of the undivided optimizer; it stays as it is.
 
         Raises:
-            OtherParametersError: a ValueError; it belongs to other parameters.
+            CheckpointMismatchError: it belongs to other parameters.
         """
         given = state_dict["param_groups"]
         sizes, wanted = [len(g["params"]) for g in given], [len(g["params"]) for g in self.param_groups]
         if sizes != wanted:
-            other = (
-                "has a different number of parameter groups"
-                if len(sizes) != len(wanted)
-                else "contains a parameter group that doesn't match the size of optimizer's group"
-            )
-            raise OtherParametersError(
-                f"loaded state dict {other}: groups of {sizes} parameters, and this optimizer of {wanted}."
-            )
+            raise CheckpointMismatchError(f"the state must have groups of {wanted} parameters, got {sizes}. It is another's.")
         saved = dict(zip(self._parameters, (n for group in given for n in group["params"]), strict=True))
         state: dict[Any, Any] = {key: _copy(each) for key, each in state_dict["state"].items() if not isinstance(key, int)}
         groups: list[dict[str, Any]] = []

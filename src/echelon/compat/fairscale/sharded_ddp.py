@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.common.errors import LayoutError, UsageError
-from echelon.compat.fairscale.clip import clip_owned_
-from echelon.compat.fairscale.nn.data_parallel.to_owners import ToOwners
-from echelon.compat.fairscale.optim.oss import OSS
+from echelon.compat.fairscale.groups import clip_owned_
+from echelon.compat.fairscale.oss import OSS
+from echelon.compat.fairscale.to_owners import ToOwners
 from echelon.parallel.axes import Axis
 from echelon.parallel.names import Kind, register
 from echelon.parallel.prepared import WrapperPrepared
@@ -30,10 +30,6 @@ from echelon.world.init import World
 __all__ = ["ShardedDDPPrepared", "ShardedDataParallel"]
 
 logger = logging.getLogger(__name__)
-
-
-class DevicesError(UsageError, AssertionError):
-    """A module's parameters lie on devices of several types."""
 
 
 class ShardedDataParallel(nn.Module):
@@ -54,8 +50,8 @@ class ShardedDataParallel(nn.Module):
         reduce_fp16: send gradients in half precision: half the traffic, and their rounding.
         warn_on_trainable_params_changed: say so when that is noticed.
     Raises:
-        UsageError: an optimizer that is not divided; another process group than the optimizers'.
-        DevicesError: an AssertionError.
+        UsageError: an optimizer that is not divided; another process group than the optimizers'; parameters on several types
+            of devices.
     """
 
     module: nn.Module
@@ -75,7 +71,7 @@ class ShardedDataParallel(nn.Module):
         super().__init__()
         kinds = {p.device.type for p in module.parameters()}
         if len(kinds) > 1:
-            raise DevicesError(f"ShardedDataParallel's input module must be on the same type of devices, not on {sorted(kinds)}.")
+            raise UsageError(f"ShardedDataParallel's input module must be on the same type of devices, not on {sorted(kinds)}.")
         self.module = module
         optimizers = [sharded_optimizer] if isinstance(sharded_optimizer, torch.optim.Optimizer) else list(sharded_optimizer)
         self.sharded_optimizers = optimizers
