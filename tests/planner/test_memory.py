@@ -261,6 +261,51 @@ for tokens in data:
 """
 
 
+ASKS_FOR_A_GPU = """
+import os
+import torch
+import torch.distributed as dist
+import echelon as ech
+
+assert torch.cuda.is_available() and torch.accelerator.is_available(), "no GPU"
+dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+assert device.type == "cuda" and torch.cuda.device_count() == 2 and torch.accelerator.current_accelerator().type == "cuda"
+assert torch.cuda.get_device_properties(device).total_memory == 40960 << 20 and torch.cuda.get_device_capability() == (8, 0)
+
+class Fit(ech.AutoUnit):
+    def compute_loss(self, state, data):
+        noise = torch.randn(data[0].shape, device=device, generator=generator)
+        return torch.nn.functional.mse_loss(self.module(data[0] + noise), data[1].to(device)), None
+
+    def configure_optimizers_and_lr_scheduler(self, module):
+        return torch.optim.AdamW(module.parameters(), fused=device.type == "cuda"), None
+
+    def on_train_step_end(self, state, data, step, results):
+        end.record()
+        torch.cuda.synchronize()
+        print(f"{start.elapsed_time(end):.1f} ms, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, {torch.cuda.mem_get_info()}")
+        super().on_train_step_end(state, data, step, results)
+
+torch.set_default_device(device)
+layers = [torch.nn.Linear(96, 96) for _ in range(4)]
+torch.set_default_device(None)
+generator = torch.Generator(device=device).manual_seed(1)
+start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+data = torch.utils.data.TensorDataset(torch.randn(64, 96), torch.randn(64, 96))
+precision = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+unit = Fit(module=torch.nn.Sequential(*layers), device=device, layout="fsdp", precision=precision)
+ech.train(unit, ech.Loader(data, global_batch=8), max_updates=8)
+"""
+
+
+def test_a_script_that_asks_for_a_gpu_is_told_of_the_planned_ones(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    """It was told that there is none, and what it chose by that, such as its precision, was planned in silence."""
+    options = ("--cluster", "1x2xa100-40", "--only", "yours", "--json")
+    [asks] = json.loads(plan(ASKS_FOR_A_GPU, *options).stdout)["layouts"]
+    assert not asks["why"] and asks["dtype"] == "bfloat16" and asks["parameters"] == PARAMETERS
+
+
 def test_a_script_for_a_gpu_and_pretrained_weights_needs_neither(
     plan: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:

@@ -305,6 +305,7 @@ def test_a_device_is_read_as_it_was_written(tmp_path: Path) -> None:
         "overlaps = 1",
         "contention = 0.9",
         "attention = [0.5]",
+        "capability = [9.0, 0]",
         "peak = 5",
         "[peak]\nfloat32 = 0",
         "[[products]]\ndtype = 'float32'\nflop = 1e9",

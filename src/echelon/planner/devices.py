@@ -48,6 +48,7 @@ class Device:
         network: bytes/s that a device sends to other nodes, all devices of a node at a time.
         domain: devices that `node` joins; a node's, if 0.
         overlaps: collectives run beside operators. On a CPU they take turns.
+        capability: of a CUDA device, as a script is told.
         contention: how many times as long an operator takes beside a collective, which has some of the processors and of the
             memory's bandwidth. 1.189 is the mean over training of GPT and LLaMA on A100, H100, MI210 and MI250
             (arXiv 2507.03114).
@@ -70,6 +71,7 @@ class Device:
     network: float = 0.0
     domain: int = 0
     overlaps: bool = True
+    capability: tuple[int, int] = (9, 0)
     contention: float = 1.189
     products: tuple[tuple[str, float, float], ...] = ()
     attentions: tuple[tuple[str, float, float, float], ...] = ()
@@ -188,12 +190,19 @@ def _attentions(device: str) -> tuple[tuple[str, float, float, float], ...]:
     )
 
 
-_AMPERE: dict[str, Any] = {"reached": 0.824, "attention": (0.73, 0.63), "processors": 108, "node": 240e9, "network": 23.5e9}
+_AMPERE: dict[str, Any] = {
+    "capability": (8, 0),
+    "reached": 0.824,
+    "attention": (0.73, 0.63),
+    "processors": 108,
+    "node": 240e9,
+    "network": 23.5e9,
+}
 _HOPPER: dict[str, Any] = {"reached": 0.803, "processors": 132, "node": 370.8e9, "network": 48.5e9}
 _EIGHT_BITS: dict[str, Any] = {"products": (("float8", 1e12, 1280e12),)}
 _OF_500_W: dict[str, Any] = {"reached": 0.631, "products": (("float8", 1e12, 1006e12),)}
-_BLACKWELL: dict[str, Any] = {"reached": 0.776, "processors": 148, "node": 721.8e9, "network": 48.5e9}
-_ADA: dict[str, Any] = {"attention": (0.73, 0.63), "node": 24e9, "network": 11.8e9}
+_BLACKWELL: dict[str, Any] = {"capability": (10, 0), "reached": 0.776, "processors": 148, "node": 721.8e9, "network": 48.5e9}
+_ADA: dict[str, Any] = {"capability": (8, 9), "attention": (0.73, 0.63), "node": 24e9, "network": 11.8e9}
 DEVICES = {
     each.name: each
     for each in (
@@ -256,8 +265,7 @@ def _from_file(path: Path) -> Device:
         _check(path, name, value)
     if "memory" in said:
         said["memory"] = bytes_of(str(said["memory"]), "memory")
-    if "attention" in said:
-        said["attention"] = tuple(said["attention"])
+    said |= {name: tuple(said[name]) for name in ("attention", "capability") if name in said}
     measured = {
         name: tuple(sorted(tuple(row[each] for each in _TABLES[name]) for row in said.pop(name, ())))
         for name in ("products", "attentions")
@@ -281,6 +289,9 @@ def _check(path: Path, name: str, value: Any) -> None:
         needs(type(value) is int and value >= 0, "a whole number", value)
     elif name == "overlaps":
         needs(type(value) is bool, "true or false", value)
+    elif name == "capability":
+        whole = isinstance(value, list) and len(value) == 2 and all(type(each) is int and each >= 0 for each in value)
+        needs(whole, "two whole numbers, [9, 0]", value)
     elif name == "attention":
         needs(isinstance(value, list) and len(value) == 2 and all(map(_is_amount, value)), "two shares, [0.7, 0.6]", value)
     elif name == "peak":
@@ -305,6 +316,7 @@ def written(device: Device) -> str:
     rows += [f"{name} = {getattr(device, name):.6g}" for name in _NUMBERS if getattr(device, name)]
     rows += [f"{name} = {value}" for name in ("processors", "domain") if (value := getattr(device, name))]
     rows += [f"overlaps = {str(device.overlaps).lower()}", "attention = [{:.4g}, {:.4g}]".format(*device.attention)]
+    rows.append("capability = [{}, {}]".format(*device.capability))
     rows += ["", "[peak]", *(f"{dtype} = {rate:.6g}" for dtype, rate in device.peak.items())]
     for dtype, flop, rate in device.products:
         rows += ["", "[[products]]", f'dtype = "{dtype}"', f"flop = {flop:.6g}", f"rate = {rate:.6g}"]

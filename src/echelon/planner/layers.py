@@ -75,7 +75,7 @@ def plan_layers(target: Target, layout: str | None = None, ranks: int | None = N
             unit.prepared  # noqa: B018  (it is made when it is first asked for)
         raise Enough
 
-    with pretended_world(1) as mode, stand_ins(mode):
+    with pretended_world(1) as mode, stand_ins(mode, gpus=1):
         target.run_until_enough(Overrides(looks, compile=False, observes=True), far_enough)
     if not looks.found:
         raise PlanError(

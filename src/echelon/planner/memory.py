@@ -336,6 +336,8 @@ def _trace(there: Connection, job: Job) -> None:
                 precision=setting.precision,
                 planned_ranks=setting.planned_ranks,
                 shapes=dict(setting.shapes),
+                device=setting.device,
+                budget=setting.budget,
                 rank=job.rank,
                 tell=tell,
             )

@@ -1,8 +1,8 @@
 """What a script does on its way to training that a plan goes without: memory for parameters, CUDA, weights from files.
 
 A script is run as it stands. Where it builds a model, the parameters have shapes alone from the moment at which a module gets
-them; where it names a CUDA device, its tensors stay here; where it loads pretrained weights, it gets the model of their
-configuration, and nothing of the weights is read or downloaded.
+them; where it asks for CUDA, it is told of the devices that are planned for, and its tensors stay here; where it loads pretrained
+weights, it gets the model of their configuration, and nothing of the weights is read or downloaded.
 """
 
 from __future__ import annotations
@@ -12,17 +12,22 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from echelon.loop.auto.prepared_unit import PreparedUnit
+from echelon.loop.auto.unit_options import AutoOptions
+from echelon.planner.devices import Device, device_named
 from echelon.planner.pretended import FakeTensor, NoMemory, without_overrides
 
 __all__ = ["stand_ins"]
@@ -31,8 +36,14 @@ _CUDA = re.compile(r"cuda(:\d+)?")
 
 
 @contextlib.contextmanager
-def stand_ins(mode: NoMemory) -> Iterator[None]:
-    """Context in which a script runs."""
+def stand_ins(mode: NoMemory, *, gpus: int, device: Device | None = None, memory: int | None = None) -> Iterator[None]:
+    """Context in which a script runs.
+
+    Args:
+        gpus: of this node, that the script is told of; 0 where it is planned for CPUs.
+        device: which ones; by default as an H100.
+        memory: bytes of each, where not those of `device`.
+    """
 
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         with without_overrides():  # within on_meta, tensors say that they lie on the CPU
@@ -46,17 +57,18 @@ def stand_ins(mode: NoMemory) -> Iterator[None]:
 
     register: Any = register_module_parameter_registration_hook  # its annotation leaves out that the hook may give another
     hook = register(without_memory)
-    answers: dict[str, Any] = {
-        "set_device": lambda device: None,
-        "synchronize": lambda device=None: None,
-        "init": lambda: None,
-        "current_device": lambda: 0,
-        "get_device_name": lambda device=None: "planned",
-    }
+    cuda, accelerator = _answers(gpus, device or device_named("h100"), memory)
     try:
         with (
-            mock.patch.multiple(torch.cuda, **answers),
+            mock.patch.multiple(torch.cuda, **cuda),
+            mock.patch.multiple(torch.accelerator, **accelerator),
+            mock.patch.multiple(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing, mark=_nothing),
+            mock.patch.object(dist, "init_process_group", _nothing),  # there is one already
+            mock.patch.object(PreparedUnit, "_prepare", _prepare_here),
+            mock.patch.object(torch, "Generator", _Generator),
+            mock.patch.object(torch, "set_default_device", _set_default_device),
             mock.patch.object(torch, "save", _save),
+            mock.patch.object(torch, "load", _load),
             mock.patch.object(torch.autocast, "__init__", _autocast),
             _loaded("transformers.modeling_utils", _leave_weights_out),
             _Here(),
@@ -66,11 +78,81 @@ def stand_ins(mode: NoMemory) -> Iterator[None]:
         hook.remove()
 
 
+def _answers(gpus: int, device: Device, memory: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What torch.cuda and torch.accelerator say to a script that is planned for these devices."""
+    major, minor = device.capability
+    total = memory or device.memory or 80 << 30
+    properties = SimpleNamespace(
+        name=device.name, major=major, minor=minor, total_memory=total, multi_processor_count=device.processors or 132
+    )
+    cuda: dict[str, Any] = {
+        **dict.fromkeys(_WITHOUT_EFFECT, _nothing),
+        **dict.fromkeys(_BYTES, lambda *args, **kwargs: 0),
+        "current_device": lambda: 0,
+        "get_device_name": lambda *args, **kwargs: device.name,
+        "get_device_capability": lambda *args, **kwargs: (major, minor),
+        "get_device_properties": lambda *args, **kwargs: properties,
+        "is_bf16_supported": lambda *args, **kwargs: major >= 8,
+        "memory_summary": lambda *args, **kwargs: "",
+        "mem_get_info": lambda *args, **kwargs: (total, total),
+        "current_stream": lambda *args, **kwargs: _Stream(),
+        "default_stream": lambda *args, **kwargs: _Stream(),
+        "Stream": _Stream,
+        "Event": _Stream,
+        "is_available": _told(torch.cuda.is_available, gpus > 0),
+        "device_count": _told(torch.cuda.device_count, gpus),
+    }
+    accelerator = {
+        **dict.fromkeys(("set_device_index", "synchronize"), _nothing),
+        "current_device_index": lambda: 0,
+        "is_available": _told(torch.accelerator.is_available, gpus > 0),
+        "device_count": _told(torch.accelerator.device_count, gpus),
+        "current_accelerator": _told(torch.accelerator.current_accelerator, torch.device("cuda") if gpus else None),
+    }
+    return cuda, accelerator
+
+
+# Of torch.cuda.
+_WITHOUT_EFFECT = ("set_device", "synchronize", "init", "reset_peak_memory_stats", "empty_cache", "ipc_collect")
+_BYTES = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+
+
+def _told(real: Callable[..., Any], planned: Any) -> Callable[..., Any]:
+    """A question of a script; torch with torchvision and its like, and echelon, compute here, and ask what is so."""
+
+    def ask(*args: Any, **kwargs: Any) -> Any:
+        asking = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        return real(*args, **kwargs) if asking == "echelon" or asking.startswith("torch") else planned
+
+    return ask
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+class _Stream:
+    """A stream or an event, for which a script may wait."""
+
+    __init__ = record = wait = synchronize = wait_stream = wait_event = _nothing
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Stream()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 1.0
+
+
 class _Here(TorchFunctionMode):
     """What names a CUDA device means the one where the plan is made."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.device:
+            return func(*args, **kwargs)  # a script asks what it is
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
@@ -96,13 +178,37 @@ def _autocast(context: torch.autocast, device_type: str, *args: Any, **kwargs: A
     _real_autocast(context, "cpu" if _is_cuda(device_type) else device_type, *args, **kwargs)
 
 
-_real_save = torch.save
+_real_prepare: Any = PreparedUnit._prepare
+
+
+def _prepare_here(unit: PreparedUnit, module: nn.Module, options: AutoOptions) -> None:
+    """A unit computes here, whatever device it is given."""
+    _real_prepare(unit, module, replace(options, device=None))
+
+
+_real_default = torch.set_default_device
+
+
+def _set_default_device(device: Any) -> None:
+    _real_default("cpu" if _is_cuda(device) else device)
+
+
+class _Generator(torch.Generator):
+    def __new__(cls, device: Any = "cpu") -> _Generator:
+        return super().__new__(cls, "cpu" if _is_cuda(device) else device)  # type: ignore[call-arg]
+
+
+_real_save, _real_load = torch.save, torch.load
 
 
 def _save(obj: Any, *args: Any, **kwargs: Any) -> None:
     """What has no values is not written."""
     if not any(isinstance(each, FakeTensor) for each in tree_leaves(obj)):
         _real_save(obj, *args, **kwargs)
+
+
+def _load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    return _real_load(f, "cpu" if map_location is None or _is_cuda(map_location) else map_location, *args, **kwargs)
 
 
 # --- pretrained weights

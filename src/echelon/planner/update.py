@@ -25,6 +25,7 @@ from echelon.parallel.prepared import MicroBatch, Prepared
 from echelon.parallel.recipe.activation import ActivationCheckpointParams
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import NOOPStrategy, Strategy
+from echelon.planner.devices import Device
 from echelon.planner.pretended import NoMemory, pretended_world, ranks_of, without_values
 from echelon.planner.stand_ins import stand_ins
 from echelon.planner.steps import tensors_in
@@ -115,6 +116,8 @@ def trace_update(
     precision: str | None = None,
     planned_ranks: int | None = None,
     shapes: Mapping[str, int] | None = None,
+    device: Device | None = None,
+    budget: int | None = None,
     rank: int = 0,
     tell: Callable[[Model], None] = lambda model: None,
 ) -> Planned:
@@ -131,6 +134,7 @@ def trace_update(
         precision: in place of the script's own.
         planned_ranks: of `echelon run --ranks MIN:MAX`, the most.
         shapes: see `NoMemory`.
+        device, budget: what the script is told that it trains on, and bytes of it.
         tell: is told of the model, before anything of it is traced.
     Raises:
         PlanError: the script gives echelon no module to train, or trains for no two updates.
@@ -151,7 +155,8 @@ def trace_update(
         watcher = _Watcher(mode, rounding)
         try:
             overrides = Overrides(choose, precision, accumulation, compile=False, planned_ranks=planned_ranks, observes=True)
-            with stand_ins(mode):
+            gpus = here if device is None or device.overlaps else 0
+            with stand_ins(mode, gpus=gpus, device=device, memory=budget):
                 target.run_until_enough(overrides, watcher.look_at)
         finally:
             watcher.close()
