@@ -284,7 +284,7 @@ class Fit(ech.AutoUnit):
     def on_train_step_end(self, state, data, step, results):
         end.record()
         torch.cuda.synchronize()
-        print(f"{start.elapsed_time(end):.1f} ms, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, {torch.cuda.mem_get_info()}")
+        print(f"{start.elapsed_time(end):.1f} ms, {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
         super().on_train_step_end(state, data, step, results)
 
 torch.set_default_device(device)
