@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -11,8 +11,9 @@ import transformers
 
 from echelon.common import errors
 from echelon.common.errors import UsageError
+from echelon.world import agree
 
-__all__ = ["NotHereError", "Part", "check_arguments", "check_overrides", "not_of_accelerator"]
+__all__ = ["Accelerator", "NotHereError", "Part", "check_arguments", "check_overrides"]
 
 logger = logging.getLogger(__name__)
 
@@ -136,12 +137,53 @@ class Part:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
-def not_of_accelerator(name: str) -> Exception:
-    """The error of a name that `trainer.accelerator` does not have."""
-    if name.startswith("__"):
-        return AttributeError(name)
-    instead = _ACCELERATOR.get(name, "trainer.unit(), and echelon.world.agree for what ranks tell one another")
-    return NotHereError(f"Trainer.accelerator.{name} is not part of echelon.compat. Instead: {instead}.")
+_ASKED: dict[str, Callable[[Any], Any]] = {
+    "process_index": lambda args: args.process_index,
+    "local_process_index": lambda args: args.local_process_index,
+    "num_processes": lambda args: args.world_size,
+    "device": lambda args: args.device,
+    "is_main_process": lambda args: args.process_index == 0,
+    "is_local_main_process": lambda args: args.local_process_index == 0,
+    "is_last_process": lambda args: args.process_index == args.world_size - 1,
+}
+
+
+class Accelerator:
+    """What scripts ask of `trainer.accelerator` around a training: where they are, and to wait for the others.
+
+    Args:
+        trainer: that it belongs to.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _ASKED:
+            return _ASKED[name](self._trainer.args)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        instead = _ACCELERATOR.get(name, "trainer.unit(), and echelon.world.agree for what ranks tell one another")
+        raise NotHereError(f"Trainer.accelerator.{name} is not part of echelon.compat. Instead: {instead}.")
+
+    def print(self, *args: Any, **options: Any) -> None:
+        """On each node's first rank, as Accelerate's own."""
+        if self.is_local_main_process:
+            print(*args, **options)
+
+    def wait_for_everyone(self) -> None:
+        agree.any_rank(False)
+
+    def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The module as its author wrote it; split over the ranks, it is still split."""
+        unit = self._trainer.unit()
+        return unit.prepared.unwrapped if model is unit.module else model
+
+    def free_memory(self, *objects: Any) -> tuple[None, ...]:
+        return (None,) * len(objects)
+
+    def end_training(self) -> None:
+        """Nothing: the trackers belong to the trainer's callbacks, which ended them."""
 
 
 def check_overrides(kind: type, base: type) -> None:

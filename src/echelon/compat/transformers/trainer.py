@@ -21,15 +21,13 @@ from echelon.checkpoint.location import location
 from echelon.common.errors import UsageError, require
 from echelon.compat.trainer.rank import planned, shared
 from echelon.compat.transformers import batches
-from echelon.compat.transformers.absent import check_overrides
-from echelon.compat.transformers.accelerator import Accelerator
+from echelon.compat.transformers.absent import Accelerator, check_overrides
 from echelon.compat.transformers.evaluation import Evaluating
 from echelon.compat.transformers.flow import Flow, History
 from echelon.compat.transformers.losses import Losses
-from echelon.compat.transformers.optimizing import Optimizing
 from echelon.compat.transformers.saving import Saver, newest, ranks_that_share, resume, was_cut_short
 from echelon.compat.transformers.training_args import TrainingArguments
-from echelon.compat.transformers.unit import TrainerUnit
+from echelon.compat.transformers.unit import Optimizing, TrainerUnit
 from echelon.contracts.run_dir import RunDir
 from echelon.data.replayed import Replayed
 from echelon.loop.callback import Callback

@@ -1,4 +1,6 @@
-"""The unit that a Trainer trains: the model's own loss, weighed by the labels that count."""
+"""The unit that a Trainer trains: the model's own loss, weighed by the labels that count; and the optimizer and schedule that the
+arguments name.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +8,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 
+from echelon.common.errors import UsageError
+from echelon.compat.transformers.absent import Part
 from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.unit_options import AutoOptions
 from echelon.loop.state import State, step_under_way
 
-__all__ = ["TrainerUnit"]
+__all__ = ["Optimizing", "TrainerUnit"]
+
+theirs = transformers.Trainer
 
 
 class TrainerUnit(AutoUnit[Any]):
@@ -68,3 +75,40 @@ class TrainerUnit(AutoUnit[Any]):
 
     def on_eval_step_end(self, state: State, data: Any, step: int, loss: Any, outputs: Any) -> None:
         self._trainer.predicted(data, outputs)
+
+
+class Optimizing(Part):
+    """What subclasses of a Trainer override to have an optimizer of their own."""
+
+    optimizer: Any
+    lr_scheduler: Any
+    create_scheduler, create_optimizer_and_scheduler = theirs.create_scheduler, theirs.create_optimizer_and_scheduler
+    get_decay_parameter_names = theirs.get_decay_parameter_names
+    get_optimizer_cls_and_kwargs = staticmethod(theirs.get_optimizer_cls_and_kwargs)
+    max_updates = 0
+
+    def make_optimizer(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        """For the unit, after the strategy has split the model."""
+        given = self.optimizer
+        if given is not None:
+            here = {id(p) for p in module.parameters()}
+            if not any(id(p) in here for group in given.param_groups for p in group["params"]):
+                raise UsageError(
+                    "optimizers=(...) holds parameters that the strategy has replaced. Give optimizer_cls_and_kwargs=(class, "
+                    "{...}) instead, or override create_optimizer, which is called after the model is split."
+                )
+        self.create_optimizer_and_scheduler(self.max_updates)
+        return self.optimizer, self.lr_scheduler
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """By the arguments, without weight decay for biases and norms, as transformers chooses them."""
+        if self.optimizer is None:
+            chosen = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model or self.model)
+            special = {"params", "model", "optimizer_dict"} & set(chosen[1])
+            if special or not (isinstance(chosen[0], type) and issubclass(chosen[0], torch.optim.Optimizer)):
+                raise UsageError(
+                    f"TrainingArguments(optim={str(self.args.optim)!r}) is not part of echelon.compat: it makes no optimizer of "
+                    "torch's kind. Instead: override create_optimizer, or give optimizer_cls_and_kwargs=(class, {...})."
+                )
+        made: torch.optim.Optimizer = theirs.create_optimizer(self, model)
+        return made
