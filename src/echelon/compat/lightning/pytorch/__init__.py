@@ -12,7 +12,7 @@ from typing import Any
 
 from echelon.compat.lightning.pytorch import callbacks, hparams, loggers, optimizers, strategies, utilities  # noqa: F401
 from echelon.compat.lightning.pytorch.absent import ALIASES, ENVIRONMENTS, MODULES, NAMES, complete, missing
-from echelon.compat.lightning.pytorch.callbacks.base import Callback
+from echelon.compat.lightning.pytorch.callbacks import Callback
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hparams import AttributeDict, HyperparametersMixin  # noqa: F401  # of `core.mixins`
 from echelon.compat.lightning.pytorch.module import LightningModule

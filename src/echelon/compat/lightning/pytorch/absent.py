@@ -148,10 +148,11 @@ FABRIC = {
 # Modules that are one of here under another name, by the one that they are.
 _SAME = {
     "": "core core.datamodule core.hooks core.lightning core.module core.saving",
-    "callbacks": "batch_size_finder callback checkpoint device_stats_monitor finetuning gradient_accumulation_scheduler "
-    "lambda_function lr_finder lr_monitor model_summary on_exception_checkpoint prediction_writer progress progress.base "
-    "progress.progress_bar progress.rich_progress progress.tqdm_progress pruning rich_model_summary spike "
-    "stochastic_weight_avg throughput_monitor timer weight_averaging",
+    "callbacks": "batch_size_finder callback checkpoint device_stats_monitor early_stopping finetuning "
+    "gradient_accumulation_scheduler lambda_function lr_finder lr_monitor model_checkpoint model_summary "
+    "on_exception_checkpoint prediction_writer progress progress.base progress.progress_bar "
+    "progress.rich_progress progress.tqdm_progress pruning rich_model_summary spike stochastic_weight_avg "
+    "throughput_monitor timer weight_averaging",
     "hparams": "core.mixins core.mixins.hparams_mixin",
     "loggers": "base comet csv_logs litlogger logger mlflow neptune tensorboard wandb",
     "optimizers": "core.optimizer",

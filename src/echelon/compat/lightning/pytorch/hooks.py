@@ -1,4 +1,4 @@
-"""The hooks of a LightningModule, none of which does anything until it is overridden; and where `self.log` may be called."""
+"""The hooks of modules and callbacks, none of which does anything until it is overridden; and where `self.log` may be called."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from echelon.world.device import copy_data_to_device
 
-__all__ = ["HOOKS", "DataHooks", "ModuleHooks", "log_defaults", "no_hook", "overridden"]
+__all__ = ["HOOKS", "Callback", "DataHooks", "ModuleHooks", "log_defaults", "no_hook", "overridden"]
 
 
 def overridden(name: str, thing: Any, base: type) -> bool:
@@ -112,3 +112,38 @@ class ModuleHooks(DataHooks):
 
 for _name in HOOKS:
     setattr(ModuleHooks, _name, no_hook(_name))
+
+
+class Callback:
+    """Hooks beside a module's own; those of a name run before the module's. Override those you need, which get (trainer,
+    pl_module, ...). `state_dict` and `load_state_dict` are part of checkpoints.
+
+    Attributes:
+        meets: hooks of it are collective, so that all ranks must have it.
+    """
+
+    meets = False
+
+    log: Any  # the module's, while it runs
+    log_dict: Any
+
+    @property
+    def state_key(self) -> str:
+        """The name of its state in a checkpoint."""
+        return type(self).__qualname__
+
+    def _key(self, **options: Any) -> str:
+        return f"{type(self).__qualname__}{options!r}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("log", "log_dict")}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+_OF_CALLBACKS = "setup teardown on_sanity_check_start on_sanity_check_end on_exception on_save_checkpoint on_load_checkpoint"
+for _name in (*HOOKS, *_OF_CALLBACKS.split()):
+    setattr(Callback, _name, no_hook(_name))

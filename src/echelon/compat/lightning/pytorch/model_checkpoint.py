@@ -18,7 +18,7 @@ from echelon.checkpoint.location import location, remove_tree
 from echelon.checkpoint.policy import Keep
 from echelon.common.errors import UsageError, require
 from echelon.common.numbers import whole
-from echelon.compat.lightning.pytorch.callbacks.base import Callback
+from echelon.compat.lightning.pytorch.hooks import Callback
 from echelon.contracts.overrides import overrides
 from echelon.loop.checkpointing.folder import RunFolder
 from echelon.world import agree

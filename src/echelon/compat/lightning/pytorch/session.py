@@ -17,9 +17,7 @@ from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch import data, saving
 from echelon.compat.lightning.pytorch.absent import HOOKS
 from echelon.compat.lightning.pytorch.automatic import AutomaticUnit
-from echelon.compat.lightning.pytorch.callbacks.base import Callback
-from echelon.compat.lightning.pytorch.callbacks.early_stopping import EarlyStopping
-from echelon.compat.lightning.pytorch.callbacks.model_checkpoint import Checkpoint, ModelCheckpoint
+from echelon.compat.lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, ModelCheckpoint
 from echelon.compat.lightning.pytorch.hooking import Hooking
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks, log_defaults, overridden
 from echelon.compat.lightning.pytorch.logged import How, Numbers, Results, meets
