@@ -10,7 +10,7 @@ from typing import Any
 
 from echelon.common.errors import NotHereError
 
-__all__ = ["Missing", "attach", "leave_out", "nearest", "refusing", "register"]
+__all__ = ["Missing", "nearest", "refusing", "register"]
 
 
 class Missing:
@@ -36,20 +36,19 @@ class Missing:
         return f"<{self._why}>"
 
 
-def refusing(system: str, lost: Mapping[str, tuple[str, str]]) -> Callable[[str], Callable[[str], Any]]:
+def refusing(lost: Mapping[str, tuple[str, str]]) -> Callable[[str], Callable[[str], Any]]:
     """What makes a module's `__getattr__` from its `__name__`. Importing a name that is not here is no error; using it is.
 
     Args:
-        system: as the other system calls itself.
-        lost: name -> (the module that has it there, what to use in its place); every module here answers for all of them.
+        lost: name -> (what it is called there, with its module; what to use in its place). Every module here answers for all.
     """
 
     def absent(module: str) -> Callable[[str], Any]:
         def getattr_(name: str) -> Any:
             if name not in lost:
                 raise AttributeError(f"module {module!r} has no attribute {name!r}")
-            where, instead = lost[name]
-            return Missing(f"{system}.{where}.{name} is not part of echelon.compat. Instead: {instead}")
+            known_as, instead = lost[name]
+            return Missing(f"{known_as} is not part of echelon.compat. Instead: {instead}")
 
         return getattr_
 
@@ -95,37 +94,28 @@ class _Finder:
 sys.meta_path.append(_Finder)
 
 
-def register(system: str, package: str, modules: Mapping[str, str], aliases: Mapping[str, str]) -> None:
-    """Let modules be imported that have no file.
-
-    Args:
-        modules: of which nothing is here, as of `leave_out`.
-        aliases: name -> the module below `package` that it is, which is imported already.
-    """
-    for name, same in aliases.items():
-        attach(f"{package}.{name}", sys.modules[f"{package}.{same}".rstrip(".")])
-    leave_out(system, package, modules)
-
-
-def leave_out(system: str, package: str, modules: Mapping[str, str]) -> None:
-    """Let modules be imported of which nothing is here: import lines that name them work, and a use says what to take instead.
+def register(system: str, package: str, modules: Mapping[str, str], aliases: Mapping[str, str] | None = None) -> None:
+    """Let modules be imported that have no file: import lines that name them work.
 
     Args:
         system: as the other system calls the package.
         package: below which they are.
-        modules: name -> what to use in its place, also of what is below it; a module above others comes before them.
+        modules: of which nothing is here -> what a use of it, or of what is below it, says to take; those above come first.
+        aliases: name -> the module below `package` that it is, which is imported already.
     """
+    for name, same in (aliases or {}).items():
+        _attach(f"{package}.{name}", sys.modules[f"{package}.{same}".rstrip(".")])
     for name, instead in modules.items():
-        attach(f"{package}.{name}", _Absent(f"{package}.{name}", f"{system}.{name}", instead))
+        _attach(f"{package}.{name}", _Absent(f"{package}.{name}", f"{system}.{name}", instead))
 
 
 def nearest(modules: Mapping[str, str], module: str) -> str | None:
-    """What a table that was given to `leave_out` says of a module: itself, or the nearest above it; None if neither is in it."""
+    """What a table that was given to `register` says of a module: itself, or the nearest above it; None if neither is in it."""
     above = [each for each in modules if f"{module}.".startswith(f"{each}.")]
     return modules[max(above, key=len)] if above else None
 
 
-def attach(name: str, module: ModuleType) -> None:
+def _attach(name: str, module: ModuleType) -> None:
     """Let a module be imported under this name, unless one has it, and be found in the module above it."""
     around, _, last = name.rpartition(".")
     found = sys.modules.setdefault(name, module)

@@ -106,9 +106,9 @@ INSTEAD = {
 }
 
 
-_LOST = {name: (module, text) for module, lost in reversed(NAMES.items()) for name, text in lost.items()}
+_LOST = {name: (f"fairscale.{module}.{name}", text) for module, lost in reversed(NAMES.items()) for name, text in lost.items()}
 
-absent = refusing("fairscale", _LOST)
+absent = refusing(_LOST)
 
 
 def instead(module: str, name: str = "") -> str | None:

@@ -142,11 +142,10 @@ NAMES = {
 }
 
 
-_LOST = {name: (module, text) for module, (names, text) in MODULES.items() for name in names.split()} | {
-    name: (module, text) for module, lost in NAMES.items() for names, text in lost.items() for name in names.split()
-}
+_TABLES = [*MODULES.items(), *((module, told) for module, lost in NAMES.items() for told in lost.items())]
+_LOST = {name: (f"torchtnt.{module}.{name}", text) for module, (names, text) in _TABLES for name in names.split()}
 
-absent = refusing("torchtnt", _LOST)
+absent = refusing(_LOST)
 
 
 def instead(module: str, name: str = "") -> str | None:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 from echelon.compat.lightning.pytorch import callbacks, hparams, loggers, optimizers, strategies, utilities  # noqa: F401
-from echelon.compat.lightning.pytorch.absent import ALIASES, ENVIRONMENTS, MODULES, NAMES, complete, missing
+from echelon.compat.lightning.pytorch.absent import ALIASES, ENVIRONMENTS, MODULES, absent, complete
 from echelon.compat.lightning.pytorch.callbacks import Callback
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hparams import AttributeDict, HyperparametersMixin  # noqa: F401  # of `core.mixins`
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.optimizers import LightningOptimizer  # noqa: F401  # of `core.module`
 from echelon.compat.lightning.pytorch.trainer import Trainer
-from echelon.compat.names import attach, leave_out
+from echelon.compat.names import register
 from echelon.world import rng
 
 __all__ = [
@@ -53,13 +52,10 @@ def cli_lightning_logo() -> None:
     """Prints Lightning's logo there, and nothing here."""
 
 
-def __getattr__(name: str) -> Any:
-    return missing(__name__, name, NAMES)
+__getattr__ = absent(__name__)
 
 
-for _name, _same in ALIASES.items():
-    attach(f"{__name__}.{_name}", sys.modules[f"{__name__}.{_same}".rstrip(".")])
-leave_out("lightning.pytorch", __name__, {name: f"{instead}." for name, instead in MODULES.items()})
+register("lightning.pytorch", __name__, {name: f"{instead}." for name, instead in MODULES.items()}, ALIASES)
 for _name in ("plugins", "plugins.environments", "plugins.training_type"):
     vars(sys.modules[f"{__name__}.{_name}"]).update({_each: getattr(strategies, _each) for _each in ("DDPPlugin", *ENVIRONMENTS)})
 complete(module for name, module in [*sys.modules.items()] if name.startswith(f"{__name__}."))

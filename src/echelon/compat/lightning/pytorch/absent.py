@@ -4,37 +4,30 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-from echelon.compat.names import Missing, nearest
+from echelon.compat.names import Missing, nearest, refusing
 
 __all__ = [
     "ALIASES",
     "ARGPARSE",
-    "CALLBACKS",
     "DISPLAYS",
     "ENVIRONMENTS",
     "FABRIC",
     "HOMES",
     "HOOKS",
-    "LOGGERS",
     "MODULES",
     "NAMES",
-    "STRATEGIES",
     "TRAINER",
-    "UTILITIES",
+    "absent",
     "complete",
     "instead",
-    "missing",
     "missing_of_trainer",
 ]
 
-NAMES = {
-    "Fabric": "echelon.init_from_env() and echelon.layouts.prepare_module, or a TrainUnit",
-}
+_FABRIC = "echelon.init_from_env() and echelon.layouts.prepare_module, or a TrainUnit"
 _BAR = "the progress that `echelon run` and Trainer show; Trainer(enable_progress_bar=False) is understood"
 _SPIKES = "EarlyStopping(check_finite=True); a run of losses that are inf or nan ends by itself"
 _SUMMARY = "get_module_summary of echelon.compat.torchtnt.utils.module_summary"
@@ -47,7 +40,19 @@ DISPLAYS = {
 }
 # Of `plugins=`, taken without effect too: their variables are read by themselves.
 ENVIRONMENTS = ("LightningEnvironment", "MPIEnvironment", "SLURMEnvironment", "TorchElasticEnvironment")
-CALLBACKS = {
+_UNION = "echelon.Mixture, or torch.utils.data.StackDataset"
+_PROFILER = "echelon.callbacks.PyTorchProfiler among the Trainer's callbacks; `echelon report` shows where time goes"
+_LOOPS = "hooks of a Callback, and trainer.current_epoch, trainer.global_step"
+_OPTIONS = "Trainer(strategy=...) by name, or one of echelon's, such as FSDPStrategy(...)"
+_OTHER_DEVICES = "CPUs and CUDA, which are all that there is"
+
+_INSIDE = "nothing: it is a part of Lightning's own inside. docs/moving/lightning.md has what programs use"
+_HPARAMS = "save_hyperparameters and hparams; torch.load or yaml read files of Lightning's"
+
+# Names that are not here, of whichever module.
+NAMES = {
+    "Fabric": _FABRIC,
+    # callbacks
     "BackboneFinetuning": "requires_grad_ in on_train_epoch_start, with the optimizer holding all parameters from the start",
     "BaseFinetuning": "requires_grad_ in on_train_epoch_start, with the optimizer holding all parameters from the start",
     "BasePredictionWriter": "what trainer.predict returns, or on_predict_batch_end",
@@ -61,17 +66,7 @@ CALLBACKS = {
     "Timer": "`echelon run --stop-after 55m`",
     "WeightAveraging": "AutoUnit(options=UnitOptions(averaging=SWAParams(...)))",
     "EMAWeightAveraging": "AutoUnit(options=UnitOptions(averaging=SWAParams(...)))",
-}
-_UNION = "echelon.Mixture, or torch.utils.data.StackDataset"
-_PROFILER = "echelon.callbacks.PyTorchProfiler among the Trainer's callbacks; `echelon report` shows where time goes"
-_LOOPS = "hooks of a Callback, and trainer.current_epoch, trainer.global_step"
-UTILITIES = {
-    "CombinedLoader": _UNION,
-    "measure_flops": "echelon.compat.torchtnt.utils.flops.FlopTensorDispatchMode",
-}
-_OPTIONS = "Trainer(strategy=...) by name, or one of echelon's, such as FSDPStrategy(...)"
-_OTHER_DEVICES = "CPUs and CUDA, which are all that there is"
-STRATEGIES = {
+    # strategies
     "DataParallelStrategy": "strategy 'ddp'",
     **dict.fromkeys(
         ("HPUParallelStrategy", "SingleDeviceXLAStrategy", "SingleHPUStrategy", "SingleTPUStrategy", "XLAStrategy"),
@@ -82,17 +77,13 @@ STRATEGIES = {
     "ParallelStrategy": _OPTIONS,
     "SingleDeviceStrategy": "Trainer(devices=1)",
     **dict.fromkeys(("Strategy", "StrategyRegistry"), _OPTIONS),
-}
-LOGGERS = {
+    # loggers
     "LitLogger": "a subclass of Logger that calls litlogger",
     "CometLogger": "a subclass of Logger that calls comet_ml",
     "NeptuneLogger": "a subclass of Logger that calls neptune",
-}
-
-# Names of modules that are here, beside those above.
-_INSIDE = "nothing: it is a part of Lightning's own inside. docs/moving/lightning.md has what programs use"
-_HPARAMS = "save_hyperparameters and hparams; torch.load or yaml read files of Lightning's"
-OTHERS = {
+    # the rest
+    "CombinedLoader": _UNION,
+    "measure_flops": "echelon.compat.torchtnt.utils.flops.FlopTensorDispatchMode",
     **dict.fromkeys(("CheckpointHooks", "ModelHooks"), "LightningModule and LightningDataModule, which have these hooks"),
     **dict.fromkeys(("DummyLogger", "LightningLoggerBase", "merge_dicts"), "a subclass of Logger"),
     **dict.fromkeys(("get_init_args", "load_hparams_from_yaml", "save_hparams_to_yaml"), _HPARAMS),
@@ -112,7 +103,6 @@ OTHERS = {
 
 # Modules of which nothing is here, nor of those below them.
 _SEARCH = "a learning rate of your own; `echelon run --find-batch` finds the largest micro-batch of your global batch"
-_FABRIC = NAMES["Fabric"]
 _ACCELERATORS = "Trainer(accelerator='cpu') or 'gpu', and torch.cuda"
 _CLI = "argparse: `echelon run train.py --lr 0.1` passes a script's own arguments on"
 _PLUGINS = "Trainer(precision=...), and the options of a strategy"
@@ -207,29 +197,10 @@ def missing_of_trainer(name: str) -> AttributeError:
 def instead(module: str, name: str = "") -> str | None:
     """What to take in place of a name of any module, or of a module, below `lightning`; None: it is in no table."""
     if name:
-        told = _named(name)
+        told = NAMES.get(name)
     else:
         told = nearest(FABRIC | {f"pytorch.{each}": told for each, told in MODULES.items()}, module)
     return f"{told}." if told is not None else None
-
-
-def _named(name: str) -> str | None:
-    tables = (OTHERS, CALLBACKS, LOGGERS, STRATEGIES, UTILITIES, NAMES)
-    return next((table[name] for table in tables if name in table), None)
-
-
-def missing(module: str, name: str, successors: Mapping[str, str]) -> Any:
-    """For a module's `__getattr__`: what another module here has, as many of Lightning's import each other's names; or what says
-    by which other thing it is replaced.
-    """
-    for home in HOMES:
-        if name in getattr(sys.modules.get(f"{__package__}{home}"), "__all__", ()):
-            return getattr(sys.modules[f"{__package__}{home}"], name)
-    if (told := successors.get(name) or _named(name)) is not None:
-        return Missing(f"lightning.{name} is not part of echelon.compat. Instead: {told}.")
-    if name.startswith("_") and name.endswith("_AVAILABLE"):  # such as _TORCHVISION_AVAILABLE
-        return importlib.util.find_spec(name.strip("_").removesuffix("_AVAILABLE").lower()) is not None
-    raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 HOMES = (
@@ -245,7 +216,27 @@ HOMES = (
 )
 
 
+_refusing = refusing({name: (f"lightning.{name}", f"{told}.") for name, told in NAMES.items()})
+
+
+def absent(module: str) -> Callable[[str], Any]:
+    """The `__getattr__` of a module: what another module here has, as many of Lightning's import each other's names; or what says
+    by which other thing it is replaced.
+    """
+    refuse = _refusing(module)
+
+    def getattr_(name: str) -> Any:
+        for home in HOMES:
+            if name in getattr(sys.modules.get(f"{__package__}{home}"), "__all__", ()):
+                return getattr(sys.modules[f"{__package__}{home}"], name)
+        if name.startswith("_") and name.endswith("_AVAILABLE"):  # such as _TORCHVISION_AVAILABLE
+            return importlib.util.find_spec(name.strip("_").removesuffix("_AVAILABLE").lower()) is not None
+        return refuse(name)
+
+    return getattr_
+
+
 def complete(modules: Iterable[ModuleType]) -> None:
     """See to it that modules without a `__getattr__` of their own answer for Lightning's names as the others do."""
     for module in modules:
-        vars(module).setdefault("__getattr__", partial(missing, module.__name__, successors={}))
+        vars(module).setdefault("__getattr__", absent(module.__name__))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from echelon.common.errors import UsageError, require
-from echelon.compat.lightning.pytorch.absent import CALLBACKS, DISPLAYS, missing
+from echelon.compat.lightning.pytorch.absent import DISPLAYS, absent
 from echelon.compat.lightning.pytorch.hooks import Callback
 from echelon.compat.lightning.pytorch.model_checkpoint import Checkpoint, ModelCheckpoint
 from echelon.loop.callbacks.early_stopping import EarlyStopChecker
@@ -209,5 +209,4 @@ for _name, _shown in DISPLAYS.items():
     globals()[_name] = type(_name, (Display,), {"__module__": __name__, "__doc__": Display.__doc__, "in_place": _shown})
 
 
-def __getattr__(name: str) -> Any:
-    return missing(__name__, name, CALLBACKS)
+__getattr__ = absent(__name__)

@@ -23,6 +23,15 @@ __all__ = ["Hooking"]
 logger = logging.getLogger(__name__)
 
 
+def _starts(phase: str) -> Any:
+    return lambda self, state, unit: self._start(phase, state)
+
+
+def _calls(hook: str) -> Any:
+    """At which nothing else happens than this hook of Lightning's."""
+    return lambda self, state, unit: self.session.call(hook)
+
+
 class Hooking(Callback):
     """
     Args:
@@ -148,13 +157,12 @@ class Hooking(Callback):
         if trainer.should_stop and enough:
             state.stop()
 
-    # --- evaluation
+    # --- evaluation and prediction
 
-    def on_eval_start(self, state: State, unit: Any) -> None:
-        self._start("validation", state)
-
-    def on_eval_epoch_start(self, state: State, unit: Any) -> None:
-        self.session.call("on_validation_epoch_start")
+    on_eval_start, on_test_start, on_predict_start = map(_starts, ("validation", "test", "predict"))
+    on_eval_epoch_start, on_test_epoch_start = map(_calls, ("on_validation_epoch_start", "on_test_epoch_start"))
+    on_predict_epoch_start, on_predict_epoch_end = map(_calls, ("on_predict_epoch_start", "on_predict_epoch_end"))
+    on_test_end, on_predict_end = map(_calls, ("on_test_end", "on_predict_end"))
 
     def on_eval_epoch_end(self, state: State, unit: Any) -> None:
         self._end_epoch("validation")
@@ -172,17 +180,8 @@ class Hooking(Callback):
         else:
             self._stop_if_asked(state, unit)
 
-    def on_test_start(self, state: State, unit: Any) -> None:
-        self._start("test", state)
-
-    def on_test_epoch_start(self, state: State, unit: Any) -> None:
-        self.session.call("on_test_epoch_start")
-
     def on_test_epoch_end(self, state: State, unit: Any) -> None:
         self._end_epoch("test")
-
-    def on_test_end(self, state: State, unit: Any) -> None:
-        self.session.call("on_test_end")
 
     def _start(self, phase: str, state: State) -> None:
         session, trainer = self.session, self.trainer
@@ -203,24 +202,10 @@ class Hooking(Callback):
             session.publish(numbers, write=True)
             self.evaluated = numbers.logged
 
-    # --- prediction
-
-    def on_predict_start(self, state: State, unit: Any) -> None:
-        self._start("predict", state)
-
-    def on_predict_epoch_start(self, state: State, unit: Any) -> None:
-        self.session.call("on_predict_epoch_start")
-
     def on_predict_step_end(self, state: State, unit: Any) -> None:
         here = state.predict_state
         if here is not None and not here.step.is_padding and self.trainer.keeps_predictions:
             self.outputs.append(copy_data_to_device(here.step_output, torch.device("cpu")))
-
-    def on_predict_epoch_end(self, state: State, unit: Any) -> None:
-        self.session.call("on_predict_epoch_end")
-
-    def on_predict_end(self, state: State, unit: Any) -> None:
-        self.session.call("on_predict_end")
 
 
 def _as_dict(unit: Any, output: Any) -> dict[str, Any]:

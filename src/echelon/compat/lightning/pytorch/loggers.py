@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from echelon.common.files import write_whole
-from echelon.compat.lightning.pytorch.absent import LOGGERS, missing
+from echelon.compat.lightning.pytorch.absent import absent
 from echelon.observe import loggers
 from echelon.observe.loggers.logger import rank
 from echelon.world import agree
@@ -417,5 +417,4 @@ def default_logger(save_dir: str) -> Logger:
     return TensorBoardLogger(save_dir) if importlib.util.find_spec("tensorboard") else CSVLogger(save_dir)
 
 
-def __getattr__(name: str) -> Any:
-    return missing(__name__, name, LOGGERS)
+__getattr__ = absent(__name__)

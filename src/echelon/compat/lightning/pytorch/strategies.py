@@ -3,7 +3,7 @@
 from typing import Any
 
 from echelon.common.errors import UsageError
-from echelon.compat.lightning.pytorch.absent import ENVIRONMENTS, STRATEGIES, missing
+from echelon.compat.lightning.pytorch.absent import ENVIRONMENTS, absent
 from echelon.compat.older_options import FSDPStrategy
 from echelon.parallel.ddp.ddp import DDPStrategy
 
@@ -46,5 +46,4 @@ def among_plugins(plugins: Any, strategy: Any) -> tuple[Any, list[Environment]]:
     return strategy, environments
 
 
-def __getattr__(name: str) -> Any:
-    return missing(__name__, name, STRATEGIES)
+__getattr__ = absent(__name__)

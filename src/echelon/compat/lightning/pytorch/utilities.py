@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from echelon.common.errors import UsageError as MisconfigurationException
-from echelon.compat.lightning.pytorch.absent import UTILITIES, missing
+from echelon.compat.lightning.pytorch.absent import absent
 from echelon.compat.lightning.pytorch.hooks import overridden
 from echelon.compat.lightning.pytorch.hparams import AttributeDict
 from echelon.compat.lightning.pytorch.optimizers import Schedule
@@ -204,5 +204,4 @@ class OptimizerLRSchedulerConfig(TypedDict):
     monitor: NotRequired[str]
 
 
-def __getattr__(name: str) -> Any:
-    return missing(__name__, name, UTILITIES)
+__getattr__ = absent(__name__)

@@ -10,6 +10,7 @@ import math
 from abc import ABCMeta, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -21,8 +22,8 @@ from echelon.compat.torchtnt.utils.checkpoint import (
     CheckpointPath,
     MetricData,
     Phase,
-    get_best_checkpoint_path,
-    get_latest_checkpoint_path,
+    best_first,
+    get_checkpoint_dirpaths,
 )
 from echelon.compat.torchtnt.utils.distributed import get_world_size
 from echelon.loop.callback import Callback
@@ -330,35 +331,44 @@ class BaseCheckpointer(Callback, metaclass=ABCMeta):
         return cls.restore(str(checkpoint_id), unit, **options)
 
     @classmethod
-    def restore_from_latest(cls, dirpath: str, unit: Any, **kwargs: Any) -> bool:
+    def restore_from_latest(cls, dirpath: str | Path, unit: Any, *, file_system: Any = None, **kwargs: Any) -> bool:
         """Restore the newest checkpoint in a folder; False if there is none.
 
         Args:
-            kwargs: of `restore`; and `file_system`, fsspec's.
+            file_system: fsspec's, in place of the one that the path tells.
+            kwargs: of `restore`.
         """
-        place = {"file_system": kwargs.pop("file_system", None), "process_group": kwargs.get("process_group")}
-        path = get_latest_checkpoint_path(dirpath, cls._metadata(), **place)
-        if path is None:
-            return False
-        logger.info("Restoring from path: %s", path)
-        cls.restore(path, unit, **kwargs)
-        return True
+        found = get_checkpoint_dirpaths(str(dirpath), cls._metadata(), None, file_system, kwargs.get("process_group"))
+        return cls._restore_first(str(dirpath), [each.path for each in reversed(found)], unit, file_system, **kwargs)
 
     @classmethod
     def restore_from_best(
-        cls, dirpath: str, unit: Any, metric_name: str, mode: Literal["min", "max"] = "min", **kwargs: Any
+        cls,
+        dirpath: str | Path,
+        unit: Any,
+        metric_name: str,
+        mode: Literal["min", "max"] = "min",
+        *,
+        file_system: Any = None,
+        **kwargs: Any,
     ) -> bool:
         """As `restore_from_latest`, of the checkpoint with the best metric; False if none has it."""
-        place = {"file_system": kwargs.pop("file_system", None), "process_group": kwargs.get("process_group")}
-        path = get_best_checkpoint_path(dirpath, metric_name, mode, cls._metadata(), **place)
-        if path is None:
+        found = get_checkpoint_dirpaths(str(dirpath), cls._metadata(), metric_name, file_system, kwargs.get("process_group"))
+        if not found:
             if agree.is_rank0():
                 logger.warning(
                     "No checkpoints with metric name %s were found in %s. Not loading any checkpoint.", metric_name, dirpath
                 )
             return False
-        cls.restore(path, unit, **kwargs)
-        return True
+        return cls._restore_first(str(dirpath), [each.path for each in best_first(found, mode)], unit, file_system, **kwargs)
+
+    @classmethod
+    def _restore_first(cls, dirpath: str, paths: list[str], unit: Any, file_system: Any, **kwargs: Any) -> bool:
+        """Restore the first of a folder's checkpoints; False if there is none."""
+        if paths:
+            logger.info("Restoring from path: %s", paths[0])
+            cls.restore(paths[0], unit, **kwargs)
+        return bool(paths)
 
 
 _WITHOUT = "Will not be included in checkpoint path, nor tracked for optimality."
