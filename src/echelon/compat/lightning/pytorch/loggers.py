@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from echelon.common.errors import UsageError
 from echelon.common.files import write_whole
 from echelon.compat.lightning.pytorch.absent import absent
 from echelon.observe import loggers
@@ -28,7 +29,7 @@ __all__ = [
     "Online",
     "TensorBoardLogger",
     "WandbLogger",
-    "default_logger",
+    "chosen_loggers",
     "rank_zero_experiment",
 ]
 
@@ -412,9 +413,17 @@ class MLFlowLogger(Online):
         self.close()
 
 
-def default_logger(save_dir: str) -> Logger:
-    """TensorBoard's, if that is installed."""
-    return TensorBoardLogger(save_dir) if importlib.util.find_spec("tensorboard") else CSVLogger(save_dir)
+def chosen_loggers(given: Any, save_dir: str) -> list[Any]:
+    """Of `Trainer(logger=...)`: by default TensorBoard's, if that is installed."""
+    if given is False:
+        return []
+    if given is None or given is True:
+        return [(TensorBoardLogger if importlib.util.find_spec("tensorboard") else CSVLogger)(save_dir)]
+    found = list(given) if isinstance(given, (list, tuple)) else [given]
+    for each in found:
+        if not callable(getattr(each, "log_metrics", None)):
+            raise UsageError(f"logger must be True, False or have log_metrics(metrics, step), got {type(each).__name__}.")
+    return found
 
 
 __getattr__ = absent(__name__)

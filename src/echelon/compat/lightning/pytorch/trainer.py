@@ -23,7 +23,7 @@ from echelon.compat.lightning.pytorch.callbacks import Callback, Checkpoint, Dis
 from echelon.compat.lightning.pytorch.data import batches_of
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.launched import in_ranks
-from echelon.compat.lightning.pytorch.loggers import Online, default_logger
+from echelon.compat.lightning.pytorch.loggers import Online, chosen_loggers
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.session import Session, Work
 from echelon.compat.lightning.pytorch.states import TrainerState
@@ -54,6 +54,43 @@ _OF_A_PROCESS = (
     *("session", "lightning_module", "datamodule"),
     *("train_dataloader", "val_dataloaders", "test_dataloaders", "predict_dataloaders"),
 )
+
+
+# Of what a Trainer is asked, where several differ in a name alone.
+
+
+def _evaluation(call: str) -> Any:
+    def run(
+        self: Any,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: Any = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """As the core's; of a LightningModule what it logs, a dict for each loader."""
+        found: list[dict[str, float]] = self._run(call, model, dataloaders, datamodule, ckpt_path)
+        return found
+
+    run.__name__ = call
+    return run
+
+
+def _of_rank(name: str) -> Any:
+    return property(lambda self: getattr(RankInfo.from_env(), name))
+
+
+def _in_stage(stage: str) -> Any:
+    return property(lambda self: self.state.stage == stage)
+
+
+def _callbacks(kind: type) -> Any:
+    return property(lambda self: [each for each in self.lightning_callbacks if isinstance(each, kind)])
+
+
+def _first(name: str) -> Any:
+    return property(lambda self: next(iter(getattr(self, name)), None))
 
 
 class Trainer(trainer.Trainer):
@@ -205,7 +242,7 @@ class Trainer(trainer.Trainer):
             raise UsageError("enable_checkpointing=False, and a ModelCheckpoint among the callbacks. Leave one of them out.")
         if self.enable_checkpointing is not False and not self.checkpoint_callbacks:
             self.lightning_callbacks.append(ModelCheckpoint())
-        self.loggers = self._chosen_loggers()
+        self.loggers = [] if self.fast_dev_run else chosen_loggers(self.of_modules["logger"], self.default_root_dir)
         if self.of_modules["sync_batchnorm"]:
             ours = DDPStrategy() if self.layout in ("auto", None) else self.layout
             if not isinstance(ours, DDPStrategy):
@@ -219,18 +256,6 @@ class Trainer(trainer.Trainer):
 
     def __getattr__(self, name: str) -> Any:
         raise missing_of_trainer(name)
-
-    def _chosen_loggers(self) -> list[Any]:
-        given = self.of_modules["logger"]
-        if given is False or self.fast_dev_run:
-            return []
-        if given is None or given is True:
-            return [default_logger(self.default_root_dir)]
-        found = list(given) if isinstance(given, (list, tuple)) else [given]
-        for each in found:
-            if not callable(getattr(each, "log_metrics", None)):
-                raise UsageError(f"logger must be True, False or have log_metrics(metrics, step), got {type(each).__name__}.")
-        return found
 
     # --- of an AutoUnit
 
@@ -288,31 +313,7 @@ class Trainer(trainer.Trainer):
         self._check_for_units()
         super().fit(model, train_dataloaders, val_dataloaders, ckpt_path=ckpt_path)
 
-    def validate(
-        self,
-        model: Any = None,
-        dataloaders: Any = None,
-        ckpt_path: Any = None,
-        verbose: bool = True,
-        datamodule: Any = None,
-        weights_only: bool | None = None,
-    ) -> list[dict[str, float]]:
-        """As the core's; of a LightningModule what it logs, a dict for each loader."""
-        found: list[dict[str, float]] = self._run("validate", model, dataloaders, datamodule, ckpt_path)
-        return found
-
-    def test(
-        self,
-        model: Any = None,
-        dataloaders: Any = None,
-        ckpt_path: Any = None,
-        verbose: bool = True,
-        datamodule: Any = None,
-        weights_only: bool | None = None,
-    ) -> list[dict[str, float]]:
-        """As `validate`, with `test_step`."""
-        found: list[dict[str, float]] = self._run("test", model, dataloaders, datamodule, ckpt_path)
-        return found
+    validate, test = map(_evaluation, ("validate", "test"))
 
     def predict(
         self,
@@ -389,8 +390,7 @@ class Trainer(trainer.Trainer):
             raise UsageError(f"trainer.{call}: the model must be a LightningModule or an AutoUnit, got {type(found).__name__}.")
         if plain is not found:
             raise UsageError("torch.compile(module): compile its parts instead, in configure_model: `self.net.compile()`.")
-        found_module: LightningModule = plain
-        return found_module
+        return plain  # type: ignore[no-any-return]
 
     def _path_of(self, ckpt_path: Any) -> str | None:
         """Where a checkpoint is that is called "best" or "last"."""
@@ -453,25 +453,11 @@ class Trainer(trainer.Trainer):
     def at_boundary(self) -> bool:
         return self.unit is None or bool(self.unit.at_boundary)
 
-    @property
-    def global_rank(self) -> int:
-        return RankInfo.from_env().rank
-
-    @property
-    def local_rank(self) -> int:
-        return RankInfo.from_env().local_rank
-
-    @property
-    def node_rank(self) -> int:
-        return RankInfo.from_env().node_rank
+    global_rank, local_rank, node_rank = map(_of_rank, ("rank", "local_rank", "node_rank"))
 
     @property
     def is_global_zero(self) -> bool:
-        return self.global_rank == 0
-
-    @property
-    def logger(self) -> Any:
-        return self.loggers[0] if self.loggers else None
+        return bool(self.global_rank == 0)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -481,21 +467,9 @@ class Trainer(trainer.Trainer):
     def lr_scheduler_configs(self) -> list[Any]:
         return list(self.unit.schedules.all) if self.unit is not None else []
 
-    @property
-    def checkpoint_callbacks(self) -> list[Any]:
-        return [each for each in self.lightning_callbacks if isinstance(each, Checkpoint)]
-
-    @property
-    def checkpoint_callback(self) -> Any:
-        return next(iter(self.checkpoint_callbacks), None)
-
-    @property
-    def early_stopping_callbacks(self) -> list[Any]:
-        return [each for each in self.lightning_callbacks if isinstance(each, EarlyStopping)]
-
-    @property
-    def early_stopping_callback(self) -> Any:
-        return next(iter(self.early_stopping_callbacks), None)
+    checkpoint_callbacks, early_stopping_callbacks = map(_callbacks, (Checkpoint, EarlyStopping))
+    checkpoint_callback, early_stopping_callback = map(_first, ("checkpoint_callbacks", "early_stopping_callbacks"))
+    logger = _first("loggers")
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         if agree.is_rank0():
@@ -515,21 +489,11 @@ class Trainer(trainer.Trainer):
         found = self.session.loop_state if self.session is not None else None
         return found is not None and bool(found.should_stop and not found.stopped_by_script)
 
-    @property
-    def training(self) -> bool:
-        return self.state.stage == "train"
+    training, testing, predicting = map(_in_stage, ("train", "test", "predict"))
 
     @property
     def validating(self) -> bool:
         return self.state.stage == "validation" and not self.sanity_checking
-
-    @property
-    def testing(self) -> bool:
-        return self.state.stage == "test"
-
-    @property
-    def predicting(self) -> bool:
-        return self.state.stage == "predict"
 
     @property
     def evaluating(self) -> bool:
@@ -549,8 +513,7 @@ class Trainer(trainer.Trainer):
     @property
     def val_check_batch(self) -> float:
         """After how many batches it evaluates; infinite if that is at the end of a loader without a length."""
-        every = self.val_check_interval
-        if isinstance(every, int):
+        if isinstance(every := self.val_check_interval, int):
             return every
         batches = self.num_training_batches * every
         return max(int(batches), 1) if math.isfinite(batches) else batches
@@ -564,8 +527,7 @@ class Trainer(trainer.Trainer):
     @property
     def log_folder(self) -> str:
         """Of the first logger, or the root. Rank 0's counts."""
-        first = self.loggers[0] if self.loggers else None
-        if isinstance(first, Online):
+        if isinstance(first := self.logger, Online):
             return os.path.join(first.save_dir, str(first.name), str(first.version))
         return getattr(first, "log_dir", None) or self.default_root_dir
 
@@ -604,9 +566,8 @@ class Trainer(trainer.Trainer):
             raise UsageError("trainer.estimated_stepping_batches: how many batches there are is known in fit.")
         loader, limit = self.session.train_loader()
         batches = batches_of(loader, limit)
-        updates = (
-            math.ceil(batches / self.accumulate_grad_batches) * max(self.max_epochs, 1) if math.isfinite(batches) else math.inf
-        )
+        per_epoch = math.ceil(batches / self.accumulate_grad_batches) if math.isfinite(batches) else math.inf
+        updates = per_epoch * max(self.max_epochs, 1)
         return updates if most is None else min(updates, most)
 
     def limit(self, phase: str) -> Any:
