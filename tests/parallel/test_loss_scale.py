@@ -146,6 +146,25 @@ def _unit_told(name: str) -> tuple[int, int]:
     return _count(texts)
 
 
+class _Weighed(Regression):
+    def weight(self, data: Any) -> torch.Tensor:
+        return torch.full((len(data[0]),), 2.0).sum()
+
+
+def _told_of_weights() -> tuple[int, int]:
+    def loss(module: nn.Module, data: Any) -> torch.Tensor:
+        x, _, t = data
+        return (2 * (module(x) - t).pow(2).mean(1)).sum() / torch.full((len(x),), 2.0).sum()
+
+    with told() as texts:
+        ech.train(_Weighed(module=nn.Linear(5, 4), lr=1e-3, layout="ddp", loss=loss), ech.Loader(_rows(16), 8), max_epochs=1)
+    return _count(texts)
+
+
+def test_a_mean_by_weights_that_add_up_to_the_global_batch_is_not_told(ranks: Ranks) -> None:
+    assert ranks(2, _told_of_weights) == [(0, 0), (0, 0)]
+
+
 def test_a_units_summed_loss_is_told(ranks: Ranks) -> None:
     assert ranks(2, _unit_told, "cross_entropy") == [(0, 0), (0, 0)]
     assert ranks(2, _unit_told, "by hand") == [(1, 0), (0, 0)]

@@ -30,11 +30,12 @@ _LISTS = {"StackBackward0", "CatBackward0"}  # of losses, which are added
 _MOST = 64  # terms
 
 
-def tell_of_scale(loss: torch.Tensor, samples: int, accumulation: int, divided: int) -> None:
+def tell_of_scale(loss: torch.Tensor, samples: int, weight: Any, accumulation: int, divided: int) -> None:
     """Warn of the first loss of a run, on rank 0, if it is no mean over its micro-batch.
 
     Args:
         samples: of this micro-batch.
+        weight: of this micro-batch.
         accumulation: micro-batches of an update on this rank.
         divided: into how many micro-batches, over all ranks, the batch of the script as it was is divided.
     """
@@ -49,7 +50,7 @@ def tell_of_scale(loss: torch.Tensor, samples: int, accumulation: int, divided: 
             samples,
             divided,
         )
-    elif divided > 1 and _is_sum_over(node, samples, samples * divided):
+    elif divided > 1 and float(weight) != samples * divided and _is_sum_over(node, samples, samples * divided):
         logger.warning(
             "the loss seems to be a sum over the %s samples of a micro-batch, divided by the %s of the global batch. Divide by "
             "its own %s: the mean over the %s micro-batches is taken anyway, so that gradients come out as many times too small",

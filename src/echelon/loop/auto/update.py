@@ -270,7 +270,7 @@ class Update:
         """Does the first loss look like a sum over samples, or like a mean over labels?"""
         if unit.expects_mean and unit.divided > 1:
             samples = samples_of(micro_batch.data, unit.samples_given)[0]
-            tell_of_scale(loss, samples, unit.window.size, unit.divided)
+            tell_of_scale(loss, samples, micro_batch.weight, unit.window.size, unit.divided)
             if type(micro_batch.weight) in (int, float) and micro_batch.weight == samples:
                 tell_of_labels(loss, samples)
 
