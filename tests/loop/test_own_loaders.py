@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import echelon as ech
-from echelon.common.errors import RanksDisagreeError
+from echelon.checkpoint.location import location
+from echelon.common.errors import CheckpointCorruptError, RanksDisagreeError
+from echelon.loop.checkpointing.restoring import _read_on_beside
 from tests.conftest import Ranks
 from tests.kit.own_loops import step
 
@@ -52,6 +55,85 @@ def test_a_second_loader_that_shuffles_has_an_order_of_its_own_in_each_epoch(ran
     assert len({tuple(second) for _, second in alone}) == 3
     for epoch, (first, second) in enumerate(zip(*ranks(2, _zipped), strict=True)):
         assert [sorted(a + b) for a, b in zip(first, second, strict=True)] == [sorted(each) for each in alone[epoch]]
+
+
+class _Killed(Exception):
+    pass
+
+
+def _beside(order: str, folder: str | None, killed_at: int = 0) -> list[list[list[int]]]:
+    """The pairs of batches of three epochs, each by a window; a second loader is read beside the first, in this order."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    one = TensorDataset(torch.arange(24).reshape(-1, 1).float())
+    other = TensorDataset(torch.arange(100, 140).reshape(-1, 1).float())
+    labelled = DataLoader(one, batch_size=4, shuffle=True)
+    unlabelled: Any = ech.Loader(other, 8, seed=5) if order == "by hand" else DataLoader(other, batch_size=4, shuffle=True)
+    held_out = DataLoader(one, batch_size=4)
+    saved = None if folder is None else ech.Checkpoints(folder, every=1)
+    prepared = ech.prepare(model, optimizer, labelled, unlabelled, held_out, checkpoints=saved)
+    model, optimizer, labelled, unlabelled, held_out = prepared
+    made: list[list[list[int]]] = []
+
+    def pairs() -> Any:
+        if order == "first":
+            yield from zip(labelled, unlabelled, strict=False)
+        elif order == "second":
+            yield from (pair[::-1] for pair in zip(unlabelled, labelled, strict=False))
+        else:
+            nonlocal others
+            for batch in labelled:
+                if (more := next(others, None)) is None:
+                    others = iter(unlabelled)
+                    more = next(others)
+                yield batch, more
+
+    others = iter(unlabelled)
+    with ech.evaluating(model):
+        assert sum(len(x) for (x,) in held_out) == 24 // (dist.get_world_size() if dist.is_initialized() else 1)
+    for _ in ech.epochs(labelled, 3):
+        for (x,), (u,) in pairs():
+            with ech.window(model) as window:
+                window.backward(_small(model, x) + _small(model, u))
+                optimizer.step()
+                optimizer.zero_grad()
+            made.append([x.flatten().int().tolist(), u.flatten().int().tolist()])
+            if len(made) == killed_at:
+                raise _Killed
+        with ech.evaluating(model):
+            assert sum(1 for _ in held_out) == 6
+    return made
+
+
+def _goes_on_beside(order: str, folder: str, killed_at: int) -> tuple[Any, Any]:
+    whole = _beside(order, None)
+    with contextlib.suppress(_Killed):
+        _beside(order, folder, killed_at)
+    # What was saved last is the update before, whose batch the loop had ended.
+    return whole[killed_at - 1 :], _beside(order, folder)
+
+
+@pytest.mark.parametrize("order", ["first", "second", "by hand"])
+@pytest.mark.parametrize("killed_at", [4, 9])
+def test_a_loader_that_is_read_beside_the_training_loader_goes_on_where_it_stood(
+    order: str, killed_at: int, ranks: Ranks, tmp_path: Any
+) -> None:
+    """As batches without labels in FixMatch. It began its epoch anew after a restart, with pairs that the whole run never had."""
+    for number in (1, 2):
+        for want, got in ranks(number, _goes_on_beside, order, str(tmp_path / str(number)), killed_at):
+            assert got == want
+
+
+@pytest.mark.parametrize("states", [3, ["1"], {"1": 3}, {"1": None}, {"1": {"position": "x"}}, {"1": {"epoch": 1e400}}])
+def test_where_such_a_loader_stood_is_read_strictly(states: Any) -> None:
+    model = nn.Linear(1, 1)
+    loaders = [ech.Loader(NUMBERED, 4) for _ in range(2)]
+    _, _, batches, _ = ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), *loaders, layout=None)
+    if isinstance(states, dict) and isinstance(states["1"], dict):
+        states = {"1": {**batches.state_dict(), **states["1"]}}
+    with pytest.raises(CheckpointCorruptError):
+        _read_on_beside(location("saved"), batches._session.unit.beside, states)
 
 
 def _order_of(kind: str, seed: int, *, by_rank: bool = False) -> list[int] | str:

@@ -109,7 +109,7 @@ class Loader(BaseLoader):
         self.multiple = 1  # samples that are too few for one more time so many are left out
         self.worker_init_fn: Callable[[int], Any] | None = None  # of a torch DataLoader that this one stands for
         self.start = 0  # the micro-batch at which the next iteration begins; only `seek` and `load_state_dict` set it
-        self._position = 0
+        self.position = 0
         # Epoch, and the position as the saved run counted it and as one with this accumulation would.
         self._resumed: tuple[int, tuple[int, int]] | None = None
 
@@ -169,7 +169,7 @@ class Loader(BaseLoader):
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; the loops call it. Another epoch than the present one begins at its start."""
         if epoch != self.epoch:
-            self.epoch, self.start, self._position = epoch, 0, 0
+            self.epoch, self.start, self.position = epoch, 0, 0
         if not self.start:
             self.take_length()
 
@@ -181,7 +181,7 @@ class Loader(BaseLoader):
         """
         if self._resumed is not None and self._resumed[0] == self.epoch and position in self._resumed[1]:
             return self.start  # of a unit that knows of windows, and of one that does not
-        self.start = self._position = min(position, len(self))
+        self.start = self.position = min(position, len(self))
         return position
 
     def positions_of(self, micro: int, dp_rank: int) -> tuple[int, int]:
@@ -200,7 +200,7 @@ class Loader(BaseLoader):
         """Iterate over this rank's micro-batches, each as `Pieces` of so many nearly equal pieces; 1 gives plain batches."""
         dp_rank, _ = self.dp
         first, self.start, self._resumed = self.start, 0, None
-        self._position = first
+        self.position = first
         shares = _Shares(self, first, len(self), dp_rank)
         words = (self.order.seed, self.epoch, dp_rank)
         board = Board(self.num_workers, self._where) if self.num_workers else None
@@ -224,10 +224,10 @@ class Loader(BaseLoader):
                     batch = batch.data
                 if type(batch) is ReadFailure:
                     raise batch.error()
-                self._position = micro + 1
+                self.position = micro + 1
                 yield batch if micro < shares.first_padding else Padding(batch)
         except (RuntimeError, *BROKEN) as error:
-            better = named(error, board, (self._position - first) % max(1, self.num_workers), self.options.timeout_s)
+            better = named(error, board, (self.position - first) % max(1, self.num_workers), self.options.timeout_s)
             if better is error:
                 raise
             raise better from error
@@ -238,7 +238,7 @@ class Loader(BaseLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the latest iteration: a few numbers."""
-        return self.state_at(self._position)
+        return self.state_at(self.position)
 
     def state_at(self, position: int, epoch: int | None = None) -> dict[str, Any]:
         """The state after `position` micro-batches of an epoch, by default the present one: what was used, when the reader is
@@ -278,7 +278,7 @@ class Loader(BaseLoader):
             # Rather some samples twice than some not at all.
             batches, rest = batches * int(state["global_batch"]) // self.global_batch, 0
         self.epoch, self.start = int(state["epoch"]), min(batches * self.accumulation + rest, len(self))
-        self._position, self._resumed = self.start, (self.epoch, (saved, counted))
+        self.position, self._resumed = self.start, (self.epoch, (saved, counted))
 
 
 def _begin_worker(board: Board, own: Callable[[int], Any] | None, worker: int) -> None:

@@ -90,6 +90,8 @@ def take(
         facts["best"] = {"name": best.monitored_metric, "mode": best.mode, **told}
     if left:
         facts["frozen"] = left
+    if (beside := getattr(unit, "beside", None)) is not None and (where := beside.where()):
+        facts["beside"] = where
     facts["trained"] = changes_since_built(unit)
     return taken, facts
 

@@ -180,6 +180,8 @@ def _restore(
     _log(report, path)
     if not options.takes_weights_only:
         _load_own(path, own, unit, metrics=options.restore_metrics)
+    if not options.takes_weights_only and (beside := getattr(unit, "beside", None)) is not None:
+        _read_on_beside(path, beside, manifest.get("beside", {}))
     unit.restored()
     if options.restore_train_progress:
         unit.restored_from = str(absolute(path))
@@ -252,6 +254,15 @@ def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics
             logger.warning(
                 "saved by another number of ranks: the per-rank shares of %s start over", ", ".join(unit.tracked_metrics())
             )
+
+
+def _read_on_beside(path: Location, beside: Any, states: Any) -> None:
+    try:
+        beside.go_on(states)
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointCorruptError(
+            f"{path} holds where a loader beside the training loader stood, which is not valid: {error!r}.", path=str(path)
+        ) from None
 
 
 def _load_streams(path: Location, saved: dict[str, Any]) -> None:

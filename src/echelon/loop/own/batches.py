@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from echelon.common.errors import OwnLoopError
+from echelon.common.errors import OwnLoopError, UsageError
 from echelon.common.numbers import whole
 from echelon.data.base import BaseLoader, Combined, loaders_of
 from echelon.data.loader import Loader
@@ -25,8 +27,10 @@ from echelon.world.device import copy_data_to_device
 if TYPE_CHECKING:
     from echelon.loop.own.session import Session
 
-__all__ = ["EvaluationBatches", "TrainingBatches", "check_shares", "refuse_prepared", "training_loader"]
+__all__ = ["EvaluationBatches", "ReadBeside", "TrainingBatches", "check_shares", "refuse_prepared", "training_loader"]
 
+
+logger = logging.getLogger(__name__)
 
 _TOO_FEW = (
     "an evaluation loader's last batch must have a sample for each rank, since every rank must call the model under this "
@@ -79,6 +83,9 @@ class EvaluationBatches(_Batches):
     def __init__(self, loader: Any, unit: LoopUnit, number: int) -> None:
         super().__init__(self._divided(loader, unit, number), loader)
         self._unit = unit
+        self._is_read_beside = False  # an iteration that began with gradients, so in the middle of training, is under way
+        self._at: tuple[int, int] | None = None  # epoch and position of such a one, at the end of the latest window
+        self._saved: dict[str, Any] | None = None  # where it stood in a run that was restored
         self._check()
 
     def _check(self) -> None:
@@ -106,7 +113,7 @@ class EvaluationBatches(_Batches):
     def __iter__(self) -> Iterator[Any]:
         unit, together = self._unit, self._unit.forward_is_collective
         self._check()  # its dataset may have changed
-        self._choose_order()
+        self._begin()
         samples = samples_by_batch(self.loader)
         if isinstance(self.loader, Loader) and self.loader.samples < self.loader.dp[1]:
             unit.leaves_out_ranks = True
@@ -120,12 +127,66 @@ class EvaluationBatches(_Batches):
                     raise OwnLoopError(_TOO_FEW)
         finally:
             unit.evaluated = unit.samples_given = None
+            self._is_read_beside = False
 
-    def _choose_order(self) -> None:
-        """A loader that shuffles has another order each time, as a DataLoader has: after a restart, too, that of the update."""
+    def _begin(self) -> None:
+        """A loader that shuffles has another order each time, as a DataLoader has: after a restart, too, that of the update. One
+        that was read beside the training loader goes on where it stood.
+        """
+        self._is_read_beside = torch.is_grad_enabled()
+        saved, self._saved = (self._saved, None) if self._is_read_beside else (None, self._saved)
+        if saved is not None:
+            self.loader.load_state_dict(saved)
+            return
         for each in loaders_of(self.loader):
             if isinstance(each, Loader):
                 each.set_epoch(self._unit.train_progress.num_updates_completed)
+
+    def note(self) -> None:
+        """At a window's end: whatever is read after it belongs to the next."""
+        there = self._is_read_beside and isinstance(self.loader, Loader)
+        self._at = (self.loader.epoch, self.loader.position) if there else None
+
+    def where(self) -> dict[str, Any]:
+        """Where an iteration beside the training loader stood at the end of the latest window; {} if there was none."""
+        return {} if self._at is None else self.loader.state_at(self._at[1], self._at[0])
+
+    def go_on(self, state: Any) -> None:
+        """The next iteration beside the training loader begins where that one stood; anew, if it was of other samples.
+
+        Raises:
+            TypeError, ValueError, KeyError, OverflowError: a state that no loader has given.
+        """
+        self._saved = None
+        if not isinstance(self.loader, Loader):
+            return
+        try:
+            self.loader.load_state_dict(state)
+        except UsageError as error:
+            logger.warning("a loader that was read beside the training loader begins its epoch anew: %s", error)
+            return
+        self.loader.seek(0)  # an evaluation may come first
+        self._saved = state
+
+
+class ReadBeside:
+    """Loaders that a loop may read beside the training loader, as by `zip`: where they stand, for a checkpoint."""
+
+    def __init__(self, loaders: Sequence[EvaluationBatches]) -> None:
+        self._loaders = list(loaders)
+
+    def note(self) -> None:
+        for each in self._loaders:
+            each.note()
+
+    def where(self) -> dict[str, Any]:
+        """By the number of the loader; of those that are read so."""
+        return {str(number): state for number, each in enumerate(self._loaders, 1) if (state := each.where())}
+
+    def go_on(self, states: Mapping[str, Any]) -> None:
+        for number, each in enumerate(self._loaders, 1):
+            if str(number) in states:
+                each.go_on(states[str(number)])
 
 
 def refuse_prepared(objects: Sequence[Any], layout: Any) -> None:

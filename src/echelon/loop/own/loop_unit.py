@@ -30,6 +30,7 @@ class LoopUnit(OptimizedUnit):
         configured: the optimizers and the schedulers that the loop has.
         reference: of `echelon prove`, where plain PyTorch trains: it gives the batches in place of the loader, and the windows.
         given, taken: called with each batch before the loop gets it, and after its step with (state, data, weight, loss).
+        beside: loaders that the loop may read beside the training loader, with where they stand; None without.
         evaluated, samples_given: the batch of an evaluation loader that the loop has, and its samples, where the loader says so.
         has_evaluated: whether it had one in this evaluation.
         leaves_out_ranks: an evaluation loader has fewer samples than there are ranks: only some of them know what was logged.
@@ -62,6 +63,7 @@ class LoopUnit(OptimizedUnit):
         self.given: Callable[[Any], Any] | None = None
         self.taken: Callable[[State, Any, float, Any], None] | None = None
         self.shares_batches = True
+        self.beside: Any = None
         self.evaluated: Any = None
         self.has_evaluated = self.leaves_out_ranks = False
 
