@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 import echelon as ech
 from echelon.checkpoint.location import location
 from echelon.common.errors import CheckpointCorruptError, RanksDisagreeError
-from echelon.loop.checkpointing.restoring import _read_on_beside
+from echelon.loop.checkpointing.restoring import read_on_beside
+from echelon.loop.own.batches import ReadBeside
 from tests.conftest import Ranks
 from tests.kit.own_loops import step
 
@@ -129,11 +130,11 @@ def test_a_loader_that_is_read_beside_the_training_loader_goes_on_where_it_stood
 def test_where_such_a_loader_stood_is_read_strictly(states: Any) -> None:
     model = nn.Linear(1, 1)
     loaders = [ech.Loader(NUMBERED, 4) for _ in range(2)]
-    _, _, batches, _ = ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), *loaders, layout=None)
+    _, _, _, beside = ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), *loaders, layout=None)
     if isinstance(states, dict) and isinstance(states["1"], dict):
-        states = {"1": {**batches.state_dict(), **states["1"]}}
+        states = {"1": {**beside.state_dict(), **states["1"]}}
     with pytest.raises(CheckpointCorruptError):
-        _read_on_beside(location("saved"), batches._session.unit.beside, states)
+        read_on_beside(location("saved"), ReadBeside([beside]), states)
 
 
 def _order_of(kind: str, seed: int, *, by_rank: bool = False) -> list[int] | str:

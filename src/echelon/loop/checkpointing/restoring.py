@@ -40,7 +40,7 @@ from echelon.parallel.shards import authors_classes
 from echelon.parallel.state.state import states_by_name
 from echelon.world import agree, rng
 
-__all__ = ["BY_RANK", "chosen_of", "differs_by_rank", "restore", "restore_first"]
+__all__ = ["BY_RANK", "chosen_of", "differs_by_rank", "read_on_beside", "restore", "restore_first"]
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +181,7 @@ def _restore(
     if not options.takes_weights_only:
         _load_own(path, own, unit, metrics=options.restore_metrics)
     if not options.takes_weights_only and (beside := getattr(unit, "beside", None)) is not None:
-        _read_on_beside(path, beside, manifest.get("beside", {}))
+        read_on_beside(path, beside, manifest.get("beside", {}))
     unit.restored()
     if options.restore_train_progress:
         unit.restored_from = str(absolute(path))
@@ -256,7 +256,7 @@ def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics
             )
 
 
-def _read_on_beside(path: Location, beside: Any, states: Any) -> None:
+def read_on_beside(path: Location, beside: Any, states: Any) -> None:
     try:
         beside.go_on(states)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
