@@ -153,8 +153,10 @@ class _Here(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.device:
             return func(*args, **kwargs)  # a script asks what it is
-        if func is torch.Tensor.cuda:
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if func is torch.Tensor.to and len(args) > 1 and type(args[1]) is int:
             args = (args[0], "cpu", *args[2:])
         if any(map(_is_cuda, args)):
