@@ -45,6 +45,35 @@ def test_the_schedule_is_the_same_on_two_ranks(ranks: Ranks) -> None:
     assert ranks(2, _rate_after, "update", layout="ddp") == [0.5**4] * 2
 
 
+def _with_a_head() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(net(), nn.Linear(1, 1).double())
+
+
+def _norms_of_a_part(layout: str) -> list[float]:
+    module = _with_a_head()
+    unit = Regression(
+        module=module, layout=layout, clip_grad_norm=0.05, optimizer=lambda module: torch.optim.SGD(module[1].parameters(), 0.1)
+    )
+    ech.train(unit, ech.Loader(list(zip(*batch(32, 0), strict=True)), global_batch=8), max_epochs=1)
+    return unit.norms
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_gradients_that_no_optimizer_takes_do_not_add_up_from_update_to_update(ranks: Ranks, layout: str) -> None:
+    """They did, and counted in the norm by which the others are clipped: another one on two ranks, and after a restart."""
+    want = []
+    module = _with_a_head()
+    optimizer = torch.optim.SGD(module[1].parameters(), 0.1)
+    for x, y in ech.Loader(list(zip(*batch(32, 0), strict=True)), global_batch=8):
+        module.zero_grad()
+        nn.functional.mse_loss(module(x), y).backward()
+        want.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.05)))
+        optimizer.step()
+    for got in ranks(2, _norms_of_a_part, layout):
+        assert got == pytest.approx(want, abs=1e-12)
+
+
 def _alone() -> dict[str, torch.Tensor]:
     unit = Regression(layout="none")
     ech.train(unit, [batch(4, dist.get_rank())], max_epochs=1)

@@ -29,6 +29,7 @@ from echelon.parallel.gradients import clip
 from echelon.parallel.gradients.fused import fuse
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.precision import Precision
+from echelon.parallel.state.partition import parameters_of
 from echelon.world import agree, rng
 
 if TYPE_CHECKING:
@@ -79,6 +80,7 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         self.swa_scheduler: Any = None
         self._plateau = False  # whether the scheduler advances with evaluations
         self._pieces_of_step = 1
+        self._left: tuple[Any, list[nn.Parameter]] | None = None  # of this optimizer
 
     @property
     def auto_options(self) -> AutoOptions:
@@ -162,6 +164,15 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
             clip.clear(self.optimizer)
         else:
             self.several.clear()
+        for parameter in self._held_by_none():
+            parameter.grad = None
+
+    def _held_by_none(self) -> list[nn.Parameter]:
+        """The module's parameters that no optimizer of the unit has: their gradients would add up, and count in the norm."""
+        if self._left is None or self._left[0] is not self.optimizers[0]:
+            held = {id(p) for optimizer in self.tracked_optimizers().values() for p in parameters_of(optimizer)}
+            self._left = self.optimizers[0], [p for p in self.prepared.module.parameters() if id(p) not in held]
+        return self._left[1]
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
