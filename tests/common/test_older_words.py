@@ -149,6 +149,7 @@ def test_torchtnts_own_signature_and_its_schedule_by_epochs_say_nothing() -> Non
         module=net(),
         strategy="noop",
         gradient_accumulation_steps=2,
+        swa_params=SWA,
         activation_checkpoint_params="blocks",
         enable_prefetch=False,
         device=torch.device("cpu"),

@@ -492,7 +492,7 @@ def compiles_sharded() -> None:
 def mixed_precision(folder: Path) -> None:
     from torch.distributed.fsdp import MixedPrecision as Torchs
 
-    from echelon.compat.torchtnt.utils.prepare_module import MixedPrecision
+    from echelon.compat.torchtnt.utils.fsdp_utils import MixedPrecision
 
     made = MixedPrecision("fp16")
     assert isinstance(made, Torchs) and made.param_dtype == torch.float16

@@ -120,17 +120,16 @@ TESTED: dict[str, str] = {
     "`DDPStrategy(process_group=": (
         "compat/test_torchtnt_defects.py::test_a_strategy_takes_groups_and_states_that_cannot_be_copied"
     ),
+    "`AveragedModel(use_lit=True)`": f"{PREPARE}::test_averages_go_on_after_a_resume",
     "`get_checkpoint_dirpaths` gives": f"{PREPARE}::test_checkpoints_of_a_run_are_found",
     "`CudaDataPrefetcher` makes": f"{TOOLS}::test_the_prefetcher_gives_every_batch_on_the_gpu",
-    "`train(..., timer=...)` records": f"{LOOP}::test_a_timer_has_waits_hooks_and_evaluations_in_its_table",
+    "`train(..., timer=...)` records": f"{SHAPES}::test_a_timer_has_the_stages_of_an_auto_units_step",
     "`Timer()` does not wait": f"{TIMERS}::test_waiting_for_a_gpu_needs_one",
     "`FlopTensorDispatchMode` and": f"{TOOLS}::test_operations_are_counted_by_submodule",
     "A module summary counts a shared": f"{WATCH}::test_looking_changes_nothing",
-    "TorchTNT's lines in the log": f"{LOOP}::test_whatever_ends_a_run_is_told_and_leaves_modules_in_their_mode",
-    "Attributes with an underscore": f"{SHAPES}::test_a_loops_state_is_a_state",
     "A unit is what inherits from one": f"{SHAPES}::test_a_unit_by_shape_needs_no_base_class",
-    "`swa_model` is echelon's own averages": "loop/test_averaged.py::test_evaluations_use_the_averages_if_asked_to",
-    "`swa_params` with `step_lr_interval": f"{SHAPES}::test_attributes_are_plain_values",
+    "The log has, of TorchTNT's lines": f"{SHAPES}::test_the_log_has_the_timers_table_and_how_far_a_run_came",
+    "`SWAParams(use_in_evaluation=True)`": "loop/test_averaged.py::test_evaluations_use_the_averages_if_asked_to",
     "A hook that a program calls itself": f"{BY_HAND}::test_callbacks_by_hand",
     '`MixedPrecision(reduce_dtype="fp32")` reduces': f"{PREPARE}::test_names_become_strategies_and_types",
     # nntool

@@ -16,21 +16,27 @@ from echelon.compat.torchtnt.framework.callbacks import (
     GarbageCollector,
     ModuleSummary,
 )
-from echelon.compat.torchtnt.utils import Progress, distributed
+from echelon.compat.torchtnt.framework.unit import AppStateMixin
+from echelon.compat.torchtnt.utils import device, distributed, env
 from echelon.compat.torchtnt.utils.prepare_module import (
     ActivationCheckpointParams,
+    TorchCompileParams,
+    apply_torch_compile,
     on_meta_device,
+    prepare_module,
 )
-from echelon.errors import DeviceError, UsageError
+from echelon.compat.torchtnt.utils.progress import Progress
+from echelon.compat.torchtnt.utils.timer import Timer
+from echelon.errors import UsageError
 from tests.kit.refusals import refused
 
 CPU = torch.device("cpu")
 BATCH = (torch.ones(4, 2), torch.tensor([0, 1, 1, 0]))
 
 
-def _state(entry: str = "TRAIN") -> State:
+def _state(entry: str = "TRAIN", timer: Any = None) -> State:
     phase = PhaseState(dataloader=[BATCH], max_epochs=1)
-    return State(entry_point=EntryPoint[entry], train_state=phase, eval_state=phase, predict_state=phase)
+    return State(entry_point=EntryPoint[entry], train_state=phase, eval_state=phase, predict_state=phase, timer=timer)
 
 
 class Classifier(AutoUnit[Any]):
@@ -49,7 +55,21 @@ class Classifier(AutoUnit[Any]):
 # --- an AutoUnit's own steps
 
 
-def test_a_step_by_hand_with_mocks_and_a_scaler() -> None:
+@pytest.mark.parametrize(("interval", "after_step", "after_epoch"), [("step", 0.05, 0.05), ("epoch", 0.1, 0.05)])
+def test_the_schedule_advances_when_a_program_takes_steps_and_ends_epochs(
+    interval: Any, after_step: float, after_epoch: float
+) -> None:
+    unit, state = Classifier(step_lr_interval=interval), _state()
+    unit.train_step(state, BATCH)
+    assert unit.optimizer.param_groups[0]["lr"] == after_step
+    unit.on_train_epoch_end(state)
+    assert unit.optimizer.param_groups[0]["lr"] == after_epoch
+    trained = Classifier(step_lr_interval=interval)
+    train(trained, [BATCH] * 2, max_epochs=2)  # in a loop once, although the hook is called there, too
+    assert trained.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 ** (4 if interval == "step" else 2))
+
+
+def test_a_step_by_hand_with_mocks_a_scaler_and_a_timer() -> None:
     class Mocked(Classifier):
         def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[Any, Any]:
             return MagicMock(), MagicMock()
@@ -59,13 +79,15 @@ def test_a_step_by_hand_with_mocks_and_a_scaler() -> None:
     unit.optimizer.step.assert_called_once_with()  # type: ignore[attr-defined]
     unit.optimizer.zero_grad.assert_called_once_with(set_to_none=True)  # type: ignore[attr-defined]
 
-    half = Classifier(precision="fp16", clip_grad_norm=1.0)
+    half, timer = Classifier(precision="fp16", clip_grad_norm=1.0), Timer()
     before = half.module.weight.detach().clone()  # type: ignore[operator]
-    half.train_step(_state(), BATCH)
+    half.train_step(_state(timer=timer), BATCH)
     assert not torch.equal(before, half.module.weight)  # type: ignore[arg-type]
+    assert {"Classifier.compute_loss", "Classifier.backward", "Classifier.optimizer_step"} <= timer.recorded_durations.keys()
     with patch("torch.nn.utils.clip_grad_value_") as clip:
         Classifier(clip_grad_value=2.0).train_step(_state(), BATCH)
     clip.assert_called_once()
+    assert isinstance(Classifier().maybe_autocast_precision, torch.autocast)
 
 
 def test_a_hook_that_is_set_on_the_unit_is_called() -> None:
@@ -86,11 +108,36 @@ def test_what_the_constructor_makes_is_replaced_by_what_configures() -> None:
             self.optimizer = torch.optim.Adam(self.module.parameters())
 
     assert isinstance(Early().optimizer, torch.optim.SGD)
-    options: tuple[dict[str, Any], ...] = ({"precision": "foo"}, {"strategy": "bar"})
-    for each in options:
+    for options, words in (
+        ({"precision": "foo"}, "Precision foo not supported"),
+        ({"strategy": "bar"}, r"Strategy bar not supported. Please use one of \['ddp'"),
+    ):
         for make in (Classifier, lambda **o: AutoPredictUnit(module=nn.Linear(1, 1), device=CPU, **o)):
-            with pytest.raises(UsageError):
-                make(**each)
+            with pytest.raises(ValueError, match=words):
+                make(**options)
+
+
+def test_a_backend_that_torch_has_not() -> None:
+    params = TorchCompileParams(backend="none such")
+    for use in (
+        lambda: Classifier(torch_compile_params=params),
+        lambda: prepare_module(nn.Linear(1, 1), CPU, torch_compile_params=params),
+        lambda: apply_torch_compile(nn.Linear(1, 1), params),
+    ):
+        with refused(UsageError):
+            use()
+
+
+def test_what_is_tracked_is_refused_before_the_constructor() -> None:
+    class Early(AppStateMixin):
+        def __init__(self, value: Any) -> None:
+            self.value = value
+            super().__init__()
+
+    for value in (nn.Linear(1, 1), torch.optim.SGD(nn.Linear(1, 1).parameters()), Progress()):
+        with pytest.raises(AttributeError, match=r"Please call super\(\).__init__\(\) before setting attributes"):
+            Early(value)
+    assert Early(3).value == 3
 
 
 def test_a_step_that_iterates_is_given_the_iterator() -> None:
@@ -143,18 +190,16 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("LOCAL_RANK", "2")
     if not torch.cuda.is_available():
-        with refused(DeviceError):
+        with refused(UsageError):
             monkeypatch.delenv("LOCAL_RANK")
-            distributed.init_from_env(device_type="cuda")
-    for name, value in {"RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LOCAL_RANK", "2")
+            env.init_from_env(device_type="cuda")
+        monkeypatch.setenv("LOCAL_RANK", "2")
     with (
         patch("torch.cuda.is_available", return_value=True),
         patch("torch.cuda.device_count", return_value=2),
-        refused(DeviceError),
+        refused(UsageError),
     ):
-        distributed.get_device_from_env()
+        device.get_device_from_env()
 
 
 def test_modules_on_the_meta_device_and_what_recomputes() -> None:

@@ -15,8 +15,8 @@ from torch import nn
 
 import echelon as ech
 from echelon.cli.imports import move
-from echelon.compat.torchtnt.framework.base_checkpointer import KnobOptions
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver, TorchSnapshotSaver
+from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import KnobOptions
 from tests.compat.reference import run_programs
 from tests.kit.models import batch
 from tests.kit.units import Regression

@@ -18,8 +18,8 @@ from torch import nn
 
 from echelon.common.errors import CheckpointError, NotHereError, UsageError
 from echelon.compat.torchtnt.framework import EvalUnit, PredictUnit, TrainUnit, evaluate, fit, predict, train
-from echelon.compat.torchtnt.framework.base_checkpointer import BaseCheckpointer
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
+from echelon.compat.torchtnt.framework.callbacks.base_checkpointer import BaseCheckpointer
 from echelon.compat.torchtnt.utils import checkpoint
 from echelon.compat.torchtnt.utils.checkpoint import BestCheckpointConfig, CheckpointManager, CheckpointPath, MetricData, Phase
 from tests.conftest import Ranks

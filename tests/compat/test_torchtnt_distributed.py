@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 from echelon.common.errors import LauncherEnvironmentError, RankFailedError, UsageError
 from echelon.compat.torchtnt import utils
-from echelon.compat.torchtnt.utils import distributed
+from echelon.compat.torchtnt.utils import device, distributed, env, rank_zero_log
 from echelon.launcher.functions.launch import launch
 from tests.conftest import Ranks
 from tests.kit.refusals import refused
 
 
 def test_the_package_gives_what_its_modules_have() -> None:
-    assert utils.init_from_env is distributed.init_from_env
+    assert utils.init_from_env is env.init_from_env
     with pytest.raises(AttributeError, match="Ghost"):
         utils.Ghost  # noqa: B018
 
@@ -33,7 +33,7 @@ def test_the_package_gives_what_its_modules_have() -> None:
 
 
 def test_ranks_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert distributed.get_device_from_env().type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert device.get_device_from_env().type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert (distributed.get_global_rank(), distributed.get_world_size()) == (0, 1)
     assert (distributed.get_local_rank(), distributed.get_local_world_size()) == (0, 1)
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
@@ -56,8 +56,8 @@ def test_only_rank_0_logs_and_the_record_names_the_caller(
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         for level in levels:
-            getattr(distributed, f"rank_zero_{level}")("step %d of %s", 3, level, logger=own if level == "error" else None)
-        distributed.rank_zero_print("a", "b", sep="-")
+            getattr(rank_zero_log, f"rank_zero_{level}")("step %d of %s", 3, level, logger=own if level == "error" else None)
+        rank_zero_log.rank_zero_print("a", "b", sep="-")
     assert [(r.levelno, r.getMessage()) for r in caplog.records] == [(n, f"step 3 of {level}") for level, n in levels.items()]
     assert {r.filename for r in caplog.records} == {Path(__file__).name} and caplog.records[3].name == "mine"
     assert {r.funcName for r in caplog.records} == {"test_only_rank_0_logs_and_the_record_names_the_caller"}
@@ -123,8 +123,8 @@ def _joined(method: str) -> tuple[Any, ...]:
     """By the launcher's variables alone, again and again: who comes first must not read where the last group's ranks were."""
     if os.environ["RANK"] == "0":
         time.sleep(0.2)
-    made = distributed.init_from_env(dist_init_method_type=method, pg_timeout=timedelta(seconds=20))
-    again = distributed.init_from_env()
+    made = env.init_from_env(dist_init_method_type=method, pg_timeout=timedelta(seconds=20))
+    again = env.init_from_env()
     value = torch.tensor([dist.get_rank() + 1])
     dist.all_reduce(value)
     got = (str(made), made == again, int(value), dist.get_rank(), dist.get_world_size())
@@ -155,9 +155,8 @@ def test_several_ranks_meet_by_every_method(tmp_path: Path) -> None:
     for rank, (totals, said, joined) in enumerate(launch(_met, ranks=2, args=(str(tmp_path / "a file"),), timeout_s=90)):
         assert totals == [3, 3]
         assert said[0].startswith("get_file_init_method: 2 ranks need one filename")
-        assert said[1] == "rank must be from 0 to below world_size=4, got 4."
-        assert said[2] == "MASTER_PORT must be a number, got 'http'."
-        assert said[3].startswith("get_tcp_init_method: 2 ranks need one port")
+        assert said[1].endswith("rank=4, world_size=4. Rank must be less than world_size.")
+        assert said[2] == "MASTER_PORT='http' is no number." and said[3].startswith("get_tcp_init_method: 2 ranks need one port")
         assert joined == [("cuda:0" if torch.cuda.is_available() else "cpu", True, 3, rank, 2)] * 3
 
 
@@ -168,10 +167,10 @@ def test_the_ways_of_meeting_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not dist.is_initialized()
     assert distributed.get_tcp_init_method(world_size=2, rank=1, hostname="::1", port=5) == "tcp://[::1]:5?world_size=2&rank=1"
     with refused(UsageError):
-        distributed.init_from_env(dist_init_method_type="mpi")  # type: ignore[arg-type]
+        env.init_from_env(dist_init_method_type="mpi")  # type: ignore[arg-type]
     monkeypatch.setenv("RANK", "1")
     with refused(LauncherEnvironmentError):
-        distributed.init_from_env()
+        env.init_from_env()
 
 
 # --- data and devices
@@ -205,24 +204,24 @@ def test_a_stream_is_told_of_data_however_deep() -> None:
     one = Jagged(told)
     data = {"a": [one, (one, Pair(one, 3))], "b": defaultdict(list, x=Sample(one, 1)), "c": OrderedDict(y=one), "d": "text"}
     cpu, stream = torch.device("cpu"), object()
-    got: Any = distributed.copy_data_to_device(data, cpu, stream, non_blocking=True)  # type: ignore[arg-type]
+    got: Any = device.copy_data_to_device(data, cpu, stream, non_blocking=True)  # type: ignore[arg-type]
     assert told == [stream] * 5
     assert got["a"][1][1].x.moved == (cpu, {"non_blocking": True}) and got["a"][1][1].y == 3 and got["d"] == "text"
     assert got["b"].default_factory is list and isinstance(got["b"]["x"], Sample) and type(got["c"]) is OrderedDict
-    assert distributed.copy_data_to_device((torch.ones(2),), cpu, None, torch.float16)[0].dtype == torch.float16
-    distributed.copy_data_to_device(data, cpu)
+    assert device.copy_data_to_device((torch.ones(2),), cpu, None, torch.float16)[0].dtype == torch.float16
+    device.copy_data_to_device(data, cpu)
     assert len(told) == 5
-    distributed.record_data_in_stream([torch.ones(1), {"z": one}], stream)  # type: ignore[arg-type]
+    device.record_data_in_stream([torch.ones(1), {"z": one}], stream)  # type: ignore[arg-type]
     assert told[5:] == [stream]
 
 
 def test_float32_precision() -> None:
     before = torch.get_float32_matmul_precision()
-    distributed.set_float32_precision("high")
+    device.set_float32_precision("high")
     assert torch.cuda.is_available() or torch.get_float32_matmul_precision() == before
     torch.set_float32_matmul_precision(before)
     with refused(UsageError):
-        distributed.set_float32_precision("exact")
+        device.set_float32_precision("exact")
 
 
 def test_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,16 +230,16 @@ def test_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     cudnn = torch.backends.cudnn
     before = torch.get_deterministic_debug_mode(), cudnn.deterministic, cudnn.benchmark
     try:
-        distributed.seed(5)
+        env.seed(5)
         first = torch.rand(2)
         assert (torch.get_deterministic_debug_mode(), cudnn.deterministic, cudnn.benchmark) == before
         for mode, level in {"warn": 1, "error": 2, "default": 0}.items():
-            distributed.seed(5, mode)
+            env.seed(5, mode)
             assert torch.get_deterministic_debug_mode() == level
             assert (cudnn.deterministic, cudnn.benchmark) == (level > 0, level == 0)
         assert torch.equal(first, torch.rand(2)) and os.environ["PYTHONHASHSEED"] == "5"
         with refused(UsageError):
-            distributed.seed(-1)
+            env.seed(-1)
     finally:
         torch.set_deterministic_debug_mode(before[0])
         cudnn.deterministic, cudnn.benchmark = before[1:]
@@ -253,7 +252,7 @@ class Slots:
 
 
 def test_dataclasses_with_slots_are_moved() -> None:
-    moved = distributed.copy_data_to_device(Slots(torch.ones(2), "a"), torch.device("meta"))
+    moved = device.copy_data_to_device(Slots(torch.ones(2), "a"), torch.device("meta"))
     assert moved.x.device.type == "meta" and moved.name == "a"
 
 

@@ -12,8 +12,9 @@ from torch import nn
 import echelon as ech
 from echelon.common.errors import NotHereError, UsageError
 from echelon.compat.torchtnt.framework import AutoPredictUnit, AutoUnit, TrainUnit
-from echelon.compat.torchtnt.framework.base_checkpointer import BaseCheckpointer, RestoreOptions
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
+from echelon.compat.torchtnt.framework.callbacks.base_checkpointer import BaseCheckpointer
+from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import RestoreOptions
 from tests.kit.refusals import refused
 
 

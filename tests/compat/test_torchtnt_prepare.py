@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,15 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 
 import echelon as ech
 from echelon.checkpoint import manifest
-from echelon.common.errors import LayoutError, NotHereError, PrecisionError, UsageError
+from echelon.common.errors import NotHereError, UsageError
 from echelon.compat.torchtnt.framework.auto_unit import AutoPredictUnit, AutoUnit
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
-from echelon.compat.torchtnt.utils import checkpoint, extract_lr_from_optimizer
+from echelon.compat.torchtnt.utils import checkpoint, fsdp_utils, precision, stateful
 from echelon.compat.torchtnt.utils import prepare_module as tnt
+from echelon.compat.torchtnt.utils.optimizer import extract_lr_from_optimizer
+from echelon.compat.torchtnt.utils.progress import Progress
+from echelon.compat.torchtnt.utils.swa import AveragedModel
 from tests.compat.fairscale import mine, updates
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, largest_difference, net, plain_training, whole
@@ -104,11 +109,18 @@ def _by_hand() -> dict[str, Any]:
         "hook": hook.calls,
     }
     found["born"] = max(float(p.full_tensor().abs().max()) for p in unborn.parameters())  # type: ignore[attr-defined]
+    found["error"] = _error(AveragedModel, unborn)
     return found
 
 
 def _recompute() -> tnt.ActivationCheckpointParams:
     return tnt.ActivationCheckpointParams(check_fn=lambda m: isinstance(m, nn.Sequential))
+
+
+def _error(call: Any, *args: Any, **kwargs: Any) -> str:
+    with pytest.raises(UsageError) as said:
+        call(*args, **kwargs)
+    return str(said.value)
 
 
 @pytest.mark.full
@@ -127,6 +139,44 @@ def test_modules_prepared_by_hand_train_what_one_process_trains(ranks: Ranks) ->
             assert largest_difference(got, steps) < 1e-12, name
         assert found["hook"] >= STEPS
         assert 0 < found["born"] < 1  # TorchTNT leaves what the memory had, up to 1e34
+        assert "skip_deepcopy=True" in found["error"]
+
+
+def _counting() -> Any:
+    module = net()
+    module.register_buffer("seen", torch.zeros(2, dtype=torch.float64))
+    return module
+
+
+def _averages(method: Any) -> dict[str, Any]:
+    """Of a sharded module, in a second one of the same kind."""
+    trained, average = (tnt.prepare_fsdp2(_counting(), CPU) for _ in range(2))
+    averaged = AveragedModel(average, skip_deepcopy=True, ema_decay=0.5, averaging_method=method, use_buffers=True)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
+    for data in mine(updates(2, steps=STEPS)):
+        _mse(trained, data).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        trained.seen += 1
+        averaged.update_parameters(trained)
+    assert float(averaged.module.seen[0]) < STEPS
+    return {n.removeprefix("module."): p for n, p in whole(averaged).items()}
+
+
+@pytest.mark.parametrize("method", ["ema", "swa"])
+def test_averages_of_a_sharded_module(ranks: Ranks, method: Any) -> None:
+    """Its buffers are whole, which torch's function refused beside sharded parameters."""
+    plain = _counting()
+    want = AveragedModel(plain, ema_decay=0.5, averaging_method=method, use_buffers=True)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for each in updates(2, steps=STEPS):
+        _mse(plain, [torch.cat(parts) for parts in zip(*each, strict=True)]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.seen += 1
+        want.update_parameters(plain)
+    for found in ranks(2, _averages, method):
+        assert largest_difference(found, whole(want.module)) < 1e-12
 
 
 # --- without other ranks
@@ -136,18 +186,24 @@ def test_names_become_strategies_and_types() -> None:
     kinds = {"ddp": tnt.DDPStrategy, "fsdp": tnt.FSDPStrategy, "fsdp2": tnt.FSDP2Strategy, "noop": tnt.NOOPStrategy}
     for name, kind in kinds.items():
         assert type(tnt.convert_str_to_strategy(name)) is kind
-    with refused(LayoutError):
+    with refused(UsageError):
         tnt.convert_str_to_strategy("deepspeed")
-    convert = tnt.convert_precision_str_to_dtype
+    convert = precision.convert_precision_str_to_dtype
     assert [convert(n) for n in ("fp16", "bf16", "fp32")] == [torch.float16, torch.bfloat16, None]
-    with refused(PrecisionError):
+    with refused(UsageError):
         convert("int8")
-    assert tnt.ShardingStrategy is ShardingStrategy
-    mixed = tnt.MixedPrecision("fp16", "torch.float32", "bfloat16", _module_classes_to_ignore=("torch.nn.LayerNorm",))
-    assert mixed._module_classes_to_ignore == (nn.LayerNorm,)
+    native = fsdp_utils.ShardingStrategy.to_native_sharding_strategy(fsdp_utils.ShardingStrategy.HYBRID_SHARD)
+    assert native is ShardingStrategy.HYBRID_SHARD
+    assert fsdp_utils.BackwardPrefetch.to_native_backward_prefetch("BACKWARD_POST") is BackwardPrefetch.BACKWARD_POST
+    assert fsdp_utils.StateDictType.to_native_state_dict_type("SHARDED_STATE_DICT") is StateDictType.SHARDED_STATE_DICT
+    with refused(UsageError):
+        fsdp_utils.ShardingStrategy.to_native_sharding_strategy("MOST")
+    mixed = fsdp_utils.MixedPrecision("fp16", "torch.float32", "bfloat16", _module_classes_to_ignore=("torch.nn.LayerNorm",))
     assert (mixed.param_dtype, mixed.reduce_dtype, mixed.buffer_dtype) == (torch.float16, torch.float32, torch.bfloat16)
-    with refused(PrecisionError):
-        tnt.MixedPrecision("nn")
+    made = mixed.to_native_mixed_precision()
+    assert vars(made) == vars(mixed) and type(made) is not type(mixed) and mixed._module_classes_to_ignore == (nn.LayerNorm,)
+    with refused(UsageError):
+        fsdp_utils.MixedPrecision("nn")
 
 
 def test_one_process_and_what_is_changed_in_place() -> None:
@@ -169,6 +225,50 @@ def test_learning_rates_by_group() -> None:
     p, q, r = (nn.Parameter(torch.zeros(1)) for _ in range(3))
     groups = [{"params": [p], "lr": 0.1}, {"params": [q], "name": "a", "lr": 0.2}, {"params": [r], "name": "a", "lr": 0.3}]
     assert extract_lr_from_optimizer(torch.optim.SGD(groups), "optim") == {"optim/pg:0": 0.1, "optim/a:0": 0.2, "optim/a:1": 0.3}
+
+
+def _average_of(values: list[float], model: AveragedModel, source: nn.Linear) -> None:
+    for value in values:
+        with torch.no_grad():
+            source.weight.fill_(value)
+        model.update_parameters(source)
+
+
+def test_averages_go_on_after_a_resume() -> None:
+    """TorchTNT does not save how many updates there were, so that a resumed average forgets nearly all."""
+    source = nn.Linear(1, 1, bias=False).double()
+    values = [1.0, 2.0, 4.0, 8.0, 16.0]
+    want = values[0]
+    for n, value in enumerate(values[1:], start=2):
+        decay = min(0.9, (1 + n) / (10 + n))
+        want = decay * want + (1 - decay) * value
+    through = AveragedModel(source, use_lit=True, ema_decay=0.9)
+    _average_of(values, through, source)
+    first, second = (AveragedModel(source, use_lit=True, ema_decay=0.9) for _ in range(2))
+    _average_of(values[:3], first, source)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    _average_of(values[3:], pickle.loads(pickle.dumps(second)), source)
+    resumed = second
+    _average_of(values[3:], resumed, source)
+    assert through.module.weight.item() == pytest.approx(want, abs=1e-15)
+    assert resumed.module.weight.item() == pytest.approx(want, abs=1e-15)
+    alike = AveragedModel(source, averaging_method="swa")
+    _average_of(values, alike, source)
+    assert alike.module.weight.item() == pytest.approx(sum(values) / 5)
+    assert alike(torch.ones(1, 1, dtype=torch.float64)).item() == pytest.approx(sum(values) / 5)
+    own = nn.Linear(1, 1, bias=False).double()
+    kept = AveragedModel(own, skip_deepcopy=True)
+    assert kept.module is own and "n_averaged" in kept.state_dict()
+    for bad, said in (
+        ({"averaging_method": "mean"}, "Unknown averaging method: mean"),
+        ({"ema_decay": 2}, "between"),
+        (
+            {"use_lit": True, "averaging_method": "swa"},
+            "LitEMA is only supported for EMA",
+        ),
+    ):
+        with pytest.raises(UsageError, match=said):
+            AveragedModel(source, **bad)  # type: ignore[arg-type]
 
 
 def test_checkpoints_of_a_run_are_found(tmp_path: Path) -> None:
@@ -201,17 +301,21 @@ def test_checkpoints_of_a_run_are_found(tmp_path: Path) -> None:
     assert checkpoint.get_latest_checkpoint_path(folder, ".metadata", file_system=files) == found[3].path
 
 
-def test_options_of_an_fsdp_strategy_may_be_strings() -> None:
-    assert tnt.FSDPStrategy(sharding_strategy="SHARD_GRAD_OP", backward_prefetch="BACKWARD_PRE").name == "zero2"
-    with refused(LayoutError):
-        tnt.prepare_fsdp(net(), CPU, tnt.FSDPStrategy(sharding_strategy="other"))
+def test_strings_of_an_fsdp_strategy_are_checked_when_it_is_made() -> None:
+    from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+
+    made = tnt.FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")
+    assert made.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP and made.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+    for name in ("sharding_strategy", "backward_prefetch", "state_dict_type"):
+        with refused(UsageError):
+            tnt.FSDPStrategy(**{name: "other"})
 
 
-def test_what_cannot_be_prepared_is_refused() -> None:
+def test_errors_have_torchtnts_kinds_and_words() -> None:
     device = torch.device("cpu")
-    with refused(LayoutError):
+    with refused(UsageError):
         tnt.convert_str_to_strategy("foo")
-    with refused(LayoutError):
+    with refused(UsageError):
         tnt.prepare_module(net(), device, strategy=3)  # type: ignore[arg-type]
     with refused(NotHereError):
         tnt.prepare_module(net(), device, strategy="noop", enable_compiled_autograd=True)
@@ -255,4 +359,24 @@ def test_words_of_echelons_unit_are_answered_with_torchtnts() -> None:
         Fit(module=net(), detect_anomalies=True)
     with refused(UsageError):
         AutoPredictUnit(module=net(), layout="ddp")
-    assert Fit(module=net(), deterministic=None).training
+    assert Fit(module=net(), compile=False, deterministic=None).training
+
+
+def test_several_states_as_one() -> None:
+    module, progress = net(), Progress(2, 5, 1)
+    several = stateful.MultiStateful({"module": module, "progress": progress})
+    saved = copy.deepcopy(several.state_dict())
+    other = stateful.MultiStateful({"module": net(seed=1), "progress": Progress()})
+    assert isinstance(several, stateful.Stateful)
+    other.load_state_dict(saved)
+    assert largest_difference(whole(other.stateful_objs["module"]), whole(module)) == 0
+    assert other.stateful_objs["progress"].num_steps_completed == 5
+    del saved["module"]["first.bias"]
+    with pytest.raises(RuntimeError, match=r"first\.bias"):
+        other.load_state_dict(saved)
+    stateful.MultiStateful(other.stateful_objs, strict=False).load_state_dict(saved)
+    only = stateful.MultiStateful({"progress": Progress()})
+    only.load_state_dict({"progress": saved["progress"]})
+    assert only.stateful_objs["progress"].num_steps_completed == 5
+    with pytest.raises(KeyError, match="unknown"):
+        only.load_state_dict({"unknown": {}})

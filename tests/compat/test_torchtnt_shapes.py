@@ -1,4 +1,4 @@
-"""Programs that hand TorchTNT's functions things of the right shape: duck types, a State of their own.
+"""Programs that hand TorchTNT's functions things of the right shape: mocks, duck types, a State of their own.
 
 What is expected was observed of TorchTNT (release 0.2.4 and the nightly of August 2024) with the same programs.
 """
@@ -6,9 +6,10 @@ What is expected was observed of TorchTNT (release 0.2.4 and the nightly of Augu
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Iterator
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, Mock, patch
 
 import pytest
 import torch
@@ -27,14 +28,20 @@ from echelon.compat.torchtnt.framework import (
     TrainUnit,
     evaluate,
     fit,
+    predict,
     train,
 )
-from echelon.compat.torchtnt.framework.auto_unit import SWAParams
+from echelon.compat.torchtnt.framework.auto_unit import SWALRParams, SWAParams
 from echelon.compat.torchtnt.framework.callbacks import (
+    GarbageCollector,
     TQDMProgressBar,
+    garbage_collector,
 )
-from echelon.compat.torchtnt.utils import Progress
+from echelon.compat.torchtnt.utils.progress import Progress
+from echelon.compat.torchtnt.utils.swa import AveragedModel
+from echelon.compat.torchtnt.utils.timer import Timer
 from echelon.errors import LoopError, UnitError, UsageError
+from tests.conftest import Ranks
 from tests.kit.refusals import refused
 from tests.kit.units import Hooks
 
@@ -64,7 +71,7 @@ def _state(phase: ActivePhase = ActivePhase.TRAIN) -> State:
     entry = {ActivePhase.TRAIN: EntryPoint.TRAIN, ActivePhase.EVALUATE: EntryPoint.EVALUATE}
     states = {f"{name}_state": PhaseState(dataloader=[1, 2, 3]) for name in ("train", "eval", "predict")}
     state = State(entry_point=entry.get(phase, EntryPoint.PREDICT), **states)
-    state.active_phase = phase
+    state._active_phase = phase
     return state
 
 
@@ -81,6 +88,14 @@ def test_a_mock_may_be_a_unit(run: Any, kind: type, phase: str, spec: bool) -> N
     run(unit, [1, 2], **({"max_epochs": 1} if phase == "train" else {}))
     assert [call.args[1] for call in getattr(unit, f"{phase}_step").call_args_list] == [10, 20]
     assert getattr(unit, f"on_{phase}_epoch_end").call_count == getattr(unit, f"on_{phase}_end").call_count == 1
+
+
+def test_a_mock_whose_batches_nobody_set_gets_the_loaders() -> None:
+    unit = MagicMock(spec=TrainUnit)
+    unit.train_progress = Progress()
+    train(unit, [1, 2], max_epochs=1)
+    assert [call.args[1] for call in unit.train_step.call_args_list] == [1, 2]
+    assert not unit.on_train_step_end.called
 
 
 def test_a_unit_by_shape_needs_no_base_class() -> None:
@@ -133,12 +148,24 @@ def test_what_is_no_unit_of_both_kinds_is_refused_by_fit() -> None:
 # --- State
 
 
+def test_what_programs_set_under_private_names_is_set() -> None:
+    """There is no other name to set it by."""
+    state, unit = _state(), Plain()
+    auto = Auto(module=_module(), device=CPU)
+    assert state.train_state is not None
+    state.train_state._step_output, state._should_stop = 3, True  # type: ignore[attr-defined]
+    assert state.train_state.step_output == 3 and state.should_stop and state._train_state is state.train_state
+    for progress in (unit.train_progress, auto.train_progress, auto.predict_progress):
+        progress._num_steps_completed = 5  # type: ignore[attr-defined]
+        assert progress.num_steps_completed == progress.state_dict()["num_steps_completed"] == 5
+        assert not any(name.startswith("_") for name in progress.state_dict())
+
+
 def test_a_loops_state_is_a_state() -> None:
     seen: list[bool] = []
 
     def look(state: Any, unit: Any) -> None:
         seen.extend([isinstance(state, State), isinstance(state.train_state, PhaseState), isinstance(unit, PhaseState)])
-        assert not hasattr(state, "_active_phase")  # no longer: the name without the underscore may be set
 
     train(Plain(), [1], max_epochs=1, callbacks=[Hooks(on_train_start=look)])
     assert seen == [True, True, False]
@@ -146,6 +173,19 @@ def test_a_loops_state_is_a_state() -> None:
 
 def test_a_phase_by_name() -> None:
     assert [str(phase) for phase in ActivePhase][:3] == ["train", "eval", "predict"]
+
+
+@pytest.mark.parametrize(
+    "name", ["max_epochs", "max_steps", "max_steps_per_epoch", "evaluate_every_n_steps", "evaluate_every_n_epochs"]
+)
+def test_limits_are_checked_in_the_old_words(name: str) -> None:
+    told = f"Invalid value provided for {name}. Expected a non-negative integer or None, but received -1."
+    with pytest.raises(ValueError, match=told):
+        PhaseState(dataloader=[], **{name: -1})  # type: ignore[arg-type]
+    if name in ("max_epochs", "max_steps", "max_steps_per_epoch"):
+        with pytest.raises(ValueError, match=told):
+            train(Plain(), [1], **{"max_epochs": 1, name: -1})
+    assert getattr(PhaseState(dataloader=[], **{name: 3.0}), name) == 3  # type: ignore[arg-type]
 
 
 def test_intervals_of_evaluation_are_read_and_changed_in_the_evaluations_state() -> None:
@@ -181,15 +221,38 @@ def test_durations_of_iterations_are_read_like_lists() -> None:
     assert not timer.recorded_durations["nothing"]
 
 
+def test_the_log_has_the_timers_table_and_how_far_a_run_came(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    timer = Timer()
+    fit(Plain(), [1], [], max_epochs=1, timer=timer)
+    said = caplog.text
+    for words in ("Timer Report", "evaluate.iter(dataloader)"):
+        assert words in said
+    assert "No steps completed during evaluate epoch!" in said
+    unit = Plain()
+    unit.train_step = MagicMock(side_effect=KeyError("x"))  # type: ignore[method-assign]
+    with pytest.raises(KeyError):
+        train(unit, [1], max_epochs=1)
+    assert "Exception during train after the following progress: completed epochs: 0, completed steps: 0" in caplog.text
+
+
 # --- callbacks called by hand
+
+
+def test_modules_have_what_programs_patch() -> None:
+    with patch.object(garbage_collector, "gc") as collector:
+        train(Plain(), [1, 2, 3, 4], max_epochs=1, callbacks=[GarbageCollector(2)])
+    assert collector.collect.call_count == 4 + 2 and collector.enable.call_count == 1
 
 
 def test_a_progress_bar_by_hand() -> None:
     file = io.StringIO()
     bar, state, unit = TQDMProgressBar(file=file, mininterval=0), _state(), _unit(0)
+    assert bar._train_progress_bar is None
     bar.on_train_epoch_start(state, unit)
     unit.train_progress.increment_step()
     bar.on_train_step_end(state, unit)
+    assert (bar._train_progress_bar.total, bar._train_progress_bar.n) == (3, 1)
     bar.on_train_epoch_end(state, unit)
     assert "Train Epoch 0" in file.getvalue() and "1/3" in file.getvalue()
 
@@ -245,14 +308,15 @@ def test_the_optimizer_is_built_once_after_the_whole_constructor() -> None:
 def test_attributes_are_plain_values() -> None:
     unit = Auto(module=_module(), device=CPU, precision="bf16", loss_backward_retain_graph=True)
     assert unit.precision is torch.bfloat16 and unit.detect_anomaly is None
+    assert unit.loss_backward_retain_graph is True
+    with unit.maybe_autocast_precision:
+        assert torch.is_autocast_enabled("cpu")
     assert Auto(module=_module(), device=CPU).precision is None
     assert AutoPredictUnit(module=_module(), device=CPU, precision="fp32").precision is None
     still = Auto(module=_module(), device=CPU, training=False)
     assert still.optimizer is still.lr_scheduler is still.swa_model is still.swa_scheduler is None and not still.configured
-    with refused(LoopError):
-        Auto(module=_module(), device=CPU, gradient_accumulation_steps=0)
     with refused(UsageError):
-        Auto(module=_module(), device=CPU, swa_params=SWAParams(0, 1), step_lr_interval="epoch")
+        Auto(module=_module(), device=CPU, gradient_accumulation_steps=0)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the schedule's own optimizer takes no step
@@ -262,6 +326,77 @@ def test_an_assigned_optimizer_leaves_the_schedule() -> None:
     train(unit, _data(), max_epochs=1)
     assert unit.configured == 1
     assert _values(unit.module) == pytest.approx([-0.27991, -0.4416, 0.17587], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("interval", "method", "epochs", "lit", "weights", "averages", "count"),
+    [
+        ("step", "swa", 1, False, [-0.17703, -0.08896, -0.41211], [-0.10888, 0.1384, -0.4779], 3),
+        ("epoch", "swa", 4, False, [-0.22639, -0.74669, -0.19086], [-0.23602, -0.53742, -0.26559], 4),
+        ("step", "ema", 2, True, [-0.22075, -0.30672, -0.34529], [-0.2043, -0.23892, -0.36275], 6),
+    ],
+)
+def test_averages_are_a_module_with_torchtnts_values(
+    interval: Any, method: Any, epochs: int, lit: bool, weights: list[float], averages: list[float], count: int
+) -> None:
+    params = SWAParams(0, 1, averaging_method=method, ema_decay=0.5, use_lit=lit, swalr_params=SWALRParams(3))
+    unit = Auto(module=_module(), device=CPU, swa_params=params, step_lr_interval=interval)
+    assert set(unit.tracked_modules()) == {"module", "swa_model"}
+    assert set(unit.tracked_lr_schedulers()) == {"lr_scheduler", "swa_scheduler"}
+    assert {"swa_model", "swa_scheduler", "module", "optimizer", "lr_scheduler", "train_progress"} <= set(unit.app_state())
+    train(unit, _data(), max_epochs=epochs)
+    average: Any = unit.swa_model
+    assert isinstance(average, AveragedModel) and isinstance(average.module, nn.Linear) and int(average.n_averaged) == count
+    assert _values(unit.module) == pytest.approx(weights, abs=1e-5)
+    assert _values(average) == pytest.approx(averages, abs=1e-5)
+    assert average(torch.ones(1, 2)).shape == (1, 1) and set(average.state_dict()) == {
+        "n_averaged",
+        "module.weight",
+        "module.bias",
+    }
+
+
+def _averaged(strategy: str) -> list[float]:
+    params = SWAParams(1, 2, averaging_method="swa")
+    unit = Auto(module=_module(), strategy=strategy, swa_params=params, step_lr_interval="step")
+    train(unit, _data(), max_epochs=2)
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in unit.swa_model.parameters()]  # type: ignore[union-attr]
+    return [float(v) for p in whole for v in p.detach().flatten()]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_averages_of_a_module_on_several_ranks(ranks: Ranks, strategy: str) -> None:
+    alone = _averaged("noop")
+    for each in ranks(2, _averaged, strategy):
+        assert each == pytest.approx(alone, abs=1e-6)
+
+
+def test_averages_are_saved_and_restored(tmp_path: Any) -> None:
+    from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
+
+    def make() -> Auto:
+        params = SWAParams(0, 1, averaging_method="swa", swalr_params=SWALRParams(3))
+        return Auto(module=_module(), device=CPU, swa_params=params, step_lr_interval="step")
+
+    whole, first, second = make(), make(), make()
+    train(whole, _data(), max_epochs=2)
+    train(first, _data(), max_epochs=1, callbacks=[DistributedCheckpointSaver(tmp_path, save_every_n_epochs=1)])
+    assert DistributedCheckpointSaver.restore_from_latest(tmp_path, second)
+    assert _values(second.swa_model) == _values(first.swa_model)
+    train(second, _data(), max_epochs=2)
+    assert _values(second.swa_model) == pytest.approx(_values(whole.swa_model), abs=1e-7)
+    assert int(second.swa_model.n_averaged) == 6  # type: ignore[union-attr]
+
+
+def test_anomalies_are_looked_for_as_asked() -> None:
+    for asked in (True, False, None):
+        unit = Auto(module=_module(), device=CPU, detect_anomaly=asked)
+        predicts = AutoPredictUnit(module=_module(), device=CPU, detect_anomaly=asked)
+        with patch("torch.autograd.set_detect_anomaly") as mode:
+            train(unit, _data(1), max_epochs=1)
+            predict(predicts, [torch.ones(1, 2)])
+        assert [call.args for call in mode.call_args_list] == ([] if asked is None else [(asked,), (asked,)])
 
 
 def test_steps_of_an_auto_unit_by_hand() -> None:
@@ -284,6 +419,40 @@ def test_steps_of_an_auto_unit_by_hand() -> None:
         assert loss.dim() == 0 and outputs.shape == (4, 1) and _values(unit.module) != before
         unit.eval_step(state, _data(1)[0])  # type: ignore[arg-type]
         assert told == [0, 0]
+
+
+def test_a_timer_has_the_stages_of_an_auto_units_step() -> None:
+    """The names and numbers that TorchTNT 0.2.4 records for this run; steps and hooks come beside them."""
+    timer = Timer()
+    swa = SWAParams(warmup_steps_or_epochs=1, step_or_epoch_update_freq=1)
+    unit = Auto(module=_module(), device=CPU, clip_grad_norm=1.0, clip_grad_value=1.0, swa_params=swa, step_lr_interval="step")
+    fit(unit, _data(2), _data(1), max_epochs=1, timer=timer)
+    predict(unit, [torch.ones(1, 2)], timer=timer)
+    counts = {name.removeprefix("Auto."): len(each) for name, each in timer.recorded_durations.items()}
+    assert counts["compute_loss"] == 3 and counts["forward"] == 1
+    twice = ("backward", "clip_grad_norm", "clip_grad_value", "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
+    assert [counts[name] for name in twice] == [2] * 6 and counts["stochastic_weight_avg_update"] == 1
+    for stage in ("next(data_iter)", "move_data_to_device"):
+        assert [counts[f"{entry}.{stage}"] for entry in ("train", "evaluate", "predict")] == [2, 1, 1], stage
+    assert len(timer.recorded_durations["train.next(data_iter)"]) == 2
+
+
+@pytest.mark.parametrize("mock", [Mock, MagicMock])
+@pytest.mark.parametrize("spec", [None, nn.Module])
+def test_a_mock_may_be_a_module(mock: Any, spec: Any) -> None:
+    class Mocked(Auto):
+        def compute_loss(self, state: State, data: Any) -> Any:
+            return torch.ones((), requires_grad=True) * 1, self.module(data)
+
+        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
+            return MagicMock(), MagicMock()
+
+    module = mock(spec=spec)
+    unit = Mocked(module=module, device=CPU)
+    train(unit, [1, 2], max_epochs=1)
+    predict(AutoPredictUnit(module=module, device=CPU), [3])
+    assert [call.args for call in module.to.return_value.call_args_list] == [(1,), (2,), (3,)]
+    assert unit.optimizer.step.call_count == 2 and unit.lr_scheduler.step.call_count == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")

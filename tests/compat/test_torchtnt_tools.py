@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from echelon.common.errors import LoaderError
-from echelon.compat.torchtnt.utils import is_torch_version_geq
 from echelon.compat.torchtnt.utils.data import CudaDataPrefetcher
 from echelon.compat.torchtnt.utils.flops import FlopTensorDispatchMode
 from echelon.compat.torchtnt.utils.module_summary import get_module_summary
 from echelon.compat.torchtnt.utils.oom import attach_oom_observer, log_memory_snapshot
 from echelon.compat.torchtnt.utils.tqdm import close_progress_bar, create_progress_bar, update_progress_bar
+from echelon.compat.torchtnt.utils.version import is_torch_version_geq
 from tests.kit.refusals import refused
 
 # --- memory

@@ -159,8 +159,18 @@ def _bound(file: Path) -> Iterator[str]:
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
             names = [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
             yield from names
-            if names == ["_HOMES"] and isinstance(statement.value, ast.Dict):
-                yield from (str(key.value) for key in statement.value.keys if isinstance(key, ast.Constant))
+            if names == ["_HOMES"] and isinstance(statement.value, (ast.Dict, ast.DictComp)):
+                yield from _homes(statement.value)
+
+
+def _homes(table: ast.Dict | ast.DictComp) -> Iterator[str]:
+    """Keys of `{"Trainer": "trainer", ...}`, or of one that is made of `{"trainer": "Trainer ...", ...}`."""
+    if isinstance(table, ast.Dict):
+        yield from (str(key.value) for key in table.keys if isinstance(key, ast.Constant))
+        return
+    made_of = [each for each in ast.walk(table.generators[0].iter) if isinstance(each, ast.Dict)]
+    for each in made_of:
+        yield from (name for names in each.values if isinstance(names, ast.Constant) for name in str(names.value).split())
 
 
 def _exported(file: Path) -> Iterator[str]:

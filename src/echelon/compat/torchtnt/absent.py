@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from echelon.common.errors import NotHereError
-from echelon.compat.names import refusing
+from echelon.compat.names import Missing, register
 
-__all__ = ["ALIASES", "ARGUMENTS", "MODULES", "NAMES", "absent", "instead", "refuse_arguments"]
+__all__ = ["MODULES", "NAMES", "absent", "instead"]
 
 _NUMBERS = "a comparison where the number is logged; a loss that is nan or grows is looked at by echelon itself."
 _OWN = "a Callback of your own, of a few lines; or keep TorchTNT's file."
@@ -19,23 +20,6 @@ _COMPILED = "`torch._dynamo.config.compiled_autograd = True` before training."
 _MEMORY = "`echelon plan`, which foretells memory, and torch.cuda.memory._record_memory_history, which torch documents."
 _TIMES = "`echelon report`, which shows durations, waits and throughput of every run; state.train_state.iteration_timer has them."
 _TOOL = "keep TorchTNT's file: it needs nothing but torch."
-
-_AVERAGES = "AutoUnit(ema=0.999) of echelon, or torch.optim.swa_utils.AveragedModel."
-
-# Modules of TorchTNT whose names another module here has, by that one.
-_SAME = {
-    "framework": "callback evaluate fit predict state train",
-    "framework.base_checkpointer": "callbacks.base_checkpointer callbacks.checkpointer_types",
-    "framework.callbacks": "callbacks.early_stopping callbacks.garbage_collector callbacks.lambda_callback "
-    "callbacks.learning_rate_monitor callbacks.module_summary callbacks.pytorch_profiler callbacks.tqdm_progress_bar",
-    "framework.dcp_saver": "callbacks.dcp_saver callbacks.torchsnapshot_saver",
-    "utils": "early_stop_checker lr_scheduler optimizer progress stateful version",
-    "utils.data": "data.data_prefetcher",
-    "utils.distributed": "device env rank_zero_log",
-    "utils.loggers": "loggers.csv loggers.in_memory loggers.logger loggers.stdout loggers.tensorboard loggers.utils",
-    "utils.prepare_module": "fsdp_utils precision",
-}
-ALIASES = {f"{same.partition('.')[0]}.{name}": same for same, names in _SAME.items() for name in names.split()}
 
 # Modules of which nothing is here: their public names, and what to use.
 MODULES = {
@@ -80,7 +64,6 @@ MODULES = {
     "utils.memory_snapshot_profiler": ("MemorySnapshotParams MemorySnapshotProfiler", _MEMORY),
     "utils.misc": ("days_to_secs transfer_batch_norm_stats transfer_weights", "load_state_dict, and datetime.timedelta."),
     "utils.nan": ("", "torch.autograd.detect_anomaly, or AutoUnit(detect_anomaly=True)."),
-    "utils.swa": ("AveragedModel", _AVERAGES),
     "utils.test_utils": (
         "captured_output get_pet_launch_config is_asan is_asan_or_tsan is_tsan skip_if_asan skip_if_not_distributed "
         "skip_if_not_gpu",
@@ -88,19 +71,16 @@ MODULES = {
     ),
 }
 
-# Arguments of functions and classes that are here.
-ARGUMENTS = {
-    "enable_compiled_autograd": _COMPILED,
-    "enable_loss_parallel": "torch.distributed.tensor.parallel.loss_parallel() around the loss, in compute_loss.",
-    "global_mesh": _GRID,
-    "grad_scaler_params": "precision='fp16', whose scale finds its height by itself; or precision='bf16', which needs none.",
-    "save_every_n_predict_steps": "nothing: a prediction changes no weights; write what it gives in on_predict_step_end.",
-    "gradient_accumulation_sync": "nothing: gradients travel once in a window.",
-    "tracked_metrics": _NUMBERS,
-}
-
 # Names that are not in modules that are here.
 NAMES = {
+    "arguments": {
+        "enable_compiled_autograd": _COMPILED,
+        "enable_loss_parallel": "torch.distributed.tensor.parallel.loss_parallel() around the loss, in compute_loss.",
+        "global_mesh": _GRID,
+        "grad_scaler_params": "precision='fp16', whose scale finds its height by itself; or precision='bf16', which needs none.",
+        "save_every_n_predict_steps": "nothing: a prediction changes no weights; write what it gives in on_predict_step_end.",
+        "gradient_accumulation_sync": "nothing: gradients travel once in a window.",
+    },
     "framework.unit": {"TTestUnit TestUnit": "echelon.units.TestUnit."},
     "utils.checkpoint": {"load_from_full_model_state_dict": _STATE},
     "utils.device": {
@@ -130,7 +110,7 @@ NAMES = {
         "estimated_steps_in_epoch estimated_steps_in_fit estimated_steps_in_loop": "the progress that `echelon run` shows.",
     },
     "utils.stateful": {
-        "DictStateful MetricStateful MultiStateful": "a class of your own with state_dict and load_state_dict.",
+        "DictStateful MetricStateful": "a class of your own with state_dict and load_state_dict.",
     },
     "utils.timer": {
         "AggregatedTimer BoundedTimer TimedActionStats TimerProtocol TimerReport": "Timer, or `echelon report`.",
@@ -142,27 +122,43 @@ NAMES = {
 }
 
 
-_TABLES = [*MODULES.items(), *((module, told) for module, lost in NAMES.items() for told in lost.items())]
-_LOST = {name: (f"torchtnt.{module}.{name}", text) for module, (names, text) in _TABLES for name in names.split()}
-
-absent = refusing(_LOST)
-
-
 def instead(module: str, name: str = "") -> str | None:
     """What to take in place of a name of a module, or of a module, below `torchtnt`; None: it is in no table."""
     if not name:
         return MODULES.get(module, (None, None))[1]
-    return _LOST[name][1] if name in _LOST else None
+    for where, (names, text) in MODULES.items():
+        if where.rpartition(".")[0] == module and name in names.split():
+            return text
+    for where, lost in NAMES.items():
+        for names, text in lost.items():
+            if module in (where, where.rpartition(".")[0]) and name in names.split():
+                return text
+    return None
 
 
-def refuse_arguments(where: str, given: Mapping[str, Any]) -> None:
-    """Of what TorchTNT takes, and no public program was found to give.
+def absent(module: str, homes: Mapping[str, str] | None = None) -> Callable[[str], Any]:
+    """The `__getattr__` of a module or package; of a package, modules below it that are not here can be imported from then on.
 
-    Raises:
-        NotHereError: one is asked for. What it is by default is no error.
+    Args:
+        module: its name below `torchtnt`.
+        homes: name -> the module that has it: what is loaded when it is first used.
     """
-    for name, value in given.items():
-        if name not in ARGUMENTS:
-            raise TypeError(f"{where}() got an unexpected keyword argument {name!r}")
-        if value:
-            raise NotHereError(f"{where}({name}=...) is not part of echelon.compat. Instead: {ARGUMENTS[name]}")
+    below = {where: told for where, told in MODULES.items() if where.rpartition(".")[0] == module}
+    instead = {each: text for names, text in below.values() for each in names.split()}
+    for where, lost in NAMES.items():
+        if module in (where, where.rpartition(".")[0]):  # a package has what its modules have
+            instead |= {each: text for names, text in lost.items() for each in names.split()}
+    last = {where.rpartition(".")[2]: text for where, (_, text) in below.items()}
+    here = f"echelon.compat.torchtnt.{module}"
+    register(f"torchtnt.{module}", here, last)
+
+    def getattr_(name: str) -> Any:
+        if homes is not None and name in homes:
+            value = getattr(importlib.import_module(f"echelon.compat.torchtnt.{homes[name]}"), name)
+            setattr(sys.modules[here], name, value)
+            return value
+        if name in instead:
+            return Missing(f"torchtnt.{module}.{name} is not part of echelon.compat. Instead: {instead[name]}")
+        raise AttributeError(f"module {here!r} has no attribute {name!r}")
+
+    return getattr_

@@ -1,9 +1,13 @@
 """torchtnt.framework: units, loops, state and callbacks, by their names there."""
 
 from echelon.compat.torchtnt.absent import absent
-from echelon.compat.torchtnt.framework import callbacks
 from echelon.compat.torchtnt.framework.auto_unit import AutoPredictUnit, AutoUnit
-from echelon.compat.torchtnt.framework.loops import fit, train
+from echelon.compat.torchtnt.framework.callback import Callback
+from echelon.compat.torchtnt.framework.evaluate import evaluate
+from echelon.compat.torchtnt.framework.fit import fit
+from echelon.compat.torchtnt.framework.predict import predict
+from echelon.compat.torchtnt.framework.state import ActivePhase, EntryPoint, PhaseState, State
+from echelon.compat.torchtnt.framework.train import train
 from echelon.compat.torchtnt.framework.unit import (
     EvalUnit,
     PredictUnit,
@@ -12,9 +16,6 @@ from echelon.compat.torchtnt.framework.unit import (
     TrainUnit,
     TTrainUnit,
 )
-from echelon.loop.callback import Callback
-from echelon.loop.run import evaluate, predict
-from echelon.loop.state import ActivePhase, EntryPoint, PhaseState, State
 
 __all__ = [
     "ActivePhase",
@@ -30,13 +31,10 @@ __all__ = [
     "TPredictUnit",
     "TTrainUnit",
     "TrainUnit",
-    "callbacks",
     "evaluate",
     "fit",
     "predict",
     "train",
 ]
 
-TPhaseState = PhaseState  # of torchtnt.framework.state
-
-__getattr__ = absent(__name__)
+__getattr__ = absent("framework")

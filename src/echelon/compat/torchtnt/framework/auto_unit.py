@@ -1,8 +1,11 @@
-"""torchtnt.framework.auto_unit: echelon's, with TorchTNT's arguments."""
+"""torchtnt.framework.auto_unit: echelon's, with TorchTNT's further arguments and its values of attributes."""
 
 from __future__ import annotations
 
+import copy
+import logging
 from abc import ABCMeta
+from dataclasses import fields, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -10,13 +13,25 @@ from torch import nn
 
 from echelon.common.errors import UsageError, require
 from echelon.common.older_words import unknown
-from echelon.compat.torchtnt.absent import ARGUMENTS, refuse_arguments
+from echelon.compat.torchtnt.absent import instead
 from echelon.compat.torchtnt.framework import unit
-from echelon.compat.torchtnt.utils.prepare_module import ActivationCheckpointParams, Strategy, TorchCompileParams
+from echelon.compat.torchtnt.framework.averages import Averages
+from echelon.compat.torchtnt.framework.mocks import as_module
+from echelon.compat.torchtnt.framework.stages import PredictStages, TrainStages
+from echelon.compat.torchtnt.utils.precision import convert_precision_str_to_dtype
+from echelon.compat.torchtnt.utils.prepare_module import (
+    ActivationCheckpointParams,
+    Strategy,
+    TorchCompileParams,
+    compilable,
+    convert_str_to_strategy,
+    refuse_arguments,
+)
 from echelon.loop.auto import auto, prepared_unit
 from echelon.loop.auto.auto import TrainStepResults
 from echelon.loop.auto.averaged import SWALRParams, SWAParams
 from echelon.loop.auto.unit_options import OLDER_WORDS, AutoOptions
+from echelon.parallel.prepared import NO_CONTEXT
 
 __all__ = [
     "ActivationCheckpointParams",
@@ -29,10 +44,11 @@ __all__ = [
     "TrainStepResults",
 ]
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
-# What TorchTNT has no word for.
-_MORE = ("deterministic", "lr_monitor", "stop_after_nonfinite_losses")
+_KNOWN = tuple(field.name for field in fields(AutoOptions))
+
+T = TypeVar("T")
 
 
 class _Configures(ABCMeta):
@@ -49,20 +65,8 @@ class _Configures(ABCMeta):
         return made
 
 
-class _ComputesIn:
-    """`precision` is a type there."""
-
-    computes: Any
-
-    @property
-    def precision(self) -> torch.dtype | None:
-        """The type of autocast; None computes in float32."""
-        found: torch.dtype | None = self.computes.dtype
-        return found
-
-
-class AutoUnit(  # type: ignore[misc]
-    _ComputesIn,
+class AutoUnit(
+    TrainStages,
     auto.AutoUnit[T],
     unit.TrainUnit[T],
     unit.EvalUnit[T],
@@ -72,11 +76,9 @@ class AutoUnit(  # type: ignore[misc]
     """As `echelon.AutoUnit`.
 
     Args:
-        swa_params: averages as echelon's `ema` keeps them, which count updates.
-        options: more of echelon's UnitOptions: deterministic, lr_monitor, stop_after_nonfinite_losses.
+        options: more of echelon's AutoOptions: compile, deterministic, stop_after_nonfinite_losses.
     Raises:
         NotHereError: an argument of TorchTNT's that no public program was found to give, with what to take instead.
-        UsageError: averages are to be counted in epochs.
     """
 
     expects_mean = False
@@ -102,34 +104,126 @@ class AutoUnit(  # type: ignore[misc]
         zero_grad_at_train_step_start: bool = False,
         **options: Any,
     ) -> None:
+        if gradient_accumulation_steps < 1:
+            raise UsageError(f"gradient_accumulation_steps must be > 0. Got {gradient_accumulation_steps}")
         require(step_lr_interval in ("step", "epoch"), "step_lr_interval", "'step' or 'epoch'", step_lr_interval)
-        if swa_params is not None and step_lr_interval == "epoch":
-            raise UsageError(
-                "step_lr_interval must be 'step' with swa_params, got 'epoch': averages count updates here. Multiply the numbers "
-                "of SWAParams by the updates of an epoch, and let the schedule count updates, too."
-            )
         chosen = AutoOptions(
             device=device,
-            layout=strategy,
+            layout=_checked(strategy),
             lr_interval="epoch" if step_lr_interval == "epoch" else "update",
-            precision=precision,
+            precision=_known(precision),
             accumulate=gradient_accumulation_steps,
-            detect_anomaly=detect_anomaly,
+            detect_anomaly=_detects(detect_anomaly, torch_compile_params),
             clip_grad_norm=clip_grad_norm,
             clip_grad_value=clip_grad_value,
             averaging=swa_params,
-            compile=torch_compile_params,
             recompute=activation_checkpoint_params,
             training=training,
             retain_graph=loss_backward_retain_graph,
             prefetch=enable_prefetch,
             zero_grad_first=zero_grad_at_train_step_start,
-            **_more(type(self), options),
+            **_more(type(self), options, torch_compile_params),
         )
-        super().__init__(module=module, options=chosen)
+        super().__init__(module=as_module(module), options=chosen)
+
+    def build_from(self, module: nn.Module, options: AutoOptions) -> None:
+        params = options.averaging
+        if params is None or params.use_in_evaluation:  # which only echelon's own averages can
+            super().build_from(module, options)
+            return
+        source = copy.deepcopy(module) if options.training else None
+        super().build_from(module, replace(options, averaging=None))
+        self._options, self.swa_params = options, params
+        if source is not None:
+            self.swa_model = Averages(source, self, params)  # type: ignore[assignment]
+
+    @property  # type: ignore[misc]
+    def precision(self) -> torch.dtype | None:  # type: ignore[override]
+        """The type of autocast; None computes in float32."""
+        return self.computes.dtype
+
+    @property
+    def loss_backward_retain_graph(self) -> bool | None:
+        return self.retain_graph
+
+    @property
+    def maybe_autocast_precision(self) -> Any:
+        """Context in which losses are computed."""
+        dtype = self.computes.dtype
+        return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
+
+    # --- steps in a loop, and those that a program takes itself
+
+    _in_loop = False
+
+    def phase_started(self, state: Any, phase: str) -> None:
+        self._in_loop = True
+        super().phase_started(state, phase)
+
+    def phase_ended(self, state: Any, phase: str) -> None:
+        self._in_loop = False
+        super().phase_ended(state, phase)
+
+    def epoch_closed(self, state: Any, phase: str) -> None:
+        if phase == "train" and isinstance(self.swa_model, Averages) and self.swa_model.per_epoch:
+            self.swa_model.average_if_due()
+        super().epoch_closed(state, phase)
+
+    def on_train_epoch_end(self, state: Any) -> None:
+        """The loop has advanced the schedule by now; what a program calls itself does it here."""
+        if not self._in_loop and self.lr_interval == "epoch":
+            self.epoch_closed(state, "train")
+
+    def evaluating(self) -> Any:
+        return NO_CONTEXT if isinstance(self.swa_model, Averages) else super().evaluating()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "on_train_step_end":
+            self._reports_step = True
 
 
-class AutoPredictUnit(_ComputesIn, prepared_unit.AutoPredictUnit[T], unit.PredictUnit[T]):  # type: ignore[misc]
+def _checked(strategy: Any) -> Any:
+    """A strategy; of a name that is none, TorchTNT's words."""
+    return convert_str_to_strategy(strategy) if isinstance(strategy, str) else strategy
+
+
+def _more(kind: type, options: dict[str, Any], torch_compile_params: Any) -> dict[str, Any]:
+    """What TorchTNT has no word for, and echelon's `compile`, which may also be given itself.
+
+    Raises:
+        UsageError: a word of echelon's for which TorchTNT has its own; one that neither knows.
+    """
+    refused = {name: value for name, value in options.items() if instead("arguments", name) is not None}
+    refuse_arguments(kind.__name__, refused)
+    options = {name: value for name, value in options.items() if name not in refused}
+    theirs = {new: older for older, new in OLDER_WORDS.items() if new != "compile" or torch_compile_params is not None}
+    for name in options:
+        if name in theirs:
+            raise UsageError(
+                f"{kind.__name__} has no argument {name!r} in echelon.compat.torchtnt: it is {theirs[name]}, as there."
+            )
+        if name not in _KNOWN:
+            raise unknown(kind.__name__, name, _KNOWN, older=OLDER_WORDS)
+    return options if torch_compile_params is None else {"compile": compilable(torch_compile_params), **options}
+
+
+def _known(precision: Any) -> Any:
+    """What to compute in; of a name that is none, TorchTNT's words."""
+    return convert_precision_str_to_dtype(precision) if isinstance(precision, str) and precision not in _NAMED else precision
+
+
+_NAMED = ("fp32", "bf16", "fp16", "float8")
+
+
+def _detects(detect_anomaly: bool | None, compiled: Any) -> bool | None:
+    if compiled is None or getattr(compiled, "disable", False) or detect_anomaly is None:
+        return detect_anomaly
+    logger.warning("torch.compile is enabled, so detect_anomaly is disabled")
+    return None
+
+
+class AutoPredictUnit(PredictStages, prepared_unit.AutoPredictUnit[T], unit.PredictUnit[T]):
     """As `echelon.units.AutoPredictUnit`."""
 
     def __init__(
@@ -147,28 +241,20 @@ class AutoPredictUnit(_ComputesIn, prepared_unit.AutoPredictUnit[T], unit.Predic
     ) -> None:
         chosen = AutoOptions(
             device=device,
-            layout=strategy,
-            precision=precision,
-            compile=torch_compile_params,
-            detect_anomaly=detect_anomaly,
+            layout=_checked(strategy),
+            precision=_known(precision),
+            detect_anomaly=_detects(detect_anomaly, torch_compile_params),
             recompute=activation_checkpoint_params,
             prefetch=enable_prefetch,
-            **_more(type(self), options),
+            **_more(type(self), options, torch_compile_params),
         )
-        super().__init__(module=module, options=chosen)
+        super().__init__(module=as_module(module), options=chosen)
 
+    @property  # type: ignore[misc]
+    def precision(self) -> torch.dtype | None:  # type: ignore[override]
+        """The type of autocast; None computes in float32."""
+        return self.computes.dtype
 
-def _more(kind: type, options: dict[str, Any]) -> dict[str, Any]:
-    """Of further arguments those that are echelon's alone.
-
-    Raises:
-        UsageError: a word of echelon's for which TorchTNT has its own; one that neither knows.
-    """
-    refuse_arguments(kind.__name__, {name: value for name, value in options.items() if name in ARGUMENTS})
-    theirs = {new: older for older, new in OLDER_WORDS.items()}
-    left = {name: value for name, value in options.items() if name not in ARGUMENTS}
-    for name in left:
-        if name not in _MORE:
-            remedy = f"In echelon.compat.torchtnt it is {theirs[name]}, as there." if name in theirs else ""
-            raise unknown(kind.__name__, name, _MORE, remedy, older=OLDER_WORDS)
-    return left
+    def predict_step(self, state: Any, data: T) -> Any:
+        with NO_CONTEXT if self.detect_anomaly is None else torch.autograd.set_detect_anomaly(self.detect_anomaly):
+            return super().predict_step(state, data)

@@ -4,9 +4,13 @@ to its unit.
 
 from typing import Any, TypeAlias, TypeVar
 
+import torch
+from torch import nn
+
 from echelon.compat.torchtnt.absent import absent
+from echelon.compat.torchtnt.utils.progress import Progress
 from echelon.loop import unit
-from echelon.loop.unit import AppStateMixin
+from echelon.loop.unit import LRScheduler, Stateful
 
 __all__ = [
     "AppStateMixin",
@@ -26,22 +30,56 @@ TEvalData = TypeVar("TEvalData")
 TPredictData = TypeVar("TPredictData")
 
 
-class TrainUnit(unit.TrainUnit[TTrainData]):
+_TRACKED = (nn.Module, torch.optim.Optimizer, *LRScheduler, Progress, Stateful)
+
+
+class AppStateMixin(unit.AppStateMixin):
+    """As echelon's; what is tracked is refused before `super().__init__()`, as there.
+
+    Raises:
+        AttributeError: such an attribute was set too early.
+    """
+
+    _may_track = False
+
+    def __init__(self) -> None:
+        self.__dict__["_may_track"] = True
+        super().__init__()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not self._may_track and isinstance(value, _TRACKED) and not isinstance(value, type):
+            raise AttributeError("Please call super().__init__() before setting attributes.")
+        super().__setattr__(name, value)
+
+
+class TrainUnit(AppStateMixin, unit.TrainUnit[TTrainData]):
     """As `echelon.TrainUnit`."""
 
     reports_own_steps = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.train_progress = Progress()
 
-class EvalUnit(unit.EvalUnit[TEvalData]):
+
+class EvalUnit(AppStateMixin, unit.EvalUnit[TEvalData]):
     """As `echelon.EvalUnit`."""
 
     reports_own_steps = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.eval_progress = Progress()
 
-class PredictUnit(unit.PredictUnit[TPredictData]):
+
+class PredictUnit(AppStateMixin, unit.PredictUnit[TPredictData]):
     """As `echelon.PredictUnit`."""
 
     reports_own_steps = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.predict_progress = Progress()
 
 
 # For annotations.
@@ -49,4 +87,4 @@ TTrainUnit: TypeAlias = TrainUnit[Any]
 TEvalUnit: TypeAlias = EvalUnit[Any]
 TPredictUnit: TypeAlias = PredictUnit[Any]
 
-__getattr__ = absent(__name__)
+__getattr__ = absent("framework.unit")

@@ -1,33 +1,28 @@
-"""torchtnt.utils.distributed, env, device and rank_zero_log: ranks, their devices and seeds, what they tell each other."""
+"""torchtnt.utils.distributed: ranks, and what they tell each other."""
 
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import torch
 import torch.distributed as dist
 
-from echelon.common.errors import LauncherEnvironmentError, UsageError, require
-from echelon.compat.collect import gather_tensors as all_gather_tensors
+from echelon.common.errors import LauncherEnvironmentError, UsageError
+from echelon.compat.collect import gather_tensors
 from echelon.compat.torchtnt.absent import absent
 from echelon.contracts.rank import RankInfo
 from echelon.launcher.functions.launch import launch
-from echelon.world import device as devices
-from echelon.world import init, rng
-from echelon.world.device import record_stream as record_data_in_stream
+from echelon.world.init import init_from_env
 
 __all__ = [
     "all_gather_tensors",
     "barrier",
-    "copy_data_to_device",
-    "get_device_from_env",
     "get_file_init_method",
     "get_global_rank",
     "get_local_rank",
@@ -35,38 +30,27 @@ __all__ = [
     "get_process_group_backend_from_device",
     "get_tcp_init_method",
     "get_world_size",
-    "init_from_env",
-    "rank_zero_critical",
-    "rank_zero_debug",
-    "rank_zero_error",
-    "rank_zero_info",
-    "rank_zero_print",
-    "rank_zero_warn",
-    "record_data_in_stream",
-    "seed",
-    "set_float32_precision",
     "spawn_multi_process",
 ]
 
 T = TypeVar("T")
 
-_logger = logging.getLogger(__name__)
+Group = dist.ProcessGroup | None
 
 
 # --- who this rank is
 
 
 def _number(variable: str, field: str) -> int:
-    """What a launcher says; of a variable that is set alone, that one; else what one process has alone."""
-    try:
-        return int(getattr(RankInfo.from_env(), field))
-    except LauncherEnvironmentError:  # whoever joins ranks says what is missing; to ask for a number, this is enough
-        return _read(variable) if os.environ.get(variable) else int(getattr(RankInfo(rank=0, world_size=1), field))
-
-
-def _read(variable: str) -> int:
-    text = os.environ[variable]
-    require(text.isdecimal(), variable, "a number", text)
+    """A variable of torchrun's, which may be set alone; else what another launcher says; else one process alone."""
+    text = os.environ.get(variable)
+    if not text:
+        try:
+            return int(getattr(RankInfo.from_env(), field))
+        except LauncherEnvironmentError:  # whoever joins ranks says what is missing; to ask for a number, this is enough
+            return int(getattr(RankInfo(rank=0, world_size=1), field))
+    if not text.isdecimal():
+        raise UsageError(f"{variable}={text!r} is no number.")
     return int(text)
 
 
@@ -130,7 +114,7 @@ def get_tcp_init_method(
     rank, size = _place(rank, world_size)
     if port is None:
         if "MASTER_PORT" in os.environ:
-            port = _read("MASTER_PORT")
+            port = _number("MASTER_PORT", "master_port")
         elif size > 1:
             raise UsageError(
                 f"get_tcp_init_method: {size} ranks need one port that all of them know. Give port=..., set MASTER_PORT, or use "
@@ -145,123 +129,23 @@ def get_tcp_init_method(
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
     rank = get_global_rank() if rank is None else rank
     size = get_world_size() if world_size is None else world_size
-    require(size >= 1, "world_size", "at least 1", size)
-    require(0 <= rank < size, "rank", f"from 0 to below world_size={size}", rank)
+    if size < 1:
+        raise UsageError(f"Invalid world_size value provided: {size}. Value must be greater than 0.")
+    if rank < 0:
+        raise UsageError(f"Invalid rank value provided: {rank}. Value must be at least 0.")
+    if rank >= size:
+        raise UsageError(
+            f"Invalid rank and world_size values provided: rank={rank}, world_size={size}. Rank must be less than world_size."
+        )
     return rank, size
 
 
-# --- devices, and data on their way there
+# --- what ranks tell each other
 
 
-def get_device_from_env() -> torch.device:
-    """cuda:LOCAL_RANK, which becomes the current device, or the CPU.
-
-    Raises:
-        UsageError: there are not so many.
-    """
-    device = devices.device_of(init.rank_info())
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    return device
-
-
-def copy_data_to_device(
-    data: T, device: torch.device, stream_to_record: torch.cuda.Stream | None = None, *args: Any, **kwargs: Any
-) -> T:
-    """As `echelon.world.device.copy_data_to_device`.
-
-    Args:
-        stream_to_record: the stream that will use the copies, however deep they lie in the data.
-    """
-    copied = devices.copy_data_to_device(data, device, *args, **kwargs)
-    if stream_to_record is not None:
-        record_data_in_stream(copied, stream_to_record)
-    return copied
-
-
-def set_float32_precision(precision: str = "high") -> None:
-    """On GPUs: the precision of products of float32 matrices and of convolutions; without a GPU nothing.
-
-    Args:
-        precision: "highest", or "high" and "medium" for TensorFloat-32.
-    """
-    require(precision in ("highest", "high", "medium"), "precision", "'highest', 'high' or 'medium'", precision)
-    if torch.cuda.is_available():
-        torch.set_float32_matmul_precision(precision)
-        torch.backends.cudnn.allow_tf32 = precision != "highest"
-
-
-# --- joining the other ranks, and seeds
-
-
-def init_from_env(
-    *,
-    device_type: str | None = None,
-    dist_init_method_type: Literal["env", "tcp", "file"] = "env",
-    pg_backend: str | None = None,
-    pg_timeout: timedelta = timedelta(minutes=30),
-    float32_matmul_precision: str = "high",
-) -> torch.device:
-    """As `echelon.init_from_env`, with TorchTNT's arguments and defaults.
-
-    Args:
-        dist_init_method_type: ranks always meet in the store at the launcher's address, which is what "env" and "tcp" mean;
-            for "file" the environment names no file that all ranks know, and a warning says so.
-        float32_matmul_precision: set on GPUs, as TorchTNT does: by default products of float32 have TensorFloat-32's 10 bits of
-            mantissa. "highest" keeps all 23.
-    """
-    known = dist_init_method_type in ("env", "tcp", "file")
-    require(known, "dist_init_method_type", "'env', 'tcp' or 'file'", dist_init_method_type)
-    info = init.rank_info()
-    if dist_init_method_type == "file" and info.world_size > 1 and info.rank == 0:
-        _logger.warning(
-            "init_from_env(dist_init_method_type='file') has no effect: the environment names no file that all ranks know, so "
-            "they meet at the launcher's address. For a file of yours: torch.distributed.init_process_group(init_method="
-            "get_file_init_method(filename=...))"
-        )
-    device = init.init_from_env(device_type, pg_backend, pg_timeout)
-    if device.type == "cuda":
-        set_float32_precision(float32_matmul_precision)
-    return device
-
-
-def seed(seed: int, deterministic: str | int | None = None) -> None:
-    """Seed Python, numpy and torch alike on all ranks, and the hashes of Python processes that are started later.
-
-    Args:
-        deterministic: torch's `set_deterministic_debug_mode`: "default" or 0, "warn" or 1, "error" or 2; cuDNN measures which
-            kernel is fastest with the first only. None changes nothing.
-    """
-    rng.seed(seed)
-    os.environ["PYTHONHASHSEED"] = str(seed)
-    if deterministic is None:
-        return
-    torch.set_deterministic_debug_mode(deterministic)
-    exact = torch.get_deterministic_debug_mode() > 0
-    torch.backends.cudnn.deterministic = exact
-    torch.backends.cudnn.benchmark = not exact
-    if exact:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with workspaces of fixed sizes
-
-
-# --- what only rank 0 says
-
-
-def rank_zero_print(*args: Any, **kwargs: Any) -> None:
-    if get_global_rank() == 0:
-        print(*args, **kwargs)
-
-
-def _at(level: int) -> Callable[..., None]:
-    def log(*args: Any, logger: logging.Logger | None = None, stacklevel: int = 1, **kwargs: Any) -> None:
-        if get_global_rank() == 0:
-            (logger or _logger).log(level, *args, stacklevel=stacklevel + 1, **kwargs)
-
-    return log
-
-
-rank_zero_debug, rank_zero_info, rank_zero_warn = _at(logging.DEBUG), _at(logging.INFO), _at(logging.WARNING)
-rank_zero_error, rank_zero_critical = _at(logging.ERROR), _at(logging.CRITICAL)
+def all_gather_tensors(result: torch.Tensor, group: Group = None) -> list[torch.Tensor]:
+    """As `compat.collect.gather_tensors`: every rank's tensor, by rank, whatever its shape. Gradients do not flow back."""
+    return gather_tensors(result, group)
 
 
 # --- processes
@@ -275,7 +159,7 @@ class _InGroup:
         self.__name__ = getattr(fn, "__name__", "spawn_multi_process")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        init.init_from_env("cuda" if "nccl" in self._backend else "cpu", self._backend, self._timeout)
+        init_from_env("cuda" if "nccl" in self._backend else "cpu", self._backend, self._timeout)
         try:
             return self._fn(*args, **kwargs)
         finally:
@@ -299,4 +183,4 @@ def spawn_multi_process(
     return launch(call, ranks=world_size, args=method_args, kwargs=method_kwargs)
 
 
-__getattr__ = absent(__name__)
+__getattr__ = absent("utils.distributed")

@@ -1,21 +1,22 @@
-"""torchtnt.utils.prepare_module, fsdp_utils and precision: make a module parallel, for those who write their own unit."""
+"""torchtnt.utils.prepare_module: make a module parallel, for those who write their own unit."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pkgutil import resolve_name
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
-from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
 
-from echelon.compat.older_options import ActivationCheckpointParams, FSDPStrategy
-from echelon.compat.torchtnt.absent import absent, refuse_arguments
+from echelon.common.errors import NotHereError, UsageError
+from echelon.compat import older_options
+from echelon.compat.older_options import ActivationCheckpointParams
+from echelon.compat.torchtnt.absent import absent, instead
 from echelon.compat.torchtnt.utils.fsdp2 import FSDP2Strategy
+from echelon.compat.torchtnt.utils.fsdp_utils import BackwardPrefetch, MixedPrecision, ShardingStrategy, StateDictType
 from echelon.parallel import parallelize
 from echelon.parallel.ddp.ddp import DDPStrategy
 from echelon.parallel.fsdp import fsdp
@@ -25,28 +26,23 @@ from echelon.parallel.meta.materialize import materialize
 from echelon.parallel.patching import in_front_of, replace_class
 from echelon.parallel.recipe.activation import checkpoint_activations
 from echelon.parallel.recipe.compilation import TorchCompileParams
-from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.recipe.recipe import Recipe
-from echelon.parallel.strategy import NOOPStrategy, Strategy
+from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
+from echelon.world.init import World
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     "ActivationCheckpointParams",
-    "BackwardPrefetch",
     "DDPStrategy",
     "FSDP2Strategy",
     "FSDPStrategy",
-    "MixedPrecision",
     "NOOPStrategy",
-    "ShardingStrategy",
-    "StateDictType",
     "Strategy",
     "TorchCompileParams",
     "apply_ac",
     "apply_torch_compile",
-    "convert_precision_str_to_dtype",
     "convert_str_to_strategy",
     "materialize_meta_params",
     "on_meta_device",
@@ -56,32 +52,44 @@ __all__ = [
     "prepare_module",
 ]
 
-
-@dataclass
-class MixedPrecision(TorchMixedPrecision):
-    """torch's MixedPrecision, whose types may be written "fp16", "bf16", "fp32" or as torch names them, and whose classes by
-    their full names.
-    """
-
-    def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
-            if isinstance(value := getattr(self, name), str):
-                setattr(self, name, _dtype(value))
-        kinds = self._module_classes_to_ignore
-        self._module_classes_to_ignore = tuple(resolve_name(kind) if isinstance(kind, str) else kind for kind in kinds)
+# What a string may mean there.
+_OF_STRINGS: dict[str, Any] = {
+    "sharding_strategy": ShardingStrategy.to_native_sharding_strategy,
+    "backward_prefetch": BackwardPrefetch.to_native_backward_prefetch,
+    "state_dict_type": StateDictType.to_native_state_dict_type,
+}
 
 
-def _dtype(value: str) -> torch.dtype:
-    return Precision.of(getattr(torch, value.removeprefix("torch."), value)).dtype or torch.float32
-
-
-def convert_precision_str_to_dtype(precision: str) -> torch.dtype | None:
-    """torch.float16 for "fp16", torch.bfloat16 for "bf16", None for "fp32".
+class FSDPStrategy(older_options.FSDPStrategy):
+    """`echelon.FSDPStrategy` with the older FullyShardedDataParallel's other options. Strings are torch's own values then.
 
     Raises:
-        UsageError, a ValueError: anything else.
+        UsageError, a ValueError: a string that is none of their names.
     """
-    return Precision.of(precision).dtype
+
+    def __init__(self, process_group: Any = None, sharding_strategy: Any = None, *others: Any, **options: Any) -> None:
+        names = list(inspect.signature(older_options.FSDPStrategy).parameters)
+        given = {**dict(zip(names, (process_group, sharding_strategy, *others), strict=False)), **options}
+        for name, native in _OF_STRINGS.items():
+            if isinstance(value := given.get(name), str):
+                given[name] = native(value)
+        if isinstance(mixed := given.get("mixed_precision"), MixedPrecision):
+            given["mixed_precision"] = mixed.to_native_mixed_precision()
+        super().__init__(**given)
+        older = {"limit_all_gathers": True, "use_orig_params": False, "backward_prefetch": _BACKWARD_PRE}
+        for name in ("state_dict_type", "state_dict_config", "optim_state_dict_config", *older):
+            object.__setattr__(self, name, given.get(name, older.get(name)))
+
+    def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
+        options = {field.name: getattr(self, field.name) for field in fields(fsdp.FSDPStrategy)}
+        return fsdp.FSDPStrategy(**{**options, "backward_prefetch": None}).prepare(module, world, recipe)
+
+
+_BACKWARD_PRE = BackwardPrefetch.to_native_backward_prefetch("BACKWARD_PRE")
+
+
+class BackendError(UsageError, RuntimeError):
+    """torch.compile has no such backend."""
 
 
 def convert_str_to_strategy(strategy: str) -> Strategy:
@@ -90,8 +98,14 @@ def convert_str_to_strategy(strategy: str) -> Strategy:
     Raises:
         UsageError, a ValueError: an unknown name.
     """
-    own: dict[str, type[Strategy]] = {"fsdp": FSDPStrategy, "fsdp2": FSDP2Strategy}
-    found = own[strategy]() if strategy in own else resolve(strategy)
+    if strategy in (own := {"fsdp": FSDPStrategy, "fsdp2": FSDP2Strategy}):
+        return own[strategy]()  # type: ignore[no-any-return]
+    try:
+        found = resolve(strategy)
+    except UsageError as error:
+        raise UsageError(
+            f"Strategy {strategy} not supported. Please use one of ['ddp', 'fsdp', 'fsdp2', 'noop']. {error}"
+        ) from None
     assert found is not None
     return found
 
@@ -111,11 +125,35 @@ def prepare_module(
         NotHereError: `global_mesh`, or compiled autograd, is asked for.
     """
     refuse_arguments("prepare_module", other)
-    layout = convert_str_to_strategy(strategy) if isinstance(strategy, str) else strategy
+    if isinstance(strategy, str):
+        strategy = convert_str_to_strategy(strategy)
+    elif strategy is not None and not isinstance(strategy, Strategy):
+        raise UsageError(
+            f"Unknown strategy received: {strategy}. Expect either str (one of 'ddp', 'fsdp', or 'noop') or Strategy dataclass"
+        )
     made = parallelize.prepare_module(
-        module, device, layout=layout, compile=torch_compile_params, recompute=activation_checkpoint_params
+        module,
+        device,
+        layout=strategy,
+        compile=compilable(torch_compile_params),
+        recompute=activation_checkpoint_params,
     )
-    return _with_older_methods(made) if isinstance(layout, fsdp.FSDPStrategy) else made
+    is_older = isinstance(strategy, fsdp.FSDPStrategy) and not isinstance(strategy, FSDP2Strategy)
+    return _with_older_methods(made) if is_older else made
+
+
+def refuse_arguments(where: str, given: dict[str, Any]) -> None:
+    """Of what TorchTNT takes, and no public program was found to give.
+
+    Raises:
+        NotHereError: one is asked for. What it is by default is no error.
+    """
+    for name, value in given.items():
+        told = instead("arguments", name)
+        if told is None:
+            raise TypeError(f"{where}() got an unexpected keyword argument {name!r}")
+        if value:
+            raise NotHereError(f"{where}({name}=...) is not part of echelon.compat. Instead: {told}")
 
 
 def prepare_ddp(module: nn.Module, device: torch.device, strategy: DDPStrategy | None = None) -> DistributedDataParallel:
@@ -132,6 +170,18 @@ def prepare_fsdp2(module: nn.Module, device: torch.device, strategy: FSDP2Strate
     """`fully_shard` in place, with its own options."""
     refuse_arguments("prepare_fsdp2", other)
     return parallelize.prepare_fsdp(module, device, strategy or FSDP2Strategy())
+
+
+def compilable(params: Any) -> Any:
+    """The same parameters.
+
+    Raises:
+        BackendError, a RuntimeError: torch has no such backend.
+    """
+    backend = getattr(params, "backend", None)
+    if isinstance(backend, str) and backend not in torch.compiler.list_backends(exclude_tags=()):
+        raise BackendError(f"Invalid backend: {backend!r}, see `torch._dynamo.list_backends()` for available backends.")
+    return params
 
 
 class _OlderMethods:
@@ -167,7 +217,7 @@ def apply_ac(module: nn.Module, activation_checkpoint_params: ActivationCheckpoi
 
 def apply_torch_compile(module: nn.Module, torch_compile_params: TorchCompileParams) -> None:
     """Compile the module, or the submodules that the parameters name, in place."""
-    Recipe(torch_compile=torch_compile_params).compile(module)
+    Recipe(torch_compile=compilable(torch_compile_params)).compile(module)
 
 
 def on_meta_device(module: nn.Module) -> bool:
@@ -185,4 +235,4 @@ def materialize_meta_params(module: nn.Module, device: torch.device) -> None:
     materialize(module, device)
 
 
-__getattr__ = absent(__name__)
+__getattr__ = absent("utils.prepare_module")

@@ -1,4 +1,4 @@
-"""TorchTNT's `train` and `fit`, which count in steps. `evaluate` and `predict` are echelon's."""
+"""torchtnt.framework.fit."""
 
 from __future__ import annotations
 
@@ -6,26 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from echelon.common.errors import UnitError
+from echelon.compat.torchtnt.framework.runs import told
 from echelon.loop import run
 from echelon.loop.state import PhaseState
 from echelon.loop.unit import EvalUnit, TrainUnit
 
-__all__ = ["fit", "train"]
-
-
-def train(
-    train_unit: Any,
-    train_dataloader: Iterable[Any],
-    *,
-    max_epochs: float | None = None,
-    max_steps: float | None = None,
-    max_steps_per_epoch: float | None = None,
-    callbacks: list[Any] | None = None,
-    timer: Any = None,
-) -> None:
-    """As `echelon.train`, in steps."""
-    limits = {"max_epochs": max_epochs, "max_steps": max_steps, "max_steps_per_epoch": max_steps_per_epoch}
-    run.run_training(train_unit, PhaseState(dataloader=train_dataloader, **limits), None, callbacks, timer)
+__all__ = ["fit"]
 
 
 def fit(
@@ -56,13 +42,22 @@ def fit(
                 f"Expected unit to implement {kind.__name__} interface. The unit of fit() must inherit from {kind.__name__}, "
                 f"which has {has}, got {type(unit).__name__}."
             )
-    train_state = PhaseState(
-        dataloader=train_dataloader,
-        max_epochs=max_epochs,
-        max_steps=max_steps,
-        max_steps_per_epoch=max_train_steps_per_epoch,
-        evaluate_every_n_steps=evaluate_every_n_steps or None,
-        evaluate_every_n_epochs=evaluate_every_n_epochs or None,
-    )
-    eval_state = PhaseState(dataloader=eval_dataloader, max_steps_per_epoch=max_eval_steps_per_epoch)
-    run.run_training(unit, train_state, eval_state, callbacks, timer)
+    limits = {
+        "max_epochs": max_epochs,
+        "max_steps": max_steps,
+        "max_train_steps_per_epoch": max_train_steps_per_epoch,
+        "max_eval_steps_per_epoch": max_eval_steps_per_epoch,
+        "evaluate_every_n_steps": evaluate_every_n_steps,
+        "evaluate_every_n_epochs": evaluate_every_n_epochs,
+    }
+    with told("fit", unit, ("train", "eval"), timer, **limits):
+        train_state = PhaseState(
+            dataloader=train_dataloader,
+            max_epochs=max_epochs,
+            max_steps=max_steps,
+            max_steps_per_epoch=max_train_steps_per_epoch,
+            evaluate_every_n_steps=evaluate_every_n_steps or None,
+            evaluate_every_n_epochs=evaluate_every_n_epochs or None,
+        )
+        eval_state = PhaseState(dataloader=eval_dataloader, max_steps_per_epoch=max_eval_steps_per_epoch)
+        run.run_training(unit, train_state, eval_state, callbacks, timer)

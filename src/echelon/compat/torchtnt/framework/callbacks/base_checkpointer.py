@@ -1,6 +1,4 @@
-"""torchtnt.framework.callbacks.base_checkpointer: when to save, under which name, and what stays; a subclass writes. And what
-`restore` is told.
-"""
+"""torchtnt.framework.callbacks.base_checkpointer: when to save, under which name, and what stays; a subclass writes."""
 
 from __future__ import annotations
 
@@ -9,30 +7,28 @@ import logging
 import math
 from abc import ABCMeta, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
 
 from echelon.checkpoint.policy import BestCheckpointConfig
 from echelon.common.errors import UsageError
+from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import RestoreOptions
 from echelon.compat.torchtnt.utils.checkpoint import (
     CheckpointManager,
     CheckpointPath,
     MetricData,
     Phase,
-    best_first,
-    get_checkpoint_dirpaths,
+    get_best_checkpoint_path,
+    get_latest_checkpoint_path,
 )
 from echelon.compat.torchtnt.utils.distributed import get_world_size
 from echelon.loop.callback import Callback
-from echelon.loop.checkpointing import options
 from echelon.loop.checkpointing.contents import is_unevaluated
 from echelon.loop.state import EntryPoint, State
 from echelon.world import agree, stop
 
-__all__ = ["BaseCheckpointer", "BestCheckpointConfig", "KnobOptions", "RestoreOptions"]
+__all__ = ["BaseCheckpointer"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,26 +39,6 @@ _PHASES = {
     EntryPoint.EVALUATE: {"eval": Phase.EVALUATE},
     EntryPoint.PREDICT: {"predict": Phase.PREDICT},
 }
-
-
-@dataclass(frozen=True)
-class RestoreOptions(options.RestoreOptions):
-    """As `echelon.callbacks.RestoreOptions`.
-
-    Args:
-        init_optim_states: without effect: an optimizer's state is made wherever it is needed.
-    """
-
-    init_optim_states: bool = True
-
-
-@dataclass
-class KnobOptions:
-    """Settings of TorchTNT's storage, which is not used here: accepted, and without effect."""
-
-    max_per_rank_io_concurrency: int | None = None
-    enable_storage_optimization: bool = True
-    use_collectives: bool = True
 
 
 class BaseCheckpointer(Callback, metaclass=ABCMeta):
@@ -331,44 +307,35 @@ class BaseCheckpointer(Callback, metaclass=ABCMeta):
         return cls.restore(str(checkpoint_id), unit, **options)
 
     @classmethod
-    def restore_from_latest(cls, dirpath: str | Path, unit: Any, *, file_system: Any = None, **kwargs: Any) -> bool:
+    def restore_from_latest(cls, dirpath: str, unit: Any, **kwargs: Any) -> bool:
         """Restore the newest checkpoint in a folder; False if there is none.
 
         Args:
-            file_system: fsspec's, in place of the one that the path tells.
-            kwargs: of `restore`.
+            kwargs: of `restore`; and `file_system`, fsspec's.
         """
-        found = get_checkpoint_dirpaths(str(dirpath), cls._metadata(), None, file_system, kwargs.get("process_group"))
-        return cls._restore_first(str(dirpath), [each.path for each in reversed(found)], unit, file_system, **kwargs)
+        place = {"file_system": kwargs.pop("file_system", None), "process_group": kwargs.get("process_group")}
+        path = get_latest_checkpoint_path(dirpath, cls._metadata(), **place)
+        if path is None:
+            return False
+        logger.info("Restoring from path: %s", path)
+        cls.restore(path, unit, **kwargs)
+        return True
 
     @classmethod
     def restore_from_best(
-        cls,
-        dirpath: str | Path,
-        unit: Any,
-        metric_name: str,
-        mode: Literal["min", "max"] = "min",
-        *,
-        file_system: Any = None,
-        **kwargs: Any,
+        cls, dirpath: str, unit: Any, metric_name: str, mode: Literal["min", "max"] = "min", **kwargs: Any
     ) -> bool:
         """As `restore_from_latest`, of the checkpoint with the best metric; False if none has it."""
-        found = get_checkpoint_dirpaths(str(dirpath), cls._metadata(), metric_name, file_system, kwargs.get("process_group"))
-        if not found:
+        place = {"file_system": kwargs.pop("file_system", None), "process_group": kwargs.get("process_group")}
+        path = get_best_checkpoint_path(dirpath, metric_name, mode, cls._metadata(), **place)
+        if path is None:
             if agree.is_rank0():
                 logger.warning(
                     "No checkpoints with metric name %s were found in %s. Not loading any checkpoint.", metric_name, dirpath
                 )
             return False
-        return cls._restore_first(str(dirpath), [each.path for each in best_first(found, mode)], unit, file_system, **kwargs)
-
-    @classmethod
-    def _restore_first(cls, dirpath: str, paths: list[str], unit: Any, file_system: Any, **kwargs: Any) -> bool:
-        """Restore the first of a folder's checkpoints; False if there is none."""
-        if paths:
-            logger.info("Restoring from path: %s", paths[0])
-            cls.restore(paths[0], unit, **kwargs)
-        return bool(paths)
+        cls.restore(path, unit, **kwargs)
+        return True
 
 
 _WITHOUT = "Will not be included in checkpoint path, nor tracked for optimality."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -16,13 +16,16 @@ from echelon.checkpoint.snapshot import Snapshot
 from echelon.checkpoint.store import Report
 from echelon.common.arguments import options_of
 from echelon.common.errors import NotHereError
-from echelon.compat.torchtnt.absent import ARGUMENTS, refuse_arguments
-from echelon.compat.torchtnt.framework.base_checkpointer import BaseCheckpointer, KnobOptions
+from echelon.compat.torchtnt.absent import instead
+from echelon.compat.torchtnt.framework.callbacks.base_checkpointer import BaseCheckpointer
+from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import KnobOptions
 from echelon.compat.torchtnt.utils.checkpoint import (
     CheckpointManager,
     CheckpointPath,
     Phase,
     at,
+    best_first,
+    get_checkpoint_dirpaths,
 )
 from echelon.loop.checkpointing import contents, restoring
 from echelon.loop.checkpointing.folder import NamedFolder, left_alone
@@ -32,12 +35,12 @@ from echelon.loop.state import State
 from echelon.loop.unit import Unit
 from echelon.world import agree
 
-__all__ = ["DistributedCheckpointSaver", "TorchSnapshotSaver"]
+__all__ = ["DistributedCheckpointSaver", "without_effect"]
 
 logger = logging.getLogger(__name__)
 
 
-def _without_effect(what: str, **given: Any) -> None:
+def without_effect(what: str, **given: Any) -> None:
     """Warn, on rank 0, of arguments that were given and change nothing."""
     names = [name for name, value in given.items() if value is not None]
     if names and agree.is_rank0():
@@ -46,8 +49,7 @@ def _without_effect(what: str, **given: Any) -> None:
 
 class DistributedCheckpointSaver(BaseCheckpointer):
     """Saves as `echelon.DistributedCheckpointSaver` does: complete or not at all, by parameter name, without pickle; when and
-    under which names as BaseCheckpointer says, but in `evaluate` and `predict`, which change no weights, never. Restoring passes
-    over what is corrupt, with a warning, unless `fall_back=False`.
+    under which names as BaseCheckpointer says, but in `evaluate` and `predict`, which change no weights, never.
 
     Args:
         async_checkpoint: the loop stops only to copy the state to host memory; a thread writes.
@@ -71,8 +73,10 @@ class DistributedCheckpointSaver(BaseCheckpointer):
         **intervals: Any,
     ) -> None:
         check_group(process_group)
-        _without_effect("saver", knob_options=knob_options)
-        refuse_arguments(type(self).__name__, {name: intervals[name] for name in intervals.keys() & ARGUMENTS.keys()})
+        without_effect("saver", knob_options=knob_options)
+        if intervals.get("save_every_n_predict_steps") is not None:
+            told = instead("arguments", "save_every_n_predict_steps")
+            raise NotHereError(f"save_every_n_predict_steps is not part of echelon.compat. Instead: {told}")
         super().__init__(str(dirpath), process_group=process_group, **intervals)
         self._writer = _Writer(self._checkpoint_manager, async_checkpoint, options or SaveOptions())
 
@@ -127,67 +131,60 @@ class DistributedCheckpointSaver(BaseCheckpointer):
         Raises:
             NotHereError: TorchTNT's own saver wrote it; with what reads it.
         """
-        _without_effect("restore", process_group=process_group, **other)
+        without_effect("restore", process_group=process_group, **other)
         where = location(path, "path")
         _refuse_theirs(where)
         options = options_of(RestoreOptions, "restore_options", restore_options)
         return restoring.restore(where, unit, train_dataloader, options)
 
     @classmethod
-    def _restore_first(
+    def restore_from_latest(
         cls,
-        dirpath: str,
-        paths: list[str],
+        dirpath: str | Path,
         unit: Unit,
-        file_system: Any,
         *,
         train_dataloader: Iterable[Any] | None = None,
         process_group: dist.ProcessGroup | None = None,
         restore_options: RestoreOptions | None = None,
+        file_system: Any = None,
         fall_back: bool = True,
         **other: Any,
     ) -> bool:
-        """Restore the first that is valid; if none has a name of TorchTNT's, the newest of those that have echelon's.
+        """Restore the newest valid checkpoint in a folder, as `echelon.DistributedCheckpointSaver.restore_from_latest`; if none
+        has a name of TorchTNT's, of those that have echelon's.
 
         Args:
-            fall_back: pass over one that is corrupt.
             other: as of `restore`.
         """
-        _without_effect("restore", **other)
-        where = location(dirpath)
-        ordered = [at(path, file_system) for path in paths] or commit.candidates(at(dirpath, file_system))
-        if left_alone(where) or not ordered:
-            return False
-        _refuse_theirs(ordered[0])
-        ours = [path for path in ordered if not _is_theirs(path)]
-        options = options_of(RestoreOptions, "restore_options", restore_options)
-        return restoring.restore_first(where, ours, unit, train_dataloader, options, fall_back)
+        found = get_checkpoint_dirpaths(str(dirpath), cls._metadata(), None, file_system, process_group)
+        ordered = [at(path.path, file_system) for path in reversed(found)] or commit.candidates(at(str(dirpath), file_system))
+        without_effect("restore", **other)
+        return _restore_first(str(dirpath), ordered, unit, train_dataloader, restore_options, fall_back)
 
-
-class TorchSnapshotSaver(DistributedCheckpointSaver):
-    """torchsnapshot is no longer maintained, so this saves as DistributedCheckpointSaver does, and says so once.
-
-    Snapshots that torchsnapshot has written cannot be read.
-    """
-
-    _told = False
-
-    def __init__(
-        self,
+    @classmethod
+    def restore_from_best(
+        cls,
         dirpath: str | Path,
+        unit: Unit,
+        metric_name: str,
+        mode: Literal["min", "max"] = "min",
         *,
-        async_checkpoint: bool = True,
-        replicated: list[str] | None = None,
-        storage_options: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> None:
-        if not TorchSnapshotSaver._told and agree.is_rank0():
-            TorchSnapshotSaver._told = True
+        train_dataloader: Iterable[Any] | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        restore_options: RestoreOptions | None = None,
+        file_system: Any = None,
+        fall_back: bool = True,
+        **other: Any,
+    ) -> bool:
+        """As `restore_from_latest`, of the checkpoints that have the metric the best; False if none has it."""
+        found = get_checkpoint_dirpaths(str(dirpath), cls._metadata(), metric_name, file_system, process_group)
+        if not found and agree.is_rank0():
             logger.warning(
-                "TorchSnapshotSaver saves in the format of DistributedCheckpointSaver: torchsnapshot is not maintained"
+                "No checkpoints with metric name %s were found in %s. Not loading any checkpoint.", metric_name, dirpath
             )
-        _without_effect("TorchSnapshotSaver", replicated=replicated, storage_options=storage_options)
-        super().__init__(dirpath, async_checkpoint=async_checkpoint, **options)
+        ordered = [at(path.path, file_system) for path in best_first(found, mode)]
+        without_effect("restore", **other)
+        return _restore_first(str(dirpath), ordered, unit, train_dataloader, restore_options, fall_back)
 
 
 class _Manager(CheckpointManager):
@@ -260,6 +257,18 @@ def _step_of(name: str) -> int | None:
         return CheckpointPath.from_str(f"./{name}").step.get(Phase.TRAIN)
     except ValueError:
         return None
+
+
+def _restore_first(
+    dirpath: str, ordered: list[Location], unit: Unit, loader: Any, options: RestoreOptions | None, fall_back: bool
+) -> bool:
+    """Restore the first that is valid; False if there is none."""
+    where = location(dirpath)
+    if left_alone(where) or not ordered:
+        return False
+    _refuse_theirs(ordered[0])
+    ours = [path for path in ordered if not _is_theirs(path)]
+    return restoring.restore_first(where, ours, unit, loader, options_of(RestoreOptions, "restore_options", options), fall_back)
 
 
 def _is_theirs(path: Location) -> bool:

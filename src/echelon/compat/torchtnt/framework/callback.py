@@ -1,0 +1,5 @@
+"""torchtnt.framework.callback."""
+
+from echelon.loop.callback import Callback
+
+__all__ = ["Callback"]

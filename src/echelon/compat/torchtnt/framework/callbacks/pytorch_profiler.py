@@ -1,0 +1,5 @@
+"""torchtnt.framework.callbacks.pytorch_profiler."""
+
+from echelon.loop.callbacks.monitors import PyTorchProfiler
+
+__all__ = ["PyTorchProfiler"]

@@ -1,0 +1,69 @@
+"""torchtnt.framework.state. What programs set there under private names, having no other, they can set here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+from echelon.common.errors import UsageError
+from echelon.common.numbers import whole
+from echelon.compat.torchtnt.utils.progress import private_names
+from echelon.loop import state
+from echelon.loop.state import ActivePhase, EntryPoint
+
+__all__ = ["ActivePhase", "EntryPoint", "PhaseState", "State", "TPhaseState", "check_limits"]
+
+
+class _Core(type):
+    """The loops make echelon's own objects: they are instances too."""
+
+    def __instancecheck__(cls, it: Any) -> bool:
+        return isinstance(it, cls.__mro__[1])
+
+
+def check_limits(**limits: Any) -> None:
+    """
+    Raises:
+        UsageError: one is no whole number of at least 0, and not None or without an end.
+    """
+    for name, value in limits.items():
+        try:
+            if value is not None and value != math.inf:
+                whole(name, value, at_least=0)
+        except UsageError:
+            raise UsageError(
+                f"Invalid value provided for {name}. Expected a non-negative integer or None, but received {value!r}."
+            ) from None
+
+
+class PhaseState(state.PhaseState, metaclass=_Core):
+    """As echelon's; an evaluation after every 0 steps or epochs is never."""
+
+    def __init__(
+        self,
+        *,
+        dataloader: Iterable[Any],
+        evaluate_every_n_steps: float | None = None,
+        evaluate_every_n_epochs: float | None = None,
+        **limits: Any,
+    ) -> None:
+        evaluations = {"evaluate_every_n_steps": evaluate_every_n_steps, "evaluate_every_n_epochs": evaluate_every_n_epochs}
+        check_limits(**limits, **evaluations)
+        super().__init__(dataloader=dataloader, **limits, **{name: every or None for name, every in evaluations.items()})
+
+    locals().update(
+        private_names("dataloader", "max_epochs", "max_steps", "max_steps_per_epoch", "step_output", "iteration_timer"),
+        **private_names("evaluate_every_n_steps", "evaluate_every_n_epochs"),
+    )
+
+
+class State(state.State, metaclass=_Core):
+    """As echelon's."""
+
+    locals().update(
+        private_names("entry_point", "active_phase", "timer", "train_state", "eval_state", "predict_state", "should_stop")
+    )
+
+
+TPhaseState: TypeAlias = PhaseState

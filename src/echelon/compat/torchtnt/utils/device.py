@@ -1,0 +1,79 @@
+"""torchtnt.utils.device: this rank's device, and data on its way there."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+
+from echelon.common.errors import LauncherEnvironmentError, UsageError
+from echelon.compat.torchtnt.absent import absent
+from echelon.compat.torchtnt.utils.distributed import get_local_rank
+from echelon.contracts.rank import RankInfo
+from echelon.world import device as devices
+from echelon.world.device import record_stream as record_data_in_stream
+
+__all__ = [
+    "copy_data_to_device",
+    "get_device_from_env",
+    "record_data_in_stream",
+    "set_float32_precision",
+]
+
+T = TypeVar("T")
+
+
+class TooFewDevicesError(UsageError, RuntimeError):
+    """More ranks than devices."""
+
+
+def get_device_from_env() -> torch.device:
+    """cuda:LOCAL_RANK, which becomes the current device, or the CPU.
+
+    Raises:
+        TooFewDevicesError, a RuntimeError: there are not so many.
+    """
+    try:
+        info = RankInfo.from_env()
+    except LauncherEnvironmentError:  # LOCAL_RANK alone is enough here
+        local = get_local_rank()
+        info = RankInfo(rank=local, local_rank=local, world_size=local + 1, local_world_size=local + 1)
+    try:
+        device = devices.device_of(info)
+    except UsageError as error:
+        if info.local_rank < max(1, torch.cuda.device_count()):
+            raise
+        raise TooFewDevicesError(f"The local rank is larger than the number of available GPUs. {error}") from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def copy_data_to_device(
+    data: T, device: torch.device, stream_to_record: torch.cuda.Stream | None = None, *args: Any, **kwargs: Any
+) -> T:
+    """As `echelon.world.device.copy_data_to_device`.
+
+    Args:
+        stream_to_record: the stream that will use the copies, however deep they lie in the data.
+    """
+    copied = devices.copy_data_to_device(data, device, *args, **kwargs)
+    if stream_to_record is not None:
+        record_data_in_stream(copied, stream_to_record)
+    return copied
+
+
+def set_float32_precision(precision: str = "high") -> None:
+    """On GPUs: the precision of products of float32 matrices and of convolutions; without a GPU nothing.
+
+    Args:
+        precision: "highest", or "high" and "medium" for TensorFloat-32.
+    """
+    if precision not in ("highest", "high", "medium"):
+        raise UsageError(f"float32 precision {precision!r}: 'highest', 'high' or 'medium'.")
+    if torch.cuda.is_available():
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = precision != "highest"
+
+
+__getattr__ = absent("utils.device")

@@ -1,0 +1,5 @@
+"""torchtnt.utils.loggers.logger."""
+
+from echelon.observe.loggers.logger import MetricLogger, Scalar
+
+__all__ = ["MetricLogger", "Scalar"]
