@@ -70,8 +70,9 @@ class Browser:
         self._command("Storage.clearDataForOrigin", origin=f"{parts.scheme}://{parts.netloc}", storageTypes="all")
         self._logs()
         self._ask("POST", "/url", {"url": url})
-        errors, requests = self._logs()
-        return Seen(errors, requests, self.run(_OVERFLOW), self.run(_SCHEME))
+        overflow, scheme_seen = self.run(_OVERFLOW), self.run(_SCHEME)
+        errors, requests = self._logs()  # last: what the page had to say comes before its answers
+        return Seen(errors, requests, overflow, scheme_seen)
 
     def resized(self, width: int, height: int = 900) -> int:
         """Give the window another width; by how many pixels the page is wider, once it was drawn again."""
