@@ -306,8 +306,9 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
     def end_training(self) -> None:
         super().end_training()
         self.before_evaluation()
-        if self.module._check_sync_bufs_pre_fwd():
-            self.module._sync_buffers()
+        group = self.module.process_group
+        for buffer in self.module.buffers() if self.forward_is_collective else ():  # as a forward pass would send them
+            dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
 
     def parameters_written(self) -> None:
         self.before_evaluation()  # averages have taken the place of the buffers, too

@@ -36,6 +36,7 @@ class DPPrepared(Prepared["nn.DataParallel[Any]"]):
     def __init__(self, module: nn.DataParallel[Any], world: World) -> None:
         super().__init__(module)
         self.data = DataAxes(is_divided=True)
+        self.data.is_replica = False  # nor do processes speak for each other where a script has several
 
 
 register(Kind("dp", lambda module: isinstance(module, nn.DataParallel), DPPrepared, inner="module", unknown_to_torch=True))

@@ -320,6 +320,7 @@ class WorkerPrepared(Prepared[Worker]):
     def __init__(self, module: Worker, world: World) -> None:
         super().__init__(module)
         self.data = DataAxes(share=(world.rank, world.size), is_divided=True)
+        self.data.is_replica = False
         self.extras = _Own(module)
 
     def optimizer(self, make: Callable[[Worker], O]) -> O:
