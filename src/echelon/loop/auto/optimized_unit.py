@@ -80,7 +80,7 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         self.swa_scheduler: Any = None
         self._plateau = False  # whether the scheduler advances with evaluations
         self._pieces_of_step = 1
-        self._left: tuple[Any, list[nn.Parameter]] | None = None  # of this optimizer
+        self._left: tuple[Any, list[nn.Parameter]] = (None, [])  # parameters that this optimizer, or all of several, lacks
 
     @property
     def auto_options(self) -> AutoOptions:
@@ -164,15 +164,12 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
             clip.clear(self.optimizer)
         else:
             self.several.clear()
-        for parameter in self._held_by_none():
-            parameter.grad = None
-
-    def _held_by_none(self) -> list[nn.Parameter]:
-        """The module's parameters that no optimizer of the unit has: their gradients would add up, and count in the norm."""
-        if self._left is None or self._left[0] is not self.optimizers[0]:
+        stepping = self.several or self.optimizer
+        if self._left[0] is not stepping:
             held = {id(p) for optimizer in self.tracked_optimizers().values() for p in parameters_of(optimizer)}
-            self._left = self.optimizers[0], [p for p in self.prepared.module.parameters() if id(p) not in held]
-        return self._left[1]
+            self._left = stepping, [p for p in self.prepared.module.parameters() if id(p) not in held]
+        for parameter in self._left[1]:  # whose gradients would add up, and count in the norm
+            parameter.grad = None
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
