@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from echelon.compat.fairscale.nn.checkpoint.checkpoint_activations import checkpoint_wrapper
 from torch import nn
 
+from echelon.compat.fairscale.nn.checkpoint.checkpoint_activations import checkpoint_wrapper
 from echelon.compat.fairscale.nn.data_parallel import ShardedDataParallel
 from echelon.compat.fairscale.optim import OSS
 from echelon.compat.fairscale.optim.grad_scaler import ShardedGradScaler
