@@ -67,6 +67,15 @@ MOVED = {
         "import transformers.utils\nfrom echelon.compat import transformers\ntransformers.Trainer()"
     ),
     # where they stand
+    "try: import lightning as L\nexcept ImportError: import pytorch_lightning as L": (
+        "try: import echelon.compat.lightning as L\nexcept ImportError: import echelon.compat.lightning.pytorch as L"
+    ),
+    "def f(): import fairscale.nn; return fairscale.nn": (
+        "def f(): import echelon.compat.fairscale.nn; from echelon.compat import fairscale; return fairscale.nn"
+    ),
+    "if x: from transformers import AutoModel, Trainer  # both": (
+        "if x: from transformers import AutoModel; from echelon.compat.transformers import Trainer  # both"
+    ),
     "def f():\n    import lightning as L\n    return L": "def f():\n    import echelon.compat.lightning as L\n    return L",
     "if TYPE_CHECKING:\n\tfrom lightning import Trainer": "if TYPE_CHECKING:\n\tfrom echelon.compat.lightning import Trainer",
     "try:\n    import lightning as L\nexcept ImportError:\n    import pytorch_lightning as L": (
@@ -118,6 +127,9 @@ def test_what_is_not_compats_stays(text: str) -> None:
         ("from torchtnt.nothing import x", 1, "torchtnt.nothing.x", "does not know it"),
         ("from pytorch_lightning import Nothing", 1, "pytorch_lightning.Nothing", "does not know it"),
         ('importlib.import_module("lightning.pytorch")', 1, "importlib.import_module", "echelon.compat.lightning.pytorch"),
+        ('__import__("transformers.models.bert")', 1, "__import__", "has other names"),
+        ("import transformers.trainer as T\nT.Trainer()", 2, "transformers.trainer.Trainer", "import it by its name"),
+        ("import transformers\ntransformers.trainer.Trainer()", 2, "transformers.trainer.Trainer", "import it by its name"),
         ("from transformers import *", 1, "transformers.*", "name what the script uses"),
     ],
 )
@@ -152,7 +164,7 @@ def _published(library: str) -> dict[str, list[str]]:
             found[here] = [*getattr(importlib.import_module(info.name), "__all__", ())]
     for module, lost in absent.NAMES.items():
         if module != "arguments":
-            found[f"{library}.{module}"] += [name for names in lost for name in names.split()]
+            found.setdefault(f"{library}.{module}", []).extend(name for names in lost for name in names.split())
     for module, (names, _) in getattr(absent, "MODULES", {}).items():
         found[f"{library}.{module}"] = names.split()
     return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
@@ -15,6 +16,9 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 from echelon.cli.compat_names import Answer, find, library_of, moved
 
 __all__ = ["Moved", "Note", "move"]
+
+_Statements = cst.SimpleStatementLine | cst.SimpleStatementSuite
+_T = TypeVar("_T", cst.SimpleStatementLine, cst.SimpleStatementSuite)
 
 
 @dataclass(frozen=True, order=True)
@@ -113,9 +117,13 @@ class _Uses(cst.CSTVisitor):
             return
         value = node.args[0].value
         if isinstance(value, cst.SimpleString) and isinstance(module := value.evaluated_value, str) and library_of(module):
-            self.notes.append(
-                Note(self._line(node), f'{called}("{module}")', f"a name in a string stays. Here it is {moved(module)}.")
+            here = module == "transformers" or find(module).module
+            why = (
+                f"Here it is {moved(module)}."
+                if here
+                else f"It is {library_of(module)}'s, of which echelon.compat has other names."
             )
+            self.notes.append(Note(self._line(node), f'{called}("{module}")', f"a name in a string stays. {why}"))
 
     def leave_Module(self, original_node: cst.Module) -> None:
         for chain, line in self.chains.items():
@@ -125,8 +133,7 @@ class _Uses(cst.CSTVisitor):
 
     def _look(self, module: str, names: Sequence[str], bound: str, line: int) -> None:
         if module.partition(".")[0] == "transformers":
-            if module == "transformers" and find(module, names[0]).module:
-                self.of_transformers |= {bound} - self.is_moved
+            self._look_in_transformers(module, names, bound, line)
             return
         for name in names:
             answer = find(module, name)
@@ -134,6 +141,17 @@ class _Uses(cst.CSTVisitor):
                 self.notes.append(_note(line, module, name, answer))
                 return
             if not find(f"{module}.{name}").module:
+                return
+            module = f"{module}.{name}"
+
+    def _look_in_transformers(self, module: str, names: Sequence[str], bound: str, line: int) -> None:
+        for name in names:
+            if find(module, name).module:
+                if module == "transformers":
+                    self.of_transformers |= {bound} - self.is_moved
+                else:  # other names of that module are used, too, which compat does not have
+                    why = f"import it by its name, as `from echelon.compat.transformers import {name}`."
+                    self.notes.append(Note(line, f"{module}.{name}", why))
                 return
             module = f"{module}.{name}"
 
@@ -148,21 +166,28 @@ class _Change(cst.CSTTransformer):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
-        line = int(self.get_metadata(PositionProvider, original_node).start.line)
+        made = self._changed(original_node, updated_node)
+        if len(made) == len(updated_node.body) or len(updated_node.body) > 1:
+            return _on_its_line(updated_node, made)
+        lines = [updated_node.with_changes(body=[made[0]])]
+        return cst.FlattenSentinel([*lines, *(updated_node.with_changes(body=[each], leading_lines=()) for each in made[1:])])
+
+    def leave_SimpleStatementSuite(
+        self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite
+    ) -> cst.BaseSuite:
+        return _on_its_line(updated_node, self._changed(original_node, updated_node))
+
+    def _changed(self, original: _Statements, updated: _Statements) -> list[cst.BaseSmallStatement]:
+        line = int(self.get_metadata(PositionProvider, original).start.line)
         made: list[cst.BaseSmallStatement] = []
-        for each in updated_node.body:
+        for each in updated.body:
             if isinstance(each, cst.Import):
                 made += self._import(each, line)
             elif isinstance(each, cst.ImportFrom):
                 made += self._import_from(each, line)
             else:
                 made.append(each)
-        if len(made) == len(updated_node.body):
-            return updated_node.with_changes(body=made)
-        if len(updated_node.body) > 1:  # as many on the line as there were
-            return updated_node.with_changes(body=[each.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for each in made])
-        lines = [updated_node.with_changes(body=[made[0]])]
-        return cst.FlattenSentinel([*lines, *(updated_node.with_changes(body=[each], leading_lines=()) for each in made[1:])])
+        return made
 
     def _import(self, node: cst.Import, line: int) -> list[cst.BaseSmallStatement]:
         stay: list[cst.ImportAlias] = []
@@ -216,6 +241,14 @@ class _Change(cst.CSTTransformer):
             return [node]
         first = [_with(node, stay)] if stay else []
         return [*first, *(_from(_with(node, names), where) for where, names in moving.items())]
+
+
+def _on_its_line(node: _T, made: Sequence[cst.BaseSmallStatement]) -> _T:
+    """With these statements: as many on the line as there were, or more."""
+    if len(made) != len(node.body):
+        made = [each.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for each in made]
+    changed: _T = node.with_changes(body=made)
+    return changed
 
 
 def _note(line: int, module: str, name: str, answer: Answer) -> Note:
