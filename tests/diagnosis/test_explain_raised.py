@@ -19,8 +19,10 @@ import torch.distributed as dist
 import echelon as ech
 from echelon.common.errors import RankFailedError
 from echelon.diagnosis import Evidence, Verdict, explain
+from echelon.diagnosis.failure import Failure, render
 from echelon.diagnosis.stacks import last_traceback, logged_error
 from echelon.launcher.functions.launch import launch
+from echelon.launcher.local import companion
 from echelon.launcher.local.raised import describe
 from tests.kit.left_records import CLOSED, TIMED_OUT, Left, entry, failed, killed, seen
 
@@ -226,6 +228,7 @@ def test_where_the_other_threads_of_a_rank_stand_is_told_if_it_stands_too(left: 
     [
         (failed(1, "KeyboardInterrupt"), "interrupted", "It was sent SIGINT"),
         (failed(1, "BdbQuit"), "debugger", "a rank has no terminal to ask"),
+        (failed(1, "EOFError: EOF when reading a line"), "debugger", "or to input(), and a rank has no terminal to ask"),
         (failed(1, "RuntimeError: aten.lerp_.Scalar got mixed torch.Tensor and DTensor"), "whole and split tensors", "ema=0.999"),
         (failed(1, "exit: exit code 3", exit_code=3, traceback="", user_frames=[]), "exit", "It called os._exit"),
     ],
@@ -409,10 +412,38 @@ def test_of_a_group_of_several_exceptions_it_is_told_that_there_are_more(left: L
     assert left.verdict.paragraph.endswith("shard 3 (the first of 2 errors in ExceptionGroup: shards).")
 
 
+def test_what_a_library_handles_inside_a_call_is_not_what_a_rank_has_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`mkdir(exist_ok=True)`, with which a failed rank leaves its record, handles a FileExistsError: it was told as the cause."""
+    seen: list[Any] = []
+    monkeypatch.setattr(Path, "is_dir", lambda self: seen.append(companion.handled()) or True)
+    try:
+        raise ValueError("mine")
+    except ValueError:
+        tmp_path.mkdir(exist_ok=True)
+    assert [each["message"] for each in seen] == ["mine"]
+
+
+def test_the_last_words_of_a_rank_that_ended_itself_are_told(left: Left) -> None:
+    """They were left to be looked up in the log."""
+    (left.here / "rank1.log").write_text("step 5\nno licence for cuSomething")
+    left.end(3, failed(1, "exit: exit code 3", exit_code=3, traceback="", user_frames=[]), world_size=2)
+    assert (
+        "and without an exception: its log ends with 'no licence for cuSomething'. It called os._exit" in left.verdict.paragraph
+    )
+
+
+def test_a_recursion_does_not_fill_the_terminal() -> None:
+    frames = [f'File "train.py", line {number}, in f' for number in range(100)]
+    shown = render(Failure(0, 1, 0, "RecursionError", "maximum recursion depth exceeded", frames), 1).splitlines()
+    assert len(shown) == 23 and shown[11] == "  ... 80 more frames of the script, in the log" and "line 99," in shown[21]
+
+
 @pytest.mark.parametrize("said", ["train.py: error: the following arguments are required: --lr", "Error: No such option: --lr"])
 def test_what_a_parser_of_arguments_said_is_told(left: Left, said: str) -> None:
     (left.here / "rank0.log").write_text(f"usage: train.py [-h] --lr LR\n{said}\n")
     left.end(2, failed(0, "SystemExit: exit code 2", exit_code=2), world_size=1)
     verdict = left.verdict
     assert verdict.guilty == (0,) and verdict.cause == "exit"
-    assert verdict.paragraph == f"Rank 0 ended itself with exit code 2 at train.py:41 in load: its log tells of {said}."
+    assert verdict.paragraph == f"Rank 0 ended itself with exit code 2 at train.py:41 in load: its log ends with {said!r}."

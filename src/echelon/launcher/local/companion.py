@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -26,12 +26,13 @@ from typing import Any
 from echelon.common.files import parse_object
 from echelon.contracts.records import raised_record
 from echelon.launcher.local.flight_recorder import called, write_flight
-from echelon.launcher.local.raised import describe
+from echelon.launcher.local.raised import describe, user_frames
 
-__all__ = ["FLIGHT", "HOW_FAR", "Answer", "Companions", "begin"]
+__all__ = ["FLIGHT", "HOW_FAR", "Answer", "Companions", "begin", "handled"]
 
 HOW_FAR, FLIGHT = b"h", b"f"
 _LONGEST = 1 << 20
+_MOST_HANDLED = 10
 # Of a main thread; of all threads of a rank.
 _MOST_FRAMES, _MOST_TEXT = 30, 4000
 _MOST_OF_EACH, _MOST_STACKS = 100, 200_000
@@ -88,24 +89,33 @@ def _answer(descriptor: int, flight: str | None) -> None:
             if asked == FLIGHT:
                 if flight:
                     write_flight(Path(flight))
-                stacks, raised = _all_stacks(), _raised()
+                stacks, raised = _all_stacks(), handled()
             answer = Answer(*called(), _main_stack(), stacks, raised)
             questions.sendall(json.dumps(asdict(answer)).encode() + b"\n")
 
 
-def _raised() -> dict[str, Any] | None:
+def handled() -> dict[str, Any] | None:
     """What the main thread is handling in `except`, `finally` or `__exit__`, also further out than the call in which it is."""
     found: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
     error = found[1] if isinstance(found, tuple) else found  # before Python 3.12 as `sys.exc_info` has it
     if not isinstance(error, BaseException):
         return None
-    said = describe(error)
+    said = describe(next((each for each in _and_further_out(error) if user_frames(each.__traceback__)), error))
     trace, found, _ = said["traceback"].rpartition(said["message"])
     if not found:  # it was cut
         frames = [f"  {frame}" for frame in said["user_frames"]]
         trace = "\n".join(["Traceback (most recent call last):", *frames, f"{said['kind']}: "])
     message = said["message"][:_MOST_SAID]
     return {**said, "message": message, "traceback": trace[-_MOST_SAID:] + message}
+
+
+def _and_further_out(error: BaseException) -> Iterator[BaseException]:
+    """It and those further out. A library handles some inside a call, which are no fault: as `mkdir(exist_ok=True)` does."""
+    for _ in range(_MOST_HANDLED):
+        yield error
+        if error.__context__ is None:
+            return
+        error = error.__context__
 
 
 def _main_stack() -> str:
