@@ -104,7 +104,8 @@ def test_a_rank_that_did_not_come_is_named_with_its_line_and_its_step(left: Left
     verdict = left.verdict
     assert verdict.guilty == (2,) and verdict.cause == "slow data"
     assert verdict.headline == "rank 2 did not come to all_reduce #9"
-    assert "waiting for the data of update 7 at train.py:5 in load" in verdict.paragraph and "1 fewer" in verdict.paragraph
+    assert "waiting for the data of update 7 at train.py:5 in load" in verdict.paragraph
+    assert "It was 1 update behind the others." in verdict.paragraph
 
 
 @pytest.mark.parametrize(
@@ -173,6 +174,14 @@ def test_a_rank_that_left_as_if_done(left: Left) -> None:
     left.end(1, failed(0, f"RuntimeError: {CLOSED}"), world_size=2)
     assert left.verdict.guilty == (1,) and left.verdict.cause == "left early"
     assert "rank 1 left with exit code 0 before the others" in left.verdict.headline
+
+
+def test_one_that_left_behind_its_update_is_not_said_to_have_made_fewer(left: Left) -> None:
+    """In a loop of one's own it is in the update until it asks for the next batch: whether it was made, nobody knows."""
+    left.flight(0, *map(entry, range(1, 10))).rank(1, 0, collectives={"0": "all_reduce #8"}).rank(0, 1, time_ns=5)
+    at = {str(rank): seen(6 - rank, Phase.STEP) for rank in range(2)}
+    left.end(1, failed(0, f"RuntimeError: {CLOSED}"), world_size=2, seen=at)
+    assert "before the others, in update 6 where others were in update 7, while" in left.verdict.paragraph
 
 
 def test_dmesg_is_not_recommended_where_the_launcher_has_seen_that_the_kernel_killed_nothing(left: Left) -> None:

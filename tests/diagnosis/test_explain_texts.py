@@ -269,6 +269,8 @@ CAUGHT = (
          "shared memory full", "df"),
         (nccl(SYSTEM, FULL), GROUPS, "shared memory full", "/dev/shm is full"),
         ("OSError: [Errno 28] No space left on device: '/scratch/a.pt'", MINE, "disk full", "Make room"),
+        ("RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598", MINE, "disk full", "df -h"),
+        ("RuntimeError: basic_ios::clear: iostream error", MINE, "disk full", "df -h"),
         ("OSError: [Errno 27] File too large: '/scratch/a.pt'", MINE, "file too large", "`ulimit -f`"),
         ("RuntimeError: unable to open shared memory object </torch_29919_13> in read-write mode: Too many open "
          "files (24)", TENSOR,

@@ -30,7 +30,7 @@ class ReadFailure:
     def of(cls, error: DataError, board: Board) -> ReadFailure:
         """An error in a worker, with the traceback of its cause."""
         cause = "".join(traceback.format_exception(error.__cause__))
-        text = f"{error} In worker {board.worker} (pid {os.getpid()}):\n\n{cause}"
+        text = f"{error}\nIn worker {board.worker} (pid {os.getpid()}):\n\n{cause}"
         return cls(text, {**error.fields, "worker": board.worker})
 
     def error(self) -> DataError:

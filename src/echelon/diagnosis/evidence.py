@@ -37,7 +37,7 @@ from echelon.diagnosis.rank import (
     with_error_before,
     with_words_of_log,
 )
-from echelon.diagnosis.stacks import crash_stack, logged_error, main_thread, other_threads, usage_error, waits_in
+from echelon.diagnosis.stacks import crash_stack, last_line, logged_error, main_thread, other_threads, waits_in
 
 __all__ = ["Evidence", "RankEvidence"]
 
@@ -172,8 +172,8 @@ class _Reader:
         own_end = rank.failure
         if own_end is not None and own_end.kind in ("exit", "SystemExit"):
             with contextlib.suppress(OSError):
-                rank = replace(rank, logged=usage_error(read_end(log).decode("utf-8", "replace")))
-            if own_end.kind == "exit" and not rank.logged:
+                rank = replace(rank, last_line=last_line(read_end(log).decode("utf-8", "replace")))
+            if own_end.kind == "exit":
                 rank = replace(rank, logged=logged_error(own_end.traceback))
         elif own_end is None and rank.stack:
             with contextlib.suppress(OSError):

@@ -141,7 +141,8 @@ def raised(
         text = f"{who(alike)} {verb}{where}, and it names {who(named)}: {message}"
     else:
         if first.kind in ("exit", "SystemExit") and re.fullmatch(r"exit code \d+", message):
-            message = f"its log tells of {rank.logged}" if rank.logged else ""
+            ends = f"its log ends with {rank.last_line!r}" if rank.last_line else ""
+            message = f"its log tells of {rank.logged}" if rank.logged else ends
         text = headline + while_others(evidence, alike, waits) + (f": {message}" if message else "")
         text += _followed(first, text)
     if cause == "exception" and first.kind in ("exit", "SystemExit"):
@@ -203,7 +204,7 @@ def summary(message: str) -> str:
 
 def _verb(failure: Failure, *, many: bool) -> str:
     if failure.kind == "exit":
-        return f"ended with exit code {failure.exit_code}" + ("" if failure.traceback else " and without a word")
+        return f"ended with exit code {failure.exit_code}" + ("" if failure.traceback else " and without an exception")
     if failure.kind == "SystemExit":
         return f"ended {'themselves' if many else 'itself'} with exit code {failure.exit_code}"
     return f"raised {short(failure.kind, 80)}"

@@ -15,7 +15,7 @@ from echelon.diagnosis.lost_peers import gave_up_waiting, lost_peer, told_by_ano
 __all__ = ["HANGS", "Failure", "render"]
 
 HANGS = "hang"  # the kind of a failure that only says that nothing moved
-_MOST_LINES, _LONGEST_LINE = 100, 4000
+_MOST_LINES, _LONGEST_LINE, _MOST_FRAMES = 100, 4000, 20
 _HEARD_LATE_NS = 20_000_000
 
 
@@ -106,7 +106,12 @@ def render(failure: Failure, ranks: int) -> str:
     """Three parts: the rank and its error; the user's own frames; the logs. An error of ours needs no library frames."""
     who = failure.headline or f"rank {failure.rank}" + (" failed first" if ranks > 1 else " failed")
     lines = [f"echelon: {who} (exit code {failure.exit_code})"]
-    lines += [f"  {line}" for frame in failure.user_frames for line in frame.splitlines()]
+    first, last = failure.user_frames[: _MOST_FRAMES // 2], failure.user_frames[_MOST_FRAMES // 2 :]
+    more = len(last) - _MOST_FRAMES // 2
+    lines += _indented(first)
+    if more > 0:  # as of a recursion without an end
+        lines.append(f"  ... {more} more frames of the script, in the log")
+    lines += _indented(last[max(0, more) :])
     hidden = failure.traceback.count('\n  File "') - len(failure.user_frames)
     if hidden > 0 and not failure.ours and failure.kind not in ("SystemExit", "exit"):
         lines.append(f"  ... {hidden} more frames in libraries, in the log")
@@ -121,6 +126,10 @@ def render(failure: Failure, ranks: int) -> str:
     if failure.log is not None:
         lines.append(f"log: {failure.log}" + (f"   all ranks: {failure.log.parent}" if ranks > 1 else ""))
     return printable("\n".join(lines))  # an exception may hold anything, such as what was read from a file
+
+
+def _indented(frames: Sequence[str]) -> list[str]:
+    return [f"  {line}" for frame in frames for line in frame.splitlines()]
 
 
 def _shown(text: str) -> list[str]:

@@ -113,11 +113,14 @@ def _one_more(evidence: Evidence, left: Sequence[int], waits: Waits) -> Verdict 
 
 
 def _fewer(evidence: Evidence, guilty: Collection[int], waits: Waits) -> str:
-    """As ", after 9 updates where others had made 10,", or after how many collectives."""
-    steps = {rank: r.standing.step for rank, r in evidence.ranks.items() if r.standing is not None and r.standing.step}
-    mine, others = [steps.get(rank, 0) for rank in guilty], [n for rank, n in steps.items() if rank not in guilty]
-    if others and all(mine) and max(mine) < max(others):
-        return f", after {max(mine)} updates where others had made {max(others)},"
+    """As ", in update 9 where others were in update 10,", or after how many collectives."""
+    known = {rank: r.standing for rank, r in evidence.ranks.items() if r.standing is not None and r.standing.step}
+    mine = [known[rank] for rank in guilty if rank in known]
+    others = [standing for rank, standing in known.items() if rank not in guilty]
+    if others and len(mine) == len(guilty):
+        last, furthest = (max(each, key=lambda standing: standing.position) for each in (mine, others))
+        if last.step < furthest.step:
+            return f", {last} where others were {furthest},"
     flights = evidence.flights
     for wait, _ in waits.values():
         last = [flights[rank][wait.group].last for rank in guilty if rank in flights and wait.group in flights[rank]]
@@ -234,8 +237,9 @@ def _fewer_steps(evidence: Evidence, guilty: Collection[int]) -> str:
     mine, others = {steps[rank] for rank in guilty if rank in steps}, {n for rank, n in steps.items() if rank not in guilty}
     if len(mine) != 1 or not others or max(others) <= min(mine):
         return ""
+    # No number of completed ones: in a loop of one's own an update lasts until the next batch is asked for.
     fewer = max(others) - min(mine)
-    return f" It had completed {min(mine)} updates, {fewer} fewer than others."
+    return f" {'It was' if len(guilty) == 1 else 'They were'} {fewer} {'update' if fewer == 1 else 'updates'} behind the others."
 
 
 def _kind_of_absence(rank: RankEvidence) -> str:

@@ -86,6 +86,11 @@ _KINDS = (
         "disk full",
         "Make room, or write elsewhere; older checkpoints are as they were, and the same command goes on from the newest.",
     ),
+    Kind(
+        r"unexpected pos \d+ vs \d+|basic_ios::clear: iostream error|PytorchStreamWriter failed writing",
+        "disk full",
+        "torch.save could not write all of its file: most often the disk is full (`df -h`), or a quota is used up (`quota`).",
+    ),
     _DATA_WORKER,
     Kind(r"^DataError\b", "data", "The text names the sample."),
     Kind(
@@ -190,14 +195,15 @@ _KINDS = (
         "It was sent SIGINT: by a person (Ctrl-C, kill -2), or by a program that the job started.",
     ),
     Kind(
-        r"^BdbQuit\b",
+        r"^BdbQuit\b|^EOFError: EOF when reading a line",
         "debugger",
-        "It came to a breakpoint, and a rank has no terminal to ask: `echelon run --ranks 1` runs the script where pdb can.",
+        "It came to a breakpoint or to input(), and a rank has no terminal to ask: `echelon run --ranks 1` runs the script where "
+        "there is one.",
     ),
     Kind(
         r"^exit: exit code",
         "exit",
-        "It called os._exit, or code in C ended the process: the end of its log may say why.",
+        "It called os._exit, or code in C ended the process.",
     ),
     Kind(r"^(ModuleNotFoundError|ImportError|SyntaxError|IndentationError)\b", "import", "Install it, or correct the file."),
 )

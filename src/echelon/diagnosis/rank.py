@@ -72,6 +72,7 @@ class RankEvidence:
         thread: if the rank hung: the error that ended one of its threads.
         unsent: if it waited for a DataLoader: the error of a worker that could not hand on what it had read.
         logged: the last error that its log tells of, if nothing else is known: it may have caught that, and gone on.
+        last_line: of the log of one that ended itself, if nothing in it is an error.
         raised: the exception that it was handling, or was, before a call in `finally` failed: by itself no fault. None if none.
     """
 
@@ -94,6 +95,7 @@ class RankEvidence:
     thread: str = ""
     unsent: str = ""
     logged: str = ""
+    last_line: str = ""
     raised: Failure | None = None
 
     @property

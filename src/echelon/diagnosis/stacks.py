@@ -17,6 +17,7 @@ __all__ = [
     "called_by_loop",
     "crash_stack",
     "is_endless",
+    "last_line",
     "last_traceback",
     "logged_error",
     "lost_thread",
@@ -24,7 +25,6 @@ __all__ = [
     "of_traceback",
     "other_threads",
     "unsent_batch",
-    "usage_error",
     "user_frame",
     "waits_in",
 ]
@@ -48,7 +48,6 @@ _OF_LOOPS = re.compile(r"[/\\]echelon[/\\](loop|world)[/\\]")
 _HEADS = re.compile(r"^(?:\S.{0,200})?Traceback \(most recent call last\):", re.MULTILINE)  # indented it is code
 _CHAINED = ("direct cause of the following exception:", "another exception occurred:")
 _MOST_OF_IT = 20_000
-_OF_USAGE = re.compile(r"^(?:\S[^\n:]{0,200}: )?[Ee]rror: \S.{0,500}$")
 _FEEDS = re.compile(r"[/\\]multiprocessing[/\\]queues\.py\", line \d{1,9}, in _feed$")
 _OF_LOADERS = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]")
 
@@ -144,10 +143,9 @@ def logged_error(traceback: str) -> str:
     return said + (f" at {frame}" if said and frame is not None else "")
 
 
-def usage_error(log: str) -> str:
-    """What argparse and click write last of arguments that they refuse: "train.py: error: unrecognized arguments: --lr"."""
-    said = _OF_USAGE.match(log.rstrip().rpartition("\n")[2])
-    return one_line(said[0]) if said is not None else ""
+def last_line(log: str) -> str:
+    """What a process wrote last, such as why it ended itself; of argparse and click what they refuse."""
+    return one_line(log.rstrip().rpartition("\n")[2][:_MOST_SAID])
 
 
 def _first_error(text: str) -> tuple[str, tuple[Frame, ...]]:
