@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from echelon.contracts.pulse import Phase
+from echelon.contracts.pulse import Phase, Standing
 from echelon.diagnosis.evidence import Evidence, RankEvidence
 from echelon.diagnosis.failed import raised
 from echelon.diagnosis.failure import Failure
@@ -118,15 +118,19 @@ def _fewer(evidence: Evidence, guilty: Collection[int], waits: Waits) -> str:
     mine = [known[rank] for rank in guilty if rank in known]
     others = [standing for rank, standing in known.items() if rank not in guilty]
     if others and len(mine) == len(guilty):
-        last, furthest = (max(each, key=lambda standing: standing.position) for each in (mine, others))
-        if last.step < furthest.step:
-            return f", {last} where others were {furthest},"
+        at, ahead = max(mine, key=_position), max(others, key=_position)
+        if at.step < ahead.step:
+            return f", {at} where others were {ahead},"
     flights = evidence.flights
     for wait, _ in waits.values():
         last = [flights[rank][wait.group].last for rank in guilty if rank in flights and wait.group in flights[rank]]
         if last and max(last) < wait.call.seq:
             return f", after {max(last)} collectives,"
     return ""
+
+
+def _position(standing: Standing) -> tuple[int, int, int, int, int]:
+    return standing.position
 
 
 def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
