@@ -727,6 +727,7 @@ def test_files_that_a_record_names_are_not_looked_up(left: Left, monkeypatch: py
     assert left.verdict.guilty == (1,) and looked and not [path for path in looked if path.startswith(("/net", "/x"))]
     assert named_in_library(json.__file__) and named_in_library(explain.__code__.co_filename)
     assert not named_in_library(os.path.dirname(os.__file__) + "/../mine.py")
+    assert in_library("/usr/lib/python3/dist-packages/torch/nn/__init__.py")  # below a venv with --system-site-packages
     assert named_in_library("/home/them/echelon/src/echelon/loop/engine.py")  # a checkout on the machine where the run was
     assert not named_in_library("/home/them/echelon/train.py") and not named_in_library("/home/them/echelon/__init__.py")
 

@@ -85,6 +85,14 @@ def rounded(size: int) -> int:
     return -(-size // 512) * 512
 
 
+def test_a_script_that_ends_before_it_gives_a_module_is_run_once(tmp_path: Path, echelon_command: Command) -> None:
+    """It ran once under each layout, and said as often what it lacks."""
+    (tmp_path / "train.py").write_text("import sys\nopen('ran', 'a').write('x')\nsys.exit('no --data')\n")
+    done = echelon_command("plan", "--gpus", "4", "train.py")
+    assert done.returncode == 2 and (tmp_path / "ran").read_text() == "x"
+    assert "nothing could be traced: SystemExit: no --data at" in done.stderr and "train.py:3" in done.stderr
+
+
 @pytest.mark.full
 def test_each_layout_holds_what_it_says(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = plan(UNIT + TRAINS.replace(", checkpoints=sys.argv[1:]", ""), "--gpus", "4", "--json")

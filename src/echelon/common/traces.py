@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -20,6 +21,8 @@ from echelon.common.terminal import put
 __all__ = ["FULL_VARIABLE", "from_here", "in_library", "named_in_library", "print_uncaught", "shortened"]
 
 FULL_VARIABLE = "ECHELON_FULL_TRACEBACK"
+# Also those of another Python: a user's own, those below a venv with --system-site-packages, what PYTHONPATH adds.
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
@@ -29,7 +32,7 @@ def in_library(file: str) -> bool:
         real = os.path.realpath(file)
     except (OSError, ValueError):  # a name that no file can have
         return False
-    return any(real.startswith(lib + os.sep) for lib in _libraries())
+    return _INSTALLED.search(real) is not None or any(real.startswith(lib + os.sep) for lib in _libraries())
 
 
 def named_in_library(file: str) -> bool:
@@ -40,7 +43,9 @@ def named_in_library(file: str) -> bool:
     if "\0" in file:
         return False
     _, ours, below = file.replace("\\", "/").rpartition("/echelon/")
-    return bool(ours and below in _own_files()) or any(os.path.normpath(file).startswith(lib + os.sep) for lib in _libraries())
+    path = os.path.normpath(file)
+    known = _INSTALLED.search(path) is not None or any(path.startswith(lib + os.sep) for lib in _libraries())
+    return known or bool(ours and below in _own_files())
 
 
 def from_here(path: str) -> str:

@@ -17,10 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import connection
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from echelon.common.errors import EchelonError, PlanError
 from echelon.common.machine import usable_cores
@@ -178,6 +175,8 @@ def plan_memory(target: Target, setting: Setting, *, layouts: Sequence[str] = ()
     if only is not None:
         return [traced(target, None if only == "yours" else only, setting)]
     own = traced(target, None, setting)
+    if own.why and not own.model:
+        return [own]  # the script ended before it gave a module: under each layout it would say so once more
     others = [layout for layout in layouts or layouts_for(setting.ranks, setting.per_node) if layout != own.layout]
     return [own, *all_traced([Job(target, layout, setting) for layout in others])]
 
@@ -383,8 +382,7 @@ def _links(setting: Setting) -> Links:
 def _said(error: BaseException) -> str:
     """Of an error within the script, or of what cannot be done without values."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    torchs = str(Path(torch.__file__).parent)
-    files = [(file, line) for file, line in frames if not (in_library(file) or file.startswith(torchs))]
+    files = [(file, line) for file, line in frames if not in_library(file)]
     where = " at {}:{}".format(*files[-1]) if files else ""
     kind = type(error)
     if kind.__module__.startswith("torch._subclasses"):
