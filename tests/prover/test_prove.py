@@ -28,6 +28,7 @@ from echelon.prover import show
 from echelon.prover.causes import CAUSES
 from echelon.prover.matrix import matrix
 from echelon.prover.micro import NotDivisible, NotJoinable, Samples, digest, join, on_host
+from echelon.prover.operators import without_narrow_casts
 from echelon.prover.proof import (
     IN_FLOAT64,
     IN_PART,
@@ -35,12 +36,11 @@ from echelon.prover.proof import (
     NOTHING_COMPARED,
     OTHERS_DIFFER,
     YOURS_DIFFERS,
+    Difference,
     Result,
     by_float64,
 )
 from echelon.prover.prove import Proof, prove_target
-from echelon.prover.verdict import Difference
-from echelon.prover.wide import without_narrow_casts
 from tests.conftest import clean_environment
 from tests.kit import forked
 from tests.kit.refusals import refused

@@ -18,13 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import echelon as ech
-from echelon.prover.generators import Sources, drawn_between
 from echelon.prover.judge import compare
-from echelon.prover.kept_state import KeptState
 from echelon.prover.micro import Micro
 from echelon.prover.objects import Objects
+from echelon.prover.pass_state import KeptState, Sources, drawn_between
+from echelon.prover.proof import Verdict
 from echelon.prover.values import wholes
-from echelon.prover.verdict import Verdict
 from echelon.world.init import init_from_env
 from tests.conftest import Ranks
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from echelon.prover.kept_state import VARIABLE, unlike
 from echelon.prover.micro import digest
-from echelon.prover.unit_kind import UnitKind
-from echelon.prover.values import near_values
-from echelon.prover.verdict import Difference, Verdict
+from echelon.prover.pass_state import VARIABLE, unlike
+from echelon.prover.proof import Difference, Verdict
+from echelon.prover.values import UnitKind, near_values
 
 __all__ = [
     "CAUSES",

@@ -10,15 +10,11 @@ from echelon.common.errors import RankFailedError
 from echelon.prover import causes
 from echelon.prover.causes import Cause
 from echelon.prover.judge import mean_loss
-from echelon.prover.mistakes import mistakes_of
-from echelon.prover.on_ranks import OnRanks
-from echelon.prover.proof import Result
-from echelon.prover.ran import Judged, values_of_first
+from echelon.prover.on_ranks import Judged, OnRanks, ReferenceStore
+from echelon.prover.parts import mistakes_of
+from echelon.prover.proof import Difference, Result
 from echelon.prover.rank import run_reference
-from echelon.prover.reference import micros_in_order
-from echelon.prover.reference_store import ReferenceStore
-from echelon.prover.values import load_values
-from echelon.prover.verdict import Difference
+from echelon.prover.records import load_values, micros_in_order
 
 __all__ = ["Explanation"]
 
@@ -74,7 +70,7 @@ class Explanation:
             final.ran.records[0]["owners"],
         )
         if not found and not known and first.phase in ("gradient", "update"):
-            found = causes.of_shards(first, *values_of_first(final), owners)
+            found = causes.of_shards(first, *final.values_of_first(), owners)
         if not found and first.phase in ("forward", "gradient"):
             tried = self._tried_mistakes(final, first.update)
             records = final.ran.records

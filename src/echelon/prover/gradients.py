@@ -21,12 +21,14 @@ class GradientWatch:
     """Gradients by name as the optimizers of a unit see them when they step: of each parameter, when one that holds it does.
 
     Of a parameter that no optimizer holds, at the first step of the update.
+
+    Args:
+        looks: gradients can be seen whole.
     """
 
-    def __init__(self, unit: Any) -> None:
-        self._unit = unit
+    def __init__(self, unit: Any, *, looks: bool = True) -> None:
+        self._unit, self._looks = unit, looks
         self._handle = register_optimizer_step_pre_hook(self._before_step)
-        self.looks = True
         self.held: set[str] = set()
         self.held_first: set[str] = set()  # by the optimizer that stepped first
         self.attributes: list[dict[str, int]] = []  # by update: checksums of what the script's optimizers keep
@@ -70,7 +72,7 @@ class GradientWatch:
             owners = {} if (divided := Partition.of(each)) is None else divided.owners
             self.owners.update({name: owners[p] for name, p, _ in named if p in owners})
         seen: dict[str, torch.Tensor] = {}
-        for name, parameter, prepared in named if self.looks else ():
+        for name, parameter, prepared in named if self._looks else ():
             if id(parameter) in others or not (id(parameter) in mine or not self._stepped):
                 continue
             gradient = prepared.gradient_of(parameter)

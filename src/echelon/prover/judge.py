@@ -37,9 +37,10 @@ from typing import Any
 import torch
 
 from echelon.prover.micro import Micro
-from echelon.prover.reference import AGAIN, Values, micros_in_order
-from echelon.prover.values import load_values
-from echelon.prover.verdict import Blind, Difference, Verdict, larger
+from echelon.prover.proof import Blind, Difference, Verdict, larger
+from echelon.prover.records import load_values, micros_in_order
+from echelon.prover.reference import AGAIN
+from echelon.prover.values import Values
 
 __all__ = ["compare", "mean_loss"]
 

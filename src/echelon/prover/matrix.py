@@ -7,25 +7,33 @@ default, of `ddp` and `fsdp` alone, of whose engines the others are made.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from echelon.common.errors import ProveError
 from echelon.parallel.composed import Layout
 from echelon.parallel.ddp.local_sgd import DiLoCoStrategy, LocalSGDStrategy
-from echelon.parallel.layouts import resolve
+from echelon.parallel.layouts import in_words, resolve
 from echelon.parallel.pipeline.schedules import SCHEDULES
+from echelon.prover.proof import Result
+from echelon.prover.values import UnitKind
 
-__all__ = ["AS_WRITTEN", "DIRECTIONS", "YOURS", "Row", "matrix"]
+__all__ = ["AS_WRITTEN", "DIRECTIONS", "YOURS", "Fitting", "Row", "matrix"]
 
 AS_WRITTEN = "as written"
+
+
 YOURS = "yours"
+
 
 # Of LAYOUTS those that train the same numbers as one process, and tp.
 DEFAULT = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "tp")
 
+
 _ENGINES = ("ddp", "fsdp")
+
 
 # More directions, by the number of ranks: each where so many are run and the model can be divided so.
 DIRECTIONS: dict[int, dict[str, dict[str, Any]]] = {
@@ -61,8 +69,8 @@ class Row:
         workers: ranks train by themselves and meet after each update: that equals one process for plain SGD without clipping
             alone, which therefore take the place of the script's.
         yours: the script's own layout and accumulation; also its precision, and compiled if it compiles, as no other row is.
-        restores: paths of state that the unit keeps between passes (`kept_state.py`), with which those of the reference begin.
-        constant_draws: random operators give a sample the same numbers in any batch (`constant_draws.py`).
+        restores: paths of state that the unit keeps between passes (`pass_state.py`), with which those of the reference begin.
+        constant_draws: random operators give a sample the same numbers in any batch (`operators.py`).
         apart: one process cannot train on joined batches, and adds them up by their weights.
         draws: the row before drew random numbers, or none has told yet. If not, ranks that share samples need no constant draws.
         drawn_alike: and these the same for all samples: operators, with numbers of dimensions.
@@ -223,3 +231,115 @@ def _bitwise(named: Mapping[str, Any], ranks: Sequence[int], parts: int) -> list
         for r in (sorted(set(ranks)) if name != "none" else [1])
         if parts % r == 0 and (r > 1 or name == "none")
     ]
+
+
+@dataclass
+class Fitting:
+    """
+    Args:
+        run: a row.
+        say: adds a note to the proof.
+    Attributes:
+        kind: of the unit.
+        overridable: the layout can be another one than the script's.
+        idle: the script never trains.
+    """
+
+    run: Callable[[Row], Result]
+    say: Callable[[str], None]
+    kind: UnitKind | None = None
+    overridable: bool = True
+    idle: bool = False
+    _yours: tuple[str, int, int] | None = None  # layout, ranks, accumulation
+    _failures: dict[str, set[int]] = field(default_factory=dict)  # numbers of ranks by their last line
+    _hopeless: set[int] = field(default_factory=set)  # numbers of ranks
+
+    def results(self, rows: list[Row]) -> Iterator[Result]:
+        """Of the rows, as far as this script allows."""
+        unfit: dict[str, tuple[str, list[str]]] = {}
+        for row in self._rows(rows):
+            result = self._of_yours(row, rows) if row is rows[0] and row.yours else self.run(row)
+            if row.fits_some and result.verdict == "not possible":
+                why = result.message.partition(". ")[0].rstrip(".")
+                unfit.setdefault(re.sub(r"[0-9]+", "", why), (why, []))[1].append(row.name)  # numbers differ by row
+            else:
+                yield result
+        for why, names in unfit.values():
+            self.say(f"Not for this model: {'; '.join(dict.fromkeys(names))}. {why}. --layouts with its name says more.")
+
+    def _rows(self, rows: list[Row]) -> Iterator[Row]:
+        """A script that wraps its module by hand can only be run as written; one that trains nothing, once."""
+        done: set[int] = set()
+        left_out, several = 0, False
+        for row in rows:
+            if self.idle:
+                return
+            # A step of one's own accumulates by itself, makes its own optimizer, computes in its own precision.
+            differs = row.optimizer == "sgd" or (row.accumulation or 1) > 1 or row.precision is not None
+            if row.ranks in self._hopeless:
+                left_out += 1
+            elif not self.overridable:
+                self.say(
+                    "The script makes its module parallel itself, or has no layout to choose: "
+                    "it was run as written, on each number of ranks."
+                )
+                if row.ranks not in done:
+                    yield replace(rows[0], ranks=row.ranks) if rows[0].yours else Row(AS_WRITTEN, row.ranks)
+            # One optimizer's step changes what the loss of another meets, in an update's last micro-batch alone; and the loop
+            # steps its own optimizers by name.
+            elif self.kind is UnitKind.LOOP_OF_SEVERAL and (row.optimizer == "sgd" or (row.accumulation or 1) > 1):
+                several = True
+            elif not (self.kind is UnitKind.STEP and differs) and not self._is_done(row):
+                yield row
+            done.add(row.ranks)
+        if several:
+            self.say(
+                "Rows with another accumulation, or with SGD, were left out: with several optimizers the first changes which "
+                "step a loss comes after, and the loop steps optimizers of its own."
+            )
+        if left_out:
+            self.say(f"{left_out} more rows were left out: the script fails with the same error on so many ranks.")
+
+    def _of_yours(self, row: Row, rows: list[Row]) -> Result:
+        """The script's own configuration, on as few of the numbers of ranks as it can have."""
+        refused = None
+        for ranks in dict.fromkeys([*sorted({r.ranks for r in rows if r.ranks > 1}), 1]):
+            result = self.run(replace(row, ranks=ranks))
+            if result.verdict != "not possible":
+                return result
+            refused = refused or result
+        assert refused is not None
+        return refused
+
+    def _is_done(self, row: Row) -> bool:
+        """It is the script's own configuration, which was run already."""
+        if self._yours is None or row.precision or row.parts or row.optimizer != "script" or not isinstance(row.layout, str):
+            return False
+        layout = resolve(row.layout)
+        return layout is not None and (in_words(layout), row.ranks, row.accumulation) == self._yours
+
+    def failed(self, error: str, ranks: int, *, began: bool) -> None:
+        """What fails in one process, or twice before it trains, need not be seen again."""
+        seen = self._failures.setdefault(error.strip().rpartition("\n")[2], set())
+        again = bool(seen)
+        seen.add(ranks)
+        if 1 in seen or (again and not began):
+            self._hopeless |= seen
+
+    def name(self, row: Row, result: Result, ran_as: Row, record: Mapping[str, Any]) -> None:
+        """Say which layout a row had, and whether it is the script's own; learn from it."""
+        self.kind = record["kind"]
+        accumulation = row.accumulation or record["accumulation"]
+        if self.kind and not record["overridable"]:
+            self.overridable = False
+            result.label = Row(AS_WRITTEN, row.ranks, None, row.accumulation, row.optimizer).label
+            result.yours = row.accumulation is None
+        elif row.yours and self.kind:
+            own = record["own_layout"]
+            if not (ran_as.half or (ran_as.compiles and ran_as.is_compiled)):  # in which no other row is as the script's own
+                self._yours = record["own_row"], row.ranks, accumulation
+            result.label = Row(own, row.ranks, None, accumulation).label
+        elif self._yours is not None:
+            is_script = row.optimizer == "script" and not (row.precision or row.parts)
+            result.yours = bool(record["is_own"]) and is_script and accumulation == self._yours[2]
+        self.idle = not record["updates"] and not self.kind

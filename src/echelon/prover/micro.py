@@ -26,6 +26,7 @@ __all__ = [
     "digest",
     "join",
     "joined",
+    "leaves",
     "on_host",
     "plain",
     "widened",
@@ -44,9 +45,9 @@ class Micro:
         weight: what it counts; 0 is padding, or a rank for which another one speaks.
         loss: its mean loss; None if the unit does not tell.
         samples: how many it has. rows: their checksums.
-        streams: by name (`generators.py`), the states before its forward pass of the RNGs that the pass drew from.
+        streams: by name (`pass_state.py`), the states before its forward pass of the RNGs that the pass drew from.
         epoch: of the loader.
-        state: what the unit kept from earlier passes (`kept_state.py`), before this one, as far as it ever changed.
+        state: what the unit kept from earlier passes (`pass_state.py`), before this one, as far as it ever changed.
         given: the samples that the loader put into it, where it says so.
     """
 
@@ -142,13 +143,17 @@ def widths(records: Sequence[Mapping[str, Any]]) -> set[tuple[torch.Size, ...]]:
 
 
 def widths_of(data: Any) -> Iterator[torch.Size]:
-    """The same of one batch, as `plain` has it."""
-    if isinstance(data, torch.Tensor):
-        if not data.is_nested:  # whose samples have lengths of their own
-            yield data.shape[1:]
-    elif isinstance(data, (list, dict)):
+    """The same of one batch, as `plain` has it; a nested tensor has none, as its samples have lengths of their own."""
+    return (each.shape[1:] for each in leaves(data) if isinstance(each, torch.Tensor) and not each.is_nested)
+
+
+def leaves(data: Any) -> Iterator[Any]:
+    """The values in the containers of a batch, as `plain` has it."""
+    if isinstance(data, (list, dict)):
         for each in data.values() if isinstance(data, dict) else data:
-            yield from widths_of(each)
+            yield from leaves(each)
+    else:
+        yield data
 
 
 class NotJoinable(Exception):

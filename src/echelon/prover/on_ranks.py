@@ -1,10 +1,11 @@
-"""What a proof runs in other processes: its target as a row says, and references, with their logs where a run fails."""
+"""What a proof runs in other processes: its target as a row says, and references, each computed once for all rows on its data."""
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,130 @@ from echelon.common.files import read_end
 from echelon.launcher.functions.launch import launch
 from echelon.loop.target import Target
 from echelon.prover.matrix import Row
-from echelon.prover.parts import load_records
-from echelon.prover.ran import Ran
-from echelon.prover.rank import Replay, run_row
+from echelon.prover.micro import Micro, NotJoinable, digest, join, leaves
+from echelon.prover.probe import UNKNOWN, probe
+from echelon.prover.proof import Verdict
+from echelon.prover.rank import Replay, run_reference, run_row
+from echelon.prover.records import by_index, load_records, load_values, micros_in_order
+from echelon.prover.reference import Reference, Shake
+from echelon.prover.values import UnitKind, near
 
-__all__ = ["OnRanks"]
+__all__ = [
+    "CONSTANT",
+    "SHAKES",
+    "Computed",
+    "Judged",
+    "OnRanks",
+    "Ran",
+    "ReferenceStore",
+    "are_alike",
+    "data_of",
+    "in_float64",
+    "of_same_samples",
+    "with_constant_draws",
+]
+
+_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.float8_e4m3fn}
+
+
+CONSTANT = "-constant"  # how folders of rows end that were run again with constant draws
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A row that was run: where its values are, and what its ranks wrote down."""
+
+    row: Row
+    folder: Path
+    records: list[dict[str, Any]]
+    dtype: torch.dtype
+
+    @property
+    def files(self) -> list[str]:
+        return [str(self.folder / f"rank{r}.pt") for r in range(self.row.ranks)]
+
+    @property
+    def narrow(self) -> torch.dtype | None:
+        """The type with few digits in which it computes."""
+        return _NARROW[self.row.narrow] if self.row.narrow is not None else None
+
+    @property
+    def precision(self) -> str:
+        """In which it computes, or keeps its parameters."""
+        return str(self.row.narrow or self.records[0]["narrow"] or "float32")
+
+    @property
+    def has_streams(self) -> bool:
+        """Its passes drew random numbers."""
+        return any(m.streams for r in self.records for u in r["updates"] for m in u)
+
+    @property
+    def drew(self) -> bool:
+        """Its passes drew random numbers, or would have: dropout that was switched off."""
+        return self.has_streams or any(r["dropouts"] for r in self.records)
+
+    @property
+    def is_auto(self) -> bool:
+        return self.records[0]["kind"] is not UnitKind.STEP
+
+
+@dataclass
+class Computed:
+    """The reference of rows with the same data. `facts` are its own, `probed` those of the forward pass once it was tried."""
+
+    folder: Path
+    facts: dict[str, Any]
+    probed: dict[str, Any] | None = None
+    shaken: tuple[int, int] = (0, 0)  # how many such references, and over how many updates
+    scaling: list[tuple[str, str]] | None = None  # what is wrong with the script's own gradient scaler, once it was looked for
+
+
+@dataclass
+class Judged:
+    """A row against its reference, in one precision. `is_recorded`: what the ranks wrote down shows a mistake by itself."""
+
+    ran: Ran
+    reference: Computed
+    verdict: Verdict
+    is_recorded: bool = False
+
+    @property
+    def in_words(self) -> str:
+        """What the row's own precision showed, where float64 decided."""
+        first, own = self.verdict.first, self.ran.precision
+        if first is not None:
+            return f"{own}: update {first.update}, {first.phase}, {first.tensor} differs by {first.relative:.1e}"
+        return f"{own}: {self.verdict.blindness}"
+
+    def values_of_first(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The row's and the right gradients or parameters, where something differs first."""
+        first = self.verdict.first
+        assert first is not None
+        kind, file = "gradients" if first.phase == "gradient" else "parameters", f"update-{first.update:03d}.pt"
+        mine, right = (load_values(folder / file)[kind] for folder in (self.ran.folder, self.reference.folder))
+        return mine, right
+
+
+def in_float64(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}-float64")
+
+
+def with_constant_draws(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}{CONSTANT}")
+
+
+def of_same_samples(one: Ran, other: Ran) -> bool:
+    """Whether both trained on the same micro-batches, to a few digits: else they tell nothing of each other."""
+
+    mine, others = (leaves([m.plain for r in ran.records for u in r["updates"] for m in u]) for ran in (one, other))
+    return all(_is_like(a, b) for a, b in zip(mine, others, strict=False))
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or not one.is_floating_point():
+        return digest(one) == digest(other)
+    return near(one, other, 1e-2)
+
 
 _BRIEF = 2  # the second, since an optimizer's first may hide a scale, and has no state yet
 
@@ -91,3 +211,123 @@ class OnRanks:
             return ""
         hint = " (options of prove stand before the script, those after it are the script's own)" if self.target.args else ""
         return f"the script's last words: {last}{hint}\n"
+
+
+SHAKES = 3
+
+
+class ReferenceStore:
+    """
+    Args:
+        folder: for what the references leave.
+    """
+
+    def __init__(self, on_ranks: OnRanks, folder: Path) -> None:
+        self._on_ranks, self.folder = on_ranks, folder
+        self._known: list[tuple[_Data, Computed]] = []
+
+    def of(self, ran: Ran) -> Computed:
+        """That of a row, computed once for all rows on the same data, or on the first updates of it."""
+        data = data_of(ran)
+        for known, reference in self._known:
+            if are_alike(data, known) and len(data[1]) <= len(known[1]):
+                return reference
+        folder = self.folder / f"reference-{len(self._known)}"
+        shutil.rmtree(folder, ignore_errors=True)  # of one that could not be computed for the row before
+        folder.mkdir()
+        self._known.append((data, self._computed(ran, folder)))
+        return self._known[-1][1]
+
+    def _computed(self, ran: Ran, folder: Path) -> Computed:
+        """The reference, and in float32 a first sample of what rounding does to it; in half precision more."""
+        replay = self._on_ranks.replay(ran, folder)
+        reference = Computed(folder, self._on_ranks.launch(run_reference, 1, replay))
+        if ran.dtype is torch.float64:
+            return reference
+        half = ran.narrow
+        if half is not None:
+            self.shake(ran, reference, SHAKES - 1, half)
+        if ran.is_auto:  # a unit with a step of its own may have wrapped its module in something with float32 built in
+            with contextlib.suppress(RankFailedError):  # so may a forward pass
+                if self._on_ranks.launch(run_reference, 1, replay, Reference.run, "wide")["draws"] == reference.facts["draws"]:
+                    return reference
+            for other in folder.glob("again-wide-*"):
+                shutil.rmtree(other)
+        if half is None:
+            self.shake(ran, reference, 1, None)
+        return reference
+
+    def shake(self, ran: Ran, reference: Computed, samples: int, narrowest: torch.dtype | None) -> None:
+        """See to it that there are so many shaken references, by the rounding of the narrowest type if one is given."""
+        replay = self._on_ranks.replay(ran, reference.folder)
+        rounding = torch.finfo(narrowest).eps if narrowest is not None else None
+        if rounding is not None and ran.narrow is not None:
+            rounding /= 4  # what a cast of each weight changes on average
+        updates = len(ran.records[0]["updates"])
+        known, length = reference.shaken if updates <= reference.shaken[1] else (0, updates)
+        for sample in range(0 if narrowest is not None else known, samples):
+            self._on_ranks.launch(run_reference, 1, replay, Reference.run, "shaken", Shake(sample, rounding))
+        reference.shaken = max(samples, known), length
+
+    def probed(self, ran: Ran, reference: Computed) -> dict[str, Any]:
+        if reference.probed is None:
+            reference.probed = dict(UNKNOWN)
+            with contextlib.suppress(RankFailedError):
+                reference.probed = self._on_ranks.launch(run_reference, 1, self._on_ranks.replay(ran, self.folder), probe)
+        return reference.probed
+
+    def state(self, ran: Ran, reference: Computed) -> dict[str, list[str]]:
+        """What the unit keeps between passes, as far as it matters: paths by name."""
+        keeps = any(m.state for r in ran.records for u in r["updates"] for m in u)
+        return dict(self.probed(ran, reference)["state"]) if keeps else {}
+
+
+_Data = tuple[Any, Sequence[Any]]
+
+
+def are_alike(one: _Data, other: _Data) -> bool:
+    """Whether one goes on as the other begins."""
+    return one[0] == other[0] and all(a == b for a, b in zip(one[1], other[1], strict=False))
+
+
+def data_of(ran: Ran) -> _Data:
+    """What the reference of a row depends on: how it trains, and on what in each update. Rows with the same share it.
+
+    As a rule the samples of each update alone, whichever ranks had them. Dropped units depend on the micro-batches and on the
+    RNGs in front of them; a step of one's own, which may accumulate, on which micro-batches came at the same time, and so do
+    several optimizers, as a loss meets what has stepped before it.
+    """
+    row, first, merged = ran.row, ran.records[0], micros_in_order(ran.records)
+    states = [{path: m.state[path] for path in sorted(row.restores & m.state.keys())} for u in merged for m in u]
+    as_script = row.yours and bool(row.compiles or row.half)
+    kept = row.restores, digest(states) if row.restores else 0
+    how = (
+        ran.dtype,
+        row.optimizer,
+        row.narrow,
+        row.workers,
+        row.constant_draws,
+        row.apart,
+        first["by_sample"],
+        row.drawn_alike,
+        as_script,
+        kept,
+    )
+    at_once = first["kind"] in (UnitKind.STEP, UnitKind.LOSSES)
+    drawn = not row.constant_draws and first["kind"] is not UnitKind.STEP and any(m.streams for u in merged for m in u)
+
+    def of_update(k: int) -> tuple[Any, ...]:
+        epoch, same = first["updates"][k][0].epoch, by_index(ran.records, k)
+        if drawn:
+            sizes = tuple(map(len, same)) if at_once else ()
+            return epoch, sizes, *((digest(m.plain), digest(m.streams)) for m in merged[k])
+        return epoch, *map(_digest_of_samples, same if at_once else [merged[k]])
+
+    return how, [of_update(k) for k in range(len(merged))]
+
+
+def _digest_of_samples(micros: list[Micro]) -> Any:
+    try:
+        return digest(join([m.plain for m in micros], [m.samples for m in micros]))
+    except NotJoinable:
+        return tuple(digest(m.plain) for m in micros)

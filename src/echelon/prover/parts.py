@@ -1,80 +1,305 @@
-"""Ranks that each know a part: of the sequences (context parallelism), or of the layers (a pipeline). The judge and the reference
-want whole micro-batches, and every name on every rank; here the ranks' records are put together to that.
+"""What the parts of a batch, or of an update, give when they are put together: by themselves, and as likely mistakes would.
+
+Batches that are padded to the longest sample, or are lists of samples, cannot be joined over the ranks; but one of them can be
+taken apart. With the unit's own weights w, losses l and gradients must satisfy
+
+    l(whole) = sum_i w_i l(part_i) / sum_i w_i
+
+for any parts. A mean over tokens without weights does not, nor does a batch norm, a contrast between samples, or a choice of the
+hardest ones: under a layout such a program trains another model than one process does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from echelon.prover.micro import Micro
+from echelon.prover.micro import Micro, NotDivisible, NotJoinable, Samples, digest, joined, on_host, plain, widths_of
+from echelon.prover.pass_state import agreeing
+from echelon.prover.reading import first_samples, reads_alike
+from echelon.prover.records import by_index
+from echelon.prover.reference import Pass, Reference
+from echelon.prover.references import AutoReference, OwnReference
+from echelon.prover.values import UnitKind, Values
 
-__all__ = ["load_records", "stage_files"]
-
-_BY_NAME = ("initial_digests", "gradient_digests", "parameter_digests", "buffer_digests")
-_SETS = ("held", "trainable")
-
-
-def load_records(paths: Sequence[Path | str]) -> list[dict[str, Any]]:
-    """What the ranks of a row wrote down, in their order, with whole micro-batches."""
-    records: list[dict[str, Any]] = [torch.load(path, weights_only=False) for path in paths]
-    if any(r["stage"][1] > 1 for r in records):
-        _over_stages(records)
-    if any(r["part"][1] > 1 for r in records):
-        for same in _groups(records, "part"):
-            _over_parts(same)
-    return records
+__all__ = ["best_shares", "mistakes_of", "split"]
 
 
-def stage_files(path: Path) -> list[Path]:
-    """Where the values of a step are: in one file, or in one for each stage."""
-    return [path, *sorted(path.parent.glob(f"{path.stem}.stage*{path.suffix}"))]
+@dataclass
+class _Part:
+    """A micro-batch by itself, or all of a rank's for a unit that steps by itself."""
+
+    rank: int
+    weight: float
+    loss: float
+    gradients: Values
+    recorded: float | None = None  # the loss that the rank itself had
 
 
-def _groups(records: list[dict[str, Any]], axis: str) -> list[list[dict[str, Any]]]:
-    """Ranks that differ in this axis only, in its order."""
-    found: dict[Any, list[dict[str, Any]]] = {}
-    for record in records:
-        place = {name: where for name, where in record["place"].items() if name != {"part": "cp", "stage": "pp"}[axis]}
-        found.setdefault(tuple(place.items()), []).append(record)
-    return [sorted(each, key=lambda r: r[axis]) for each in found.values()]
+def mistakes_of(reference: Reference, k: int) -> dict[str, dict[str, Any]]:
+    """`loss` and `gradients` of update k by the way they were put together, after all updates before it."""
+    reference.run_until(k)
+    if isinstance(reference, AutoReference):
+        parts, right = _of_auto(reference, k)
+    else:
+        assert isinstance(reference, OwnReference)
+        parts, right = _of_own(reference, k)
+    if reference.records[0]["kind"].is_of_several:  # at the parameters of before the first step, as nothing steps here
+        first = reference.records[0]["held_first"]
+        right = {n: g for n, g in right.items() if n in first}
+        for part in parts:
+            part.gradients = {n: g for n, g in part.gradients.items() if n in first}
+    total = sum(p.weight for p in parts)
+    ways = {"weighted": [p.weight / total for p in parts], "unweighted": [1 / len(parts)] * len(parts)}
+    ranks = sorted({p.rank for p in parts})
+    for rank in ranks if len(ranks) > 1 else ():
+        own = sum(p.weight for p in parts if p.rank == rank)
+        ways[f"rank {rank} alone"] = [p.weight / own if p.rank == rank else 0.0 for p in parts]
+    best = best_shares([p.gradients for p in parts], right)
+    if best is not None:
+        ways["best weights"] = best
+    limit = reference.records[0]["limits"][k]
+    mistakes: dict[str, dict[str, Any]] = {}
+    for way, shares in ways.items():
+        mistakes[way] = {**_combined(parts, shares, limit), "shares": shares, "misses": _misses(parts, shares, right)}
+    if isinstance(reference, AutoReference):
+        mistakes.update(_micro_batch_of_all_ranks(reference, k, limit))
+    mistakes["weighted"]["losses"] = [(p.rank, p.loss, p.recorded) for p in parts]
+    mistakes["weighted"]["norms"] = [_norm(p.gradients) for p in parts]
+    mistakes["weighted"]["is_linear"] = not isinstance(reference, AutoReference) or all(
+        _is_linear(reference, micro, part)
+        for micro, part in zip((m for r in reference.records for m in r["updates"][k] if m.weight > 0), parts, strict=True)
+    )
+    return mistakes
 
 
-def _over_stages(records: list[dict[str, Any]]) -> None:
-    """The last stage has the losses; every stage has the names of its layers."""
-    for same in _groups(records, "stage"):
-        last = max(same, key=lambda r: sum(map(len, r["updates"])))  # on whichever rank a schedule has it
-        for record in (r for r in same if r is not last):
-            record["updates"] = [[replace(micro, weight=0.0) for micro in update] for update in last["updates"]]
-            record["streams"], record["resting"] = {}, last["resting"]
-    for name in _SETS:
-        union = set().union(*(r[name] for r in records))
-        for record in records:
-            record[name] = union
-    for record in records:  # what a rank does not have itself is as its peers of the other stages have it
-        peers = [r for r in records if r["stage"] != record["stage"]]
-        for name in _BY_NAME:
-            mine = record[name]
-            for k, digests in enumerate(mine) if isinstance(mine, list) else [(None, mine)]:
-                for peer in peers:
-                    theirs = peer[name] if k is None else peer[name][k] if k < len(peer[name]) else {}
-                    for key, value in theirs.items():
-                        digests.setdefault(key, value)
+def _of_auto(reference: AutoReference, k: int) -> tuple[list[_Part], Values]:
+    """The parts, and the right gradients before clipping."""
+    reference.enter_epoch(reference.updates[k][0].epoch)
+    parts = []
+    for record in reference.records:
+        for micro in record["updates"][k]:
+            if micro.weight > 0:
+                loss, gradients = reference.tried(Pass.of(micro))
+                parts.append(_Part(record["rank"], micro.weight, loss, gradients, micro.loss))
+    with reference.taken_back():
+        reference.backward_of_all(k)
+        return parts, reference.gradients()
 
 
-def _over_parts(same: list[dict[str, Any]]) -> None:
-    """Of ranks that share sequences, the first has the whole micro-batch, with the weight and the loss of all parts."""
-    for k, update in enumerate(same[0]["updates"]):
-        for m, micro in enumerate(update):
-            parts: list[Micro] = [r["updates"][k][m] for r in same]
-            weight = sum(part.weight for part in parts)
-            losses = [(part.loss, part.weight) for part in parts if part.loss is not None]
-            loss = sum(value * w for value, w in losses) / weight if losses and weight else micro.loss
-            update[m] = replace(micro, weight=weight, loss=loss)
-    for record in same[1:]:
-        record["updates"] = [[replace(micro, weight=0.0) for micro in update] for update in record["updates"]]
-        record["is_replica"] = True
+def _is_linear(reference: AutoReference, micro: Micro, part: _Part) -> bool:
+    """Whether half of a loss has half of its gradient, as it has where nothing but autograd makes it."""
+
+    def is_off(times: float) -> bool:
+        made = reference.tried(Pass.of(micro, 1 / times))[1]
+        apart = {n: times * made[n].double() - g.double() for n, g in part.gradients.items() if n in made}
+        return _norm(apart) > 1e-3 * _norm(part.gradients)
+
+    return not is_off(2.0) or is_off(1.0)  # where the same pass has another gradient each time, nothing can be told
+
+
+def _of_own(reference: OwnReference, k: int) -> tuple[list[_Part], Values]:
+    """The same, of whole steps."""
+    parts = []
+    for record in reference.records:
+        micros = record["updates"][k]
+        loss, gradients = reference.tried(*(Pass(m.data) for m in micros))
+        parts.append(_Part(record["rank"], sum(m.weight for m in micros), loss, gradients))
+    whole = [Pass(reference.whole_batch(same)) for same in by_index(reference.records, k)]
+    return parts, reference.tried(*whole)[1]
+
+
+def _micro_batch_of_all_ranks(reference: AutoReference, k: int, limit: float | None) -> dict[str, dict[str, Any]]:
+    """What it would be if every micro-batch saw all ranks, and nothing saw all micro-batches."""
+    parts = []
+    for same in by_index(reference.records, k):
+        try:
+            batch = joined([m for m in same if m.weight > 0])
+        except (NotJoinable, IndexError):
+            return {}
+        loss, gradients = reference.tried(Pass(batch, state=agreeing(m.state for m in same)))
+        parts.append(_Part(0, sum(m.weight for m in same), loss, gradients))
+    total = sum(p.weight for p in parts)
+    return {"over ranks": _combined(parts, [p.weight / total for p in parts], limit)} if len(parts) > 1 else {}
+
+
+def best_shares(parts: list[Values], right: Values) -> list[float] | None:
+    """By least squares, the shares with which the parts come nearest to the right gradient; None if they are no numbers."""
+    if any(p.keys() != right.keys() for p in parts) or not right:
+        return None
+    each = torch.stack([torch.cat([p[n].double().flatten() for n in right]) for p in parts])
+    goal = torch.cat([right[n].double().flatten() for n in right])
+    if not bool(each.isfinite().all() and goal.isfinite().all()):
+        return None
+    shares: list[float] = torch.linalg.lstsq(each @ each.T, each @ goal).solution.tolist()
+    return shares
+
+
+def _misses(parts: list[_Part], shares: list[float], right: Values) -> float:
+    """How far the parts, put together so, are from the right gradient, before either is clipped."""
+    made = _combined(parts, shares, None)["gradients"]
+    return _norm({n: made[n].double() - right[n].double() for n in right if n in made})
+
+
+def _norm(gradients: Values) -> float:
+    return float(torch.linalg.vector_norm(torch.stack([g.double().norm() for g in gradients.values()]))) if gradients else 0.0
+
+
+def _combined(parts: list[_Part], shares: list[float], limit: float | None) -> dict[str, Any]:
+    names = {n: None for p in parts for n in p.gradients}
+    gradients = {
+        n: torch.stack([p.gradients[n] * share for p, share in zip(parts, shares, strict=True) if n in p.gradients]).sum(0)
+        for n in names
+    }
+    if limit is not None and gradients:
+        norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients.values()]))
+        factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+        gradients = {n: g * factor for n, g in gradients.items()}
+    return {"loss": sum(p.loss * share for p, share in zip(parts, shares, strict=True) if share), "gradients": gradients}
+
+
+_TOLERANCE = {"wide": 1e-6, "right": 1e-4}  # in float64 as well, a script may compute something in float32
+
+
+_ROUNDINGS = 8  # of a type with few digits
+
+
+_MOST_BATCHES = 4
+
+
+def split(reference: Reference) -> dict[str, Any]:
+    """Take some of the recorded batches apart, before training and after all updates but the last.
+
+    Returns:
+        `why_not`: why nothing could be tested, else None; `error`: how far the loss or the gradient of the whole is from that of
+        its parts, relative; `allowed`: what rounding may do; `best`: whether other weights of the parts give the gradient;
+        `padded`: whether parts that are padded by themselves were tried, as ranks have them.
+    """
+    if not isinstance(reference, AutoReference):
+        return {"why_not": "its train_step takes its own steps"}
+    reference.begin(write=False)
+    reference.enter_epoch(reference.updates[0][0].epoch)
+    found: dict[str, Any] = {"why_not": "no batch has two samples", "error": 0.0, "best": False, "allowed": 0.0, "padded": False}
+    for divisible in _divisible(reference, reference.updates, found):
+        _take_apart(reference, *divisible, found)
+        found["why_not"], found["allowed"] = None, _TOLERANCE["wide" if reference.how == "wide" else "right"]
+        if reference.how != "wide" and reference.computes.dtype is not None:
+            found["allowed"] = _ROUNDINGS * torch.finfo(reference.computes.dtype).eps
+    if found["why_not"] is None and found["error"] <= found["allowed"]:
+        with contextlib.suppress(Exception):  # what rows show is known; samples of a user's own can be anything
+            found["padded"] = _take_apart_padded(reference, found)
+    if found["why_not"] is None and found["error"] <= found["allowed"]:
+        for k in range(len(reference.updates) - 1):
+            reference.update(k)
+        for divisible in _divisible(reference, reference.updates[-1:], {}):  # what begins later, as after a warm-up
+            _take_apart(reference, *divisible, found)
+    return found
+
+
+def _take_apart(
+    reference: AutoReference, count: int, part: Callable[[int, int], Any], micro: Micro, found: dict[str, Any]
+) -> None:
+    whole = _pass(reference, part(0, count), count, micro)
+    for cut in sorted({1, count // 2}):
+        parts = [_pass(reference, part(*ends), ends[1] - ends[0], micro) for ends in ((0, cut), (cut, count))]
+        error = _error(whole, parts)
+        if error > found["error"]:
+            found["error"], found["best"] = error, _has_better_weights(whole, parts)
+
+
+def _take_apart_padded(reference: AutoReference, found: dict[str, Any]) -> bool:
+    """Rows of a padded batch are as wide as that one; on a rank the loader pads a part by itself, to another width.
+
+    Returns:
+        whether it could be tried: samples that are collated alike are padded to several widths, and what is drawn is dropout, of
+        which all samples and places then have the same row.
+    """
+    loader, draws = reference.loader, reference.by_sample
+    if draws is not None and any("dropout" not in name for name, *_ in draws.kinds):
+        return False
+    # The narrow ones first, so that they are narrower by themselves than the whole.
+    values = sorted(first_samples(loader), key=lambda each: [size.numel() for size in _widths(loader, [each])])
+    count = len(values)
+    if count < 2 or _widths(loader, values[:1]) == _widths(loader, values):
+        return False
+    if digest(plain(loader.collate_fn(values))) != digest(plain(loader.collate_fn(values))):
+        return False
+    if draws is not None:
+        draws.end()
+        reference.by_sample = None
+    _take_apart(reference, count, lambda begin, end: loader.collate_fn(values[begin:end]), reference.updates[0][0], found)
+    return True
+
+
+def _widths(loader: Any, samples: list[Any]) -> list[torch.Size]:
+    return list(widths_of(plain(loader.collate_fn(samples))))
+
+
+def _divisible(
+    reference: Reference, updates: Sequence[Sequence[Micro]], found: dict[str, Any]
+) -> Iterator[tuple[int, Callable[[int, int], Any], Micro]]:
+    """How many samples a batch has, and what gives it from one sample to before another one: of those that weigh most; or, if
+    none has the loader's samples in its rows, of a batch that the loader's collate function makes of its first samples.
+    """
+    loader = reference.loader
+    micros = sorted((m for update in updates for m in update), key=lambda m: -m.weight)
+    every: list[tuple[Samples, Micro]] = []
+    for micro in micros[:_MOST_BATCHES]:
+        try:
+            every.append((Samples(micro.data, micro.samples), micro))
+        except NotDivisible as why:
+            found["why_not"] = str(why)
+    # Rows that are not the loader's samples, such as nodes of graphs, may belong together.
+    told = [(samples, micro) for samples, micro in every if micro.given in (None, samples.count)]
+    if not told and reads_alike(loader):
+        values = first_samples(loader)
+        yield len(values), lambda begin, end: loader.collate_fn(values[begin:end]), micros[0]
+        return
+    for samples, micro in told or every:
+        if samples.count > 1:
+            yield samples.count, samples.part, micro
+
+
+_Pass = tuple[float, Values, float]  # loss, gradients, weight
+
+
+def _pass(reference: AutoReference, data: Any, samples: int, micro: Micro) -> _Pass:
+    reference.unit.samples_given = samples  # as a loader says it, for the weight
+    # A copy: state that is put back may be a loop's variable for the batch before, of which this one may be a view.
+    loss, made = reference.tried(Pass(on_host(data), 1.0, micro.streams, micro.state))
+    gradients = {n: g.double() for n, g in made.items()}
+    unit: Any = reference.unit
+    weight = unit.reference.plain.weight if UnitKind.of(unit).is_loop else unit.weight(reference.as_given(data))
+    return loss, gradients, float(weight)
+
+
+def _error(whole: _Pass, parts: list[_Pass]) -> float:
+    """Of the loss or the gradient, the larger one, relative to the whole's."""
+    known = [part for part in parts if part[2] > 0]
+    total = sum(weight for _, _, weight in known)
+    if not total:
+        return 0.0
+    loss = sum(value * weight for value, _, weight in known) / total
+    names = set(whole[1]).union(*(part[1] for part in known))
+    squares, size = 0.0, 0.0
+    for name in names:
+        of_parts = sum(part[1][name] * (part[2] / total) for part in known if name in part[1])
+        of_whole = whole[1].get(name, torch.zeros(()))
+        squares += float((of_whole - of_parts).square().sum())
+        size += float(of_whole.square().sum())
+    of_loss = abs(whole[0] - loss) / (abs(whole[0]) or 1.0)
+    of_gradient = (squares / size) ** 0.5 if size else 0.0 if not squares else float("inf")
+    return max(of_loss, of_gradient)
+
+
+def _has_better_weights(whole: _Pass, parts: list[_Pass]) -> bool:
+    shares = best_shares([part[1] for part in parts], whole[1])
+    if shares is None:
+        return False
+    total = sum(shares)
+    weighed = [(loss, gradients, share) for (loss, gradients, _), share in zip(parts, shares, strict=True)]
+    return abs(total - 1) < 0.1 and min(shares) > 0 and _error(whole, weighed) * 10 < _error(whole, parts)

@@ -1,4 +1,4 @@
-"""Facts about the forward pass, from trying it: how precise it is, whether it can be repeated, how it draws.
+"""Facts about the forward and the backward pass, from trying them: how precise they are, whether they repeat, how they draw.
 
 A process of its own tries, since a unit may count its calls; a reference must call it as often as training does.
 """
@@ -12,16 +12,22 @@ from typing import Any
 import torch
 
 from echelon.common.errors import UsageError
-from echelon.prover.kept_state import VARIABLE, unlike
 from echelon.prover.micro import Micro, NotJoinable, digest, joined
-from echelon.prover.reference import AutoReference, Pass, Reference, Values, by_index
-from echelon.prover.unit_kind import UnitKind
-from echelon.prover.values import near, parameters_of
+from echelon.prover.pass_state import VARIABLE, unlike
+from echelon.prover.records import by_index
+from echelon.prover.reference import Pass, Reference
+from echelon.prover.references import AutoReference
+from echelon.prover.values import UnitKind, Values, near, parameters_of
+from echelon.prover.workarounds import seeding_backward
 
-__all__ = ["UNKNOWN", "probe"]
+__all__ = ["UNKNOWN", "backward_draws", "probe"]
 
 _MOST_STATES = 50
+
+
 _ROUNDINGS = 32
+
+
 UNKNOWN: dict[str, Any] = {"narrowest": None, "repeatable": True, "per_sample": None, "state": {}, "writes": None, "kept": {}}
 
 
@@ -174,3 +180,37 @@ def _drawn_more(reference: Reference, one: Micro, other: Micro) -> set[str]:
     except (NotJoinable, RuntimeError, ValueError):
         return alike
     return {name for name in alike if ends[0].get(name) != ends[1].get(name)}
+
+
+_ROUNDING = 1e-4  # what kernels that add up in another order may change, of the largest element
+
+
+_TIMES_REPEATED = 100
+
+
+def backward_draws(reference: Reference) -> dict[str, Any]:
+    """Try the first micro-batch with two RNG states between forward and backward pass.
+
+    Returns:
+        `depends`: the parameter whose gradient is another one then, and by how much, relative; None if all are the same, or
+        where the pass cannot be repeated.
+    """
+    reference.keeps_dropout = True
+    reference.begin(write=False)
+    reference.enter_epoch(reference.updates[0][0].epoch)
+    data, tries = reference.updates[0][0].data, []
+    for seed in (1, 1, 2):
+        with seeding_backward(seed):
+            tries.append(reference.tried(Pass(data)))
+    (loss, one), (again, same), (third, other) = tries
+    if not loss == again == third:
+        return {"depends": None}
+    far = {name: _distance(one[name], other[name]) for name in one if name in other}
+    near = max((_distance(one[name], same[name]) for name in one if name in same), default=0.0)
+    name = max(far, key=far.__getitem__, default="")
+    return {"depends": (name, far[name]) if name and far[name] > max(_ROUNDING, _TIMES_REPEATED * near) else None}
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    size = float(one.abs().max()) if one.numel() else 0.0
+    return float((one - other).abs().max()) / size if size else 0.0

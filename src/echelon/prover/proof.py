@@ -1,4 +1,4 @@
-"""What proving gave: a row of the table each, and the whole."""
+"""What comparing rows gave, as plain values: of one row against its reference, a row of the table, and the whole."""
 
 from __future__ import annotations
 
@@ -6,22 +6,123 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from echelon.prover.verdict import Difference
-
 __all__ = [
     "IN_FLOAT64",
     "IN_PART",
     "NOTHING_COMPARED",
     "NOT_ALL_TESTED",
     "OTHERS_DIFFER",
+    "SMALL_SHARE",
     "YOURS_DIFFERS",
+    "Blind",
+    "Difference",
     "Proof",
     "Result",
+    "Verdict",
     "by_float64",
+    "larger",
 ]
 
+SMALL_SHARE = 0.05  # of all elements
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing that differs.
+
+    Args:
+        update: from 0.
+        phase: "initialisation", "forward", "gradient" or "update".
+        tensor: a parameter's or buffer's name, "loss" or "gradient norm".
+        relative: the largest difference of an element over the largest element.
+        tolerance: what it may be, in the same unit.
+    """
+
+    update: int
+    phase: str
+    tensor: str
+    relative: float
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class Blind:
+    """Something that this precision cannot compare.
+
+    Args:
+        update, phase, tensor: as in `Difference`.
+        tolerance: what it might differ by, relative to its largest value, from rounding alone.
+        share: of all elements of its kind.
+    """
+
+    update: int
+    phase: str
+    tensor: str
+    tolerance: float
+    share: float
+
+
+@dataclass
+class Verdict:
+    """What comparing one row gave: the largest relative differences over all updates, and the first that is too large."""
+
+    loss: float = 0.0
+    gradient: float = 0.0
+    parameter: float = 0.0
+    norm: float = 0.0
+    updates: int = 0
+    bit_equal: bool = True  # the parameters
+    exact: bool = True  # the parameters, the gradients and the loss: the same bits need no measure of rounding
+    used: float = 0.0  # the largest share of a tolerance that was used
+    first: Difference | None = None
+    meaningless: str | None = None  # why the reference itself is no measure
+    undetermined: dict[str, int] = field(default_factory=dict)  # excused elements, by parameter
+    excused: float = 0.0  # the largest share of all elements that was excused after an update
+    blind: list[Blind] = field(default_factory=list)
+    unmoved: list[str] = field(default_factory=list)  # parameters that the reference changed and the row did not
+
+    @property
+    def clear(self) -> bool:
+        """Everything was compared, and nothing differs."""
+        return self.first is None and (self.exact or (not self.blind and self.excused <= SMALL_SHARE))
+
+    @property
+    def blindness(self) -> str:
+        """What could not be compared, in words."""
+        said = []
+        if self.blind:
+            b = self.blind[0]
+            said.append(f"update {b.update}, {b.phase}, {b.tensor}: rounding alone may change it by {b.tolerance:.1e}")
+        if self.resolved < self.updates:
+            said.append(f"compared as far as update {self.resolved - 1}" if self.resolved else "nothing else could be compared")
+        if self.excused > SMALL_SHARE:
+            said.append(f"{self.excused:.0%} of all elements have no gradient beyond rounding")
+        return "; ".join(said)
+
+    @property
+    def resolved(self) -> int:
+        """Updates, from the first on, in which little was left uncompared: the loss never, elements to a small share."""
+        if self.exact:
+            return self.updates
+        for k in sorted({b.update for b in self.blind}):
+            for phase in ("forward", "gradient", "update"):
+                here = [b for b in self.blind if b.update == k and b.phase == phase]
+                if any(b.tensor == "loss" for b in here) or sum(b.share for b in here) > SMALL_SHARE:
+                    return k
+        return self.updates
+
+
+def larger(a: float, b: float) -> float:
+    """The larger one; nan if one of them is."""
+    return b if b != b else max(a, b)
+
+
 IN_PART = "in part"
+
+
 YOURS_DIFFERS, NOT_ALL_TESTED, NOTHING_COMPARED, OTHERS_DIFFER = 1, 3, 4, 5  # exit codes
+
+
 _DECIDED = "agrees (float64), "
 
 
@@ -68,6 +169,12 @@ class Result:
     yours: bool = False
     precision: str = ""
     began: bool = False
+
+    def fill(self, verdict: Verdict) -> None:
+        """The numbers of a comparison."""
+        self.loss, self.gradient, self.parameter = verdict.loss, larger(verdict.gradient, verdict.norm), verdict.parameter
+        self.of_tolerance, self.updates = verdict.used, verdict.updates
+        self.first, self.undetermined = verdict.first, verdict.undetermined
 
     @property
     def agrees(self) -> bool:

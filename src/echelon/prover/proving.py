@@ -19,35 +19,32 @@ import torch
 from echelon.common.errors import EchelonError, RankFailedError
 from echelon.loop.target import Target
 from echelon.prover import causes
-from echelon.prover.backward import backward_draws
 from echelon.prover.explanation import Explanation
-from echelon.prover.fitting import Fitting
 from echelon.prover.judge import compare
-from echelon.prover.kept_state import VARIABLE
-from echelon.prover.matrix import Row
+from echelon.prover.matrix import Fitting, Row
 from echelon.prover.micro import digest, widths
-from echelon.prover.on_ranks import OnRanks
-from echelon.prover.proof import IN_PART, Proof, Result, by_float64
-from echelon.prover.ran import (
+from echelon.prover.on_ranks import (
     CONSTANT,
+    SHAKES,
     Computed,
     Judged,
+    OnRanks,
     Ran,
-    blindness,
-    fill,
+    ReferenceStore,
+    are_alike,
+    data_of,
     in_float64,
-    in_words,
     of_same_samples,
     with_constant_draws,
 )
+from echelon.prover.parts import split
+from echelon.prover.pass_state import VARIABLE
+from echelon.prover.probe import backward_draws
+from echelon.prover.proof import IN_PART, SMALL_SHARE, Proof, Result, Verdict, by_float64
 from echelon.prover.rank import run_reference
-from echelon.prover.reference import by_index
-from echelon.prover.reference_store import SHAKES, ReferenceStore, are_alike, data_of
-from echelon.prover.sample_checks import SampleChecks
-from echelon.prover.splits import split
-from echelon.prover.unit_kind import UnitKind
-from echelon.prover.values import load_values
-from echelon.prover.verdict import SMALL_SHARE, Verdict
+from echelon.prover.records import by_index, load_values
+from echelon.prover.samples import SampleChecks
+from echelon.prover.values import UnitKind
 
 __all__ = ["Proving"]
 
@@ -202,7 +199,7 @@ class Proving:
 
     def _compare(self, row: Row, result: Result, ran: Ran) -> None:
         records, result.precision = ran.records, ran.precision
-        self._fitting.name(row, result, ran)
+        self._fitting.name(row, result, ran.row, records[0])
         if not records[0]["updates"]:
             what = (
                 "no optimizer took a step before it ended"
@@ -242,7 +239,7 @@ class Proving:
             reference = self._reference(ran)
         seen = self._against(ran, reference)
         if seen.verdict.meaningless is not None:
-            fill(result, seen.verdict)
+            result.fill(seen.verdict)
             result.verdict, result.message = "failed", seen.verdict.meaningless
             return seen
         if not seen.verdict.clear:
@@ -455,16 +452,16 @@ class Proving:
             final, unconfirmed = self._closer(seen)
         verdict = final.verdict
         limit = _MOST_EXCUSED if final.ran.dtype is torch.float64 else SMALL_SHARE
-        fill(result, verdict)
+        result.fill(verdict)
         differs = verdict.first is not None and (verdict.first.update < verdict.resolved or not verdict.resolved)
         if result.causes or differs:
             result.verdict, result.message = "DIFFERS", unconfirmed
             result.precision = "float64" if final.ran.dtype is torch.float64 else result.precision
             self._explanation.explain(result, final)
             return
-        said = [in_words(seen)] if final.ran.dtype is not self.dtype else []
+        said = [seen.in_words] if final.ran.dtype is not self.dtype else []
         if not verdict.exact and (verdict.blind or verdict.excused > limit):
-            said += [blindness(final), unconfirmed]
+            said += [final.verdict.blindness, unconfirmed]
         result.message, result.first = "; ".join(filter(None, said)), None
         if not verdict.resolved or (verdict.excused > limit and not verdict.exact):
             result.verdict = "undecided"

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,29 +12,25 @@ import torch
 
 from echelon.common.errors import ProveError
 from echelon.contracts.overrides import Overrides, impose
-from echelon.data.loader import Loader
-from echelon.data.prefetch import Feed
 from echelon.loop.auto import loss_scale
 from echelon.loop.callback import Callback
 from echelon.loop.reporting.reporting import observing
 from echelon.loop.target import Target
 from echelon.parallel import over_ranks
+from echelon.parallel.composed import Layout
+from echelon.parallel.fsdp.fsdp import FSDPStrategy
+from echelon.parallel.layouts import LAYOUTS, in_words, resolve, with_options_of
 from echelon.parallel.recipe.compilation import keeping_random
-from echelon.prover.constant_draws import ConstantDraws
-from echelon.prover.generators import GLOBAL, Sources, drawn_between
+from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
+from echelon.prover.loop_reference import Turns, reference_of
 from echelon.prover.matrix import Row
-from echelon.prover.micro import checksums, digest, on_host, widened
 from echelon.prover.objects import is_library
-from echelon.prover.parts import load_records
-from echelon.prover.record import StepRecorder
+from echelon.prover.operators import ConstantDraws, without_narrow_casts
+from echelon.prover.pass_state import GLOBAL, Sources, drawn_between
+from echelon.prover.recorder import StepRecorder
+from echelon.prover.records import Enough, load_records
 from echelon.prover.reference import How, Reference, Shake
-from echelon.prover.references import reference_of
-from echelon.prover.row_layout import RowLayout
-from echelon.prover.samples import Epoch, Seen, drawn_by_reading, kept_by_reading, reads_alike
-from echelon.prover.turns import Enough, Turns
-from echelon.prover.unit_kind import UnitKind
-from echelon.prover.values import parameters_of, prepared_of
-from echelon.prover.wide import without_narrow_casts
+from echelon.prover.values import UnitKind, prepared_of, widen
 from echelon.prover.workarounds import (
     noting_autocast,
     noting_collectives,
@@ -49,26 +43,16 @@ from echelon.prover.workarounds import (
 from echelon.world import rng
 from echelon.world.init import rank_info
 
-__all__ = [
-    "Replay",
-    "print_begin",
-    "run_epoch",
-    "run_reference",
-    "run_row",
-    "run_samples",
-]
-
-_FIRST_BATCHES = 4
-_EPOCH_S = 10.0  # for counting what one process sees in an epoch
+__all__ = ["Replay", "RowLayout", "run_reference", "run_row"]
 
 
-def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dtype, seed: int, every: int = 1) -> dict[str, Any]:
+def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dtype, seed: int) -> dict[str, Any]:
     """Run the target as `row` says, on this rank, and leave what it did in `folder`."""
     chosen = RowLayout(row, dtype) if row.layout is not None or row.yours else None
     compiled, precision = None if row.is_compiled else False, row.imposed_precision(wide=dtype is torch.float64)
     decided = Overrides(chosen, precision, row.accumulation, compiled, row.parts, observes=True)
     draws = ConstantDraws()
-    recorder = StepRecorder(Path(folder), updates, dtype, draws, every)
+    recorder = StepRecorder(Path(folder), updates, dtype, draws)
 
     def watch(unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
         building.close()
@@ -223,65 +207,6 @@ def run_reference(
     return replay.with_reference(work, how, shake)
 
 
-def run_samples(replay: Replay, count: int) -> dict[str, Any]:
-    """`seen`: the first so many samples that one process has; none if they are drawn anew whenever they are read, or if the
-    global batch is that of several ranks alone. `size`: of the data set.
-    """
-
-    def read(unit: Any, dataloader: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
-        seen: list[Seen] = []
-        for step in Feed(dataloader) if isinstance(dataloader, Loader) and reads_alike(dataloader) else ():
-            batch = widened(on_host(step.batch), replay.dtype)
-            seen.append(Seen())
-            seen[-1].add(checksums(batch, step.samples), batch)
-            if sum(len(each.rows) for each in seen) >= count:
-                break
-        size = len(dataloader.dataset) if isinstance(dataloader, Loader) else None
-        return {"seen": seen, "keeps": kept_by_reading(dataloader), "size": size}
-
-    return replay.instead_of_training(read, replay.dtype)
-
-
-def print_begin(file: str) -> None:
-    """A checksum of the initial parameters and the first batches of a pickled Replay."""
-
-    def read(unit: Any, dataloader: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
-        seen = [digest({name: p.detach() for name, p in parameters_of(unit)})]
-        seen += [digest(on_host(step.batch)) for step, _ in zip(Feed(dataloader), range(_FIRST_BATCHES), strict=False)]
-        return {"seen": seen}
-
-    replay: Replay = pickle.loads(Path(file).read_bytes())
-    print(f"\n{replay.instead_of_training(read, replay.dtype)['seen']}", flush=True)
-
-
-def run_epoch(replay: Replay) -> dict[str, Any]:
-    """`epoch`: what one process reads in one; not there if it has no end in sight."""
-
-    def read(unit: Any, dataloader: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
-        epochs: list[Epoch] = []
-        ends = time.monotonic() + _EPOCH_S
-        for _ in range(2):
-            rng.seed(len(epochs))
-            epochs.append(Epoch())
-            for step in Feed(dataloader):
-                epochs[-1].add(widened(on_host(step.batch), replay.dtype), step.samples)
-                if time.monotonic() > ends:
-                    break
-            else:
-                continue
-            epochs.pop()
-            break
-        keeps = kept_by_reading(dataloader)
-        if not epochs:
-            return {"keeps": keeps}
-        # Workers may be seeded alike for every epoch.
-        quiet = not getattr(dataloader, "num_workers", 0) or drawn_by_reading(dataloader) == set()
-        epochs[0].repeats = quiet and len(epochs) == 2 and epochs[0].rows == epochs[1].rows
-        return {"epoch": epochs[0], "keeps": keeps}
-
-    return replay.instead_of_training(read, replay.dtype)
-
-
 @contextlib.contextmanager
 def _deciding(decided: Overrides, row: Row, dtype: torch.dtype, seed: int) -> Iterator[set[str]]:
     """Impose what prove decides over a script's head: besides `decided`, the type of its numbers and its random numbers.
@@ -349,3 +274,57 @@ def _with_sgd(unit: Any, momentum: float) -> None:
         "several",
     ):  # built already, by a script that looked at it or by TorchTNT's AutoUnit
         vars(unit).pop(made, None)
+
+
+class RowLayout(Strategy):
+    """The layout of a row, which for the row `yours` is the script's. It tells afterwards whether it was used: a module that a
+    script wrapped by hand stays as it is.
+
+    Attributes:
+        own: the name of the script's.
+        own_row: of the row that has the same layout, since a row keeps the script's options.
+        is_own: it is the script's, with all its options.
+    """
+
+    def __init__(self, row: Row, dtype: torch.dtype) -> None:
+        self._row, self._given = row, resolve(row.layout)
+        self._layout: Strategy = self._given or NOOPStrategy()
+        self.name, self.own, self.own_row = self._layout.name, "", ""
+        self.used, self.is_own, self._dtype = False, True, dtype
+        self._names_one = False
+
+    def __call__(self, own: Strategy | None) -> Strategy:
+        """In place of the script's own layout."""
+        own = own or NOOPStrategy()
+        self._names_one |= not isinstance(own, NOOPStrategy)
+        # Mixed precision is left out: of layouts that are compared, only the script's own has it.
+        mine = own.but(mixed_precision=None) if isinstance(own, FSDPStrategy) else own
+        self._layout = self._given or (mine if self._dtype is torch.float64 else own)
+        if isinstance(self._row.layout, str):
+            self._layout = with_options_of(mine, self._layout)
+        self.name, self.own = self._layout.name, in_words(own)
+        self.own_row = _row_of(own, mine) or self.own
+        self.is_own = self.is_own and self._layout == mine
+        return self
+
+    def check(self) -> None:
+        """When training begins: a Trainer has given its layout to a unit that was made without one.
+
+        Raises:
+            UsageError: the script's own has none, on several ranks.
+        """
+        if self._given is None and self.used and not self._names_one and rank_info().world_size > 1:
+            raise ProveError("the script names no layout: it is for one process.")
+
+    def prepare(self, module: Any, world: Any, recipe: Any) -> Prepared[Any]:
+        self.used = True
+        if self._dtype is torch.float64:
+            widen(module)  # which may be in half precision
+        return self._layout.prepare(module, world, recipe)
+
+
+def _row_of(own: Strategy, mine: Strategy) -> str | None:
+    """The name of a layout that becomes the script's with its options; of one with mixed precision there is none."""
+    if isinstance(own, Layout):
+        return own.text
+    return next((word for word in LAYOUTS if with_options_of(mine, LAYOUTS[word]()) == own), None)

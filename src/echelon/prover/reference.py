@@ -18,60 +18,40 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from echelon.common.errors import ProveError
-from echelon.loop.auto.auto import AutoUnit, TrainStepResults
 from echelon.loop.auto.optimized_unit import OptimizedUnit
-from echelon.loop.auto.update import Update
 from echelon.loop.callback import Callback
 from echelon.loop.modes import begin_training
 from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.shards import local
-from echelon.prover.constant_draws import ConstantDraws
-from echelon.prover.generators import Sources
-from echelon.prover.gradients import GradientWatch, rates_of
-from echelon.prover.kept_state import KeptState, agreeing, unlike
-from echelon.prover.micro import Micro, NotJoinable, digest, joined, widened
+from echelon.prover.micro import Micro, digest
 from echelon.prover.objects import Objects
+from echelon.prover.operators import ConstantDraws
+from echelon.prover.pass_state import KeptState, Sources
+from echelon.prover.records import micros_in_order
 from echelon.prover.values import (
+    Values,
     as_real,
-    balance,
-    forget_loads,
-    loss_in,
     modules_of,
     named_values,
-    number_in,
     parameters_of,
-    switch_off_dropout,
     whole,
     whole_parameters,
     widen,
 )
 
-__all__ = ["AGAIN", "AutoReference", "How", "OwnReference", "Pass", "Reference", "Shake", "by_index", "micros_in_order"]
+__all__ = ["AGAIN", "How", "Pass", "Reference", "Shake"]
 
-Values = dict[str, torch.Tensor]
+
 How = Literal["right", "wide", "shaken"]
 
+
 AGAIN = "again"  # how the folders in the reference's begin that hold the values of the other times
-
-
-def micros_in_order(records: list[dict[str, Any]]) -> list[list[Micro]]:
-    """The micro-batches of each update over all ranks: micro-batch by micro-batch, then rank by rank, without silent ones."""
-    updates = min((len(r["updates"]) for r in records), default=0)
-    return [[micro for same in by_index(records, k) for micro in same if micro.weight > 0] for k in range(updates)]
-
-
-def by_index(records: list[dict[str, Any]], k: int) -> list[list[Micro]]:
-    """Of update k: for each micro-batch, those of all ranks."""
-    of_ranks = [r["updates"][k] for r in records]
-    return [[r[m] for r in of_ranks if m < len(r)] for m in range(max(map(len, of_ranks)))]
 
 
 @dataclass(frozen=True)
@@ -329,216 +309,3 @@ class Reference(ABC):
             "parameters": whole_parameters(self.unit),
             "buffers": {n: whole(b) for n, b in named_values(self.unit).items()},
         }
-
-
-class AutoReference(Reference):
-    """An AutoUnit: its loss and its optimizer, and a training loop as everybody writes it."""
-
-    unit: AutoUnit[Any]
-    hears = True  # of the ends of steps
-
-    def begin(self, *, write: bool = True) -> None:
-        super().begin(write=write)
-        unit = self.unit
-        self.module = unit.prepared.unwrapped
-        if self.records[0]["dropouts"]:  # ranks that share samples draw by themselves
-            switch_off_dropout(unit)
-        self.optimizer, self.scheduler = unit.configure_optimizers_and_lr_scheduler(self.module)
-        unit.optimizer, unit.lr_scheduler = self.optimizer, self.scheduler  # the unit's hooks may look at them
-        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        self.held = {n for n, p in parameters_of(unit) if id(p) in held}
-
-    def epoch_ended(self) -> None:
-        if self.unit.lr_interval == "epoch":
-            self._step_scheduler()
-
-    def _step_scheduler(self) -> None:
-        if type(self.unit).step_lr_scheduler is not AutoUnit.step_lr_scheduler:
-            self.unit.step_lr_scheduler()
-        elif self.scheduler is not None and not isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            self.scheduler.step()  # a plateau is seen in evaluations, of which there are none here
-
-    def update(self, k: int) -> dict[str, Any]:
-        self.enter_epoch(self.updates[k][0].epoch)
-        self.step_begins()
-        forget_loads(self.unit)
-        if type(self.unit).zero_grad is not AutoUnit.zero_grad:  # it may have hooks, or clear gradients in the next pass
-            self.unit.zero_grad(self.state)
-        loss = self.backward_of_all(k)
-        if (after_backward := getattr(self.unit._update, "after_backward", None)) is not None:
-            after_backward(self.unit)
-        norm = self._clip()
-        gradients = self.gradients()
-        self.rates.append(rates_of(self.optimizer))
-        self._step_optimizer()
-        self.optimizer.zero_grad()
-        balance(self.unit)
-        if self.unit.lr_interval == "update":
-            self._step_scheduler()
-        self._step_ended(k, loss, norm)
-        self.step_done(loss)
-        return {"loss": loss, "norm": norm, "gradients": gradients}
-
-    def _step_ended(self, k: int, loss: float, norm: float | None) -> None:
-        """The unit's own hook, in which a teacher may learn, or rates be set."""
-        unit = self.unit
-        if not self.hears or type(unit).on_train_step_end is AutoUnit.on_train_step_end:
-            return
-        found = TrainStepResults(torch.tensor(loss), None if norm is None else torch.tensor(norm), None)
-        try:
-            unit.on_train_step_end(self.state, self.as_given(self.updates[k][-1].data), k, found)
-        except Exception as error:  # it may want what only a whole loop has
-            self.hears = False
-            self._note_failure(f"{type(unit).__name__}.on_train_step_end", error)
-
-    def backward_of_all(self, k: int) -> float:
-        """The gradient of the whole global batch, in one pass if that can be; returns its mean loss."""
-        micros = self.updates[k]
-        self.scale = self.records[0]["scales"][k] if self.how != "wide" and self.records[0]["scales"] else 1.0
-        if self.joined and (self.constant_draws or not self.drew):
-            try:
-                return self.backward(self._joined_passes(k))
-            except NotJoinable:
-                self.joined = False
-            except Exception:  # such as lists of images, or too much for the memory of one process
-                if len(micros) == 1:
-                    raise
-                self.joined = False
-                self.module.zero_grad()
-        total = sum(m.weight for m in micros)
-        at_once = [[m for m in same if m.weight > 0] for same in by_index(self.records, k)]
-        return self.backward(
-            [
-                Pass(m.data, m.weight / total, m.streams, self._own(m.state), beside=m is not same[-1])
-                for same in at_once
-                for m in same
-            ]
-        )
-
-    def _joined_passes(self, k: int) -> list[Pass]:
-        """One pass; where the unit keeps state from one micro-batch to the next, one for each micro-batch of all ranks."""
-        micros = self.updates[k]
-        groups = [micros]
-        if any(self.restores & unlike(a.state, b.state) for r in self.records for a, b in pairwise(r["updates"][k])):
-            groups = [[m for m in same if m.weight > 0] for same in by_index(self.records, k)]
-        total = sum(m.weight for m in micros)
-        return [
-            Pass(
-                joined(same),
-                sum(m.weight for m in same) / total,
-                same[0].streams,
-                self._own(agreeing(m.state for m in same)),
-            )
-            for same in groups
-            if same
-        ]
-
-    def _own(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        return {path: value for path, value in state.items() if path in self.restores}
-
-    def backward(self, passes: Sequence[Pass]) -> float:
-        """Add up the gradients; returns the mean loss."""
-        mean, before_backward = 0.0, getattr(self.unit._update, "before_backward", None)
-        for each in passes:
-            self.put_back(each)
-            with self.same_parameters(each):
-                with self.computes.autocast(self.device):
-                    loss = self.loss_of(each.data)
-                self.note_draws(each)
-                if before_backward is not None:
-                    before_backward(self.unit, loss)
-                (loss * (each.share * self.scale)).backward()
-            mean += float(loss.detach()) * each.share
-        self.unscale()
-        return mean
-
-    def unscale(self) -> None:
-        """The gradients as without the scale, a power of 2."""
-        for parameter in self.module.parameters() if self.scale != 1 else ():
-            if parameter.grad is not None:
-                parameter.grad /= self.scale
-
-    def try_pass(self, passes: Sequence[Pass]) -> tuple[float, Values]:
-        return self.backward(passes), self.gradients()
-
-    def as_given(self, data: Any) -> Any:
-        """A batch as the unit gets it."""
-        return widened(data, self.dtype, self.device)
-
-    def loss_of(self, data: Any) -> torch.Tensor:
-        return self.unit.compute_loss(self.state, self.as_given(data))[0]
-
-    def _step_optimizer(self) -> None:
-        unit = self.unit
-        if unit.kind_of_update.step_optimizer is not Update.step_optimizer and unit.grad_scaler is None:
-            unit._update.step_optimizer(unit)
-        else:
-            self.optimizer.step()
-
-    def _clip(self) -> float | None:
-        norm, unit = None, self.unit
-        if unit.kind_of_update.clip is not Update.clip:
-            unit._update.clip(unit)
-            return None
-        if unit.clip_grad_norm is not None:
-            norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), unit.clip_grad_norm))
-        if unit.clip_grad_value is not None:
-            torch.nn.utils.clip_grad_value_(self.module.parameters(), unit.clip_grad_value)
-        return norm
-
-
-class OwnReference(Reference):
-    """A unit's own `train_step`, given micro-batches joined over the ranks: it accumulates and steps as it likes."""
-
-    @property
-    def drew(self) -> bool:
-        return False  # dropout is off
-
-    def begin(self, *, write: bool = True) -> None:
-        if not self.keeps_dropout:
-            switch_off_dropout(self.unit)
-        super().begin(write=write)
-        self.watch = GradientWatch(self.unit)
-
-    def epoch_ended(self) -> None:
-        """Its hook does all there is to do."""
-
-    def update(self, k: int) -> dict[str, Any]:
-        losses = []
-        for same in by_index(self.records, k):
-            self.enter_epoch(same[0].epoch)
-            self.step_begins()
-            loss = self.step(self.whole_batch(same))
-            self.unit.on_train_step_end(self.state)
-            self.step_done(loss)
-            losses.append((loss, sum(m.weight for m in same)))
-        known = [(loss, weight) for loss, weight in losses if loss is not None]
-        mean = sum(loss * weight for loss, weight in known) / sum(w for _, w in known) if known else None
-        gradients = self.watch.take() or {}
-        self.held, self.rates = self.watch.held, self.watch.rates
-        return {"loss": mean, "norm": None, "gradients": gradients}
-
-    def stepping(self) -> list[torch.optim.Optimizer]:
-        return list(self.unit.tracked_optimizers().values())
-
-    def try_pass(self, passes: Sequence[Pass]) -> tuple[float, Values]:
-        losses = []
-        for each in passes:
-            self.put_back(each)
-            losses.append(self.step(each.data))
-        known = [loss for loss in losses if loss is not None]
-        return sum(known) / len(known) if known else float("nan"), as_real(self.watch.take() or {})
-
-    def step(self, batch: Any) -> float | None:
-        self.draws_for(batch)
-        with self.computes.autocast(self.device):
-            return number_in(loss_in(self.unit.train_step(self.state, widened(batch, self.dtype, self.device))))
-
-    def whole_batch(self, micros: list[Micro]) -> Any:
-        try:
-            return joined(micros)
-        except NotJoinable as why:
-            raise ProveError(
-                f"{type(self.unit).__name__} steps by itself, and the micro-batches of the ranks cannot be joined into the one "
-                f"batch that a single process would get ({why})."
-            ) from why

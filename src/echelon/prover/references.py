@@ -1,96 +1,200 @@
-"""Which reference a unit has; and the reference of a loop of one's own, whose code is run in plain PyTorch, by turns."""
+"""The references of units: of a loss, of several optimizers in turn, and of a step of the user's own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from echelon.common.errors import ProveError
+from echelon.loop.auto.auto import AutoUnit, TrainStepResults
 from echelon.loop.auto.several import Turn
-from echelon.loop.own.loop_unit import LoopUnit
-from echelon.prover.gradients import GradientWatch
-from echelon.prover.kept_state import agreeing
-from echelon.prover.micro import Micro, NotJoinable, joined
-from echelon.prover.plain_window import Plain
-from echelon.prover.reference import AutoReference, How, OwnReference, Pass, Reference, Shake, by_index
-from echelon.prover.turns import Turns
-from echelon.prover.unit_kind import UnitKind
-from echelon.prover.values import balance, forget_loads, parameters_of, switch_off_dropout
+from echelon.loop.auto.update import Update
+from echelon.prover.gradients import GradientWatch, rates_of
+from echelon.prover.micro import Micro, NotJoinable, joined, widened
+from echelon.prover.pass_state import agreeing, unlike
+from echelon.prover.records import by_index
+from echelon.prover.reference import Pass, Reference
+from echelon.prover.values import (
+    Values,
+    as_real,
+    balance,
+    forget_loads,
+    loss_in,
+    number_in,
+    parameters_of,
+    switch_off_dropout,
+)
 
-__all__ = ["LoopReference", "reference_of"]
-
-_LOOKS = 3  # how often a loop may look at its data before it trains
+__all__ = ["AutoReference", "OwnReference"]
 
 
-class LoopReference(AutoReference):
-    """The loop's own code on the original model and optimizer: `window.backward` is `loss.backward()`, a step a step.
+class AutoReference(Reference):
+    """An AutoUnit: its loss and its optimizer, and a training loop as everybody writes it."""
 
-    Args:
-        turns: by which the loop is given its batches.
-    """
-
-    unit: LoopUnit  # type: ignore[assignment]  # no AutoUnit: what it computes is in the loop
-
-    def __init__(self, turns: Turns, *args: Any) -> None:
-        super().__init__(*args)
-        self.turns = turns
-        self._trains = False  # or only a gradient is asked for
-        self._has_begun = False  # the loop has taken a window
+    unit: AutoUnit[Any]
+    hears = True  # of the ends of steps
 
     def begin(self, *, write: bool = True) -> None:
-        if not self.keeps_dropout:
-            switch_off_dropout(self.unit)  # so that one batch is one update, for loops that count them
-        Reference.begin(self, write=write)
-        self.watch = _watched(self)
+        super().begin(write=write)
+        unit = self.unit
+        self.module = unit.prepared.unwrapped
+        if self.records[0]["dropouts"]:  # ranks that share samples draw by themselves
+            switch_off_dropout(unit)
+        self.optimizer, self.scheduler = unit.configure_optimizers_and_lr_scheduler(self.module)
+        unit.optimizer, unit.lr_scheduler = self.optimizer, self.scheduler  # the unit's hooks may look at them
+        held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        self.held = {n for n, p in parameters_of(unit) if id(p) in held}
+
+    def watch_optimizers(self) -> GradientWatch:
+        """Make the unit's optimizers, whose steps are seen from now on."""
+        unit = self.unit
+        unit.configure()
+        self.module = unit.prepared.unwrapped
+        held = {id(p) for each in unit.optimizers for group in each.param_groups for p in group["params"]}
+        self.held = {n for n, p in parameters_of(unit) if id(p) in held}
+        return GradientWatch(unit)
 
     def epoch_ended(self) -> None:
-        self.turns.end_epoch()
+        if self.unit.lr_interval == "epoch":
+            self._step_scheduler()
+
+    def _step_scheduler(self) -> None:
+        if type(self.unit).step_lr_scheduler is not AutoUnit.step_lr_scheduler:
+            self.unit.step_lr_scheduler()
+        elif self.scheduler is not None and not isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            self.scheduler.step()  # a plateau is seen in evaluations, of which there are none here
 
     def update(self, k: int) -> dict[str, Any]:
         self.enter_epoch(self.updates[k][0].epoch)
         self.step_begins()
-        self._trains = True
         forget_loads(self.unit)
+        if type(self.unit).zero_grad is not AutoUnit.zero_grad:  # it may have hooks, or clear gradients in the next pass
+            self.unit.zero_grad(self.state)
         loss = self.backward_of_all(k)
-        self._trains = False
-        gradients, self.rates = self.watch.take(), self.watch.rates
-        if gradients is None:
-            raise ProveError(
-                f"the loop took no optimizer step on the batch of update {k} in one process, but it did on the ranks."
-            )
+        if (after_backward := getattr(self.unit._update, "after_backward", None)) is not None:
+            after_backward(self.unit)
+        norm = self._clip()
+        gradients = self.gradients()
+        self.rates.append(rates_of(self.optimizer))
+        self._step_optimizer()
+        self.optimizer.zero_grad()
         balance(self.unit)
+        if self.unit.lr_interval == "update":
+            self._step_scheduler()
+        self._step_ended(k, loss, norm)
         self.step_done(loss)
-        return {"loss": loss, "norm": self.turns.plain.norm, "gradients": gradients}
+        return {"loss": loss, "norm": norm, "gradients": gradients}
+
+    def _step_ended(self, k: int, loss: float, norm: float | None) -> None:
+        """The unit's own hook, in which a teacher may learn, or rates be set."""
+        unit = self.unit
+        if not self.hears or type(unit).on_train_step_end is AutoUnit.on_train_step_end:
+            return
+        found = TrainStepResults(torch.tensor(loss), None if norm is None else torch.tensor(norm), None)
+        try:
+            unit.on_train_step_end(self.state, self.as_given(self.updates[k][-1].data), k, found)
+        except Exception as error:  # it may want what only a whole loop has
+            self.hears = False
+            self._note_failure(f"{type(unit).__name__}.on_train_step_end", error)
+
+    def backward_of_all(self, k: int) -> float:
+        """The gradient of the whole global batch, in one pass if that can be; returns its mean loss."""
+        micros = self.updates[k]
+        self.scale = self.records[0]["scales"][k] if self.how != "wide" and self.records[0]["scales"] else 1.0
+        if self.joined and (self.constant_draws or not self.drew):
+            try:
+                return self.backward(self._joined_passes(k))
+            except NotJoinable:
+                self.joined = False
+            except Exception:  # such as lists of images, or too much for the memory of one process
+                if len(micros) == 1:
+                    raise
+                self.joined = False
+                self.module.zero_grad()
+        total = sum(m.weight for m in micros)
+        at_once = [[m for m in same if m.weight > 0] for same in by_index(self.records, k)]
+        return self.backward(
+            [
+                Pass(m.data, m.weight / total, m.streams, self._own(m.state), beside=m is not same[-1])
+                for same in at_once
+                for m in same
+            ]
+        )
+
+    def _joined_passes(self, k: int) -> list[Pass]:
+        """One pass; where the unit keeps state from one micro-batch to the next, one for each micro-batch of all ranks."""
+        micros = self.updates[k]
+        groups = [micros]
+        if any(self.restores & unlike(a.state, b.state) for r in self.records for a, b in pairwise(r["updates"][k])):
+            groups = [[m for m in same if m.weight > 0] for same in by_index(self.records, k)]
+        total = sum(m.weight for m in micros)
+        return [
+            Pass(
+                joined(same),
+                sum(m.weight for m in same) / total,
+                same[0].streams,
+                self._own(agreeing(m.state for m in same)),
+            )
+            for same in groups
+            if same
+        ]
+
+    def _own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {path: value for path, value in state.items() if path in self.restores}
 
     def backward(self, passes: Sequence[Pass]) -> float:
-        mean, computes = 0.0, self.computes if self.computes.dtype is not None else None
-        for i, each in enumerate(passes, 1):
+        """Add up the gradients; returns the mean loss."""
+        mean, before_backward = 0.0, getattr(self.unit._update, "before_backward", None)
+        for each in passes:
             self.put_back(each)
-            is_last, is_first = self._trains and i == len(passes), self._trains and i == 1
-            self.turns.plain = plain = Plain(each.share * self.scale, is_last, is_first, computes, self.scale)
-            batch = self.as_given(each.data)
             with self.same_parameters(each):
-                self.turns.give(batch)
-                for _ in range(_LOOKS):
-                    if self._has_begun or plain.loss is not None:
-                        break
-                    self.turns.again(batch)
-            self._has_begun = True
-            if plain.loss is None:
-                raise ProveError("the loop took no window of a batch in one process, but it did on the ranks.")
-            self.note_draws(each)
-            mean += float(plain.loss) * each.share
-        if not self._trains:
-            if self.unit.several is not None:  # what was put aside where optimizers would have stepped
-                self.module.zero_grad()
-                for turn in self.unit.several.turns:
-                    turn.take_back()
-            self.unscale()
+                with self.computes.autocast(self.device):
+                    loss = self.loss_of(each.data)
+                self.note_draws(each)
+                if before_backward is not None:
+                    before_backward(self.unit, loss)
+                (loss * (each.share * self.scale)).backward()
+            mean += float(loss.detach()) * each.share
+        self.unscale()
         return mean
+
+    def unscale(self) -> None:
+        """The gradients as without the scale, a power of 2."""
+        for parameter in self.module.parameters() if self.scale != 1 else ():
+            if parameter.grad is not None:
+                parameter.grad /= self.scale
+
+    def try_pass(self, passes: Sequence[Pass]) -> tuple[float, Values]:
+        return self.backward(passes), self.gradients()
+
+    def as_given(self, data: Any) -> Any:
+        """A batch as the unit gets it."""
+        return widened(data, self.dtype, self.device)
+
+    def loss_of(self, data: Any) -> torch.Tensor:
+        return self.unit.compute_loss(self.state, self.as_given(data))[0]
+
+    def _step_optimizer(self) -> None:
+        unit = self.unit
+        if unit.kind_of_update.step_optimizer is not Update.step_optimizer and unit.grad_scaler is None:
+            unit._update.step_optimizer(unit)
+        else:
+            self.optimizer.step()
+
+    def _clip(self) -> float | None:
+        norm, unit = None, self.unit
+        if unit.kind_of_update.clip is not Update.clip:
+            unit._update.clip(unit)
+            return None
+        if unit.clip_grad_norm is not None:
+            norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), unit.clip_grad_norm))
+        if unit.clip_grad_value is not None:
+            torch.nn.utils.clip_grad_value_(self.module.parameters(), unit.clip_grad_value)
+        return norm
 
 
 class SeveralReference(AutoReference):
@@ -100,7 +204,7 @@ class SeveralReference(AutoReference):
         Reference.begin(self, write=write)
         if self.records[0]["dropouts"]:
             switch_off_dropout(self.unit)
-        self.watch = _watched(self)
+        self.watch = self.watch_optimizers()
         self.turns: list[Turn] = self.unit.several.turns  # type: ignore[union-attr]
 
     def _step_scheduler(self) -> None:
@@ -186,20 +290,58 @@ class SeveralReference(AutoReference):
         turn.updated = True
 
 
-def _watched(reference: AutoReference) -> GradientWatch:
-    """Make the unit's optimizers, whose steps are seen from now on."""
-    unit = reference.unit
-    unit.configure()
-    reference.module = unit.prepared.unwrapped
-    held = {id(p) for each in unit.optimizers for group in each.param_groups for p in group["params"]}
-    reference.held = {n for n, p in parameters_of(unit) if id(p) in held}
-    return GradientWatch(unit)
+class OwnReference(Reference):
+    """A unit's own `train_step`, given micro-batches joined over the ranks: it accumulates and steps as it likes."""
 
+    @property
+    def drew(self) -> bool:
+        return False  # dropout is off
 
-def reference_of(unit: Any, records: list[dict[str, Any]], folder: Path, dtype: torch.dtype, how: How, shake: Shake) -> Reference:
-    """The reference for this kind of unit."""
-    kind = UnitKind.of(unit)
-    if kind.is_loop:
-        return LoopReference(unit.reference, unit, records, folder, dtype, how, shake)
-    made = {UnitKind.LOSS: AutoReference, UnitKind.LOSSES: SeveralReference, UnitKind.STEP: OwnReference}[kind]
-    return made(unit, records, folder, dtype, how, shake)
+    def begin(self, *, write: bool = True) -> None:
+        if not self.keeps_dropout:
+            switch_off_dropout(self.unit)
+        super().begin(write=write)
+        self.watch = GradientWatch(self.unit)
+
+    def epoch_ended(self) -> None:
+        """Its hook does all there is to do."""
+
+    def update(self, k: int) -> dict[str, Any]:
+        losses = []
+        for same in by_index(self.records, k):
+            self.enter_epoch(same[0].epoch)
+            self.step_begins()
+            loss = self.step(self.whole_batch(same))
+            self.unit.on_train_step_end(self.state)
+            self.step_done(loss)
+            losses.append((loss, sum(m.weight for m in same)))
+        known = [(loss, weight) for loss, weight in losses if loss is not None]
+        mean = sum(loss * weight for loss, weight in known) / sum(w for _, w in known) if known else None
+        gradients = self.watch.take() or {}
+        self.held, self.rates = self.watch.held, self.watch.rates
+        return {"loss": mean, "norm": None, "gradients": gradients}
+
+    def stepping(self) -> list[torch.optim.Optimizer]:
+        return list(self.unit.tracked_optimizers().values())
+
+    def try_pass(self, passes: Sequence[Pass]) -> tuple[float, Values]:
+        losses = []
+        for each in passes:
+            self.put_back(each)
+            losses.append(self.step(each.data))
+        known = [loss for loss in losses if loss is not None]
+        return sum(known) / len(known) if known else float("nan"), as_real(self.watch.take() or {})
+
+    def step(self, batch: Any) -> float | None:
+        self.draws_for(batch)
+        with self.computes.autocast(self.device):
+            return number_in(loss_in(self.unit.train_step(self.state, widened(batch, self.dtype, self.device))))
+
+    def whole_batch(self, micros: list[Micro]) -> Any:
+        try:
+            return joined(micros)
+        except NotJoinable as why:
+            raise ProveError(
+                f"{type(self.unit).__name__} steps by itself, and the micro-batches of the ranks cannot be joined into the one "
+                f"batch that a single process would get ({why})."
+            ) from why

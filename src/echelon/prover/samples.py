@@ -9,202 +9,121 @@ Where the global batch is known, an update's samples are those that one process 
 from __future__ import annotations
 
 import contextlib
-import copy
-import itertools
+import os
+import pickle
+import shutil
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import cloudpickle
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
-from echelon.prover.generators import Sources, drawn_between
-from echelon.prover.kept_state import ABSENT, KeptState, unlike
-from echelon.prover.micro import Micro, checksums, digest, plain
-from echelon.prover.objects import Objects
+from echelon.common.errors import RankFailedError
+from echelon.data.loader import Loader
+from echelon.data.prefetch import Feed
+from echelon.loop.callback import Callback
+from echelon.prover.matrix import Row
+from echelon.prover.micro import Micro, checksums, digest, leaves, on_host, plain, widened, widths_of
+from echelon.prover.on_ranks import OnRanks, Ran
+from echelon.prover.proof import Result
+from echelon.prover.rank import Replay
+from echelon.prover.reading import Plan, drawn_by_reading, kept_by_reading, reads_alike
+from echelon.prover.values import parameters_of
+from echelon.world import rng
 
 __all__ = [
     "Epoch",
-    "Plan",
-    "Reading",
+    "SampleChecks",
     "Seen",
-    "kept_by_reading",
     "note_on",
     "of_updates",
-    "plan_of",
-    "reads_alike",
+    "print_begin",
     "rows_of",
+    "run_epoch",
+    "run_samples",
     "unlike_an_epoch",
     "unlike_one_process",
 ]
 
-_MOST_INDICES = 2_000_000
+_FIRST_BATCHES = 4
+
+
+_EPOCH_S = 10.0  # for counting what one process sees in an epoch
+
+
+def run_samples(replay: Replay, count: int) -> dict[str, Any]:
+    """`seen`: the first so many samples that one process has; none if they are drawn anew whenever they are read, or if the
+    global batch is that of several ranks alone. `size`: of the data set.
+    """
+
+    def read(unit: Any, dataloader: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
+        seen: list[Seen] = []
+        for step in Feed(dataloader) if isinstance(dataloader, Loader) and reads_alike(dataloader) else ():
+            batch = widened(on_host(step.batch), replay.dtype)
+            seen.append(Seen())
+            seen[-1].add(checksums(batch, step.samples), batch)
+            if sum(len(each.rows) for each in seen) >= count:
+                break
+        size = len(dataloader.dataset) if isinstance(dataloader, Loader) else None
+        return {"seen": seen, "keeps": kept_by_reading(dataloader), "size": size}
+
+    return replay.instead_of_training(read, replay.dtype)
+
+
+def print_begin(file: str) -> None:
+    """A checksum of the initial parameters and the first batches of a pickled Replay."""
+
+    def read(unit: Any, dataloader: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
+        seen = [digest({name: p.detach() for name, p in parameters_of(unit)})]
+        seen += [digest(on_host(step.batch)) for step, _ in zip(Feed(dataloader), range(_FIRST_BATCHES), strict=False)]
+        return {"seen": seen}
+
+    replay: Replay = pickle.loads(Path(file).read_bytes())
+    print(f"\n{replay.instead_of_training(read, replay.dtype)['seen']}", flush=True)
+
+
+def run_epoch(replay: Replay) -> dict[str, Any]:
+    """`epoch`: what one process reads in one; not there if it has no end in sight."""
+
+    def read(unit: Any, dataloader: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
+        epochs: list[Epoch] = []
+        ends = time.monotonic() + _EPOCH_S
+        for _ in range(2):
+            rng.seed(len(epochs))
+            epochs.append(Epoch())
+            for step in Feed(dataloader):
+                epochs[-1].add(widened(on_host(step.batch), replay.dtype), step.samples)
+                if time.monotonic() > ends:
+                    break
+            else:
+                continue
+            epochs.pop()
+            break
+        keeps = kept_by_reading(dataloader)
+        if not epochs:
+            return {"keeps": keeps}
+        # Workers may be seeded alike for every epoch.
+        quiet = not getattr(dataloader, "num_workers", 0) or drawn_by_reading(dataloader) == set()
+        epochs[0].repeats = quiet and len(epochs) == 2 and epochs[0].rows == epochs[1].rows
+        return {"epoch": epochs[0], "keeps": keeps}
+
+    return replay.instead_of_training(read, replay.dtype)
+
+
 _MOST_ROWS = 100_000
+
+
 _MOST_VALUES = 2_000_000
+
+
 # Of rows padded to several widths: equal ones of the data, padded otherwise in one process, look like shared ones.
 _MOST_EQUAL = 0.1
-_FIRST_SAMPLES = 16  # reading draws in the first few or not at all
-_READING_S = 1.0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The indices of one epoch on one rank.
-
-    Args:
-        size: of the dataset.
-        dataset: a checksum of it; indices of different datasets say nothing about each other.
-    """
-
-    indices: list[int]
-    size: int
-    dataset: int
-
-
-def plan_of(loader: Any) -> Plan | None:
-    """Of the epoch that begins; None if the loader does not tell. Draws nothing from any stream."""
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
-        return None
-    sources = Sources(loader, "loader")
-    before = sources.states()
-    try:
-        twin = copy.deepcopy((loader.batch_sampler, loader.generator), {id(loader.dataset): loader.dataset})
-        size = len(loader.dataset)  # type: ignore[arg-type]
-        torch.empty((), dtype=torch.int64).random_(generator=twin[1])  # as the loader does for its workers, before its sampler
-        indices: list[int] = []
-        for batch in twin[0]:
-            indices += map(int, batch)
-            if len(indices) > _MOST_INDICES:
-                return None
-        return Plan(indices, size, _checksum(loader.dataset))
-    except Exception:  # a sampler of the user's own can be anything
-        return None
-    finally:
-        sources.restore(before)
-
-
-def _checksum(dataset: Any) -> int:
-    """Of what the dataset holds, as far as it can be looked into."""
-    if isinstance(dataset, (list, tuple)):
-        return digest([len(dataset), *dataset[:: max(1, len(dataset) // 1000)]])
-    values = {
-        n: v for n, v in vars(dataset).items() if isinstance(v, (torch.Tensor, np.ndarray, str, int, float, list, tuple, Dataset))
-    }
-    inner = {n: _checksum(v) if isinstance(v, Dataset) else v for n, v in values.items()}
-    return digest(
-        {"type": type(dataset).__qualname__, **{n: _checksum(v) if isinstance(v, (list, tuple)) else v for n, v in inner.items()}}
-    )
-
-
-class Reading:
-    """The RNGs from which reading single samples draws: checksums before and after the first that drew.
-
-    In each process that reads, it looks over the shoulder of the dataset's class and of the collate function at the first
-    samples. It is a loader's `worker_init_fn`: workers that are not forked have nothing of what is replaced here.
-
-    Args:
-        file: where every process leaves what it saw.
-    """
-
-    def __init__(self, loader: Any, file: Path) -> None:
-        self._dataset, self._file = getattr(loader, "dataset", None), file
-        self._own = getattr(loader, "worker_init_fn", None)
-        self._looked, self._noted = 0, set[str]()
-        self._head: contextlib.ExitStack | None = None
-        self._begin()
-        collate = getattr(loader, "collate_fn", None)
-        if callable(collate) and collate is not default_collate:
-            self._replace(loader, "collate_fn", _Watched(self, collate))
-        if hasattr(loader, "worker_init_fn"):
-            self._replace(loader, "worker_init_fn", self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_head": None}
-
-    def __call__(self, worker: int) -> None:
-        if self._own is not None:
-            self._own(worker)
-        if self._head is None:
-            self._begin()
-
-    def end(self) -> dict[str, set[tuple[str, str]]]:
-        """By RNG, what was seen of it: of each process of the first epoch that has one."""
-        assert self._head is not None
-        self._head.close()
-        first: dict[tuple[str, str], tuple[str, str]] = {}
-        for line in self._file.read_text().splitlines() if self._file.exists() else ():
-            stream, worker, before, after = line.split("\t")
-            first.setdefault((stream, worker), (before, after))
-        return {stream: {ends for (each, _), ends in first.items() if each == stream} for stream, _ in first}
-
-    def note(self, before: dict[str, Any], after: dict[str, Any], but: Set[str] = frozenset()) -> None:
-        info = get_worker_info()
-        for stream, state in drawn_between(before, after).items():
-            if stream not in but and stream not in self._noted:
-                self._noted.add(stream)
-                with self._file.open("a") as file:
-                    file.write(f"{stream}\t{info.id if info else ''}\t{digest(state)}\t{digest(after[stream])}\n")
-
-    def _begin(self) -> None:
-        self._head = contextlib.ExitStack()
-        kind = type(self._dataset)
-        with contextlib.suppress(TypeError):  # builtin types cannot be changed; they draw nothing
-            for name in ("__getitem__", "__getitems__"):
-                if hasattr(kind, name):
-                    self._replace(kind, name, self._watched(getattr(kind, name), Sources(self._dataset, "dataset")))
-
-    def _watched(self, original: Callable[[Any, Any], Any], sources: Sources) -> Callable[[Any, Any], Any]:
-        def watched(read: Any, index: Any) -> Any:
-            if read is not self._dataset or self._looked >= _FIRST_SAMPLES:
-                return original(read, index)
-            self._looked += 1
-            before = sources.states()
-            value = original(read, index)
-            self.note(before, sources.states())
-            return value
-
-        return watched
-
-    def _replace(self, owner: Any, name: str, by: Any) -> None:
-        assert self._head is not None
-        own = vars(owner).get(name)
-        setattr(owner, name, by)
-        self._head.callback(*((delattr, owner, name) if own is None else (setattr, owner, name, own)))
-
-
-class _Watched:
-    """A collate function. What it draws as often for one sample as for all, it decides for the batch: ranks may do that alike."""
-
-    def __init__(self, reading: Reading, collate: Callable[[list[Any]], Any]) -> None:
-        self._reading, self._collate = reading, collate
-        self._sources, self._looked = Sources(collate, "collate_fn"), 0
-
-    def __call__(self, samples: list[Any]) -> Any:
-        if self._looked >= _FIRST_SAMPLES or len(samples) < 2:
-            return self._collate(samples)
-        self._looked += len(samples)
-        before = self._sources.states()
-        batch = self._collate(samples)
-        after = self._sources.states()
-        if drawn_between(before, after):
-            self._reading.note(before, after, self._for_the_batch(samples, before, after))
-        return batch
-
-    def _for_the_batch(self, samples: list[Any], before: dict[str, Any], after: dict[str, Any]) -> Set[str]:
-        """The RNGs that one sample alone leaves where all leave them."""
-        self._sources.restore(before)
-        try:
-            self._collate(samples[:1])
-            alone = self._sources.states()
-        except Exception:  # a function of the user's own can want any number
-            return set()
-        finally:
-            self._sources.restore(after)
-        return after.keys() - drawn_between(after, alone).keys()
 
 
 def rows_of(micros: Iterable[Micro]) -> Counter[int]:
@@ -235,24 +154,14 @@ class Epoch:
 
     def add(self, batch: Any, given: int | None) -> None:
         self.rows.update(checksums(batch, given))
-        self.shapes.add(tuple(tensor.shape[1:] for tensor in _tensors(plain(batch))))
+        self.shapes.add(tuple(widths_of(plain(batch))))
         for tensor in _floats(batch):
             if len(self.values) < _MOST_VALUES:
                 self.values.update(tensor.flatten().tolist())
 
 
 def _floats(batch: Any) -> Iterator[torch.Tensor]:
-    return (tensor for tensor in _tensors(plain(batch)) if tensor.is_floating_point())
-
-
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    waiting = [batch]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, torch.Tensor):
-            yield each
-        elif isinstance(each, (list, dict)):
-            waiting.extend(each.values() if isinstance(each, dict) else each)
+    return (each for each in leaves(plain(batch)) if isinstance(each, torch.Tensor) and each.is_floating_point())
 
 
 def unlike_an_epoch(records: list[dict[str, Any]], one: Epoch) -> str | None:
@@ -330,7 +239,7 @@ class Seen:
 
     def add(self, rows: list[int], batch: Any) -> None:
         self.rows += rows
-        self.shapes.add(tuple(tensor.shape[1:] for tensor in _tensors(plain(batch))))
+        self.shapes.add(tuple(widths_of(plain(batch))))
 
 
 def of_updates(records: list[dict[str, Any]]) -> list[Seen]:
@@ -365,52 +274,133 @@ def unlike_one_process(updates: list[Seen], one: list[Seen]) -> str | None:
     return None
 
 
-def reads_alike(loader: Any) -> bool:
-    """Whether a batch of the first samples is the same when it is read again, and no random numbers are drawn for it."""
-    try:
-        one, again = (digest(plain(loader.collate_fn(first_samples(loader)))) for _ in range(2))
-    except Exception:  # a dataset of the user's own can be anything
-        return False
-    return one == again and drawn_by_reading(loader) == set()
-
-
-def drawn_by_reading(loader: Any) -> set[str] | None:
-    """The RNGs from which reading samples and collating them draws, in this process; None where nothing can be read by index."""
-    try:
-        sources = Sources((loader.dataset, loader.collate_fn), "loader")
-        before = sources.states()
-        loader.collate_fn(first_samples(loader))
-        return set(drawn_between(before, sources.states()))
-    except Exception:  # a dataset of the user's own can be anything
-        return None
-
-
-def kept_by_reading(loader: Any) -> str | None:
-    """An attribute that reading a data set changes, as a counter, and on which its samples depend, though none are drawn."""
-    try:
-        kept = KeptState(Objects(loader.dataset))
-        before = kept.values()
-        one = digest(plain(first_samples(loader)))
-        ends = time.monotonic() + _READING_S
-        for i in range(len(loader.dataset)):
-            loader.dataset[i]
-            if time.monotonic() > ends:
-                break
-        after, again = kept.values(), digest(plain(first_samples(loader)))
-        began = {**dict.fromkeys(after, ABSENT), **before}  # an attribute may be set by the first sample that is read
-        kept.restore(began)
-        is_state = one != again and one == digest(plain(first_samples(loader)))
-        return min(unlike(began, after), default=None) if is_state else None
-    except Exception:  # a dataset of the user's own can be anything
-        return None
-
-
-def first_samples(loader: Any) -> list[Any]:
-    """As one process reads them; of a stream, those that it begins with."""
-    if isinstance(loader.dataset, IterableDataset):
-        return list(itertools.islice(loader.dataset, _FIRST_SAMPLES))
-    return [loader.dataset[i] for i in range(min(len(loader.dataset), _FIRST_SAMPLES))]
-
-
 def _overlap(count: int, total: int, what: str) -> str:
     return f"samples overlap: {count} of {total} {what} were seen by two ranks or more in epoch 0"
+
+
+_SAME_LOSS = 1e-4
+
+
+class SampleChecks:
+    """Holds the samples of rows against those of one process, which are read once."""
+
+    def __init__(self, on_ranks: OnRanks, folder: Path) -> None:
+        self._on_ranks, self.folder = on_ranks, folder
+        self._epochs: list[Epoch | None] = []  # of one process, once it was read
+        self._samples_of_one: list[Seen] | None = None
+        self._size: int | None = None  # of its data set
+        self._depends_on_hash: bool | None = None
+        self._depends_on_seed: str | None = None
+        self._keeps: str | None = None  # what reading changes of the data set, if samples depend on it
+
+    def causes(self, result: Result, ran: Ran, *, joined: bool) -> list[tuple[str, str]]:
+        """Those that the samples of a row show; notes go to the result.
+
+        Args:
+            joined: the reference trained on joined batches.
+        """
+        ranks = [r for r in ran.records if not r["is_replica"]]
+        if len(ranks) < 2:
+            return []
+        replay = self._on_ranks.replay(ran, self.folder)
+        if (drew := ranks[0]["drew_unseeded"]) and (seen := self._by_seed(ran)):
+            return [("an RNG without a seed", f"{seen}: from {' and '.join(sorted(drew))}, which it draws from before it trains")]
+        if ranks[0]["hashes"] and self._by_hash(replay):
+            seen = "the first batches or initial parameters are others under another PYTHONHASHSEED, as ranks of other nodes have"
+            return [("samples that depend on the rank", seen)]
+        others = None
+        if ranks[0]["loader"] == "Loader":
+            updates = of_updates(ranks) if joined and not ranks[0]["left_out"] else []
+            others = unlike_one_process(updates, self._of_one_process(replay, sum(len(seen.rows) for seen in updates)))
+            others = self._divided_before(ranks) or others
+        divided = ranks[0]["loader"] == "Loader"
+        if joined and not self._samples_of_one and (epoch := self._epoch(replay)) is not None:  # whose loader may be another
+            others = others or unlike_an_epoch(ranks if divided else ranks[:1], epoch)
+        if self._keeps is not None:
+            others = f"the data set's {self._keeps} changes as samples are read, and what they are depends on it"
+        if others is not None:
+            return [("samples that depend on the rank", others)]
+        note = note_on(ranks, lambda: self._epoch(replay))
+        if note is not None and note.startswith("samples overlap"):
+            return [("samples that ranks share", note)]
+        if note is not None:
+            result.notes.append(note)
+        return []
+
+    def _divided_before(self, ranks: list[dict[str, Any]]) -> str | None:
+        """Whether ranks have data sets of their own, of which a Loader gives each a share."""
+        other = next((r for r in ranks if self._size not in (None, r["size"])), None)
+        looks = [r["seen_of_data"] for r in ranks]
+        found = None
+        if other is not None:
+            found = f"rank {other['rank']}: the data set has {other['size']} samples, and {self._size} in one process"
+        elif None not in looks and any(look != looks[0] for look in looks):
+            found = "ranks have data sets with other samples"
+        return f"{found}; echelon.Loader divides by itself what is the same on all ranks" if found else None
+
+    def _by_seed(self, ran: Ran) -> str:
+        """What is another on a rank where RNGs that the script does not seed are seeded alike before it trains."""
+        if self._depends_on_seed is None:
+            self._depends_on_seed, again = "", self.folder / "seeded-alike"
+            with contextlib.suppress(RankFailedError):
+                alike = self._on_ranks.row(replace(ran.row, seeded_alike=True, brief=True), again, ran.dtype)
+                apart = [_apart(*both) for both in zip(ran.records, alike.records, strict=True)]
+                if not apart[0]:  # rank 0 has the same seeds both times: if it draws others, nothing can be told
+                    self._depends_on_seed = next((f"rank {rank} {what}" for rank, what in enumerate(apart) if what), "")
+            shutil.rmtree(again, ignore_errors=True)
+        return self._depends_on_seed
+
+    def _by_hash(self, replay: Replay) -> bool:
+        """Whether training begins otherwise with another order of sets of strings. Ranks that are forked have the same one."""
+        if self._depends_on_hash is None:
+            file = self.folder / "begin.pkl"
+            file.write_bytes(cloudpickle.dumps(replace(replay, row=Row("none", 1))))
+            code = "import sys; from echelon.prover.rank import print_begin; print_begin(sys.argv[1])"
+            path = os.pathsep.join(p for p in sys.path if p)
+
+            def begun(*seeds: str) -> list[str]:
+                runs = [
+                    subprocess.Popen(
+                        [sys.executable, "-P", "-c", code, str(file)],
+                        env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": seed},
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.DEVNULL,
+                        text=True,
+                    )
+                    for seed in seeds
+                ]
+                return [run.communicate()[0].strip().rpartition("\n")[2] for run in runs]
+
+            one, other = begun("1", "2")
+            self._depends_on_hash = "" != one != other != "" and begun("1") == [one]
+        return self._depends_on_hash
+
+    def _epoch(self, replay: Replay) -> Epoch | None:
+        """What one process reads; None where it has no end in sight."""
+        if not self._epochs:
+            try:
+                found = self._on_ranks.launch(run_epoch, 1, replay)
+                self._epochs.append(found.get("epoch"))
+                self._keeps = found.get("keeps")
+            except RankFailedError:
+                self._epochs.append(None)
+        return self._epochs[0]
+
+    def _of_one_process(self, replay: Replay, count: int) -> list[Seen]:
+        """The first samples of one process."""
+        if self._samples_of_one is None or 0 < sum(len(each.rows) for each in self._samples_of_one) < count:
+            self._samples_of_one = []
+            with contextlib.suppress(RankFailedError):
+                found = self._on_ranks.launch(run_samples, 1, replay, count)
+                self._samples_of_one, self._keeps, self._size = found["seen"], found["keeps"], found["size"]
+        return self._samples_of_one
+
+
+def _apart(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """What is another in two runs of one rank."""
+    mine, others = ([m for update in record["updates"] for m in update] for record in (one, other))
+    if any(digest(a.plain) != digest(b.plain) for a, b in zip(mine, others, strict=False)):
+        return "has samples of its own"
+    first, second = (micros[0].loss if micros else None for micros in (mine, others))
+    is_apart = first is not None and second is not None and abs(first - second) > _SAME_LOSS * abs(second)
+    return "computes its loss with numbers of its own" if is_apart else ""

@@ -1,30 +1,32 @@
-"""A unit's parameters and buffers by the names that their author gave them, whole and on the host; its loss as a number."""
+"""A unit: its kind, its parameters and buffers by their author's names, whole and on the host; its loss as a number."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from enum import StrEnum
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.optimized_unit import OptimizedUnit
+from echelon.loop.own.loop_unit import LoopUnit
 from echelon.parallel import shards
 from echelon.parallel.experts.loads import Routers
 from echelon.parallel.names import plain_buffers
 from echelon.parallel.prepared import Prepared
-from echelon.prover.parts import stage_files
 from echelon.world.init import rank_info
 
 __all__ = [
+    "UnitKind",
+    "Values",
     "as_real",
     "balance",
     "forget_loads",
     "is_replica",
-    "load_values",
     "loss_in",
     "modules_of",
     "named_values",
@@ -40,6 +42,44 @@ __all__ = [
     "wholes",
     "widen",
 ]
+
+
+class UnitKind(StrEnum):
+    LOSS = "a loss"
+    LOSSES = "losses of several optimizers"  # of one unit, which the loop takes in turn
+    STEP = "a step of the user's own"
+    LOOP = "a loop of the user's own"
+    LOOP_OF_SEVERAL = "a loop of the user's own with several optimizers"
+
+    @classmethod
+    def of(cls, unit: Any) -> Self:
+        if isinstance(unit, LoopUnit):
+            return cls(cls.LOOP_OF_SEVERAL if unit.has_several else cls.LOOP)
+        if isinstance(unit, AutoUnit):
+            return cls(cls.LOSSES if unit.has_several else cls.LOSS)
+        return cls(cls.STEP)
+
+    @property
+    def is_loop(self) -> bool:
+        return self in (UnitKind.LOOP, UnitKind.LOOP_OF_SEVERAL)
+
+    @property
+    def is_of_several(self) -> bool:
+        """Whether a loss can come after another optimizer's step."""
+        return self in (UnitKind.LOSSES, UnitKind.LOOP_OF_SEVERAL)
+
+    @property
+    def draws_by_itself(self) -> bool:
+        """Whether the user's code decides what dropout draws, so that nobody can repeat it."""
+        return self.is_loop or self is UnitKind.STEP
+
+    @property
+    def updates_are_ours(self) -> bool:
+        """Whether echelon's Update takes its loss to the optimizer's step: of all but a step of the user's own."""
+        return self is not UnitKind.STEP
+
+
+Values = dict[str, torch.Tensor]
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -190,16 +230,6 @@ def widen(module: nn.Module) -> None:
         for name, buffer in part.named_buffers(recurse=False):
             if buffer.is_complex():
                 setattr(part, name, buffer.to(torch.complex128))
-
-
-def load_values(path: Path) -> dict[str, Any]:
-    """What was written of a step: tensors by name, and numbers. A complex tensor is the real one of its two parts."""
-    values: dict[str, Any] = {}
-    for file in stage_files(path):
-        # Nothing that can run is loaded.
-        for kind, each in torch.load(file, weights_only=True, mmap=True).items():
-            values[kind] = {**values.get(kind, {}), **each} if isinstance(each, dict) else each
-    return {kind: as_real(each) if isinstance(each, dict) else each for kind, each in values.items()}
 
 
 def near(one: torch.Tensor, other: torch.Tensor, relative: float) -> bool:

@@ -35,17 +35,15 @@ from echelon.parallel.names import plain_name
 from echelon.parallel.prepared import MicroBatch
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.shards import local
-from echelon.prover.constant_draws import ConstantDraws
-from echelon.prover.generators import Sources, drawn_between
 from echelon.prover.gradients import GradientWatch
-from echelon.prover.kept_state import ABSENT, KeptState, digests_of, of_loop
 from echelon.prover.micro import Micro, digest, widened
 from echelon.prover.objects import Objects, own_modules
-from echelon.prover.rank_record import RankRecord
-from echelon.prover.samples import Reading, plan_of
-from echelon.prover.turns import Enough
-from echelon.prover.unit_kind import UnitKind
+from echelon.prover.operators import ConstantDraws
+from echelon.prover.pass_state import ABSENT, KeptState, Sources, digests_of, drawn_between, of_loop
+from echelon.prover.reading import Reading, plan_of
+from echelon.prover.records import Enough, RankRecord
 from echelon.prover.values import (
+    UnitKind,
     is_replica,
     loss_in,
     modules_of,
@@ -74,14 +72,13 @@ class StepRecorder(Callback):
     Args:
         folder: where the values go: rank 0 writes those that are whole, each rank its own micro-batches.
         dtype: of the comparison; batches are widened to it.
-        every: gradients and parameters are gathered at updates 0, `every`, 2 x `every`, ... and the last.
         draws: entered once it is attached, where the ranks' draws could not be repeated.
     """
 
     may_stop = False
 
-    def __init__(self, folder: Path, updates: int, dtype: torch.dtype, draws: ConstantDraws, every: int = 1) -> None:
-        self.folder, self.updates, self.dtype, self.every = folder, updates, dtype, every
+    def __init__(self, folder: Path, updates: int, dtype: torch.dtype, draws: ConstantDraws) -> None:
+        self.folder, self.updates, self.dtype = folder, updates, dtype
         self.rank, self._draws = rank_info().rank, draws
         self.record = RankRecord(rank=self.rank)
         self._unit: Any = None
@@ -143,8 +140,7 @@ class StepRecorder(Callback):
         self.record.owners = owners if not self.rank else {}
         self.record.initial_digests = {n: digest(p) for n, p in parameters.items()}
         self._write("initial", parameters=parameters, buffers=self._buffers())
-        self._gradients = GradientWatch(unit)
-        self._gradients.looks = self._looks
+        self._gradients = GradientWatch(unit, looks=not self.record.flattened)
         self._reading = Reading(dataloader, self.folder / f"reading{self.rank}.txt")
         self._kept = KeptState(objects)
         self._kept_last = self._kept.values()
@@ -409,11 +405,6 @@ class StepRecorder(Callback):
         if module.training and len(self.record.buffer_digests) == len(self.record.updates) and not self._micros:
             self.record.buffer_digests.append({n: digest(b) for n, b in named_values(self._unit).items()})
 
-    @property
-    def _looks(self) -> bool:
-        k = len(self.record.updates)
-        return (k % self.every == 0 or k == self.updates - 1) and not self.record.flattened
-
     def on_train_step_end(self, state: State, unit: Any) -> None:
         self._draws.end()
         record, watch = self.record, self._gradients
@@ -425,19 +416,17 @@ class StepRecorder(Callback):
                 del record.scales[len(record.updates) :]
                 self._begin_update()
             return
-        if self._looks or record.flattened:
-            parameters = whole_parameters(unit)
-            loose = {} if record.flattened else {n: digest(local(p)) for n, p in watch.loose.items()}
-            record.gradient_digests.append({n: digest(g) for n, g in gradients.items()} | (watch.loose_digests if loose else {}))
-            record.parameter_digests.append({n: digest(p) for n, p in parameters.items()} | loose)
-            name = f"update-{len(record.updates):03d}"
-            self._write(name, gradients=gradients, parameters=parameters, buffers=self._buffers())
+        parameters = whole_parameters(unit)
+        loose = {} if record.flattened else {n: digest(local(p)) for n, p in watch.loose.items()}
+        record.gradient_digests.append({n: digest(g) for n, g in gradients.items()} | (watch.loose_digests if loose else {}))
+        record.parameter_digests.append({n: digest(p) for n, p in parameters.items()} | loose)
+        name = f"update-{len(record.updates):03d}"
+        self._write(name, gradients=gradients, parameters=parameters, buffers=self._buffers())
         norm, limit = self._clipped or (None, None)
         record.norms.append(norm)
         record.limits.append(limit)
         record.updates.append(self._micros)
         self._begin_update()
-        watch.looks = self._looks
         if len(record.updates) == self.updates:
             raise Enough
 

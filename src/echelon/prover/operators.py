@@ -1,30 +1,122 @@
-"""Random operators that give a sample the same numbers in any batch, so that a batch can be put together from its parts.
+"""What operators do otherwise while a script is proved: they compute in float64, or draw a sample the same numbers in any batch.
 
-Dropout, noise and sampled steps make a forward pass over a whole batch draw other numbers than passes over its parts, so that the
-two cannot be compared. Here each operator draws one row of numbers along the last dimension and repeats it along all others;
-where its first dimension has the samples of the batch, one row for each, from a seed that is the sample's own. What a sample gets
-depends neither on the batch that it is in, nor on the rank, nor on how often it is asked; and samples differ, so that a mean over
-drawn numbers, or how many a drawn mask leaves, differs between the parts of a batch, too. The RNGs stay where they are. Known in
-simulation as common random numbers.
+**Wide.** `logits.float()` and `softmax(..., dtype=torch.float32)` mean "in full precision"; in a model of float64 they would be
+its narrowest part, and float64 could decide nothing. So would be a model and batches in half precision, and what Muon and its
+like compute in bfloat16: products that each sharding sums up in another order. So casts to fewer digits in the script's own code
+are casts to float64, and in an optimizer those to half precision. Random operators take other numbers from an RNG for float64
+than for float32, after which all is other: initial values, noise, the order of a shuffle. So they draw in float32 here, and what
+they drew is widened.
 
-torch 2.13 has no public name for TorchDispatchMode; see `wide.py` for why a TorchFunctionMode will not do.
+**Constant draws.** Dropout, noise and sampled steps make a forward pass over a whole batch draw other numbers than passes over
+its parts, so that the two cannot be compared. Here each operator draws one row of numbers along the last dimension and repeats it
+along all others; where its first dimension has the samples of the batch, one row for each, from a seed that is the sample's own.
+What a sample gets depends neither on the batch that it is in, nor on the rank, nor on how often it is asked; and samples differ,
+so that a mean over drawn numbers, or how many a drawn mask leaves, differs between the parts of a batch, too. The RNGs stay where
+they are. Known in simulation as common random numbers.
+
+torch 2.13 has no public name for TorchDispatchMode. The public TorchFunctionMode will not do: it is off in a backward pass, in
+which checkpointed blocks run their forward pass again, and would do so in another type.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.prover.micro import NotDivisible, Samples, widened
-from echelon.prover.wide import tensor_first
 
-__all__ = ["ConstantDraws"]
+__all__ = ["ConstantDraws", "tensor_first", "without_narrow_casts"]
+
+_SINGLE, _HALF = (torch.float32,), (torch.bfloat16, torch.float16)
+
+
+@contextlib.contextmanager
+def without_narrow_casts() -> Iterator[None]:
+    """For what this thread calls. Optimizers keep float32, in which fused kernels count steps."""
+    mode = _Wide()
+    handles = [register_optimizer_step_pre_hook(mode.rest), register_optimizer_step_post_hook(mode.go_on)]
+    try:
+        with mode:
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Wide(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rests = False
+
+    def rest(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if any(p.dtype in _HALF for group in optimizer.param_groups for p in group["params"]):
+            return  # whose states are of the parameters' own type
+        self._rests = True
+        for state in optimizer.state.values():  # which it may have made before its first step
+            state.update({k: v.double() for k, v in state.items() if isinstance(v, torch.Tensor) and v.dtype in _HALF})
+
+    def go_on(self, *_: Any) -> None:
+        self._rests = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tensor_first(func, args), kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return _drawn(func, args, kwargs)
+        dtype = kwargs.get("dtype")
+        # What an optimizer makes in half precision meets what it casts.
+        if dtype in _HALF if self._rests else dtype in (*_SINGLE, *_HALF) and _is_cast(args, dtype):
+            kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
+def tensor_first(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """torch hands a tensor that stands for a number to a dispatch mode as a number, and does not take it back (2.13)."""
+    if args and isinstance(args[0], (int, float, complex)) and func._schema.arguments[0].type.kind() == "TensorType":
+        return torch.tensor(args[0]), *args[1:]
+    return args
+
+
+def _drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What is drawn from shapes and chances alone: in float32, then widened. Others compute with what they draw."""
+    name = func._schema.name.removeprefix("aten::")
+    if name in _IN_PLACE and args[0].dtype is torch.float64:
+        return args[0].copy_(func(torch.empty_like(args[0], dtype=torch.float32), *args[1:], **kwargs))
+    if name in _FROM_CHANCES and args[0].dtype is torch.float64:
+        drawn = func(args[0].float(), *args[1:], **kwargs)
+        return drawn.double() if drawn.is_floating_point() else drawn
+    if name in _FACTORIES and _type_of(args, kwargs) is torch.float64:
+        return func(*args, **{**kwargs, "dtype": torch.float32}).double()
+    return func(*args, **kwargs)
+
+
+def _type_of(args: Any, kwargs: dict[str, Any]) -> torch.dtype:
+    like = args[0].dtype if isinstance(args[0], torch.Tensor) else torch.get_default_dtype()
+    dtype: torch.dtype = kwargs.get("dtype") or like
+    return dtype
+
+
+_IN_PLACE = ("uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_")
+
+
+_FROM_CHANCES = ("bernoulli", "multinomial")
+
+
+_FACTORIES = ("rand", "randn", "rand_like", "randn_like")
+
+
+def _is_cast(args: Any, dtype: torch.dtype) -> bool:
+    """New tensors keep the type that is asked for: a file's values, for one, are loaded into them."""
+    return bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype is not dtype
+
 
 _SEED = 20_261_126
+
+
 _DROPOUT_ARGUMENTS = ("dropout_p", "dropout")  # of attention, of recurrent layers: drawn where nothing else can be given
 
 
@@ -237,5 +329,7 @@ _SPECIAL: dict[str, Callable[[ConstantDraws, dict[str, Any]], Any]] = {
     "rrelu_with_noise": _rrelu,
     "rrelu_with_noise_": _rrelu_in_place,
 }
+
+
 # Drawn by rejection from parameters that a tensor brings: alike for all samples where there is one draw, of so few dimensions.
 _FROM_VALUES = {"_standard_gamma": 1, "_sample_dirichlet": 2, "binomial": 1, "poisson": 1}

@@ -1,0 +1,180 @@
+"""What ranks leave: what each wrote down, put together to whole micro-batches and names, and the values of each step.
+
+Ranks may each know a part: of the sequences (context parallelism), or of the layers (a pipeline). The judge and the reference
+want whole micro-batches, and every name on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from echelon.prover.micro import Micro
+from echelon.prover.reading import Plan
+from echelon.prover.values import UnitKind, as_real
+
+__all__ = ["Enough", "RankRecord", "by_index", "load_records", "load_values", "micros_in_order", "stage_files"]
+
+
+class Enough(BaseException):
+    """Ends a script when all that is compared has been seen. Not an Exception, so that no script swallows it."""
+
+
+@dataclass
+class RankRecord:
+    """What one rank saw. `digests[k]` has checksums of what should be the same on all ranks at update k."""
+
+    kind: UnitKind | None = None  # None where nothing trained
+    rank: int = 0
+    is_replica: bool = False
+    place: dict[str, int] = field(default_factory=dict)  # along each axis, of a module that is parallel in several directions
+    part: tuple[int, int] = (0, 1)  # of each sequence: which, of how many
+    stage: tuple[int, int] = (0, 1)  # of the layers
+    overridable: bool = False
+    own_layout: str = ""  # the script's, by name
+    own_row: str = ""  # the same without its options: the name of a row that would repeat it
+    is_own: bool = False  # the row has the script's own layout, with its options
+    accumulation: int = 1
+    loader: str = ""
+    samples_by_rank: bool | None = None  # whether the loader has a sampler that knows of ranks; None: not a torch DataLoader
+    global_batch: int | None = None
+    hashes: bool = False  # the script makes sets, whose order may be another in each process
+    drew_unseeded: set[str] = field(default_factory=set)  # numpy and Python's random, if before it trained
+    initial_digests: dict[str, int] = field(default_factory=dict)
+    updates: list[list[Micro]] = field(default_factory=list)
+    gradient_digests: list[dict[str, int]] = field(default_factory=list)
+    parameter_digests: list[dict[str, int]] = field(default_factory=list)
+    attribute_digests: list[dict[str, int]] = field(default_factory=list)  # of the script's own optimizers, as they step
+    buffer_digests: list[dict[str, int]] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    limits: list[float | None] = field(default_factory=list)  # to which norms were clipped
+    held: set[str] = field(default_factory=set)  # parameters that some optimizer of this rank holds
+    held_first: set[str] = field(default_factory=set)  # those of the optimizer that stepped first
+    strangers: int = 0  # parameters in an optimizer that belong to no module of the unit
+    trainable: set[str] = field(default_factory=set)
+    owners: dict[str, Any] = field(default_factory=dict)  # the rank of each element, of parameters that are split
+    changed_within: int | None = None  # the update in the middle of which the loop changed gradients
+    narrow: str = ""  # the type of parameters that are kept in half precision
+    flattened: bool = False  # in the older FullyShardedDataParallel: gradients cannot be seen whole
+    batch_norms: list[str] = field(default_factory=list)
+    dropouts: int = 0
+    # Checksums before and after the first pass that drew, by name.
+    streams: dict[str, tuple[int, int]] = field(default_factory=dict)
+    resting: list[list[str]] = field(default_factory=list)  # by update: modules in evaluation mode as it begins
+    # As `streams`, of reading the first samples: in each process that does.
+    reading: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
+    size: int | None = None  # of the data set that an echelon.Loader divides
+    seen_of_data: list[int] | None = None  # of it, as far as a look tells: its length, and a checksum
+    kept: dict[str, int] = field(default_factory=dict)  # checksums of what the unit keeps as training begins
+    plan: Plan | None = None  # which samples the first epoch has for this rank, if the loader tells
+    rates: list[list[float]] = field(default_factory=list)  # learning rates of the first optimizer's groups, by update
+    is_double: bool = False  # the script computes in float64 by itself, which was not asked for
+    evaluates: bool = False  # the loop evaluates the unit among the updates that are compared
+    communicates: bool = False  # its steps speak to other ranks: SyncBatchNorm, or collectives that the script calls itself
+    draws_apart: bool = False  # ranks that share samples draw other numbers for them than one process
+    constant_draws: bool = False  # random operators gave a sample the same numbers in any batch
+    wants_constant_draws: bool = False  # and should have, which was not known before
+    compiles: bool = False  # the script calls torch.compile, or has it called
+    half: str | None = None  # a type with few digits in which it computes: "bf16", "fp16", "float8"
+    gathers: str | None = None  # the type in which a sharded module computes by itself, without autocast
+    scaler: bool = False  # it makes a gradient scaler that works
+    left_out: int = 0  # updates, by a gradient scaler or because they weigh nothing
+    scales: list[float] = field(default_factory=list)  # by update: by how much the unit's scaler multiplied the loss
+    warned: str = ""  # what the loop said of the loss's scale, as of one that is divided by the accumulation
+    by_sample: bool = False  # and did so for each sample by itself
+    kinds: set[tuple[str, int, bool]] = field(default_factory=set)  # these and `shapes`: see ConstantDraws
+    shapes: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
+    unknown_draw: str | None = None  # with constant draws: an operator that still gave every sample other numbers
+
+
+_BY_NAME = ("initial_digests", "gradient_digests", "parameter_digests", "buffer_digests")
+
+
+_SETS = ("held", "trainable")
+
+
+def load_records(paths: Sequence[Path | str]) -> list[dict[str, Any]]:
+    """What the ranks of a row wrote down, in their order, with whole micro-batches."""
+    records: list[dict[str, Any]] = [torch.load(path, weights_only=False) for path in paths]
+    if any(r["stage"][1] > 1 for r in records):
+        _over_stages(records)
+    if any(r["part"][1] > 1 for r in records):
+        for same in _groups(records, "part"):
+            _over_parts(same)
+    return records
+
+
+def stage_files(path: Path) -> list[Path]:
+    """Where the values of a step are: in one file, or in one for each stage."""
+    return [path, *sorted(path.parent.glob(f"{path.stem}.stage*{path.suffix}"))]
+
+
+def _groups(records: list[dict[str, Any]], axis: str) -> list[list[dict[str, Any]]]:
+    """Ranks that differ in this axis only, in its order."""
+    found: dict[Any, list[dict[str, Any]]] = {}
+    for record in records:
+        place = {name: where for name, where in record["place"].items() if name != {"part": "cp", "stage": "pp"}[axis]}
+        found.setdefault(tuple(place.items()), []).append(record)
+    return [sorted(each, key=lambda r: r[axis]) for each in found.values()]
+
+
+def _over_stages(records: list[dict[str, Any]]) -> None:
+    """The last stage has the losses; every stage has the names of its layers."""
+    for same in _groups(records, "stage"):
+        last = max(same, key=lambda r: sum(map(len, r["updates"])))  # on whichever rank a schedule has it
+        for record in (r for r in same if r is not last):
+            record["updates"] = [[replace(micro, weight=0.0) for micro in update] for update in last["updates"]]
+            record["streams"], record["resting"] = {}, last["resting"]
+    for name in _SETS:
+        union = set().union(*(r[name] for r in records))
+        for record in records:
+            record[name] = union
+    for record in records:  # what a rank does not have itself is as its peers of the other stages have it
+        peers = [r for r in records if r["stage"] != record["stage"]]
+        for name in _BY_NAME:
+            mine = record[name]
+            for k, digests in enumerate(mine) if isinstance(mine, list) else [(None, mine)]:
+                for peer in peers:
+                    theirs = peer[name] if k is None else peer[name][k] if k < len(peer[name]) else {}
+                    for key, value in theirs.items():
+                        digests.setdefault(key, value)
+
+
+def _over_parts(same: list[dict[str, Any]]) -> None:
+    """Of ranks that share sequences, the first has the whole micro-batch, with the weight and the loss of all parts."""
+    for k, update in enumerate(same[0]["updates"]):
+        for m, micro in enumerate(update):
+            parts: list[Micro] = [r["updates"][k][m] for r in same]
+            weight = sum(part.weight for part in parts)
+            losses = [(part.loss, part.weight) for part in parts if part.loss is not None]
+            loss = sum(value * w for value, w in losses) / weight if losses and weight else micro.loss
+            update[m] = replace(micro, weight=weight, loss=loss)
+    for record in same[1:]:
+        record["updates"] = [[replace(micro, weight=0.0) for micro in update] for update in record["updates"]]
+        record["is_replica"] = True
+
+
+def load_values(path: Path) -> dict[str, Any]:
+    """What was written of a step: tensors by name, and numbers. A complex tensor is the real one of its two parts."""
+    values: dict[str, Any] = {}
+    for file in stage_files(path):
+        # Nothing that can run is loaded.
+        for kind, each in torch.load(file, weights_only=True, mmap=True).items():
+            values[kind] = {**values.get(kind, {}), **each} if isinstance(each, dict) else each
+    return {kind: as_real(each) if isinstance(each, dict) else each for kind, each in values.items()}
+
+
+def micros_in_order(records: list[dict[str, Any]]) -> list[list[Micro]]:
+    """The micro-batches of each update over all ranks: micro-batch by micro-batch, then rank by rank, without silent ones."""
+    updates = min((len(r["updates"]) for r in records), default=0)
+    return [[micro for same in by_index(records, k) for micro in same if micro.weight > 0] for k in range(updates)]
+
+
+def by_index(records: list[dict[str, Any]], k: int) -> list[list[Micro]]:
+    """Of update k: for each micro-batch, those of all ranks."""
+    of_ranks = [r["updates"][k] for r in records]
+    return [[r[m] for r in of_ranks if m < len(r)] for m in range(max(map(len, of_ranks)))]
