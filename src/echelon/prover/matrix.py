@@ -23,15 +23,9 @@ from echelon.prover.values import UnitKind
 __all__ = ["AS_WRITTEN", "DIRECTIONS", "YOURS", "Fitting", "Row", "matrix"]
 
 AS_WRITTEN = "as written"
-
-
 YOURS = "yours"
-
-
 # Of LAYOUTS those that train the same numbers as one process, and tp.
 DEFAULT = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "tp")
-
-
 _ENGINES = ("ddp", "fsdp")
 
 

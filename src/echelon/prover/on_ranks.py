@@ -41,9 +41,10 @@ __all__ = [
 ]
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.float8_e4m3fn}
-
-
 CONSTANT = "-constant"  # how folders of rows end that were run again with constant draws
+_BRIEF = 2  # the second, since an optimizer's first may hide a scale, and has no state yet
+SHAKES = 3
+_Data = tuple[Any, Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -142,9 +143,6 @@ def _is_like(one: Any, other: Any) -> bool:
     return near(one, other, 1e-2)
 
 
-_BRIEF = 2  # the second, since an optimizer's first may hide a scale, and has no state yet
-
-
 @dataclass(frozen=True)
 class OnRanks:
     """
@@ -213,9 +211,6 @@ class OnRanks:
         return f"the script's last words: {last}{hint}\n"
 
 
-SHAKES = 3
-
-
 class ReferenceStore:
     """
     Args:
@@ -280,9 +275,6 @@ class ReferenceStore:
         """What the unit keeps between passes, as far as it matters: paths by name."""
         keeps = any(m.state for r in ran.records for u in r["updates"] for m in u)
         return dict(self.probed(ran, reference)["state"]) if keeps else {}
-
-
-_Data = tuple[Any, Sequence[Any]]
 
 
 def are_alike(one: _Data, other: _Data) -> bool:

@@ -33,6 +33,13 @@ from echelon.prover.micro import NotDivisible, Samples, widened
 __all__ = ["ConstantDraws", "tensor_first", "without_narrow_casts"]
 
 _SINGLE, _HALF = (torch.float32,), (torch.bfloat16, torch.float16)
+_IN_PLACE = ("uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_")
+_FROM_CHANCES = ("bernoulli", "multinomial")
+_FACTORIES = ("rand", "randn", "rand_like", "randn_like")
+_SEED = 20_261_126
+_DROPOUT_ARGUMENTS = ("dropout_p", "dropout")  # of attention, of recurrent layers: drawn where nothing else can be given
+# Drawn by rejection from parameters that a tensor brings: alike for all samples where there is one draw, of so few dimensions.
+_FROM_VALUES = {"_standard_gamma": 1, "_sample_dirichlet": 2, "binomial": 1, "poisson": 1}
 
 
 @contextlib.contextmanager
@@ -100,24 +107,9 @@ def _type_of(args: Any, kwargs: dict[str, Any]) -> torch.dtype:
     return dtype
 
 
-_IN_PLACE = ("uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_")
-
-
-_FROM_CHANCES = ("bernoulli", "multinomial")
-
-
-_FACTORIES = ("rand", "randn", "rand_like", "randn_like")
-
-
 def _is_cast(args: Any, dtype: torch.dtype) -> bool:
     """New tensors keep the type that is asked for: a file's values, for one, are loaded into them."""
     return bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype is not dtype
-
-
-_SEED = 20_261_126
-
-
-_DROPOUT_ARGUMENTS = ("dropout_p", "dropout")  # of attention, of recurrent layers: drawn where nothing else can be given
 
 
 class ConstantDraws(TorchDispatchMode):
@@ -329,7 +321,3 @@ _SPECIAL: dict[str, Callable[[ConstantDraws, dict[str, Any]], Any]] = {
     "rrelu_with_noise": _rrelu,
     "rrelu_with_noise_": _rrelu_in_place,
 }
-
-
-# Drawn by rejection from parameters that a tensor brings: alike for all samples where there is one draw, of so few dimensions.
-_FROM_VALUES = {"_standard_gamma": 1, "_sample_dirichlet": 2, "binomial": 1, "poisson": 1}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,16 +28,24 @@ from echelon.prover.values import UnitKind, Values
 
 __all__ = ["best_shares", "mistakes_of", "split"]
 
+_TOLERANCE = {"wide": 1e-6, "right": 1e-4}  # in float64 as well, a script may compute something in float32
+_ROUNDINGS = 8  # of a type with few digits
+_MOST_BATCHES = 4
+
 
 @dataclass
 class _Part:
-    """A micro-batch by itself, or all of a rank's for a unit that steps by itself."""
+    """A micro-batch by itself, or all of a rank's for a unit that steps by itself; or some samples of a batch.
 
-    rank: int
+    Args:
+        recorded: the loss that the rank itself had.
+    """
+
     weight: float
     loss: float
     gradients: Values
-    recorded: float | None = None  # the loss that the rank itself had
+    rank: int = 0
+    recorded: float | None = None
 
 
 def mistakes_of(reference: Reference, k: int) -> dict[str, dict[str, Any]]:
@@ -85,7 +93,7 @@ def _of_auto(reference: AutoReference, k: int) -> tuple[list[_Part], Values]:
         for micro in record["updates"][k]:
             if micro.weight > 0:
                 loss, gradients = reference.tried(Pass.of(micro))
-                parts.append(_Part(record["rank"], micro.weight, loss, gradients, micro.loss))
+                parts.append(_Part(micro.weight, loss, gradients, record["rank"], micro.loss))
     with reference.taken_back():
         reference.backward_of_all(k)
         return parts, reference.gradients()
@@ -108,7 +116,7 @@ def _of_own(reference: OwnReference, k: int) -> tuple[list[_Part], Values]:
     for record in reference.records:
         micros = record["updates"][k]
         loss, gradients = reference.tried(*(Pass(m.data) for m in micros))
-        parts.append(_Part(record["rank"], sum(m.weight for m in micros), loss, gradients))
+        parts.append(_Part(sum(m.weight for m in micros), loss, gradients, record["rank"]))
     whole = [Pass(reference.whole_batch(same)) for same in by_index(reference.records, k)]
     return parts, reference.tried(*whole)[1]
 
@@ -122,7 +130,7 @@ def _micro_batch_of_all_ranks(reference: AutoReference, k: int, limit: float | N
         except (NotJoinable, IndexError):
             return {}
         loss, gradients = reference.tried(Pass(batch, state=agreeing(m.state for m in same)))
-        parts.append(_Part(0, sum(m.weight for m in same), loss, gradients))
+        parts.append(_Part(sum(m.weight for m in same), loss, gradients))
     total = sum(p.weight for p in parts)
     return {"over ranks": _combined(parts, [p.weight / total for p in parts], limit)} if len(parts) > 1 else {}
 
@@ -162,15 +170,6 @@ def _combined(parts: list[_Part], shares: list[float], limit: float | None) -> d
     return {"loss": sum(p.loss * share for p, share in zip(parts, shares, strict=True) if share), "gradients": gradients}
 
 
-_TOLERANCE = {"wide": 1e-6, "right": 1e-4}  # in float64 as well, a script may compute something in float32
-
-
-_ROUNDINGS = 8  # of a type with few digits
-
-
-_MOST_BATCHES = 4
-
-
 def split(reference: Reference) -> dict[str, Any]:
     """Take some of the recorded batches apart, before training and after all updates but the last.
 
@@ -203,9 +202,9 @@ def split(reference: Reference) -> dict[str, Any]:
 def _take_apart(
     reference: AutoReference, count: int, part: Callable[[int, int], Any], micro: Micro, found: dict[str, Any]
 ) -> None:
-    whole = _pass(reference, part(0, count), count, micro)
+    whole = _tried(reference, part(0, count), count, micro)
     for cut in sorted({1, count // 2}):
-        parts = [_pass(reference, part(*ends), ends[1] - ends[0], micro) for ends in ((0, cut), (cut, count))]
+        parts = [_tried(reference, part(*ends), ends[1] - ends[0], micro) for ends in ((0, cut), (cut, count))]
         error = _error(whole, parts)
         if error > found["error"]:
             found["error"], found["best"] = error, _has_better_weights(whole, parts)
@@ -264,42 +263,31 @@ def _divisible(
             yield samples.count, samples.part, micro
 
 
-_Pass = tuple[float, Values, float]  # loss, gradients, weight
-
-
-def _pass(reference: AutoReference, data: Any, samples: int, micro: Micro) -> _Pass:
+def _tried(reference: AutoReference, data: Any, samples: int, micro: Micro) -> _Part:
     reference.unit.samples_given = samples  # as a loader says it, for the weight
     # A copy: state that is put back may be a loop's variable for the batch before, of which this one may be a view.
     loss, made = reference.tried(Pass(on_host(data), 1.0, micro.streams, micro.state))
-    gradients = {n: g.double() for n, g in made.items()}
     unit: Any = reference.unit
     weight = unit.reference.plain.weight if UnitKind.of(unit).is_loop else unit.weight(reference.as_given(data))
-    return loss, gradients, float(weight)
+    return _Part(float(weight), loss, {n: g.double() for n, g in made.items()})
 
 
-def _error(whole: _Pass, parts: list[_Pass]) -> float:
+def _error(whole: _Part, parts: list[_Part]) -> float:
     """Of the loss or the gradient, the larger one, relative to the whole's."""
-    known = [part for part in parts if part[2] > 0]
-    total = sum(weight for _, _, weight in known)
+    known = [part for part in parts if part.weight > 0]
+    total = sum(part.weight for part in known)
     if not total:
         return 0.0
-    loss = sum(value * weight for value, _, weight in known) / total
-    names = set(whole[1]).union(*(part[1] for part in known))
-    squares, size = 0.0, 0.0
-    for name in names:
-        of_parts = sum(part[1][name] * (part[2] / total) for part in known if name in part[1])
-        of_whole = whole[1].get(name, torch.zeros(()))
-        squares += float((of_whole - of_parts).square().sum())
-        size += float(of_whole.square().sum())
-    of_loss = abs(whole[0] - loss) / (abs(whole[0]) or 1.0)
-    of_gradient = (squares / size) ** 0.5 if size else 0.0 if not squares else float("inf")
-    return max(of_loss, of_gradient)
+    made = _combined(known, [part.weight / total for part in known], None)
+    mine, right = made["gradients"], whole.gradients
+    size, apart = _norm(right), _norm({n: right.get(n, 0.0) - mine.get(n, 0.0) for n in right.keys() | mine.keys()})
+    of_loss: float = abs(whole.loss - made["loss"]) / (abs(whole.loss) or 1.0)
+    return max(of_loss, apart / size if size else float("inf") if apart else 0.0)
 
 
-def _has_better_weights(whole: _Pass, parts: list[_Pass]) -> bool:
-    shares = best_shares([part[1] for part in parts], whole[1])
+def _has_better_weights(whole: _Part, parts: list[_Part]) -> bool:
+    shares = best_shares([part.gradients for part in parts], whole.gradients)
     if shares is None:
         return False
-    total = sum(shares)
-    weighed = [(loss, gradients, share) for (loss, gradients, _), share in zip(parts, shares, strict=True)]
-    return abs(total - 1) < 0.1 and min(shares) > 0 and _error(whole, weighed) * 10 < _error(whole, parts)
+    weighed = [replace(part, weight=share) for part, share in zip(parts, shares, strict=True)]
+    return abs(sum(shares) - 1) < 0.1 and min(shares) > 0 and _error(whole, weighed) * 10 < _error(whole, parts)

@@ -28,9 +28,12 @@ from echelon.prover.objects import Objects, is_state, own_frames, set_by
 __all__ = ["ABSENT", "GLOBAL", "VARIABLE", "KeptState", "Sources", "agreeing", "digests_of", "drawn_between", "of_loop", "unlike"]
 
 GLOBAL = ("torch", "numpy", "python")
-
-
 _GLOBAL_NAMES = {*GLOBAL, "cuda"}
+_MOST_BYTES = 64 * 2**20  # that are copied of a unit, and of one tensor that is looked at
+_MOST_BYTES_OF_LOOP = 2**20
+ABSENT = "echelon: not there"
+VARIABLE = "the loop's "  # how the names of local variables begin
+State = Mapping[str, Any]
 
 
 class Sources:
@@ -128,21 +131,6 @@ def _pin(generator: Any) -> None:
         generator.bit_generator.state = type(generator.bit_generator)(0).state
     else:
         generator.seed(0)
-
-
-_MOST_BYTES = 64 * 2**20  # that are copied of a unit, and of one tensor that is looked at
-
-
-_MOST_BYTES_OF_LOOP = 2**20
-
-
-ABSENT = "echelon: not there"
-
-
-VARIABLE = "the loop's "  # how the names of local variables begin
-
-
-State = Mapping[str, Any]
 
 
 class KeptState:

@@ -23,12 +23,12 @@ from echelon.prover.workarounds import seeding_backward
 __all__ = ["UNKNOWN", "backward_draws", "probe"]
 
 _MOST_STATES = 50
-
-
 _ROUNDINGS = 32
 
 
 UNKNOWN: dict[str, Any] = {"narrowest": None, "repeatable": True, "per_sample": None, "state": {}, "writes": None, "kept": {}}
+_ROUNDING = 1e-4  # what kernels that add up in another order may change, of the largest element
+_TIMES_REPEATED = 100
 
 
 def probe(reference: Reference) -> dict[str, Any]:
@@ -180,12 +180,6 @@ def _drawn_more(reference: Reference, one: Micro, other: Micro) -> set[str]:
     except (NotJoinable, RuntimeError, ValueError):
         return alike
     return {name for name in alike if ends[0].get(name) != ends[1].get(name)}
-
-
-_ROUNDING = 1e-4  # what kernels that add up in another order may change, of the largest element
-
-
-_TIMES_REPEATED = 100
 
 
 def backward_draws(reference: Reference) -> dict[str, Any]:

@@ -24,6 +24,9 @@ __all__ = [
 ]
 
 SMALL_SHARE = 0.05  # of all elements
+IN_PART = "in part"
+YOURS_DIFFERS, NOT_ALL_TESTED, NOTHING_COMPARED, OTHERS_DIFFER = 1, 3, 4, 5  # exit codes
+_DECIDED = "agrees (float64), "
 
 
 @dataclass(frozen=True)
@@ -115,15 +118,6 @@ class Verdict:
 def larger(a: float, b: float) -> float:
     """The larger one; nan if one of them is."""
     return b if b != b else max(a, b)
-
-
-IN_PART = "in part"
-
-
-YOURS_DIFFERS, NOT_ALL_TESTED, NOTHING_COMPARED, OTHERS_DIFFER = 1, 3, 4, 5  # exit codes
-
-
-_DECIDED = "agrees (float64), "
 
 
 def by_float64(own: str = "float32") -> str:

@@ -22,11 +22,7 @@ from echelon.prover.pass_state import ABSENT, KeptState, Sources, drawn_between,
 __all__ = ["Plan", "Reading", "kept_by_reading", "plan_of", "reads_alike"]
 
 _MOST_INDICES = 2_000_000
-
-
 _FIRST_SAMPLES = 16  # reading draws in the first few or not at all
-
-
 _READING_S = 1.0
 
 

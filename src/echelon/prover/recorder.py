@@ -89,6 +89,7 @@ class StepRecorder(Callback):
         self._loader: Any = None
         self._reading: Reading | None = None
         self._kept: KeptState | None = None
+        self._streams_before: dict[str, Any] = {}  # as the pass under way began, like `_kept_before`
         self._kept_before: dict[str, Any] = {}
         self._kept_last: dict[str, Any] = {}
         self._kept_digests: dict[str, int] = {}  # as the latest pass left it
@@ -202,9 +203,9 @@ class StepRecorder(Callback):
                 return compute_loss(state, data)
             given, data = data, widened(data, self.dtype, unit.device)
             whole = wholes[id(given)][1] if id(given) in wholes else data
-            before = self._begin_pass(whole)
+            self._begin_pass(whole)
             made = compute_loss(state, data)
-            self._take(state, whole, weight_of(state, data), made[0], before)
+            self._take(state, whole, weight_of(state, data), made[0])
             return made
 
         compute_losses = unit.compute_losses
@@ -213,7 +214,7 @@ class StepRecorder(Callback):
             if state.active_phase is not ActivePhase.TRAIN:
                 return (yield from compute_losses(state, data))
             data, total = widened(data, self.dtype, unit.device), torch.zeros(())
-            before = self._begin_pass(data)
+            self._begin_pass(data)
             passes = compute_losses(state, data)
             while True:
                 try:
@@ -223,7 +224,7 @@ class StepRecorder(Callback):
                     break
                 total = loss.detach() + total
                 yield names, loss
-            self._take(state, data, weight_of(state, data), total, before)
+            self._take(state, data, weight_of(state, data), total)
             return outputs
 
         wholes = self._watch_parts(unit)
@@ -255,12 +256,9 @@ class StepRecorder(Callback):
         return wholes
 
     def _watch_loop(self, unit: Any) -> None:
-        before: dict[str, Any] = {}
-
         def given(data: Any) -> Any:
-            nonlocal before
             data = widened(data, self.dtype, unit.device)
-            before = self._begin_pass(data)
+            self._begin_pass(data)
             if accumulated and accumulated != gradients() and self.record.changed_within is None:
                 self.record.changed_within = len(self.record.updates)
             variables, known = of_loop(), self._loop_digests
@@ -270,12 +268,11 @@ class StepRecorder(Callback):
             return data
 
         def taken(state: State, data: Any, weight: Any, loss: Any) -> None:
-            self._take(state, data, 0.0 if self.record.is_replica else float(weight), loss, before)
+            self._take(state, data, 0.0 if self.record.is_replica else float(weight), loss)
 
         def seeded(seed: Callable[..., None], *given: int) -> None:
-            nonlocal before
             seed(*given)
-            before = self._states()
+            self._streams_before = self._states()
 
         goes_back: Any = unit.update if unit.several is None else unit.several
         original, discard, bitwise, accumulated = goes_back.backward, unit.update.discard, unit.update.bitwise, 0
@@ -317,9 +314,9 @@ class StepRecorder(Callback):
         @functools.wraps(step)
         def watched_step(state: State, data: Any) -> Any:
             data = widened(data, self.dtype)
-            before = self._begin_pass(data)
+            self._begin_pass(data)
             result = step(state, data)
-            self._take(state, data, 0.0 if self.record.is_replica else float(rows(data)), loss_in(result), before)
+            self._take(state, data, 0.0 if self.record.is_replica else float(rows(data)), loss_in(result))
             return result
 
         unit.train_step = watched_step
@@ -345,14 +342,14 @@ class StepRecorder(Callback):
         """The script has called a collective itself."""
         self.record.communicates |= self._in_pass
 
-    def _begin_pass(self, data: Any) -> dict[str, Any]:
+    def _begin_pass(self, data: Any) -> None:
         self._in_pass = True
         self._kept_before = self._kept_now()
         if self.record.constant_draws:
             assert self._sources is not None
             self._sources.pin()
             self._draws.begin(data)
-        return self._states()
+        self._streams_before = self._states()
 
     def _kept_now(self) -> dict[str, Any]:
         """What the unit keeps, looked for once in each micro-batch; notes what has changed since the last one."""
@@ -375,8 +372,8 @@ class StepRecorder(Callback):
             )
         return self._sources.states()
 
-    def _take(self, state: State, data: Any, weight: float, loss: Any, before: dict[str, Any]) -> None:
-        self._in_pass = False
+    def _take(self, state: State, data: Any, weight: float, loss: Any) -> None:
+        self._in_pass, before = False, self._streams_before
         assert self._kept is not None
         kept = {path: self._kept_before.get(path, ABSENT) for path in self._moved - self._kept.too_large}
         after = self._states()

@@ -19,6 +19,9 @@ from echelon.prover.values import UnitKind, as_real
 
 __all__ = ["Enough", "RankRecord", "by_index", "load_records", "load_values", "micros_in_order", "stage_files"]
 
+_BY_NAME = ("initial_digests", "gradient_digests", "parameter_digests", "buffer_digests")
+_SETS = ("held", "trainable")
+
 
 class Enough(BaseException):
     """Ends a script when all that is compared has been seen. Not an Exception, so that no script swallows it."""
@@ -89,12 +92,6 @@ class RankRecord:
     kinds: set[tuple[str, int, bool]] = field(default_factory=set)  # these and `shapes`: see ConstantDraws
     shapes: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     unknown_draw: str | None = None  # with constant draws: an operator that still gave every sample other numbers
-
-
-_BY_NAME = ("initial_digests", "gradient_digests", "parameter_digests", "buffer_digests")
-
-
-_SETS = ("held", "trainable")
 
 
 def load_records(paths: Sequence[Path | str]) -> list[dict[str, Any]]:

@@ -50,7 +50,6 @@ __all__ = ["AGAIN", "How", "Pass", "Reference", "Shake"]
 
 How = Literal["right", "wide", "shaken"]
 
-
 AGAIN = "again"  # how the folders in the reference's begin that hold the values of the other times
 
 

@@ -52,9 +52,12 @@ __all__ = [
 ]
 
 _FIRST_BATCHES = 4
-
-
 _EPOCH_S = 10.0  # for counting what one process sees in an epoch
+_MOST_ROWS = 100_000
+_MOST_VALUES = 2_000_000
+# Of rows padded to several widths: equal ones of the data, padded otherwise in one process, look like shared ones.
+_MOST_EQUAL = 0.1
+_SAME_LOSS = 1e-4
 
 
 def run_samples(replay: Replay, count: int) -> dict[str, Any]:
@@ -114,16 +117,6 @@ def run_epoch(replay: Replay) -> dict[str, Any]:
         return {"epoch": epochs[0], "keeps": keeps}
 
     return replay.instead_of_training(read, replay.dtype)
-
-
-_MOST_ROWS = 100_000
-
-
-_MOST_VALUES = 2_000_000
-
-
-# Of rows padded to several widths: equal ones of the data, padded otherwise in one process, look like shared ones.
-_MOST_EQUAL = 0.1
 
 
 def rows_of(micros: Iterable[Micro]) -> Counter[int]:
@@ -276,9 +269,6 @@ def unlike_one_process(updates: list[Seen], one: list[Seen]) -> str | None:
 
 def _overlap(count: int, total: int, what: str) -> str:
     return f"samples overlap: {count} of {total} {what} were seen by two ranks or more in epoch 0"
-
-
-_SAME_LOSS = 1e-4
 
 
 class SampleChecks:

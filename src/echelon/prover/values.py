@@ -43,6 +43,9 @@ __all__ = [
     "widen",
 ]
 
+Values = dict[str, torch.Tensor]
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
 
 class UnitKind(StrEnum):
     LOSS = "a loss"
@@ -77,11 +80,6 @@ class UnitKind(StrEnum):
     def updates_are_ours(self) -> bool:
         """Whether echelon's Update takes its loss to the optimizer's step: of all but a step of the user's own."""
         return self is not UnitKind.STEP
-
-
-Values = dict[str, torch.Tensor]
-
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def prepared_of(unit: Any) -> list[tuple[str, Prepared[Any]]]:

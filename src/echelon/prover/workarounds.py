@@ -36,20 +36,14 @@ def noting_seeds(seeded: set[str]) -> Iterator[None]:
 
     A generator's state does not tell: one that was drawn from differs from the start, too.
     """
-    places = {"torch": (torch, "manual_seed"), "numpy": (np.random, "seed"), "python": (random, "seed")}
-    originals = {stream: getattr(*place) for stream, place in places.items()}
-
-    def noting(stream: str) -> Callable[..., Any]:
-        @functools.wraps(originals[stream])
-        def seed(*args: Any, **options: Any) -> Any:
-            seeded.add(stream)
-            return originals[stream](*args, **options)
-
-        return seed
-
     with contextlib.ExitStack() as replaced:
-        for stream, place in places.items():
-            replaced.enter_context(_replaced(*place, noting(stream)))
+        for stream, owner, name in (("torch", torch, "manual_seed"), ("numpy", np.random, "seed"), ("python", random, "seed")):
+
+            def seed(original: Callable[..., Any], *args: Any, stream: str = stream, **options: Any) -> Any:
+                seeded.add(stream)
+                return original(*args, **options)
+
+            replaced.enter_context(_around(owner, name, seed))
         yield
 
 
@@ -88,20 +82,16 @@ def noting_collectives(note: Callable[[], None]) -> Iterator[None]:
     places = [(sys.modules[module], name) for module, names in _COLLECTIVES.items() for name in names]
     places += [(torch.distributed.nn, name) for _, name in places if hasattr(torch.distributed.nn, name)]
 
-    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def collective(*args: Any, **options: Any) -> Any:
-            caller = sys._getframe(1).f_globals.get("__name__", "")
-            if caller.partition(".")[0] not in ("torch", "echelon"):
-                note()
-            return original(*args, **options)
-
-        return collective
+    def collective(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        caller = sys._getframe(2).f_globals.get("__name__", "")
+        if caller.partition(".")[0] not in ("torch", "echelon"):
+            note()
+        return original(*args, **options)
 
     with contextlib.ExitStack() as replaced:
         for module, name in places:
             if hasattr(module, name):
-                replaced.enter_context(_replaced(module, name, noting(getattr(module, name))))
+                replaced.enter_context(_around(module, name, collective))
         yield
 
 
@@ -111,54 +101,46 @@ def without_autocast() -> Iterator[None]:
 
     torch can switch autocast on and off, but not keep a `with torch.autocast(...)` of somebody else's from doing so.
     """
-    original = torch.autocast.__init__
-    signature = inspect.signature(original)
+    signature = inspect.signature(torch.autocast.__init__)
 
-    def disabled(self: Any, *args: Any, **options: Any) -> None:
-        given = signature.bind(self, *args, **options).arguments
-        original(**{**given, "enabled": False})
+    def disabled(original: Callable[..., None], *args: Any, **options: Any) -> None:
+        original(**{**signature.bind(*args, **options).arguments, "enabled": False})
 
-    with _replaced(torch.autocast, "__init__", disabled):
+    with _around(torch.autocast, "__init__", disabled):
         yield
 
 
 @contextlib.contextmanager
 def noting_autocast(note: Callable[[torch.dtype], None]) -> Iterator[None]:
     """Call `note` with the type of each autocast region, the script's own and echelon's."""
-    original = torch.autocast.__init__
 
-    @functools.wraps(original)
-    def noting(self: Any, *args: Any, **options: Any) -> None:
+    def noting(original: Callable[..., None], self: Any, *args: Any, **options: Any) -> None:
         original(self, *args, **options)
         if self._enabled:
             note(self.fast_dtype)
 
-    with _replaced(torch.autocast, "__init__", noting):
+    with _around(torch.autocast, "__init__", noting):
         yield
 
 
 @contextlib.contextmanager
 def noting_compilation(note: Callable[[], None]) -> Iterator[None]:
     """Call `note` when something is given to torch.compile."""
-    original = torch.compile
 
-    @functools.wraps(original)
-    def noting(*args: Any, **options: Any) -> Any:
+    def noting(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         note()
         return original(*args, **options)
 
-    with _replaced(torch, "compile", noting):
+    with _around(torch, "compile", noting):
         yield
 
 
 @contextlib.contextmanager
 def scaling_losses(factor: float, made: Callable[[], None], stepped: Callable[[], None]) -> Iterator[None]:
     """Multiply the first scale of each gradient scaler; call `made` when one is made that works, `stepped` after its updates."""
-    original = torch.amp.GradScaler.__init__
-    signature = inspect.signature(original)
+    signature = inspect.signature(torch.amp.GradScaler.__init__)
 
-    @functools.wraps(original)
-    def scaled(self: Any, *args: Any, **options: Any) -> None:
+    def scaled(original: Callable[..., None], self: Any, *args: Any, **options: Any) -> None:
         given = signature.bind(self, *args, **options)
         given.apply_defaults()
         given.arguments["init_scale"] *= factor
@@ -166,36 +148,37 @@ def scaling_losses(factor: float, made: Callable[[], None], stepped: Callable[[]
         if self.is_enabled():
             made()
 
-    update = torch.amp.GradScaler.update
-
-    @functools.wraps(update)
-    def updated(self: Any, *args: Any, **options: Any) -> None:
-        update(self, *args, **options)
+    def updated(original: Callable[..., None], *args: Any, **options: Any) -> None:
+        original(*args, **options)
         stepped()
 
-    with _replaced(torch.amp.GradScaler, "__init__", scaled), _replaced(torch.amp.GradScaler, "update", updated):
+    with _around(torch.amp.GradScaler, "__init__", scaled), _around(torch.amp.GradScaler, "update", updated):
         yield
 
 
 @contextlib.contextmanager
 def seeding_backward(seed: int) -> Iterator[None]:
     """Begin each backward pass from this seed, whoever asks for it; what follows draws as if it had drawn nothing."""
-    original = torch.autograd.backward
 
-    @functools.wraps(original)
-    def acting(*args: Any, **options: Any) -> None:
+    def acting(original: Callable[..., None], *args: Any, **options: Any) -> None:
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             original(*args, **options)
 
-    with _replaced(torch.autograd, "backward", acting):
+    with _around(torch.autograd, "backward", acting):
         yield
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
+def _around(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+    """Have `by(original, ...)` called in place of a function or method."""
     original = getattr(owner, name)
-    setattr(owner, name, by)
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **options: Any) -> Any:
+        return by(original, *args, **options)
+
+    setattr(owner, name, replaced)
     try:
         yield
     finally:
