@@ -23,6 +23,7 @@ from echelon.prover.micro import Micro
 from echelon.prover.objects import Objects
 from echelon.prover.pass_state import KeptState, Sources, drawn_between
 from echelon.prover.proof import Verdict
+from echelon.prover.records import RankRecord
 from echelon.prover.values import wholes
 from echelon.world.init import init_from_env
 from tests.conftest import Ranks
@@ -62,7 +63,7 @@ def _judged(mine: dict[str, Any], right: dict[str, Any], wide: dict[str, Any], *
             torch.save(values, folder / "update-000.pt")
             torch.save(start, folder / "initial.pt")
         micro = Micro(None, b"", [], 1.0, mine["loss"], {}, 0, 1, [])
-        records = [{"updates": [[micro]], "norms": [None], "flattened": False}]
+        records = [RankRecord(updates=[[micro]], norms=[None])]
         return compare(folders[0], folders[1], records, torch.float32, half=half)
 
 
@@ -211,7 +212,7 @@ def test_a_norm_in_float64_of_a_model_that_computes_in_float32(
         torch.save({**right, "norm": norm}, tmp_path / name / "update-000.pt")
         torch.save({"parameters": right["parameters"], "buffers": {}}, tmp_path / name / "initial.pt")
     micro = Micro(None, b"", [], 1.0, right["loss"], {}, 0, 1, [])
-    records = [{"updates": [[micro]], "norms": [1.5 * (1 + off)], "flattened": False}]
+    records = [RankRecord(updates=[[micro]], norms=[1.5 * (1 + off)])]
     verdict = compare(tmp_path / "row", tmp_path / "right", records, torch.float64, narrowest=narrowest)
     assert (verdict.first is not None and verdict.first.tensor == "gradient norm") == differs
 

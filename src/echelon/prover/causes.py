@@ -16,6 +16,7 @@ import torch
 from echelon.prover.micro import digest
 from echelon.prover.pass_state import VARIABLE, unlike
 from echelon.prover.proof import Difference, Verdict
+from echelon.prover.records import RankRecord
 from echelon.prover.values import UnitKind, near_values
 
 __all__ = [
@@ -111,75 +112,75 @@ CHANGE_EVERYTHING = {
 }
 
 
-def from_records(records: list[dict[str, Any]], per_sample: Callable[[], set[str] | None]) -> list[Cause]:
+def from_records(records: list[RankRecord], per_sample: Callable[[], set[str] | None]) -> list[Cause]:
     """Causes that the ranks' own records show. Right numbers do not excuse them.
 
     Args:
         per_sample: tells the RNGs from which more samples draw more; None if that is not known. Others may be alike
             on all ranks: they make the choices that ranks have to make together.
     """
-    of_data = [r for r in records if not r["is_replica"]]
+    of_data = [r for r in records if not r.is_replica]
     found = [_same_data(of_data), _same_streams(of_data, per_sample), _same_reading(of_data), _modes_apart(records)]
     return [each for each in (*found, *_differing(records), _stale(records)) if each is not None]
 
 
-def _same_data(records: list[dict[str, Any]]) -> Cause | None:
-    digests = [[digest(m.plain) for update in r["updates"] for m in update if m.weight > 0] for r in records]
+def _same_data(records: list[RankRecord]) -> Cause | None:
+    digests = [[digest(m.plain) for m in r.micros if m.weight > 0] for r in records]
     twins = [(a, b) for a, b in combinations(range(len(records)), 2) if digests[a] == digests[b] and digests[a]]
     several = len({d for seen in digests for d in seen}) > 1  # one batch for ever says nothing
     if not twins or not several:
         return None
-    a, b = (records[i]["rank"] for i in twins[0])
+    a, b = (records[i].rank for i in twins[0])
     everywhere = len(twins) == len(records) * (len(records) - 1) // 2
-    if everywhere and records[0]["samples_by_rank"] is False:
+    if everywhere and records[0].samples_by_rank is False:
         return (
             "a sampler that ignores the rank",
-            f"all {len(records)} ranks got the same micro-batches from a {records[0]['loader']}",
+            f"all {len(records)} ranks got the same micro-batches from a {records[0].loader}",
         )
     return "identical data on two ranks", f"ranks {a} and {b} got the same micro-batches in every update"
 
 
-def _same_streams(records: list[dict[str, Any]], per_sample: Callable[[], set[str] | None]) -> Cause | None:
+def _same_streams(records: list[RankRecord], per_sample: Callable[[], set[str] | None]) -> Cause | None:
     """Dropout in a user's own train_step is switched off here, so its draws cannot be tried."""
     for a, b in combinations(records, 2):
-        for name in a["streams"].keys() & b["streams"].keys():
-            before, after = (x == y for x, y in zip(a["streams"][name], b["streams"][name], strict=True))
+        for name in a.streams.keys() & b.streams.keys():
+            before, after = (x == y for x, y in zip(a.streams[name], b.streams[name], strict=True))
             if not (before or after):
                 continue
-            more = None if name == "torch" and a["dropouts"] else per_sample()
+            more = None if name == "torch" and a.dropouts else per_sample()
             if more is None or name in more or not before:
                 when = "began with" if before else "came out of their first forward pass with"
                 which = "RNG state" if name == "torch" else f"RNG state of {name}"
-                return "identical random numbers", f"ranks {a['rank']} and {b['rank']} {when} the same {which}"
+                return "identical random numbers", f"ranks {a.rank} and {b.rank} {when} the same {which}"
     return None
 
 
-def _same_reading(records: list[dict[str, Any]]) -> Cause | None:
-    draws = [bool(r["reading"]) for r in records]
+def _same_reading(records: list[RankRecord]) -> Cause | None:
+    draws = [bool(r.reading) for r in records]
     if any(draws) and not all(draws):
-        seen = f"reading samples draws random numbers on rank {records[draws.index(True)]['rank']}, and on rank"
-        return "samples that depend on the rank", f"{seen} {records[draws.index(False)]['rank']} it does not"
+        seen = f"reading samples draws random numbers on rank {records[draws.index(True)].rank}, and on rank"
+        return "samples that depend on the rank", f"{seen} {records[draws.index(False)].rank} it does not"
     for a, b in combinations(records, 2):
-        for name in a["reading"].keys() & b["reading"].keys():
-            if a["reading"][name] & b["reading"][name]:
-                seen = f"ranks {a['rank']} and {b['rank']} read their first samples with the same RNG state of {name}"
+        for name in a.reading.keys() & b.reading.keys():
+            if a.reading[name] & b.reading[name]:
+                seen = f"ranks {a.rank} and {b.rank} read their first samples with the same RNG state of {name}"
                 return "identical augmentation", seen
     return None
 
 
-def _modes_apart(records: list[dict[str, Any]]) -> Cause | None:
-    for k, resting in enumerate(zip(*(r["resting"] for r in records), strict=False)):
+def _modes_apart(records: list[RankRecord]) -> Cause | None:
+    for k, resting in enumerate(zip(*(r.resting for r in records), strict=False)):
         for record, names in zip(records, resting, strict=True):
             alone = [n for n in names if any(n not in others for others in resting)]
             if alone:
-                seen = f"update {k}: {alone[0] or 'the model'} is in evaluation mode on rank {record['rank']}, and not on all"
+                seen = f"update {k}: {alone[0] or 'the model'} is in evaluation mode on rank {record.rank}, and not on all"
                 return "modules in evaluation mode on some ranks", seen
     return None
 
 
-def _differing(records: list[dict[str, Any]]) -> list[Cause]:
+def _differing(records: list[RankRecord]) -> list[Cause]:
     """What should be the same on all ranks and is not."""
-    names = _unlike([r["initial_digests"] for r in records])
+    names = _unlike([r.initial_digests for r in records])
     if names:
         return [("different initial parameters", f"{names[0]} is not the same on all ranks before the first update")]
     drifted, found = _apart(records, "parameter"), list[Cause]()
@@ -190,19 +191,19 @@ def _differing(records: list[dict[str, Any]]) -> list[Cause]:
     if found or drifted is None:
         return found
     k, names = drifted
-    rates = {r["rank"]: r["rates"][k] for r in records}
+    rates = {r.rank: r.rates[k] for r in records}
     other = next((rank for rank in rates if rates[rank] != rates[0]), None)
     if other is not None:
         seen = f"update {k}: {_rates(rates[other])} on rank {other}, on rank 0 {_rates(rates[0])}"
         return [("another learning rate", seen)]
-    kept = _unlike([r["attribute_digests"][k] for r in records])
+    kept = _unlike([r.attribute_digests[k] for r in records])
     why = f"; {kept[0]} was not, when the optimizer stepped" if kept else ""
     return [("parameters that drift apart", f"update {k}: the parameter {names[0]} is not the same on all ranks{why}")]
 
 
-def _apart(records: list[dict[str, Any]], what: str) -> tuple[int, list[str]] | None:
+def _apart(records: list[RankRecord], what: str) -> tuple[int, list[str]] | None:
     """The first update in which something is not the same on all ranks, and its names."""
-    each = enumerate(zip(*(r[f"{what}_digests"] for r in records), strict=False))
+    each = enumerate(zip(*(getattr(r, f"{what}_digests") for r in records), strict=False))
     return next(((k, names) for k, of_ranks in each if (names := _unlike(of_ranks))), None)
 
 
@@ -210,9 +211,9 @@ def _unlike(digests: Sequence[Mapping[str, int]]) -> list[str]:
     return [n for n in digests[0] if len({d.get(n) for d in digests}) > 1]
 
 
-def _stale(records: list[dict[str, Any]]) -> Cause | None:
-    strangers = next((r["strangers"] for r in records if r["strangers"]), 0)
-    left_out = sorted(records[0]["trainable"] - set().union(*(r["held"] for r in records)))
+def _stale(records: list[RankRecord]) -> Cause | None:
+    strangers = next((r.strangers for r in records if r.strangers), 0)
+    left_out = sorted(records[0].trainable - set().union(*(r.held for r in records)))
     if not strangers or not left_out:
         return None
     seen = f"{left_out[0]} is in no optimizer; they hold {strangers} parameters that are not the module's"
@@ -222,7 +223,7 @@ def _stale(records: list[dict[str, Any]]) -> Cause | None:
 # --- of what is kept between passes
 
 
-def of_state(records: list[dict[str, Any]], probed: Mapping[str, Any]) -> Cause | None:
+def of_state(records: list[RankRecord], probed: Mapping[str, Any]) -> Cause | None:
     """What the unit keeps from one pass to the next, on which losses depend, and which is not what one process keeps.
 
     Args:
@@ -241,13 +242,13 @@ def of_state(records: list[dict[str, Any]], probed: Mapping[str, Any]) -> Cause 
     return _KEEPS, f"the first batch, given again, has another loss: {variables[0]} changes from one to the next"
 
 
-def state_of_ranks(records: list[dict[str, Any]], probed: Mapping[str, Any]) -> Cause | None:
+def state_of_ranks(records: list[RankRecord], probed: Mapping[str, Any]) -> Cause | None:
     """What all ranks have alike after the first update, and one process has not, though it ran the same code on the same samples.
 
     Of a unit that is evaluated this says nothing: one process evaluates nothing here.
     """
-    updates = records[0]["updates"]
-    later = updates[1][0].state if len(updates) > 1 and not records[0]["evaluates"] else {}
+    updates = records[0].updates
+    later = updates[1][0].state if len(updates) > 1 and not records[0].evaluates else {}
     for name, paths in probed["state"].items():
         for path in paths:
             mine, one = later.get(path), probed["kept"].get(path)
@@ -257,14 +258,14 @@ def state_of_ranks(records: list[dict[str, Any]], probed: Mapping[str, Any]) -> 
     return None
 
 
-def state_apart(records: list[dict[str, Any]], state: Mapping[str, Sequence[str]]) -> Cause | None:
+def state_apart(records: list[RankRecord], state: Mapping[str, Sequence[str]]) -> Cause | None:
     """What is not the same on all ranks of it.
 
     Args:
         state: paths by name.
     """
-    records = [r for r in records if not r["is_replica"]]
-    for k, of_ranks in enumerate(zip(*(r["updates"] for r in records), strict=False)):
+    records = [r for r in records if not r.is_replica]
+    for k, of_ranks in enumerate(zip(*(r.updates for r in records), strict=False)):
         for first, *others in zip(*of_ranks, strict=False):
             apart = set().union(*(unlike(first.state, other.state) for other in others))
             named = next(((name, paths) for name, paths in state.items() if apart.intersection(paths)), None)
@@ -275,11 +276,11 @@ def state_apart(records: list[dict[str, Any]], state: Mapping[str, Sequence[str]
     return None
 
 
-def models_apart(records: list[dict[str, Any]]) -> Cause | None:
+def models_apart(records: list[RankRecord]) -> Cause | None:
     """A tensor that no rank changes and that is not the same on all, as of a frozen model that the layout does not know. Ranks
     may have such for good reasons: only where nothing else explains a difference.
     """
-    kept = [_unchanged([m.state for update in r["updates"] for m in update]) for r in records if not r["is_replica"]]
+    kept = [_unchanged([m.state for m in r.micros]) for r in records if not r.is_replica]
     names = [name for name in _unlike(kept) if all(name in each for each in kept)]
     if not names:
         return None
@@ -295,9 +296,9 @@ def _unchanged(states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     return {path: each[0] for path, each in seen.items() if len(each) > 1 and len(set(each)) == 1}
 
 
-def state_moves(records: list[dict[str, Any]], state: Mapping[str, Sequence[str]]) -> Cause | None:
+def state_moves(records: list[RankRecord], state: Mapping[str, Sequence[str]]) -> Cause | None:
     """What is another one for the micro-batches of one update."""
-    for update in (u for r in records for u in r["updates"]):
+    for update in (u for r in records for u in r.updates):
         moved = set().union(*(unlike(a.state, b.state) for a, b in pairwise(update)))
         name = next((name for name, paths in state.items() if moved.intersection(paths)), None)
         if name is not None:
@@ -310,7 +311,7 @@ def state_moves(records: list[dict[str, Any]], state: Mapping[str, Sequence[str]
 # --- of the first difference
 
 
-def from_verdict(verdict: Verdict, records: list[dict[str, Any]], facts: Mapping[str, Any]) -> Cause | None:
+def from_verdict(verdict: Verdict, records: list[RankRecord], facts: Mapping[str, Any]) -> Cause | None:
     """A cause that follows from the first difference itself.
 
     Args:
@@ -321,22 +322,22 @@ def from_verdict(verdict: Verdict, records: list[dict[str, Any]], facts: Mapping
         return None
     if first.phase == "initialisation":
         return "different initial parameters", f"{first.tensor} differs before the first update"
-    if not records[0]["flattened"]:
-        left_out = sorted(facts["held"] - set().union(*(r["held"] for r in records)))
+    if not records[0].flattened:
+        left_out = sorted(facts["held"] - set().union(*(r.held for r in records)))
         if left_out or (first.phase == "update" and verdict.unmoved):
             name = left_out[0] if left_out else verdict.unmoved[0]
             return "an untracked or stale optimizer parameter", f"{name} did not change in update {first.update}"
     for record in records:
-        if record["changed_within"] is not None and record["changed_within"] <= first.update:
-            where = f"update {record['changed_within']}, rank {record['rank']}"
+        if record.changed_within is not None and record.changed_within <= first.update:
+            where = f"update {record.changed_within}, rank {record.rank}"
             seen = f"{where}: between two of its batches, as by torch.nn.utils.clip_grad_norm_"
             return "gradients changed in the middle of an update", seen
     right = facts["rates"][first.update]
     for record in records if first.phase == "update" else ():
-        mine = record["rates"][first.update]
+        mine = record.rates[first.update]
         if set(mine) - set(right):
-            where = f" on rank {record['rank']}" if any(r["rates"][first.update] != mine for r in records) else ""
-            ranks = len([r for r in records if not r["is_replica"]])
+            where = f" on rank {record.rank}" if any(r.rates[first.update] != mine for r in records) else ""
+            ranks = len([r for r in records if not r.is_replica])
             grows = all(abs(a - ranks * b) <= 1e-6 * a for a, b in zip(mine, right, strict=False))
             why = f": {ranks} times as large, with {ranks} ranks" if grows and not where else ""
             return "another learning rate", f"update {first.update}: {_rates(mine)}{where}, in one process {_rates(right)}{why}"
@@ -422,7 +423,7 @@ def from_mistakes(
     mine: Mapping[str, Any],
     right: Mapping[str, Any],
     mistakes: Mapping[str, Any],
-    records: list[dict[str, Any]],
+    records: list[RankRecord],
 ) -> Cause | None:
     """Which way of putting the ranks' shares together gives this row's gradients instead of the right ones.
 
@@ -431,9 +432,9 @@ def from_mistakes(
         mistakes: the same by way, as the reference computed it.
     """
     record = records[0]
-    batch_norms, is_of_several = record["batch_norms"], record["kind"].is_of_several
+    batch_norms, is_of_several = record.batch_norms, record.is_of_several
     if is_of_several:  # a later loss comes after a step, and was tried before it
-        mine, right = ({**each, "gradients": _only(each["gradients"], record["held_first"])} for each in (mine, right))
+        mine, right = ({**each, "gradients": _only(each["gradients"], record.held_first)} for each in (mine, right))
         if _distance(mine["gradients"], right["gradients"]) <= 1e-6 * _size(right["gradients"]):
             return None
     gap = _distance(mine["gradients"], right["gradients"])
@@ -465,10 +466,10 @@ def from_mistakes(
             "half of a loss has not half of its gradient: a hook changes it, for each micro-batch",
         )
     scale = _wrong_scale(mine, right, gap)
-    if not record["communicates"]:
+    if not record.communicates:
         return scale or (None if is_of_several else _by_rank(mistakes, records, first.update))
     # A rank's loss is another with what others send than without; and what a step of one's own sends may be the gradients.
-    if scale and (first.phase != "gradient" or record["kind"] is UnitKind.STEP):
+    if scale and (first.phase != "gradient" or record.kind is UnitKind.STEP):
         return scale
     if first.phase != "gradient":
         losses = [f"rank {rank} {recorded:.6g}" for rank, _, recorded in mistakes["weighted"]["losses"] if recorded is not None]
@@ -480,16 +481,16 @@ def from_mistakes(
     return "collectives without a gradient", seen
 
 
-def _by_rank(mistakes: Mapping[str, Any], records: list[dict[str, Any]], update: int) -> Cause | None:
+def _by_rank(mistakes: Mapping[str, Any], records: list[RankRecord], update: int) -> Cause | None:
     """Micro-batches whose rank had another loss for them than one process has, at the same parameters."""
-    known = [each for each in mistakes["weighted"]["losses"] if each[2] is not None and not records[0]["batch_norms"]]
-    limit = _HALF_DIGITS if records[0]["half"] or records[0]["narrow"] else 1e-5
+    known = [each for each in mistakes["weighted"]["losses"] if each[2] is not None and not records[0].batch_norms]
+    limit = _HALF_DIGITS if records[0].half or records[0].narrow else 1e-5
     wrong = [(rank, loss, recorded) for rank, loss, recorded in known if abs(loss - recorded) > limit * abs(loss)]
     if not wrong:
         return None
     rank, loss, recorded = wrong[0]
     seen = f"rank {rank}: {recorded:.6g}, one process on its samples: {loss:.6g}"
-    variables = sorted(p.removeprefix(VARIABLE) for p in records[0]["updates"][update][0].state if p.startswith(VARIABLE))
+    variables = sorted(p.removeprefix(VARIABLE) for p in records[0].updates[update][0].state if p.startswith(VARIABLE))
     if update and variables:
         return (
             _KEEPS,
@@ -497,13 +498,13 @@ def _by_rank(mistakes: Mapping[str, Any], records: list[dict[str, Any]], update:
         )
     if update and len(wrong) == len(known):  # the updates before it left each rank, and one process, something of their own
         return _KEEPS, f"update {update}: {seen}; the updates before it were right"
-    apart = [f"; {name} is not the same on all ranks as training begins" for name in _unlike([r["kept"] for r in records])]
+    apart = [f"; {name} is not the same on all ranks as training begins" for name in _unlike([r.kept for r in records])]
     return "a loss that depends on the rank", seen + "".join(apart[:1])
 
 
-def of_variables(records: list[dict[str, Any]], update: int) -> Cause | None:
+def of_variables(records: list[RankRecord], update: int) -> Cause | None:
     """A loop's variables that go from one pass to the next, if there was one before: nobody can set those of one process."""
-    names = sorted(p.removeprefix(VARIABLE) for p in records[0]["updates"][update][0].state if p.startswith(VARIABLE))
+    names = sorted(p.removeprefix(VARIABLE) for p in records[0].updates[update][0].state if p.startswith(VARIABLE))
     if not update or not names:
         return None
     return _KEEPS, f"update {update}: each process has its own of {VARIABLE}{', '.join(names)}, from the pass before"
@@ -537,24 +538,24 @@ def _of_parts(mistakes: Mapping[str, Any], batch_norms: list[str], first: Differ
     return "loss weighted per rank", seen
 
 
-def parameters_apart(records: list[dict[str, Any]]) -> int:
+def parameters_apart(records: list[RankRecord]) -> int:
     """The first update after which parameters are not the same on all ranks; -1 if there is none."""
     apart = _apart(records, "parameter")
     return apart[0] if apart else -1
 
 
-def gradients_apart(records: list[dict[str, Any]]) -> int | None:
+def gradients_apart(records: list[RankRecord]) -> int | None:
     """The first update whose gradients are not the same on all ranks."""
     apart = _apart(records, "gradient")
     return apart[0] if apart else None
 
 
 def is_of_one_rank(
-    mine: Mapping[str, Any], right: Mapping[str, Any], mistakes: Mapping[str, Any], records: list[dict[str, Any]], k: int
+    mine: Mapping[str, Any], right: Mapping[str, Any], mistakes: Mapping[str, Any], records: list[RankRecord], k: int
 ) -> bool:
     """Whether gradients that are not the same on all ranks are those that the first rank computed by itself."""
-    names = _unlike([r["gradient_digests"][k] for r in records])
-    alone = mistakes.get(f"rank {records[0]['rank']} alone")
+    names = _unlike([r.gradient_digests[k] for r in records])
+    alone = mistakes.get(f"rank {records[0].rank} alone")
     if alone is None or not names:
         return True
     names = [n for n in names if n in alone["gradients"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ class Explanation:
         probed = self._references.probed(ran, reference) if not known or known == {DRIFT} else None
         if probed is not None and (found := causes.of_state(records, probed)):
             # What is apart only later does not say why something differed before.
-            until = [{**r, "updates": r["updates"][: first.update + 1]} for r in records] if first and not known else records
+            until = [replace(r, updates=r.updates[: first.update + 1]) for r in records] if first and not known else records
             earlier = self._of_first(final, first, known=False) if first and not causes.of_state(until, probed) else None
             result.causes = [earlier, found] if earlier and earlier[0] == "an operation over the whole batch" else [found]
             return
@@ -45,7 +46,7 @@ class Explanation:
             if first is not None and first.phase in ("forward", "gradient") and first.update <= causes.parameters_apart(records):
                 result.causes[:0] = [cause for cause in (self._of_first(final, first, known=True),) if cause]
             return
-        if not ran.is_auto and not known and any(m.streams for r in records for u in r["updates"] for m in u):
+        if not ran.is_auto and not known and any(m.streams for r in records for m in r.micros):
             result.verdict, result.first = "not possible", None
             result.message = (
                 "its own train_step draws random numbers, on each rank for its own samples; one process draws for all at once: "
@@ -67,7 +68,7 @@ class Explanation:
         """What follows from the first difference."""
         found, owners = (
             causes.from_verdict(final.verdict, final.ran.records, final.reference.facts),
-            final.ran.records[0]["owners"],
+            final.ran.records[0].owners,
         )
         if not found and not known and first.phase in ("gradient", "update"):
             found = causes.of_shards(first, *final.values_of_first(), owners)
@@ -86,5 +87,5 @@ class Explanation:
             return None
         folders = ran.folder, final.reference.folder
         mine, right = (load_values(folder / f"update-{k:03d}.pt") for folder in folders)
-        mine["loss"], mine["norm"] = mean_loss(micros_in_order(ran.records)[k]), ran.records[0]["norms"][k]
+        mine["loss"], mine["norm"] = mean_loss(micros_in_order(ran.records)[k]), ran.records[0].norms[k]
         return mine, right, mistakes

@@ -38,7 +38,7 @@ import torch
 
 from echelon.prover.micro import Micro
 from echelon.prover.proof import Blind, Difference, Verdict, larger
-from echelon.prover.records import load_values, micros_in_order
+from echelon.prover.records import RankRecord, load_values, micros_in_order
 from echelon.prover.reference import AGAIN
 from echelon.prover.values import Values
 
@@ -57,7 +57,7 @@ DIGITS = 1e-2  # a tensor whose samples lie within this of each other is no nois
 def compare(
     row: Path,
     reference: Path,
-    records: list[dict[str, Any]],
+    records: list[RankRecord],
     dtype: torch.dtype,
     narrowest: torch.dtype | None = None,
     *,
@@ -78,7 +78,7 @@ def compare(
     # Types with few digits round by as much as RESOLUTION: that is not to be taken for chaos.
     resolution = HALF_RESOLUTION if half else max(RESOLUTION, 2 * FACTOR * torch.finfo(narrowest or dtype).eps)
     again = sorted(p for p in reference.glob(f"{AGAIN}*") if (p / "update-000.pt").exists())
-    comparison = _Comparison(verdict, epsilon, resolution, dtype is torch.float64 and not again, records[0]["flattened"])
+    comparison = _Comparison(verdict, epsilon, resolution, dtype is torch.float64 and not again, records[0].flattened)
     comparison.factor = HALF_FACTOR if half else FACTOR
     before, reference_before = load_values(row / "initial.pt"), load_values(reference / "initial.pt")
     comparison.initial(before["parameters"], reference_before["parameters"])
@@ -96,7 +96,7 @@ def compare(
             if verdict.meaningless is not None:
                 break
             mine["loss"] = mean_loss(micros)
-            mine["norm"] = records[0]["norms"][k]
+            mine["norm"] = records[0].norms[k]
             samples = [_Sample(load_values(p / file), "wide" in p.name) for p in again if (p / file).exists()]
             comparison.update(k, mine, right, samples, reference_before["parameters"])
             if verdict.first is not None and verdict.first.update == k and not verdict.unmoved:

@@ -21,7 +21,7 @@ from echelon.loop.own.batch_window import OwnWindow
 from echelon.loop.own.loop_unit import LoopUnit
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.recipe.precision import Precision
-from echelon.prover.records import Enough
+from echelon.prover.records import Enough, RankRecord
 from echelon.prover.reference import How, Pass, Reference, Shake
 from echelon.prover.references import AutoReference, OwnReference, SeveralReference
 from echelon.prover.values import UnitKind, balance, forget_loads, switch_off_dropout
@@ -256,7 +256,7 @@ class LoopReference(AutoReference):
         return mean
 
 
-def reference_of(unit: Any, records: list[dict[str, Any]], folder: Path, dtype: torch.dtype, how: How, shake: Shake) -> Reference:
+def reference_of(unit: Any, records: list[RankRecord], folder: Path, dtype: torch.dtype, how: How, shake: Shake) -> Reference:
     """The reference for this kind of unit."""
     kind = UnitKind.of(unit)
     if kind.is_loop:

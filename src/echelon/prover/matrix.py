@@ -18,6 +18,7 @@ from echelon.parallel.ddp.local_sgd import DiLoCoStrategy, LocalSGDStrategy
 from echelon.parallel.layouts import in_words, resolve
 from echelon.parallel.pipeline.schedules import SCHEDULES
 from echelon.prover.proof import Result
+from echelon.prover.records import RankRecord
 from echelon.prover.values import UnitKind
 
 __all__ = ["AS_WRITTEN", "DIRECTIONS", "YOURS", "Fitting", "Row", "matrix"]
@@ -320,20 +321,20 @@ class Fitting:
         if 1 in seen or (again and not began):
             self._hopeless |= seen
 
-    def name(self, row: Row, result: Result, ran_as: Row, record: Mapping[str, Any]) -> None:
+    def name(self, row: Row, result: Result, ran_as: Row, record: RankRecord) -> None:
         """Say which layout a row had, and whether it is the script's own; learn from it."""
-        self.kind = record["kind"]
-        accumulation = row.accumulation or record["accumulation"]
-        if self.kind and not record["overridable"]:
+        self.kind = record.kind
+        accumulation = row.accumulation or record.accumulation
+        if self.kind and not record.overridable:
             self.overridable = False
             result.label = Row(AS_WRITTEN, row.ranks, None, row.accumulation, row.optimizer).label
             result.yours = row.accumulation is None
         elif row.yours and self.kind:
-            own = record["own_layout"]
+            own = record.own_layout
             if not (ran_as.half or (ran_as.compiles and ran_as.is_compiled)):  # in which no other row is as the script's own
-                self._yours = record["own_row"], row.ranks, accumulation
+                self._yours = record.own_row, row.ranks, accumulation
             result.label = Row(own, row.ranks, None, accumulation).label
         elif self._yours is not None:
             is_script = row.optimizer == "script" and not (row.precision or row.parts)
-            result.yours = bool(record["is_own"]) and is_script and accumulation == self._yours[2]
-        self.idle = not record["updates"] and not self.kind
+            result.yours = bool(record.is_own) and is_script and accumulation == self._yours[2]
+        self.idle = not record.updates and not self.kind

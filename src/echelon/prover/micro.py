@@ -30,7 +30,6 @@ __all__ = [
     "on_host",
     "plain",
     "widened",
-    "widths",
     "widths_of",
 ]
 
@@ -137,13 +136,11 @@ def plain(data: Any) -> Any:
     return {type(data).__qualname__: zlib.crc32(file.getvalue()), "tensors": [plain(tensor) for tensor in packer.tensors]}
 
 
-def widths(records: Sequence[Mapping[str, Any]]) -> set[tuple[torch.Size, ...]]:
-    """Of all micro-batches of these ranks: the shapes of their tensors, each without its first dimension, the samples."""
-    return {tuple(widths_of(m.plain)) for record in records for update in record["updates"] for m in update}
-
-
 def widths_of(data: Any) -> Iterator[torch.Size]:
-    """The same of one batch, as `plain` has it; a nested tensor has none, as its samples have lengths of their own."""
+    """The shapes of a batch's tensors, each without its first dimension, the samples; as `plain` has it.
+
+    A nested tensor has none, as its samples have lengths of their own.
+    """
     return (each.shape[1:] for each in leaves(data) if isinstance(each, torch.Tensor) and not each.is_nested)
 
 

@@ -21,7 +21,7 @@ from echelon.prover.micro import Micro, NotJoinable, digest, join, leaves
 from echelon.prover.probe import UNKNOWN, probe
 from echelon.prover.proof import Verdict
 from echelon.prover.rank import Replay, run_reference, run_row
-from echelon.prover.records import by_index, load_records, load_values, micros_in_order
+from echelon.prover.records import RankRecord, by_index, load_records, load_values, micros_in_order
 from echelon.prover.reference import Reference, Shake
 from echelon.prover.values import UnitKind, near
 
@@ -53,7 +53,7 @@ class Ran:
 
     row: Row
     folder: Path
-    records: list[dict[str, Any]]
+    records: list[RankRecord]
     dtype: torch.dtype
 
     @property
@@ -68,21 +68,21 @@ class Ran:
     @property
     def precision(self) -> str:
         """In which it computes, or keeps its parameters."""
-        return str(self.row.narrow or self.records[0]["narrow"] or "float32")
+        return str(self.row.narrow or self.records[0].narrow or "float32")
 
     @property
     def has_streams(self) -> bool:
         """Its passes drew random numbers."""
-        return any(m.streams for r in self.records for u in r["updates"] for m in u)
+        return any(m.streams for r in self.records for m in r.micros)
 
     @property
     def drew(self) -> bool:
         """Its passes drew random numbers, or would have: dropout that was switched off."""
-        return self.has_streams or any(r["dropouts"] for r in self.records)
+        return self.has_streams or any(r.dropouts for r in self.records)
 
     @property
     def is_auto(self) -> bool:
-        return self.records[0]["kind"] is not UnitKind.STEP
+        return self.records[0].kind is not UnitKind.STEP
 
 
 @dataclass
@@ -133,7 +133,7 @@ def with_constant_draws(folder: Path) -> Path:
 def of_same_samples(one: Ran, other: Ran) -> bool:
     """Whether both trained on the same micro-batches, to a few digits: else they tell nothing of each other."""
 
-    mine, others = (leaves([m.plain for r in ran.records for u in r["updates"] for m in u]) for ran in (one, other))
+    mine, others = (leaves([m.plain for r in ran.records for m in r.micros]) for ran in (one, other))
     return all(_is_like(a, b) for a, b in zip(mine, others, strict=False))
 
 
@@ -165,14 +165,14 @@ class OnRanks:
         here.mkdir()
         self.launch(run_row, row.ranks, self.target, row, str(here), self.updates_of(row), dtype, self.seed)
         records = load_records([here / f"rank{r}.pt" for r in range(row.ranks)])
-        if any(r["wants_constant_draws"] for r in records) and not row.constant_draws:
+        if any(r.wants_constant_draws for r in records) and not row.constant_draws:
             shutil.rmtree(here)
             return self.row(replace(row, constant_draws=True), here, dtype)
         ran_as = replace(
             row,
-            constant_draws=any(r["constant_draws"] for r in records),
-            compiles=any(r["compiles"] for r in records),
-            half=next((r["half"] for r in records if r["half"]), None),
+            constant_draws=any(r.constant_draws for r in records),
+            compiles=any(r.compiles for r in records),
+            half=next((r.half for r in records if r.half), None),
         )
         return Ran(ran_as, here, records, dtype)
 
@@ -258,7 +258,7 @@ class ReferenceStore:
         rounding = torch.finfo(narrowest).eps if narrowest is not None else None
         if rounding is not None and ran.narrow is not None:
             rounding /= 4  # what a cast of each weight changes on average
-        updates = len(ran.records[0]["updates"])
+        updates = len(ran.records[0].updates)
         known, length = reference.shaken if updates <= reference.shaken[1] else (0, updates)
         for sample in range(0 if narrowest is not None else known, samples):
             self._on_ranks.launch(run_reference, 1, replay, Reference.run, "shaken", Shake(sample, rounding))
@@ -273,7 +273,7 @@ class ReferenceStore:
 
     def state(self, ran: Ran, reference: Computed) -> dict[str, list[str]]:
         """What the unit keeps between passes, as far as it matters: paths by name."""
-        keeps = any(m.state for r in ran.records for u in r["updates"] for m in u)
+        keeps = any(m.state for r in ran.records for m in r.micros)
         return dict(self.probed(ran, reference)["state"]) if keeps else {}
 
 
@@ -300,16 +300,16 @@ def data_of(ran: Ran) -> _Data:
         row.workers,
         row.constant_draws,
         row.apart,
-        first["by_sample"],
+        first.by_sample,
         row.drawn_alike,
         as_script,
         kept,
     )
-    at_once = first["kind"] in (UnitKind.STEP, UnitKind.LOSSES)
-    drawn = not row.constant_draws and first["kind"] is not UnitKind.STEP and any(m.streams for u in merged for m in u)
+    at_once = first.kind in (UnitKind.STEP, UnitKind.LOSSES)
+    drawn = not row.constant_draws and first.kind is not UnitKind.STEP and any(m.streams for u in merged for m in u)
 
     def of_update(k: int) -> tuple[Any, ...]:
-        epoch, same = first["updates"][k][0].epoch, by_index(ran.records, k)
+        epoch, same = first.updates[k][0].epoch, by_index(ran.records, k)
         if drawn:
             sizes = tuple(map(len, same)) if at_once else ()
             return epoch, sizes, *((digest(m.plain), digest(m.streams)) for m in merged[k])

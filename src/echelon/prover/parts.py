@@ -56,8 +56,8 @@ def mistakes_of(reference: Reference, k: int) -> dict[str, dict[str, Any]]:
     else:
         assert isinstance(reference, OwnReference)
         parts, right = _of_own(reference, k)
-    if reference.records[0]["kind"].is_of_several:  # at the parameters of before the first step, as nothing steps here
-        first = reference.records[0]["held_first"]
+    if reference.records[0].is_of_several:  # at the parameters of before the first step, as nothing steps here
+        first = reference.records[0].held_first
         right = {n: g for n, g in right.items() if n in first}
         for part in parts:
             part.gradients = {n: g for n, g in part.gradients.items() if n in first}
@@ -70,7 +70,7 @@ def mistakes_of(reference: Reference, k: int) -> dict[str, dict[str, Any]]:
     best = best_shares([p.gradients for p in parts], right)
     if best is not None:
         ways["best weights"] = best
-    limit = reference.records[0]["limits"][k]
+    limit = reference.records[0].limits[k]
     mistakes: dict[str, dict[str, Any]] = {}
     for way, shares in ways.items():
         mistakes[way] = {**_combined(parts, shares, limit), "shares": shares, "misses": _misses(parts, shares, right)}
@@ -80,7 +80,7 @@ def mistakes_of(reference: Reference, k: int) -> dict[str, dict[str, Any]]:
     mistakes["weighted"]["norms"] = [_norm(p.gradients) for p in parts]
     mistakes["weighted"]["is_linear"] = not isinstance(reference, AutoReference) or all(
         _is_linear(reference, micro, part)
-        for micro, part in zip((m for r in reference.records for m in r["updates"][k] if m.weight > 0), parts, strict=True)
+        for micro, part in zip((m for r in reference.records for m in r.updates[k] if m.weight > 0), parts, strict=True)
     )
     return mistakes
 
@@ -90,10 +90,10 @@ def _of_auto(reference: AutoReference, k: int) -> tuple[list[_Part], Values]:
     reference.enter_epoch(reference.updates[k][0].epoch)
     parts = []
     for record in reference.records:
-        for micro in record["updates"][k]:
+        for micro in record.updates[k]:
             if micro.weight > 0:
                 loss, gradients = reference.tried(Pass.of(micro))
-                parts.append(_Part(micro.weight, loss, gradients, record["rank"], micro.loss))
+                parts.append(_Part(micro.weight, loss, gradients, record.rank, micro.loss))
     with reference.taken_back():
         reference.backward_of_all(k)
         return parts, reference.gradients()
@@ -114,9 +114,9 @@ def _of_own(reference: OwnReference, k: int) -> tuple[list[_Part], Values]:
     """The same, of whole steps."""
     parts = []
     for record in reference.records:
-        micros = record["updates"][k]
+        micros = record.updates[k]
         loss, gradients = reference.tried(*(Pass(m.data) for m in micros))
-        parts.append(_Part(sum(m.weight for m in micros), loss, gradients, record["rank"]))
+        parts.append(_Part(sum(m.weight for m in micros), loss, gradients, record.rank))
     whole = [Pass(reference.whole_batch(same)) for same in by_index(reference.records, k)]
     return parts, reference.tried(*whole)[1]
 

@@ -22,7 +22,7 @@ from echelon.prover import causes
 from echelon.prover.explanation import Explanation
 from echelon.prover.judge import compare
 from echelon.prover.matrix import Fitting, Row
-from echelon.prover.micro import digest, widths
+from echelon.prover.micro import digest
 from echelon.prover.on_ranks import (
     CONSTANT,
     SHAKES,
@@ -42,7 +42,7 @@ from echelon.prover.pass_state import VARIABLE
 from echelon.prover.probe import backward_draws
 from echelon.prover.proof import IN_PART, SMALL_SHARE, Proof, Result, Verdict, by_float64
 from echelon.prover.rank import run_reference
-from echelon.prover.records import by_index, load_values
+from echelon.prover.records import by_index, load_values, widths
 from echelon.prover.samples import SampleChecks
 from echelon.prover.values import UnitKind
 
@@ -98,7 +98,7 @@ class Proving:
         result = Result(row.label, row.ranks, yours=row.yours)
         try:
             ran = self._on_ranks.row(row, here, self.dtype)
-            if ran.records[0]["is_double"]:
+            if ran.records[0].is_double:
                 self.dtype, self.proof.dtype = torch.float64, "float64"
                 self._say("The script computes in float64 by itself: so do all rows, and are compared in it.")
                 shutil.rmtree(here)
@@ -142,11 +142,11 @@ class Proving:
             )
         elif not facts["joined"]:
             self._say("Micro-batches cannot be joined into one batch: the reference adds them up by their weights.")
-        if ran.records[0]["dropouts"] and ran.records[0]["kind"].draws_by_itself:
+        if ran.records[0].dropouts and ran.records[0].draws_by_itself:
             self._say(
                 "Dropout was switched off in all rows and in one process: a step of the script's own decides what it draws."
             )
-        updates = ran.records[0]["updates"]
+        updates = ran.records[0].updates
         within = len(updates) == self.updates and all(m.epoch == 0 for u in updates for m in u)  # and training goes on
         if not ran.row.brief:
             self._within_epoch = within and self._within_epoch is not False
@@ -164,8 +164,8 @@ class Proving:
             self._say(f"The script ended after {len(updates)} of {self.updates} updates: no more were compared.")
         for hook in facts["failed_hooks"]:
             self._say(f"One process does not call this hook again, since it failed there: {hook}.")
-        untrained = sorted(ran.records[0]["trainable"] - facts["held"])
-        if untrained and not ran.records[0]["flattened"]:
+        untrained = sorted(ran.records[0].trainable - facts["held"])
+        if untrained and not ran.records[0].flattened:
             more = f" ({len(untrained) - 3} more)" if len(untrained) > 3 else ""
             self._say(f"To be trained, but in no optimizer, in one process either: {', '.join(untrained[:3])}{more}.")
 
@@ -188,11 +188,11 @@ class Proving:
     def _check_order(self, ran: Ran, key: Any) -> None:
         """Rule of truth 1: an echelon.Loader gives the same global batches however they are split."""
         known = self._batches.setdefault(ran.row.optimizer, key)
-        if not are_alike(key, known) and ran.records[0]["global_batch"] is None:
+        if not are_alike(key, known) and ran.records[0].global_batch is None:
             remedy = " With echelon.Loader, which is given the global batch, they would be the same."
             self._say(
                 "The global batch depends on the number of ranks or on the split: every row was compared with one process on "
-                f"its own batches.{remedy if ran.records[0]['plan'] is not None else ''}"
+                f"its own batches.{remedy if ran.records[0].plan is not None else ''}"
             )
 
     # --- judging
@@ -200,15 +200,15 @@ class Proving:
     def _compare(self, row: Row, result: Result, ran: Ran) -> None:
         records, result.precision = ran.records, ran.precision
         self._fitting.name(row, result, ran.row, records[0])
-        if not records[0]["updates"]:
+        if not records[0].updates:
             what = (
                 "no optimizer took a step before it ended"
-                if records[0]["kind"]
+                if records[0].kind
                 else "it never called echelon's train, fit or prepare"
             )
             result.verdict, result.message = "failed", f"there is nothing to compare: {what}."
             return
-        if records[0]["kind"] is UnitKind.LOOP_OF_SEVERAL and (row.accumulation or records[0]["accumulation"]) > 1:
+        if records[0].kind is UnitKind.LOOP_OF_SEVERAL and (row.accumulation or records[0].accumulation) > 1:
             result.verdict, result.message = "not possible", _IN_TURN
             return
         self._say_how(ran)
@@ -223,7 +223,7 @@ class Proving:
         if result.is_equal and seen.ran.row.restores:  # what was put back is what is wrong, if it moves within an update
             found = causes.state_moves(seen.ran.records, self._references.state(seen.ran, seen.reference))
             result.verdict, result.causes = ("DIFFERS", [found]) if found is not None else (result.verdict, result.causes)
-        if result.is_equal and (warned := records[0]["warned"]):
+        if result.is_equal and (warned := records[0].warned):
             result.verdict = IN_PART  # one process makes the same mistake, as the script itself scales its loss
             result.message = "; ".join(filter(None, (result.message, f"the run warns: {warned}")))
 
@@ -232,7 +232,7 @@ class Proving:
         try:
             reference = self._reference(ran)
         except RankFailedError:
-            if ran.row.apart or ran.records[0]["kind"] is UnitKind.STEP:
+            if ran.row.apart or ran.records[0].kind is UnitKind.STEP:
                 raise
             # A loop that fails on a joined batch has ended: batches that are sorted, each by itself, are not when joined.
             ran = replace(ran, row=replace(ran.row, apart=True))
@@ -274,7 +274,7 @@ class Proving:
         state = self._references.state(seen.ran, seen.reference) if seen.ran.is_auto and not seen.ran.row.restores else {}
         if not state:
             return seen
-        records = [u for r in seen.ran.records for u in r["updates"]]
+        records = [u for r in seen.ran.records for u in r.updates]
         ran = replace(seen.ran, row=replace(seen.ran.row, restores=frozenset(p for u in records for m in u for p in m.state)))
         try:
             reference = self._reference(ran)
@@ -301,7 +301,7 @@ class Proving:
 
     def _of_scaler(self, ran: Ran, reference: Computed) -> list[tuple[str, str]]:
         """Whether it matters by what the script's own gradient scaler multiplies the loss."""
-        if not ran.records[0]["scaler"] or ran.records[0]["scales"]:
+        if not ran.records[0].scaler or ran.records[0].scales:
             return []
         if reference.scaling is None:
             reference.scaling, folder, first = [], self.folder / "rescaled", "update-000.pt"
@@ -316,7 +316,7 @@ class Proving:
     def _of_underflow(self, ran: Ran, reference: Computed) -> list[tuple[str, str]]:
         first = "update-000.pt"
         wide = next((p / first for p in reference.folder.glob("again-wide-*") if (p / first).exists()), None)
-        if ran.row.narrow is None or wide is None or ran.records[0]["flattened"]:
+        if ran.row.narrow is None or wide is None or ran.records[0].flattened:
             return []
         mine, right = (load_values(each)["gradients"] for each in (ran.folder / first, wide))
         return causes.of_underflow(mine, right, ran.row.narrow)
@@ -334,7 +334,7 @@ class Proving:
         drew = not ran.row.constant_draws and ran.has_streams
         if (not drew and seen.reference.facts["joined"]) or ran.row.workers:
             return
-        speaks = any(r["communicates"] for r in records)
+        speaks = any(r.communicates for r in records)
         unsure = result.verdict == "not possible"
         if drew and result.verdict == "DIFFERS":  # collectives, and a loop's variables, are not repeated as they were
             unsure = speaks or any(name.startswith(VARIABLE) for name in self._references.state(ran, seen.reference))
@@ -366,19 +366,19 @@ class Proving:
         result = Result(row.label, row.ranks)
         try:
             ran = self._on_ranks.row(row, with_constant_draws(seen.ran.folder), self.dtype)
-            if not ran.records[0]["updates"]:
+            if not ran.records[0].updates:
                 return None, "it did not train again"
             judged = self._judge(result, ran)
         except RankFailedError as error:
             text = str(error.__cause__ or error).strip().splitlines()
             return None, f"it fails with draws that a sample has in any batch ({text[0] if text else type(error).__name__})"
-        facts, kinds = judged.reference.facts, set[Any]().union(*(r["kinds"] for r in ran.records))
+        facts, kinds = judged.reference.facts, set[Any]().union(*(r.kinds for r in ran.records))
         by_chance = frozenset((name, dims) for name, dims, _ in kinds ^ facts["kinds"]) - row.drawn_alike
         if not result.is_equal and by_chance:  # a first dimension is as long as the batch of the ranks or of one process
             for each in ran.folder.parent.glob(f"{ran.folder.name}*"):
                 shutil.rmtree(each)
             return self._with_constant_draws(seen, row.drawn_alike | by_chance)
-        unknown = next((r["unknown_draw"] for r in ran.records if r["unknown_draw"]), None)
+        unknown = next((r.unknown_draw for r in ran.records if r.unknown_draw), None)
         if not result.is_equal and unknown is not None:
             return None, f"{unknown} draws other numbers for every sample"
         if not result.is_equal and ran.has_streams:
@@ -389,7 +389,7 @@ class Proving:
             return None, f"every rank draws for its whole batch ({', '.join(names)}), where one process draws once for all"
         if not facts["joined"]:
             return result, "batches cannot be joined into one"
-        shapes = set[Any]().union(*(r["shapes"] for r in ran.records)) ^ facts["shapes"]
+        shapes = set[Any]().union(*(r.shapes for r in ran.records)) ^ facts["shapes"]
         if result.is_equal and shapes:  # other ones for another number of samples, and alike for all of them here
             return None, "it draws {} of shape {}, which has no row for each sample".format(*min(shapes))
         return result, ""
@@ -398,7 +398,7 @@ class Proving:
         """Streams that are not torch's, from which more samples draw no more, as for weights of a loss; and from which the ranks
         draw other numbers, while the row with constant draws, `ran`, had the same on all.
         """
-        drawn = set[str]().union(*(m.streams for r in ran.records for u in r["updates"] for m in u)) - {"torch", "cuda"}
+        drawn = set[str]().union(*(m.streams for r in ran.records for m in r.micros)) - {"torch", "cuda"}
         first = [m for m in by_index(seen.ran.records, 0)[0] if m.weight > 0]
         apart = {name for name in drawn if len({digest(m.streams.get(name)) for m in first}) > 1}
         per_sample = self._references.probed(ran, judged.reference)["per_sample"] if apart else None
@@ -425,7 +425,7 @@ class Proving:
             self._leave_untested(result, f"{why}, and {found['why_not']}")
         elif found["error"] > found["allowed"]:
             result.verdict = "DIFFERS"
-            norms = seen.ran.records[0]["batch_norms"]
+            norms = seen.ran.records[0].batch_norms
             result.causes = [causes.of_split(found["best"], found["error"], norms, padded=found["padded"])]
         elif not found["padded"] and len(widths(seen.ran.records)) > 1:
             why = "batches are padded to other widths, and were taken apart as wide as they are"

@@ -141,10 +141,10 @@ class Replay:
             reference.callbacks = [c for c in callbacks if getattr(c, "saves", False) is not True and _is_own(c)]
             reference.constant_draws, reference.restores = self.row.constant_draws, self.row.restores
             reference.joined = not self.row.apart
-            draws.by_sample, draws.alike, reference.by_sample = records[0]["by_sample"], self.row.drawn_alike, draws
+            draws.by_sample, draws.alike, reference.by_sample = records[0].by_sample, self.row.drawn_alike, draws
             return work(reference)
 
-        ranks = sum(not record["is_replica"] for record in records)
+        ranks = sum(not record.is_replica for record in records)
         return self.instead_of_training(with_unit, torch.float64 if how == "wide" else self.dtype, draws, ranks)
 
     def instead_of_training(

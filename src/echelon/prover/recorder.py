@@ -443,12 +443,10 @@ class StepRecorder(Callback):
             record.rates, record.attribute_digests = self._gradients.rates, self._gradients.attributes
             record.held_first = self._gradients.held_first
             record.owners.update(self._gradients.owners)
-        record.wants_constant_draws |= (
-            record.draws_apart and not record.constant_draws and any(m.streams for update in record.updates for m in update)
-        )
+        record.wants_constant_draws |= record.draws_apart and not record.constant_draws and any(m.streams for m in record.micros)
         record.unknown_draw, record.by_sample = self._draws.unknown, self._draws.by_sample
         record.kinds, record.shapes = self._draws.kinds, self._draws.shapes
-        torch.save(vars(record), self.folder / f"rank{self.rank}.pt")
+        torch.save(record, self.folder / f"rank{self.rank}.pt")
         return {"updates": len(record.updates), "kind": record.kind}
 
     def _buffers(self) -> dict[str, torch.Tensor]:

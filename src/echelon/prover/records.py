@@ -13,14 +13,11 @@ from typing import Any
 
 import torch
 
-from echelon.prover.micro import Micro
+from echelon.prover.micro import Micro, widths_of
 from echelon.prover.reading import Plan
 from echelon.prover.values import UnitKind, as_real
 
-__all__ = ["Enough", "RankRecord", "by_index", "load_records", "load_values", "micros_in_order", "stage_files"]
-
-_BY_NAME = ("initial_digests", "gradient_digests", "parameter_digests", "buffer_digests")
-_SETS = ("held", "trainable")
+__all__ = ["Enough", "RankRecord", "by_index", "load_records", "load_values", "micros_in_order", "stage_files", "widths"]
 
 
 class Enough(BaseException):
@@ -93,15 +90,33 @@ class RankRecord:
     shapes: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     unknown_draw: str | None = None  # with constant draws: an operator that still gave every sample other numbers
 
+    @property
+    def is_of_several(self) -> bool:
+        return self.kind is not None and self.kind.is_of_several
 
-def load_records(paths: Sequence[Path | str]) -> list[dict[str, Any]]:
+    @property
+    def draws_by_itself(self) -> bool:
+        return self.kind is not None and self.kind.draws_by_itself
+
+    @property
+    def micros(self) -> list[Micro]:
+        """Of all updates."""
+        return [micro for update in self.updates for micro in update]
+
+    @property
+    def digests(self) -> tuple[list[dict[str, int]], ...]:
+        """Those by name of what the layers have."""
+        return [self.initial_digests], self.gradient_digests, self.parameter_digests, self.buffer_digests
+
+
+def load_records(paths: Sequence[Path | str]) -> list[RankRecord]:
     """What the ranks of a row wrote down, in their order, with whole micro-batches."""
-    records: list[dict[str, Any]] = [torch.load(path, weights_only=False) for path in paths]
-    if any(r["stage"][1] > 1 for r in records):
+    records: list[RankRecord] = [torch.load(path, weights_only=False) for path in paths]
+    if any(r.stage[1] > 1 for r in records):
         _over_stages(records)
-    if any(r["part"][1] > 1 for r in records):
-        for same in _groups(records, "part"):
-            _over_parts(same)
+    if any(r.part[1] > 1 for r in records):
+        for same in _groups(records, "cp"):
+            _over_parts(sorted(same, key=lambda r: r.part))
     return records
 
 
@@ -110,49 +125,42 @@ def stage_files(path: Path) -> list[Path]:
     return [path, *sorted(path.parent.glob(f"{path.stem}.stage*{path.suffix}"))]
 
 
-def _groups(records: list[dict[str, Any]], axis: str) -> list[list[dict[str, Any]]]:
-    """Ranks that differ in this axis only, in its order."""
-    found: dict[Any, list[dict[str, Any]]] = {}
+def _groups(records: list[RankRecord], axis: str) -> list[list[RankRecord]]:
+    """Ranks that differ along this axis only."""
+    found: dict[Any, list[RankRecord]] = {}
     for record in records:
-        place = {name: where for name, where in record["place"].items() if name != {"part": "cp", "stage": "pp"}[axis]}
-        found.setdefault(tuple(place.items()), []).append(record)
-    return [sorted(each, key=lambda r: r[axis]) for each in found.values()]
+        found.setdefault(tuple(each for each in record.place.items() if each[0] != axis), []).append(record)
+    return list(found.values())
 
 
-def _over_stages(records: list[dict[str, Any]]) -> None:
+def _over_stages(records: list[RankRecord]) -> None:
     """The last stage has the losses; every stage has the names of its layers."""
-    for same in _groups(records, "stage"):
-        last = max(same, key=lambda r: sum(map(len, r["updates"])))  # on whichever rank a schedule has it
+    for same in _groups(records, "pp"):
+        last = max(sorted(same, key=lambda r: r.stage), key=lambda r: len(r.micros))  # on whichever rank a schedule has it
         for record in (r for r in same if r is not last):
-            record["updates"] = [[replace(micro, weight=0.0) for micro in update] for update in last["updates"]]
-            record["streams"], record["resting"] = {}, last["resting"]
-    for name in _SETS:
-        union = set().union(*(r[name] for r in records))
-        for record in records:
-            record[name] = union
+            record.updates = [[replace(micro, weight=0.0) for micro in update] for update in last.updates]
+            record.streams, record.resting = {}, last.resting
+    held, trainable = (set[str]().union(*names) for names in zip(*((r.held, r.trainable) for r in records), strict=True))
     for record in records:  # what a rank does not have itself is as its peers of the other stages have it
-        peers = [r for r in records if r["stage"] != record["stage"]]
-        for name in _BY_NAME:
-            mine = record[name]
-            for k, digests in enumerate(mine) if isinstance(mine, list) else [(None, mine)]:
-                for peer in peers:
-                    theirs = peer[name] if k is None else peer[name][k] if k < len(peer[name]) else {}
-                    for key, value in theirs.items():
-                        digests.setdefault(key, value)
+        record.held, record.trainable = held, trainable
+        for peer in (r for r in records if r.stage != record.stage):
+            for mine, theirs in zip(record.digests, peer.digests, strict=True):
+                for one, other in zip(mine, theirs, strict=False):
+                    one.update(other | one)
 
 
-def _over_parts(same: list[dict[str, Any]]) -> None:
+def _over_parts(same: list[RankRecord]) -> None:
     """Of ranks that share sequences, the first has the whole micro-batch, with the weight and the loss of all parts."""
-    for k, update in enumerate(same[0]["updates"]):
+    for k, update in enumerate(same[0].updates):
         for m, micro in enumerate(update):
-            parts: list[Micro] = [r["updates"][k][m] for r in same]
+            parts: list[Micro] = [r.updates[k][m] for r in same]
             weight = sum(part.weight for part in parts)
             losses = [(part.loss, part.weight) for part in parts if part.loss is not None]
             loss = sum(value * w for value, w in losses) / weight if losses and weight else micro.loss
             update[m] = replace(micro, weight=weight, loss=loss)
     for record in same[1:]:
-        record["updates"] = [[replace(micro, weight=0.0) for micro in update] for update in record["updates"]]
-        record["is_replica"] = True
+        record.updates = [[replace(micro, weight=0.0) for micro in update] for update in record.updates]
+        record.is_replica = True
 
 
 def load_values(path: Path) -> dict[str, Any]:
@@ -165,13 +173,18 @@ def load_values(path: Path) -> dict[str, Any]:
     return {kind: as_real(each) if isinstance(each, dict) else each for kind, each in values.items()}
 
 
-def micros_in_order(records: list[dict[str, Any]]) -> list[list[Micro]]:
+def micros_in_order(records: list[RankRecord]) -> list[list[Micro]]:
     """The micro-batches of each update over all ranks: micro-batch by micro-batch, then rank by rank, without silent ones."""
-    updates = min((len(r["updates"]) for r in records), default=0)
+    updates = min((len(r.updates) for r in records), default=0)
     return [[micro for same in by_index(records, k) for micro in same if micro.weight > 0] for k in range(updates)]
 
 
-def by_index(records: list[dict[str, Any]], k: int) -> list[list[Micro]]:
+def by_index(records: list[RankRecord], k: int) -> list[list[Micro]]:
     """Of update k: for each micro-batch, those of all ranks."""
-    of_ranks = [r["updates"][k] for r in records]
+    of_ranks = [r.updates[k] for r in records]
     return [[r[m] for r in of_ranks if m < len(r)] for m in range(max(map(len, of_ranks)))]
+
+
+def widths(records: list[RankRecord]) -> set[tuple[torch.Size, ...]]:
+    """Of all micro-batches of these ranks: the shapes of their tensors, each without its first dimension, the samples."""
+    return {tuple(widths_of(m.plain)) for record in records for m in record.micros}

@@ -33,7 +33,7 @@ from echelon.prover.micro import Micro, digest
 from echelon.prover.objects import Objects
 from echelon.prover.operators import ConstantDraws
 from echelon.prover.pass_state import KeptState, Sources
-from echelon.prover.records import micros_in_order
+from echelon.prover.records import RankRecord, micros_in_order
 from echelon.prover.values import (
     Values,
     as_real,
@@ -99,9 +99,7 @@ class Reference(ABC):
         how, shake: see above.
     """
 
-    def __init__(
-        self, unit: Any, records: list[dict[str, Any]], folder: Path, dtype: torch.dtype, how: How, shake: Shake
-    ) -> None:
+    def __init__(self, unit: Any, records: list[RankRecord], folder: Path, dtype: torch.dtype, how: How, shake: Shake) -> None:
         self.unit, self.records, self.how, self.shake = unit, records, how, shake
         self.folder = folder if how == "right" else folder / f"{AGAIN}-{how}-{shake.sample}"
         objects = Objects(unit)
@@ -122,7 +120,7 @@ class Reference(ABC):
         self.constant_draws = False  # so that passes that drew can be joined
         self.restores: frozenset[str] = frozenset()  # of the state that the unit keeps, what is put back as the ranks had it
         self.keeps_dropout = False  # of units whose dropout is switched off in comparisons
-        gathers = records[0]["gathers"] if records else None
+        gathers = records[0].gathers if records else None
         # Autocast is what plain PyTorch has for a sharded module that computes in another type than its parameters'.
         self.computes = Precision.of(gathers) if gathers else unit.computes if isinstance(unit, OptimizedUnit) else Precision()
         self.scale = 1.0  # of the loss in backward passes, as fp16 needs it

@@ -42,7 +42,7 @@ class AutoReference(Reference):
         super().begin(write=write)
         unit = self.unit
         self.module = unit.prepared.unwrapped
-        if self.records[0]["dropouts"]:  # ranks that share samples draw by themselves
+        if self.records[0].dropouts:  # ranks that share samples draw by themselves
             switch_off_dropout(unit)
         self.optimizer, self.scheduler = unit.configure_optimizers_and_lr_scheduler(self.module)
         unit.optimizer, unit.lr_scheduler = self.optimizer, self.scheduler  # the unit's hooks may look at them
@@ -104,7 +104,7 @@ class AutoReference(Reference):
     def backward_of_all(self, k: int) -> float:
         """The gradient of the whole global batch, in one pass if that can be; returns its mean loss."""
         micros = self.updates[k]
-        self.scale = self.records[0]["scales"][k] if self.how != "wide" and self.records[0]["scales"] else 1.0
+        self.scale = self.records[0].scales[k] if self.how != "wide" and self.records[0].scales else 1.0
         if self.joined and (self.constant_draws or not self.drew):
             try:
                 return self.backward(self._joined_passes(k))
@@ -129,7 +129,7 @@ class AutoReference(Reference):
         """One pass; where the unit keeps state from one micro-batch to the next, one for each micro-batch of all ranks."""
         micros = self.updates[k]
         groups = [micros]
-        if any(self.restores & unlike(a.state, b.state) for r in self.records for a, b in pairwise(r["updates"][k])):
+        if any(self.restores & unlike(a.state, b.state) for r in self.records for a, b in pairwise(r.updates[k])):
             groups = [[m for m in same if m.weight > 0] for same in by_index(self.records, k)]
         total = sum(m.weight for m in micros)
         return [
@@ -202,7 +202,7 @@ class SeveralReference(AutoReference):
 
     def begin(self, *, write: bool = True) -> None:
         Reference.begin(self, write=write)
-        if self.records[0]["dropouts"]:
+        if self.records[0].dropouts:
             switch_off_dropout(self.unit)
         self.watch = self.watch_optimizers()
         self.turns: list[Turn] = self.unit.several.turns  # type: ignore[union-attr]

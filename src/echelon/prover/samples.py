@@ -34,6 +34,7 @@ from echelon.prover.on_ranks import OnRanks, Ran
 from echelon.prover.proof import Result
 from echelon.prover.rank import Replay
 from echelon.prover.reading import Plan, drawn_by_reading, kept_by_reading, reads_alike
+from echelon.prover.records import RankRecord
 from echelon.prover.values import parameters_of
 from echelon.world import rng
 
@@ -157,7 +158,7 @@ def _floats(batch: Any) -> Iterator[torch.Tensor]:
     return (each for each in leaves(plain(batch)) if isinstance(each, torch.Tensor) and each.is_floating_point())
 
 
-def unlike_an_epoch(records: list[dict[str, Any]], one: Epoch) -> str | None:
+def unlike_an_epoch(records: list[RankRecord], one: Epoch) -> str | None:
     """Of the samples of ranks those that are not in one process's epoch; None where most numbers are.
 
     Sequences that each rank packs from its own documents are other samples made of the same numbers. Numbers that one process
@@ -170,28 +171,28 @@ def unlike_an_epoch(records: list[dict[str, Any]], one: Epoch) -> str | None:
     if not one.repeats or len(one.shapes) > 1 or len(one.values) >= _MOST_VALUES:
         return None
     for record in records:
-        micros = [m for update in record["updates"] for m in update if m.weight > 0 and m.epoch == 0]
+        micros = [m for m in record.micros if m.weight > 0 and m.epoch == 0]
         rows = rows_of(micros)
         if not (lacking := sum(count for row, count in rows.items() if row not in one.rows)):
             continue
         values = [value for m in micros for tensor in _floats(m.plain) for value in tensor.flatten().tolist()]
         if sum(value not in one.values for value in values) * 2 > len(values):
-            return f"{lacking} of {rows.total()} samples of rank {record['rank']} are none that one process reads in an epoch"
+            return f"{lacking} of {rows.total()} samples of rank {record.rank} are none that one process reads in an epoch"
     return None
 
 
-def note_on(records: list[dict[str, Any]], of_one_process: Callable[[], Epoch | None]) -> str | None:
+def note_on(records: list[RankRecord], of_one_process: Callable[[], Epoch | None]) -> str | None:
     """What is to be said about the samples of the first epoch over all ranks.
 
     Args:
         records: of the ranks that work on data of their own.
         of_one_process: what one process reads in an epoch; asked only if rows came twice.
     """
-    plans: list[Plan | None] = [r["plan"] for r in records]
+    plans: list[Plan | None] = [r.plan for r in records]
     known = [p for p in plans if p is not None]
     if len(known) == len(plans) and len({(p.size, p.dataset) for p in known}) == 1:
         return _on_plans(known)
-    seen = [rows_of(m for u in r["updates"] for m in u if m.weight > 0 and m.epoch == 0) for r in records]
+    seen = [rows_of(m for u in r.updates for m in u if m.weight > 0 and m.epoch == 0) for r in records]
     twice = {row for row in set().union(*seen) if sum(row in rank for rank in seen) > 1}
     if not twice:
         return None
@@ -235,10 +236,10 @@ class Seen:
         self.shapes.add(tuple(widths_of(plain(batch))))
 
 
-def of_updates(records: list[dict[str, Any]]) -> list[Seen]:
+def of_updates(records: list[RankRecord]) -> list[Seen]:
     """The samples of each update of the first epoch, over all ranks that have samples of their own."""
     found: list[Seen] = []
-    for of_ranks in zip(*(r["updates"] for r in records), strict=False):
+    for of_ranks in zip(*(r.updates for r in records), strict=False):
         micros = [m for update in of_ranks for m in update]
         if any(m.epoch or m.weight <= 0 for m in micros):  # what weighs nothing may be padding, or samples without labels
             break
@@ -289,21 +290,21 @@ class SampleChecks:
         Args:
             joined: the reference trained on joined batches.
         """
-        ranks = [r for r in ran.records if not r["is_replica"]]
+        ranks = [r for r in ran.records if not r.is_replica]
         if len(ranks) < 2:
             return []
         replay = self._on_ranks.replay(ran, self.folder)
-        if (drew := ranks[0]["drew_unseeded"]) and (seen := self._by_seed(ran)):
+        if (drew := ranks[0].drew_unseeded) and (seen := self._by_seed(ran)):
             return [("an RNG without a seed", f"{seen}: from {' and '.join(sorted(drew))}, which it draws from before it trains")]
-        if ranks[0]["hashes"] and self._by_hash(replay):
+        if ranks[0].hashes and self._by_hash(replay):
             seen = "the first batches or initial parameters are others under another PYTHONHASHSEED, as ranks of other nodes have"
             return [("samples that depend on the rank", seen)]
         others = None
-        if ranks[0]["loader"] == "Loader":
-            updates = of_updates(ranks) if joined and not ranks[0]["left_out"] else []
+        if ranks[0].loader == "Loader":
+            updates = of_updates(ranks) if joined and not ranks[0].left_out else []
             others = unlike_one_process(updates, self._of_one_process(replay, sum(len(seen.rows) for seen in updates)))
             others = self._divided_before(ranks) or others
-        divided = ranks[0]["loader"] == "Loader"
+        divided = ranks[0].loader == "Loader"
         if joined and not self._samples_of_one and (epoch := self._epoch(replay)) is not None:  # whose loader may be another
             others = others or unlike_an_epoch(ranks if divided else ranks[:1], epoch)
         if self._keeps is not None:
@@ -317,13 +318,13 @@ class SampleChecks:
             result.notes.append(note)
         return []
 
-    def _divided_before(self, ranks: list[dict[str, Any]]) -> str | None:
+    def _divided_before(self, ranks: list[RankRecord]) -> str | None:
         """Whether ranks have data sets of their own, of which a Loader gives each a share."""
-        other = next((r for r in ranks if self._size not in (None, r["size"])), None)
-        looks = [r["seen_of_data"] for r in ranks]
+        other = next((r for r in ranks if self._size not in (None, r.size)), None)
+        looks = [r.seen_of_data for r in ranks]
         found = None
         if other is not None:
-            found = f"rank {other['rank']}: the data set has {other['size']} samples, and {self._size} in one process"
+            found = f"rank {other.rank}: the data set has {other.size} samples, and {self._size} in one process"
         elif None not in looks and any(look != looks[0] for look in looks):
             found = "ranks have data sets with other samples"
         return f"{found}; echelon.Loader divides by itself what is the same on all ranks" if found else None
@@ -386,9 +387,9 @@ class SampleChecks:
         return self._samples_of_one
 
 
-def _apart(one: dict[str, Any], other: dict[str, Any]) -> str:
+def _apart(one: RankRecord, other: RankRecord) -> str:
     """What is another in two runs of one rank."""
-    mine, others = ([m for update in record["updates"] for m in update] for record in (one, other))
+    mine, others = one.micros, other.micros
     if any(digest(a.plain) != digest(b.plain) for a, b in zip(mine, others, strict=False)):
         return "has samples of its own"
     first, second = (micros[0].loss if micros else None for micros in (mine, others))
