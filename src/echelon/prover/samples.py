@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,11 @@ from echelon.prover.values import parameters_of
 from echelon.world import rng
 
 __all__ = [
-    "Epoch",
     "SampleChecks",
     "Seen",
     "note_on",
     "of_updates",
     "print_begin",
-    "rows_of",
     "run_epoch",
     "run_samples",
     "unlike_an_epoch",
@@ -61,18 +59,43 @@ _MOST_EQUAL = 0.1
 _SAME_LOSS = 1e-4
 
 
+@dataclass
+class Seen:
+    """The samples of one update, or those that a single process has.
+
+    Attributes:
+        rows: their checksums, in their order.
+        shapes: of their tensors: several where batches are padded to widths of their own.
+        values: of their floating-point numbers, as many as are kept; of an epoch alone.
+        repeats: whether another epoch has the same samples.
+    """
+
+    rows: list[int] = field(default_factory=list)
+    shapes: set[Any] = field(default_factory=set)
+    values: set[float] = field(default_factory=set)
+    repeats: bool = False
+
+    def add(self, rows: list[int], batch: Any) -> None:
+        self.rows += rows
+        self.shapes.add(tuple(widths_of(plain(batch))))
+
+    def add_values(self, batch: Any) -> None:
+        for tensor in _floats(batch):
+            if len(self.values) < _MOST_VALUES:
+                self.values.update(tensor.flatten().tolist())
+
+
 def run_samples(replay: Replay, count: int) -> dict[str, Any]:
     """`seen`: the first so many samples that one process has; none if they are drawn anew whenever they are read, or if the
     global batch is that of several ranks alone. `size`: of the data set.
     """
 
     def read(unit: Any, dataloader: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
-        seen: list[Seen] = []
+        seen = Seen()
         for step in Feed(dataloader) if isinstance(dataloader, Loader) and reads_alike(dataloader) else ():
             batch = widened(on_host(step.batch), replay.dtype)
-            seen.append(Seen())
-            seen[-1].add(checksums(batch, step.samples), batch)
-            if sum(len(each.rows) for each in seen) >= count:
+            seen.add(checksums(batch, step.samples), batch)
+            if len(seen.rows) >= count:
                 break
         size = len(dataloader.dataset) if isinstance(dataloader, Loader) else None
         return {"seen": seen, "keeps": kept_by_reading(dataloader), "size": size}
@@ -93,34 +116,38 @@ def print_begin(file: str) -> None:
 
 
 def run_epoch(replay: Replay) -> dict[str, Any]:
-    """`epoch`: what one process reads in one; not there if it has no end in sight."""
+    """`epoch`: what one process reads in one; None if it has no end in sight."""
+
+    def epoch_of(dataloader: Any, seed: int, ends: float) -> Seen | None:
+        rng.seed(seed)
+        seen = Seen()
+        for step in Feed(dataloader):
+            batch = widened(on_host(step.batch), replay.dtype)
+            seen.add(checksums(batch, step.samples), batch)
+            seen.add_values(batch)
+            if time.monotonic() > ends:
+                return None
+        return seen
 
     def read(unit: Any, dataloader: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
-        epochs: list[Epoch] = []
         ends = time.monotonic() + _EPOCH_S
-        for _ in range(2):
-            rng.seed(len(epochs))
-            epochs.append(Epoch())
-            for step in Feed(dataloader):
-                epochs[-1].add(widened(on_host(step.batch), replay.dtype), step.samples)
-                if time.monotonic() > ends:
-                    break
-            else:
-                continue
-            epochs.pop()
-            break
+        epoch = epoch_of(dataloader, 0, ends)
+        again = epoch_of(dataloader, 1, ends) if epoch is not None else None
         keeps = kept_by_reading(dataloader)
-        if not epochs:
-            return {"keeps": keeps}
         # Workers may be seeded alike for every epoch.
-        quiet = not getattr(dataloader, "num_workers", 0) or drawn_by_reading(dataloader) == set()
-        epochs[0].repeats = quiet and len(epochs) == 2 and epochs[0].rows == epochs[1].rows
-        return {"epoch": epochs[0], "keeps": keeps}
+        if epoch is not None and (not getattr(dataloader, "num_workers", 0) or drawn_by_reading(dataloader) == set()):
+            epoch.repeats = again is not None and Counter(epoch.rows) == Counter(again.rows)
+        return {"epoch": epoch, "keeps": keeps}
 
     return replay.instead_of_training(read, replay.dtype)
 
 
-def rows_of(micros: Iterable[Micro]) -> Counter[int]:
+def _of_first_epoch(record: RankRecord) -> list[Micro]:
+    """A rank's own micro-batches of it."""
+    return [m for m in record.micros if m.weight > 0 and m.epoch == 0]
+
+
+def _rows_of(micros: list[Micro]) -> Counter[int]:
     """How often each row of these micro-batches occurs, by its checksum."""
     counts: Counter[int] = Counter()
     for micro in micros:
@@ -130,35 +157,11 @@ def rows_of(micros: Iterable[Micro]) -> Counter[int]:
     return counts
 
 
-@dataclass
-class Epoch:
-    """What one process reads in an epoch.
-
-    Attributes:
-        rows: how often each sample, by its checksum.
-        values: of its floating-point numbers, as many as are kept.
-        shapes: of its samples: one where nothing is padded.
-        repeats: whether another epoch has the same samples.
-    """
-
-    rows: Counter[int] = field(default_factory=Counter)
-    values: set[float] = field(default_factory=set)
-    shapes: set[Any] = field(default_factory=set)
-    repeats: bool = False
-
-    def add(self, batch: Any, given: int | None) -> None:
-        self.rows.update(checksums(batch, given))
-        self.shapes.add(tuple(widths_of(plain(batch))))
-        for tensor in _floats(batch):
-            if len(self.values) < _MOST_VALUES:
-                self.values.update(tensor.flatten().tolist())
-
-
 def _floats(batch: Any) -> Iterator[torch.Tensor]:
     return (each for each in leaves(plain(batch)) if isinstance(each, torch.Tensor) and each.is_floating_point())
 
 
-def unlike_an_epoch(records: list[RankRecord], one: Epoch) -> str | None:
+def unlike_an_epoch(records: list[RankRecord], one: Seen) -> str | None:
     """Of the samples of ranks those that are not in one process's epoch; None where most numbers are.
 
     Sequences that each rank packs from its own documents are other samples made of the same numbers. Numbers that one process
@@ -170,10 +173,11 @@ def unlike_an_epoch(records: list[RankRecord], one: Epoch) -> str | None:
     """
     if not one.repeats or len(one.shapes) > 1 or len(one.values) >= _MOST_VALUES:
         return None
+    known = set(one.rows)
     for record in records:
-        micros = [m for m in record.micros if m.weight > 0 and m.epoch == 0]
-        rows = rows_of(micros)
-        if not (lacking := sum(count for row, count in rows.items() if row not in one.rows)):
+        micros = _of_first_epoch(record)
+        rows = _rows_of(micros)
+        if not (lacking := sum(count for row, count in rows.items() if row not in known)):
             continue
         values = [value for m in micros for tensor in _floats(m.plain) for value in tensor.flatten().tolist()]
         if sum(value not in one.values for value in values) * 2 > len(values):
@@ -181,7 +185,7 @@ def unlike_an_epoch(records: list[RankRecord], one: Epoch) -> str | None:
     return None
 
 
-def note_on(records: list[RankRecord], of_one_process: Callable[[], Epoch | None]) -> str | None:
+def note_on(records: list[RankRecord], of_one_process: Callable[[], Seen | None]) -> str | None:
     """What is to be said about the samples of the first epoch over all ranks.
 
     Args:
@@ -192,14 +196,15 @@ def note_on(records: list[RankRecord], of_one_process: Callable[[], Epoch | None
     known = [p for p in plans if p is not None]
     if len(known) == len(plans) and len({(p.size, p.dataset) for p in known}) == 1:
         return _on_plans(known)
-    seen = [rows_of(m for u in r.updates for m in u if m.weight > 0 and m.epoch == 0) for r in records]
+    seen = [_rows_of(_of_first_epoch(r)) for r in records]
     twice = {row for row in set().union(*seen) if sum(row in rank for rank in seen) > 1}
     if not twice:
         return None
     epoch = of_one_process()
     if epoch is None:
         return None
-    twice, total = {row for row in twice if epoch.rows[row] < 2}, len(set().union(*seen))
+    times, total = Counter(epoch.rows), len(set().union(*seen))
+    twice = {row for row in twice if times[row] < 2}
     if len(epoch.shapes) > 1 and len(twice) <= _MOST_EQUAL * total:
         return None
     return _overlap(len(twice), total, "recorded rows") if twice else None
@@ -219,23 +224,6 @@ def _on_plans(plans: list[Plan]) -> str | None:
     return "; ".join(said) or None
 
 
-@dataclass
-class Seen:
-    """The samples of one update, or of one batch of a single process.
-
-    Attributes:
-        rows: their checksums, in their order.
-        shapes: of their tensors; several where batches are padded to widths of their own.
-    """
-
-    rows: list[int] = field(default_factory=list)
-    shapes: set[Any] = field(default_factory=set)
-
-    def add(self, rows: list[int], batch: Any) -> None:
-        self.rows += rows
-        self.shapes.add(tuple(widths_of(plain(batch))))
-
-
 def of_updates(records: list[RankRecord]) -> list[Seen]:
     """The samples of each update of the first epoch, over all ranks that have samples of their own."""
     found: list[Seen] = []
@@ -249,20 +237,18 @@ def of_updates(records: list[RankRecord]) -> list[Seen]:
     return found
 
 
-def unlike_one_process(updates: list[Seen], one: list[Seen]) -> str | None:
+def unlike_one_process(updates: list[Seen], one: Seen) -> str | None:
     """Which samples of the ranks are not those of one process; None where all are, or where they are padded otherwise.
 
     Args:
         updates: over all ranks.
-        one: what one process has, batch by batch.
+        one: what one process has.
     """
-    rows = [row for batch in one for row in batch.rows]
-    shapes = set().union(*(batch.shapes for batch in one))
     begin = 0
     for k, seen in enumerate(updates):
         end = begin + len(seen.rows)
-        lacking = (Counter(seen.rows) - Counter(rows[begin:end])).total()
-        if end <= len(rows) and lacking and len(seen.shapes | shapes) == 1:
+        lacking = (Counter(seen.rows) - Counter(one.rows[begin:end])).total()
+        if end <= len(one.rows) and lacking and len(seen.shapes | one.shapes) == 1:
             return f"update {k}: {lacking} of {len(seen.rows)} samples are others than one process has for it"
         begin = end
     return None
@@ -277,8 +263,8 @@ class SampleChecks:
 
     def __init__(self, on_ranks: OnRanks, folder: Path) -> None:
         self._on_ranks, self.folder = on_ranks, folder
-        self._epochs: list[Epoch | None] = []  # of one process, once it was read
-        self._samples_of_one: list[Seen] | None = None
+        self._epochs: list[Seen | None] = []  # of one process, once it was read
+        self._samples_of_one: Seen | None = None
         self._size: int | None = None  # of its data set
         self._depends_on_hash: bool | None = None
         self._depends_on_seed: str | None = None
@@ -305,7 +291,9 @@ class SampleChecks:
             others = unlike_one_process(updates, self._of_one_process(replay, sum(len(seen.rows) for seen in updates)))
             others = self._divided_before(ranks) or others
         divided = ranks[0].loader == "Loader"
-        if joined and not self._samples_of_one and (epoch := self._epoch(replay)) is not None:  # whose loader may be another
+        if (
+            joined and not (self._samples_of_one and self._samples_of_one.rows) and (epoch := self._epoch(replay)) is not None
+        ):  # whose loader may be another
             others = others or unlike_an_epoch(ranks if divided else ranks[:1], epoch)
         if self._keeps is not None:
             others = f"the data set's {self._keeps} changes as samples are read, and what they are depends on it"
@@ -366,21 +354,21 @@ class SampleChecks:
             self._depends_on_hash = "" != one != other != "" and begun("1") == [one]
         return self._depends_on_hash
 
-    def _epoch(self, replay: Replay) -> Epoch | None:
+    def _epoch(self, replay: Replay) -> Seen | None:
         """What one process reads; None where it has no end in sight."""
         if not self._epochs:
             try:
                 found = self._on_ranks.launch(run_epoch, 1, replay)
-                self._epochs.append(found.get("epoch"))
-                self._keeps = found.get("keeps")
+                self._epochs.append(found["epoch"])
+                self._keeps = found["keeps"]
             except RankFailedError:
                 self._epochs.append(None)
         return self._epochs[0]
 
-    def _of_one_process(self, replay: Replay, count: int) -> list[Seen]:
+    def _of_one_process(self, replay: Replay, count: int) -> Seen:
         """The first samples of one process."""
-        if self._samples_of_one is None or 0 < sum(len(each.rows) for each in self._samples_of_one) < count:
-            self._samples_of_one = []
+        if self._samples_of_one is None or 0 < len(self._samples_of_one.rows) < count:
+            self._samples_of_one = Seen()
             with contextlib.suppress(RankFailedError):
                 found = self._on_ranks.launch(run_samples, 1, replay, count)
                 self._samples_of_one, self._keeps, self._size = found["seen"], found["keeps"], found["size"]
