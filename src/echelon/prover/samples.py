@@ -334,7 +334,7 @@ class SampleChecks:
         if self._depends_on_hash is None:
             file = self.folder / "begin.pkl"
             file.write_bytes(cloudpickle.dumps(replace(replay, row=Row("none", 1))))
-            code = "import sys; from echelon.prover.rank import print_begin; print_begin(sys.argv[1])"
+            code = "import sys; from echelon.prover.samples import print_begin; print_begin(sys.argv[1])"
             path = os.pathsep.join(p for p in sys.path if p)
 
             def begun(*seeds: str) -> list[str]:
