@@ -69,7 +69,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
     from echelon.launcher.functions.launch import preload
 
-    preload("torch", "torch._dynamo", "torch.distributed.fsdp", "echelon.prover.rank")  # while this process imports the same
+    preload("torch", "torch._dynamo", "torch.distributed.fsdp", "echelon.prover.prove")  # while this process imports the same
 
     from echelon.loop.target import Target
     from echelon.prover import show
