@@ -21,7 +21,7 @@ test: .venv/ready
 	$(PYTEST) -n 3 -m "not full"
 
 test-all: .venv/ready
-	$(PYTEST) -n 2
+	$(PYTEST) -n 3
 
 # Not part of the tests: every crash point, 200 kills, 1,000 damages, 200 restarts; about half an hour on two cores.
 soak: .venv/ready
