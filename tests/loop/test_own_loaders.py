@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,6 +160,42 @@ def test_a_generator_or_a_seed_decides_the_order_and_other_ones_on_ranks_are_ref
     assert one == same != other
     assert sorted(sum(ranks(2, _order_of, kind, 1), [])) == [*range(8)]
     assert ranks(2, _order_of, kind, 1, by_rank=True) == ["where training begins and ends"] * 2
+
+
+def _order_after(seed: int, *, by_rank: bool = False, folder: str | None = None, stops: bool = False) -> list[int]:
+    """The samples of two epochs, as `torch.manual_seed` and nothing else says their order."""
+    torch.manual_seed(seed + (dist.get_rank() if by_rank else 0))
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    layout = "ddp" if dist.is_initialized() else "none"
+    loader: Any = DataLoader(NUMBERED, 4, shuffle=True)
+    model, optimizer, loader = ech.prepare(model, optimizer, loader, layout=layout, checkpoints=folder)
+    seen = []
+    for epoch in ech.epochs(loader, 2):
+        if stops and epoch:
+            break
+        for x, i in loader:
+            seen += i.tolist()
+            step(model, optimizer, x, loss=_small)
+    return seen
+
+
+def test_without_a_generator_the_order_follows_from_torchs_seed_as_rank_0_has_it(ranks: Ranks) -> None:
+    """As in plain PyTorch: runs with other seeds are trained in other orders."""
+    one, same, other = (ranks(1, _order_after, seed)[0] for seed in (1, 1, 2))
+    assert one == same != other and sorted(one) == sorted(other) == sorted([*range(8)] * 2)
+    apart = ranks(2, _order_after, 1, by_rank=True)
+    assert [
+        sorted(sum(batch, [])) for batch in zip(*([r[at : at + 2] for at in range(0, 8, 2)] for r in apart), strict=True)
+    ] == [sorted(one[at : at + 4]) for at in range(0, 16, 4)]
+
+
+def test_a_restart_under_another_seed_goes_on_in_the_order_of_its_run(ranks: Ranks, tmp_path: Path) -> None:
+    """Of a script that takes its seed from a clock."""
+    (whole,) = ranks(1, _order_after, 1)
+    (first,) = ranks(1, _order_after, 1, folder=str(tmp_path), stops=True)
+    (then,) = ranks(1, _order_after, 2, folder=str(tmp_path))
+    assert first + then == whole
 
 
 def _time_first(samples: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:

@@ -97,14 +97,9 @@ class Loader(BaseLoader):
         require(isinstance(options, LoaderOptions), "options", "LoaderOptions(...) or None", options, kind=LoaderError)
         self.accept_changes = frozenset(options.accept_changes)
         self._fingerprint: Any = options.fingerprint
-        self.order: SampleOrder
-        if isinstance(dataset, Ordered):
-            self.order = dataset.order(seed, shuffle=shuffle)
-        else:
-            if not len(dataset):
-                raise LoaderError(f"dataset must hold at least one sample, got an empty {type(dataset).__name__}.")
-            self.order = Order(len(dataset), seed, shuffle=shuffle)
         self.shuffle = shuffle
+        self.order: SampleOrder = self._order(seed)
+        self.keeps_seed = True  # False: nobody has said one
         self._check_length()
         self.multiple = 1  # samples that are too few for one more time so many are left out
         self.worker_init_fn: Callable[[int], Any] | None = None  # of a torch DataLoader that this one stands for
@@ -112,6 +107,14 @@ class Loader(BaseLoader):
         self.position = 0
         # Epoch, and the position as the saved run counted it and as one with this accumulation would.
         self._resumed: tuple[int, tuple[int, int]] | None = None
+
+    def _order(self, seed: int) -> SampleOrder:
+        dataset = self.dataset
+        if isinstance(dataset, Ordered):
+            return dataset.order(seed, shuffle=self.shuffle)
+        if not len(dataset):
+            raise LoaderError(f"dataset must hold at least one sample, got an empty {type(dataset).__name__}.")
+        return Order(len(dataset), seed, shuffle=self.shuffle)
 
     def _check_length(self) -> None:
         samples, global_batch = self.order.length, self.global_batch
@@ -127,11 +130,9 @@ class Loader(BaseLoader):
         Raises:
             UsageError: it holds too few samples now.
         """
-        if isinstance(self.dataset, Ordered) or (now := len(self.dataset)) == self.order.length:
+        if isinstance(self.dataset, Ordered) or len(self.dataset) == self.order.length:
             return
-        if not now:
-            raise LoaderError(f"dataset must hold at least one sample, got an empty {type(self.dataset).__name__}.")
-        self.order = Order(now, self.order.seed, shuffle=self.shuffle)
+        self.order = self._order(self.order.seed)
         self._check_length()
 
     @property
@@ -258,6 +259,12 @@ class Loader(BaseLoader):
             "fingerprint": self._fingerprint,
         }
 
+    def take_seed(self, state: object) -> None:
+        """Go on with a saved state's seed, if nobody has said this loader's: a script may take torch's from a clock."""
+        seed = state.get("seed") if isinstance(state, Mapping) else None
+        if not self.keeps_seed and type(seed) is int:
+            self.order = self._order(seed)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, also with another number of ranks or another accumulation.
 
@@ -265,6 +272,7 @@ class Loader(BaseLoader):
             UsageError: the data, its order or the global batch are not those of the saved run; a table says what changed,
                 and which change is harmless.
         """
+        self.take_seed(state)
         resume.check_same(state, self.state_dict(), self.accept_changes)
         saved, accumulation = int(state["position"]), int(state["accumulation"])
         batches, rest = divmod(saved, accumulation)

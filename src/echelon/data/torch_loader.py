@@ -16,6 +16,7 @@ from torch.utils.data import (
 
 from echelon.common.errors import LoaderError
 from echelon.data.loader import Loader
+from echelon.world import agree
 
 __all__ = ["as_loader", "is_distributed"]
 
@@ -25,12 +26,14 @@ def is_distributed(loader: Any) -> bool:
     return isinstance(loader, DataLoader) and isinstance(getattr(loader, "sampler", None), DistributedSampler)
 
 
-def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why: str, *, seed: int | None = None) -> Loader:
-    """
+def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why: str, *, number: int = 0) -> Loader:
+    """The seed of its order is its DistributedSampler's or its generator's; else, as for torch, it follows from
+    `torch.manual_seed`, and a run that is restored keeps the one that it began with. Collective.
+
     Args:
         global_batch: samples of an update, over all ranks and micro-batches.
         why: what cannot be done with a loader that has an order of its own.
-        seed: of the order, where no DistributedSampler says one; None is that of the loader's generator, else 0.
+        number: of this loader in a program with several, each of which has another order.
     Raises:
         UsageError: it has one: a sampler that is no torch's, or an iterable dataset; or its sampler draws a part of the data.
     """
@@ -62,10 +65,12 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
             f"dataset holds {size}, which drop_last=True leaves out. Set batch_size to {loader.batch_size * size // batch} or "
             "less, or leave out drop_last."
         )
+    generator = getattr(sampler, "generator", None)
+    said: int | None = sampler.seed if divided else generator.initial_seed() if isinstance(generator, torch.Generator) else None
     made = Loader(
         loader.dataset,
         global_batch,
-        seed=sampler.seed if divided else _seed_of(sampler) if seed is None else seed,
+        seed=(agree.from_rank0(torch.initial_seed) if said is None else said) + (0 if divided else number),
         shuffle=sampler.shuffle if divided else _is(sampler, RandomSampler),
         accumulate=accumulation,
         tail="drop" if loader.drop_last and accumulation == 1 else "keep",
@@ -75,13 +80,9 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
     )
     if loader.drop_last and accumulation > 1:  # it drops what is no whole batch, and not what is no whole update
         made.multiple = batch
+    made.keeps_seed = said is not None
     made.worker_init_fn = loader.worker_init_fn
     return made
-
-
-def _seed_of(sampler: Any) -> int:
-    generator = getattr(sampler, "generator", None)
-    return generator.initial_seed() if isinstance(generator, torch.Generator) else 0
 
 
 def _chooses(sampler: Any) -> bool:

@@ -142,6 +142,8 @@ def _restore(
     restored = [
         k for k, is_ in (("optimizers", options.restore_optimizers), ("schedulers", options.restore_lr_schedulers)) if is_
     ]
+    if isinstance(loader, Loader):
+        loader.take_seed(config.get("data"))
     table, meant = changes.check(config, unit, loader, restored=restored, allowed=allowed)
     if table and options.show_changes and agree.is_rank0():
         logger.warning("since %s was saved, changed:\n%s", path, table)  # harmless ones, too: a lower lr that is not used

@@ -105,7 +105,7 @@ class EvaluationBatches(_Batches):
             per_rank = loader.batch_size or 1
             batch = per_rank * ranks if is_distributed(loader) else math.ceil(per_rank / ranks) * ranks
             why = "cannot be divided between the ranks, each of which would see all samples"
-            loader = as_loader(loader, batch, 1, why, seed=number)
+            loader = as_loader(loader, batch, 1, why, number=number)
         if isinstance(loader, (BaseLoader, Combined)) and size is not None:
             loader.set_data_rank(*size)
         return loader
