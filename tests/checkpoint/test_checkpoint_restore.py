@@ -541,6 +541,38 @@ def test_of_a_tied_parameter_others_keep_one_name(ranks: Ranks, tmp_path: Path) 
         assert len(same) == 4 and all(same.values()), same
 
 
+class Twice(nn.Module):
+    """One layer in two places, as a block that is applied again."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        block = nn.Linear(4, 4)
+        self.blocks, self.head = nn.ModuleList([block, block]), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def _twice(folder: Path) -> dict[str, float]:
+    differ = {}
+    for saved in ("ddp", "zero1", "fsdp"):
+        unit = Regression(module=Twice(0).double(), layout=saved)
+        ech.train(unit, [batch(4, 0)], max_epochs=1, callbacks=[Saver(folder / saved, save_every_n_updates=1)])
+        for layout in ("ddp", "zero1", "fsdp"):
+            other = Regression(module=Twice(1).double(), layout=layout)
+            Saver.restore_from_latest(str(folder / saved), other)
+            differ[f"{saved} read by {layout}"] = largest_difference(whole(unit.module), whole(other.module))
+    return differ
+
+
+def test_a_layer_in_two_places_is_restored(ranks: Ranks, tmp_path: Path) -> None:
+    for differ in ranks(2, _twice, tmp_path):
+        assert len(differ) == 9 and not any(differ.values()), differ
+
+
 class Untied(Tied):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)

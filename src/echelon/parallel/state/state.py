@@ -51,6 +51,11 @@ class ModuleState:
         """Without parameters and buffers, as a loss: torch's functions take that for an error."""
         return not any(True for tensors in (self._module.parameters(), self._module.buffers()) for _ in tensors)
 
+    @property
+    def _has_fsdp1(self) -> bool:
+        kinds = (wrapper_of(part) for part in self._module.modules())
+        return any(kind is not None and kind.name == "fsdp1" for kind in kinds)
+
     def state_dict(self) -> dict[str, Any]:
         with own_taken_out(self._module.modules(), "state_dict"):
             return self._state()
@@ -72,8 +77,7 @@ class ModuleState:
         try:
             return dict(get_model_state_dict(self._module))
         except (AttributeError, AssertionError) as error:
-            kinds = (wrapper_of(part) for part in self._module.modules())
-            if any(kind is not None and kind.name == "fsdp1" for kind in kinds):
+            if self._has_fsdp1:
                 name, said = class_name(unwrapped(self._module)), str(error).partition(" but ")[0]
                 raise CheckpointError(
                     f"the state_dict() of the {name} must have the names of its parameters and buffers in a "
@@ -113,10 +117,10 @@ class ModuleState:
                     setattr(owner, name, torch.empty_like(state_dict[key]))
                 else:  # the last of its hooks: its own, and a `_load_from_state_dict` of its class, have done what they do
                     stack.callback(owner.register_load_state_dict_pre_hook(partial(_reshape, name)).remove)
-            if set(shapes).issubset(self._living()) or self._by_torch() is not None:
+            names = {plain_name(name): name for name in unwrapped(self._module).state_dict()}
+            if self._has_fsdp1 or (not names.keys() >= state_dict.keys() and self._by_torch() is not None):
                 set_model_state_dict(self._module, state_dict)
-            else:
-                names = {plain_name(name): name for name in unwrapped(self._module).state_dict()}
+            else:  # torch's function loses a module that is in two places, once a wrapper gives names a prefix
                 unwrapped(self._module).load_state_dict({names.get(name, name): value for name, value in state_dict.items()})
 
     def _living(self) -> dict[str, list[int]]:
