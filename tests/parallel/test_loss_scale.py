@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import echelon as ech
@@ -217,3 +217,46 @@ def test_a_mean_over_labels_that_weighs_as_its_samples_is_told_once(ranks: Ranks
     assert not any(second.values())
     assert not any(ranks(2, _told_of_labels, True)[0].values())
     assert not any(ranks(1, _told_of_labels, False)[0].values())  # one batch is one mean
+
+
+class _EndToEnd(Dataset[Any]):
+    """Sequences of 1 to 4 rows, and the number of each."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, i: int) -> Any:
+        rows = torch.full((1 + i % 4, 5), i / 24)
+        return rows, rows.mean(1, keepdim=True), torch.tensor(i)
+
+
+def _laid_out(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x, t, i = zip(*samples, strict=True)
+    return torch.cat(x), torch.cat(t), torch.stack(i)
+
+
+def _of_samples(rows: torch.Tensor, samples: int) -> torch.Tensor:
+    """As where nodes are added up to graphs."""
+    added = torch.zeros(samples, 1).index_add(0, torch.arange(len(rows)) % samples, rows)
+    return F.mse_loss(added, torch.zeros(samples, 1))
+
+
+def _told_of_rows(kind: str) -> int:
+    torch.manual_seed(0)
+    module = nn.Linear(5, 1)
+    loader: Any = DataLoader(_EndToEnd(), 8, collate_fn=_laid_out)
+    model, optimizer, loader = ech.prepare(module, torch.optim.SGD(module.parameters(), 1e-3), loader)
+    with told() as texts:
+        for x, t, i in loader:
+            with ech.window(model, weight=len(x) if kind == "weighed" else None) as window:
+                loss = _of_samples(model(x), len(i)) if kind == "of samples" else F.smooth_l1_loss(model(x), t)
+                window.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    return sum("have more and fewer rows" in text for text in texts)
+
+
+def test_a_mean_over_the_rows_of_all_samples_that_weighs_as_they_are_is_told_once(ranks: Ranks) -> None:
+    """Ranks with long sequences and ranks with short ones weighed the same, and nothing was said."""
+    assert ranks(2, _told_of_rows, "plain") == [1, 0]
+    assert ranks(2, _told_of_rows, "weighed") == ranks(2, _told_of_rows, "of samples") == [0, 0]

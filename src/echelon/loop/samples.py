@@ -29,6 +29,7 @@ __all__ = [
     "problem_with",
     "rows",
     "samples_of",
+    "sizes_in",
     "slots_of",
     "summable",
     "tell_of_doubts",
@@ -71,6 +72,12 @@ def samples_of(data: Any, given: int | None = None) -> tuple[int, str | None]:
     if len(common) == 1:
         return common.pop(), None
     return _most_frequent(read, common), _shown(read)
+
+
+def sizes_in(data: Any) -> set[int]:
+    """The numbers that anything in a batch may say its samples are."""
+    values = _fields(data, 0)
+    return set().union(*_read([data] if values is None else values, 0))
 
 
 def _of_nothing(data: Any, given: int | None, items: int | None) -> int:

@@ -67,21 +67,36 @@ def tell_of_scale(loss: torch.Tensor, samples: int, weight: Any, accumulation: i
         )
 
 
-def tell_of_labels(loss: torch.Tensor, samples: int) -> None:
-    """Warn of the first loss of a run, on rank 0, if it is torch's mean over labels of which samples have more or fewer.
+def tell_of_labels(loss: torch.Tensor, samples: int, sizes: set[int]) -> None:
+    """Warn of the first loss of a run, on rank 0, if it is torch's mean over targets of which samples have more or fewer.
 
-    So it is with weights of classes, and with labels that are ignored. Where samples weigh alike, the mean over the ranks is
-    another one than that of the global batch.
+    So it is with weights of classes, with labels that are ignored, and where a batch has the rows of all its samples end to end.
+    Where samples weigh alike, the mean over the ranks is another one than that of the global batch.
+
+    Args:
+        samples: that the micro-batch weighs.
+        sizes: the first dimensions of what is in the batch, among which the rows of a loss are if they are the batch's.
     """
-    found = _means_over_labels(loss)
-    if len(found) != 1 or samples < 2 or not agree.is_rank0():
+    if samples < 2 or not agree.is_rank0():
         return
-    of_classes, labels, index = (getattr(found[0], f"_saved_{name}") for name in ("weight", "target", "ignore_index"))
-    if is_split(labels):
+    means = _means_with_targets(loss)
+    found = [node for node in means if hasattr(node, "_saved_total_weight")] or means
+    if len(found) != 1 or is_split(targets := found[0]._saved_target):
         return
-    labels = labels.flatten()
-    if len(labels) % samples:
-        return
+    if (rows := targets.size(0)) % samples and rows in sizes:
+        logger.warning(
+            "the loss is a mean over %s rows, but weighs its %s samples among micro-batches and ranks, which have more and fewer "
+            "rows: it trains on another mean than that over the global batch. Give the rows as weight: `ech.window(model, "
+            "weight=len(rows))`, or a unit's weight(data)",
+            rows,
+            samples,
+        )
+    elif targets.numel() % samples == 0 and hasattr(found[0], "_saved_total_weight"):
+        _tell_of_counts(found[0], targets.flatten(), samples)
+
+
+def _tell_of_counts(node: Any, labels: torch.Tensor, samples: int) -> None:
+    of_classes, index = node._saved_weight, node._saved_ignore_index
     ignored = labels == (index - 2**64 if index >= 2**63 else index)  # which is saved without its sign
     counts = (~ignored).double() if of_classes is None else (~ignored) * of_classes[labels.masked_fill(ignored, 0)]
     for of_samples in (counts.view(samples, -1).sum(1), counts.view(-1, samples).sum(0)):  # whichever dimension they are in
@@ -97,14 +112,15 @@ def tell_of_labels(loss: torch.Tensor, samples: int) -> None:
     )
 
 
-def _means_over_labels(loss: torch.Tensor) -> list[Any]:
-    """The nodes of torch's mean losses over labels that are added up in it, with whatever factors."""
+def _means_with_targets(loss: torch.Tensor) -> list[Any]:
+    """The nodes of torch's mean losses with a target that are added up in it, with whatever factors."""
     made: list[Any] = []
     left: list[Any] = [loss.grad_fn]
     looked = 0
     while left and looked < _MOST:
         node, looked = left.pop(), looked + 1
-        if hasattr(node, "_saved_total_weight"):
+        target = getattr(node, "_saved_target", None)
+        if isinstance(target, torch.Tensor) and target.dim():
             made += [node] if _is_mean(node) else []
         elif _name(node) in _AS_IT_IS | _TERMS | _FACTORS:
             left += [inner for inner, _ in node.next_functions]

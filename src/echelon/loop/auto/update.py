@@ -37,7 +37,7 @@ from echelon.loop.auto.finite import FiniteWatch
 from echelon.loop.auto.loss_scale import tell_of_labels, tell_of_scale
 from echelon.loop.auto.optimizer_checks import check_holds, look_at_first_update, not_the_modules, when_it_grows
 from echelon.loop.auto.uncounted import standing_in
-from echelon.loop.samples import samples_of
+from echelon.loop.samples import samples_of, sizes_in
 from echelon.loop.state import step_under_way
 from echelon.parallel.experts.loads import Routers, routers_of
 from echelon.parallel.gradients import clip
@@ -272,7 +272,7 @@ class Update:
             samples = samples_of(micro_batch.data, unit.samples_given)[0]
             tell_of_scale(loss, samples, micro_batch.weight, unit.window.size, unit.divided)
             if type(micro_batch.weight) in (int, float) and micro_batch.weight == samples:
-                tell_of_labels(loss, samples)
+                tell_of_labels(loss, samples, sizes_in(micro_batch.data))
 
     def run_window(
         self,
