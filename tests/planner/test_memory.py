@@ -358,6 +358,11 @@ def test_a_table_says_what_fits_and_what_would(plan: Callable[..., subprocess.Co
             "Fit.compute_loss = lambda self, state, data: (self.module(data[0])[data[1].nonzero()].sum(), None)\n" + TRAINS,
             "must choose a known number of elements to be planned, got nonzero",
         ),
+        (
+            "def until(loss):\n    while loss.item() > 0.5:\n        loss = loss * 0.9\n    return loss\n"
+            "Fit.compute_loss = lambda self, state, data: (until(self.module(data[0]).mean()), None)\n" + TRAINS,
+            "must read fewer than 20000 values of tensors to be planned, got more",
+        ),
     ],
 )
 def test_what_cannot_be_traced_is_said(plan: Callable[..., subprocess.CompletedProcess[str]], ends: str, says: str) -> None:

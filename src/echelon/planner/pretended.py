@@ -12,6 +12,7 @@ import contextlib
 import math
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,8 @@ _BY_COUNT: dict[Any, Callable[[torch.Tensor, int], Any]] = {
         tensor.new_empty(count, dtype=torch.int64),
     ),
 }
+# Values that a line may read in two updates: one by one, on a device, so many would take longer than to train.
+_MOST_READ = 20_000
 _CHOSEN = "_echelon_chosen"  # an attribute of tensors of which so many elements are chosen
 
 
@@ -200,6 +203,7 @@ class NoMemory(FakeTensorMode):
     def __init__(self, shapes: Mapping[str, int] | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.shapes, self.read = shapes or {}, 0
+        self._read_at: Counter[str] = Counter()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (of_count := _BY_COUNT.get(op)) is not None:
@@ -207,12 +211,12 @@ class NoMemory(FakeTensorMode):
         if op.overloadpacket in _INDEX:
             args = (args[0], [each for index in args[1] for each in self._without_mask(op, index)], *args[2:])
         if op is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            self.read += 1
+            self._reads()
             kind = args[0].dtype
             value = 0 if hasattr(args[0], _NOTHING) else 1
             return bool(value) if kind is torch.bool else float(value) if kind.is_floating_point else value
         if op in (aten.allclose.default, aten.equal.default):
-            self.read += 1
+            self._reads()
             return True
         made = super().__torch_dispatch__(op, types, args, kwargs)
         if op.overloadpacket is aten.any:
@@ -220,6 +224,19 @@ class NoMemory(FakeTensorMode):
         elif op is aten._amp_foreach_non_finite_check_and_unscale_.default:
             setattr(args[1], _NOTHING, True)
         return made
+
+    def _reads(self) -> None:
+        """
+        Raises:
+            PlanError: a line reads values without end.
+        """
+        self.read += 1
+        self._read_at[line := _line()] += 1
+        if self._read_at[line] > _MOST_READ:
+            raise PlanError(
+                f"{line} must read fewer than {_MOST_READ} values of tensors to be planned, got more: a loop that ends when a "
+                "value changes does not end in a plan, where each value is 1. Give it a largest number of rounds."
+            )
 
     def _without_mask(self, op: Any, index: torch.Tensor | None) -> list[torch.Tensor | None]:
         """A mask as an index means one of whole numbers for each of its dimensions."""
