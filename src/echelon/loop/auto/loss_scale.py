@@ -80,8 +80,8 @@ def tell_of_labels(loss: torch.Tensor, samples: int, sizes: set[int]) -> None:
     if samples < 2 or not agree.is_rank0():
         return
     means = _means_with_targets(loss)
-    found = [node for node in means if hasattr(node, "_saved_total_weight")] or means
-    if len(found) != 1 or is_split(targets := found[0]._saved_target):
+    found = [node for node in means if _is_over_labels(node)] or means
+    if len(found) != 1 or is_split(targets := _saved(found[0], "target")):
         return
     if (rows := targets.size(0)) % samples and rows in sizes:
         logger.warning(
@@ -91,12 +91,12 @@ def tell_of_labels(loss: torch.Tensor, samples: int, sizes: set[int]) -> None:
             rows,
             samples,
         )
-    elif targets.numel() % samples == 0 and hasattr(found[0], "_saved_total_weight"):
+    elif targets.numel() % samples == 0 and _is_over_labels(found[0]):
         _tell_of_counts(found[0], targets.flatten(), samples)
 
 
 def _tell_of_counts(node: Any, labels: torch.Tensor, samples: int) -> None:
-    of_classes, index = node._saved_weight, node._saved_ignore_index
+    of_classes, index = _saved(node, "weight"), _saved(node, "ignore_index")
     ignored = labels == (index - 2**64 if index >= 2**63 else index)  # which is saved without its sign
     counts = (~ignored).double() if of_classes is None else (~ignored) * of_classes[labels.masked_fill(ignored, 0)]
     for of_samples in (counts.view(samples, -1).sum(1), counts.view(-1, samples).sum(0)):  # whichever dimension they are in
@@ -119,12 +119,16 @@ def _means_with_targets(loss: torch.Tensor) -> list[Any]:
     looked = 0
     while left and looked < _MOST:
         node, looked = left.pop(), looked + 1
-        target = getattr(node, "_saved_target", None)
+        target = _saved(node, "target")
         if isinstance(target, torch.Tensor) and target.dim():
             made += [node] if _is_mean(node) else []
         elif _name(node) in _AS_IT_IS | _TERMS | _FACTORS:
             left += [inner for inner, _ in node.next_functions]
     return made
+
+
+def _is_over_labels(node: Any) -> bool:
+    return _saved(node, "total_weight") is not None
 
 
 def _is_sum(node: Any, samples: int) -> bool:
@@ -143,13 +147,13 @@ def _is_sum_over(node: Any, samples: int, number: int) -> bool:
 
 def _elements(node: Any) -> list[int]:
     """How many numbers a sum may be of."""
-    kept = (getattr(node, f"_saved_{name}", None) for name in ("self", "target"))
-    sizes: Any = getattr(node, "_saved_self_sym_sizes", None)
+    kept = (_saved(node, name) for name in ("self", "target"))
+    sizes = _saved(node, "self_sym_sizes")
     return [each.numel() for each in kept if isinstance(each, torch.Tensor)] + ([math.prod(sizes)] if sizes else [])
 
 
 def _is_over(node: Any, number: int) -> bool:
-    by = getattr(node, "_saved_other", None)
+    by = _saved(node, "other")
     if _name(node) != "DivBackward0" or not isinstance(by, torch.Tensor) or by.dim() or by.device.type != "cpu" or is_split(by):
         return False
     return by.item() == number
@@ -177,11 +181,11 @@ def _terms(node: Any, most: int) -> Iterator[Any]:
 
 
 def _sums(node: Any, samples: int) -> bool:
-    if getattr(node, "_saved_reduction", None) == _SUM:
+    if _saved(node, "reduction") == _SUM:
         return True
     if _name(node) not in ("SumBackward0", "SumBackward1"):
         return False
-    sizes: Any = getattr(node, "_saved_self_sym_sizes", None)
+    sizes = _saved(node, "self_sym_sizes")
     inner = _through(node.next_functions[0][0])
     is_mean = _is_of_means(inner) or _has_shares(inner) or _is_of_parameter(inner)
     return bool(sizes) and sizes[0] % samples == 0 and not is_mean
@@ -192,7 +196,7 @@ def _is_of_means(node: Any) -> bool:
     found, looked = [node], 0
     while found and looked < _MOST:
         node, looked = _through(found.pop()), looked + 1
-        dims: Any = getattr(node, "_saved_dim", ())
+        dims = _saved(node, "dim") or ()
         if _name(node) in _LISTS or (_name(node) == "MeanBackward1" and 0 in dims):
             return True
         if _name(node) in _TERMS | _FACTORS:
@@ -202,7 +206,7 @@ def _is_of_means(node: Any) -> bool:
 
 def _has_shares(node: Any) -> bool:
     """Whether it is a product with weights that add up to about 1, also those divided by what they are on all ranks."""
-    factors = (getattr(node, f"_saved_{name}", None) for name in ("self", "other")) if _name(node) == "MulBackward0" else ()
+    factors = (_saved(node, name) for name in ("self", "other")) if _name(node) == "MulBackward0" else ()
     return any(
         isinstance(each, torch.Tensor)
         and not is_split(each)  # of which only all ranks together know the sum
@@ -213,7 +217,7 @@ def _has_shares(node: Any) -> bool:
 
 
 def _is_mean(node: Any) -> bool:
-    return getattr(node, "_saved_reduction", None) == _MEAN or _name(node).startswith("Mean")
+    return _saved(node, "reduction") == _MEAN or _name(node).startswith("Mean")
 
 
 def _is_square(node: Any) -> bool:
@@ -229,6 +233,11 @@ def _is_of_parameter(node: Any) -> bool:
             break
         node = inner.pop()
     return _name(node).endswith("AccumulateGrad")
+
+
+def _saved(node: Any, name: str) -> Any:
+    """What a node of autograd's keeps for its backward pass, by its name in torch's derivatives.yaml; None if it keeps none."""
+    return getattr(node, f"_saved_{name}", None)
 
 
 def _through(node: Any) -> Any:
