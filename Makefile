@@ -13,8 +13,7 @@ train: .venv/ready
 
 PYTEST = .venv/bin/python -m pytest -q --dist loadfile --no-loadscope-reorder --durations=50
 
-# Three at once, so that two cores have work while a test waits for a signal or a disk; with real Slurm jobs, which keep the cores
-# busy by themselves, two.
+# Three at once, so that two cores have work while a test waits for a signal, a disk or a job.
 #
 # Every promise, each with real processes. What only repeats one at a larger size is marked `full`: see docs/promises.md.
 test: .venv/ready
