@@ -330,6 +330,24 @@ def test_an_error_of_writing_on_one_rank_is_told_to_all_and_training_goes_on(
     assert commit.latest(tmp_path / "d") is None
 
 
+def _in_a_folder_of_its_own(above: Path) -> str:
+    (here := above / os.environ["RANK"]).mkdir()
+    os.chdir(here)
+    saver = Saver("c", save_every_n_updates=1, options=ech.callbacks.SaveOptions(tolerated_failures=0))
+    try:
+        ech.train(make_unit("ddp"), make_loader(), max_updates=1, callbacks=[saver])
+    except CheckpointWriteError as told:
+        return str(told)
+    return ""
+
+
+def test_ranks_whose_folders_are_different_ones_are_told_so(ranks: Ranks, tmp_path: Path) -> None:
+    """As on machines that share no storage: all give the same words, and each means another folder."""
+    first, second = ranks(2, _in_a_folder_of_its_own, tmp_path)
+    assert first == second and "rank 1: " in first
+    assert "1/c must be the same folder for all ranks" in first and "storage that all machines share" in first
+
+
 def test_torch_is_not_needed_to_list_and_to_verify() -> None:
     code = "import sys, echelon.checkpoint.manifest, echelon.cli.ckpt; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

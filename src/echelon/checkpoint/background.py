@@ -13,7 +13,7 @@ from typing import Any
 
 from echelon.checkpoint import commit, strict
 from echelon.checkpoint import manifest as manifests
-from echelon.checkpoint.location import Location, explain, read_file, replace_file
+from echelon.checkpoint.location import Location, explain_for_rank, read_file, replace_file
 from echelon.checkpoint.snapshot import Snapshot
 from echelon.checkpoint.strict import Wrong
 from echelon.common.errors import CheckpointCorruptError
@@ -74,7 +74,7 @@ class Background:
                     if everyones is not None:
                         self._committed(commit.commit(staged, step, everyones, facts, name))
             except BaseException as error:  # told to all ranks at the next step
-                self._failure = f"rank {taken.rank}: {explain(error, staged)}"
+                self._failure = explain_for_rank(taken.rank, error, staged)
             finally:
                 self._written.set()
 

@@ -22,6 +22,7 @@ __all__ = [
     "absolute",
     "create",
     "explain",
+    "explain_for_rank",
     "is_there",
     "location",
     "make_folder",
@@ -265,3 +266,14 @@ def explain(error: BaseException, folder: Location) -> str:
         except OSError:
             text += f" ({folder})"
     return text
+
+
+def explain_for_rank(rank: int, error: BaseException, staged: Location) -> str:
+    """As `explain`, of a rank that could not write into the folder that rank 0 made for all."""
+    if isinstance(error, FileNotFoundError) and not is_there(staged):
+        return (
+            f"rank {rank}: {staged.parent} must be the same folder for all ranks, and this one does not see the {staged.name} "
+            "that rank 0 made there. Put it on storage that all machines share, and give its whole path if ranks work in other "
+            "folders"
+        )
+    return f"rank {rank}: {explain(error, staged.parent)}"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.background import Background
 from echelon.checkpoint.buffers import Buffers
-from echelon.checkpoint.location import Location, Remote, explain, location
+from echelon.checkpoint.location import Location, Remote, explain_for_rank, location
 from echelon.checkpoint.policy import BestCheckpointConfig, Every, Keep
 from echelon.checkpoint.snapshot import Planned, Snapshot
 from echelon.checkpoint.store import Report
@@ -267,7 +267,7 @@ class DistributedCheckpointSaver(Callback):
             try:
                 files = taken.write(staged)
             except Exception as error:  # libraries of object stores have errors of their own
-                problem = f"rank {taken.rank}: {explain(error, self.dirpath)}"
+                problem = explain_for_rank(taken.rank, error, staged)
             try:
                 agree.raise_on_all(problem, CheckpointWriteError)
                 path = commit.publish(staged, step, files, facts, name)
