@@ -167,6 +167,27 @@ class _Short(Looked):
         return self.words((x > 0).long()).mean((1, 2))[:, None]
 
 
+class _Follows(nn.Module):
+    """MoCo's: a copy of the weights follows them, written by forward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.last, self.copy = how, nn.Linear(4, 1), nn.Linear(4, 1).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.copy.weight
+        with torch.no_grad():
+            if self.how == "in place":
+                weight.lerp_(self.last.weight, 0.1)
+            elif self.how == "its data":
+                weight.data.mul_(0.9).add_(self.last.weight.data, alpha=0.1)
+            elif self.how == "other data":
+                weight.data = weight.data * 0.9 + self.last.weight.data * 0.1
+            elif self.how == "another":
+                self.copy.weight = nn.Parameter(weight * 0.9, requires_grad=False)
+        return self.last(x) + self.copy(x)
+
+
 def _steps() -> dict[str, tuple[str, str]]:
     """What is said, and words that must be in it."""
     split = ech.layouts.prepare_module(net(), CPU, layout="tp")
@@ -190,6 +211,10 @@ def _steps() -> dict[str, tuple[str, str]]:
     hooked = refusal(lambda: Regression(module=_hooked(net()), layout="fsdp"))
     found["hook"] = hooked, "puts another parameter in the place of last.weight, whose hook (register_hook"
     bounded = refusal(lambda: Regression(module=nn.Embedding(5, 4, max_norm=1.0), layout="ddp"))
+    for how in ("in place", "its data", "other data", "another"):
+        writes = Regression(module=_Follows(how).double(), layout="zero2" if how == "its data" else "fsdp")
+        said = refusal(ech.train, writes, [batch(4, 0), batch(4, 1)], max_epochs=1)
+        found[f"writes {how}"] = said, "copy.weight is written in the forward pass of _Follows, and what is written is lost"
     found["max_norm"] = bounded, "max_norm must be None on several ranks, got 1"
     return found
 

@@ -50,6 +50,7 @@ from echelon.parallel.gradients.fixed_order import TreeReduceScatter
 from echelon.parallel.gradients.unreduced_params import AfterEachBackward, hook_backward
 from echelon.parallel.guards.call_order import SameCalls, SameGradients
 from echelon.parallel.guards.guard import SameDraws
+from echelon.parallel.guards.lost_writes import LostWrites
 from echelon.parallel.guards.messages import SplitMessages, gathers_in
 from echelon.parallel.guards.trained_params import refuse_unheard
 from echelon.parallel.meta.materialize import materialize, remember
@@ -97,7 +98,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         super().__init__(module, sharded_axes(module) if averaged is None else averaged)
         self._same: SameGradients | None = None
         self._is_checked = self._is_known = self._compares_calls = False
-        self.guards.append(SplitMessages(module))
+        self.guards += [SplitMessages(module), LostWrites(module)]
         refuse_copies(module)
 
     def _adopt(self) -> None:

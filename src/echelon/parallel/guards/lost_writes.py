@@ -1,0 +1,118 @@
+"""Parameters that a module's own forward pass writes, where it has gathered copies of them: the value is gone after the pass.
+
+MoCo's momentum encoder, a spectral norm's vector and a codebook by moving averages are often parameters that `forward` changes.
+Under `fully_shard` they would keep their first values, and nothing would fail (tests/parallel/test_strategy_limits.py).
+
+Seen are an assignment, an operator in place, and a change behind autograd's back (`p.data.mul_(...)`), which only the values show.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from echelon.common.errors import LayoutError
+from echelon.contracts.overrides import overrides
+from echelon.parallel.guards.guard import Guard
+from echelon.parallel.names import class_name, plain_name
+from echelon.parallel.shards import is_fully_sharded, is_split, local, reshard
+
+__all__ = ["LostWrites"]
+
+_UPDATES = 10  # a copy that follows the trained weights first changes after their first step, which a warm-up may leave out
+
+
+class _Gathered(NamedTuple):
+    """A parameter as it was before the forward pass of its block."""
+
+    tensor: torch.Tensor
+    version: int
+    address: int
+    total: float
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Gathered:
+        values = local(tensor.detach())
+        if type(values) is not torch.Tensor:  # of few bits: its class may have no sum
+            return cls(tensor, tensor._version, 0, 0.0)
+        values = torch.view_as_real(values) if values.is_complex() else values
+        return cls(tensor, tensor._version, values.data_ptr(), float(values.sum(dtype=torch.float32)))
+
+    def is_still(self, tensor: torch.Tensor) -> bool:
+        if tensor is not self.tensor:
+            return False
+        now = _Gathered.of(tensor)
+        same = now.total == self.total or (now.total != now.total and self.total != self.total)  # nan is a value, too
+        return same and (now.version, now.address) == (self.version, self.address)
+
+
+class LostWrites(Guard):
+    """Looks at the first updates of a module that `fully_shard` has split."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._updates = module, 0
+        self._hooks: list[RemovableHandle] = []
+        self._shards: dict[tuple[nn.Module, str], tuple[str, torch.Tensor]] = {}  # a parameter's name and its shard
+        self._gathered: dict[tuple[nn.Module, str], _Gathered] = {}
+
+    def begin_pass(self, *, first: bool) -> None:
+        self._updates += first
+        if first and self._updates == 1 and not overrides().observes:
+            self._listen()
+        elif self._updates > _UPDATES and self._hooks:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks, self._shards = [], {}
+
+    def end_pass(self) -> None:
+        for owner, name in list(self._gathered):
+            self._look(owner, name)
+        self._gathered = {}
+
+    def discard(self) -> None:
+        self._gathered = {}
+
+    def _listen(self) -> None:
+        reshard(self._module)
+        blocks: dict[str, list[tuple[nn.Module, str]]] = {}
+        for path, part in self._module.named_modules():
+            block = path
+            while not is_fully_sharded(self._module.get_submodule(block)) and block:
+                block = block.rpartition(".")[0]
+            for name, parameter in part._parameters.items():
+                if parameter is not None and is_split(parameter):
+                    self._shards[part, name] = plain_name(f"{path}.{name}" if path else name), parameter
+                    blocks.setdefault(block, []).append((part, name))
+        for block, held in blocks.items():
+            self._follow(self._module.get_submodule(block), held)
+
+    def _follow(self, block: nn.Module, held: list[tuple[nn.Module, str]]) -> None:
+        def before(*_: object) -> None:
+            for each in held if torch.is_grad_enabled() else ():
+                if each in self._shards:
+                    parameter = each[0]._parameters[each[1]]
+                    if parameter is not None and parameter is not self._shards[each][1]:
+                        self._gathered[each] = _Gathered.of(parameter)
+
+        def after(*_: object) -> None:
+            for each in held:
+                if each in self._gathered:
+                    self._look(*each)
+
+        self._hooks.append(block.register_forward_pre_hook(torch.compiler.disable(before)))
+        self._hooks.append(block.register_forward_hook(torch.compiler.disable(after), prepend=True))  # before it is split again
+
+    def _look(self, owner: nn.Module, name: str) -> None:
+        now = owner._parameters.get(name)
+        plain, shard = self._shards[owner, name]
+        if now is None or now is shard or self._gathered[owner, name].is_still(now):
+            return
+        raise LayoutError(
+            f"{plain} is written in the forward pass of {class_name(self._module)}, and what is written is lost: parameters are "
+            "split over the ranks, and forward has copies, gathered for the pass. Make it a buffer (register_buffer), which "
+            "forward may write; write parameters between updates, in on_train_step_end or behind optimizer.step(), by "
+            "p.copy_(...) or p.lerp_(q, 0.1) under torch.no_grad(); or train under 'ddp' or 'zero1'."
+        )
