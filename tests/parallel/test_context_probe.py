@@ -112,6 +112,11 @@ def _by_sequence(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
     return (_per_token(module, batch).sum(1) / counted.sum(1)).mean()
 
 
+def _of_first_tokens(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    counted = ech.nn.positions(batch["inputs"]) < 4
+    return ((_per_token(module, batch) * counted).sum(1) / counted.sum()).mean()  # 0 / 0 where a part has none of them
+
+
 class LastInside(LM):
     """Computes a loss of the last token by itself."""
 
@@ -136,6 +141,7 @@ LOSSES: dict[str, Any] = {
     "greatest of each sequence": lambda m, b: _per_token(m, b).amax(1).mean(),
     "contrastive": _contrastive,
     "sum": lambda m, b: _per_token(m, b).sum(1).mean(),
+    "first tokens": _of_first_tokens,
     "last token, by the model": lambda m, b: m(b["inputs"], b["targets"])[1],
 }
 

@@ -223,7 +223,7 @@ def _check_group(told: list[_Told]) -> None:
         return
     (loss, weight), counted = whole, [(one, of) for one, of in found if of]
     total = sum(of for _, of in counted)
-    if not weight or not total or not all(map(math.isfinite, [loss, *(one for one, _ in counted)])):
+    if not weight or not total or not math.isfinite(loss):  # of a part alone, as in 0 / 0, it differs
         return
     mean = sum(one * of for one, of in counted) / weight
     size = max(abs(loss), sum(abs(one) * of for one, of in counted) / weight)

@@ -3,7 +3,7 @@
 MoCo's momentum encoder, a spectral norm's vector and a codebook by moving averages are often parameters that `forward` changes.
 Under `fully_shard` they would keep their first values, and nothing would fail (tests/parallel/test_strategy_limits.py).
 
-Seen are an assignment, an operator in place, and a change behind autograd's back (`p.data.mul_(...)`), which only the values show.
+Seen are an assignment, an operator in place, and a change behind autograd's back (`p.data.mul_(...)`), which only values show.
 """
 
 from __future__ import annotations
