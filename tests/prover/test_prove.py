@@ -303,6 +303,14 @@ def test_a_right_script_passes(script: str, ranks: list[int]) -> None:
 
 
 @pytest.mark.full
+def test_an_uneven_last_batch_is_compared_in_stages_too() -> None:
+    """Of its ten samples a rank has three and then two."""
+    rows = [row for row in matrix(None, [4], [2], sgd=False) if row.label.startswith("fsdp x pp")]
+    results = prove_target(Target(script=str(PLANTED / "right_auto.py")), rows, 3, False).results
+    assert results and {(row.verdict, row.updates) for row in results} == {("agrees", 3)}, results
+
+
+@pytest.mark.full
 def test_float64_has_the_last_word_where_rounding_flips_gates() -> None:
     """Both rows are far apart in float32, by more than the mistake in one of them."""
     (right,) = _prove("right_gates", ["ddp"], [2], updates=2).results

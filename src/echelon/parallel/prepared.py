@@ -56,12 +56,14 @@ class MicroBatch(Generic[T]):
         weight: what it counts in the mean over the global batch: a number, or a 0-dim tensor on the device.
         is_last: of its window; the update follows.
         is_padding: it stands in for a batch without samples.
+        samples: that the loader put into it, where it says so.
     """
 
     data: T
     weight: Any
     is_last: bool
     is_padding: bool = False
+    samples: int | None = None
 
 
 NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()  # one for all: making one takes longer than entering it

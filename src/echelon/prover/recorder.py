@@ -193,8 +193,8 @@ class StepRecorder(Callback):
 
     def _watch_auto(self, unit: AutoUnit[Any]) -> None:
         def weight_of(state: State, data: Any) -> float:
-            silent = record_is_replica or (state.train_state is not None and state.train_state.step.is_padding)
-            return 0.0 if silent else float(unit.weight(data))
+            is_silent = float(state.logged.weight) == 0  # of the pass under way: padding, or a batch that counts for nothing
+            return 0.0 if record_is_replica or is_silent else float(unit.weight(data))
 
         compute_loss = unit.compute_loss
 
@@ -385,7 +385,9 @@ class StepRecorder(Callback):
         scaler = getattr(self._unit, "grad_scaler", None)
         if scaler is not None and len(self.record.scales) == len(self.record.updates):
             self.record.scales.append(float(scaler.get_scale()))
-        given, epoch = step_under_way(state.train_state).samples, self._unit.train_progress.num_epochs_completed
+        # A layout that schedules an update's passes computes them when the step under way is its last.
+        given = self._unit.samples_given if self.record.kind.updates_are_ours else step_under_way(state.train_state).samples
+        epoch = self._unit.train_progress.num_epochs_completed
         self._micros.append(Micro.of(data, given, weight, number_in(loss), drawn, epoch, kept))
 
     # --- during training

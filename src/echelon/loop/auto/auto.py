@@ -185,7 +185,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         self.has_updated = ends_window = update.is_last
         if (check := self.prepared.batches.check) is not None:
             check_parts(check, self, state, in_order(data, step.is_padding, None)[0][0] if isinstance(data, Pieces) else data)
-        micro_batches = self._micro_batches(data, is_padding=step.is_padding, is_last=ends_window)
+        micro_batches = self._micro_batches(data, step.samples, is_padding=step.is_padding, is_last=ends_window)
         if window.reference is None:
             update.estimate(self, state, micro_batches)
         if self.zero_grad_at_train_step_start and window.count == 1:
@@ -238,20 +238,17 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
                 self.on_train_step_end(state, of_all([each.data for each in step], step), number - back, found)
         return loss, outputs
 
-    def _micro_batches(self, data: Any, *, is_padding: bool, is_last: bool) -> list[MicroBatch[T]]:
+    def _micro_batches(self, data: Any, samples: int | None, *, is_padding: bool, is_last: bool) -> list[MicroBatch[T]]:
         """A batch as one, or its pieces, of which only the last may end the window."""
         if not isinstance(data, Pieces):
-            part = self.prepared.batches.part_of(data)
+            part, self.samples_given = self.prepared.batches.part_of(data), samples
             weight = 0 if is_padding else self.weight(part)
             weight = summable(weight) if isinstance(weight, torch.Tensor) else weight
-            return [MicroBatch(part, weight, is_last, is_padding)]
+            return [MicroBatch(part, weight, is_last, is_padding, samples)]
         made: list[MicroBatch[T]] = []
-        samples = self.samples_given
         pieces = in_order(data, is_padding, samples)
         for number, (piece, pads, in_piece) in enumerate(pieces, 1):
-            self.samples_given = in_piece
-            made += self._micro_batches(piece, is_padding=pads, is_last=is_last and number == len(pieces))
-        self.samples_given = samples
+            made += self._micro_batches(piece, in_piece, is_padding=pads, is_last=is_last and number == len(pieces))
         return made
 
     def _forward_in_stages(self, state: State, micro_batch: MicroBatch[T]) -> tuple[torch.Tensor, Any]:

@@ -165,6 +165,7 @@ class Update:
     def passes(self, unit: Any, state: State, micro_batch: MicroBatch[Any]) -> AbstractContextManager[Any]:
         """Context of the forward and the backward pass over a micro-batch."""
         prepared, bitwise, weight, last = unit.prepared, self.bitwise, micro_batch.weight, micro_batch.is_last
+        unit.samples_given = micro_batch.samples
         if clock.running is not None:
             clock.running.enter(FORWARD)
         if bitwise is not None:
@@ -212,6 +213,7 @@ class Update:
 
     def begin_forward(self, unit: Any, state: State, micro_batch: MicroBatch[Any]) -> None:
         """In `run_window`. What is counted and logged in the pass counts as much as its micro-batch."""
+        unit.samples_given = micro_batch.samples
         if self._routers is not None:
             self._routers.begin_forward(micro_batch.weight)
         state.logged.begins(0 if unit.prepared.data.is_replica else micro_batch.weight)
@@ -269,7 +271,7 @@ class Update:
     def _look_at(self, unit: Any, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> None:
         """Does the first loss look like a sum over samples, or like a mean over labels?"""
         if unit.expects_mean and unit.divided > 1:
-            samples = samples_of(micro_batch.data, unit.samples_given)[0]
+            samples = samples_of(micro_batch.data, micro_batch.samples)[0]
             tell_of_scale(loss, samples, micro_batch.weight, unit.window.size, unit.divided)
             if type(micro_batch.weight) in (int, float) and micro_batch.weight == samples:
                 tell_of_labels(loss, samples, sizes_in(micro_batch.data))

@@ -76,7 +76,7 @@ class OwnWindow:
         self.is_last = unit.update.is_last
         weight = 0 if step.is_padding else unit.weight(session.batch) if self._weight is None else self._weight
         weight = summable(weight) if isinstance(weight, torch.Tensor) else weight
-        self._micro_batch = MicroBatch(session.batch, weight, self.is_last, step.is_padding)
+        self._micro_batch = MicroBatch(session.batch, weight, self.is_last, step.is_padding, step.samples)
         if unit.window.reference is None:
             unit.update.estimate(unit, self._state, [self._micro_batch])
         passes = unit.update.passes(unit, self._state, self._micro_batch)
