@@ -29,7 +29,7 @@ from echelon.launcher.job import JobSpec, parse_ranks
 from echelon.launcher.local.relay import SilentScreen
 from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.start import CallFile
-from echelon.launcher.local.worker import SLOW_MODULES
+from echelon.launcher.local.worker import SLOW_MODULES, may_be_preloaded
 
 __all__ = ["launch", "preload", "running_server", "shared_server", "spawn"]
 
@@ -56,7 +56,8 @@ def running_server() -> ForkServer | None:
 
 def _needed() -> list[str]:
     """What the server loads, so that no rank has to: what this process has loaded, and what ranks have had to before."""
-    return [m for m in SLOW_MODULES if m == "torch" or m in sys.modules or m in _loaded_by_ranks]
+    here = [m for m in SLOW_MODULES if m == "torch" or m in sys.modules]
+    return [*here, *sorted(_loaded_by_ranks.difference(here))]
 
 
 @contextlib.contextmanager
@@ -190,6 +191,7 @@ def call(
     check_environment(env or {}, "env")
     working_folder()
     payload = pack(Call(fn, [given], argv=sys.argv))
+    _loaded_by_ranks.update(filter(may_be_preloaded, [str(getattr(fn, "__module__", ""))]))
     with _run_of(fn, run_dir) as run:
         job = JobSpec(
             str((run.path / "call.pkl").absolute()),
@@ -230,7 +232,7 @@ def _values(
     with _one_server(wait=cancel is None) as server, _cancellable(cancel, server):
         server.preload(_needed())
         outcome = run_local(job, run, screen=screen, server=server, call=call, timeout_s=timeout_s)
-    _loaded_by_ranks.update(m for m in (rank_record(run.rank_exit(0)) or {}).get("loaded", ()) if m in SLOW_MODULES)
+    _loaded_by_ranks.update(filter(may_be_preloaded, (rank_record(run.rank_exit(0)) or {}).get("loaded", ())))
     if outcome.failure is not None:
         failure = outcome.failure
         text = f"{render(failure, job.ranks)}\n\n{printable(failure.traceback)}".rstrip()

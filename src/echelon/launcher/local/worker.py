@@ -42,6 +42,7 @@ __all__ = [
     "STACK_SIGNAL",
     "end",
     "leave_value",
+    "may_be_preloaded",
     "run",
     "run_program",
     "run_recorded",
@@ -59,6 +60,14 @@ SLOW_MODULES = (
     "echelon.loop.auto.auto",
     "echelon.loop.checkpointing.saver",
 )
+
+
+def may_be_preloaded(name: str) -> bool:
+    """Whether the server may import a module for the ranks of later calls: ours and the slow ones of torch, which start no thread
+    as they are imported, and read no variable of a rank's.
+    """
+    return name in SLOW_MODULES or name.startswith("echelon.")
+
 
 # By which a rank is asked for its stack. Real-time signals are nobody's: a training script may want SIGUSR2 for itself.
 STACK_SIGNAL = signal.SIGRTMAX - 3
@@ -269,8 +278,8 @@ def _record(
         finished: it came to its program's end, and had destroyed its process group.
     """
     if start.record:
-        loaded = [name for name in SLOW_MODULES if name in sys.modules]
-        said = {"exit_code": code, "time_ns": time.monotonic_ns(), "loaded": loaded, "collectives": dict(collectives)}
+        said = {"exit_code": code, "time_ns": time.monotonic_ns(), "collectives": dict(collectives)}
+        said |= {"loaded": list(filter(may_be_preloaded, list(sys.modules)))} if start.kind == "call" else {}
         said |= {"alone": True} if start.kind != "call" and has_trained_alone(Path(start.target)) else {}
         said |= ({"finished": True} if finished else {}) | ({"heard": asked} if (asked := heard()) else {})
         record = {**said, **(failure or {})}
