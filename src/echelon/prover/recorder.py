@@ -386,7 +386,8 @@ class StepRecorder(Callback):
         if scaler is not None and len(self.record.scales) == len(self.record.updates):
             self.record.scales.append(float(scaler.get_scale()))
         # A layout that schedules an update's passes computes them when the step under way is its last.
-        given = self._unit.samples_given if self.record.kind.updates_are_ours else step_under_way(state.train_state).samples
+        is_own = UnitKind.of(self._unit) is UnitKind.STEP
+        given = step_under_way(state.train_state).samples if is_own else self._unit.samples_given
         epoch = self._unit.train_progress.num_epochs_completed
         self._micros.append(Micro.of(data, given, weight, number_in(loss), drawn, epoch, kept))
 
