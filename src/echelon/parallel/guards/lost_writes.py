@@ -60,6 +60,7 @@ class LostWrites(Guard):
 
     def begin_pass(self, *, first: bool) -> None:
         self._updates += first
+        self._gathered = {}  # of blocks that the backward pass computed again
         if first and self._updates == 1 and not overrides().observes:
             self._listen()
         elif self._updates > _UPDATES and self._hooks:
@@ -91,11 +92,10 @@ class LostWrites(Guard):
 
     def _follow(self, block: nn.Module, held: list[tuple[nn.Module, str]]) -> None:
         def before(*_: object) -> None:
-            for each in held if torch.is_grad_enabled() else ():
-                if each in self._shards:
-                    parameter = each[0]._parameters[each[1]]
-                    if parameter is not None and parameter is not self._shards[each][1]:
-                        self._gathered[each] = _Gathered.of(parameter)
+            for each in held if self._shards else ():
+                parameter = each[0]._parameters[each[1]]
+                if parameter is not None and parameter is not self._shards[each][1]:
+                    self._gathered[each] = _Gathered.of(parameter)
 
         def after(*_: object) -> None:
             for each in held:
