@@ -495,7 +495,7 @@ def test_fewer_values_than_ranks_are_a_failure_that_names_who_left_none(tmp_path
     write_json(run.exit_json, {"exit_code": 0, "first_failure": None})
     for rank in (0, 2):
         write_value(rank, str(run.attempt_path / f"value.rank{rank}.pkl"), str(job_of(run).believed()["key"]))
-    with pytest.raises(RankFailedError, match="rank 1, 3 exited with 0, but left no value"):
+    with pytest.raises(RankFailedError, match="ranks 1, 3 exited with 0, but left no value"):
         FunctionJob(job_of(run)).results(1)
 
 

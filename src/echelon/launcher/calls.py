@@ -24,6 +24,7 @@ from typing import IO, Any
 
 from echelon.common.errors import EchelonError, LaunchError, RankFailedError
 from echelon.common.files import open_file
+from echelon.common.terminal import rank_ranges
 from echelon.launcher.workarounds import ImportEndsError, bootstrap_may_end, in_bootstrap, prepare_main
 
 __all__ = [
@@ -45,7 +46,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _SEAL_BYTES = 32
-_SHOWN = 16  # ranks in a message
 
 
 @dataclass(frozen=True)
@@ -276,10 +276,10 @@ def load_values(paths: Sequence[Path], key: str) -> list[Any]:
     """
     missing = [rank for rank, path in enumerate(paths) if not path.exists()]
     if missing:
-        which = f"rank {', '.join(map(str, missing))}" if len(missing) <= _SHOWN else f"{len(missing)} of {len(paths)} ranks"
         folder = str(paths[0].parent)
         raise RankFailedError(
-            f"{which} exited with 0, but left no value in {folder}. Did the function end its process, as by sys.exit(0)?",
+            f"{rank_ranges(missing)} exited with 0, but left no value in {folder}. Did the function end its process, as by "
+            "sys.exit(0)?",
             rank=missing[0],
             exit_code=0,
             logs=folder,
