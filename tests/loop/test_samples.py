@@ -232,31 +232,33 @@ def test_samples_that_a_collate_function_leaves_out_count_for_nothing(ranks: Ran
         assert largest_difference(ours, want) < 1e-12
 
 
-class Weighing(Regression):
-    """Asks in its pass what the batch weighs, as a loss does that is no mean over samples by itself."""
+class Asking(Regression):
+    """Asks in its pass what the batch weighs and how many steps there were, as a loss with a weight of its own does."""
 
     def compute_loss(self, state: ech.State, data: Pair) -> tuple[torch.Tensor, Any]:
-        asked.append((len(data[0]), self.weight(data)))
+        progress = self.train_progress
+        asked.append((len(data[0]), self.weight(data), progress.num_steps_completed, progress.num_steps_completed_in_epoch))
         return super().compute_loss(state, data)
 
 
-asked: list[tuple[int, Any]] = []
+asked: list[tuple[Any, ...]] = []
 
 
-def _ask_in_stages() -> list[tuple[int, Any]]:
+def _ask_in_stages() -> list[tuple[Any, ...]]:
     asked.clear()
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(4, 4, dtype=torch.float64) for _ in range(3)))
     x = torch.randn(13, 4, dtype=torch.float64)
     data = torch.utils.data.TensorDataset(x, x)
-    ech.train(Weighing(module=module, layout=ech.Layout(pp=2, stages=["1"])), ech.Loader(data, 8, accumulate=2), max_epochs=1)
+    ech.train(Asking(module=module, layout=ech.Layout(pp=2, stages=["1"])), ech.Loader(data, 8, accumulate=2), max_epochs=2)
     return asked
 
 
-def test_a_pass_of_a_stage_knows_the_samples_of_its_own_micro_batch(ranks: Ranks) -> None:
-    """It comes when the update's last micro-batch is there, and took that one's samples for its own."""
+def test_a_pass_of_a_stage_is_that_of_its_own_step(ranks: Ranks) -> None:
+    """It comes when the update's last micro-batch is there, and took that one's samples and step for its own."""
+    epoch = [(4, 4, 0), (4, 4, 1), (3, 3, 2), (2, 2, 3)]
     for seen in ranks(2, _ask_in_stages):
-        assert {rows for rows, _ in seen} == {4, 3, 2} and all(rows == weight for rows, weight in seen), seen
+        assert set(seen) == {(*each[:2], start + each[2], each[2]) for start in (0, 4) for each in epoch}, seen
 
 
 # --- what a batch tells where no loader does

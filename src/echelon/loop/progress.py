@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import reprlib
+from collections.abc import Iterator
 from typing import Any
 
 from echelon.common.errors import CheckpointCorruptError
@@ -57,6 +59,17 @@ class Progress:
         if updated:
             self.num_updates_completed += 1
             self.num_updates_completed_in_epoch += 1
+
+    @contextlib.contextmanager
+    def at_earlier_step(self, back: int) -> Iterator[None]:
+        """Within it, the counts are those of so many steps of this update ago, whose pass a layout computes only now."""
+        self.num_steps_completed -= back
+        self.num_steps_completed_in_epoch -= back
+        try:
+            yield
+        finally:
+            self.num_steps_completed += back
+            self.num_steps_completed_in_epoch += back
 
     def increment_epoch(self) -> None:
         self.num_epochs_completed += 1

@@ -226,7 +226,8 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
             return None, None
         steps, self._held = self._held, []
         every = [micro_batch for step in steps for micro_batch in step]
-        forward = partial(self.through_stages, state, partial(self._forward_in_stages, state))
+        ago = {id(each): back for back, step in enumerate(reversed(steps)) for each in step}
+        forward = partial(self.through_stages, state, partial(self._forward_in_stages, state, ago))
         made = self._update.run_window(self, state, every, forward, outputs=self._reports_step)
         norm, number = self._update.complete(self, state), self.train_progress.num_steps_completed
         for back, step in zip(reversed(range(len(steps))), steps, strict=True):
@@ -251,9 +252,13 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
             made += self._micro_batches(piece, in_piece, is_padding=pads, is_last=is_last and number == len(pieces))
         return made
 
-    def _forward_in_stages(self, state: State, micro_batch: MicroBatch[T]) -> tuple[torch.Tensor, Any]:
+    def _forward_in_stages(self, state: State, ago: dict[int, int], micro_batch: MicroBatch[T]) -> tuple[torch.Tensor, Any]:
+        """
+        Args:
+            ago: how many steps before this one each micro-batch of the update came, by its identity.
+        """
         self._update.begin_forward(self, state, micro_batch)
-        with uncounted(self) if micro_batch.is_padding else NO_CONTEXT:
+        with self.train_progress.at_earlier_step(ago[id(micro_batch)]), uncounted(self) if micro_batch.is_padding else NO_CONTEXT:
             return self._forward(state, micro_batch)
 
     def _forward(self, state: State, micro_batch: MicroBatch[T]) -> tuple[torch.Tensor, Any]:
