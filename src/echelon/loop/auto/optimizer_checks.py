@@ -27,6 +27,7 @@ from echelon.parallel.guards.guard import Guard
 from echelon.parallel.guards.trained_params import SameTrained, name_before
 from echelon.parallel.patching import replace
 from echelon.parallel.shards import is_split, reshard
+from echelon.parallel.state.inner import hooked
 from echelon.parallel.state.partition import parameters_of
 from echelon.world import agree
 
@@ -48,6 +49,8 @@ def check_holds(unit: PreparedUnit, optimizer: Any) -> None:
         UsageError: it holds parameters that the module had before it was sharded, or none of the module's.
     """
     reshard(unit.prepared.module)  # an evaluation leaves whole parameters in the place of those that the optimizer has
+    if isinstance(optimizer, torch.optim.Optimizer):
+        hooked(optimizer)
     if overrides().observes or not isinstance(optimizer, torch.optim.Optimizer):
         return
     what = f"{_before(unit)}the {type(optimizer).__name__}"
@@ -192,6 +195,7 @@ def check_tracked(unit: Any) -> list[Guard]:
     problem = None if overrides().observes else _problem(unit, optimizers, modules)
     agree.raise_on_all(f"{problem} {_IN_A_LOOP if is_own_loop(unit) else _REMEDY}." if problem else None)
     for optimizer in optimizers.values():
+        hooked(optimizer)
         if any(is_split(p) for p in parameters_of(optimizer)):
             step_by_kind(optimizer)
         if isinstance(optimizer, torch.optim.LBFGS):

@@ -17,6 +17,7 @@ from echelon.common.errors import CheckpointError, CheckpointMismatchError
 from echelon.parallel.names import plain_names
 from echelon.parallel.shards import is_split, local, ranks_apart
 from echelon.parallel.state import keys as state_keys
+from echelon.parallel.state.inner import linked, put_inside, state_of, without_inner
 from echelon.parallel.state.keys import Saved
 from echelon.parallel.state.partition import Partition, parameter_groups
 from echelon.world import agree
@@ -68,7 +69,7 @@ class OptimizerState:
         mine = [p for group in self._optimizer.param_groups for p in group["params"] if self._owns(p)]
         own: dict[str, Any] = {f"values.{self._loose[p]}": p.detach() for p in mine if p in self._loose}
         for parameter in mine:
-            held = state_keys.leaves(f"state.{self._names[parameter]}", self._optimizer.state.get(parameter, {}))
+            held = state_keys.leaves(f"state.{self._names[parameter]}", state_of(self._optimizer, parameter))
             own |= {key: as_float(value) for key, value in held.items()}
         options = {
             f"param_groups.{self._names[parameter]}.{key}": value
@@ -118,7 +119,7 @@ class OptimizerState:
         for group in self._optimizer.param_groups:
             for parameter in filter(self._owns, group["params"]):
                 name = self._names[parameter]
-                living = state_keys.leaves(f"state.{name}", self._optimizer.state.get(parameter, {}))
+                living = state_keys.leaves(f"state.{name}", state_of(self._optimizer, parameter))
                 weight = saved.get(self._values.get(parameter, ""))
                 for key in by_parameter.get(name, ()):
                     dtype, shape = saved[f"{me}.{key}"]
@@ -174,15 +175,19 @@ class OptimizerState:
                 parameters.append(parameter)
                 if not self._owns(parameter):
                     continue
-                living = self._optimizer.state.get(parameter, {})
+                living = state_of(self._optimizer, parameter)
                 if name not in known and living:
                     state[number] = living
                 elif keys := by_parameter.get(name):
                     state[number] = state_keys.nested(f"state.{name}", {k: state_dict[k] for k in keys})
         further = given_back(self._optimizer, state_dict.get(FURTHER))
-        self._optimizer.load_state_dict({**further["dict"], "state": {**further["state"], **state}, "param_groups": groups})
+        outer = {number: own for number, given in state.items() if (own := without_inner(given))}
+        link = linked(self._optimizer)
+        self._optimizer.load_state_dict({**further["dict"], "state": {**further["state"], **outer}, "param_groups": groups})
+        link()
         for number, given in state.items():
-            _keep_types(self._optimizer.state[parameters[number]], given)
+            _keep_types(self._optimizer.state[parameters[number]], outer.get(number, {}))
+            put_inside(self._optimizer, parameters[number], given)
             quantise_again(self._optimizer, parameters[number])
 
 

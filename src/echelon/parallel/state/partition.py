@@ -26,6 +26,7 @@ from torch import nn
 from echelon.common.errors import OptimizerError
 from echelon.parallel.names import imported
 from echelon.parallel.patching import replace
+from echelon.parallel.state.inner import hooked
 from echelon.parallel.state.sharded import tell_when_optimizer_is_pickled
 from echelon.world import agree
 
@@ -117,6 +118,7 @@ class Partition:
         self._load, self._largest_first = [0] * self._size, largest_first
         self._optimizer = weakref.ref(optimizer)
         self._take(optimizer)
+        hooked(optimizer)
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
         # The optimizer's own would leave the gradients of what others own.

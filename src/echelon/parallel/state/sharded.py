@@ -20,6 +20,7 @@ from torch import nn
 from echelon.common.errors import LayoutError
 from echelon.parallel.names import class_name
 from echelon.parallel.shards import is_split, reshard
+from echelon.parallel.state.inner import hooked
 
 __all__ = ["part_like", "take_whole_states", "tell_when_module_is_pickled", "tell_when_optimizer_is_pickled"]
 
@@ -49,21 +50,10 @@ def tell_when_module_is_pickled(module: nn.Module) -> None:
 
 
 def tell_when_optimizer_is_pickled(optimizer: torch.optim.Optimizer) -> None:
-    """Likewise, of an optimizer whose state is divided.
-
-    Raises:
-        UsageError: a class that wraps another optimizer and leaves out torch's `Optimizer.__init__`, which makes room for hooks.
-    """
-    name = type(optimizer).__name__
-    tell = _once(_OF_OPTIMIZER, name)
-    try:
-        optimizer.register_state_dict_post_hook(lambda optimizer, state: _Part(state, tell))
-    except AttributeError:
-        raise LayoutError(
-            f"{name} must call torch.optim.Optimizer.__init__ where parameters or their state are split over the ranks, got one "
-            "that does not, as a wrapper of another optimizer (Lookahead). Give it `super().__init__(base.param_groups, "
-            "base.defaults)` and then `self.param_groups = base.param_groups`; or train under 'ddp'."
-        ) from None
+    """Likewise, of an optimizer whose state is divided."""
+    tell = _once(_OF_OPTIMIZER, type(optimizer).__name__)
+    hooked(optimizer)
+    optimizer.register_state_dict_post_hook(lambda optimizer, state: _Part(state, tell))
 
 
 def _once(text: str, name: str) -> Callable[[], None]:
