@@ -162,7 +162,7 @@ class OptimizerState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of what `state_dict` knows; what it knows without a state has none then."""
         known = state_keys.known(state_dict)
-        state: dict[int, dict[str, Any]] = {}
+        state: dict[int, Mapping[str, Any]] = {}
         parameters: list[torch.Tensor] = []
         groups: list[dict[str, Any]] = []
         by_parameter = state_keys.by_parameter(state_dict, self._names.values())
