@@ -150,6 +150,21 @@ def test_a_worker_that_dies_during_a_step_is_named_by_the_loop() -> None:
     assert isinstance(unit.seen, DataError)
 
 
+@pytest.mark.usefixtures("collected")
+def test_a_worker_that_dies_during_a_window_of_a_loop_of_ones_own_is_named_too() -> None:
+    """The script was told torch's words, which name no sample."""
+    model = torch.nn.Linear(1, 1)
+    data: Any = Trap(5, _kill)
+    model, _, loader = ech.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, 4, num_workers=1), layout="none"
+    )
+    with refused(DataError) as caught:
+        for _ in loader:
+            with ech.window(model):
+                time.sleep(5)
+    assert "which was reading sample 5" in str(caught.value) and isinstance(caught.value.__cause__, RuntimeError)
+
+
 @pytest.mark.full
 @pytest.mark.usefixtures("collected")
 @pytest.mark.parametrize("error", [ConnectionResetError(104, "Connection reset by peer"), EOFError()])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
+import queue
 import resource
 import traceback
 from collections.abc import Iterator
@@ -423,6 +424,15 @@ def test_what_a_library_handles_inside_a_call_is_not_what_a_rank_has_raised(
     except ValueError:
         tmp_path.mkdir(exist_ok=True)
     assert [each["message"] for each in seen] == ["mine"]
+
+
+def test_an_error_without_a_message_that_a_rank_handles_is_told_by_its_kind() -> None:
+    """As queue.Empty is: the launcher's question ended the thread that answers it."""
+    try:
+        raise queue.Empty
+    except queue.Empty:
+        said = companion.handled()
+    assert said is not None and said["traceback"].endswith("_queue.Empty")
 
 
 def test_the_last_words_of_a_rank_that_ended_itself_are_told(left: Left) -> None:

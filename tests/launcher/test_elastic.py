@@ -373,6 +373,19 @@ while True:
 """
 
 
+# Rank 0 comes late, and the other already waits for it.
+MEETS = """
+import os, threading, time
+rank = os.environ["RANK"]
+if rank == "0":
+    open("ready0", "w").close()
+    time.sleep(600)
+import echelon as ech
+threading.Timer(1.0, lambda: open(f"ready{rank}", "w").close()).start()
+ech.init_from_env()
+"""
+
+
 def _exit_json(started: Started, attempt: int = 0) -> dict[str, Any]:
     value: dict[str, Any] = json.loads((started.folder / f"runs/x/attempts/{attempt:03d}/exit.json").read_text())
     return value
@@ -389,6 +402,16 @@ def test_sigusr1_before_training_ends_the_ranks_with_75(started: Started, count:
     assert "echelon: stopped; go on with the same command" in err.decode() and b"failed" not in err
     assert _exit_json(started)["exit_code"] == REQUEUE and _exit_json(started)["first_failure"] is None
     assert not (started.folder / "runs/x/attempts/001").exists()
+    started.all_gone()
+
+
+def test_sigusr1_ends_ranks_that_wait_for_one_that_has_not_come(started: Started) -> None:
+    """The late one leaves at once; a wait in C++ heard no signal, and lasted until the job's limit."""
+    launcher = started.run("--ranks", "2", "--grace", "300", "--name", "x", started.script(MEETS))
+    started.ranks_run()
+    launcher.send_signal(signal.SIGUSR1)
+    _, err = launcher.communicate(timeout=120)  # before the grace time is over
+    assert launcher.returncode == REQUEUE, err.decode()
     started.all_gone()
 
 

@@ -25,6 +25,7 @@ MEET = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
 PROGRAMS = {
     "alone": (TRAIN + "main()\n", True),
     "fails": (TRAIN + FAIL, True),
+    "fails before it meets": ("import echelon as ech\n" + TRAIN + FAIL + "ech.init_from_env()\n", False),
     "rank of a matrix": (TRAIN + "rank = 8\nmain()\n", True),
     "meets": (TRAIN + MEET + "main()\n", False),
     "has met": (TRAIN + MEET + "main()\ndist.destroy_process_group()\n", False),
@@ -41,7 +42,7 @@ def test_ranks_that_train_without_each_other_are_told_so_and_no_others(started: 
     text, said = PROGRAMS[name]
     launcher = started.run("--ranks", "2", started.script(text))
     _, err = launcher.communicate(timeout=120)
-    assert launcher.returncode == (1 if name == "fails" else 0), err.decode()
+    assert launcher.returncode == (1 if name.startswith("fails") else 0), err.decode()
     assert (WORD in err.decode()) == said, err.decode()
 
 

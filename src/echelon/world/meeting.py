@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -122,7 +123,7 @@ def meet(store: dist.Store, info: RankInfo, facts: Facts, timeout: timedelta, *,
     elif fresh:
         kind, problem = _answer(store, info, said, timeout)
     else:
-        store.wait(["facts/0"], timeout)
+        _wait(store, "facts/0", timeout)
         kind, problem = "no", _judge({0: Facts.read(store.get("facts/0")), info.rank: facts})
     if not problem:
         return
@@ -135,13 +136,13 @@ def meet(store: dist.Store, info: RankInfo, facts: Facts, timeout: timedelta, *,
 
 def _answer(store: dist.Store, info: RankInfo, said: Said | None, timeout: timedelta) -> tuple[str, str]:
     """What rank 0 says: "go" and nothing, or the kind of problem and the problem. Who is asked for more tells it."""
-    store.wait(["answer"], timeout + _LATER)
+    _wait(store, "answer", timeout + _LATER)
     # Rank 0 may have answered already, while this rank was still asked: then nobody reads what it tells.
     kind, _, text = _text(store.get("answer")).partition(" ")
     if kind == "tell":
         if str(info.rank) in text.split() and said is not None:
             store.set(f"said/{info.rank}", said.to_json())
-        store.wait(["verdict"], _TELL + _LATER)
+        _wait(store, "verdict", _TELL + _LATER)
         kind, _, text = _text(store.get("verdict")).partition(" ")
     if kind != "go":
         return kind, text
@@ -155,6 +156,23 @@ def _answer(store: dist.Store, info: RankInfo, said: Said | None, timeout: timed
         f"rank {info.rank} runs something else than those that rank 0 at MASTER_ADDR={info.master_addr} MASTER_PORT="
         f"{info.master_port} has met. Is that port another job's? Set MASTER_PORT to a free one on all ranks."
     )
+
+
+def _wait(store: dist.Store, key: str, timeout: timedelta) -> None:
+    """As the store's own wait, during which this rank can be asked to leave: a signal is not heard by who waits in C++."""
+    ended, errors = threading.Event(), []
+
+    def wait() -> None:
+        try:
+            store.wait([key], timeout)
+        except Exception as error:
+            errors.append(error)
+        ended.set()
+
+    threading.Thread(target=wait, name="echelon-meeting", daemon=True).start()
+    ended.wait()
+    if errors:
+        raise errors[0]
 
 
 def _go(everyones: Mapping[int, Facts]) -> str:

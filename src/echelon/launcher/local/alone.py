@@ -23,15 +23,18 @@ __all__ = ["has_trained_alone", "never_met"]
 _KNOWS_RANKS = re.compile(
     rb"\b(?:[A-Z]+_)*RANK\b|\bWORLD_SIZE\b|\bSLURM_PROCID\b|\b(?:local|global)_rank\b|\bworld_size\b|\bRankInfo\b|\bprocess_index\b"
 )
+# One that failed may have been about to meet the others.
+_WOULD_MEET = re.compile(rb"\b(?:echelon|init_process_group|accelerate|lightning|transformers)\b")
 _OTHER_WAYS = ("mpi4py", "horovod", "ray", "jax", "dragon", "deepspeed")
 _LARGEST, _MOST_FILES = 1 << 20, 500
 
 
-def has_trained_alone(script: Path) -> bool:
+def has_trained_alone(script: Path, *, failed: bool = False) -> bool:
     """Whether this rank, one of several, made an optimizer and never joined a group, in a program that knows of no ranks.
 
     Args:
         script: the program's; its own modules are looked at, too.
+        failed: the program did not come to its end.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1" or any(name in sys.modules for name in _OTHER_WAYS):
         return False
@@ -40,7 +43,7 @@ def has_trained_alone(script: Path) -> bool:
         return False
     if not any(getattr(kind.step, "hooked", False) for kind in _below(torch.optim.Optimizer)):  # of which none was made
         return False
-    return not any(_KNOWS_RANKS.search(text) for text in _own_sources(script))
+    return not any(_KNOWS_RANKS.search(text) or (failed and _WOULD_MEET.search(text)) for text in _own_sources(script))
 
 
 def _below(kind: Any) -> Iterator[Any]:

@@ -101,7 +101,7 @@ def handled() -> dict[str, Any] | None:
     if not isinstance(error, BaseException):
         return None
     said = describe(next((each for each in _and_further_out(error) if user_frames(each.__traceback__)), error))
-    trace, found, _ = said["traceback"].rpartition(said["message"])
+    trace, found, _ = said["traceback"].rpartition(said["message"] or "\n")
     if not found:  # it was cut
         frames = [f"  {frame}" for frame in said["user_frames"]]
         trace = "\n".join(["Traceback (most recent call last):", *frames, f"{said['kind']}: "])

@@ -280,7 +280,8 @@ def _record(
     if start.record:
         said = {"exit_code": code, "time_ns": time.monotonic_ns(), "collectives": dict(collectives)}
         said |= {"loaded": list(filter(may_be_preloaded, list(sys.modules)))} if start.kind == "call" else {}
-        said |= {"alone": True} if start.kind != "call" and has_trained_alone(Path(start.target)) else {}
+        if start.kind != "call" and has_trained_alone(Path(start.target), failed=failure is not None):
+            said["alone"] = True
         said |= ({"finished": True} if finished else {}) | ({"heard": asked} if (asked := heard()) else {})
         record = {**said, **(failure or {})}
         with contextlib.suppress(OSError):

@@ -11,6 +11,7 @@ import torch
 
 from echelon.common.errors import LossError, OwnLoopError
 from echelon.common.numbers import number
+from echelon.data import workers
 from echelon.loop.auto.several import Turn
 from echelon.loop.own.loop_unit import LoopUnit
 from echelon.loop.samples import problem_with, summable
@@ -88,15 +89,18 @@ class OwnWindow:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.is_open = False
-        self.error = error
+        lost = workers.explain(error) if error is not None else None  # a loader's worker may die at any moment of a step
+        self.error = lost or error
         try:
             for context in reversed(self._contexts):
                 context.__exit__(kind, error, trace)
             if error is not None:
                 self._session.unit.update.explain(self._session.unit, error)
         finally:
-            if error is not None:
-                self._session.failed(error)
+            if self.error is not None:
+                self._session.failed(self.error)
+        if lost is not None:
+            raise lost from error
         if error is None and not self.went_back:
             raise OwnLoopError(
                 "the window ended without window.backward(loss). Call it once in each window, in place of loss.backward(); leave "
