@@ -230,10 +230,14 @@ def _by_hand() -> tuple[dict[str, torch.Tensor], int, list[int]]:
     optimizer = torch.optim.SGD(module.blocks.parameters(), lr=0.1, momentum=0.9)
     partition = Partition(optimizer)
     optimizer.add_param_group({"params": [*module.first.parameters(), *module.last.parameters()], "lr": 0.1})
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.zero_grad()  # before the step at which the group is divided
+    left = sum(p.grad is not None for p in module.parameters())
     ech.train(Own(wrapped, optimizer, closure=True), _mine(), max_epochs=1)
     assert Partition.of(optimizer) is partition
     optimizer.zero_grad()
-    left = sum(p.grad is not None for p in module.parameters())
+    left += sum(p.grad is not None for p in module.parameters())
     return whole(wrapped), left, [sum(map(partition.owns, group["params"])) for group in optimizer.param_groups]
 
 

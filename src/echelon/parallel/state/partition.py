@@ -295,7 +295,7 @@ def _show(optimizer: torch.optim.Optimizer, groups: list[list[nn.Parameter]]) ->
 
 
 def _zero_grad(partition: Partition, set_to_none: bool = True) -> None:
-    for group in partition.groups:
+    for group in parameter_groups(partition.optimizer):  # also those that are divided only at the next step
         for parameter in group:
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
