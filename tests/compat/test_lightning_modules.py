@@ -793,12 +793,14 @@ def test_options_without_effect_are_told_once(caplog: pytest.LogCaptureFixture) 
         (LightningModule, "validation_step_end"),
         (LightningModule, "on_epoch_end"),
         (LightningModule, "configure_sharded_model"),
+        (LightningModule, "on_validation_model_eval"),
+        (LightningModule, "on_test_model_train"),
         (Callback, "on_pretrain_routine_start"),
         (Callback, "on_batch_end"),
         (Callback, "on_keyboard_interrupt"),
     ],
 )
-def test_a_hook_of_lightning_1_is_refused_by_name(base: Any, hook: str) -> None:
+def test_a_hook_that_nothing_calls_is_refused_by_name(base: Any, hook: str) -> None:
     """Most were never called, without a word: what the program did in them was lost."""
     mine = type("Mine", (Small if base is LightningModule else base,), {hook: lambda self, *args: None})()
     with refused(UsageError):

@@ -154,8 +154,11 @@ _SAME = {
 _PACKAGES = ("callbacks", "loggers", "strategies", "trainer", "utilities")
 ALIASES = {f"{same}.{name}" if same in _PACKAGES else name: same for same, names in _SAME.items() for name in names.split()}
 _KEPT = "a list of self, to which the steps append"
-# Hooks of Lightning 1, of modules and callbacks.
+# Hooks that nothing calls, of modules and callbacks: Lightning 1's, and those in whose place the loop sets a module's mode.
 HOOKS = {
+    **{f"on_{phase}_model_eval": f"on_{phase}_start, in which it is in eval mode" for phase in ("validation", "test", "predict")},
+    **{f"on_{phase}_model_train": "on_train_batch_start, before which it is in train mode" for phase in ("validation", "test")},
+    "on_validation_model_zero_grad": "on_validation_start",
     "training_epoch_end": f"on_train_epoch_end, and {_KEPT}",
     "validation_epoch_end": f"on_validation_epoch_end, and {_KEPT}",
     "test_epoch_end": f"on_test_epoch_end, and {_KEPT}",

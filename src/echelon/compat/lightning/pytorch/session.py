@@ -230,9 +230,7 @@ class Session:
                 raise UsageError(f"{name} has no {step}, which trainer.{call} needs.")
         for each in (module, *trainer.lightning_callbacks):
             for gone in sorted(name for name in HOOKS.keys() & set(dir(type(each))) if _is_hook(each, name)):
-                raise UsageError(
-                    f"{type(each).__name__}.{gone} is a hook of Lightning 1, which nothing calls. Instead: {HOOKS[gone]}."
-                )
+                raise UsageError(f"{type(each).__name__}.{gone} is a hook that nothing calls here. Instead: {HOOKS[gone]}.")
         if overridden("backward", module, LightningModule) and module.automatic_optimization:
             raise UsageError(f"{name}.backward: a backward pass of your own needs `self.automatic_optimization = False`.")
         if not module.automatic_optimization and call == "fit":
@@ -556,7 +554,7 @@ class Session:
 
 
 def _is_hook(thing: Any, name: str) -> bool:
-    """Whether Lightning 1 could have called it; a program's own method of that name takes something else."""
+    """Whether Lightning could have called it; a program's own method of that name takes something else."""
     given = 2 if not isinstance(thing, LightningModule) else 0 if name.startswith(("on_", "configure_")) else 1
     try:
         inspect.signature(getattr(thing, name)).bind(*range(given))
