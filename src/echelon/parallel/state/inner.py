@@ -18,10 +18,11 @@ _INNER = "~inner"  # no name of a parameter's state
 
 
 def hooked(optimizer: torch.optim.Optimizer) -> None:
-    """Have it call hooks around its steps: one that leaves out `Optimizer.__init__`, as timm's Lookahead does, calls none."""
-    kinds = (f"_optimizer_{of}_{when}_hooks" for of in ("step", "state_dict", "load_state_dict") for when in ("pre", "post"))
-    if not getattr(type(optimizer).step, "hooked", False) or not all(hasattr(optimizer, kind) for kind in kinds):
-        torch.optim.Optimizer.__setstate__(optimizer, {"defaults": getattr(optimizer, "defaults", {})})
+    """Have it call hooks around its steps: one that leaves out `Optimizer.__init__`, as timm's Lookahead does, calls none.
+
+    What torch does after unpickling adds what is missing, and changes nothing where all is there.
+    """
+    torch.optim.Optimizer.__setstate__(optimizer, {"defaults": getattr(optimizer, "defaults", {})})
 
 
 def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
