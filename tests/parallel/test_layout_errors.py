@@ -33,6 +33,15 @@ class Changes(Net):
         return self.last(self.blocks[1](self.blocks[0](self.first(x))))
 
 
+class Reads(Net):
+    """Standardises a weight, as some convolutions and heads do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        weight = self.blocks[0][0].weight
+        return self.last(nn.functional.linear(hidden, weight - weight.mean(1, keepdim=True)))
+
+
 def _trained(**options: Any) -> None:
     ech.train(Regression(**options), [batch(4, i) for i in range(2)], max_epochs=1)
 
@@ -65,6 +74,10 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     "lazy, in a loop": (_lazy_in_a_loop, "has no shape before a first batch"),
     "in place": (lambda: _trained(module=Changes().double(), layout="fsdp"), "changes in place what it is given"),
     "a part that is called": (_decodes, "must come from a call of Net itself"),
+    "a weight that is read": (
+        lambda: _trained(module=Reads().double(), layout="tp"),
+        "reads a parameter that is split over the ranks",
+    ),
 }
 
 

@@ -106,15 +106,17 @@ def meaning(module: nn.Module, text: str) -> str | None:
             "others, which cannot wait for the last one in a lower precision. Leave out requires_gradient_sync=False."
         )
     if "mixed torch.Tensor and DTensor" in text or "on inputs with different meshes" in text:
-        said = (
+        if shared_axis(module) is not None:
+            return (
+                f"code of {name} reads a parameter that is split over the ranks. Leave a layer whose weight other code than its "
+                f"own reads out of the tensor-parallel plan; and take the loss from a call of {name} itself, not of a part."
+            )
+        return (
             f"the loss must come from a call of {name} itself: its parameters are split over the ranks, and are put together in "
             "its forward only, not for a method or a part that is called directly, nor where they are read. Let forward do it, "
             "with an argument that says what; or train under 'ddp' or 'zero1'. A copy of it, such as an average or a target, is "
             "given to prepare() with it, and is split as it is."
         )
-        if shared_axis(module) is not None:
-            said += " A layer whose weight is read by other code than its own is left out of the tensor-parallel plan."
-        return said
     half = vars(module).get("_gathered_in")
     if half in _IN_WORDS and _IN_WORDS[half] in text and any(each in text for each in _TYPES):
         return (
