@@ -103,9 +103,11 @@ def test_an_error_names_sample_epoch_and_rank_and_keeps_its_traceback(kind: type
         assert "In worker 1 (pid " in text and "in _wrong" in text
     else:
         assert isinstance(caught.value.__cause__, ValueError)
-    for other in ([torch.zeros(2 if i == 13 else 1) for i in range(40)], TooFew(-1, None)):  # of various shapes, too few at once
-        with refused(DataError):
-            list(_loader(other, workers))
+    with refused(DataError):  # too few at once
+        list(_loader(TooFew(-1, None), workers))
+    with pytest.raises(DataError, match=r"sample 13 is float32\[2\], sample \d+ is float32\[1\]") as unlike:
+        list(_loader([torch.zeros(2 if i == 13 else 1) for i in range(40)], workers))
+    assert unlike.value.fields == ({"sample": 13, "worker": 1} if workers else {"sample": 13})
 
 
 @pytest.mark.full(but=("killed", "exited"))

@@ -6,11 +6,15 @@ What fails in a worker travels to the rank as text and is raised there as a Data
 from __future__ import annotations
 
 import os
+import textwrap
 import traceback
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import length_hint
 from typing import Any
+
+from torch.utils.data import default_collate
 
 from echelon.common.errors import DataError
 from echelon.data.parts import Padding, Pieces, share
@@ -53,11 +57,12 @@ class Reader:
         self, dataset: Any, collate: Callable[[list[Any]], Any], where: str, stream: Any, board: Board | None, pieces: int = 1
     ) -> None:
         self._dataset, self._collate, self._where, self._stream, self._board = dataset, collate, where, stream, board
-        self._pieces = pieces
+        self._pieces, self._latest = pieces, list[int]()  # the samples that were read last, whose batch is put together next
         self._at_once = callable(getattr(dataset, "__getitems__", None))
 
     def __getitems__(self, item: tuple[int, list[int]]) -> list[Any] | ReadFailure:
         micro, samples = item
+        self._latest = samples
         if self._board is None:
             return self._read(samples)
         seed_worker(self._stream, micro)
@@ -73,21 +78,23 @@ class Reader:
         if isinstance(samples, ReadFailure):
             return samples
         if self._pieces == 1:
-            return self._batch(samples)
+            return self._batch(samples, self._latest)
         made = Pieces()
         for piece in range(self._pieces):
             low, high = share(len(samples), piece, self._pieces)
-            batch = self._batch(samples[low:high] if low < high else samples[:1])
+            batch = self._batch(samples[low:high] if low < high else samples[:1], self._latest[low:high])
             if isinstance(batch, ReadFailure):
                 return batch
             made.append(batch if low < high else Padding(batch))
         return made
 
-    def _batch(self, samples: list[Any]) -> Any:
+    def _batch(self, values: list[Any], samples: list[int]) -> Any:
         try:
-            return self._collate(samples)
+            return self._collate(values)
         except Exception as error:
-            named = DataError(f"a batch of {len(samples)} samples{self._where} could not be collated: {said(error)}")
+            told, fields = _unlike(values, samples) if self._collate is default_collate else ("", {})
+            text = f"a batch of {len(values)} samples{self._where} could not be collated: {told}{said(error)}"
+            named = DataError(text, **fields)
             named.__cause__ = error
             if self._board is None:
                 raise named from error
@@ -138,3 +145,27 @@ class Reader:
             except Exception:
                 return sample
         return -1
+
+
+def _unlike(values: list[Any], samples: list[int]) -> tuple[str, dict[str, int]]:
+    """Of a batch that torch's collate function cannot put together: which sample has another form than most, if one has."""
+    forms = [textwrap.shorten(_form(value), 120) for value in values]
+    counts = Counter(forms)
+    if len(counts) < 2 or len(samples) != len(values):
+        return "", {}
+    usual, rare = (forms.index(form) for form in (counts.most_common()[0][0], counts.most_common()[-1][0]))
+    return (
+        f"sample {samples[rare]} is {forms[rare]}, sample {samples[usual]} is {forms[usual]}; torch puts together what is alike: "
+        "pad or crop in the dataset, or give a collate_fn. "
+    ), {"sample": samples[rare]}
+
+
+def _form(value: Any) -> str:
+    """Types and shapes, as far as a person needs them."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_form(each)}' for key, each in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_form, value))})"
+    return type(value).__name__
