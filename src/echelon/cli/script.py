@@ -37,7 +37,7 @@ def check_script(script: str) -> None:
         line = f"line {error.lineno}: " if error.lineno else ""
         raise ScriptError(f"script {script} is not Python: {line}{error.msg}.") from error
     except ValueError as error:  # null bytes: some binary
-        raise ScriptError(f"script {script} is not Python: {error}.") from error
+        raise ScriptError(f"script {script} is not Python: {error}. Name a .py file, or a module after -m.") from error
     except (RecursionError, MemoryError) as error:
         raise ScriptError(f"script {script} is nested too deeply for Python.") from error
     if not program.body:

@@ -354,9 +354,9 @@ class DistributedCheckpointSaver(Callback):
             self.timetable.saved(0.0)  # and tried again when the next is due
         state.event("checkpoint_failed", step=step, error=text)
         if self.failures > self.options.tolerated_failures:
+            failures = "the first failure" if self.failures == 1 else f"{self.failures} failures in a row"
             raise CheckpointWriteError(
-                f"update {step} could not be saved, {self.failures} failures in a row: {text}. Older checkpoints are as they "
-                "were."
+                f"update {step} could not be saved, {failures}: {text}. Older checkpoints are as they were."
             ) from cause
         logger.error("update %s could not be saved, training goes on: %s. Older checkpoints are as they were.", step, text)
 
