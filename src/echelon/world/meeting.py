@@ -27,6 +27,7 @@ from echelon.common.errors import LauncherEnvironmentError, RanksDisagreeError, 
 from echelon.common.files import parse_object
 from echelon.common.terminal import rank_ranges
 from echelon.contracts.rank import RankInfo, said_by
+from echelon.world.device import in_thread
 from echelon.world.handshake import Said, refusal_of, tellers_of, warn_of
 
 __all__ = ["Facts", "meet", "refusal"]
@@ -169,7 +170,7 @@ def _wait(store: dist.Store, key: str, timeout: timedelta) -> None:
             errors.append(error)
         ended.set()
 
-    threading.Thread(target=wait, name="echelon-meeting", daemon=True).start()
+    threading.Thread(target=in_thread(wait), name="echelon-meeting", daemon=True).start()
     ended.wait()
     if errors:
         raise errors[0]

@@ -68,11 +68,6 @@ class LostWrites(Guard):
                 hook.remove()
             self._hooks, self._shards = [], {}
 
-    def end_pass(self) -> None:
-        for owner, name in list(self._gathered):
-            self._look(owner, name)
-        self._gathered = {}
-
     def discard(self) -> None:
         self._gathered = {}
 
@@ -101,6 +96,7 @@ class LostWrites(Guard):
             for each in held:
                 if each in self._gathered:
                     self._look(*each)
+                    del self._gathered[each]  # whoever reads it behind its block gets another copy
 
         self._hooks.append(block.register_forward_pre_hook(torch.compiler.disable(before)))
         self._hooks.append(block.register_forward_hook(torch.compiler.disable(after), prepend=True))  # before it is split again
