@@ -3,7 +3,7 @@
 MoCo's momentum encoder, a spectral norm's vector and a codebook by moving averages are often parameters that `forward` changes.
 Under `fully_shard` they would keep their first values, and nothing would fail (tests/parallel/test_strategy_limits.py).
 
-Seen are an assignment, an operator in place, and a change behind autograd's back (`p.data.mul_(...)`), which only values show.
+Seen are another parameter or other memory in its place, and other values, whether autograd knows of the write or not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ class _Gathered(NamedTuple):
     """A parameter as it was before the forward pass of its block."""
 
     tensor: torch.Tensor
-    version: int
     address: int
     total: float
 
@@ -37,16 +36,16 @@ class _Gathered(NamedTuple):
     def of(cls, tensor: torch.Tensor) -> _Gathered:
         values = local(tensor.detach())
         if type(values) is not torch.Tensor:  # of few bits: its class may have no sum
-            return cls(tensor, tensor._version, 0, 0.0)
+            return cls(tensor, 0, 0.0)
         values = torch.view_as_real(values) if values.is_complex() else values
-        return cls(tensor, tensor._version, values.data_ptr(), float(values.sum(dtype=torch.float32)))
+        return cls(tensor, values.data_ptr(), float(values.sum(dtype=torch.float32)))
 
     def is_still(self, tensor: torch.Tensor) -> bool:
         if tensor is not self.tensor:
             return False
         now = _Gathered.of(tensor)
         same = now.total == self.total or (now.total != now.total and self.total != self.total)  # nan is a value, too
-        return same and (now.version, now.address) == (self.version, self.address)
+        return same and now.address == self.address
 
 
 class LostWrites(Guard):
