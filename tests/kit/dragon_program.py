@@ -21,13 +21,17 @@ def fall() -> None:
     time.sleep(60)
 
 
-def vanish() -> None:
+def vanish(folder: str = ".") -> None:
     if ech.RankInfo().my_rank == 1:
-        while not list(Path().glob("[0-9]*")):  # until the other one runs
+        while not list(Path(folder).glob("[0-9]*")):  # until the other one runs
             time.sleep(0.01)
         os.kill(os.getpid(), 9)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a long call into C: it does not say how it ended
-    stand(".")
+    stand(folder)
+
+
+def unheard() -> None:
+    vanish("unheard")
 
 
 def unsendable() -> Any:
@@ -61,7 +65,13 @@ def group(fn: Any, *args: Any, **kwargs: Any) -> ech.launching.CollectiveGroup:
 
 
 def cases(example: str, page: str) -> None:
-    for fn in (fall, vanish, unsendable):
+    from dragon.native.process_group import ProcessGroup
+
+    Path("unheard").mkdir()
+    patience_s = ProcessGroup._EXCEPTION_Q_PATIENCE
+    for fn in (fall, vanish, unheard, unsendable):
+        # Of what is `unheard` Dragon's thread hears only when `join` has ended, as it may by chance.
+        ProcessGroup._EXCEPTION_Q_PATIENCE = 3.0 if fn is unheard else patience_s
         failing = group(fn)
         try:
             failing.join()

@@ -157,6 +157,29 @@ def test_they_train_as_one_process_does(ranks: Ranks) -> None:
         assert largest_difference(values, alone) < 1e-9, (head, way)
 
 
+def _gathered_in_a_compiled_forward() -> list[bool]:
+    with _whatever_their_bytes():
+        training: dict[str, Any] = {"loss": _speaks, "optimizer": "SGD", "lr": 0.01}
+        unit = Regression(module=seeded(Speaker, head="read"), layout=WAYS["compiled"][0], **WAYS["compiled"][1], **training)
+    lexicon: Any = unit.prepared.unwrapped.lexicon
+    unshard, traced = lexicon.unshard, list[bool]()
+
+    def look() -> Any:
+        traced.append(torch.compiler.is_compiling())
+        return unshard()
+
+    lexicon.unshard = look
+    ech.train(unit, _batches()[:1], max_epochs=1)
+    return traced
+
+
+@pytest.mark.full
+def test_no_gathering_is_traced(ranks: Ranks) -> None:
+    """Torch's compiler would read torch's table of all modules, of which the collector may free one meanwhile."""
+    for traced in ranks(2, _gathered_in_a_compiled_forward):
+        assert traced and not any(traced)
+
+
 @pytest.mark.full
 def test_a_head_split_by_words_is_gathered_over_the_other_ranks_alone(ranks: Ranks) -> None:
     for values in ranks(4, lambda: _trained("fused", ech.Layout(dp_shard=2, tp=2), gradient_accumulation_steps=2)):

@@ -91,19 +91,24 @@ class DragonRanks:
         threading.Thread(target=self._close_at_the_end, name="echelon-group").start()
 
     def join(self, timeout: float | None) -> list[Any]:
+        failure = self._wait(timeout)
+        if failure or self._reported():
+            self._failed = True
+            failed = self._failure(failure)
+            raise failed from load_exception(self._value(failed.rank, ".error"), self._key)
+        return load_values([self._value(rank) for rank in range(self._ranks)], self._key)
+
+    def _wait(self, timeout: float | None) -> str:
+        """What Dragon says of a failure; else nothing."""
         try:
             self._group.join(timeout)
+            # A failure comes to `join` by a thread that asks for it now and then, which may be after the end of the ranks.
+            codes = [code for _, code in self._group.exit_status if code]
         except TimeoutError:
             raise RankTimeoutError(f"the ranks had not finished after {timeout:g} s.", rank=0, exit_code=124) from None
         except Exception as error:  # Dragon's own class, with exit codes and no more
-            self._failed = True
-            failed = self._failure(str(error))
-            raise failed from load_exception(self._value(failed.rank, ".error"), self._key)
-        if failures := self._reported():
-            self._failed = True
-            failed = self._error(failures)
-            raise failed from load_exception(self._value(failed.rank, ".error"), self._key)
-        return load_values([self._value(rank) for rank in range(self._ranks)], self._key)
+            return str(error)
+        return f"exit codes {codes}" if codes else ""
 
     def close(self) -> None:
         with self._closing:

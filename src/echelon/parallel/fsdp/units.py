@@ -289,13 +289,18 @@ class _GathersWhenRead:
             return value
         if not isinstance(self, nn.Embedding):
             return _whole_copy(value)
-        within.now = False  # torch reads the parameters, too
-        try:
-            self.set_reshard_after_forward(False)
-            self.unshard()
-        finally:
-            within.now = True
+        _gather(self, within)
         return super().__getattr__(name)  # type: ignore[misc]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch looks through its states of all modules, which come and go
+def _gather(module: Any, within: _Within) -> None:
+    within.now = False  # torch reads the parameters, too
+    try:
+        module.set_reshard_after_forward(False)
+        module.unshard()
+    finally:
+        within.now = True
 
 
 def _whole_copy(parameter: Any) -> torch.Tensor:
