@@ -282,6 +282,25 @@ def test_a_function_typed_into_a_session_is_sent_by_value(started: Started, how:
     assert out.decode().strip() == "[42]", err.decode()
 
 
+def test_values_and_errors_of_a_sessions_classes_come_back_as_these(started: Started) -> None:
+    code = """
+import echelon
+class Result: pass
+class OwnError(Exception): pass
+def f(fails):
+    if fails: raise OwnError("as asked")
+    result = Result()
+    result.by = f
+    return result
+(value,) = echelon.launch(f, ranks=1, args=(False,))
+try: echelon.launch(f, ranks=1, args=(True,), quiet=True)
+except echelon.errors.RankFailedError as error: cause = error.__cause__
+print(type(value) is Result, value.by is f, type(cause) is OwnError)
+"""
+    out, err = started.python("-c", code).communicate(timeout=120)
+    assert out.decode().split() == ["True"] * 3, err.decode()
+
+
 def test_a_value_that_cannot_be_sent_back_is_named() -> None:
     with pytest.raises(RankFailedError, match="the value that _return_a_lock returned, of type lock, cannot be sent") as caught:
         launch(_return_a_lock, ranks=1)

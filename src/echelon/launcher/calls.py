@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import spawn
 from pathlib import Path
+from types import FunctionType
 from typing import IO, Any
 
 from echelon.common.errors import EchelonError, LaunchError, RankFailedError
@@ -211,6 +212,18 @@ class _Sealed:
         return self._file.write(data)
 
 
+class _ByName(pickle.Pickler):
+    """Names classes and functions of the caller's session, such as a notebook's, that came here by value."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        is_of_session = isinstance(obj, (type, FunctionType)) and obj.__module__ == "__main__" and obj.__qualname__.isidentifier()
+        return (_of_session, (obj.__qualname__,)) if is_of_session else NotImplemented
+
+
+def _of_session(name: str) -> Any:
+    return getattr(sys.modules["__main__"], name)
+
+
 def _seal(path: Path, key: str) -> Any:
     """Of a file at a place: of another attempt or rank it is another."""
     seal = hashlib.blake2b(key=bytes.fromhex(key), digest_size=_SEAL_BYTES)
@@ -229,7 +242,13 @@ def write_value(value: Any, path: str | Path, key: str) -> None:
     try:
         with open(open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             file.write(bytes(_SEAL_BYTES))
-            pickle.dump(value, _Sealed(file, seal))
+            try:
+                pickle.dump(value, _Sealed(file, seal))
+            except Exception:  # any type can raise anything; what does so for another reason does it again
+                file.seek(_SEAL_BYTES)
+                file.truncate()
+                seal = _seal(path, key)
+                _ByName(_Sealed(file, seal)).dump(value)
             file.seek(0)
             file.write(seal.digest())
         temporary.replace(path)
