@@ -205,6 +205,8 @@ RUNS: list[tuple[str, str, list[list[Tokens]], int, int, str, dict[str, Any]]] =
     *(("deep", "SGD", windows(5, 6), 4, 1, each, {"pp": 4}) for each in ("interleaved", "zbv")),
     ("tied", "AdamW", UNEVEN, 4, 2, "1f1b", {}),
     ("tied", "AdamW", UNEVEN, 4, 2, "interleaved", {"dp_replicate": 2}),
+    ("residual", "SGD", UNEVEN, 4, 2, "1f1b", {"dp_replicate": 2}),
+    ("residual", "SGD", UNEVEN, 4, 2, "1f1b", {"fsdp": ech.FSDPStrategy(requires_gradient_sync=False)}),
     ("tied with bias", "SGD", OF_12, 4, 1, "1f1b", {"tp": 2, "plan": SPLIT}),
 ]
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils import _pytree as pytree
 
 from echelon.common.errors import EchelonError, PipelineError
@@ -504,10 +505,10 @@ class Window:
         return loss * start
 
     def watch(self, stage: int, outputs: list[torch.Tensor]) -> None:
-        """Tell `before_backward` when the backward pass of these begins."""
+        """Tell `before_backward` when the backward pass of these begins: at any, since that of an early one is reached late."""
         own = [t for t in outputs if t.requires_grad]
         if own:
-            own[0].register_hook(lambda gradient: self._begins(stage))
+            register_multi_grad_hook(own, lambda gradient: self._begins(stage), mode="any")
 
     def _begins(self, stage: int) -> None:
         before = self._begun.total()
