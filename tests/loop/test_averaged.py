@@ -17,6 +17,7 @@ from echelon.common.errors import LayoutError, LoopError
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, largest_difference, net, whole
 from tests.kit.refusals import refused
+from tests.kit.saving import goes_on
 from tests.kit.units import EACH, KINDS, Hooks, Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -365,3 +366,55 @@ def test_what_is_exported_loads_into_the_module(tmp_path: Path) -> None:
     averages = _averages(unit)
     assert all(torch.equal(value, averages[name]) for name, value in loaded.state_dict().items())
     assert not torch.equal(loaded.net.last.weight, unit.module.net.last.weight)  # type: ignore[union-attr]
+
+
+class Caching(nn.Module):
+    """The shared model with a table that is made in the first forward pass and grows with what it is asked, as that of rotary
+    embeddings does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.rows = net(), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.rows += 1
+        self.register_buffer("table", torch.arange(self.rows).double(), persistent=False)
+        return self.net(x) + self.table[0]
+
+
+def _cached(layout: str, folder: Path) -> list[dict[str, torch.Tensor]]:
+    def run(to: Path | None, until: int) -> dict[str, torch.Tensor]:
+        unit = goes_on(to, Regression(module=Caching(), layout=layout, ema=0.9), until)
+        ech.evaluate(unit, [batch(2, 50 + i) for i in range(4)])
+        return _averages(unit)
+
+    run(folder, 2)
+    run(folder, 4)
+    return [run(folder, 6), run(None, 6)]
+
+
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
+def test_a_buffer_that_a_forward_pass_makes_or_lets_grow_is_averaged_from_then_on(
+    ranks: Ranks, tmp_path: Path, layout: str
+) -> None:
+    for got, want in ranks(2, _cached, layout, tmp_path):
+        tables = [averages.pop("table") for averages in (got, want)]
+        assert all(torch.equal(table.long(), torch.arange(len(table))) for table in tables)
+        assert largest_difference(got, want) == 0
+
+
+class Turning(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x[:, :2]).real.sum(1, keepdim=True)
+
+
+def test_complex_parameters_are_averaged() -> None:
+    seen: list[torch.Tensor] = []
+    unit = Regression(module=Turning(), options=ech.UnitOptions(averaging=ech.units.SWAParams(0, 1, averaging_method="swa")))
+    noted = Hooks(on_train_step_end=lambda state, unit: seen.append(unit.module.weight.detach().clone()))
+    ech.train(unit, [batch(4, i) for i in range(3)], max_epochs=1, callbacks=[noted])
+    assert (_averages(unit)["weight"] - torch.stack(seen).mean(0)).abs().max() < 1e-6

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -128,15 +128,11 @@ class AveragedWeights:
         prepared.parameters_written()  # refuses here what could not be exchanged later
         # Once: sharded parameters are found under their names only while they are not gathered.
         self._parameters = {f"parameters.{n}": p for n, p in prepared.named_parameters()}
-        sources = self._sources()
-        self._averages = {n: t.detach().clone() for n, t in sources.items()}
-        wanted = sources if params.use_buffers else self._parameters
-        self._groups = _by_kind({n: t for n, t in wanted.items() if t.is_floating_point()})
-        averaged = {n for names in self._groups for n in names}
-        self._copied = [n for n in sources if n not in averaged]
+        self._averages = {n: t.detach().clone() for n, t in self._sources().items()}
+        self._exchanged: list[str] = []
 
     def _sources(self) -> dict[str, torch.Tensor]:
-        """What is averaged, as it is now: modules may replace a buffer."""
+        """What is averaged, as it is now: modules may replace a buffer, make one as late as in a forward pass, or let it grow."""
         return {**self._parameters, **{f"buffers.{n}": b for n, b in plain_buffers(self._prepared.module)}}
 
     @property
@@ -166,17 +162,30 @@ class AveragedWeights:
         """Take the module's present weights into the averages."""
         count, params, sources = self.n_averaged, self.params, self._sources()
         self.n_averaged += 1
-        for name in self._copied if count else sources:
-            local(self._averages[name]).copy_(local(sources[name]))
-        if count == 0:
-            return
+        self._averages = {n: a for n, a in self._averages.items() if n in sources}
+        wanted = sources if params.use_buffers else self._parameters
+        going_on = {n: t for n, t in wanted.items() if count and self._fits(n, t) and (t.is_floating_point() or t.is_complex())}
+        for name, source in sources.items():
+            if name not in going_on:
+                self._take(name, source)
         if params.averaging_method == "swa":
             bring_forward = get_swa_multi_avg_fn()
         else:
             lit = (2 + count) / (11 + count) if params.use_lit else 1.0  # n is count + 1
             bring_forward = get_ema_multi_avg_fn(min(params.ema_decay, lit))
-        for names in self._groups:
+        for names in _by_kind(going_on):
             bring_forward([local(self._averages[n]) for n in names], [local(sources[n]) for n in names], count)
+
+    def _fits(self, name: str, tensor: torch.Tensor) -> bool:
+        average = self._averages.get(name)
+        return average is not None and average.shape == tensor.shape
+
+    def _take(self, name: str, value: torch.Tensor) -> None:
+        """One average as it is; of a buffer that is new or has another shape the average begins anew."""
+        if not self._fits(name, value):
+            self._averages[name] = value.detach().clone()
+        elif value is not self._averages[name]:  # a checkpoint is read in place
+            local(self._averages[name]).copy_(local(value))
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -195,9 +204,12 @@ class AveragedWeights:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        # By value: others hold on to the parameters' memory, and so do compiled graphs.
-        for name, source in self._sources().items():
-            mine, average = local(source), local(self._averages[name])
+        # By value: others hold on to the parameters' memory, and so do compiled graphs. What an evaluation made is the module's own.
+        sources = self._sources()
+        names = self._exchanged if self.applied_now else sources
+        self._exchanged = [n for n in names if n in sources and self._fits(n, sources[n])]
+        for name in self._exchanged:
+            mine, average = local(sources[name]), local(self._averages[name])
             kept = mine.clone()
             mine.copy_(average)
             average.copy_(kept)
@@ -229,11 +241,24 @@ class AveragedWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name, average in self._averages.items():
-            saved = state_dict[name]
-            if saved is not average:  # a checkpoint is read in place
-                average.copy_(saved)
+        for name in self._averages.keys() | {n for n, value in state_dict.items() if isinstance(value, torch.Tensor)}:
+            self._take(name, state_dict[name])
         self.n_averaged, self.passed = state_dict["n_averaged"], state_dict["passed"]
+
+    def room(self, me: str, saved: Mapping[str, tuple[torch.dtype, list[int]]]) -> dict[str, torch.Tensor]:
+        """Tensors to be filled from a checkpoint: averages of buffers that had another shape there, or are not here yet.
+
+        Args:
+            me: this state's name in the checkpoint.
+        """
+        found, like = {}, next(iter(self._averages.values()))
+        for key, (dtype, shape) in saved.items():
+            name = key.removeprefix(f"{me}.")
+            if name != key and name.startswith("buffers."):
+                average = self._averages.get(name)
+                if average is None or list(average.shape) != shape:
+                    found[name] = torch.empty(shape, dtype=dtype, device=like.device)
+        return found
 
 
 def _by_kind(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
