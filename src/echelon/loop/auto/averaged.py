@@ -204,7 +204,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        # By value: others hold on to the parameters' memory, and so do compiled graphs. What an evaluation made is the module's own.
+        # By value: others hold on to the parameters' memory, and so do compiled graphs. What an evaluation made stays.
         sources = self._sources()
         names = self._exchanged if self.applied_now else sources
         self._exchanged = [n for n in names if n in sources and self._fits(n, sources[n])]
