@@ -1,6 +1,6 @@
 """Planned against measured on CPUs: memory of a rank, and seconds of an update, under each layout.
 
-    python bench/plan_cpu.py [--model gpt|resnet|llama ...] [--only 2:fsdp ...] [--time] [--json]
+    python bench/plan_cpu.py [--model gpt|resnet|llama|moe ...] [--only 2:fsdp ...] [--time] [--json]
 
 Memory: the resident memory of the fullest rank at its largest, above that before the model was built, when torch's kernels and
 gloo were loaded. glibc gives every larger
@@ -67,6 +67,7 @@ CASES = (
     *(Case("gpt", 4, layout, 2) for layout in ("ddp", "fsdp", "dp_shard=2,tp=2", "pp=2,dp_shard=2")),
     *(Case("resnet", ranks, layout) for ranks, layout in ((1, "none"), (2, "ddp"), (2, "zero1"), (2, "fsdp"))),
     *(Case("llama", ranks, layout) for ranks, layout in ((1, "none"), (2, "ddp"), (2, "fsdp"), (2, "tp=2"), (4, "fsdp"))),
+    *(Case("moe", ranks, layout) for ranks, layout in ((1, "none"), (2, "fsdp"), (2, "ep=2"), (4, "fsdp"), (4, "ep=4"))),
 )
 
 
@@ -103,6 +104,21 @@ def built(model: str) -> tuple[nn.Module, Any]:
         )
         tokens = torch.randint(0, 8192, (64, 256))
         return LlamaForCausalLM(config), (tokens,)
+    if model == "moe":
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        moe = Qwen3MoeConfig(
+            vocab_size=8192,
+            hidden_size=512,
+            moe_intermediate_size=512,
+            num_hidden_layers=6,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            num_experts=16,
+            num_experts_per_tok=2,
+            use_cache=False,
+        )
+        return Qwen3MoeForCausalLM(moe), (torch.randint(0, 8192, (64, 256)),)
     tokens = torch.randint(0, 8192, (64, 256))
     return Llama(Size(width=768, depth=8, heads=12, kv_heads=12, hidden=2048, vocabulary=8192, context=256)), (tokens,)
 
@@ -135,8 +151,9 @@ class Watch(ech.Callback):
 
 def warm_up(model: str) -> None:
     """What Python, torch's kernels and gloo load when they are first used is no tensor of the model's."""
-    if model == "llama":
-        import transformers.models.llama.modeling_llama  # noqa: F401
+    if model in ("llama", "moe"):
+        import transformers.models.llama.modeling_llama
+        import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
     small: nn.Module = nn.Sequential(Basic(3, 4, 2), nn.Flatten(), nn.Linear(64, 8)) if model == "resnet" else nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(small.parameters(), fused=True)
     data = torch.randn(2, 3, 8, 8) if model == "resnet" else torch.randn(2, 8)
@@ -205,7 +222,7 @@ def measured(case: Case, env: Mapping[str, str]) -> dict[str, float]:
 
 def main() -> None:
     parser = options(__doc__, rounds=1)
-    parser.add_argument("--model", nargs="+", choices=["gpt", "resnet", "llama"])
+    parser.add_argument("--model", nargs="+", choices=["gpt", "resnet", "llama", "moe"])
     parser.add_argument("--only", nargs="+", metavar="RANKS:LAYOUT")
     parser.add_argument("--time", action="store_true", help="calibrate this machine, and compare seconds, too")
     arguments = parser.parse_args()

@@ -51,6 +51,9 @@ def test_layouts_are_products_of_axes_that_the_nodes_allow() -> None:
     }
     assert (two_nodes["dp_shard=4,tp=4"].parameters, two_nodes["dp_shard=4,tp=4"].ways) == (16, 4)
     assert candidates(1, 8) == []
+    with_experts = {each.layout: each for each in candidates(16, 8, 24) if each not in two_nodes.values()}
+    assert set(with_experts) == {"ep=2", "ep=4", "ep=8", "dp_replicate=2,dp_shard=8,ep=8", "pp=2,dp_shard=8,ep=8"}
+    assert [(each.parameters, each.ways) for each in with_experts.values()] == [(16, 8), (16, 16), (16, 16), (16, 16), (8, 16)]
 
 
 def test_what_cannot_fit_is_not_traced_and_the_rest_has_few_micro_batches() -> None:

@@ -87,6 +87,7 @@ class Answer:
         waits: seconds in which these waited for collectives, by kind.
         mfu: share of the device's peak that the model's own products and attention take, without what is computed again.
         parameter_bytes: of the whole model.
+        experts: the largest number that divides the experts of each layer that has some.
         recompute: repeated blocks were computed again in the backward pass, in place of what the script recomputes.
         stages: of a pipeline, the peak of each; the one shown is the fullest, and times are means over all.
         dtype: of most products and attention.
@@ -115,6 +116,7 @@ class Answer:
     waits: dict[str, float] | None = None
     mfu: float = 0.0
     parameter_bytes: int = 0
+    experts: int = 0
     recompute: bool = False
     stages: list[int] | None = None
     dtype: str = ""
@@ -154,14 +156,20 @@ class Setting:
     shapes: tuple[tuple[str, int], ...] = ()
 
 
-def layouts_for(ranks: int, per_node: int) -> list[str]:
-    """Those that are tried beside a script's own, from the simplest on."""
+def layouts_for(ranks: int, per_node: int, experts: int = 0) -> list[str]:
+    """Those that are tried beside a script's own, from the simplest on.
+
+    Args:
+        experts: of a layer.
+    """
     if ranks == 1:
         return []
     found = ["ddp", "zero1", "zero2", "fsdp"]
     if ranks > per_node and ranks % per_node == 0:
         found.append("hsdp")
     found += [f"dp_shard={ranks // tp},tp={tp}" for tp in (2, 4, 8) if tp <= per_node and ranks % tp == 0 and ranks > tp]
+    if (ep := math.gcd(ranks, per_node, experts)) > 1 and experts:
+        found.append(f"ep={ep}")
     return found
 
 
@@ -177,7 +185,7 @@ def plan_memory(target: Target, setting: Setting, *, layouts: Sequence[str] = ()
     own = traced(target, None, setting)
     if own.why and not own.model:
         return [own]  # the script ended before it gave a module: under each layout it would say so once more
-    others = [layout for layout in layouts or layouts_for(setting.ranks, setting.per_node) if layout != own.layout]
+    others = [layout for layout in layouts or layouts_for(setting.ranks, setting.per_node, own.experts) if layout != own.layout]
     return [own, *all_traced([Job(target, layout, setting) for layout in others])]
 
 
@@ -320,6 +328,7 @@ def _trace(there: Connection, job: Job) -> None:
             model=model.name,
             parameters=model.parameters,
             parameter_bytes=model.parameter_bytes,
+            experts=model.experts,
             state=state_by_formula(model.layout, setting, model.parameter_bytes),
         )
 

@@ -9,6 +9,7 @@ tests/planner/test_pretended.py fails where a version has something else in its 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 import types
@@ -30,8 +31,10 @@ from torch.distributed._tools.fake_collectives import CollectiveOp, collective_o
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from echelon.common.errors import PlanError
+from echelon.planner.values import Values
 from echelon.world import agree
 
 __all__ = [
@@ -182,6 +185,18 @@ _MOST_READ = 20_000
 _CHOSEN = "_echelon_chosen"  # an attribute of tensors of which so many elements are chosen
 
 
+@functools.cache
+def _depends_on_values(op: Any) -> bool:
+    """Whether shapes do not say what it gives. An index may be a mask, which is one for each of its dimensions."""
+    tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    return bool(tags & set(op.tags)) and op.overloadpacket not in _INDEX
+
+
+def _place_in_group(op: Any, args: Any) -> tuple[int, int]:
+    group = CollectiveOp.get_process_group(op, args)
+    return group.rank(), group.size()
+
+
 def _line() -> str:
     """Where the operator under way is called, outside of torch and echelon."""
     frame: types.FrameType | None = sys._getframe(1)
@@ -191,8 +206,8 @@ def _line() -> str:
 
 
 class NoMemory(FakeTensorMode):
-    """Tensors with a shape and no memory. Who reads a value gets 1, as of a loss, a count or `all()`; of `any()`, and
-    of a count of infs, 0.
+    """Tensors with a shape and no memory. Who reads a value that is not known (`Values`) gets 1, as of a loss, a count or `all()`;
+    of `any()`, and of a count of infs, 0.
 
     Args:
         shapes: by the line, as in "train.py:8", how many elements are chosen where only values say how many.
@@ -203,11 +218,35 @@ class NoMemory(FakeTensorMode):
     def __init__(self, shapes: Mapping[str, int] | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.shapes, self.read = shapes or {}, 0
+        self._values = Values(lambda tensor: isinstance(tensor, FakeTensor), _place_in_group, _disable_current_modes)
         self._read_at: Counter[str] = Counter()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _depends_on_values(op):
+            known, made = self._known(op, args, kwargs)
+            if known:
+                return made
+        made = self._without_memory(op, types, args, kwargs)
+        self._values.follow(op, made, args, kwargs)
+        return made
+
+    def _known(self, op: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+        """Whether values say what such an operator gives, and that."""
+        if _line() in self.shapes:
+            return False, None
+        values = self._values.given_by(op, args, kwargs)
+        if values is None:
+            return False, None
+        with _disable_current_modes():
+            made = tree_map_only(torch.Tensor, self.from_tensor, values)
+        self._values.keep(made, values)
+        return True, made
+
+    def _without_memory(self, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if (of_count := _BY_COUNT.get(op)) is not None:
-            return of_count(args[0], self._chosen(op, args[0]))
+            mask = args[1].expand(args[0].shape) if op is aten.masked_select.default else None
+            return of_count(args[0], self._chosen(op, args[0], mask))
         if op.overloadpacket in _INDEX:
             args = (args[0], [each for index in args[1] for each in self._without_mask(op, index)], *args[2:])
         if op is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
@@ -218,6 +257,10 @@ class NoMemory(FakeTensorMode):
         if op in (aten.allclose.default, aten.equal.default):
             self._reads()
             return True
+        if op is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:  # of which alone torch knows the shape
+            with self:
+                halves = [each.to(torch.bfloat16) for each in args[:2]]
+                return op(*halves, *args[2:], **kwargs).to(args[0].dtype)
         made = super().__torch_dispatch__(op, types, args, kwargs)
         if op.overloadpacket is aten.any:
             setattr(made, _NOTHING, True)
@@ -245,15 +288,22 @@ class NoMemory(FakeTensorMode):
         count = self._chosen(op, index)
         return [index.new_empty(count, dtype=torch.int64) for _ in range(index.dim())]
 
-    def _chosen(self, op: Any, tensor: torch.Tensor) -> int:
+    def _chosen(self, op: Any, tensor: torch.Tensor, mask: torch.Tensor | None = None) -> int:
         """How many elements of it, or different ones, there are for the script. The same in the backward pass.
+
+        Args:
+            mask: that chooses, if it is not the tensor itself.
 
         Raises:
             PlanError: nothing says so.
         """
         if (count := getattr(tensor, _CHOSEN, None)) is None:
             line = _line()
-            if (count := self.shapes.get(line)) is None:
+            count = self.shapes.get(line)
+            if count is None and (value := self._values.of(tensor if mask is None else mask)) is not None:
+                with _disable_current_modes():
+                    count = int(value.count_nonzero())
+            if count is None:
                 raise PlanError(
                     f"{line} must choose a known number of elements to be planned, got {op.overloadpacket.__name__} of a tensor "
                     f"of shape {tuple(tensor.shape)}, whose values a plan does not have. Say how many it mostly is: "
@@ -264,6 +314,10 @@ class NoMemory(FakeTensorMode):
 
     def ones_of(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
         """For who reads all values of a tensor at once."""
+        if (value := self._values.of(tensor)) is not None:
+            with _disable_current_modes():
+                known: npt.NDArray[Any] = value.numpy()
+                return known
         self.read += tensor.numel()
         return np.ones(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 

@@ -4,6 +4,7 @@ with recomputed blocks where that is faster, or all that fits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -34,9 +35,10 @@ _PIPELINES = (2, 4, 8)  # stages that are tried; each is traced as a rank of eve
 _MICRO_BATCHES = 4  # for each stage, so that about a fifth of the update is spent on filling and emptying a pipeline
 
 
-def candidates(ranks: int, per_node: int) -> list[Candidate]:
+def candidates(ranks: int, per_node: int, experts: int = 0) -> list[Candidate]:
     """dp_replicate x dp_shard x tp, where a node has the ranks of tp, and shards lie over all of the ways or over a node's; over
-    several nodes also pp x dp_shard, with layers whole or over all of a node.
+    several nodes also pp x dp_shard, with layers whole or over all of a node. Experts, if a layer has so many, are also divided
+    over 2, 4, ... of the ranks that shard, with pipelines over a node's.
     """
     found = [Candidate("ddp", 1, 1, ranks), Candidate("zero1", 1, ranks, ranks)] if ranks > 1 else []
     tensor = [tp for tp in (1, 2, 4, 8) if tp <= per_node and ranks % tp == 0 and ranks > tp]
@@ -52,7 +54,20 @@ def candidates(ranks: int, per_node: int) -> list[Candidate]:
             axes = {"pp": pp, "dp_shard": ranks // pp // tp, "tp": tp}
             words = ",".join(f"{axis}={many}" for axis, many in axes.items() if many > 1)
             found.append(Candidate(words, ranks, ranks, ranks // pp // tp, pp))
+            if tp == 1 and experts and (ep := math.gcd(axes["dp_shard"], per_node, experts)) > 1:
+                found.append(Candidate(f"{words},ep={ep}", ranks, ranks, ranks // pp, pp))
+    divided = math.gcd(ranks, experts) if experts else 1
+    found += [Candidate(f"ep={ep}", ranks, ranks, ranks) for ep in _powers_of_two(divided)]
+    if ranks > per_node and ranks % per_node == 0:
+        copies = f"dp_replicate={ranks // per_node},dp_shard={per_node}"
+        within = _powers_of_two(math.gcd(per_node, divided))
+        found += [Candidate(f"{copies},ep={ep}", per_node, per_node, ranks) for ep in within[-1:]]
     return found
+
+
+def _powers_of_two(most: int) -> list[int]:
+    """That divide it, from 2 on."""
+    return [2**by for by in range(1, most.bit_length()) if most % 2**by == 0]
 
 
 Try = tuple[str, int, bool]  # a layout, with so many micro-batches, with or without recomputed blocks
@@ -91,7 +106,7 @@ def found_best(first: Answer, setting: Setting, trace: Trace) -> tuple[list[Answ
     budget, held = setting.budget or 0, (first.by_kind or {}).get("parameters", 0)
     # Bytes for each of the parameters'; unknown where a layout splits the one and not the other.
     optimizer = (first.by_kind or {}).get("optimizer", 0) / held if held and not first.layout.startswith("zero") else 0.0
-    for each in candidates(setting.ranks, setting.per_node):
+    for each in candidates(setting.ranks, setting.per_node, first.experts):
         alone = int(first.parameter_bytes * (1 / each.parameters + optimizer / each.optimizer))
         if alone > budget and each.layout != first.layout:
             why = f"parameters and the optimizer's state alone are {size(alone)} on a rank"

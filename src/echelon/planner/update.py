@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from echelon.loop.records.utilization import tokens_of
 from echelon.loop.samples import samples_of
 from echelon.loop.state import State
 from echelon.loop.target import Enough, Target
+from echelon.parallel.experts.distribute import count, stacked_experts
 from echelon.parallel.layouts import resolve, with_options_of
 from echelon.parallel.prepared import MicroBatch, Prepared
 from echelon.parallel.recipe.activation import ActivationCheckpointParams
@@ -71,12 +73,14 @@ class Model:
         layout: under which, as it is written for `layout=`.
         name: the module's class.
         parameters, parameter_bytes: of the whole of it.
+        experts: the largest number that divides the experts of each of its layers that has some; 0 without.
     """
 
     layout: str
     name: str
     parameters: int
     parameter_bytes: int
+    experts: int
 
 
 @dataclass
@@ -96,7 +100,8 @@ class _WithoutValues(Strategy):
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         parameters = list(module.parameters())
         size = sum(p.numel() * p.element_size() for p in parameters)
-        self.model = Model(self.name, type(module).__name__, sum(p.numel() for p in parameters), size)
+        experts = math.gcd(*map(count, stacked_experts(module).values()))
+        self.model = Model(self.name, type(module).__name__, sum(p.numel() for p in parameters), size, experts)
         self.tell(self.model)
         without_values(module, self.mode)
         if self.recompute:

@@ -62,6 +62,8 @@ def part_of_stack(stack: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
     already, and what reduces it takes the mean over fewer ranks than that of other parameters. Not by `fully_shard`'s
     `set_gradient_divide_factor`: over a single rank torch 2.13 divides twice.
     """
+    if not hasattr(stack, "placements"):  # whole, as a plan has those of a pipeline's other stages
+        return stack.chunk(dispatch.size)[dispatch.mesh.get_local_rank()]
     part: torch.Tensor = _Part.apply(stack, 1 / dispatch.size)  # type: ignore[no-untyped-call]
     return part
 

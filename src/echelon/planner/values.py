@@ -1,0 +1,157 @@
+"""The values that a plan knows: whole numbers, and what is computed of these alone.
+
+Shapes depend on them: a router's counts say how many tokens go to an expert, a mask how many elements are chosen. So an operator
+on whole numbers runs on their values, too. Those of the data are real. Where numbers that are not known decide a choice (`topk`,
+`argmax`, `sort`, `multinomial`), all that can be chosen is chosen equally often: experts have an even load. Of other ranks' values
+each is taken to be this rank's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = ["Values"]
+
+aten, c10d = torch.ops.aten, torch.ops.c10d
+
+_KNOWN = "_echelon_value"  # an attribute of tensors
+# Elements; of more, computing the values takes longer than they are worth. Counts become floats where a kernel knows no others.
+_MOST, _MOST_FLOATS = 2**26, 2**22
+# What chooses -> where the indices are in what it gives, where the dimension is in its arguments, and its default.
+_CHOICES: dict[Any, tuple[int, int, int | None]] = {
+    aten.topk.default: (1, 2, -1),
+    aten.sort.default: (1, 1, -1),
+    aten.sort.stable: (1, 2, -1),
+    aten.argsort.default: (0, 1, -1),
+    aten.argsort.stable: (0, 2, -1),
+    aten.argmax.default: (0, 1, None),
+    aten.argmin.default: (0, 1, None),
+    aten.max.dim: (1, 1, None),
+    aten.min.dim: (1, 1, None),
+    aten.multinomial.default: (0, 4, -1),
+}
+_REPLACED = {aten.set_, aten.resize_, aten.resize_as_}  # of which nothing is known afterwards
+
+
+class Values:
+    """Those of tensors without memory.
+
+    Args:
+        is_fake: whether a tensor has none.
+        place_of: of a collective's arguments, this rank's place in its group, and the group's size.
+        computing: a context in which operators compute.
+    """
+
+    def __init__(
+        self,
+        is_fake: Callable[[Any], bool],
+        place_of: Callable[[Any, Any], tuple[int, int]],
+        computing: Callable[[], contextlib.AbstractContextManager[Any]],
+    ) -> None:
+        self._is_fake, self._place_of, self._computing = is_fake, place_of, computing
+        self._lost: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """None if they are not known."""
+        if not self._is_fake(tensor):
+            return tensor if type(tensor) is torch.Tensor and not _is_float(tensor) else None
+        value: torch.Tensor | None = getattr(tensor, _KNOWN, None)
+        return None if value is None or value.untyped_storage() in self._lost else value
+
+    def given_by(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator gives for the values of its arguments, which it changes as it would; None if these are not known."""
+        if any(self.of(tensor) is None for tensor in _tensors((args, kwargs))) or op.overloadpacket in _REPLACED:
+            return None
+        args, kwargs = tree_map_only(torch.Tensor, self.of, (args, kwargs))
+        try:
+            with self._computing():
+                return op(*args, **kwargs)
+        except Exception:  # numbers that were chosen evenly need not suit the script: then they are not known
+            return None
+
+    def follow(self, op: Any, made: Any, args: Any, kwargs: Any) -> None:
+        """Keep the values of what an operator made, and of what it changed."""
+        if op.namespace in ("c10d", "_c10d_functional"):
+            with self._computing():
+                self._exchange(op, args)
+            return
+        given = None
+        first = next(_tensors((args, kwargs)), None)
+        if first is None or self.of(first) is not None:  # else it need not be looked at further: this is asked at every operator
+            results = list(_tensors(made))
+            few = all(each.numel() <= (_MOST_FLOATS if _is_float(each) else _MOST) for each in results)
+            if results and few and (first is not None or not any(map(_is_float, results))):
+                given = self.given_by(op, args, kwargs)
+        if given is not None:
+            self.keep(made, given)
+        elif op in _CHOICES:
+            with self._computing():
+                self._choose(op, list(_tensors(made)), args, kwargs)
+        elif op._schema.is_mutable:
+            self._lose(args, kwargs)
+
+    def keep(self, made: Any, values: Any) -> None:
+        for tensor, value in zip(tree_leaves(made), tree_leaves(values), strict=True):
+            if isinstance(tensor, torch.Tensor) and self._is_fake(tensor) and self.of(tensor) is not value:
+                setattr(tensor, _KNOWN, value)
+
+    def _lose(self, args: Any, kwargs: Any) -> None:
+        """Of an operator that changes some of its arguments."""
+        for tensor in _tensors((args, kwargs)):
+            if self._is_fake(tensor) and (value := self.of(tensor)) is not None:
+                self._lost.add(value.untyped_storage())
+
+    def _choose(self, op: Any, results: list[torch.Tensor], args: Any, kwargs: Any) -> None:
+        place, at, default = _CHOICES[op]
+        indices, chosen_of = results[place], args[0]
+        dim = args[at] if at < len(args) else kwargs.get("dim", default)
+        number = chosen_of.shape[dim] if dim is not None else 1
+        dim = dim if dim is not None and indices.dim() == chosen_of.dim() else -1
+        last = indices.movedim(dim, -1).shape if indices.dim() else indices.shape
+        evenly = torch.arange(math.prod(last)) % max(1, number)
+        setattr(indices, _KNOWN, evenly.view(last).movedim(-1, dim) if indices.dim() else evenly.view(()))
+
+    def _exchange(self, op: Any, args: Any) -> None:
+        """What a collective gives if other ranks send what this one does; nothing is known of those that are not here."""
+        # torch does not tell a sum from a maximum, which is what decides shapes: it is the same everywhere.
+        if op in (c10d.allreduce_.default, c10d.broadcast_.default):
+            return
+        if op is c10d._allgather_base_.default and (value := self.of(args[1])) is not None:
+            ranks = self._place_of(op, args)[1]
+            self._put(args[0], value.flatten().repeat(ranks).view(args[0].shape))
+        elif op is c10d.allgather_.default and (value := self.of(args[1][0])) is not None:
+            for tensor in _tensors(args[0]):
+                self._put(tensor, value.clone())
+        elif op is c10d.alltoall_base_.default and not any(args[3:5]) and (value := self.of(args[1])) is not None:
+            rank, ranks = self._place_of(op, args)
+            self._put(args[0], value.flatten().chunk(ranks)[rank].repeat(ranks).view(args[0].shape))
+        else:
+            self._lose(args, {})
+
+    def _put(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if (before := self.of(tensor)) is not None:
+            before.copy_(value)
+        elif self._is_fake(tensor):
+            setattr(tensor, _KNOWN, value)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each)
+
+
+def _is_float(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

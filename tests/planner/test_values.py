@@ -1,0 +1,187 @@
+"""Shapes that depend on values: a plan knows whole numbers, and what is chosen by unknown ones is chosen evenly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from echelon.common.errors import PlanError
+from echelon.planner.pretended import pretended_world
+from tests.kit.refusals import refused
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def _routed(chosen: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
+    """What code of experts, of packed sequences and of masked losses computes of whole numbers: lists, and shapes."""
+    found: dict[str, Any] = {}
+    counts = torch.bincount(chosen.flatten(), minlength=6)
+    order = chosen.flatten().argsort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order))
+    found["order"] = [counts.tolist(), order.tolist(), inverse.tolist(), counts.cumsum(0).to(torch.int32).tolist()]
+    rows = torch.randn(len(order), 3)
+    found["parts"] = [len(part) for part in rows.split(counts.tolist())]
+    hit = F.one_hot(chosen, 6).permute(2, 1, 0)
+    found["hit"] = [(which.tolist(), at.tolist()) for which, at in (torch.where(each) for each in hit)]
+    found["histogram"] = torch.histc(chosen.float(), bins=6, min=0, max=5).tolist()
+    kept = rows.view(*mask.shape, -1)[mask]
+    found["kept"] = [tuple(kept.shape), int(mask.sum()), mask.nonzero().tolist(), tuple(torch.masked_select(rows, mask.view(-1, 1)).shape)]
+    labels = torch.where(mask, chosen, -100)
+    labels[0].add_(1)  # in a view
+    labels.masked_fill_(labels > 3, 7)
+    found["changed"] = [labels.tolist(), labels.unique().tolist(), labels.max().item(), (labels == 7).any().item()]
+    found["repeated"] = torch.arange(6).repeat_interleave(counts).tolist()
+    found["numpy"] = counts.numpy().tolist()
+    return found
+
+
+def test_whole_numbers_are_what_they_would_be() -> None:
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(0, 6, (8, 2), generator=generator)
+    mask = torch.rand(8, 2, generator=generator) < 0.5
+    real = _routed(chosen, mask)
+    with pretended_world(4) as mode, mode:
+        assert _routed(chosen, mask) == real
+        assert mode.read == 0  # nothing was made up
+
+
+def test_what_unknown_numbers_choose_is_chosen_evenly() -> None:
+    with pretended_world(4) as mode, mode:
+        scores = torch.randn(12, 6)
+        for chosen in (scores.topk(2).indices, scores.topk(2, dim=0).indices, scores.argmax(-1), torch.multinomial(scores, 3)):
+            counts = torch.bincount(chosen.flatten(), minlength=6)
+            assert len(set(counts[counts > 0].tolist())) == 1
+        assert scores.topk(2).indices.tolist()[:2] == [[0, 1], [2, 3]] and scores.max(0).indices.shape == (6,)
+        assert sorted(scores.sort(0).indices[:, 3].tolist()) == list(range(12)) and scores.argmax().item() == 0
+        assert mode.read == 0
+
+
+def test_other_numbers_are_not_known() -> None:
+    with pretended_world(4) as mode, mode:
+        known = torch.zeros(4, dtype=torch.int64)
+        known.copy_(torch.randn(4))  # of values that nobody knows
+        assert known.sum().item() == 1 and mode.read == 1
+        with refused(PlanError):
+            known.nonzero()
+
+
+def test_other_ranks_send_what_this_one_sends() -> None:
+    with pretended_world(4, rank=2) as mode, mode:
+        sent, got = torch.arange(8), torch.empty(8, dtype=torch.int64)
+        dist.all_to_all_single(got, sent)
+        assert got.tolist() == [4, 5] * 4
+        gathered = torch.empty(32, dtype=torch.int64)
+        dist.all_gather_into_tensor(gathered, sent)
+        assert gathered.tolist() == list(range(8)) * 4
+        each = [torch.empty(8, dtype=torch.int64) for _ in range(4)]
+        dist.all_gather(each, sent)
+        assert all(part.tolist() == list(range(8)) for part in each)
+        most = sent.max()
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        assert most.item() == 7 and mode.read == 0
+
+
+DIM, HIDDEN, EXPERTS, TOKENS = 64, 128, 8, 16
+
+MOE = f"""
+import torch
+import echelon as ech
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            ech.nn.MoE({DIM}, ech.nn.GroupedExperts({DIM}, {HIDDEN}, {EXPERTS}), top_k=2) for _ in range(2)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+class Fit(ech.AutoUnit):
+    def compute_loss(self, state, data):
+        return self.module(data[0]).square().mean(), None
+
+    def configure_optimizers_and_lr_scheduler(self, module):
+        return torch.optim.AdamW(module.parameters()), None
+
+data = torch.utils.data.TensorDataset(torch.randn(64, {TOKENS}, {DIM}))
+ech.train(Fit(module=Model(), layout="fsdp"), ech.Loader(data, global_batch=8), max_updates=3)
+"""
+
+# One expert after the other, with the tokens that chose it: as it is written by hand everywhere.
+BY_HAND = f"""
+import torch
+import echelon as ech
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = torch.nn.Linear({DIM}, {EXPERTS}, bias=False)
+        self.each = torch.nn.ModuleList(torch.nn.Linear({DIM}, {DIM}, bias=False) for _ in range({EXPERTS}))
+
+    def forward(self, x):
+        x = x.flatten(0, 1)
+        weights, chosen = torch.topk(self.gate(x).softmax(-1), 2)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.each):
+            rows, place = torch.where(chosen == number)
+            if rows.numel():
+                out.index_add_(0, rows, expert(x[rows]) * weights[rows, place, None])
+        return out
+
+model = Experts()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(64, {TOKENS}, {DIM}), torch.arange(64 * {TOKENS}).view(64, -1) % 4 > 0)
+model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(data, global_batch=8), layout="ddp")
+for epoch in ech.epochs(loader, 1):
+    for x, keep in loader:
+        with ech.window(model) as window:
+            out = model(x)
+            window.backward(out[keep.flatten()].square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+def _planned(command: Command, folder: Path, script: str, *options: str) -> dict[str, dict[str, Any]]:
+    (folder / "train.py").write_text(textwrap.dedent(script))
+    done = command("plan", *options, "--json", "train.py")
+    assert done.stdout, done.stderr
+    return {each["layout"]: each for each in json.loads(done.stdout)["layouts"]}
+
+
+@pytest.mark.full
+def test_layers_of_experts_are_planned_and_divided(tmp_path: Path, echelon_command: Command) -> None:
+    layouts = _planned(echelon_command, tmp_path, MOE, "--gpus", "4")
+    assert not any(each["why"] for each in layouts.values() if "tp" not in each["layout"]), layouts
+    fsdp, divided = layouts["fsdp"], layouts["ep=4"]
+    rows = 2 * TOKENS  # of a rank; each goes to two experts, through three products, and twice as many backward
+    product, gate = 2 * (2 * rows) * DIM * HIDDEN, 2 * rows * DIM * EXPERTS
+    assert fsdp["flops"] == 2 * (9 * product + 3 * gate) - 2 * product - gate  # the data need no gradient
+    assert divided["flops"] == fsdp["flops"]  # all ranks have as many rows
+    experts = 4 * 2 * 3 * EXPERTS * DIM * HIDDEN
+    assert divided["by_kind"]["parameters"] == pytest.approx(experts / 4, rel=0.1)
+    assert divided["by_kind"].get("gathered", 0) < experts / 4 < fsdp["by_kind"]["gathered"] + experts / 2
+    assert divided["sent"] < fsdp["sent"]  # tokens in place of weights
+    [stages] = _planned(echelon_command, tmp_path, MOE, "--gpus", "4", "--only", "pp=2,dp_shard=2,ep=2").values()
+    assert not stages["why"] and stages["by_kind"]["parameters"] == pytest.approx(experts / 4, rel=0.1)
+
+
+@pytest.mark.full
+def test_experts_one_by_one_and_a_masked_loss_need_no_shapes(tmp_path: Path, echelon_command: Command) -> None:
+    [found] = _planned(echelon_command, tmp_path, BY_HAND, "--gpus", "2", "--only", "yours").values()
+    rows = 4 * TOKENS
+    assert not found["why"] and found["read"] == 1, found  # the loss, to be told
+    assert found["flops"] == 2 * rows * DIM * (EXPERTS * 2 + 2 * DIM * 3) - 2 * rows * 2 * DIM * DIM
