@@ -35,7 +35,8 @@ def _routed(chosen: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
     found["hit"] = [(which.tolist(), at.tolist()) for which, at in (torch.where(each) for each in hit)]
     found["histogram"] = torch.histc(chosen.float(), bins=6, min=0, max=5).tolist()
     kept = rows.view(*mask.shape, -1)[mask]
-    found["kept"] = [tuple(kept.shape), int(mask.sum()), mask.nonzero().tolist(), tuple(torch.masked_select(rows, mask.view(-1, 1)).shape)]
+    selected = torch.masked_select(rows, mask.view(-1, 1))
+    found["kept"] = [tuple(kept.shape), int(mask.sum()), mask.nonzero().tolist(), tuple(selected.shape)]
     labels = torch.where(mask, chosen, -100)
     labels[0].add_(1)  # in a view
     labels.masked_fill_(labels > 3, 7)

@@ -2,8 +2,8 @@
 
 Shapes depend on them: a router's counts say how many tokens go to an expert, a mask how many elements are chosen. So an operator
 on whole numbers runs on their values, too. Those of the data are real. Where numbers that are not known decide a choice (`topk`,
-`argmax`, `sort`, `multinomial`), all that can be chosen is chosen equally often: experts have an even load. Of other ranks' values
-each is taken to be this rank's.
+`argmax`, `sort`, `multinomial`), all that can be chosen is chosen equally often: experts have an even load. What other ranks have
+is taken to be what this one has.
 """
 
 from __future__ import annotations
