@@ -206,8 +206,8 @@ def _line() -> str:
 
 
 class NoMemory(FakeTensorMode):
-    """Tensors with a shape and no memory. Who reads a value that is not known (`Values`) gets 1, as of a loss or `all()`; of `any()`,
-    and of a count of infs, 0.
+    """Tensors with a shape and no memory. Who reads a value that is not known (`Values`) gets 1, as of a loss or of `all()`; of
+    `any()`, and of a count of infs, 0.
 
     Args:
         shapes: by the line, as in "train.py:8", how many elements are chosen where only values say how many.
