@@ -194,6 +194,9 @@ def test_exports_are_read_by_others_and_come_back(saved: Any, tmp_path: Path, ca
     assert not list(tmp_path.glob(".*"))
     code, text = _run(capsys, "export", folder, tmp_path / "x", "--state", "modul")
     assert code == 2 and "holds no tensors of the state 'modul'" in text
+    for command in (("export", folder, "a.safetensors"), ("export", folder, "a.ckpt"), ("import", tmp_path / "model.pt", "a.pt")):
+        code, text = _run(capsys, *command[:2], tmp_path / command[2])  # no folder of this name
+        assert code == 2 and "OUT must be a folder" in text and not (tmp_path / command[2]).exists()
 
 
 def test_a_damaged_checkpoint_is_not_exported(saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,8 @@ from echelon.contracts.run_dir import find_run
 
 __all__ = ["add_arguments", "execute"]
 
+_TORCH = (".pt", ".pth", ".bin")  # what torch.load's files are called
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="what", required=True, metavar="COMMAND")
@@ -225,9 +227,9 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     from echelon.checkpoint import export
 
-    out = Path(arguments.out)
+    out = _folder_or_torch(arguments.out)
     path, state = _chosen(arguments.path, best=arguments.best, state=arguments.state)
-    if out.suffix in (".pt", ".pth", ".bin"):
+    if out.suffix in _TORCH:
         written = [export.export_torch(path, out, state=state)]
     else:
         written = export.export_safetensors(path, out, state=state, shard_bytes=_bytes(arguments.shard_size))
@@ -241,10 +243,19 @@ def _import(arguments: argparse.Namespace) -> int:
     source = Path(arguments.path)
     if not source.exists():
         raise CheckpointNotFoundError(f"{source} does not exist.", path=str(source))
-    out, size = Path(arguments.out), _bytes(arguments.shard_size)
+    out, size = _folder_or_torch(arguments.out, torch=False), _bytes(arguments.shard_size)
     written = export.convert(source, out, shard_bytes=size, trust_pickle=arguments.trust_pickle)
     print(*written, sep="\n")
     return 0
+
+
+def _folder_or_torch(text: str, *, torch: bool = True) -> Path:
+    """Where to write: a folder is not made under a name that others take for a file of weights."""
+    out = Path(text)
+    if out.suffix in (".safetensors", ".ckpt", *([] if torch else _TORCH)) and not out.is_dir():
+        file = f", or a file NAME{', NAME'.join(_TORCH)} for torch.load" if torch else ""
+        raise CommandError(f"OUT must be a folder for model.safetensors{file}, got {out}. Name the folder.")
+    return out
 
 
 def _size(size: float) -> str:
