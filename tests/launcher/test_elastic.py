@@ -415,6 +415,25 @@ def test_sigusr1_ends_ranks_that_wait_for_one_that_has_not_come(started: Started
     started.all_gone()
 
 
+SWALLOWS = """
+import os, signal
+if os.environ["RANK"] == "0":
+    try:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    except SystemExit:
+        pass
+    import echelon as ech
+    ech.init_from_env()
+"""
+
+
+def test_a_request_to_stop_that_was_lost_before_the_ranks_meet_is_heard_as_they_do(started: Started) -> None:
+    """As where Python compiles an import: it drops what a signal's handler raises. The rank waited for those that had left."""
+    launcher = started.run("--ranks", "2", "--grace", "300", "--name", "x", started.script(SWALLOWS))
+    _, err = launcher.communicate(timeout=120)
+    assert launcher.returncode == REQUEUE and b"SIGUSR1 came before" in err, err.decode()
+
+
 @pytest.mark.full
 def test_who_does_not_leave_with_the_others_is_stopped_after_the_grace_time(started: Started) -> None:
     launcher = started.run("--ranks", "2", "--grace", "0.5", "--name", "x", started.script(WAITS), "deaf")

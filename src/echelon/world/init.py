@@ -144,6 +144,7 @@ def init_from_env(
     if float32_matmul_precision is not None:
         torch.set_float32_matmul_precision(float32_matmul_precision)
     if joins:
+        stop.leave_if_asked()
         set_threads(info)
         named = device_type is not None or DEVICE_VARIABLE in os.environ
         _join(info, pg_backend or _backend_of(device), wait, device, named=named)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from echelon.contracts.stopping import REQUEUE, SIGNALS, leave, note
+from echelon.contracts.stopping import REQUEUE, SIGNALS, heard, leave, note
 
 __all__ = ["asked", "asked_elsewhere", "hear_from_now_on", "leave_if_asked", "leaving", "listening"]
 
@@ -79,9 +79,12 @@ def hear_from_now_on() -> dict[signal.Signals, Any]:
 
 
 def leave_if_asked() -> None:
-    """Call it before work other than training: raises SystemExit(75) if a stop was requested meanwhile."""
-    if _asked is not None and _tell is None and not _leaving:
-        logger.warning("%s came before training began; exit code %s asks the launcher to start again", _asked, REQUEUE)
+    """Call it before work other than training: raises SystemExit(75) if a stop was requested meanwhile.
+
+    Also before `hear_from_now_on`: what a handler raises is lost where Python compiles an import, or frees an object.
+    """
+    if (told := _asked or heard()) and _tell is None and not _leaving:
+        logger.warning("%s came before training began; exit code %s asks the launcher to start again", told, REQUEUE)
         raise SystemExit(REQUEUE)
 
 
