@@ -63,7 +63,10 @@ _NOTHING = "_echelon_is_nothing"  # an attribute of tensors whose value is 0
 @contextlib.contextmanager
 def pretended_world(size: int, rank: int = 0, shapes: Mapping[str, int] | None = None) -> Iterator[NoMemory]:
     """This process is `rank` of `size`; every other one is taken to say what this one says. Gives the mode of its tensors."""
-    mode = NoMemory(shapes)
+    mode, threads = NoMemory(shapes), torch.get_num_threads()
+    # Only values are computed, a few at a time: threads that meet after each part of a sort wait longer than it takes, beside
+    # other processes that trace.
+    torch.set_num_threads(1)
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         with (
@@ -79,6 +82,7 @@ def pretended_world(size: int, rank: int = 0, shapes: Mapping[str, int] | None =
         ):
             yield mode
     finally:
+        torch.set_num_threads(threads)
         dist.destroy_process_group()
 
 
