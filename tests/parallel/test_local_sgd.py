@@ -204,6 +204,40 @@ def test_a_checkpoint_holds_what_a_meeting_would_have_given(ranks: Ranks, tmp_pa
             assert all(torch.equal(got[n], want[n]) for n in want), (step, reader)
 
 
+class Caching(nn.Module):
+    """Its table is made in the first forward pass and grows with what it is asked, as that of rotary embeddings does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.rows = net(), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > self.rows:
+            self.rows = len(x)
+            self.register_buffer("table", torch.arange(self.rows).double(), persistent=False)
+        return self.net(x) + 0.1 * self.table[: len(x), None]
+
+
+def _cached(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Trained from that step on, evaluated between two meetings with a longer batch than any before, and trained with that."""
+    unit, loader = (
+        Unit(module=Caching(), layout=ech.layouts.LocalSGDStrategy(every=3), optimizer="SGD"),
+        ech.Loader(DATA, 8, seed=1),
+    )
+    if step:
+        ech.DistributedCheckpointSaver.restore(str(folder / f"step-{step:08d}"), unit, train_dataloader=loader)
+    saver = ech.DistributedCheckpointSaver(folder / f"from-{step}" if step else folder, save_every_n_updates=1)
+    ech.fit(unit, loader, [batch(7, 0)], max_updates=5, evaluate_every_n_updates=5, callbacks=[saver])
+    ech.train(unit, [batch(7, 1)], max_epochs=unit.train_progress.num_epochs_completed + 1)
+    return whole(unit.module)
+
+
+def test_a_buffer_that_a_pass_makes_or_lets_grow_is_no_obstacle(ranks: Ranks, tmp_path: Path) -> None:
+    """A run could not be resumed between two meetings; what an evaluation had let grow was cut again."""
+    want = ranks(2, _cached, tmp_path, 0)[0]
+    assert largest_difference(ranks(2, _cached, tmp_path, 4)[0], want) == 0
+
+
 VALID: dict[str, Any] = {"since": 1, "weight": 4.0, "values": {}, "optimizer": {}, "anchor": {}, "outer": {}}
 
 

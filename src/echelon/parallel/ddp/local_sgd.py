@@ -168,7 +168,8 @@ class Worker(nn.Module):
         if own is not None:
             named = self._named()
             for name, tensor in own.items():
-                named[name].data = tensor
+                if name in named and named[name].shape == tensor.shape:  # else an evaluation let a buffer grow
+                    named[name].data = tensor
 
     def _named(self) -> dict[str, torch.Tensor]:
         return dict(plain_names(self.module)) | dict(plain_buffers(self.module))
@@ -207,7 +208,10 @@ class Worker(nn.Module):
         named = self._named()
         since, weight, values, anchor = _checked(saved, named)
         for name, tensor in values.items():
-            named[name].copy_(tensor)
+            if name in named and named[name].shape != tensor.shape:
+                named[name].data = tensor.to(named[name])
+            elif name in named:  # else a forward pass makes this buffer
+                named[name].copy_(tensor)
         for name, tensor in anchor.items():
             if name in self._anchor:
                 self._anchor[name].copy_(tensor)
@@ -258,7 +262,9 @@ def _checked(saved: Any, named: Mapping[str, torch.Tensor]) -> tuple[int, float,
     for part in ("values", "anchor"):
         for name, tensor in saved[part].items():
             living = named.get(name)
-            if living is None or not isinstance(tensor, torch.Tensor) or tensor.shape != living.shape:
+            is_buffer = part == "values" and not isinstance(living, nn.Parameter)  # of which passes make some, and let some grow
+            fits = is_buffer or (living is not None and tensor.shape == living.shape)
+            if not isinstance(tensor, torch.Tensor) or not fits:
                 raise CheckpointCorruptError(f"the checkpoint holds {name!r} of a worker, which does not fit this module.")
     return since, weight, saved["values"], saved["anchor"]
 
