@@ -276,6 +276,7 @@ import torch.distributed as dist
 import echelon as ech
 
 assert torch.cuda.is_available() and torch.accelerator.is_available(), "no GPU"
+assert os.environ["WANDB_MODE"] == "disabled"  # a plan is no run
 dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 assert device.type == "cuda" and torch.cuda.device_count() == 2 and torch.accelerator.current_accelerator().type == "cuda"

@@ -147,7 +147,8 @@ def trace_update(
     """
     here = min(per_node, ranks)
     info = RankInfo(rank=rank, local_rank=rank % here, world_size=ranks, local_world_size=here, run_id="plan")
-    os.environ.update({**info.to_env(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    no_run = {"WANDB_MODE": "disabled"}  # nor does it wait for a tracker's server
+    os.environ.update({**info.to_env(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **no_run})
     with pretended_world(ranks, rank, shapes) as mode:
         chosen: list[_WithoutValues] = []
 
