@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from echelon.common.errors import PlanError
 from echelon.planner.pretended import pretended_world
+from echelon.planner.trace import Trace
 from tests.kit.refusals import refused
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -74,6 +75,13 @@ def test_other_numbers_are_not_known() -> None:
         assert known.sum().item() == 1 and mode.read == 1
         with refused(PlanError):
             known.nonzero()
+
+
+def test_a_number_that_autograd_saved_is_read() -> None:
+    """As echelon does of a loss that is divided by the number of samples; `examples/contrastive.py` could not be planned."""
+    with pretended_world(2) as mode, mode, Trace():
+        loss: Any = torch.randn(3, requires_grad=True).sum() / 2
+        assert loss.grad_fn._saved_other.item() == 2
 
 
 def test_other_ranks_send_what_this_one_sends() -> None:

@@ -241,6 +241,8 @@ class Trace(TorchDispatchMode):
         if not all(map(is_plain, types)):
             return NotImplemented  # what a wrapper does with its own parts comes by again
         kwargs = kwargs or {}
+        if op is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], torch.Tensor):
+            return args[0]  # of a number that autograd saved: a mode gets it as such, and the operator would not take it
         made = op(*args, **kwargs)
         if self.leaves_out():
             return made

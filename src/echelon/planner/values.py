@@ -21,7 +21,7 @@ __all__ = ["Values"]
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
-_KNOWN = "_echelon_value"  # an attribute of tensors
+_KNOWN = "_echelon_whole_numbers"  # an attribute of tensors
 # Elements; of more, computing the values takes longer than they are worth. Counts become floats where a kernel knows no others.
 _MOST, _MOST_FLOATS = 2**26, 2**22
 # What chooses -> where the indices are in what it gives, where the dimension is in its arguments, and its default.
