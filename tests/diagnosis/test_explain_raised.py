@@ -450,6 +450,14 @@ def test_a_recursion_does_not_fill_the_terminal() -> None:
     assert len(shown) == 23 and shown[11] == "  ... 80 more frames of the script, in the log" and "line 99," in shown[21]
 
 
+def test_frames_of_an_errors_cause_are_not_those_of_libraries() -> None:
+    trace = "Traceback (most recent call last):"
+    cause = [trace, '  File "train.py", line 3, in f', "KeyError: 'a'", "", "The above exception was the direct cause of ...", ""]
+    whole = "\n".join([*cause, trace, '  File "train.py", line 5, in <module>', "RuntimeError: outer"])
+    shown = render(Failure(0, 1, 0, "RuntimeError", "outer", ['File "train.py", line 5, in <module>'], traceback=whole), 1)
+    assert "in libraries" not in shown
+
+
 @pytest.mark.parametrize("said", ["train.py: error: the following arguments are required: --lr", "Error: No such option: --lr"])
 def test_what_a_parser_of_arguments_said_is_told(left: Left, said: str) -> None:
     (left.here / "rank0.log").write_text(f"usage: train.py [-h] --lr LR\n{said}\n")

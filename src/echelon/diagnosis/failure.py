@@ -112,7 +112,8 @@ def render(failure: Failure, ranks: int) -> str:
     if more > 0:  # as of a recursion without an end
         lines.append(f"  ... {more} more frames of the script, in the log")
     lines += _indented(last[max(0, more) :])
-    hidden = failure.traceback.count('\n  File "') - len(failure.user_frames)
+    own = failure.traceback.rpartition("Traceback (most recent call last)")[2]  # not those of its causes, which stand before
+    hidden = own.count('\n  File "') - len(failure.user_frames)
     if hidden > 0 and not failure.ours and failure.kind not in ("SystemExit", "exit"):
         lines.append(f"  ... {hidden} more frames in libraries, in the log")
     text = (
