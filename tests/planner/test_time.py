@@ -107,6 +107,25 @@ def test_a_causal_mask_leaves_half_of_the_keys_and_of_the_products() -> None:
     assert (mine.name, mine.kind, mine.shape, mine.flops) == ("echelon_test::attention", "attention", half.shape, half.flops)
 
 
+def test_a_product_in_groups_is_as_many_of_equally_many_rows() -> None:
+    """As of experts: 4 of 24 -> 8 features, over 64 rows, and the gradients of rows and weights."""
+    numbers: dict[int, int] = {}
+
+    def multiplies(left: torch.Tensor, right: torch.Tensor) -> tuple[Any, int]:
+        made = torch.ops.aten._grouped_mm.default(left, right, ends)
+        args = (left, right, ends)
+        op = torch.ops.aten._grouped_mm.default
+        found = operator_of(op, made, args, {}, "forward", lambda t: numbers.setdefault(id(t), len(numbers)), False)
+        assert found is not None
+        return found.shape, found.flops
+
+    ends = torch.arange(16, 65, 16, dtype=torch.int32)
+    rows, out, weights = (torch.zeros(*sizes, dtype=torch.bfloat16) for sizes in ((64, 24), (64, 8), (4, 8, 24)))
+    assert multiplies(rows, weights.mT) == ((4, 16, 8, 24), 2 * 64 * 8 * 24)
+    assert multiplies(out, weights) == ((4, 16, 24, 8), 2 * 64 * 8 * 24)
+    assert multiplies(out.mT, rows) == ((4, 8, 24, 16), 2 * 64 * 8 * 24)
+
+
 @torch.library.custom_op("echelon_test::attention", mutates_args=())
 def _attention_of_a_script(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> torch.Tensor:
     return torch.empty_like(query)

@@ -149,11 +149,23 @@ def _computes(op: Any, made: Any, args: Any, kwargs: Any) -> tuple[str, int, str
         query, key = (args[names.index(each)] for each in ("query", "key"))
         shape = (query.shape[0] * query.shape[1], query.shape[2], key.shape[2] // half, query.shape[3])
         return "attention", counted // half, dtype, shape
+    if packet is aten._grouped_mm:
+        return "product", counted, dtype, _of_groups(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
     if packet in _LEFT_AT:
         left, right = args[_LEFT_AT[packet]], args[_LEFT_AT[packet] + 1]
         batch = left.shape[0] if left.dim() == 3 else 1
         return "product", counted, dtype, (batch, left.shape[-2], right.shape[-1], left.shape[-1])
     return "product", counted, dtype, ()
+
+
+def _of_groups(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None) -> tuple[int, ...]:
+    """Of a product in groups of rows: as if all had equally many. The rows are those of the left side, or, of a weight's
+    gradient, what is summed over.
+    """
+    groups = len(ends) if ends is not None else len(left)
+    rows = left.shape[-2] // groups if left.dim() == 2 and right.dim() == 3 else left.shape[-2]
+    inner = left.shape[-1] // groups if left.dim() == right.dim() == 2 else left.shape[-1]
+    return groups, rows, right.shape[-1], inner
 
 
 _LEFT_AT = {aten.mm: 0, aten._scaled_mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
