@@ -128,12 +128,13 @@ class AveragedWeights:
         prepared.parameters_written()  # refuses here what could not be exchanged later
         # Once: sharded parameters are found under their names only while they are not gathered.
         self._parameters = {f"parameters.{n}": p for n, p in prepared.named_parameters()}
-        self._averages = {n: t.detach().clone() for n, t in self._sources().items()}
+        self._groups = _by_kind({n: p for n, p in self._parameters.items() if _can_be_averaged(p)})
+        self._averages = {n: t.detach().clone() for n, t in {**self._parameters, **self._buffers()}.items()}
         self._exchanged: list[str] = []
 
-    def _sources(self) -> dict[str, torch.Tensor]:
-        """What is averaged, as it is now: modules may replace a buffer, make one as late as in a forward pass, or let it grow."""
-        return {**self._parameters, **{f"buffers.{n}": b for n, b in plain_buffers(self._prepared.module)}}
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """As they are now: modules may replace one, make it as late as in a forward pass, or let it grow."""
+        return {f"buffers.{n}": b for n, b in plain_buffers(self._prepared.module)}
 
     @property
     def begun(self) -> bool:
@@ -160,20 +161,25 @@ class AveragedWeights:
     @torch.no_grad()
     def update(self) -> None:
         """Take the module's present weights into the averages."""
-        count, params, sources = self.n_averaged, self.params, self._sources()
+        count, params, buffers = self.n_averaged, self.params, self._buffers()
         self.n_averaged += 1
-        self._averages = {n: a for n, a in self._averages.items() if n in sources}
-        wanted = sources if params.use_buffers else self._parameters
-        going_on = {n: t for n, t in wanted.items() if count and self._fits(n, t) and (t.is_floating_point() or t.is_complex())}
+        sources = {**self._parameters, **buffers}
+        for name in self._averages.keys() - sources.keys():
+            del self._averages[name]
+        going_on = {}
+        if count and params.use_buffers:
+            going_on = {n: b for n, b in buffers.items() if self._fits(n, b) and _can_be_averaged(b)}
+        groups = [*self._groups, *_by_kind(going_on)] if count else []
+        averaged = {name for names in groups for name in names}
         for name, source in sources.items():
-            if name not in going_on:
+            if name not in averaged:
                 self._take(name, source)
         if params.averaging_method == "swa":
             bring_forward = get_swa_multi_avg_fn()
         else:
             lit = (2 + count) / (11 + count) if params.use_lit else 1.0  # n is count + 1
             bring_forward = get_ema_multi_avg_fn(min(params.ema_decay, lit))
-        for names in _by_kind(going_on):
+        for names in groups:
             bring_forward([local(self._averages[n]) for n in names], [local(sources[n]) for n in names], count)
 
     def _fits(self, name: str, tensor: torch.Tensor) -> bool:
@@ -205,7 +211,7 @@ class AveragedWeights:
     @torch.no_grad()
     def _exchange(self) -> None:
         # By value: others hold on to the parameters' memory, and so do compiled graphs. What an evaluation made stays.
-        sources = self._sources()
+        sources = {**self._parameters, **self._buffers()}
         names = self._exchanged if self.applied_now else sources
         self._exchanged = [n for n in names if n in sources and self._fits(n, sources[n])]
         for name in self._exchanged:
@@ -259,6 +265,10 @@ class AveragedWeights:
                 if average is None or list(average.shape) != shape:
                     found[name] = torch.empty(shape, dtype=dtype, device=like.device)
         return found
+
+
+def _can_be_averaged(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _by_kind(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
