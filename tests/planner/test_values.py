@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from echelon.common.errors import PlanError
-from echelon.planner.pretended import pretended_world
+from echelon.planner.pretended import pretended_world, without_values
 from echelon.planner.trace import Trace
 from tests.kit.refusals import refused
 
@@ -77,6 +77,24 @@ def test_other_numbers_are_not_known() -> None:
             known.nonzero()
 
 
+class _HasBuffers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeps: torch.Tensor
+        self.register_buffer("keeps", torch.arange(8) % 4 > 0)
+        self.register_buffer("unknown", torch.empty(8, dtype=torch.int64, device="meta"))
+
+
+def test_buffers_of_whole_numbers_keep_their_values() -> None:
+    with pretended_world(2) as mode:
+        module = _HasBuffers()
+        without_values(module, mode)
+        with mode:
+            assert torch.randn(3, 8)[:, module.keeps].shape == (3, 6) and mode.read == 0
+            with refused(PlanError):
+                module.unknown.nonzero()
+
+
 def test_a_number_that_autograd_saved_is_read() -> None:
     """As echelon does of a loss that is divided by the number of samples; `examples/contrastive.py` could not be planned."""
     with pretended_world(2) as mode, mode, Trace():
@@ -95,6 +113,9 @@ def test_other_ranks_send_what_this_one_sends() -> None:
         each = [torch.empty(8, dtype=torch.int64) for _ in range(4)]
         dist.all_gather(each, sent)
         assert all(part.tolist() == list(range(8)) for part in each)
+        sizes = torch.empty(2, dtype=torch.int64)
+        dist.broadcast(sizes, 0)  # which fills it
+        assert sizes.tolist() == [1, 1]
         most = sent.max()
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
         assert most.item() == 7 and mode.read == 0

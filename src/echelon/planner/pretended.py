@@ -86,8 +86,10 @@ def pretended_world(size: int, rank: int = 0, shapes: Mapping[str, int] | None =
         dist.destroy_process_group()
 
 
-def without_values(module: nn.Module, mode: FakeTensorMode) -> None:
-    """Its parameters and buffers, also those on the meta device, have shapes and no memory from here on. In place."""
+def without_values(module: nn.Module, mode: NoMemory) -> None:
+    """Its parameters and buffers, also those on the meta device, have shapes and no memory from here on. In place. Whole numbers
+    keep their values, where they have some.
+    """
     made: dict[int, torch.Tensor] = {}
 
     def of(tensor: torch.Tensor) -> Any:
@@ -97,6 +99,7 @@ def without_values(module: nn.Module, mode: FakeTensorMode) -> None:
             if isinstance(tensor, nn.Parameter):
                 empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
                 vars(empty).update(vars(tensor))
+            mode.values.take(empty, tensor if tensor.device.type != "meta" else None)
             made[id(tensor)] = empty
         return made[id(tensor)]
 
@@ -217,12 +220,13 @@ class NoMemory(FakeTensorMode):
         shapes: by the line, as in "train.py:8", how many elements are chosen where only values say how many.
     Attributes:
         read: how many values were.
+        values: those that are known.
     """
 
     def __init__(self, shapes: Mapping[str, int] | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.shapes, self.read = shapes or {}, 0
-        self._values = Values(lambda tensor: isinstance(tensor, FakeTensor), _place_in_group, _disable_current_modes)
+        self.values = Values(lambda tensor: isinstance(tensor, FakeTensor), _place_in_group, _disable_current_modes)
         self._read_at: Counter[str] = Counter()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -232,19 +236,19 @@ class NoMemory(FakeTensorMode):
             if known:
                 return made
         made = self._without_memory(op, types, args, kwargs)
-        self._values.follow(op, made, args, kwargs)
+        self.values.follow(op, made, args, kwargs)
         return made
 
     def _known(self, op: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """Whether values say what such an operator gives, and that."""
         if _line() in self.shapes:
             return False, None
-        values = self._values.given_by(op, args, kwargs)
+        values = self.values.given_by(op, args, kwargs)
         if values is None:
             return False, None
         with _disable_current_modes():
             made = tree_map_only(torch.Tensor, self.from_tensor, values)
-        self._values.keep(made, values)
+        self.values.keep(made, values)
         return True, made
 
     def _without_memory(self, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -304,7 +308,7 @@ class NoMemory(FakeTensorMode):
         if (count := getattr(tensor, _CHOSEN, None)) is None:
             line = _line()
             count = self.shapes.get(line)
-            if count is None and (value := self._values.of(tensor if mask is None else mask)) is not None:
+            if count is None and (value := self.values.of(tensor if mask is None else mask)) is not None:
                 with _disable_current_modes():
                     count = int(value.count_nonzero())
             if count is None:
@@ -318,7 +322,7 @@ class NoMemory(FakeTensorMode):
 
     def ones_of(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
         """For who reads all values of a tensor at once."""
-        if (value := self._values.of(tensor)) is not None:
+        if (value := self.values.of(tensor)) is not None:
             with _disable_current_modes():
                 known: npt.NDArray[Any] = value.numpy()
                 return known

@@ -37,6 +37,7 @@ _CHOICES: dict[Any, tuple[int, int, int | None]] = {
     aten.min.dim: (1, 1, None),
     aten.multinomial.default: (0, 4, -1),
 }
+_EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 _REPLACED = {aten.set_, aten.resize_, aten.resize_as_}  # of which nothing is known afterwards
 
 
@@ -65,6 +66,14 @@ class Values:
         value: torch.Tensor | None = getattr(tensor, _KNOWN, None)
         return None if value is None or value.untyped_storage() in self._lost else value
 
+    def take(self, tensor: torch.Tensor, real: torch.Tensor | None) -> None:
+        """A tensor without memory has these values; None if nobody knows them."""
+        value = self.of(real) if real is not None else None
+        if value is not None:
+            setattr(tensor, _KNOWN, value)
+        elif hasattr(tensor, _KNOWN):
+            delattr(tensor, _KNOWN)
+
     def given_by(self, op: Any, args: Any, kwargs: Any) -> Any:
         """What an operator gives for the values of its arguments, which it changes as it would; None if these are not known."""
         if any(self.of(tensor) is None for tensor in _tensors((args, kwargs))) or op.overloadpacket in _REPLACED:
@@ -90,6 +99,8 @@ class Values:
             if results and few and (first is not None or not any(map(_is_float, results))):
                 given = self.given_by(op, args, kwargs)
         if given is not None:
+            if op.overloadpacket in _EMPTY:
+                given.fill_(1)  # as of what is not known: others than this rank may fill it
             self.keep(made, given)
         elif op in _CHOICES:
             with self._computing():
