@@ -268,13 +268,15 @@ class _Watcher(Callback):
 
     def _is_as_the_second(self, micro_batch: MicroBatch[Any]) -> bool:
         """Between the second micro-batch of an update and its last, each holds, sends and computes the same, if its tensors have
-        the same shapes. So it is not computed, and what the second did is repeated as often.
+        the same shapes. So it is not computed, and what the second did is repeated as often. In the first update, which has no
+        optimizer's state yet and so is never the fullest then, the second itself is as the first.
         """
+        few = 3 if self.updates else 2
         shapes = [tensor.shape for tensor in tensors_in(micro_batch.data)]
         if self.counted <= 3:
             self._marks.append(self.trace.so_far())
             self._shapes.append(shapes)
-        repeats = self.counted >= 3 and not micro_batch.is_last and bool(shapes) and shapes == self._shapes[1]
+        repeats = self.counted >= few and not micro_batch.is_last and bool(shapes) and shapes == self._shapes[few - 2]
         self._times += repeats
         return repeats
 
