@@ -144,7 +144,7 @@ def test_blocks_are_recomputed_where_that_is_faster_or_all_that_fits() -> None:
 @pytest.mark.parametrize(
     ("kinds", "budget", "says"),
     [
-        ({"parameters": 4, "activations": 60}, 32, "about accumulate=3 in place of 1, or recompute='blocks'"),
+        ({"parameters": 4, "activations": 60}, 32, "about accumulate=4 in place of 1, or recompute='blocks'"),
         ({"parameters": 4, "activations": 6000}, 32, "one sample's activations are too large"),
         ({"parameters": 20, "optimizer": 40, "activations": 2}, 32, "about 10 ranks"),
         ({"parameters": 60, "activations": 50}, 32, "more ranks, and give recompute='blocks'"),

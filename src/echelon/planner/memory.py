@@ -38,6 +38,7 @@ __all__ = [
     "Setting",
     "all_traced",
     "duration",
+    "equal_parts",
     "layouts_for",
     "lines",
     "plan_memory",
@@ -525,13 +526,18 @@ def _remedy(answer: Answer, ranks: int, budget: int) -> str:
     if held < usable:
         many, most = -(-passing * answer.micro_batches // (usable - held)), max(1, answer.samples // ranks)
         if many <= most:
-            return f"{over} Give about accumulate={many} in place of {answer.micro_batches}, or recompute='blocks'."
+            return f"{over} Give about accumulate={equal_parts(most, many)} in place of {answer.micro_batches}, or recompute='blocks'."
         return f"{over} Give recompute='blocks', or split layers or sequences (tp, cp): one sample's activations are too large."
     split = sum(kinds.get(kind, 0) for kind in ("parameters", "gradients", "optimizer"))
     room = usable - (answer.peak - split)
     if room > 0:
         return f"{over} Take about {-(-ranks * split // room)} ranks, over which a layout such as fsdp splits the model's state."
     return f"{over} Take more ranks, and give recompute='blocks' or smaller micro-batches (accumulate=)."
+
+
+def equal_parts(rows: int, least: int) -> int:
+    """The fewest equal parts of so many rows, at least so many."""
+    return next((each for each in range(least, rows) if rows % each == 0), rows)
 
 
 def size(number: int) -> str:

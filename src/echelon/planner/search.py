@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from echelon.loop.target import Target
-from echelon.planner.memory import PASSING, Answer, Job, Setting, all_traced, size, traced
+from echelon.planner.memory import PASSING, Answer, Job, Setting, all_traced, equal_parts, size, traced
 
 __all__ = ["Candidate", "Trace", "candidates", "command_of", "found_best", "options_of", "search"]
 
@@ -116,7 +116,7 @@ def found_best(first: Answer, setting: Setting, trace: Trace) -> tuple[list[Answ
             why = f"a stage has {first.samples // each.ways} samples of an update, too few for {each.stages} stages"
         else:
             rows = first.samples // each.ways
-            least = _divisor(rows, _MICRO_BATCHES * each.stages) if each.stages > 1 else 1
+            least = equal_parts(rows, _MICRO_BATCHES * each.stages) if each.stages > 1 else 1
             looked_at[each.layout] = _better(each.layout, rows, least, budget)
             continue
         out.append(Answer(each.layout, False, why=why))
@@ -170,12 +170,7 @@ def _fewest(layout: str, rows: int, least: int, budget: int, *, recompute: bool)
         if room <= 0:
             return found
         wanted = -(-scales * many // room)
-        many = _divisor(rows, max(many + 1, wanted))
-
-
-def _divisor(rows: int, least: int) -> int:
-    """The fewest equal parts of so many rows, at least so many."""
-    return next((each for each in range(least, rows) if rows % each == 0), rows)
+        many = equal_parts(rows, max(many + 1, wanted))
 
 
 def options_of(best: Answer, precision: str | None = None) -> str:
