@@ -526,7 +526,8 @@ def _remedy(answer: Answer, ranks: int, budget: int) -> str:
     if held < usable:
         many, most = -(-passing * answer.micro_batches // (usable - held)), max(1, answer.samples // ranks)
         if many <= most:
-            return f"{over} Give about accumulate={equal_parts(most, many)} in place of {answer.micro_batches}, or recompute='blocks'."
+            many = equal_parts(most, many)
+            return f"{over} Give about accumulate={many} in place of {answer.micro_batches}, or recompute='blocks'."
         return f"{over} Give recompute='blocks', or split layers or sequences (tp, cp): one sample's activations are too large."
     split = sum(kinds.get(kind, 0) for kind in ("parameters", "gradients", "optimizer"))
     room = usable - (answer.peak - split)
