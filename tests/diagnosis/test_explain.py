@@ -351,6 +351,15 @@ def test_a_refused_collective_is_the_fault_of_the_rank_whose_call_is_not_as_befo
     assert "failed: op.preamble.length" in left.verdict.paragraph
 
 
+def test_a_process_that_falls_while_it_writes_how_it_aborts_has_aborted(left: Left) -> None:
+    said = "[enforce fail at gloo/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4."
+    words = f"terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  {said}\n"
+    (left.here / "rank0.log").write_text(f"{words}Fatal Python error: Aborted\n\nFatal Python error: Segmentation fault\n")
+    left.end(139, killed(0, "SIGSEGV"), failed(1, f"RuntimeError: {CLOSED}"), world_size=2)
+    left.flight(1, *map(entry, range(1, 6)), entry(6, kind="Double", retired=False))
+    assert (left.verdict.guilty, left.verdict.cause) == ((1,), "mismatched shape")
+
+
 def test_of_more_than_two_the_one_that_refuses_what_all_others_call_alike_is_the_odd_one(left: Left) -> None:
     """At the end of an epoch, where no call is as those of a step."""
     said = "killed by SIGABRT\n[enforce fail at gloo/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4."

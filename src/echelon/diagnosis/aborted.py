@@ -13,7 +13,10 @@ import re
 
 from echelon.common.terminal import one_line
 
-__all__ = ["DAMAGED", "TAIL_BYTES", "last_words"]
+__all__ = ["ABORTS", "DAMAGED", "TAIL_BYTES", "last_words"]
+
+# By which a process ends that aborts itself: what writes down its threads' stacks may fall over one of them.
+ABORTS = ("SIGABRT", "SIGSEGV")
 
 DAMAGED = r"(?:double free|corrupted |free\(\)|malloc\w{0,20}\(\)|realloc\(\)|munmap_chunk\(\)|\*\*\* stack smashing)"
 TAIL_BYTES = 256 << 10  # of a log, its end: stacks of C++ follow the words

@@ -12,7 +12,7 @@ from pathlib import Path
 from echelon.common.files import read_end
 from echelon.contracts.records import rank_record
 from echelon.contracts.stopping import REQUEUE, signal_name
-from echelon.diagnosis.aborted import TAIL_BYTES, last_words
+from echelon.diagnosis.aborted import ABORTS, TAIL_BYTES, last_words
 from echelon.diagnosis.failure import Failure
 from echelon.diagnosis.stacks import last_traceback
 from echelon.launcher.local.memory import OomCount, gib
@@ -103,7 +103,7 @@ class Attempt:
 
     def _signalled(self, rank: int, number: int, time_ns: int) -> Failure:
         name, log, words = signal_name(number), self.log_path(rank), ""
-        if number == signal.SIGABRT:
+        if name in ABORTS:
             with contextlib.suppress(OSError):
                 words = last_words(read_end(log, TAIL_BYTES).decode("utf-8", "replace"))
         oom, how = self._killed(rank) if number == signal.SIGKILL else (False, "")
