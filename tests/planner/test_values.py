@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from echelon.common.errors import PlanError
 from echelon.loop.auto.loss_scale import tell_of_scale
@@ -76,6 +77,35 @@ def test_other_numbers_are_not_known() -> None:
         assert known.sum().item() == 1 and mode.read == 1
         with refused(PlanError):
             known.nonzero()
+
+
+def test_what_is_only_read_stays_known() -> None:
+    with pretended_world(4) as mode, mode:
+        rows, mask = torch.arange(4), torch.arange(6) < 2
+        changed = torch.randn(8, 3).index_add_(0, rows, torch.randn(4, 3))
+        changed.view(4, 6).masked_fill_(mask, 0.0)[:, mask].sum()
+        dist.send(rows, 1)
+        assert rows.tolist() == [0, 1, 2, 3] and changed.view(4, 6)[:, mask].shape == (4, 2) and mode.read == 0
+
+
+def _by_lengths(rows: torch.Tensor, lengths: torch.Tensor, targets: torch.Tensor, layer: torch.nn.GRU) -> dict[str, Any]:
+    """Layers and losses of sequences whose lengths differ: shapes, and whole numbers."""
+    packed = pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=False)
+    out, state = layer(packed)
+    padded, again = pad_packed_sequence(out, batch_first=True, total_length=9)
+    loss = F.ctc_loss(padded.log_softmax(-1).transpose(0, 1), targets, again, lengths - 1)
+    (loss + state.sum()).backward()
+    weighted = torch.bincount(targets.flatten(), weights=torch.rand(targets.numel()))
+    shapes = [tuple(each.shape) for each in (packed.data, out.data, state, padded, layer.weight_ih_l0.grad, weighted)]
+    return {"shapes": shapes, "batch sizes": packed.batch_sizes.tolist(), "lengths": again.tolist()}
+
+
+def test_lengths_are_those_of_recurrent_layers_and_of_ctc() -> None:
+    lengths, targets = torch.tensor([3, 7, 5, 7]), torch.arange(4 * 6).view(4, 6) % 4 + 1
+    real = _by_lengths(torch.randn(4, 8, 3), lengths, targets, torch.nn.GRU(3, 5, batch_first=True))
+    with pretended_world(2) as mode, mode:
+        layer = torch.nn.GRU(3, 5, batch_first=True)
+        assert _by_lengths(torch.randn(4, 8, 3), lengths, targets, layer) == real and mode.read == 0
 
 
 class _HasBuffers(torch.nn.Module):

@@ -31,10 +31,10 @@ from torch.distributed._tools.fake_collectives import CollectiveOp, collective_o
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from echelon.common.errors import PlanError
-from echelon.planner.values import Values
+from echelon.planner.values import SHAPED_BY_WHOLE, Values
 from echelon.world import agree
 
 __all__ = [
@@ -77,6 +77,7 @@ def pretended_world(size: int, rank: int = 0, shapes: Mapping[str, int] | None =
             mock.patch.object(FakeTensor, "numpy", lambda tensor, **_: mode.ones_of(tensor)),
             mock.patch.object(FakeTensor, "__format__", _formatted),
             mock.patch.object(FakeTensor, "data", property(torch.Tensor.detach, _set_data), create=True),
+            mock.patch.object(torch._VF, "_pad_packed_sequence", _padded),
             mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", Chunks),
             mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _propagated),
         ):
@@ -160,6 +161,18 @@ def _set_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
         tensor.set_(other.detach())  # type: ignore[call-overload]
 
 
+def _padded(
+    data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, value: float, total_length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `pad_packed_sequence`, which writes lengths in C++, by no operator."""
+    sizes = batch_sizes.tolist()
+    steps, places = torch.arange(len(sizes)).repeat_interleave(batch_sizes), torch.cat([torch.arange(size) for size in sizes])
+    padded = data.new_full((max(len(sizes), total_length), sizes[0], *data.shape[1:]), value)
+    padded = padded.index_put((steps, places), data)
+    lengths = (batch_sizes > torch.arange(sizes[0]).unsqueeze(1)).sum(1)
+    return padded.transpose(0, 1) if batch_first else padded, lengths
+
+
 def is_plain(kind: type) -> bool:
     """Of a tensor's class: it has a storage of its own, and no other tensors within."""
     return kind in (torch.Tensor, nn.Parameter) or issubclass(kind, FakeTensor)
@@ -196,7 +209,7 @@ _CHOSEN = "_echelon_chosen"  # an attribute of tensors of which so many elements
 def _depends_on_values(op: Any) -> bool:
     """Whether shapes do not say what it gives. An index may be a mask, which is one for each of its dimensions."""
     tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-    return bool(tags & set(op.tags)) and op.overloadpacket not in _INDEX
+    return (bool(tags & set(op.tags)) or op in SHAPED_BY_WHOLE) and op.overloadpacket not in _INDEX
 
 
 def _place_in_group(op: Any, args: Any) -> tuple[int, int]:
@@ -248,7 +261,10 @@ class NoMemory(FakeTensorMode):
             return False, None
         with _disable_current_modes():
             made = tree_map_only(torch.Tensor, self.from_tensor, values)
-        self.values.keep(made, values)
+        if op is aten._pack_padded_sequence.default:
+            made = made[0], values[1]  # recurrent layers read the sizes in C++, by no operator
+        if op not in SHAPED_BY_WHOLE or not tree_leaves(values)[0].is_floating_point():  # else the floats were others
+            self.values.keep(made, values)
         return True, made
 
     def _without_memory(self, op: Any, types: Any, args: Any, kwargs: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from echelon.planner.pretended import is_plain
+from echelon.planner.values import changed_by
 
 __all__ = ["COPY_IN", "Collective", "Operator", "Step", "flops_of", "operator_of", "tensors_in"]
 
@@ -84,13 +84,6 @@ _ROWS = {"aten::embedding", "aten::index", "aten::index_select", "aten::gather"}
 _OVERWRITE = ("copy_", "zero_", "fill_")
 
 
-@functools.cache
-def _changed(op: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Which arguments an operator changes, by place and by name."""
-    said = [(at, each) for at, each in enumerate(op._schema.arguments) if each.alias_info and each.alias_info.is_write]
-    return tuple(at for at, each in said if not each.kwarg_only), tuple(each.name for _, each in said)
-
-
 def operator_of(
     op: Any, made: Any, args: Any, kwargs: Any, moment: str, number: Callable[[torch.Tensor], int], is_repeated: bool
 ) -> Operator | None:
@@ -106,9 +99,7 @@ def operator_of(
         filled, *_ = tensors_in(made)
         moved = 2 * sum(map(_size, tensors_in(args[0])))
         return Operator(name, moment, tuple(map(number, tensors_in(args[0]))), (number(filled),), moved)
-    places, words = _changed(op)
-    changed = [t for at in places if at < len(args) for t in tensors_in(args[at])]
-    changed += [t for word in words if word in kwargs for t in tensors_in(kwargs[word])]
+    changed = [tensor for tensor in changed_by(op, args, kwargs) if is_plain(type(tensor))]
     given = list(tensors_in((args, tuple(kwargs.values()))))
     results = list(tensors_in(made))
     inside = {number(t) for t in given}
@@ -119,7 +110,7 @@ def operator_of(
     if name in _ROWS:
         size = 2 * sum(map(_size, results))
     else:
-        only_written = {id(t) for t in changed} if name.endswith(_OVERWRITE) or "out" in words else set()
+        only_written = {id(t) for t in changed} if name.endswith(_OVERWRITE) or "out" in kwargs else set()
         size = sum(_size(t) for t in given if id(t) not in only_written)
         size += sum(map(_size, changed)) + sum(_size(t) for t in results if number(t) not in inside)
     kind, flops, dtype, shape = _computes(op, made, args, kwargs)

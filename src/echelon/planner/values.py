@@ -9,6 +9,7 @@ is taken to be what this one has.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["Values"]
+__all__ = ["SHAPED_BY_WHOLE", "Values", "changed_by"]
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
@@ -36,6 +37,13 @@ _CHOICES: dict[Any, tuple[int, int, int | None]] = {
     aten.max.dim: (1, 1, None),
     aten.min.dim: (1, 1, None),
     aten.multinomial.default: (0, 4, -1),
+}
+# Whole numbers say which shapes these give, whatever floats come with them.
+SHAPED_BY_WHOLE = {
+    aten._pack_padded_sequence.default,
+    aten._ctc_loss.default,
+    aten._ctc_loss.Tensor,
+    aten.bincount.default,
 }
 _EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 _REPLACED = {aten.set_, aten.resize_, aten.resize_as_}  # of which nothing is known afterwards
@@ -76,14 +84,19 @@ class Values:
 
     def given_by(self, op: Any, args: Any, kwargs: Any) -> Any:
         """What an operator gives for the values of its arguments, which it changes as it would; None if these are not known."""
-        if any(self.of(tensor) is None for tensor in _tensors((args, kwargs))) or op.overloadpacket in _REPLACED:
+        unknown = [tensor for tensor in _tensors((args, kwargs)) if self.of(tensor) is None]
+        if (unknown and op not in SHAPED_BY_WHOLE) or not all(map(_is_float, unknown)) or op.overloadpacket in _REPLACED:
             return None
-        args, kwargs = tree_map_only(torch.Tensor, self.of, (args, kwargs))
         try:
             with self._computing():
+                args, kwargs = tree_map_only(torch.Tensor, self._known_or_one, (args, kwargs))
                 return op(*args, **kwargs)
         except Exception:  # numbers that were chosen evenly need not suit the script: then they are not known
             return None
+
+    def _known_or_one(self, tensor: torch.Tensor) -> torch.Tensor:
+        value = self.of(tensor)
+        return value if value is not None else torch.ones((), dtype=tensor.dtype).expand(tensor.shape)
 
     def follow(self, op: Any, made: Any, args: Any, kwargs: Any) -> None:
         """Keep the values of what an operator made, and of what it changed."""
@@ -106,16 +119,16 @@ class Values:
             with self._computing():
                 self._choose(op, list(_tensors(made)), args, kwargs)
         elif op._schema.is_mutable:
-            self._lose(args, kwargs)
+            self._lose(changed_by(op, args, kwargs))
 
     def keep(self, made: Any, values: Any) -> None:
         for tensor, value in zip(tree_leaves(made), tree_leaves(values), strict=True):
             if isinstance(tensor, torch.Tensor) and self._is_fake(tensor) and self.of(tensor) is not value:
                 setattr(tensor, _KNOWN, value)
 
-    def _lose(self, args: Any, kwargs: Any) -> None:
-        """Of an operator that changes some of its arguments."""
-        for tensor in _tensors((args, kwargs)):
+    def _lose(self, changed: Any) -> None:
+        """Of arguments that an operator changed, nobody knows to what."""
+        for tensor in _tensors(changed):
             if self._is_fake(tensor) and (value := self.of(tensor)) is not None:
                 self._lost.add(value.untyped_storage())
 
@@ -143,14 +156,27 @@ class Values:
         elif op is c10d.alltoall_base_.default and not any(args[3:5]) and (value := self.of(args[1])) is not None:
             rank, ranks = self._place_of(op, args)
             self._put(args[0], value.flatten().chunk(ranks)[rank].repeat(ranks).view(args[0].shape))
-        else:
-            self._lose(args, {})
+        elif op._schema.is_mutable or op.namespace == "c10d":  # which does not say that it fills its first arguments
+            self._lose(args[0] if op is not c10d.send.default else ())
 
     def _put(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         if (before := self.of(tensor)) is not None:
             before.copy_(value)
         elif self._is_fake(tensor):
             setattr(tensor, _KNOWN, value)
+
+
+@functools.cache
+def _changed(op: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Which arguments an operator changes, by place and by name."""
+    said = [(at, each) for at, each in enumerate(op._schema.arguments) if each.alias_info and each.alias_info.is_write]
+    return tuple(at for at, each in said if not each.kwarg_only), tuple(each.name for _, each in said)
+
+
+def changed_by(op: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The arguments that an operator changes."""
+    places, words = _changed(op)
+    return list(_tensors([*(args[at] for at in places if at < len(args)), *(kwargs[word] for word in words if word in kwargs)]))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
