@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import echelon
 from echelon.common.errors import CheckpointUnreadableError, EchelonError, LoggerError, LossError, NotHereError, UsageError
 from echelon.compat.lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks
-from echelon.compat.lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from echelon.compat.lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks
-from echelon.compat.lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from echelon.compat.lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from echelon.compat.lightning.pytorch.saving import facts_of as read_facts
 from echelon.parallel.shards import whole
 from tests.compat.lightning_modules import GAN, Autoencoder, Classifier, Transformer, images, loader_of, made, plainly
@@ -519,6 +519,91 @@ def test_numbers_of_an_evaluations_steps_have_steps_of_their_own(tmp_path: Path)
     Trainer(max_epochs=2, **{**QUIET, "logger": logger}).fit(module, two_batches(), two_batches())
     rows = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").read_text().splitlines()))
     assert [row["step"] for row in rows if row["v_step"]] == ["0", "1", "2", "3"]
+
+
+class Writes(Logger):
+    """Remembers what it is called with."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    name = version = property(lambda self: "w")
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.told.append((step, *sorted(metrics)))
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.told.append(dict(params))
+
+    def finalize(self, status: str) -> None:
+        self.told.append(status)
+
+
+def test_numbers_of_an_evaluations_steps_are_counted_in_each_loader() -> None:
+    module, logger = Small(), Writes()
+
+    def validation_step(batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        module.log("v", 1.0, on_step=True, on_epoch=False)
+
+    module.validation_step = validation_step  # type: ignore
+    Trainer(**{**QUIET, "logger": logger}).validate(module, [two_batches(), two_batches()])
+    steps = [(at, "epoch", f"v/dataloader_idx_{i}")[::2] for i in range(2) for at in range(2)]
+    assert [(step, names[-1]) for step, *names in logger.told[:-1]] == steps and logger.told[-1] == "success"
+
+
+def test_every_call_tells_its_loggers_of_the_hyperparameters_and_how_it_ended() -> None:
+    module, logger = Classifier(), Writes()
+    module.test_step = lambda batch, batch_idx: None  # type: ignore
+    trainer = Trainer(max_epochs=1, **{**QUIET, "logger": logger})
+    trainer.test(module, two_batches())
+    module.on_train_start = lambda: 1 / 0  # type: ignore
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(module, two_batches())
+    assert logger.told == [{"lr": 0.1, "hidden": 12}, "success", {"lr": 0.1, "hidden": 12}, "failed"]
+
+
+class Watches(Callback):
+    """What it sees of a sanity check, and of the evaluation after it."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def _look(self, trainer: Any, module: Any) -> None:
+        self.seen.append((trainer.state.stage, trainer.validating, trainer.evaluating, sorted(trainer.callback_metrics)))
+
+    on_sanity_check_start = on_validation_end = on_sanity_check_end = on_train_start = on_train_end = _look
+
+
+def test_a_sanity_checks_numbers_are_seen_until_it_ends() -> None:
+    module, watches, logger = Small(), Watches(), Writes()
+    Trainer(max_epochs=1, callbacks=watches, **{**QUIET, "logger": logger}).fit(module, two_batches(), two_batches())
+    both = sorted(module.trainer.callback_metrics)
+    assert watches.seen == [
+        ("sanity_check", False, True, []),
+        ("sanity_check", False, True, ["val_loss"]),
+        ("sanity_check", False, True, ["val_loss"]),
+        ("train", False, False, []),
+        ("validate", True, True, both),
+        ("train", False, False, both),
+    ]
+    assert sum("val_loss" in each for each in logger.told) == 1
+
+
+class Writing(Small):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.logger.experiment.add_scalar("x", 1.0)
+        self.logger.watch(self)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_fast_dev_run_evaluates_and_neither_saves_nor_logs(tmp_path: Path) -> None:
+    module, saver = Writing(), ModelCheckpoint(tmp_path, monitor="val_loss")
+    callbacks = [saver, LearningRateMonitor()]
+    Trainer(fast_dev_run=True, check_val_every_n_epoch=5, accelerator="cpu", callbacks=callbacks).fit(
+        module, two_batches(), two_batches()
+    )
+    assert module.calls.count("training_step") == module.calls.count("validation_step") == 1
+    assert not list(tmp_path.iterdir()) and not saver.best_model_path
 
 
 def test_a_number_of_one_loader_is_in_no_others_dict() -> None:

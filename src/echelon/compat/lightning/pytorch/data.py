@@ -14,11 +14,39 @@ from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
 from echelon.compat.trainer.rank import kept_global_batch, shared
+from echelon.contracts.rank import RankInfo
 from echelon.data.base import BaseLoader, Combined
+from echelon.world import agree
 
-__all__ = ["Chain", "batches_of", "given_loaders", "length_of", "limit_of", "one_loader", "several_loaders", "without_shuffling"]
+__all__ = [
+    "Chain",
+    "batches_of",
+    "given_loaders",
+    "length_of",
+    "limit_of",
+    "one_loader",
+    "prepare_data",
+    "several_loaders",
+    "without_shuffling",
+]
 
 _HOOKS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}
+
+
+def prepare_data(module: Any, datamodule: Any) -> None:
+    """On the first rank of each node; the others wait."""
+    problem = None
+    if RankInfo.from_env().local_rank == 0:
+        try:
+            if datamodule is not None:
+                datamodule.prepare_data()
+            module.prepare_data()
+        except Exception as error:  # whatever a download raises; the others would wait
+            problem = error
+    if agree.is_joined() and (agree.any_rank(problem is not None)) and problem is None:
+        raise UsageError("prepare_data failed on another rank.")
+    if problem is not None:
+        raise problem
 
 
 def given_loaders(phase: str, given: Any, module: Any, datamodule: Any) -> Any:

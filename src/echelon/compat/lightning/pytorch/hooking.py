@@ -185,7 +185,8 @@ class Hooking(Callback):
 
     def _start(self, phase: str, state: State) -> None:
         session, trainer = self.session, self.trainer
-        session.loop_state, trainer.state.stage = state, phase
+        session.loop_state = state
+        trainer.state.stage = "sanity_check" if trainer.sanity_checking else "validate" if phase == "validation" else phase
         if phase in session.results:
             session.results[phase].reset()
         session.call(f"on_{phase}_start")
@@ -194,13 +195,11 @@ class Hooking(Callback):
         session, trainer = self.session, self.trainer
         results = session.results[phase]
         results.dataloader_idx = None
-        if not trainer.sanity_checking:
-            session.publish(results.of_epoch(), write=False)
+        session.publish(results.of_epoch(), write=False)
         session.call(f"on_{phase}_epoch_end")
-        if not trainer.sanity_checking:
-            numbers = results.of_epoch()
-            session.publish(numbers, write=True)
-            self.evaluated = numbers.logged
+        numbers = results.of_epoch()
+        session.publish(numbers, write=not trainer.sanity_checking)
+        self.evaluated = numbers.logged
 
     def on_predict_step_end(self, state: State, unit: Any) -> None:
         here = state.predict_state

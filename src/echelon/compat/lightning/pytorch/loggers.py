@@ -103,6 +103,27 @@ class Logger(ABC):
         return
 
 
+class _Silent(Logger):
+    """Of a run that writes nothing: a module's code may call what it calls of any logger, or of its experiment."""
+
+    @property
+    def name(self) -> str:
+        return ""
+
+    version = name
+
+    @property
+    def experiment(self) -> Any:
+        return _Nothing()
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_Nothing(), name)
+
+
 def _values_of(params: Any) -> dict[str, Any]:
     return vars(params) if isinstance(params, Namespace) else dict(params or {})
 
@@ -413,10 +434,14 @@ class MLFlowLogger(Online):
         self.close()
 
 
-def chosen_loggers(given: Any, save_dir: str) -> list[Any]:
-    """Of `Trainer(logger=...)`: by default TensorBoard's, if that is installed."""
-    if given is False:
-        return []
+def chosen_loggers(given: Any, save_dir: str, *, silent: bool = False) -> list[Any]:
+    """Of `Trainer(logger=...)`: by default TensorBoard's, if that is installed.
+
+    Args:
+        silent: none of them is to write.
+    """
+    if given is False or silent:
+        return [_Silent()] if given is not False else []
     if given is None or given is True:
         return [(TensorBoardLogger if importlib.util.find_spec("tensorboard") else CSVLogger)(save_dir)]
     found = list(given) if isinstance(given, (list, tuple)) else [given]

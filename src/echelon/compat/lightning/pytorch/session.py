@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,6 @@ from echelon.compat.lightning.pytorch.loggers import InFolders
 from echelon.compat.lightning.pytorch.manual import ManualUnit
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.steps import gather_when_alone
-from echelon.contracts.rank import RankInfo
 from echelon.data.replayed import Replayed
 from echelon.loop.modes import tell_of_eval_mode
 from echelon.loop.run import evaluate, predict, run_training, test
@@ -39,7 +39,6 @@ __all__ = ["Session", "Work"]
 
 logger = logging.getLogger(__name__)
 
-_PHASES = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
 _LIMITS = {"train": "train", "validation": "val", "test": "test", "predict": "predict"}
 # Of a unit, what says how far it is: an AutoUnit's window counts its updates.
 _COUNTS = {"train_progress", "window"}
@@ -86,7 +85,7 @@ class Session:
         self.batch_idx = 0
         self.batches: dict[str, int | None] = {}
         self.num_loaders: dict[str, list[int | None]] = {}
-        self._evaluated_batches = {"validation": 0, "test": 0}  # where the numbers of their steps are written
+        self._evaluated_batches = Counter[tuple[str, int]]()  # of each loader, under which the numbers of its steps are written
         self.handles: list[Any] = []
         self.added_to_module: set[str] = set()  # by the strategy, for this process
         self._train_loader: Any = None
@@ -124,9 +123,10 @@ class Session:
         module.trainer = trainer
         if self.datamodule is not None:
             self.datamodule.trainer = trainer
-        trainer.state.fn, trainer.state.status, trainer.state.stage = self.work.call, "running", _PHASES[self.work.call]
+        call = self.work.call
+        trainer.state.fn, trainer.state.status, trainer.state.stage = call, "running", "train" if call == "fit" else call
         trainer.ckpt_path = self.work.ckpt_path
-        trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
+        self._forget_numbers()
         trainer.should_stop = False
         own = module.configure_callbacks()
         own = list(own) if isinstance(own, (list, tuple)) else [own]
@@ -141,6 +141,10 @@ class Session:
             if isinstance(each, InFolders):
                 each.choose_version()
 
+    def _forget_numbers(self) -> None:
+        trainer = self.trainer
+        trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
+
     def _set_up(self) -> None:
         trainer, module, work = self.trainer, self.module, self.work
         self._check()
@@ -150,7 +154,7 @@ class Session:
             "Give all ranks the same callbacks, without `if rank == 0`: who writes is decided within them.",
         )
         _set_determinism(trainer)
-        _prepare_data(module, self.datamodule)
+        data.prepare_data(module, self.datamodule)
         if self.datamodule is not None:
             self.datamodule.setup(work.call)
         self.call("setup", work.call)
@@ -170,7 +174,7 @@ class Session:
         if trains:
             self.unit.configure()
             self.call("on_fit_start")
-            self._log_hyperparams()
+        self._log_hyperparams()
 
     def _go_on(self) -> None:
         """Count from where the latest `fit` of this Trainer ended, as Lightning does: with the same limits nothing is left."""
@@ -201,8 +205,7 @@ class Session:
             trainer.progress_before = {name: getattr(unit, name).state_dict() for name in _COUNTS & vars(unit).keys()}
             trainer.log_step += self.has_stepped
             self.has_stepped = False
-            for each in trainer.loggers if agree.is_rank0() else ():
-                each.finalize("success")
+        self._finalize("success")
         self.handles += gather_when_alone(self.module)
 
     def _tell_of(self, error: BaseException) -> None:
@@ -210,6 +213,11 @@ class Session:
         self._call_callbacks("on_exception", self.trainer.lightning_callbacks, (error,))
         if self.datamodule is not None:
             self.datamodule.on_exception(error)
+        self._finalize("failed")
+
+    def _finalize(self, status: str) -> None:
+        for each in self.trainer.loggers if agree.is_rank0() else ():
+            each.finalize(status)
 
     def _layout(self) -> Any:
         given = self.trainer.layout
@@ -377,7 +385,7 @@ class Session:
             loader, most = loader.cut(most), None
             self.num_loaders["validation"] = loader.lengths()
         before, progress = rng.states(), vars(unit.eval_progress).copy()
-        trainer.sanity_checking = True
+        trainer.sanity_checking, trainer.state.stage = True, "sanity_check"
         self.call_callbacks("on_sanity_check_start")
         try:
             evaluate(unit, loader, max_steps_per_epoch=most, callbacks=[hooking])
@@ -387,7 +395,8 @@ class Session:
             self.num_loaders["validation"] = lengths
         self.call_callbacks("on_sanity_check_end")
         self.results["validation"].reset()
-        trainer.sanity_checking = False
+        self._forget_numbers()
+        trainer.sanity_checking, trainer.state.stage = False, "train"
 
     def _validate(self) -> list[dict[str, float]]:
         return self._evaluate("validation", evaluate)
@@ -491,8 +500,10 @@ class Session:
         return step, epoch
 
     def take(self, hook: str, name: str, value: Any, how: How, batch_size: float | None, *, add_idx: bool) -> None:
-        if not self._silent and self.trainer.state.stage in self.results:
-            self.results[self.trainer.state.stage].log(hook, name, value, how, batch_size, add_idx=add_idx)
+        stage = self.trainer.state.stage
+        phase = "validation" if stage in ("validate", "sanity_check") else stage
+        if not self._silent and phase in self.results:
+            self.results[phase].log(hook, name, value, how, batch_size, add_idx=add_idx)
 
     def begin_batch(
         self, phase: str, batch_size: Callable[[], float], dataloader_idx: int | None, *, in_pieces: bool = False
@@ -533,8 +544,10 @@ class Session:
 
     def end_evaluation_batch(self, phase: str) -> None:
         if phase in self.results and not self.trainer.sanity_checking:
-            self.publish(self.results[phase].of_step(), write=True, step=self._evaluated_batches[phase])
-            self._evaluated_batches[phase] += 1
+            results = self.results[phase]
+            place = phase, results.dataloader_idx or 0
+            self.publish(results.of_step(), write=True, step=self._evaluated_batches[place])
+            self._evaluated_batches[place] += 1
 
     def place_of(self, phase: str, step: int) -> tuple[int, int | None]:
         """(batch_idx, dataloader_idx) of an evaluation's step; the second is None for a single loader."""
@@ -570,22 +583,6 @@ def _may_stop(trainer: Any) -> bool:
         overridden(name, each, Callback) and not type(each).__module__.startswith(__package__)
         for each in trainer.lightning_callbacks
     )
-
-
-def _prepare_data(module: LightningModule, datamodule: Any) -> None:
-    """On the first rank of each node; the others wait."""
-    problem = None
-    if RankInfo.from_env().local_rank == 0:
-        try:
-            if datamodule is not None:
-                datamodule.prepare_data()
-            module.prepare_data()
-        except Exception as error:  # whatever a download raises; the others would wait
-            problem = error
-    if agree.is_joined() and (agree.any_rank(problem is not None)) and problem is None:
-        raise UsageError("prepare_data failed on another rank.")
-    if problem is not None:
-        raise problem
 
 
 def _set_determinism(trainer: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 __all__ = ["RunningStage", "TrainerFn", "TrainerState", "TrainerStatus"]
 
@@ -29,7 +30,7 @@ class TrainerStatus(StrEnum):
 class RunningStage(StrEnum):
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
-    VALIDATING = "validation"
+    VALIDATING = "validate"
     TESTING = "test"
     PREDICTING = "predict"
 
@@ -38,23 +39,29 @@ class RunningStage(StrEnum):
         return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 
 
+_WORDS = {"fn": TrainerFn, "status": TrainerStatus, "stage": RunningStage}
+
+
 @dataclass
 class TrainerState:
-    """
+    """Each is a word, which is set as a text too.
+
     Attributes:
-        fn: "fit", "validate", "test" or "predict"; None before a call.
-        status: "initializing", "running", "finished" or "interrupted".
-        stage: "train", "validation", "test" or "predict"; None outside of a call.
+        fn: None before a call.
+        stage: None outside of a call.
     """
 
-    fn: str | None = None
-    status: str = "initializing"
-    stage: str | None = None
+    fn: TrainerFn | None = None
+    status: TrainerStatus = TrainerStatus.INITIALIZING
+    stage: RunningStage | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, _WORDS[name](value) if value is not None else None)
 
     @property
     def finished(self) -> bool:
-        return self.status == "finished"
+        return self.status is TrainerStatus.FINISHED
 
     @property
     def stopped(self) -> bool:
-        return self.status in ("finished", "interrupted")
+        return self.status.stopped

@@ -177,7 +177,8 @@ class Trainer(trainer.Trainer):
         }
         self.given_limits, self.fast_dev_run = options.checked_limits(fast_dev_run, given), fast_dev_run
         if fast_dev_run:
-            max_epochs, max_steps, enable_checkpointing, val_check_interval = 1, None, False, None
+            max_epochs, max_steps, enable_checkpointing = 1, None, False
+            val_check_interval, check_val_every_n_epoch = None, 1
         if gradient_clip_algorithm not in ("norm", "value", None):
             raise UsageError(f"gradient_clip_algorithm {gradient_clip_algorithm!r}: 'norm' or 'value'.")
         accelerator, strategy = options.without_strategy(accelerator, strategy)
@@ -238,11 +239,13 @@ class Trainer(trainer.Trainer):
             setattr(self, f"{phase}_dataloaders", None)
             setattr(self, f"num_{phase}_batches", [])
         self.lightning_callbacks = list(self.given_callbacks)
-        if self.enable_checkpointing is False and any(isinstance(each, ModelCheckpoint) for each in self.given_callbacks):
+        has_saver = any(isinstance(each, ModelCheckpoint) for each in self.given_callbacks)
+        if has_saver and self.enable_checkpointing is False and not self.fast_dev_run:  # in which it saves nothing
             raise UsageError("enable_checkpointing=False, and a ModelCheckpoint among the callbacks. Leave one of them out.")
         if self.enable_checkpointing is not False and not self.checkpoint_callbacks:
             self.lightning_callbacks.append(ModelCheckpoint())
-        self.loggers = [] if self.fast_dev_run else chosen_loggers(self.of_modules["logger"], self.default_root_dir)
+        silent = bool(self.fast_dev_run)
+        self.loggers = chosen_loggers(self.of_modules["logger"], self.default_root_dir, silent=silent)
         if self.of_modules["sync_batchnorm"]:
             ours = DDPStrategy() if self.layout in ("auto", None) else self.layout
             if not isinstance(ours, DDPStrategy):
@@ -489,15 +492,11 @@ class Trainer(trainer.Trainer):
         found = self.session.loop_state if self.session is not None else None
         return found is not None and bool(found.should_stop and not found.stopped_by_script)
 
-    training, testing, predicting = map(_in_stage, ("train", "test", "predict"))
-
-    @property
-    def validating(self) -> bool:
-        return self.state.stage == "validation" and not self.sanity_checking
+    training, validating, testing, predicting = map(_in_stage, ("train", "validate", "test", "predict"))
 
     @property
     def evaluating(self) -> bool:
-        return self.state.stage in ("validation", "test")
+        return self.state.stage is not None and self.state.stage.evaluating
 
     @property
     def is_last_batch(self) -> bool:
