@@ -224,6 +224,23 @@ def test_what_is_in_the_folder_is_not_mixed_with_a_new_run(tmp_path: Path, monke
         trainer_of(tmp_path, args=saves).train(resume_from_checkpoint=str(tmp_path / "theirs"))
 
 
+def test_what_a_callback_asks_for_is_saved_though_nothing_else_is(tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    class Asks(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+            if state.global_step == 2:
+                control.should_save, self.weights = True, values_of(model)
+
+    for rate in (0.1, 0.2):  # the second run replaces what the first has saved
+        asks, more = Asks(), {"save_strategy": "no", "learning_rate": rate}
+        trainer_of(tmp_path, args=more, callbacks=[asks]).train()
+    saved = trainer_of(tmp_path / "other", args={"save_strategy": "no", "max_steps": 2})
+    saved.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert largest_difference(values_of(saved.model), asks.weights) == 0
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 1
+
+
 def _best(folder: str) -> Any:
     """The rate is far too high: it gets worse, and stops."""
     from transformers import EarlyStoppingCallback

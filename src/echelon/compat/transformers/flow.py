@@ -63,7 +63,7 @@ class Flow(Callback):
 
     Args:
         steps_per_epoch: micro-batches of an epoch on each rank; None where nobody knows.
-        saver: None saves nothing.
+        saver: None saves nothing until a callback asks for it.
     """
 
     def __init__(self, trainer: Any, steps_per_epoch: int | None, saver: Saver | None) -> None:
@@ -152,12 +152,8 @@ class Flow(Callback):
             self._log(unit, updates)
         if control.should_evaluate:
             self._evaluate(unit)
-        if trainer.control.should_save and self._saver is not None:
-            if trainer.state.best_global_step == updates:
-                trainer.state.best_model_checkpoint = self._saver.path_at(updates)
-                self._saver.keep(trainer.state.best_model_checkpoint)
-            self._saver.write(state, unit)
-            self._call("on_save")
+        if trainer.control.should_save:
+            self._save(state, unit)
         if trainer.control.should_epoch_stop:
             raise UsageError(
                 "control.should_epoch_stop is not part of echelon.compat. Instead: control.should_training_stop, or a dataset "
@@ -165,6 +161,19 @@ class Flow(Callback):
             )
         if trainer.control.should_training_stop and updates < trainer.state.max_steps:
             state.stop()
+
+    def _save(self, state: State, unit: Any) -> None:
+        trainer = self._trainer
+        if self._saver is None:
+            # A run is not refused in its middle: what others have left in its folder is set aside.
+            self._saver, self.saves = trainer.new_saver(restart=True, late=True), True
+            self._saver.on_train_start(state, unit)
+        updates = trainer.state.global_step
+        if trainer.state.best_global_step == updates:
+            trainer.state.best_model_checkpoint = self._saver.path_at(updates)
+            self._saver.keep(trainer.state.best_model_checkpoint)
+        self._saver.write(state, unit)
+        self._call("on_save")
 
     def _agree(self) -> Any:
         """Ranks meet in evaluations and saves: what one of them asks for, all do."""

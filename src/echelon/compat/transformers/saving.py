@@ -86,10 +86,12 @@ class Saver(NamedSaver):
         limit: how many stay, the newest and the best among them.
         restart: set those of another run aside.
         only_trained: leave out what is frozen, as the base of an adapter.
+        late: made for a save in the middle of a run, which is to replace what another run has saved under its number.
     """
 
-    def __init__(self, folder: str, limit: int | None, *, restart: bool, only_trained: bool = False) -> None:
-        own = _Folder(location(folder, "output_dir"), Keep(), restart=restart, step_of=_step_of, now=_updates)
+    def __init__(self, folder: str, limit: int | None, *, restart: bool, only_trained: bool = False, late: bool = False) -> None:
+        now = (lambda unit: _updates(unit) - 1) if late else _updates
+        own = _Folder(location(folder, "output_dir"), Keep(), restart=restart, step_of=_step_of, now=now)
         own.limit = limit
         options = SaveOptions(restart=restart, only_trained=only_trained)
         super().__init__(own, lambda unit: (_updates(unit), f"checkpoint-{_updates(unit)}"), options=options)

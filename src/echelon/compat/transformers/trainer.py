@@ -238,14 +238,15 @@ class Trainer(Losses, Optimizing, Evaluating):
         return state.max_steps, None
 
     def _saver(self) -> Saver | None:
-        args = self.args
-        if args.save_strategy == "no":
+        if self.args.save_strategy == "no":
             return None
         again = self.__dict__.get("_has_trained", False)  # then what is there is this trainer's own
         self._has_trained = True
+        return self.new_saver(restart=self.args.overwrite_output_dir or again)
+
+    def new_saver(self, **options: bool) -> Saver:
         adapters = batches.without_adapters(self.model) is not self.model
-        restart = args.overwrite_output_dir or again
-        return Saver(args.output_dir, args.save_total_limit, restart=restart, only_trained=adapters)
+        return Saver(self.args.output_dir, self.args.save_total_limit, only_trained=adapters, **options)
 
     def _refer(self, unit: TrainerUnit, loader: Any) -> None:
         """For callbacks."""
