@@ -73,7 +73,7 @@ class CutGPT(nn.Module):
         super().__init__()
         self.bytes, self.positions, self.norm, self.head = gpt.bytes, gpt.positions, gpt.norm, gpt.head
         self.blocks = nn.ModuleList(CutBlock(block) for block in gpt.blocks)
-        self.register_buffer("places", cut(torch.arange(gpt.context)[None])[0], persistent=False)
+        self.register_buffer("places", cut(torch.arange(gpt.positions.num_embeddings)[None])[0], persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.bytes(x) + self.positions.weight[self.places]
