@@ -173,6 +173,7 @@ class _EquallyMany:
 
     def __init__(self, part: nn.Module) -> None:
         below = {p for each in part.modules() if each is not part and is_fully_sharded(each) for p in each.parameters()}
+        below |= {p for _, experts, _ in divided_experts(part) if experts is not part for p in experts.parameters()}
         self._most = sum(_most_of_a_rank(p) for p in part.parameters() if p.requires_grad and is_split(p) and p not in below)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
