@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from echelon.world.agree import AnyRanksLater
 Ranks = Callable[..., list[Any]]
 
 
-def _model() -> nn.Module:
+def _model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
 
 
@@ -60,11 +61,23 @@ def test_values_are_made_up_and_nothing_else_is_left_changed() -> None:
     with pretended_world(64, 3) as mode:
         assert (torch.distributed.get_rank(), torch.distributed.get_world_size()) == (3, 64)
         with mode:
-            values = torch.randn(4)
+            values = torch.randn(2**15)[:4]  # of so many draws none is known
         assert values.sum().item() == 1.0 and (values > 0).all() and not values.isnan().any() and mode.read == 3
         assert values.tolist() == [1.0] * 4
     assert (nn.Module._apply, torch.distributed.Reducer, _fsdp_param._chunk_with_empty) == before
     assert not torch.distributed.is_initialized()
+
+
+def test_views_of_a_copied_module_are_no_memory_of_their_own() -> None:
+    """The copy's tensors were those of a copied mode, so that each of them was booked twice (nn.TransformerEncoder copies)."""
+    with pretended_world(2) as mode:
+        module = _model()
+        without_values(module, mode)
+        for each in (module, copy.deepcopy(module)):
+            weight = each[0].weight
+            with mode:
+                assert weight.t().untyped_storage() is weight.untyped_storage()
+                assert f"{torch.arange(3).max()}" == "2"
 
 
 def test_what_ranks_are_asked_for_later_is_what_this_one_says() -> None:

@@ -152,7 +152,7 @@ def _propagated(propagator: ShardingPropagator, op_schema: Any) -> Any:
 
 def _formatted(tensor: torch.Tensor, how: str) -> str:
     """`f"{loss:.3f}"`, which torch has for tensors of its own class alone."""
-    return format(tensor.item(), how) if how and tensor.dim() == 0 else object.__format__(tensor, how)
+    return format(tensor.item(), how) if tensor.dim() == 0 else object.__format__(tensor, how)
 
 
 def _set_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -241,6 +241,10 @@ class NoMemory(FakeTensorMode):
         self.shapes, self.read = shapes or {}, 0
         self.values = Values(lambda tensor: isinstance(tensor, FakeTensor), _place_in_group, _disable_current_modes)
         self._read_at: Counter[str] = Counter()
+
+    def __deepcopy__(self, memo: Any) -> NoMemory:
+        """Of the copy of a module, too, tensors are this mode's: it would take those of another for some of its own memory."""
+        return self
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

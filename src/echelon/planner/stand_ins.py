@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from echelon.loop.auto.prepared_unit import PreparedUnit
 from echelon.loop.auto.unit_options import AutoOptions
@@ -153,6 +153,8 @@ class _Here(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.device:
             return func(*args, **kwargs)  # a script asks what it is
+        if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):  # torch reads memory here
+            args = (tree_map_only(FakeTensor, FakeTensor.tolist, args[0]), *args[1:])
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
         if kwargs.get("pin_memory"):
