@@ -261,7 +261,7 @@ for tokens in data:
         with torch.autocast("cuda", dtype=torch.bfloat16):
             assert (weights @ torch.ones(tokens.shape[1], 2)).dtype == torch.bfloat16
         distance = (logits - teacher(input_ids=tokens).logits).square().sum(-1)
-        chosen = logits[weights > 0.5].float().square().mean()
+        chosen = logits[distance > 0.5].float().square().mean()
         window.backward((distance * weights).mean() + chosen)
         optimizer.step()
         optimizer.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import textwrap
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from echelon.common.errors import PlanError
 from echelon.loop.auto.loss_scale import tell_of_scale
-from echelon.planner.pretended import pretended_world, without_values
+from echelon.planner.pretended import NoMemory, pretended_world, without_values
+from echelon.planner.stand_ins import stand_ins
 from echelon.planner.trace import Trace
 from tests.kit.refusals import refused
 
@@ -59,9 +61,14 @@ def test_whole_numbers_are_what_they_would_be() -> None:
         assert mode.read == 0  # nothing was made up
 
 
+def _unknown(mode: NoMemory, *shape: int) -> torch.Tensor:
+    with mode:
+        return torch.randn(2**15)[: math.prod(shape)].view(shape)  # so many draws are not made
+
+
 def test_what_unknown_numbers_choose_is_chosen_evenly() -> None:
     with pretended_world(4) as mode, mode:
-        scores = torch.randn(12, 6)
+        scores = _unknown(mode, 12, 6)
         for chosen in (scores.topk(2).indices, scores.topk(2, dim=0).indices, scores.argmax(-1), torch.multinomial(scores, 3)):
             counts = torch.bincount(chosen.flatten(), minlength=6)
             assert len(set(counts[counts > 0].tolist())) == 1
@@ -73,10 +80,28 @@ def test_what_unknown_numbers_choose_is_chosen_evenly() -> None:
 def test_other_numbers_are_not_known() -> None:
     with pretended_world(4) as mode, mode:
         known = torch.zeros(4, dtype=torch.int64)
-        known.copy_(torch.randn(4))  # of values that nobody knows
+        known.copy_(_unknown(mode, 4))  # of values that nobody knows
         assert known.sum().item() == 1 and mode.read == 1
         with refused(PlanError):
             known.nonzero()
+        for rounded in (_unknown(mode, 4).long(), _unknown(mode, 4).bool()):  # both come about in an empty tensor
+            with refused(PlanError):
+                rounded.nonzero()
+
+
+def _drawn(scores: torch.Tensor) -> dict[str, Any]:
+    """What decides on a random draw, and what takes no more than a shape of numbers that nobody knows."""
+    generator = torch.Generator().manual_seed(3)
+    layers = [bool(torch.rand([], generator=generator) < 0.5) for _ in range(8)]
+    masked = torch.bernoulli(torch.full(scores.shape, 0.3), generator=generator).bool()
+    kept = torch.zeros_like(scores, dtype=torch.bool).index_fill_(1, torch.tensor([0, 2]), True)
+    return {"layers": layers, "masked": scores[masked].shape, "kept": scores[kept].shape, "said": f"{masked.sum()}"}
+
+
+def test_random_draws_and_masks_like_unknown_numbers_are_known() -> None:
+    real = _drawn(torch.randn(6, 5))
+    with pretended_world(4) as mode, mode:
+        assert _drawn(_unknown(mode, 6, 5)) == real and mode.read == 0
 
 
 def test_what_is_only_read_stays_known() -> None:
@@ -86,6 +111,12 @@ def test_what_is_only_read_stays_known() -> None:
         changed.view(4, 6).masked_fill_(mask, 0.0)[:, mask].sum()
         dist.send(rows, 1)
         assert rows.tolist() == [0, 1, 2, 3] and changed.view(4, 6)[:, mask].shape == (4, 2) and mode.read == 0
+
+
+def test_lists_of_numbers_are_read() -> None:
+    with pretended_world(4) as mode, stand_ins(mode, gpus=0), mode:
+        lengths = torch.arange(3)
+        assert torch.tensor([lengths.max(), lengths[1]]).tolist() == [2, 1]
 
 
 def _by_lengths(rows: torch.Tensor, lengths: torch.Tensor, targets: torch.Tensor, layer: torch.nn.GRU) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The values that a plan knows: whole numbers, and what is computed of these alone.
+"""The values that a plan knows: whole numbers, a few random ones, and what is computed of these alone.
 
 Shapes depend on them: a router's counts say how many tokens go to an expert, a mask how many elements are chosen. So an operator
 on whole numbers runs on their values, too. Those of the data are real. Where numbers that are not known decide a choice (`topk`,
@@ -24,7 +24,8 @@ aten, c10d = torch.ops.aten, torch.ops.c10d
 
 _KNOWN = "_echelon_whole_numbers"  # an attribute of tensors
 # Elements; of more, computing the values takes longer than they are worth. Counts become floats where a kernel knows no others.
-_MOST, _MOST_FLOATS = 2**26, 2**22
+# Of floats that are filled or drawn anew few are: those on which a script decides, such as which layers are dropped.
+_MOST, _MOST_FLOATS, _MOST_NEW = 2**26, 2**22, 2**14
 # What chooses -> where the indices are in what it gives, where the dimension is in its arguments, and its default.
 _CHOICES: dict[Any, tuple[int, int, int | None]] = {
     aten.topk.default: (1, 2, -1),
@@ -46,6 +47,9 @@ SHAPED_BY_WHOLE = {
     aten.bincount.default,
 }
 _EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+# Of their tensor these take the shape alone.
+_LIKE = {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.rand_like}
+_LIKE |= {aten.randn_like, aten.randint_like, aten.empty_like, aten.new_empty}
 _REPLACED = {aten.set_, aten.resize_, aten.resize_as_}  # of which nothing is known afterwards
 
 
@@ -85,7 +89,8 @@ class Values:
     def given_by(self, op: Any, args: Any, kwargs: Any) -> Any:
         """What an operator gives for the values of its arguments, which it changes as it would; None if these are not known."""
         unknown = [tensor for tensor in _tensors((args, kwargs)) if self.of(tensor) is None]
-        if (unknown and op not in SHAPED_BY_WHOLE) or not all(map(_is_float, unknown)) or op.overloadpacket in _REPLACED:
+        by_whole = op in SHAPED_BY_WHOLE or op.overloadpacket in _LIKE
+        if (unknown and not by_whole) or not all(map(_is_float, unknown)) or op.overloadpacket in _REPLACED:
             return None
         try:
             with self._computing():
@@ -106,10 +111,11 @@ class Values:
             return
         given = None
         first = next(_tensors((args, kwargs)), None)
-        if first is None or self.of(first) is not None:  # else it need not be looked at further: this is asked at every operator
+        is_new = first is None or op.overloadpacket in _LIKE
+        if first is None or is_new or self.of(first) is not None:  # else no more is asked: of every operator this is
             results = list(_tensors(made))
-            few = all(each.numel() <= (_MOST_FLOATS if _is_float(each) else _MOST) for each in results)
-            if results and few and (first is not None or not any(map(_is_float, results))):
+            floats = _MOST_NEW if is_new else _MOST_FLOATS
+            if results and all(each.numel() <= (floats if _is_float(each) else _MOST) for each in results):
                 given = self.given_by(op, args, kwargs)
         if given is not None:
             if op.overloadpacket in _EMPTY:
@@ -118,8 +124,11 @@ class Values:
         elif op in _CHOICES:
             with self._computing():
                 self._choose(op, list(_tensors(made)), args, kwargs)
-        elif op._schema.is_mutable:
-            self._lose(changed_by(op, args, kwargs))
+        else:
+            if op._schema.is_mutable:
+                self._lose(changed_by(op, args, kwargs))
+            for tensor in _tensors(made):  # what it was made of on the way, such as by `empty`, says nothing of it
+                self.take(tensor, None)
 
     def keep(self, made: Any, values: Any) -> None:
         for tensor, value in zip(tree_leaves(made), tree_leaves(values), strict=True):
@@ -140,7 +149,8 @@ class Values:
         dim = dim if dim is not None and indices.dim() == chosen_of.dim() else -1
         last = indices.movedim(dim, -1).shape if indices.dim() else indices.shape
         evenly = torch.arange(math.prod(last)) % max(1, number)
-        setattr(indices, _KNOWN, evenly.view(last).movedim(-1, dim) if indices.dim() else evenly.view(()))
+        value = torch.empty_strided(indices.shape, indices.stride(), dtype=indices.dtype)  # as views of it will ask for
+        setattr(indices, _KNOWN, value.copy_(evenly.view(last).movedim(-1, dim) if indices.dim() else evenly.view(())))
 
     def _exchange(self, op: Any, args: Any) -> None:
         """What a collective gives if other ranks send what this one does; nothing is known of those that are not here."""
