@@ -84,7 +84,9 @@ def test_other_numbers_are_not_known() -> None:
         assert known.sum().item() == 1 and mode.read == 1
         with refused(PlanError):
             known.nonzero()
-        for rounded in (_unknown(mode, 4).long(), _unknown(mode, 4).bool()):  # both come about in an empty tensor
+        with stand_ins(mode, gpus=0):
+            weight = torch.nn.Linear(4, 1).weight.detach().flatten()
+        for rounded in (weight.long(), _unknown(mode, 4).long(), _unknown(mode, 4).bool()):  # both come about in an empty tensor
             with refused(PlanError):
                 rounded.nonzero()
 

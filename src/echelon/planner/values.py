@@ -117,9 +117,9 @@ class Values:
             floats = _MOST_NEW if is_new else _MOST_FLOATS
             if results and all(each.numel() <= (floats if _is_float(each) else _MOST) for each in results):
                 given = self.given_by(op, args, kwargs)
+        if given is not None and op.overloadpacket in _EMPTY:
+            given = None if _is_float(given) else given.fill_(1)  # as of what is not known: others than this rank may fill it
         if given is not None:
-            if op.overloadpacket in _EMPTY:
-                given.fill_(1)  # as of what is not known: others than this rank may fill it
             self.keep(made, given)
         elif op in _CHOICES:
             with self._computing():
