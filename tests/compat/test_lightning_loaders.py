@@ -256,13 +256,19 @@ class Tail(Line):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
 
 
-def log_a_tail() -> tuple[float, float]:
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_mean", batch[0].mean())
+
+
+def log_a_tail() -> tuple[float, float, float]:
     trainer = Trainer(max_epochs=1, strategy="ddp", **QUIET)
-    trainer.fit(Tail(), DataLoader(TensorDataset(numbers().tensors[0][:9]), batch_size=4))
-    return float(trainer.callback_metrics["mean_epoch"]), float(trainer.callback_metrics["count"])
+    data = TensorDataset(numbers().tensors[0][:9])
+    trainer.fit(Tail(), DataLoader(data, batch_size=4), DataLoader(data, batch_size=4))
+    mean, count, val_mean = (float(trainer.callback_metrics[name]) for name in ("mean_epoch", "count", "val_mean"))
+    return mean, count, val_mean
 
 
 def test_a_rank_without_samples_logs_nothing(ranks: Any) -> None:
     """The sample that it computes in their place counted: of nine samples ten."""
-    for mean, count in ranks(2, log_a_tail):
-        assert (mean, count) == (4.0, 9.0)
+    for found in ranks(2, log_a_tail):
+        assert found == (4.0, 9.0, 4.0)

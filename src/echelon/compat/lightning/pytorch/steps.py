@@ -116,7 +116,7 @@ class StepCaller:
         step = getattr(module, f"{phase}_step")
         taken = self._arguments(f"{phase}_step", step, batch, batch_idx, dataloader_idx)
         if step_under_way(here).is_padding:  # a rank that has fewer batches takes part in collectives alone
-            with self._autocast(), session.silence():
+            with self._autocast(), session.hook(f"{phase}_step"), session.silence():
                 return _through(self._wrapper(), module, step, *taken)
         session.begin_batch(phase, lambda: rows(batch, step_under_way(here).samples), dataloader_idx)
         place = (batch, batch_idx) if dataloader_idx is None else (batch, batch_idx, dataloader_idx)
