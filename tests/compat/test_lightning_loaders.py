@@ -255,9 +255,48 @@ class Tail(Line):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
 
-
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_mean", batch[0].mean())
+
+
+class Collecting(Tail):
+    """Evaluates as scripts do: by a metric, a list and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from torchmetrics import SumMetric
+
+        self.sum, self.rows, self.seen = SumMetric(), list[torch.Tensor](), 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.sum.update(batch[0])
+        self.log("sum", self.sum)
+        self.rows.append(batch[0])
+        self.seen += len(batch[0])
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict({"rows": float(torch.cat(self.rows).sum()), "seen": float(self.seen)}, reduce_fx="sum")
+
+    test_step, on_test_epoch_end = validation_step, on_validation_epoch_end
+
+
+class ByHand(Collecting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def evaluate_a_tail() -> list[dict[str, float]]:
+    data = TensorDataset(numbers().tensors[0][:9])
+    tried = (Collecting, "ddp"), (ByHand, "ddp"), (Collecting, "fsdp")
+    return [Trainer(strategy=how, **QUIET).test(kind(), DataLoader(data, batch_size=4))[0] for kind, how in tried]
+
+
+def test_a_rank_without_samples_counts_and_collects_nothing(ranks: Any) -> None:
+    """Its metric had the sample that stands in, and so had a list of its outputs."""
+    pytest.importorskip("torchmetrics")
+    for found in ranks(2, evaluate_a_tail):
+        assert found == [{"sum": 36.0, "rows": 36.0, "seen": 9.0}] * 3
 
 
 def log_a_tail() -> tuple[float, float, float]:

@@ -382,7 +382,10 @@ def check_evaluation(stage: Stage) -> None:
 
 
 def _check_tail(stage: Stage, loader: Loader) -> None:
-    if not stage.inner.weighs_padding and (loader.pads or (stage.trains and loader.is_uneven)):
+    inner = stage.inner
+    if inner.weighs_padding or (inner.weighs_padding_in_evaluation and not stage.trains):
+        return
+    if loader.pads or (stage.trains and loader.is_uneven):
         raise LoopError(
             f"the last global batch ({loader.samples % loader.global_batch} samples) cannot be shared evenly by "
             f"{loader.dp[1]} ranks, and only AutoUnit weighs shares by their size. Use Loader(..., tail='drop')."

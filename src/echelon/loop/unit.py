@@ -100,7 +100,7 @@ class Unit(AppStateMixin):
 
     Attributes:
         reports_own_steps: its steps call `on_*_step_end` themselves, with more than the loop knows.
-        weighs_padding: it counts a batch of padding as nothing.
+        weighs_padding: it counts a batch of padding as nothing; `weighs_padding_in_evaluation`: unless it trains.
         may_lack: names of state that a run may continue without, though it was saved.
         keeps_modes: training leaves modules in train or eval mode as they are.
         restored_from: the checkpoint that it was last restored from.
@@ -109,7 +109,7 @@ class Unit(AppStateMixin):
     """
 
     reports_own_steps = False
-    weighs_padding = False
+    weighs_padding = weighs_padding_in_evaluation = False
     keeps_modes = False
     has_updated = True
     # State that an option makes, and that a run without the option continues without.

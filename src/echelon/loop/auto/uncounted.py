@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from echelon.parallel.prepared import PartsCheck
 if TYPE_CHECKING:
     from echelon.loop.state import State
 
-__all__ = ["check_parts", "standing_in", "uncounted"]
+__all__ = ["check_parts", "forgetting", "standing_in", "uncounted"]
 
 _METRIC = ("update", "compute", "reset")
 _STATE = (torch.Tensor, list, dict, int, float, type(None))
@@ -33,15 +33,19 @@ def standing_in(unit: Any) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def uncounted(unit: Any) -> Iterator[None]:
+def uncounted(unit: Any) -> contextlib.AbstractContextManager[None]:
     """What is counted in metrics of the unit's or of its module's is forgotten."""
-    roots = [*unit.tracked_metrics().values(), unit.prepared.unwrapped]
+    return forgetting([*unit.tracked_metrics().values(), unit.prepared.unwrapped])
+
+
+@contextlib.contextmanager
+def forgetting(roots: Sequence[Any]) -> Iterator[None]:
+    """What is counted in these metrics, or in those of these modules, is forgotten."""
     inner = [m for root in roots if isinstance(root, nn.Module) for m in root.modules()]
     counting = [m for m in inner if all(callable(getattr(m, name, None)) for name in _METRIC)]
     # Not by their state_dict: of torchmetrics within a module that would begin to be saved.
     before = [(m, {k: copy.deepcopy(v) for k, v in vars(m).items() if isinstance(v, _STATE)}) for m in counting]
-    others = [metric for metric in unit.tracked_metrics().values() if not isinstance(metric, nn.Module)]
+    others = [metric for metric in roots if not isinstance(metric, nn.Module)]
     shares = [(metric, copy.deepcopy(share_of(metric))) for metric in others]
     try:
         yield

@@ -45,7 +45,7 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
         layout, precision: as AutoUnit's.
     """
 
-    may_stop, keeps_modes = False, True
+    may_stop, keeps_modes, weighs_padding_in_evaluation = False, True, True
     may_lack = ("lightning", "schedules")
 
     def __init__(self, session: Any, lightning_module: Any, *, layout: Any = None, precision: Any = None, **_: Any) -> None:

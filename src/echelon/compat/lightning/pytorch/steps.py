@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,10 @@ from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
 from echelon.data.parts import Padding, Pieces, joined
+from echelon.loop.auto.uncounted import forgetting
 from echelon.loop.samples import rows
 from echelon.loop.state import step_under_way
+from echelon.parallel.over_ranks import without_samples
 from echelon.parallel.patching import replace
 from echelon.parallel.shards import is_split
 from echelon.world.device import copy_data_to_device
@@ -116,7 +119,7 @@ class StepCaller:
         step = getattr(module, f"{phase}_step")
         taken = self._arguments(f"{phase}_step", step, batch, batch_idx, dataloader_idx)
         if step_under_way(here).is_padding:  # a rank that has fewer batches takes part in collectives alone
-            with self._autocast(), session.hook(f"{phase}_step"), session.silence():
+            with self._autocast(), session.hook(f"{phase}_step"), forgetting([module]), without_samples(), self._without_trace():
                 return _through(self._wrapper(), module, step, *taken)
         session.begin_batch(phase, lambda: rows(batch, step_under_way(here).samples), dataloader_idx)
         place = (batch, batch_idx) if dataloader_idx is None else (batch, batch_idx, dataloader_idx)
@@ -145,9 +148,26 @@ class StepCaller:
         elif "train" in session.results:
             session.results["train"].go_on(lambda: pieces.samples)
         taken = self._arguments("training_step", module.training_step, batch, batch_idx, None)
-        silent = session.silence() if pieces is not None and not pieces.samples else nullcontext()
-        with session.hook("training_step"), silent:
+        without_trace = self._without_trace() if pieces is not None and not pieces.samples else nullcontext()
+        with session.hook("training_step"), without_trace:
             return _through(self._wrapper(), module, module.training_step, *taken)
+
+    @contextmanager
+    def _without_trace(self) -> Iterator[None]:
+        """Around a step whose batch stands in for none: what it logs, and collects in attributes of the module, is forgotten."""
+        of_every_module = vars(nn.Module())
+        own = {name: value for name, value in vars(self.module).items() if name not in of_every_module}
+        contents = [(value, copy(value)) for value in own.values() if type(value) in (list, dict, set)]
+        try:
+            with self._session.silence():
+                yield
+        finally:
+            for name in vars(self.module).keys() - own.keys() - of_every_module.keys():
+                delattr(self.module, name)
+            vars(self.module).update(own)
+            for value, before in contents:
+                value.clear()
+                value.extend(before) if isinstance(value, list) else value.update(before)
 
 
 def _through(wrapper: nn.Module, module: Any, step: Callable[..., Any], *args: Any) -> Any:
