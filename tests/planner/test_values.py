@@ -91,6 +91,14 @@ def test_other_numbers_are_not_known() -> None:
                 rounded.nonzero()
 
 
+def test_what_no_shape_says_is_refused_by_its_line() -> None:
+    with pretended_world(4) as mode, mode:
+        rounded = _unknown(mode, 6, 2).long()
+        assert torch.bincount(rounded.flatten(), minlength=5).shape == (5,)
+        with refused(PlanError):
+            rounded.unique(dim=0)
+
+
 def _drawn(scores: torch.Tensor) -> dict[str, Any]:
     """What decides on a random draw, and what takes no more than a shape of numbers that nobody knows."""
     generator = torch.Generator().manual_seed(3)

@@ -24,7 +24,12 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 
 # The meta kernels of collectives, which fake tensors need, come with this module.
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
@@ -289,7 +294,15 @@ class NoMemory(FakeTensorMode):
             with self:
                 halves = [each.to(torch.bfloat16) for each in args[:2]]
                 return op(*halves, *args[2:], **kwargs).to(args[0].dtype)
-        made = super().__torch_dispatch__(op, types, args, kwargs)
+        if op is aten.bincount.default and len(args) > 2 and args[2] > 0:  # experts, of which none has more than the last
+            return args[0].new_empty(args[2], dtype=torch.int64 if args[1] is None else args[1].dtype)
+        try:
+            made = super().__torch_dispatch__(op, types, args, kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            raise PlanError(
+                f"{_line()} must give what follows from shapes, or from whole numbers and masks of the data, to be planned, got "
+                f"{op}, which reads values that a plan does not have. Leave it out of the script that is planned."
+            ) from None
         if op.overloadpacket is aten.any:
             setattr(made, _NOTHING, True)
         elif op is aten._amp_foreach_non_finite_check_and_unscale_.default:
