@@ -71,7 +71,7 @@ class Flow(Callback):
         self.saves = saver is not None
         own = [c for c in trainer.callback_handler.callbacks if not type(c).__module__.startswith("transformers.")]
         self._may_differ = bool(own)  # by rank: what a callback of the user's own decides
-        self.may_stop = bool(own)
+        self.may_stop = bool(own) or any(isinstance(c, theirs.EarlyStoppingCallback) for c in trainer.callback_handler.callbacks)
         self._rate: Any = 0.0
 
     def _call(self, event: str) -> None:
