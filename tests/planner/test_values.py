@@ -105,7 +105,15 @@ def _drawn(scores: torch.Tensor) -> dict[str, Any]:
     layers = [bool(torch.rand([], generator=generator) < 0.5) for _ in range(8)]
     masked = torch.bernoulli(torch.full(scores.shape, 0.3), generator=generator).bool()
     kept = torch.zeros_like(scores, dtype=torch.bool).index_fill_(1, torch.tensor([0, 2]), True)
-    return {"layers": layers, "masked": scores[masked].shape, "kept": scores[kept].shape, "said": f"{masked.sum()}"}
+    added = torch.ones(6)
+    added[torch.arange(6) > 1] = -10000.0
+    layers.append(bool((added > torch.tensor([0.5])).any()))
+    return {
+        "layers": [*layers, int((added < 0).sum())],
+        "masked": scores[masked].shape,
+        "kept": scores[kept].shape,
+        "said": f"{masked.sum()}",
+    }
 
 
 def test_random_draws_and_masks_like_unknown_numbers_are_known() -> None:

@@ -117,6 +117,8 @@ class Values:
             floats = _MOST_NEW if is_new else _MOST_FLOATS
             if results and all(each.numel() <= (floats if _is_float(each) else _MOST) for each in results):
                 given = self.given_by(op, args, kwargs)
+        if op is aten.lift_fresh.default and not self._is_fake(args[0]) and args[0].numel() <= _MOST_NEW:
+            given = args[0]  # a number of the script's, also a float: torch.tensor(0.5), mask[at] = 0.5
         if given is not None and op.overloadpacket in _EMPTY:
             given = None if _is_float(given) else given.fill_(1)  # as of what is not known: others than this rank may fill it
         if given is not None:
