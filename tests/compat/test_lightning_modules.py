@@ -606,6 +606,16 @@ def test_a_fast_dev_run_evaluates_and_neither_saves_nor_logs(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir()) and not saver.best_model_path
 
 
+def test_numbers_are_scalars_of_tensorboards_files(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    logger = TensorBoardLogger(tmp_path)
+    Trainer(**{**QUIET, "logger": logger}).validate(Small(), two_batches())
+    found = EventAccumulator(logger.log_dir).Reload()
+    assert [each.step for each in found.Scalars("val_loss")] == [0] and "epoch" in found.Tags()["scalars"]
+
+
 def test_a_number_of_one_loader_is_in_no_others_dict() -> None:
     def validation_step(batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         module.log(f"own_{dataloader_idx}", 1.0, add_dataloader_idx=False)

@@ -251,6 +251,11 @@ class TensorBoardLogger(InFolders):
     def _open(self) -> Any:
         return loggers.TensorBoardLogger(self.log_dir)
 
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """As Lightning does: programs find them among the file's scalars; those of echelon's logger are tensors."""
+        for name, value in _prefixed(self._prefix, metrics).items():
+            self.experiment.add_scalar(name, value, step if step is not None else 0)
+
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
