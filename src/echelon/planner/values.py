@@ -12,11 +12,13 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from echelon.parallel.meta.tape import tensors_in
 
 __all__ = ["SHAPED_BY_WHOLE", "Values", "changed_by"]
 
@@ -88,7 +90,7 @@ class Values:
 
     def given_by(self, op: Any, args: Any, kwargs: Any) -> Any:
         """What an operator gives for the values of its arguments, which it changes as it would; None if these are not known."""
-        unknown = [tensor for tensor in _tensors((args, kwargs)) if self.of(tensor) is None]
+        unknown = [tensor for tensor in tensors_in((args, kwargs)) if self.of(tensor) is None]
         by_whole = op in SHAPED_BY_WHOLE or op.overloadpacket in _LIKE
         if (unknown and not by_whole) or not all(map(_is_float, unknown)) or op.overloadpacket in _REPLACED:
             return None
@@ -110,10 +112,10 @@ class Values:
                 self._exchange(op, args)
             return
         given = None
-        first = next(_tensors((args, kwargs)), None)
+        first = next(tensors_in((args, kwargs)), None)
         is_new = first is None or op.overloadpacket in _LIKE
         if first is None or is_new or self.of(first) is not None:  # else no more is asked: of every operator this is
-            results = list(_tensors(made))
+            results = list(tensors_in(made))
             floats = _MOST_NEW if is_new else _MOST_FLOATS
             if results and all(each.numel() <= (floats if _is_float(each) else _MOST) for each in results):
                 given = self.given_by(op, args, kwargs)
@@ -125,11 +127,11 @@ class Values:
             self.keep(made, given)
         elif op in _CHOICES:
             with self._computing():
-                self._choose(op, list(_tensors(made)), args, kwargs)
+                self._choose(op, list(tensors_in(made)), args, kwargs)
         else:
             if op._schema.is_mutable:
                 self._lose(changed_by(op, args, kwargs))
-            for tensor in _tensors(made):  # what it was made of on the way, such as by `empty`, says nothing of it
+            for tensor in tensors_in(made):  # what it was made of on the way, such as by `empty`, says nothing of it
                 self.take(tensor, None)
 
     def keep(self, made: Any, values: Any) -> None:
@@ -139,7 +141,7 @@ class Values:
 
     def _lose(self, changed: Any) -> None:
         """Of arguments that an operator changed, nobody knows to what."""
-        for tensor in _tensors(changed):
+        for tensor in tensors_in(changed):
             if self._is_fake(tensor) and (value := self.of(tensor)) is not None:
                 self._lost.add(value.untyped_storage())
 
@@ -163,7 +165,7 @@ class Values:
             ranks = self._place_of(op, args)[1]
             self._put(args[0], value.flatten().repeat(ranks).view(args[0].shape))
         elif op is c10d.allgather_.default and (value := self.of(args[1][0])) is not None:
-            for tensor in _tensors(args[0]):
+            for tensor in tensors_in(args[0]):
                 self._put(tensor, value.clone())
         elif op is c10d.alltoall_base_.default and not any(args[3:5]) and (value := self.of(args[1])) is not None:
             rank, ranks = self._place_of(op, args)
@@ -188,18 +190,7 @@ def _changed(op: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
 def changed_by(op: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The arguments that an operator changes."""
     places, words = _changed(op)
-    return list(_tensors([*(args[at] for at in places if at < len(args)), *(kwargs[word] for word in words if word in kwargs)]))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
+    return list(tensors_in([*(args[at] for at in places if at < len(args)), *(kwargs[word] for word in words if word in kwargs)]))
 
 
 def _is_float(tensor: torch.Tensor) -> bool:
