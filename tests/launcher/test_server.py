@@ -147,3 +147,35 @@ def test_few_frames_lead_from_the_command_line_to_a_program_s_first(tmp_path: Pa
     frames = [line for line in done.stdout.splitlines() if line.endswith(".py") and "runpy" not in line]
     assert done.returncode == 0 and frames[-1].endswith("train.py"), done.stderr
     assert len(frames[:-1]) <= 14 and all("echelon" in frame for frame in frames[:-1]), frames
+
+
+RESUMES = """
+import sys
+before = set(sys.modules)
+import torch
+import echelon as ech
+
+class Fit(ech.AutoUnit):
+    def compute_loss(self, state, data):
+        return self.module(data[0]).mean(), None
+
+    def configure_optimizers_and_lr_scheduler(self, module):
+        return torch.optim.AdamW(module.parameters()), None
+
+ech.init_from_env()
+again = ech.RankInfo().restart_count > 0
+unit = Fit(module=torch.nn.Linear(2, 1), layout="ddp")
+saver = ech.DistributedCheckpointSaver("c", save_every_n_updates=1)
+data = ech.Loader(torch.utils.data.TensorDataset(torch.randn(8, 2)), 4)
+saver.restore_from_latest("c", unit, train_dataloader=data)
+ech.train(unit, data, max_epochs=1 + again, callbacks=[saver])
+assert again, "fails the first time"
+print(*(name for name in sys.modules if name not in before and name.startswith(("echelon", "torch._dynamo"))))
+"""
+
+
+def test_a_rank_that_is_started_again_finds_imported_what_training_needs(tmp_path: Path, echelon_command: Command) -> None:
+    (tmp_path / "train.py").write_text(RESUMES)
+    done = echelon_command("run", "--max-restarts", "1", "train.py", fresh=True)
+    assert done.returncode == 0 and "fails the first time" in done.stderr, done.stderr
+    assert done.stdout.split() == []

@@ -32,7 +32,7 @@ from echelon.launcher.local.shrink import Plan, loaders_of, next_ranks
 from echelon.launcher.local.silence import NodeSilentError
 from echelon.launcher.local.start import Handed, Start
 from echelon.launcher.local.watch import Lingering, Watch, positions, stall_after
-from echelon.launcher.local.worker import STACK_SIGNAL
+from echelon.launcher.local.worker import SLOW_MODULES, STACK_SIGNAL
 
 __all__ = ["NodeAgent", "StopSignal"]
 
@@ -185,7 +185,7 @@ class NodeAgent:
                 os.close(fd)
         if self.restarts == 0 and self._job.max_restarts > 0:
             # A restart should not wait for what the first start imported rank by rank.
-            self._server.preload(["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"])
+            self._server.preload(SLOW_MODULES)
 
     def _fork(self, attempt: Attempt, info: RankInfo, outputs: tuple[int, int] | None) -> None:
         start = self._start_of(attempt, info, f"{self._token}/{self.restarts}")

@@ -58,6 +58,7 @@ SLOW_MODULES = (
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
     "echelon.loop.auto.auto",
+    "echelon.loop.run",
     "echelon.loop.checkpointing.saver",
 )
 
