@@ -219,6 +219,38 @@ def test_what_is_trained_besides_the_module_is_reduced_and_weighed_as_well(ranks
         assert largest_difference(got, second[f"{kind} {layout}"]) == 0, (kind, layout)
 
 
+class Grown(Head):
+    """Its optimizer is given what is besides the module after the first update."""
+
+    def on_train_step_end(self, state: ech.State, data: Batch, step: int, results: Any) -> None:
+        if step == 1:
+            for parameter in self.others():
+                parameter.grad = None
+            self.optimizer.add_param_group({"params": self.others()})
+
+
+def test_what_an_optimizer_is_given_while_it_trains_is_weighed_in_one_process_too() -> None:
+    unit, rows = Grown("none", "Grown", accumulate=2), [batch(size, 10 * size) for size in (2, 3, 4, 5, 1, 2)]
+    ech.train(unit, rows, max_epochs=1)
+    twin, module = Head("none"), net()
+    others = twin.others()
+    made = torch.optim.SGD(module.parameters(), lr=0.02, momentum=0.9)
+
+    def grow(module: nn.Module, updates: int) -> None:
+        if updates == 1:
+            for parameter in others:
+                parameter.grad = None
+            made.add_param_group({"params": others})
+
+    def loss(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.exp(-others[2]) * nn.functional.mse_loss(twin.head(module(x)), y) + others[2]
+
+    windows = [rows[start : start + 2] for start in (0, 2, 4)]
+    got = plain_training(windows, module=module, optimizer=lambda _: made, loss_of=loss, after=grow)[0]
+    wanted = {**got, **{f"~{i}": p.detach() for i, p in enumerate(others)}}
+    assert largest_difference(unit.trained(), wanted) < 1e-12
+
+
 def _apart(layout: str) -> str:
     unit = Head(layout)
     unit.log_weight = nn.Parameter(torch.full((), float(dist.get_rank()), dtype=torch.float64))

@@ -19,7 +19,7 @@ from echelon.common.errors import LayoutError
 from echelon.parallel.ddp.ddp import DDPPrepared
 from echelon.parallel.fsdp.units import hear_of_loss
 from echelon.parallel.gradients.unreduced_params import average_in_turns_, check_equal
-from echelon.parallel.parallelize import check_module, parallelize
+from echelon.parallel.parallelize import check_module, parallelize, tell_routers
 from echelon.parallel.prepared import MicroBatch, Prepared, combined
 from echelon.parallel.shards import is_split, local, reshard
 from echelon.parallel.state.partition import Partition
@@ -65,14 +65,11 @@ class Networks(Prepared[nn.Module]):
             part.guards = self.guards
         self.form = next((part.form for part in parts if part.form.kind != "own"), first.form)
         self._divides_optimizer = any(part._divides_optimizer for part in parts)
+        tell_routers(self)
 
     @property
     def forward_is_collective(self) -> bool:  # type: ignore[override]
         return any(part.forward_is_collective for part in self.parts)
-
-    @property
-    def unwrapped(self) -> nn.Module:
-        return self.parts[0].unwrapped if self.module is self.parts[0].module else self.module
 
     def describe(self) -> dict[str, Any]:
         return {**self.parts[0].describe(), "module": type(self.unwrapped).__name__}
@@ -119,6 +116,7 @@ class Networks(Prepared[nn.Module]):
             average_in_turns_(whole, self.data.groups)
 
     def discard_window(self) -> None:
+        super().discard_window()
         for part in self.parts:
             part.discard_window()
 

@@ -20,6 +20,7 @@ from echelon.common.older_words import renames
 from echelon.contracts.overrides import overrides
 from echelon.parallel.ddp.ddp import DDPStrategy
 from echelon.parallel.ddp.sync_batchnorm import on_host
+from echelon.parallel.experts.loads import Routers, routers_of
 from echelon.parallel.fsdp.fsdp import FSDPStrategy
 from echelon.parallel.guards.trained_params import replaced
 from echelon.parallel.layouts import resolve
@@ -41,6 +42,7 @@ __all__ = [
     "prepare_ddp",
     "prepare_fsdp",
     "prepare_module",
+    "tell_routers",
 ]
 
 logger = logging.getLogger(__name__)
@@ -100,6 +102,7 @@ def parallelize(
         _refuse_other_models(module, chosen)
         prepared = _prepared(module, chosen, world, recipe)
         scales_after_step(prepared, float8)
+        tell_routers(prepared)
         return prepared
     if chosen is not None and not is_plain:
         raise LayoutError(
@@ -112,7 +115,14 @@ def parallelize(
     _check_embeddings(given, world)
     given._adopt()
     given.data.find_replicas()
+    tell_routers(given)
     return given
+
+
+def tell_routers(prepared: Prepared[Any]) -> None:
+    """Have the layers of experts in a module told of its updates, if it has any."""
+    if routers_of(prepared.unwrapped):
+        prepared.listeners.append(Routers(prepared.unwrapped, [*prepared.data.groups, *prepared.place.stages]))
 
 
 def _refuse_other_models(module: nn.Module, chosen: Strategy) -> None:

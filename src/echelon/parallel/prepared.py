@@ -31,6 +31,7 @@ __all__ = [
     "Batches",
     "Extras",
     "Form",
+    "Listener",
     "MicroBatch",
     "PartsCheck",
     "Place",
@@ -170,6 +171,22 @@ class Extras:
         """Take up what `state_dict` gave, under whatever layout; what is not there stays. Collective."""
 
 
+class Listener(Protocol):
+    """One of `Prepared.listeners`: what parts of a module want told of each update, on one rank too."""
+
+    def begin_forward(self, weight: Any) -> None:
+        """The forward pass of a micro-batch of this weight follows."""
+
+    def end_window(self, *, updated: bool) -> None:
+        """After the optimizer's step, or in its place, if it was left out. Collective."""
+
+    def discard(self) -> None:
+        """The micro-batches since the latest update are given up."""
+
+    def measures(self) -> Mapping[str, Any]:
+        """Of the latest update, for its record: 0-dim tensors, by the names of metrics.jsonl."""
+
+
 class Prepared(Generic[M]):
     """A module made parallel, and the operations whose meaning depends on how. This base is one process.
 
@@ -184,6 +201,7 @@ class Prepared(Generic[M]):
         batches: what becomes of those that the ranks are given.
         extras: what a checkpoint keeps besides `state`.
         guards: watch that the ranks do the same with the module, and know what torch's errors mean.
+        listeners: what parts of the module want told of each update.
     """
 
     forward_is_collective = False
@@ -198,6 +216,7 @@ class Prepared(Generic[M]):
         self.data = DataAxes.of(module, averaged, is_divided=bool(averaged) or self.forward_is_collective)
         self.batches, self.extras = Batches(), Extras()
         self.guards: list[Guard] = []
+        self.listeners: list[Listener] = []
         self._others: list[nn.Parameter] = []  # what the optimizer trains besides the module, as a learned weight of a loss
         self._loose: list[nn.Parameter] = []  # whose gradients nothing else reduces
         self._frozen: list[nn.Parameter] = []  # nor theirs, if they are unfrozen
@@ -291,6 +310,8 @@ class Prepared(Generic[M]):
 
     def discard_window(self) -> None:
         """The micro-batches since the last update are given up; the optimizer's gradients are cleared by the caller."""
+        for listener in self.listeners:
+            listener.discard()
 
     def before_backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
         """Within `accumulate`'s context, before `backward` of the loss that this gives."""
@@ -349,16 +370,12 @@ class Prepared(Generic[M]):
     def before_evaluation(self) -> None:
         """The ranks are about to evaluate, in step if `forward_is_collective`: they do so with the same buffers."""
 
-    def scale_grads(self, factor: float | torch.Tensor) -> None:
-        """Multiply every gradient in place. Per rank; `factor` is the same on all."""
-        clip.scale_((*self.module.parameters(), *self._others), factor)
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that the norm of the whole model's gradient is at most `max_norm`. Collective over the ranks
         that hold different parameters.
 
         Args:
-            max_norm: > 0, in loss units per unit of weight, that is after `scale_grads`.
+            max_norm: > 0, in loss units per unit of weight, as gradients of the global batch's mean are.
             norm_type: 2 is the Euclidean norm; inf the largest absolute value.
         Returns:
             The norm before clipping, a 0-dim tensor, the same number on every rank.

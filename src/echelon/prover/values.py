@@ -108,13 +108,13 @@ def modules_of(unit: Any) -> list[tuple[str, nn.Module]]:
 def forget_loads(unit: Any) -> None:
     """Before an update: what was tried before counts in no load of an expert."""
     for _, module in modules_of(unit):
-        Routers.of(module, []).discard()
+        Routers(module, []).discard()
 
 
 def balance(unit: Any) -> None:
     """After an update of one process: of layers of experts, which only the loop tells so."""
     for _, module in modules_of(unit):
-        Routers.of(module, []).end_window(updated=True)
+        Routers(module, []).end_window(updated=True)
 
 
 def parameters_of(unit: Any) -> Iterator[tuple[str, nn.Parameter]]:

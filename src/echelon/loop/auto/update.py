@@ -39,9 +39,8 @@ from echelon.loop.auto.optimizer_checks import check_holds, look_at_first_update
 from echelon.loop.auto.uncounted import standing_in
 from echelon.loop.samples import samples_of, sizes_in
 from echelon.loop.state import step_under_way
-from echelon.parallel.experts.loads import Routers, routers_of
 from echelon.parallel.gradients import clip
-from echelon.parallel.prepared import NO_CONTEXT, MicroBatch, combined
+from echelon.parallel.prepared import NO_CONTEXT, Listener, MicroBatch, combined
 from echelon.parallel.recipe.precision import Shards, check_scaler
 from echelon.parallel.state.partition import has_gradients, parameters_of
 from echelon.world import agree, clock
@@ -76,9 +75,7 @@ class Update:
 
     def __init__(self, unit: Any, bitwise: BitEqual | None, stop_after: int | None) -> None:
         self.bitwise = bitwise
-        prepared = unit.prepared
-        groups = [*prepared.data.groups, *prepared.place.stages]
-        self._routers = Routers.of(prepared.unwrapped, groups) if routers_of(prepared.unwrapped) else None
+        self._listeners: list[Listener] = unit.prepared.listeners
         self.finite = FiniteWatch(stop_after)
         self.is_last = self.joined = False
         self.weight: Any = 0
@@ -89,6 +86,7 @@ class Update:
         # The one that was looked at, while ranks train together.
         self._trains_with: torch.optim.Optimizer | None = None
         self._saw_loss = False
+        self._others: list[nn.Parameter] = []  # what the optimizer trains besides the module, as a learned weight of a loss
         self._left: dict[nn.Parameter, torch.Tensor] = {}  # gradients of earlier updates, as long as one is under way
 
     # --- before the first
@@ -122,7 +120,7 @@ class Update:
 
     def optimizer_grew(self, unit: Any) -> None:
         """While it trains, somebody has given the optimizer more parameters, on all ranks alike. Collective."""
-        if unit.window.group is not None:
+        if unit.window.group is not None or not agree.is_joined():
             self._take_parameters(unit)
 
     def _take_parameters(self, unit: Any) -> None:
@@ -136,6 +134,7 @@ class Update:
                 f"bit-equal training needs an optimizer of the module's parameters only, got {len(others)} others. Move them."
             )
         unit.prepared.trains_also(others)
+        self._others = others
 
     # --- a micro-batch
 
@@ -170,8 +169,8 @@ class Update:
             clock.running.enter(FORWARD)
         if bitwise is not None:
             bitwise.begin(unit.window.updates, unit.window.count - 1)
-        if self._routers is not None:
-            self._routers.begin_forward(weight)
+        for listener in self._listeners:
+            listener.begin_forward(weight)
         if unit.several is not None:
             unit.several.begin(float(weight))
         state.logged.begins(0 if prepared.data.is_replica else weight)
@@ -214,8 +213,8 @@ class Update:
     def begin_forward(self, unit: Any, state: State, micro_batch: MicroBatch[Any]) -> None:
         """In `run_window`. What is counted and logged in the pass counts as much as its micro-batch."""
         unit.samples_given = micro_batch.samples
-        if self._routers is not None:
-            self._routers.begin_forward(micro_batch.weight)
+        for listener in self._listeners:
+            listener.begin_forward(micro_batch.weight)
         state.logged.begins(0 if unit.prepared.data.is_replica else micro_batch.weight)
 
     def backward(
@@ -355,12 +354,15 @@ class Update:
         assert window.reference is not None
         if isinstance(weight, torch.Tensor):  # on a device: nothing waits for it
             # Gradients of no weight are zeros, and stay so.
-            prepared.scale_grads(torch.where(weight == 0, torch.ones_like(weight), window.reference / weight))
+            self._scale(unit, torch.where(weight == 0, torch.ones_like(weight), window.reference / weight))
         elif weight != window.reference:
-            prepared.scale_grads(window.reference / weight)
+            self._scale(unit, window.reference / weight)
             window.reference = window.reference if window.fixed else float(weight)
         if self._left:
             self._take_left_back()
+
+    def _scale(self, unit: Any, factor: float | torch.Tensor) -> None:
+        clip.scale_((*unit.prepared.module.parameters(), *self._others), factor)
 
     def clip(self, unit: Any) -> torch.Tensor | None:
         """Of whole gradients, before the optimizer's step. Returns their norm, if they are clipped by it."""
@@ -386,8 +388,8 @@ class Update:
             return False
         self.latest, lr = (self.loss, norm), unit.optimizer.param_groups[0].get("lr")
         updated = self.step_optimizer(unit)
-        if self._routers is not None:
-            self._routers.end_window(updated=updated)
+        for listener in self._listeners:
+            listener.end_window(updated=updated)
         if updated:
             if self._first_look is not None:
                 self._first_look.remove()
@@ -422,25 +424,26 @@ class Update:
         if unit.swa_model is not None:
             unit.swa_model.step()
         self.latest = (self.loss, None)
-        if self._routers is not None:
-            self._routers.end_window(updated=True)
+        for listener in self._listeners:
+            listener.end_window(updated=True)
         self._record(unit, state, None, None)
         return True
 
     def _record(self, unit: Any, state: State, lr: Any, norm: torch.Tensor | None) -> None:
         if state.recorder is None:
             return
-        of_routers = {} if self._routers is None else self._routers.measures()
-        of_several = {} if unit.several is None else unit.several.numbers()
-        numbers = {**of_routers, **of_several, **state.logged.settled()}
+        numbers = {} if unit.several is None else unit.several.numbers()
+        for listener in self._listeners:
+            numbers.update(listener.measures())
+        numbers.update(state.logged.settled())
         state.recorder.update(unit.train_progress.num_updates_completed + 1, self.loss, self.weight, lr, norm, numbers)
 
     def _leave_out(self, unit: Any, state: State) -> None:
         """An update of a global batch that weighs nothing, which all ranks know. It is counted, and trains nothing."""
         loss = self.latest[0]
         self.latest = (0.0 if loss is None else loss, None)  # for who averages the losses of updates: this one has none
-        if self._routers is not None:
-            self._routers.end_window(updated=False)
+        for listener in self._listeners:
+            listener.end_window(updated=False)
         unit.zero_grad(state)
         window = unit.window
         if agree.is_rank0() and window.empty & (window.empty - 1) == 0:  # each time that there are twice as many
@@ -464,7 +467,7 @@ class Update:
     def discard(self, unit: Any, state: State) -> None:
         """Forget an unfinished window, and its gradients."""
         unit.window.discard()
-        for each in (unit.several, self._routers, self.bitwise):
+        for each in (unit.several, self.bitwise):
             if each is not None:
                 each.discard()
         unit.prepared.discard_window()

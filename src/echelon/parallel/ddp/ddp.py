@@ -273,6 +273,7 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         return found
 
     def discard_window(self) -> None:
+        super().discard_window()
         self._of_window = []
 
     def before_backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:

@@ -351,6 +351,7 @@ class WorkerPrepared(Prepared[Worker]):
         return super().before_backward(loss, micro_batch)
 
     def discard_window(self) -> None:
+        super().discard_window()
         self.module.discard()
 
     def after_step(self, wants_stop: bool) -> bool:

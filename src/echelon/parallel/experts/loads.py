@@ -8,7 +8,7 @@ Communication: one all-reduce after each update of (experts + 3) float64 numbers
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ def balance_experts(module: nn.Module) -> None:
 
     AutoUnit and loops with `echelon.prepare` do so by themselves. Call it after `optimizer.step()` in a `train_step` of your own.
     """
-    Routers.of(module, [dist.group.WORLD] if is_joined() else []).end_window(updated=True)
+    Routers(module, [dist.group.WORLD] if is_joined() else []).end_window(updated=True)
 
 
 def routers_of(module: nn.Module) -> dict[str, Router]:
@@ -75,35 +75,27 @@ def routers_of(module: nn.Module) -> dict[str, Router]:
 
 
 class Routers:
-    """All routers of a module: they are told what counts, and act after each update.
+    """All routers of a module, as one of `Prepared.listeners`: they are told what counts, and act after each update.
 
     Args:
         groups: the axes of ranks with other samples, and of stages with other routers.
     """
 
-    def __init__(self, routers: Mapping[str, Router], groups: Sequence[dist.ProcessGroup | None]) -> None:
-        self._routers, self._groups = dict(routers), list(groups)
+    def __init__(self, module: nn.Module, groups: Sequence[dist.ProcessGroup | None]) -> None:
+        self._routers, self._groups = routers_of(module), list(groups)
         self._measures: dict[str, Any] = {}
 
-    @classmethod
-    def of(cls, module: nn.Module, groups: Sequence[dist.ProcessGroup | None]) -> Routers:
-        return cls(routers_of(module), groups)
-
     def begin_forward(self, weight: Any) -> None:
-        """The forward pass of a micro-batch of this weight follows."""
         for router in self._routers.values():
             router.seen.counts = weight
 
     def discard(self) -> None:
-        """The micro-batches since the latest update are given up."""
         for router in self._routers.values():
             router.seen.forget()
 
     def end_window(self, *, updated: bool) -> None:
-        """After the optimizer's step: balance the experts by the update's loads. Collective, if there are any.
+        """Balance the experts by the update's loads. Collective, if there are any.
 
-        Args:
-            updated: False if the step was left out.
         Raises:
             UsageError: on all ranks: a layer's auxiliary loss is in no loss.
         """
@@ -133,7 +125,6 @@ class Routers:
         self._measures = _measures([part[:-1] for part in parts])
 
     def measures(self) -> dict[str, Any]:
-        """Of the latest update: 0-dim tensors, by the names of metrics.jsonl."""
         return self._measures
 
 

@@ -155,6 +155,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         refuse_unheard((name, p) for name, p in self.named_parameters() if is_split(p))
 
     def discard_window(self) -> None:
+        super().discard_window()
         if not self._reduces:  # what it kept would join the next window
             forget_gradients(self.module)
 
