@@ -337,6 +337,35 @@ def test_as_a_program_killed_and_restarted(echelon_command: Callable[..., Any], 
     assert "update 24/24" in straight.stderr + straight.stdout
 
 
+KEPT = """
+    import torch, echelon as ech
+
+    class Told(ech.Callback):
+        def on_exception(self, state, unit, error):
+            print("left by", type(error).__name__, "after", unit.train_progress.num_updates_completed)
+
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader([torch.ones(1)] * 8, batch_size=2)
+    model, optimizer, loader = ech.prepare(model, optimizer, loader, callbacks=[Told()])
+    batches = iter(loader)
+    for _ in range(2):
+        batch = next(batches)
+        with ech.window(model) as window:
+            window.backward(model(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+def test_a_script_may_end_with_an_iterator_that_it_keeps(started: Any) -> None:
+    """As one that counts its steps does. Its module's names were gone when Python closed the iterator."""
+    process = started.python(started.script(textwrap.dedent(KEPT)), fresh=True)
+    out, err = (each.decode() for each in process.communicate(timeout=120))
+    assert process.returncode == 0 and out == "left by GeneratorExit after 1\n", out + err
+    assert "Traceback" not in err
+
+
 # --- gradients cleared between the passes
 
 CLEARED: dict[str, Callable[[nn.Module], Any]] = {

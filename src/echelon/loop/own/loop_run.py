@@ -44,7 +44,7 @@ class LoopRun(Run):
         self._step_end = self.stage.hooks.step_end
         self._context = contextlib.ExitStack()
         self._context.enter_context(self._training())
-        atexit.register(self._context.close)  # sinks write what they have; nothing collective
+        atexit.register(self.leave)  # a loop that keeps its iterator does not end it
         try:
             self._begin_training(self.stage)
         except BaseException as error:
@@ -164,13 +164,13 @@ class LoopRun(Run):
         self._close()
 
     def _close(self) -> None:
-        atexit.unregister(self._context.close)
+        atexit.unregister(self.leave)
         self._context.close()
 
     def failed(self, error: BaseException) -> None:
         """Tell sinks and callbacks of an error in the loop. Per rank."""
         self.ended = "failed"
         context, self._context = self._context, contextlib.ExitStack()
-        atexit.unregister(context.close)
+        atexit.unregister(self.leave)
         with contextlib.suppress(BaseException):  # it is on its way already
             context.__exit__(type(error), error, error.__traceback__)

@@ -196,7 +196,7 @@ class Session:
                 self.run = None
                 run.finish()
         except GeneratorExit:  # by a `break`; what is collective is left to `_settle`, as one rank alone may do this
-            if self._iteration is not this:  # of a loop that another has followed
+            if self._iteration is not this or run.ended is not None:  # of a loop that another has followed, or a process's end
                 raise
             self._in_batch = False
             self._trained(run)
