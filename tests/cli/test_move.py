@@ -54,6 +54,11 @@ MOVED = {
     "from transformers import (\n    AutoModel,  # a model\n    Trainer,\n)": (
         "from transformers import (\n    AutoModel,  # a model\n)\nfrom echelon.compat.transformers import (\n    Trainer,\n)"
     ),
+    # comments above a name went to the next that stayed, or were lost
+    "from transformers import (  # x\n    # a\n    Trainer, AutoModel,\n    # b\n    TrainingArguments,\n    # c\n    T5,\n)": (
+        "from transformers import (  # x\n    AutoModel,\n    # c\n    T5,\n)\n"
+        "from echelon.compat.transformers import (  # x\n    # a\n    Trainer,\n    # b\n    TrainingArguments,\n)"
+    ),
     "from transformers import AutoModel, Trainer": (
         "from transformers import AutoModel\nfrom echelon.compat.transformers import Trainer"
     ),
@@ -227,6 +232,23 @@ def test_nothing_is_changed_unless_all_files_are_understood(tmp_path: Path, caps
     assert main(["move", "--write", str(good), str(link)]) == 2
     assert f"got a link to {good}" in capsys.readouterr().err
     assert good.read_text() == "import lightning as L\n" and link.is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("none.py", None, "must be a file, got: No such file or directory"),
+        (".", None, "must be a file, got: is not a regular file"),
+        ("cells.ipynb", b'{"cells": [{"source": ["import lightning as L"]}]}', "got a notebook"),
+        ("mac.py", b"import lightning as L\rx = 1\r", "line ends"),
+    ],
+)
+def test_what_is_no_script_is_refused(tmp_path: Path, name: str, text: bytes | None, says: str) -> None:
+    """A folder was a traceback, and of a notebook it said that there is no import to move."""
+    if text is not None:
+        (tmp_path / name).write_bytes(text)
+    with pytest.raises(CommandError, match=re.escape(says)):
+        execute(argparse.Namespace(files=[str(tmp_path / name)], write=True))
 
 
 def test_what_was_saved_meanwhile_is_not_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ libcst keeps every other character. What is here and what is not says `compat_na
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -57,9 +58,11 @@ def move(text: bytes) -> Moved:
     """
     Raises:
         libcst.ParserSyntaxError: it is no Python; with the line.
+        SyntaxError: it would not stay as it is.
     """
     before = cst.parse_module(text)
-    assert before.bytes == text, "every character is kept"
+    if before.bytes != text:
+        raise SyntaxError("characters that are not kept, such as line ends of old Macs")
     wrapper = MetadataWrapper(before, unsafe_skip_copy=True)
     uses = _Uses()
     wrapper.visit(uses)
@@ -297,18 +300,43 @@ def _binding(module: str, asname: cst.AsName | None) -> cst.BaseSmallStatement:
 
 
 def _with(node: cst.Import | cst.ImportFrom, names: Sequence[cst.ImportAlias]) -> cst.BaseSmallStatement:
-    """The same statement with some of its names."""
+    """The same statement with some of its names; each keeps the comments behind it and above it."""
     assert not isinstance(node.names, cst.ImportStar)
-    last, was_last = names[-1], node.names[-1]
+    given, lpar = node.names, node.lpar if isinstance(node, cst.ImportFrom) else None
+    # What stands before each name: above it what is said of it, behind a comma what is said of the one before.
+    gaps = [lpar.whitespace_after if lpar is not None else cst.SimpleWhitespace(""), *map(_behind, given)]
+    places = [place for place, each in enumerate(given) if each in names]
+    made = [
+        each.with_changes(comma=each.comma.with_changes(whitespace_after=_gap(gaps[place + 1], gaps[following])))
+        for place, following in itertools.pairwise(places)
+        if isinstance((each := given[place]).comma, cst.Comma)
+    ]
+    if lpar is not None and places[0]:
+        node = node.with_changes(lpar=lpar.with_changes(whitespace_after=_gap(gaps[0], gaps[places[0]])))
+    last, was_last, space = names[-1], given[-1], gaps[places[-1] + 1]
     if last is was_last:
-        return node.with_changes(names=names)
-    space = last.comma.whitespace_after if isinstance(last.comma, cst.Comma) else None
+        return node.with_changes(names=[*made, last])
     if isinstance(node, cst.ImportFrom) and node.rpar is not None and isinstance(space, cst.ParenthesizedWhitespace):
         # A name a line: what stands behind it, as a comment, stays, and the bracket follows on the next line.
         closing = cst.Comma(whitespace_after=space.with_changes(empty_lines=[], last_line=cst.SimpleWhitespace("")))
         rpar = node.rpar if isinstance(was_last.comma, cst.Comma) else cst.RightParen()
-        return node.with_changes(names=[*names[:-1], last.with_changes(comma=closing)], rpar=rpar)
-    return node.with_changes(names=[*names[:-1], last.with_changes(comma=was_last.comma)])
+        return node.with_changes(names=[*made, last.with_changes(comma=closing)], rpar=rpar)
+    return node.with_changes(names=[*made, last.with_changes(comma=was_last.comma)])
+
+
+def _behind(name: cst.ImportAlias) -> cst.BaseParenthesizableWhitespace:
+    return name.comma.whitespace_after if isinstance(name.comma, cst.Comma) else cst.SimpleWhitespace("")
+
+
+def _gap(
+    behind: cst.BaseParenthesizableWhitespace, above: cst.BaseParenthesizableWhitespace
+) -> cst.BaseParenthesizableWhitespace:
+    """Between two names that had others between them: of the first what stands behind it, of the second what is above it."""
+    if not isinstance(above, cst.ParenthesizedWhitespace):
+        return behind.with_changes(empty_lines=[]) if isinstance(behind, cst.ParenthesizedWhitespace) else behind
+    if isinstance(behind, cst.ParenthesizedWhitespace):
+        return behind.with_changes(empty_lines=above.empty_lines)
+    return above.with_changes(first_line=above.first_line.with_changes(whitespace=cst.SimpleWhitespace(""), comment=None))
 
 
 def _from(node: cst.BaseSmallStatement, module: str) -> cst.BaseSmallStatement:

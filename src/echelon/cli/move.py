@@ -58,7 +58,7 @@ def _moved(path: Path) -> tuple[bytes, Moved]:
     """A file's bytes, and what becomes of them.
 
     Raises:
-        CommandError: it is a link, no Python, or would not be kept as it is; or libcst is not installed.
+        CommandError: it is no file, a link, no Python, or would not be kept as it is; or libcst is not installed.
     """
     try:
         from libcst import ParserSyntaxError
@@ -68,14 +68,19 @@ def _moved(path: Path) -> tuple[bytes, Moved]:
 
     if path.is_symlink():
         raise CommandError(f"{path} must be a file, got a link to {os.readlink(path)}. Name that file.")
-    text = read_bytes(path)
+    if path.suffix == ".ipynb":  # whose text happens to be an expression of Python
+        raise CommandError(f"{path} must be a script, got a notebook. Save it as one: jupyter nbconvert --to script {path}")
+    try:
+        text = read_bytes(path)
+    except OSError as error:  # a folder, or a name without a file
+        raise CommandError(f"{path} must be a file, got: {error.strerror}. Name scripts, as in `echelon move *.py`.") from None
     try:
         return text, move(text)
     except ParserSyntaxError as error:
         what = text.splitlines()[error.raw_line - 1 : error.raw_line]
         shown = shortly(b"".join(what).decode(errors="replace"))
         raise CommandError(f"{path}:{error.raw_line} must be Python 3, got {shown}. Mend it first.") from None
-    except (UnicodeDecodeError, SyntaxError, LookupError) as error:  # another encoding than the file says
+    except (UnicodeDecodeError, SyntaxError, LookupError) as error:  # another encoding than the file says, old line ends
         raise CommandError(f"{path} must be text in the encoding that it names, got {error}. Save it anew.") from None
 
 
