@@ -206,7 +206,10 @@ def _refusal(folder: Path, kind: str, layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "layout"),
-    [*((how, "none") for how in ("list", "by tensors", "a number", "function")), ("parts", "fsdp"), ("owned", "zero1")],
+    [
+        *((how, "none") for how in ("list", "by tensors", "a number", "function")),
+        *(("parts", "fsdp"), ("owned", "zero1"), ("over", "fsdp1")),
+    ],
 )
 def test_what_cannot_be_kept_is_refused_at_the_first_save(ranks: Ranks, tmp_path: Path, how: str, layout: str) -> None:
     """So is what each rank has of its own parameters."""

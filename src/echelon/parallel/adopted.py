@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from echelon.common.errors import LayoutError
+from echelon.common.errors import CheckpointError, LayoutError
 from echelon.parallel.axes import Axis, DataAxes, axes_of, declared, split_axes
 from echelon.parallel.fsdp.move_and_sync import Buffers
 from echelon.parallel.names import Kind, imported, plain_name, register, wrapper_of
 from echelon.parallel.prepared import Form, Prepared, WrapperPrepared
 from echelon.parallel.shards import is_split
 from echelon.parallel.state import keys as state_keys
+from echelon.parallel.state.inner import inner_of, state_of
 from echelon.parallel.state.keys import Saved
 from echelon.parallel.state.optimizer_state import FURTHER, further_state, given_back
 from echelon.world import agree
@@ -58,8 +59,19 @@ class FSDP1OptimizerState:
             return FSDP.optim_state_dict(self._module, self._optimizer, state)
 
     def _of_parameters(self) -> dict[str, Any]:
-        """The optimizer's state without what belongs to no parameter."""
-        told = self._optimizer.state_dict()
+        """The optimizer's state without what belongs to no parameter.
+
+        Raises:
+            CheckpointError: it is not all of it.
+        """
+        told, inner = self._optimizer.state_dict(), inner_of(self._optimizer)
+        for number, parameter in enumerate(p for group in self._optimizer.param_groups for p in group["params"]):
+            if inner is not None and not set(state_of(inner, parameter)) <= set(told["state"].get(number, ())):
+                raise CheckpointError(
+                    f"{type(self._optimizer).__name__}.state_dict() must hold the state of the {type(inner).__name__} by which it "
+                    "steps, got its own alone: over the older FullyShardedDataParallel, of which torch alone knows the "
+                    "parameters, nothing else is saved. Use fully_shard or layout='fsdp', or let state_dict() return both."
+                )
         return {
             "state": {number: each for number, each in told["state"].items() if isinstance(number, int)},
             "param_groups": told["param_groups"],

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["hooked", "linked", "put_inside", "state_of", "without_inner"]
+__all__ = ["hooked", "inner_of", "linked", "put_inside", "state_of", "without_inner"]
 
 _INNER = "~inner"  # no name of a parameter's state
 
