@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import importlib
+import inspect
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -414,3 +416,14 @@ def kept_ids(tree: ast.Module) -> list[int]:
 
 def is_id(node: ast.AST | None) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "id"
+
+
+def test_compat_overrides_no_private_method_of_the_core() -> None:
+    """What another library does otherwise has a public name in the core: `Update.forward`, `DistributedCheckpointSaver.place`."""
+    found = []
+    for name in (name for name in trees() if name.startswith("echelon.compat.")):
+        for kind in (each for each in vars(importlib.import_module(name)).values() if inspect.isclass(each)):
+            core = [base for base in kind.__mro__[1:] if re.match(r"echelon\.(?!compat)", base.__module__)]
+            private = {each for each in vars(kind) if re.match("_(?!_|abc_)", each)} if kind.__module__ == name else set()
+            found += [f"{name}: {kind.__name__}.{each}" for each in private if any(each in vars(base) for base in core)]
+    assert found == []

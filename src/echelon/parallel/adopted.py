@@ -68,8 +68,8 @@ class FSDP1OptimizerState:
         for number, parameter in enumerate(p for group in self._optimizer.param_groups for p in group["params"]):
             if inner is not None and not set(state_of(inner, parameter)) <= set(told["state"].get(number, ())):
                 raise CheckpointError(
-                    f"{type(self._optimizer).__name__}.state_dict() must hold the state of the {type(inner).__name__} by which it "
-                    "steps, got its own alone: over the older FullyShardedDataParallel, of which torch alone knows the "
+                    f"{type(self._optimizer).__name__}.state_dict() must hold the state of the {type(inner).__name__} by which "
+                    "it steps, got its own alone: over the older FullyShardedDataParallel, of which torch alone knows the "
                     "parameters, nothing else is saved. Use fully_shard or layout='fsdp', or let state_dict() return both."
                 )
         return {

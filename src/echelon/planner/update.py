@@ -15,6 +15,7 @@ from torch import nn
 from echelon.common.errors import PlanError
 from echelon.contracts.overrides import Overrides
 from echelon.contracts.rank import RankInfo
+from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.optimized_unit import OptimizedUnit
 from echelon.loop.callback import Callback
 from echelon.loop.records.utilization import tokens_of
@@ -224,8 +225,8 @@ class _Watcher(Callback):
         self.trace.watch(unit.prepared.unwrapped, unit.optimizers, kept)
         self.is_compiled = unit._options.compile is not None
         update, passes, run_window = unit._update, unit._update.passes, unit._update.run_window
-        backward = update.backward
-        forward: Any = getattr(unit, "_forward", None)  # of a unit; a loop of one's own goes every way itself
+        forward, backward = update.forward, update.backward
+        repeats = isinstance(unit, AutoUnit) and unit.several is None  # a loop of one's own goes every way itself
         if unit.prepared.trains == "scheduled":
             self.pipeline = ranks_of(unit.prepared.place.stages[0])
             unit.prepared.data.is_replica = False  # of the ranks that count their samples this one is all there are
@@ -234,13 +235,13 @@ class _Watcher(Callback):
         def seen(unit: Any, state: State, micro_batch: MicroBatch[Any]) -> Any:
             self._count(unit, micro_batch.data)
             self.counted += 1
-            self._repeats = forward is not None and unit.several is None and self._is_as_the_second(micro_batch)
+            self._repeats = repeats and self._is_as_the_second(micro_batch)
             return passes(unit, state, micro_batch)
 
-        def forward_once(state: State, micro_batch: MicroBatch[Any]) -> Any:
+        def forward_once(unit: Any, state: State, micro_batch: MicroBatch[Any]) -> Any:
             if self._repeats:
                 return self._made
-            loss, outputs = forward(state, micro_batch)
+            loss, outputs = forward(unit, state, micro_batch)
             self._made = loss.detach(), outputs
             return loss, outputs
 
@@ -263,8 +264,7 @@ class _Watcher(Callback):
             return iter(made + [made[-1]] * (len(micro_batches) - len(made)))
 
         update.passes, update.run_window = seen, window
-        if forward is not None:
-            unit._forward, update.backward = forward_once, backward_once
+        update.forward, update.backward = forward_once, backward_once
 
     def _is_as_the_second(self, micro_batch: MicroBatch[Any]) -> bool:
         """Between the second micro-batch of an update and its last, each holds, sends and computes the same, if its tensors have

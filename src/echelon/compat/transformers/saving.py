@@ -54,7 +54,7 @@ class _Folder(NamedFolder):
     limit: int | None = None
     best: str | None = None
 
-    def _meet_newer(self, path: Location, step: int, restart: bool) -> None:
+    def meet_newer(self, path: Location, step: int, restart: bool) -> None:
         if not restart and commit.on_rank0(lambda: manifest.is_whole(path), self.path):
             self.release()
             raise CheckpointError(
@@ -62,7 +62,7 @@ class _Folder(NamedFolder):
                 "Go on from it with train(resume_from_checkpoint=True), give another output_dir, or set it aside with "
                 "TrainingArguments(overwrite_output_dir=True) or `echelon run --restart`."
             )
-        super()._meet_newer(path, step, restart)
+        super().meet_newer(path, step, restart)
 
     def retire(self, newest: Location) -> None:
         """Remove what need not stay, after a commit. Rank 0 alone."""

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from echelon.common.errors import LoopError, LossError
+from echelon.common.errors import LoopError
 from echelon.data.parts import Pieces
 from echelon.loop.auto.averaged import SWAParams
-from echelon.loop.auto.finite import check_loss
 from echelon.loop.auto.optimized_unit import OptimizedUnit
 from echelon.loop.auto.prepared_unit import AutoPredictUnit
 from echelon.loop.auto.several import of_one, sum_of_losses
@@ -30,7 +29,7 @@ from echelon.loop.auto.uncounted import check_parts, standing_in, uncounted
 from echelon.loop.auto.unit_options import AutoOptions, UnitOptions, options_from
 from echelon.loop.records import monitored
 from echelon.loop.records.metrics import MeanOfAPhase
-from echelon.loop.samples import problem_with, summable
+from echelon.loop.samples import summable
 from echelon.loop.state import EntryPoint, step_under_way
 from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit
 from echelon.parallel.prepared import NO_CONTEXT, MicroBatch
@@ -199,7 +198,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
                     if self.several is not None:
                         outputs = self.several.train(state, micro_batch)
                     else:
-                        loss, outputs = self._forward(state, micro_batch)
+                        loss, outputs = update.forward(self, state, micro_batch)
                         update.backward(self, state, loss, micro_batch, retain_graph=self.retain_graph)
                 losses.append(window.latest_loss)
                 made.append(outputs)
@@ -259,21 +258,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         """
         self._update.begin_forward(self, state, micro_batch)
         with self.train_progress.at_earlier_step(ago[id(micro_batch)]), uncounted(self) if micro_batch.is_padding else NO_CONTEXT:
-            return self._forward(state, micro_batch)
-
-    def _forward(self, state: State, micro_batch: MicroBatch[T]) -> tuple[torch.Tensor, Any]:
-        if self.computes.dtype is None:
-            made = self.compute_loss(state, micro_batch.data)
-        else:
-            with self.autocast():
-                made = self.compute_loss(state, micro_batch.data)
-        is_pair = type(made) is tuple and len(made) == 2 and isinstance(made[0], torch.Tensor)
-        is_usual = is_pair and not made[0].dim() and made[0].requires_grad
-        if not is_usual and (problem := problem_with(made, self.module)) is not None:
-            raise LossError(f"{type(self).__name__}.compute_loss returned {problem}")
-        if self.detect_anomaly:
-            check_loss(made[0], micro_batch.weight, self.train_progress.num_updates_completed)
-        return made
+            return self._update.forward(self, state, micro_batch)
 
     # --- evaluations and tests
 

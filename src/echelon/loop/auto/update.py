@@ -2,7 +2,7 @@
 
     begin_step              one more micro-batch, or the pieces of one
     with passes(...):       no gradient traffic before the window's last micro-batch
-        compute_loss        of the unit, or of a loop
+        forward             compute_loss of the unit; a loop has its own
         backward            weighted; with the last, the sums over the ranks set out
     complete                after the last
         finish              the sums arrive, gradients become those of the global batch
@@ -29,15 +29,15 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from echelon.common.errors import LoopError
+from echelon.common.errors import LoopError, LossError
 from echelon.data.prefetch import Step
 from echelon.loop.agreements import checksum_of_first, warn_of_same_batches
 from echelon.loop.auto.bitwise import BitEqual
-from echelon.loop.auto.finite import FiniteWatch
+from echelon.loop.auto.finite import FiniteWatch, check_loss
 from echelon.loop.auto.loss_scale import tell_of_labels, tell_of_scale
 from echelon.loop.auto.optimizer_checks import check_holds, look_at_first_update, not_the_modules, when_it_grows
 from echelon.loop.auto.uncounted import standing_in
-from echelon.loop.samples import samples_of, sizes_in
+from echelon.loop.samples import problem_with, samples_of, sizes_in
 from echelon.loop.state import step_under_way
 from echelon.parallel.gradients import clip
 from echelon.parallel.prepared import NO_CONTEXT, Listener, MicroBatch, combined
@@ -216,6 +216,25 @@ class Update:
         for listener in self._listeners:
             listener.begin_forward(micro_batch.weight)
         state.logged.begins(0 if unit.prepared.data.is_replica else micro_batch.weight)
+
+    def forward(self, unit: Any, state: State, micro_batch: MicroBatch[Any]) -> tuple[torch.Tensor, Any]:
+        """The loss and the outputs of an AutoUnit, in its precision; a loop of one's own computes its own.
+
+        Raises:
+            LossError: that is no loss.
+        """
+        if unit.computes.dtype is None:
+            made: tuple[torch.Tensor, Any] = unit.compute_loss(state, micro_batch.data)
+        else:
+            with unit.autocast():
+                made = unit.compute_loss(state, micro_batch.data)
+        is_pair = type(made) is tuple and len(made) == 2 and isinstance(made[0], torch.Tensor)
+        is_usual = is_pair and not made[0].dim() and made[0].requires_grad
+        if not is_usual and (problem := problem_with(made, unit.module)) is not None:
+            raise LossError(f"{type(unit).__name__}.compute_loss returned {problem}")
+        if unit.detect_anomaly:
+            check_loss(made[0], micro_batch.weight, unit.train_progress.num_updates_completed)
+        return made
 
     def backward(
         self,

@@ -112,7 +112,7 @@ class RunFolder:
                 continue
             # Another run's beginning is not this one's.
             if saved > step or (restart and step == 0):
-                self._meet_newer(path, step, restart)
+                self.meet_newer(path, step, restart)
         if anew:
             commit.on_rank0(note_begun, self.path)
             _begun.add(str(self.path))
@@ -141,7 +141,7 @@ class RunFolder:
     def _is_saved(self, step: int) -> bool:
         return commit.is_saved(self.path, step)
 
-    def _meet_newer(self, path: Location, step: int, restart: bool) -> None:
+    def meet_newer(self, path: Location, step: int, restart: bool) -> None:
         """What is ahead of this run would be mistaken for its newest. A corrupt one was passed over when the run was restored."""
         why = "replaced"
         if not restart:

@@ -126,7 +126,7 @@ class DistributedCheckpointSaver(Callback):
         every, updates, before = self.every.updates, _step(unit), self._looked_at
         self._looked_at = updates
         if self._background.busy:
-            self._look_after(state)
+            self.look_after(state)
         # Not by updates % every: one that is left out after a rollback comes by unseen.
         self._due = self._due or (every is not None and updates // every > before // every)
         if self.timetable is not None and unit.at_boundary and self.timetable.is_due():
@@ -159,7 +159,7 @@ class DistributedCheckpointSaver(Callback):
 
     def on_train_end(self, state: State, unit: TrainedUnit) -> None:
         try:
-            self._look_after(state, wait=True)
+            self.look_after(state, wait=True)
             self.save(state, unit)
         finally:
             self._release()
@@ -233,16 +233,16 @@ class DistributedCheckpointSaver(Callback):
             return  # so that the number that is written down is of these weights
         if self._background.busy:
             if self.options.on_busy == "skip":
-                logger.warning("update %s is not saved: the save before it is still being written", self._place(unit)[0])
+                logger.warning("update %s is not saved: the save before it is still being written", self.place(unit)[0])
                 return
-            self._look_after(state, wait=True)
+            self.look_after(state, wait=True)
         try:
             if self.async_checkpoint:
                 self._start(state, unit)
             elif self.save(state, unit) is not None:
                 self.failures = 0
         except CheckpointWriteError as error:
-            self._failed(state, self._place(unit)[0], str(error), error)
+            self._failed(state, self.place(unit)[0], str(error), error)
 
     @in_checkpoint()
     def save(self, state: State, unit: TrainedUnit) -> Location | None:
@@ -252,8 +252,8 @@ class DistributedCheckpointSaver(Callback):
             CheckpointError: on all ranks, if one could not write its part.
         """
         self._due = False
-        self._look_after(state, wait=True)
-        began, held, (step, name) = time.perf_counter(), self.folder.held, self._place(unit)
+        self.look_after(state, wait=True)
+        began, held, (step, name) = time.perf_counter(), self.folder.held, self.place(unit)
         if not held and commit.is_saved(self.dirpath, step, name):
             return None
         self.folder.take()
@@ -262,7 +262,7 @@ class DistributedCheckpointSaver(Callback):
             if staged is None:
                 self._note_metrics(state, unit, step)
                 return None
-            taken, facts = self._take(state, unit)
+            taken, facts = self.take(state, unit)
             problem, files = None, {}
             try:
                 files = taken.write(staged)
@@ -284,10 +284,12 @@ class DistributedCheckpointSaver(Callback):
         self._saved(state, step, name, seconds)
         return path
 
-    def _place(self, unit: TrainedUnit) -> tuple[int, str]:  # the step, and the name of its folder
+    def place(self, unit: TrainedUnit) -> tuple[int, str]:
+        """The step of the state as it is now, and the name of its folder."""
         return (step := _step(unit)), manifest.named(step)
 
-    def _take(self, state: State, unit: TrainedUnit) -> tuple[Snapshot, dict[str, Any]]:
+    def take(self, state: State, unit: TrainedUnit) -> tuple[Snapshot, dict[str, Any]]:
+        """What is saved of the state as it is now, and what its manifest says besides. Collective."""
         taken, facts = contents.take(state, unit, self._planned, self.best, self._frozen)
         return taken, {**facts, "keep": self.folder.keep.count}
 
@@ -310,12 +312,12 @@ class DistributedCheckpointSaver(Callback):
 
     def _start(self, state: State, unit: TrainedUnit) -> None:
         """The part of an asynchronous save for which the loop stops."""
-        began, (step, name) = time.perf_counter(), self._place(unit)
+        began, (step, name) = time.perf_counter(), self.place(unit)
         staged = commit.stage(self.dirpath, step, name)
         if staged is None:
             self._note_metrics(state, unit, step)
             return
-        taken, facts = self._take(state, unit)
+        taken, facts = self.take(state, unit)
         self._pending = (step, name, began)
         self._background.start(staged, step, taken, taken.copy(self._buffers), facts["config"]["world_size"], facts, name)
         self.stall_s = time.perf_counter() - began
@@ -327,13 +329,13 @@ class DistributedCheckpointSaver(Callback):
 
     def settle(self, state: State) -> None:
         """Wait for a save under way, and forget one that is due. Collective."""
-        self._look_after(state, wait=True)
+        self.look_after(state, wait=True)
         self._due = False
 
     # --- after an asynchronous save, and when one fails
 
     @in_checkpoint()
-    def _look_after(self, state: State, wait: bool = False) -> None:
+    def look_after(self, state: State, wait: bool = False) -> None:
         """At a step's end while a save is under way: has it ended, and how?"""
         if not self._background.busy:
             return
@@ -461,7 +463,7 @@ class NamedSaver(DistributedCheckpointSaver):
         self._name_of = name_of
         self._background = Background(folder.retire)
 
-    def _place(self, unit: Any) -> tuple[int, str]:
+    def place(self, unit: Any) -> tuple[int, str]:
         return self._name_of(unit)
 
     def write(self, state: State, unit: Any) -> bool:
@@ -477,7 +479,7 @@ class NamedSaver(DistributedCheckpointSaver):
         """Context of the last save of a run, after which the folder is free again."""
         try:
             yield
-            self._look_after(state, wait=True)
+            self.look_after(state, wait=True)
         finally:
             self._release()
 

@@ -112,7 +112,7 @@ class _Writer(DistributedCheckpointSaver):
         super().__init__(path.parent)
         self._name = path.name
 
-    def _place(self, unit: Any) -> tuple[int, str]:
+    def place(self, unit: Any) -> tuple[int, str]:
         return unit.train_progress.num_steps_completed, self._name
 
 

@@ -45,6 +45,10 @@ class PredictStages:
 class TimedUpdate(Update):
     """Of the way to the optimizer's step."""
 
+    def forward(self, unit: Any, state: Any, micro_batch: MicroBatch[Any]) -> tuple[torch.Tensor, Any]:
+        with unit.timed("compute_loss", state):
+            return super().forward(unit, state, micro_batch)
+
     def backward(
         self, unit: Any, state: Any, loss: torch.Tensor, micro_batch: MicroBatch[Any], *, retain_graph: bool | None = None
     ) -> None:
@@ -77,10 +81,6 @@ class TrainStages(PredictStages):
     """Of AutoUnit."""
 
     kind_of_update: type[Update] = TimedUpdate
-
-    def _forward(self, state: Any, micro_batch: Any) -> Any:
-        with self.timed("compute_loss", state):
-            return super()._forward(state, micro_batch)  # type: ignore[misc]
 
     def zero_grad(self, state: Any) -> None:
         with self.timed("optimizer_zero_grad", state):

@@ -239,13 +239,13 @@ class _Writer(NamedSaver):
             for act in acts:
                 act()
 
-    def _look_after(self, state: State, wait: bool = False) -> None:
+    def look_after(self, state: State, wait: bool = False) -> None:
         busy, failures = self._background.busy, self.failures
-        super()._look_after(state, wait)
+        super().look_after(state, wait)
         if busy and not self._background.busy:
             self._run_afterwards(self.failures <= failures)
 
-    def _take(self, state: State, unit: Any) -> tuple[Snapshot, dict[str, Any]]:
+    def take(self, state: State, unit: Any) -> tuple[Snapshot, dict[str, Any]]:
         taken, facts = contents.take(state, unit, self._planned, None, self._frozen)
         metric = self.path.metric_data
         return taken, {**facts, "metrics": {metric.name: metric.value} if metric is not None else {}}
