@@ -32,6 +32,7 @@ gpu: $(if $(filter file,$(origin PYTHON)),.venv/ready)
 	@exec "$(GPU_PYTHON)" -m bench.gpu $(ARGS)
 
 PYTHON_FILES = src tests examples bench .ci $(wildcard docs/*.py)
+PAGES = $(wildcard *.md) docs examples
 check: .venv/ready
 	.venv/bin/ruff format --check $(PYTHON_FILES)
 	.venv/bin/ruff check $(PYTHON_FILES)
@@ -39,6 +40,8 @@ check: .venv/ready
 	.venv/bin/lint-imports
 	.venv/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	.venv/bin/zizmor --offline --quiet --no-progress .github
+	.venv/bin/codespell src bench $(PAGES)
+	.venv/bin/proselint check --config .proselintrc.json $(PAGES)
 
 # The sdist and the wheel of the last commit, in dist/; twice the same bytes.
 dist: .venv/ready
