@@ -169,6 +169,7 @@ def test_the_manifest_says_what_ran(ranks: Ranks, tmp_path: Path) -> None:
     hsdp, data = found["hsdp"], found["hsdp"]["data"]
     assert hsdp["mesh"] == {"dp_replicate": 2, "dp_shard": 1} and hsdp["world_size"] == 2 and hsdp["layout"] == "hsdp"
     assert found["ddp"]["mesh"] == {"data": 2} and found["tp"]["mesh"] == {"tp": 2}
+    assert [found[layout]["dp_size"] for layout in found] == [2, 2, 1], "ranks that tp splits layers over have the same samples"
     assert (data["global_batch"], data["seed"], data["samples"], data["fingerprint"]["length"]) == (8, 1, 48, 48)
     assert "position" not in data and "epoch" not in data
     assert hsdp["user"] == {"width": 8, "of": [1, 2]} and hsdp["command"] == [] and hsdp["torch"] == torch.__version__

@@ -305,7 +305,7 @@ def test_what_a_stage_keeps_beside_its_outputs_is_refused(ranks: Ranks, layout: 
 def _held_by_a_thread_for_moments() -> int:
     """A thread builds and drops graphs over the parameters, as one that samples frames holds them for a moment."""
     module, escaped, done = net(), 0, threading.Event()
-    units = [Unit("blocks.0", module.blocks[0], stage=0, cost=1)]
+    units = [Unit("blocks.0", module.blocks[0], stage=0)]
 
     def hold() -> None:
         while not done.is_set():

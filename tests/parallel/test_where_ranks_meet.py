@@ -55,7 +55,7 @@ REASONS = {
     LEFT_OUT: "_Reduction.__init__",
     LOCAL: "distribute_experts fill_in install part_like",
     PASSES: (
-        "Dispatch.__call__ TreeReduceScatter.__call__ _Chunks.gradients _SameOnAll.backward _Whole.backward "
+        "Dispatch.__call__ TreeReduceScatter.__call__ _Chunks.gradients _Whole.backward "
         "_Whole.forward _all _averaged _own_of_sum _softmax _sum _whole _whole_copy _words_of probe reduce_bucket"
     ),
     STAGES: "Pipeline.window Walk._on_all",
@@ -72,7 +72,7 @@ REASONS = {
     ),
     TOLD: (
         "Logged.end_phase Partition._take Partition.refresh Pipeline._agreed Run._settle_doubts SameTrained.begin_epoch "
-        "SameTrained.compare _Reduction.wait _refuse_other_models on_calls on_end on_lengths on_limits"
+        "Run.once SameTrained.compare _Reduction.wait _refuse_other_models on_end on_lengths on_limits"
     ),
     "test_a_checkpoint_that_one_rank_sees_otherwise_is_told_to_all": "check kept_global_batch",
     "test_a_gradient_on_one_of_the_ranks_that_share_layers_is_told_on_all": "check_whole_layers",

@@ -18,6 +18,7 @@ __all__ = [
     "Wrong",
     "check_depth",
     "check_size",
+    "fits",
     "listing",
     "loads",
     "mapping",
@@ -84,6 +85,20 @@ def check_depth(value: Any) -> None:
     """
     if is_deeper(value, DEPTH):
         raise Wrong(f"its JSON is nested deeper than {DEPTH} levels")
+
+
+def fits(value: Any, form: Any) -> bool:
+    """Whether a value has a form: a type; [form] of all items of a list, (form, form) of one with so many; {str: form} of all
+    values of an object, {"name": form, ...} of those of one that has these, among others.
+    """
+    if isinstance(form, list):
+        return isinstance(value, (list, tuple)) and all(fits(each, form[0]) for each in value)
+    if isinstance(form, tuple):
+        return isinstance(value, (list, tuple)) and len(value) == len(form) and all(map(fits, value, form))
+    if isinstance(form, dict):
+        named = form if str not in form or not isinstance(value, dict) else dict.fromkeys(value, form[str])
+        return isinstance(value, dict) and all(name in value and fits(value[name], each) for name, each in named.items())
+    return isinstance(value, form) and (form is bool or not isinstance(value, bool))
 
 
 def whole(value: Any, what: str, most: int = 2**63 - 1) -> int:

@@ -21,7 +21,12 @@ from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.loop.unit import Unit
 from echelon.world import agree, rng
 
-__all__ = ["CutShort", "on_calls", "on_end", "on_lengths", "on_limits"]
+__all__ = ["CutShort", "on_end", "on_lengths", "on_limits"]
+
+logger = logging.getLogger(__name__)
+
+
+_LIMITS = ("max_epochs", "max_updates", "updates_per_epoch", "max_steps", "max_steps_per_epoch")
 
 
 def on_limits(phase: PhaseState, progress: Progress, callbacks: Iterable[Callback], window: Any) -> None:
@@ -35,11 +40,7 @@ def on_limits(phase: PhaseState, progress: Progress, callbacks: Iterable[Callbac
         "Give all ranks the same callbacks, without `if rank == 0`: who writes is decided within them.",
     )
     limits = {
-        "max_epochs": phase.max_epochs,
-        "max_updates": phase.max_updates,
-        "updates_per_epoch": phase.updates_per_epoch,
-        "max_steps": phase.max_steps,
-        "max_steps_per_epoch": phase.max_steps_per_epoch,
+        **{name: getattr(phase, name) for name in _LIMITS},
         "accumulate": getattr(window, "size", None),
         "seed of the order": _seeds(phase.dataloader),
         "epochs done": progress.num_epochs_completed,
@@ -54,15 +55,6 @@ def _seeds(dataloader: Any) -> list[int | None]:
     if overrides().observes:
         return []
     return [each.order.seed if isinstance(each, Loader) and each.options.dp is None else None for each in loaders_of(dataloader)]
-
-
-def on_calls(phase: str) -> None:
-    """Where an evaluation begins at whose end the ranks meet: one that evaluates alone would meet the others at something else.
-
-    Raises:
-        RanksDisagreeError: on all ranks, if others do something else.
-    """
-    agree.unless_same(f"the beginning of the {phase} epoch", 0)
 
 
 def on_lengths(phase: str, feed: Feed, unit: Any) -> bool:
@@ -130,12 +122,6 @@ class CutShort:
 
 
 # --- samples that nobody divided between the ranks: each trains on all of them, which is seldom meant
-
-
-logger = logging.getLogger(__name__)
-
-
-# A loader whose samples nobody divided between the ranks: each trains on all of them, which is seldom meant.
 
 
 def warn_of_same_samples(loader: Any, unit: Unit) -> None:

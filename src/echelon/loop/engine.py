@@ -160,8 +160,8 @@ class Run:
         """One epoch of a phase other than training."""
         stop.leave_if_asked()
         with stop.listening(), self._reporting.running(), clock.during(Part.EVAL):
-            if self._inner.meets_at_end(phase):
-                agreements.on_calls(phase)
+            if self._inner.meets_at_end(phase):  # a rank that evaluates alone would meet the others at something else
+                agree.unless_same(f"the beginning of the {phase} epoch", 0)
             self._evaluate(self._stages[phase])
 
     def _begin(self, stage: Stage) -> None:

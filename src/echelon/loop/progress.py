@@ -8,6 +8,7 @@ import reprlib
 from collections.abc import Iterator
 from typing import Any
 
+from echelon.checkpoint.strict import fits
 from echelon.common.errors import CheckpointCorruptError
 
 __all__ = ["Progress"]
@@ -121,9 +122,7 @@ class Progress:
             older = counts[name.replace("updates", "steps")]
             counts[name] = older if self._counts_steps_only else _whole(name, state_dict[name])
         skipped = state_dict.get("skipped", [])
-        if not isinstance(skipped, (list, tuple)) or not all(
-            isinstance(each, (list, tuple)) and len(each) == 2 for each in skipped
-        ):
+        if not fits(skipped, [(int, int)]):
             raise CheckpointCorruptError(f"the skipped steps of a progress must be ranges, got {reprlib.repr(skipped)}.")
         self.skipped = [(_whole("skipped", first), _whole("skipped", stop)) for first, stop in skipped]
         self.evaluation_due = bool(state_dict.get("evaluation_due", False))
@@ -140,15 +139,7 @@ def _loss(value: Any) -> float | None:
 
 
 def _seen(value: Any) -> dict[str, list[float]]:
-    is_right = isinstance(value, dict) and all(
-        isinstance(name, str)
-        and isinstance(each, (list, tuple))
-        and len(each) == 2
-        and isinstance(each[0], int)
-        and isinstance(each[1], float)
-        for name, each in value.items()
-    )
-    if not is_right:
+    if not fits(value, {str: (int, float)}):
         raise CheckpointCorruptError(f"early_stopping of a progress must be pairs of numbers by name, got {reprlib.repr(value)}.")
     return {name: list(each) for name, each in value.items()}
 

@@ -103,6 +103,19 @@ class EvaluateEvery:
     at_end: bool = False
 
 
+class _EveryN:
+    """An attribute `evaluate_every_n_NAME` of a PhaseState, which its `evaluations` hold, so that two may have the same."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name, self._of = name, name.removeprefix("evaluate_every_n_")
+
+    def __get__(self, here: Any, owner: type | None = None) -> Any:
+        return self if here is None else getattr(here.evaluations, self._of)
+
+    def __set__(self, here: Any, value: float | None) -> None:
+        setattr(here.evaluations, self._of, _limit(self._name, value, at_least=1))
+
+
 class PhaseState:
     """One phase's loader and limits; the loop's, except for `evaluate_every_n_*`, which a callback may change.
 
@@ -126,6 +139,8 @@ class PhaseState:
     max_steps_per_epoch: int | None = None
     step_output: Any = None
     iteration_timer: Any = None
+
+    evaluate_every_n_updates, evaluate_every_n_steps, evaluate_every_n_epochs = _EveryN(), _EveryN(), _EveryN()
 
     def __init__(
         self,
@@ -156,30 +171,6 @@ class PhaseState:
         self.iteration_timer = IterationTimer()
         self.step: Step[Any] = NO_STEP
         self.feed: Feed | None = None
-
-    @property
-    def evaluate_every_n_updates(self) -> int | None:
-        return self.evaluations.updates
-
-    @evaluate_every_n_updates.setter
-    def evaluate_every_n_updates(self, value: float | None) -> None:
-        self.evaluations.updates = _limit("evaluate_every_n_updates", value, at_least=1)
-
-    @property
-    def evaluate_every_n_steps(self) -> int | None:
-        return self.evaluations.steps
-
-    @evaluate_every_n_steps.setter
-    def evaluate_every_n_steps(self, value: float | None) -> None:
-        self.evaluations.steps = _limit("evaluate_every_n_steps", value, at_least=1)
-
-    @property
-    def evaluate_every_n_epochs(self) -> int | None:
-        return self.evaluations.epochs
-
-    @evaluate_every_n_epochs.setter
-    def evaluate_every_n_epochs(self, value: float | None) -> None:
-        self.evaluations.epochs = _limit("evaluate_every_n_epochs", value, at_least=1)
 
     def ends_epoch(self, progress: Progress) -> bool:
         """Whether the epoch ends with the step under way, which is counted, rather than being cut short by a limit."""
@@ -304,13 +295,7 @@ class State:
         self.entry_point, self.timer = entry_point, timer
         self.train_state, self.eval_state = train_state, eval_state
         self.predict_state, self.test_state = predict_state, test_state
-        self.active_phase = {
-            EntryPoint.FIT: ActivePhase.TRAIN,
-            EntryPoint.TRAIN: ActivePhase.TRAIN,
-            EntryPoint.EVALUATE: ActivePhase.EVALUATE,
-            EntryPoint.PREDICT: ActivePhase.PREDICT,
-            EntryPoint.TEST: ActivePhase.TEST,
-        }[entry_point]
+        self.active_phase = ActivePhase.TRAIN if entry_point is EntryPoint.FIT else ActivePhase[entry_point.name]
         self.recorder, self.notes, self.logged = None, None, Logged()
         self.settle_logged = None  # while an epoch's end is called: takes the numbers logged so far together. Collective
         self.alone = True  # a world of one; the loop knows better
@@ -370,9 +355,5 @@ class State:
         self.should_stop = True
 
     def active_phase_state(self) -> PhaseState | None:
-        return {
-            ActivePhase.TRAIN: self.train_state,
-            ActivePhase.EVALUATE: self.eval_state,
-            ActivePhase.PREDICT: self.predict_state,
-            ActivePhase.TEST: self.test_state,
-        }[self.active_phase]
+        found: PhaseState | None = getattr(self, f"{self.active_phase}_state")
+        return found

@@ -13,13 +13,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from torch import nn
-
 __all__ = [
     "class_for_now",
+    "for_now",
     "in_front_of",
     "own_taken_out",
-    "part_for_now",
     "replace",
     "replace_class",
     "replace_of_class",
@@ -89,14 +87,16 @@ def own_taken_out(things: Iterable[Any], name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def part_for_now(module: nn.Module, name: str, part: nn.Module) -> Iterator[None]:
-    """Context in which a module has another submodule of this name."""
-    own = getattr(module, name)
-    setattr(module, name, part)
+def for_now(thing: Any, **values: Any) -> Iterator[None]:
+    """Context in which an object has other attributes, submodules of a module among them, in place of those that it has now."""
+    before = {name: getattr(thing, name) for name in values}
     try:
+        for name, value in values.items():
+            setattr(thing, name, value)
         yield
     finally:
-        setattr(module, name, own)
+        for name, value in before.items():
+            setattr(thing, name, value)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,6 @@ __all__ = [
     "Form",
     "Listener",
     "MicroBatch",
-    "PartsCheck",
     "Place",
     "Prepared",
     "WrapperPrepared",
@@ -114,35 +113,18 @@ class Place:
     draws_apart: bool = False
 
 
-class PartsCheck(Protocol):
-    """Whether weights and losses of parts of a batch add up to those of the whole: of the first batch, once. Collective."""
-
-    def check_parts(
-        self, batch: Any, weigh: Callable[[Any], Any], compute: Callable[[Any], Any], dtype: torch.dtype | None
-    ) -> None:
-        """UsageError if they do not.
-
-        Args:
-            weigh, compute: weight and loss of a batch or of its part.
-            dtype: in which the loss is computed, if not in that of the parameters.
-        """
-
-    def check_loss(self, loss: torch.Tensor) -> None:
-        """As `check_parts`, of code that cannot be called again: of its first loss, before the backward pass."""
-
-
 class Batches:
     """What a layout makes of the batches that a rank is given. This base leaves them whole.
 
     Attributes:
         share: what the latest part of a batch counts of what the batch counts, where rows are counted, which all parts have.
-        check: where parts of samples are weighed, what compares them once with the whole; None after that.
+        doubts: parts of samples are weighed, which nothing has compared yet with the whole.
         is_trying: what is computed now is thrown away: a pipeline learns what its stages pass on.
         look: is called with the first batch.
     """
 
     share: float | torch.Tensor = 1.0
-    check: PartsCheck | None = None
+    doubts = False
     is_trying = False
     look: Callable[[Any], None] | None = None
 
@@ -156,6 +138,21 @@ class Batches:
     def whole_of(self, outputs: Any) -> Any:
         """Outputs for the latest batch that `part_of` was asked for, from those for its parts. Collective."""
         return outputs
+
+    def check_parts(
+        self, batch: Any, weigh: Callable[[Any], Any], compute: Callable[[Any], Any], dtype: torch.dtype | None
+    ) -> None:
+        """Where it doubts, of the first batch: do weights and losses of its parts add up to those of the whole? Collective.
+
+        Args:
+            weigh, compute: weight and loss of a batch or of its part.
+            dtype: in which the loss is computed, if not in that of the parameters.
+        Raises:
+            UsageError: they do not.
+        """
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """As `check_parts`, of code that cannot be called again: of its first loss, before the backward pass."""
 
 
 class Extras:

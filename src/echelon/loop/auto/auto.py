@@ -182,8 +182,8 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         update, window = self._update, self.window
         step = update.begin_step(self, state)
         self.has_updated = ends_window = update.is_last
-        if (check := self.prepared.batches.check) is not None:
-            check_parts(check, self, state, in_order(data, step.is_padding, None)[0][0] if isinstance(data, Pieces) else data)
+        if self.prepared.batches.doubts:
+            check_parts(self, state, in_order(data, step.is_padding, None)[0][0] if isinstance(data, Pieces) else data)
         micro_batches = self._micro_batches(data, step.samples, is_padding=step.is_padding, is_last=ends_window)
         if window.reference is None:
             update.estimate(self, state, micro_batches)
@@ -279,8 +279,8 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
 
     def _evaluate(self, state: State, batch: T, phase: PhaseState | None) -> tuple[T, torch.Tensor, Any, bool]:
         """This rank's part of the batch, its loss and outputs, and whether it counts: not if it is padding."""
-        if (check := self.prepared.batches.check) is not None:
-            check_parts(check, self, state, batch)
+        if self.prepared.batches.doubts:
+            check_parts(self, state, batch)
         data = self.prepared.batches.part_of(batch)
         counts = not step_under_way(phase).is_padding
         self.samples_given = step_under_way(phase).samples

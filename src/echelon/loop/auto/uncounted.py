@@ -15,7 +15,6 @@ from torch import nn
 from echelon.loop.records.metrics import load_share, share_of
 from echelon.parallel.ddp.sync_batchnorm import without_rows
 from echelon.parallel.over_ranks import without_samples
-from echelon.parallel.prepared import PartsCheck
 
 if TYPE_CHECKING:
     from echelon.loop.state import State
@@ -59,11 +58,11 @@ def forgetting(roots: Sequence[Any]) -> Iterator[None]:
 # --- whether a unit's losses and weights are right for parts of sequences: its own code is asked
 
 
-def check_parts(check: PartsCheck, unit: Any, state: State, batch: Any) -> None:
-    """Of the first batch of a unit whose `prepared` has a check. Collective.
+def check_parts(unit: Any, state: State, batch: Any) -> None:
+    """Of the first batch of a unit whose layout doubts its parts. Collective.
 
     Raises:
-        UsageError: on all ranks, as `PartsCheck.check_parts` says.
+        UsageError: on all ranks, as `Batches.check_parts` says.
     """
 
     def compute(data: Any) -> Any:
@@ -71,7 +70,7 @@ def check_parts(check: PartsCheck, unit: Any, state: State, batch: Any) -> None:
             return unit.compute_loss(state, data)[0]
 
     with _undone(unit):
-        check.check_parts(batch, unit.weight, partial(unit.through_stages, state, compute), unit.computes.dtype)
+        unit.prepared.batches.check_parts(batch, unit.weight, partial(unit.through_stages, state, compute), unit.computes.dtype)
 
 
 @contextlib.contextmanager

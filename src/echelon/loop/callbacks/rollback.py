@@ -75,10 +75,8 @@ class RollBack(Callback):
             saver,
             kind=CallbackError,
         )
-        history, skip = (
-            whole("history", history, at_least=_ENOUGH, kind=CallbackError),
-            whole("skip", skip, at_least=1, kind=CallbackError),
-        )
+        history = whole("history", history, at_least=_ENOUGH, kind=CallbackError)
+        skip = whole("skip", skip, at_least=1, kind=CallbackError)
         at_most = whole("at_most", at_most, at_least=1, kind=CallbackError)
         if deviations is not None:
             number("deviations", deviations, "above 0, or None", lambda found: found > 0, kind=CallbackError)

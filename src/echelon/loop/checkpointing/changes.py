@@ -35,7 +35,7 @@ from echelon.world.init import World
 
 __all__ = ["check", "command_here", "facts", "renamed"]
 
-_HARMLESS = ("world_size", "dp_size", "mesh", "layout", "torch", "echelon", "python", "command")
+_HARMLESS = ("world_size", "mesh", "layout", "torch", "echelon", "python", "command")
 # Options that a schedule moves.
 _SCHEDULED = {"lr": ("initial_lr",), "momentum": ("max_momentum",), "betas": ("max_momentum",)}
 
@@ -48,10 +48,12 @@ Row = tuple[str, str, str, str, bool]  # what, saved, now, what it means, harmfu
 def facts(unit: Unit, loader: Any) -> dict[str, Any]:
     """What the manifest says of a run, all of it plain numbers and text; most is compared when it is restored."""
     described = {name: prepared.describe() for name, prepared in unit.prepared_modules().items()}
+    axes: dict[str, int] = max((each["mesh"] for each in described.values()), key=len, default={})
+    dp_size = _dp_size(unit)
     return {
         "world_size": World.current(torch.device("cpu")).size,
-        "dp_size": getattr(getattr(unit, "prepared", None), "dp_size", None),
-        "mesh": _mesh(unit, described),
+        "dp_size": dp_size,
+        "mesh": axes or ({"data": dp_size} if dp_size else {}),  # of ranks by name; the data's alone if nothing is sharded
         "layout": _layout(unit, described),
         "torch": torch.__version__,
         "echelon": __version__,
@@ -68,16 +70,12 @@ def facts(unit: Unit, loader: Any) -> dict[str, Any]:
     }
 
 
-def _mesh(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
-    """The axes of ranks by name, and their sizes; the data's alone if nothing is sharded."""
-    axes: dict[str, int] = max((each["mesh"] for each in described.values()), key=len, default={})
-    if axes:
-        return axes
+def _dp_size(unit: Unit) -> int | None:
+    """Shares of every global batch, as far as that is known."""
     try:
-        data = unit.data_rank_and_size
+        return None if (data := unit.data_rank_and_size) is None else data[1]
     except UsageError:  # nobody said, and the loader is the user's own
-        return {}
-    return {"data": data[1]} if data is not None else {}
+        return None
 
 
 def _layout(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> str | None:

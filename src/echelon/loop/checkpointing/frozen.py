@@ -26,8 +26,8 @@ from echelon.checkpoint.layout import this_rank
 from echelon.checkpoint.location import Location
 from echelon.checkpoint.renamed import moved
 from echelon.checkpoint.store import table
+from echelon.checkpoint.strict import fits
 from echelon.common.errors import CheckpointCorruptError, CheckpointMismatchError
-from echelon.common.terminal import printable
 from echelon.loop.auto.averaged import AveragedWeights
 from echelon.loop.auto.optimizer_checks import add_again
 from echelon.loop.unit import Unit
@@ -44,6 +44,9 @@ logger = logging.getLogger(__name__)
 
 # A parameter: its type, shape and the checksum of its bytes.
 Facts = list[Any]
+
+# What `changes_since_built` gives.
+_CHANGES = {"built": {str: int}, "groups": {str: int}, "unfrozen": {str: [str]}, "frozen": {str: [str]}, "added": {str: [[str]]}}
 
 # Frozen or not, what came from a checkpoint is not what the script builds.
 _restored: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
@@ -88,9 +91,10 @@ def without_frozen(states: dict[str, Any], saved: Any, unit: Unit, path: Locatio
     Raises:
         CheckpointMismatchError: the unit's are not those that the saved run had, with a table; without `strict` it is logged.
     """
-    frozen = _parsed(saved, path)
+    if not fits(saved, {str: {str: (str, list, int)}}):
+        raise CheckpointCorruptError(f"{path}: what its manifest says of frozen parameters cannot be read.", path=str(path))
     rows: list[tuple[str, str, str]] = []
-    for name, were in frozen.items():
+    for name, were in saved.items():
         if not isinstance(states.get(name), ModuleState):
             continue
         now = _facts(states[name], set(were))
@@ -109,8 +113,8 @@ def without_frozen(states: dict[str, Any], saved: Any, unit: Unit, path: Locatio
         logger.warning("%s", text)
     for name, module in unit.tracked_modules().items():
         if name in states and note:
-            _restored[module] = {n for n, _ in plain_names(module, every_name=True)} - set(frozen.get(name, ()))
-    return _without(states, {name: set(were) for name, were in frozen.items()}, unit)
+            _restored[module] = {n for n, _ in plain_names(module, every_name=True)} - set(saved.get(name, ()))
+    return _without(states, {name: set(were) for name, were in saved.items()}, unit)
 
 
 def _to_leave_out(module: nn.Module) -> set[str]:
@@ -130,17 +134,6 @@ def _facts(state: ModuleState, names: set[str]) -> dict[str, Facts]:
         if state.is_cut or number % size == rank:
             mine[name] = [str(value.dtype), list(value.shape), zlib.crc32(flat_bytes(value.cpu()).numpy().data)]
     return {name: facts for each in agree.gather(mine) for name, facts in each.items()}
-
-
-def _parsed(saved: Any, path: Location) -> dict[str, dict[str, Facts]]:
-    def is_facts(facts: Any) -> bool:
-        return isinstance(facts, list) and [type(each) for each in facts] == [str, list, int]
-
-    if not isinstance(saved, dict) or not all(
-        isinstance(were, dict) and all(is_facts(facts) for facts in were.values()) for were in saved.values()
-    ):
-        raise CheckpointCorruptError(f"{path}: what its manifest says of frozen parameters cannot be read.", path=str(path))
-    return saved
 
 
 def _shown(facts: Facts | None, other: Facts | None) -> str:
@@ -255,7 +248,10 @@ def train_as_saved(saved: Any, unit: Unit, path: Location, rename: Mapping[str, 
                 parameter.requires_grad_(name not in built.frozen[owner])
     if saved == {}:
         return
-    _check_changes(saved, path)
+    if (wrong := next((key for key, form in _CHANGES.items() if not fits(saved, {key: form})), None)) is not None:
+        raise CheckpointCorruptError(
+            f"{path}: what its manifest says of trained parameters cannot be read: {wrong}.", path=str(path)
+        )
     same = {n: _checksum(_of_all_stages(m, built.frozen.get(n, set()))) for n, m in modules.items()} == saved["built"]
     if not (same or rename) or any(built.groups.get(name) != number for name, number in saved["groups"].items()):
         if agree.is_rank0():
@@ -302,24 +298,3 @@ def _of_all_stages(module: nn.Module, names: set[str]) -> set[str]:
 
 def _checksum(names: set[str]) -> int:
     return zlib.crc32("\n".join(sorted(names)).encode())
-
-
-def _check_changes(saved: Any, path: Location) -> None:
-    def are_names(value: Any) -> bool:
-        return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-    def by_name(key: str) -> list[Any]:
-        found = saved.get(key) if isinstance(saved, dict) else None
-        if not isinstance(found, dict):
-            raise CheckpointCorruptError(
-                f"{path}: what its manifest says of trained parameters cannot be read: {printable(key)}.", path=str(path)
-            )
-        return list(found.values())
-
-    fits = (
-        all(isinstance(each, int) for each in (*by_name("built"), *by_name("groups")))
-        and all(are_names(each) for each in (*by_name("unfrozen"), *by_name("frozen")))
-        and all(isinstance(groups, list) and all(map(are_names, groups)) for groups in by_name("added"))
-    )
-    if not fits:
-        raise CheckpointCorruptError(f"{path}: what its manifest says of trained parameters cannot be read.", path=str(path))

@@ -13,6 +13,7 @@ from echelon.checkpoint import commit, foreign, store
 from echelon.checkpoint.location import Location, absolute
 from echelon.checkpoint.renamed import Naming, moved
 from echelon.checkpoint.store import Report
+from echelon.checkpoint.strict import fits
 from echelon.common.errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
@@ -195,14 +196,12 @@ def _own(path: Location, manifest: dict[str, Any]) -> dict[str, Any] | None:
     own = store.read_rank(path, manifest)
     if own is None:
         return None
-    extras = {key: value for key, value in own.items() if key not in _OWN}
-    if not all(isinstance(each, dict) for each in (own.get("streams"), own.get("metrics"), *extras.values())):
+    # What a worker has of its own is checked where it is loaded.
+    extras = {key: {str: dict if key == "worker" else [str]} for key in own if key not in _OWN}
+    if not fits(own, {"streams": dict, "metrics": dict, **extras}):
         raise CheckpointCorruptError(
             f"{path} holds per-rank state that echelon does not write: {', '.join(map(repr, own))}.", path=str(path)
         )
-    for key, by_module in extras.items():
-        if not all(_is_extra(key, value) for value in by_module.values()):
-            raise CheckpointCorruptError(f"{path} holds a {printable(key)} that is not valid.", path=str(path))
     return own
 
 
@@ -224,13 +223,6 @@ def _take_reference(path: Location, saved: Any, unit: Unit) -> None:
         )
     if _trains_alone(unit):
         unit.window.reference = float(value)  # type: ignore[attr-defined]
-
-
-def _is_extra(key: str, value: Any) -> bool:
-    """A list of text; what a worker has of its own is checked where it is loaded."""
-    if key == "worker":
-        return isinstance(value, dict)
-    return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
 def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics: bool) -> None:

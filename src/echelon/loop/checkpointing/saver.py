@@ -406,10 +406,8 @@ class DistributedCheckpointSaver(Callback):
             fall_back: when the newest is corrupt, say what is wrong with it and take the newest older one that is not; False
                 makes it an error. If all are corrupt it is an error in any case: a run with progress never starts over by itself.
         """
-        folder, options = (
-            location(dirpath),
-            options_of(RestoreOptions, "restore_options", restore_options, kind=CheckpointOptionError),
-        )
+        folder = location(dirpath)
+        options = options_of(RestoreOptions, "restore_options", restore_options, kind=CheckpointOptionError)
         if left_alone(folder):
             return False
         return restoring.restore_first(folder, commit.candidates(folder), unit, train_dataloader, options, fall_back)
@@ -426,10 +424,8 @@ class DistributedCheckpointSaver(Callback):
         fall_back: bool = True,
     ) -> bool:
         """As `restore_from_latest`, of the checkpoints that have the metric the best; False if none has it."""
-        folder, options = (
-            location(dirpath),
-            options_of(RestoreOptions, "restore_options", restore_options, kind=CheckpointOptionError),
-        )
+        folder = location(dirpath)
+        options = options_of(RestoreOptions, "restore_options", restore_options, kind=CheckpointOptionError)
         best = BestCheckpointConfig(metric_name, mode)
 
         def names() -> list[str]:

@@ -141,8 +141,8 @@ class OwnWindow:
         if not usual and (problem := problem_with((loss, None), unit.module)) is not None:
             raise LossError(f"window.backward was given {problem}")
         self.went_back = True
-        if (check := unit.prepared.batches.check) is not None:
-            check.check_loss(loss)
+        if unit.prepared.batches.doubts:
+            unit.prepared.batches.check_loss(loss)
         assert self._micro_batch is not None
         with NO_CONTEXT if unit.computes.dtype is None else torch.autocast(unit.device.type, enabled=False):
             self._session.goes_back()

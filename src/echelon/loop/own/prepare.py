@@ -19,7 +19,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,6 +54,7 @@ from echelon.observe.sinks.folder import default_sinks
 from echelon.parallel.ddp.wrapper import read_as_wrapped
 from echelon.parallel.names import plain_names
 from echelon.parallel.parallelize import parallelize
+from echelon.parallel.patching import for_now
 from echelon.parallel.recipe.activation import Preset
 from echelon.parallel.recipe.compilation import Compile
 from echelon.parallel.recipe.float8 import Float8
@@ -66,9 +67,6 @@ from echelon.world import agree, clock
 from echelon.world.clock import Part
 from echelon.world.handshake import greet
 from echelon.world.init import init_from_env
-
-if TYPE_CHECKING:
-    from echelon.loop.own.session import Session
 
 __all__ = ["epochs", "evaluating", "prepare", "window"]
 
@@ -349,12 +347,9 @@ class LoopEvaluation:
         """
         session, unit = self._session, self._session.unit
         counts = 1 if unit.evaluated is None else unit.weight(unit.evaluated)
-        logged, before = session.logged, session.logged.weight
-        logged.weight, self._logs = 0 if unit.prepared.data.is_replica else counts, True
-        try:
-            logged.add("eval", name, value, weight, reduce, may_be="loss")  # which nobody else computes here
-        finally:
-            logged.weight = before
+        self._logs = True
+        with for_now(session.logged, weight=0 if unit.prepared.data.is_replica else counts):
+            session.logged.add("eval", name, value, weight, reduce, may_be="loss")  # which nobody else computes here
 
     def end(self) -> None:
         """Take the numbers of all ranks together. Collective, where a number decides what is kept, and where one was logged.

@@ -36,8 +36,8 @@ from echelon.parallel.context.batch import (
 from echelon.parallel.context.losses import KeptOutputs, Losses, check_losses, check_separate
 from echelon.parallel.context.probe import probe
 from echelon.parallel.guards.messages import SHAPES
-from echelon.parallel.patching import replace
-from echelon.parallel.prepared import Batches, PartsCheck
+from echelon.parallel.patching import for_now, replace
+from echelon.parallel.prepared import Batches
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.world import agree, rng
 from echelon.world.device import map_tensors
@@ -83,6 +83,7 @@ class ContextParallel(Batches):
     Attributes:
         parts: which part of a sequence this rank has.
         gathered_in: the type in which parameters are gathered to compute, where that is another than theirs.
+        kept: where losses are compared for the same outputs: these.
     """
 
     def __init__(
@@ -96,8 +97,8 @@ class ContextParallel(Batches):
     ) -> None:
         self.parts = SequenceParts.over(mesh.get_group())
         self.gathered_in: torch.dtype | None = None
-        self._doubts_parts = agree.is_joined()
-        self._kept: KeptOutputs | None = None
+        self.doubts = agree.is_joined()
+        self.kept: KeptOutputs | None = None
         self._outputs: list[torch.Tensor] = []  # of the latest pass, until the loss was looked at
         self._draws_apart = False
         self._module, self._device, self._said = module, device, check_sequence_dim(sequence_dim)
@@ -142,10 +143,6 @@ class ContextParallel(Batches):
                 )
         return part
 
-    @property
-    def check(self) -> PartsCheck | None:  # type: ignore[override]
-        return self if self._doubts_parts else None
-
     def check_parts(
         self, batch: Any, weigh: Callable[[Any], Any], compute: Callable[[Any], Any], dtype: torch.dtype | None
     ) -> None:
@@ -155,7 +152,7 @@ class ContextParallel(Batches):
             UsageError: on all ranks: tokens at the ends of parts are left out, each part counts as the whole, or the loss is no
                 mean over tokens.
         """
-        self._doubts_parts = False
+        self.doubts = False
         shifted, dims = self._dims_of(batch)
         part = self._part_of(shifted, dims)
 
@@ -170,11 +167,11 @@ class ContextParallel(Batches):
 
         def of_whole(piece: Any, *, keep: bool) -> tuple[Any, float]:
             short = next(t.shape[dims[name]] for name, t in named(piece) if name in dims)
-            self._kept = KeptOutputs(self.parts, short) if keep else None
+            self.kept = KeptOutputs(self.parts, short) if keep else None
             with over(None):
                 loss = compute(piece)
-            if self._kept is not None:
-                self._kept.check()
+            if self.kept is not None:
+                self.kept.check()
             return loss, weight_of(piece, 1.0)
 
         def of_part(piece: Any) -> tuple[Any, float]:
@@ -188,12 +185,8 @@ class ContextParallel(Batches):
 
         types = {p.dtype for p in self._module.parameters() if p.is_floating_point()}
         dtypes = [*types, *(t for t in (dtype, self.gathered_in) if t is not None)]
-        self.is_trying, self._draws_apart = True, torch.is_grad_enabled()
-        try:
+        with for_now(self, is_trying=True, _draws_apart=torch.is_grad_enabled(), kept=None):
             check_losses(self.parts, Losses(self._module, of_whole, of_part, dtypes), batch, dims, length)
-        finally:
-            self.is_trying = self._draws_apart = False
-            self._kept = None
 
     def look_at_outputs(self, module: nn.Module) -> None:
         """Note what the module gives, for `check_loss`. After `fully_shard`, whose hooks a look at gradients must not call."""
@@ -201,7 +194,7 @@ class ContextParallel(Batches):
             return
 
         def note(module: nn.Module, args: Any, outputs: Any) -> Any:
-            if torch.compiler.is_compiling() or not self._doubts_parts or self.is_trying:
+            if torch.compiler.is_compiling() or not self.doubts or self.is_trying:
                 return None
             if current() is None or not torch.is_grad_enabled():
                 return None
@@ -223,7 +216,7 @@ class ContextParallel(Batches):
         Raises:
             UsageError: on all ranks: it is not.
         """
-        self._doubts_parts = False
+        self.doubts = False
         outputs, self._outputs = self._outputs, []
         check_separate(loss, outputs)
 
@@ -274,11 +267,6 @@ class ContextParallel(Batches):
             )
             raise said.with_traceback(error.__traceback__) from error
         self._unchecked = False
-
-    @property
-    def kept(self) -> KeptOutputs | None:
-        """Where losses are compared for the same outputs."""
-        return self._kept
 
     @property
     def is_here(self) -> bool:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from echelon.common.errors import LayoutError
 from echelon.parallel.gradients.unreduced_params import after_backward, hook_backward
 from echelon.parallel.guards.guard import Guard
-from echelon.parallel.patching import part_for_now
+from echelon.parallel.patching import for_now
 from echelon.parallel.state.partition import parameters_of
 from echelon.world import agree
 
@@ -110,7 +110,7 @@ def send_through(module: DistributedDataParallel, loss: torch.Tensor) -> torch.T
         )
     for passes in Passes.of(module):
         passes.ran = True
-    with part_for_now(module, "module", _Through(module.module)):
+    with for_now(module, module=_Through(module.module)):
         through: torch.Tensor = module.forward(loss)  # not a call: hooks on the wrapper are for the user's passes
     return through
 

@@ -32,7 +32,7 @@ from echelon.parallel.guards.guard import Guard
 from echelon.parallel.meta.materialize import materialize
 from echelon.parallel.names import Kind, plain_names, register
 from echelon.parallel.older_torch import ddp_options
-from echelon.parallel.patching import part_for_now
+from echelon.parallel.patching import for_now
 from echelon.parallel.prepared import Extras, MicroBatch, Prepared, WrapperPrepared
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.state.partition import Partition
@@ -193,7 +193,7 @@ class _Sum(nn.Module):
 def _backward(module: DistributedDataParallel, order: Sequence[str]) -> None:
     trained = _trained(module)
     parameters = [trained[name] for name in order]
-    with part_for_now(module, "module", _Sum(parameters)), torch.enable_grad():
+    with for_now(module, module=_Sum(parameters)), torch.enable_grad():
         module(torch.zeros((), device=parameters[0].device)).backward()
     for parameter in parameters:
         parameter.grad = None

@@ -111,10 +111,8 @@ class GroupedExperts(Experts):
 
     def __init__(self, dim: int, hidden: int, num_experts: int) -> None:
         super().__init__(num_experts)
-        self.dim, self.hidden = (
-            whole("dim", dim, at_least=1, kind=ExpertsError),
-            whole("hidden", hidden, at_least=1, kind=ExpertsError),
-        )
+        self.dim = whole("dim", dim, at_least=1, kind=ExpertsError)
+        self.hidden = whole("hidden", hidden, at_least=1, kind=ExpertsError)
         self.w1 = nn.Parameter(torch.empty(num_experts, hidden, dim))
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden))
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden, dim))

@@ -20,7 +20,7 @@ from echelon.parallel.experts.distribute import divided_experts
 from echelon.parallel.gradients.unreduced_params import tracked_tensors
 from echelon.parallel.names import matching
 from echelon.parallel.older_torch import shards_integers
-from echelon.parallel.patching import in_front_of, replace_class
+from echelon.parallel.patching import for_now, in_front_of, replace_class
 from echelon.parallel.recipe.blocks import Blocks, blocks_to_shard, without_shared
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.shards import is_fully_sharded, is_split
@@ -295,12 +295,9 @@ class _GathersWhenRead:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch looks through its states of all modules, which come and go
 def _gather(module: Any, within: _Within) -> None:
-    within.now = False  # torch reads the parameters, too
-    try:
+    with for_now(within, now=False):  # torch reads the parameters, too
         module.set_reshard_after_forward(False)
         module.unshard()
-    finally:
-        within.now = True
 
 
 def _whole_copy(parameter: Any) -> torch.Tensor:

@@ -44,6 +44,7 @@ from echelon.parallel.meta.tape import (
     tensors_in,
     written_to,
 )
+from echelon.parallel.patching import for_now
 from echelon.world import agree
 
 __all__ = ["Recording", "on_meta", "recording"]
@@ -76,12 +77,8 @@ def recording(*, on_device: bool = False) -> Iterator[None]:
     if _inside.now:
         yield
         return
-    _inside.now = True
-    try:
-        with Recording(Tape(on_device=on_device)), DEFAULT:
-            yield
-    finally:
-        _inside.now = False
+    with for_now(_inside, now=True), Recording(Tape(on_device=on_device)), DEFAULT:
+        yield
 
 
 class _Inside(threading.local):

@@ -342,11 +342,4 @@ def as_bytes(leaf: Any) -> bytes:
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple)):
-        for leaf in tree:
-            yield from tensors_in(leaf)
-    elif type(tree) is dict:
-        for leaf in tree.values():
-            yield from tensors_in(leaf)
+    return (leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor))

@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from echelon.common.errors import EchelonError, PipelineError
 from echelon.parallel.gradients.clip import pass_zeros
 from echelon.parallel.guards.messages import explained
+from echelon.parallel.patching import for_now
 from echelon.parallel.pipeline.gates import Cut
 from echelon.parallel.pipeline.passes import Run, Shapes, writes_anew
 from echelon.parallel.pipeline.schedules import Kind, StageModule, parts, torch_schedule
@@ -88,15 +89,11 @@ class Pipeline:
         for i in unknown:
             self._learn(signatures[i], micro_batches[i], forward)
         under_way = Window(list(micro_batches), forward, backward, before_backward)
-        self._under_way = under_way
-        try:
-            with self.cut.draws.passes(number):
-                for first, last in zip(begins, [*begins[1:], len(micro_batches)], strict=True):
-                    for size in parts(self.kind, last - first, self._pp):
-                        self._run(signatures[first], first, size)
-                        first += size
-        finally:
-            self._under_way = None
+        with for_now(self, _under_way=under_way), self.cut.draws.passes(number):
+            for first, last in zip(begins, [*begins[1:], len(micro_batches)], strict=True):
+                for size in parts(self.kind, last - first, self._pp):
+                    self._run(signatures[first], first, size)
+                    first += size
         # What the passes of any rank found, before anything is made of the gradients.
         agree.fail_together(under_way.wrong, f"a stage of {self.cut.kind}")
         while len(self._learned) > max(_MOST_KINDS, len(micro_batches)):
@@ -166,11 +163,8 @@ class Pipeline:
         """Of a pipeline alone: elsewhere units have messages of their own."""
         if not self._is_alone:
             return None
-        self.batches.is_trying = True
-        try:
+        with for_now(self.batches, is_trying=True):
             return self._walk.shapes(act)
-        finally:
-            self.batches.is_trying = False
 
     def _made_of(self, walked: Walked, shapes: Shapes | None) -> Learned:
         stages, sent = {call: self.cut.stage_of[call.rpartition(":")[0]] for call in walked.forms}, list[list[str]]()
@@ -208,11 +202,8 @@ class Pipeline:
     def _studied(self, structure: Any, act: Callable[[], Any]) -> Walked:
         act = explained(self.module)(act)
         known = None if agree.any_rank(structure not in self._needs) else self._needs[structure]
-        self.batches.is_trying = True
-        try:
+        with for_now(self.batches, is_trying=True):
             walked = self._walk.study(act, known)
-        finally:
-            self.batches.is_trying = False
         self._needs[structure] = walked.needs
         while len(self._needs) > _MOST_KINDS:
             self._needs.popitem(last=False)

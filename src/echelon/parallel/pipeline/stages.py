@@ -26,16 +26,11 @@ Splits = Sequence[str] | Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class Unit:
-    """A submodule that lies in one stage.
-
-    Args:
-        cost: its parameters, without those of embeddings, which cost no time.
-    """
+    """A submodule that lies in one stage."""
 
     name: str
     module: nn.Module
     stage: int
-    cost: int
 
 
 def check_splits(value: Any) -> Splits | None:
@@ -120,12 +115,13 @@ def _holds_state(module: nn.Module) -> bool:
 
 
 def _cost(module: nn.Module) -> int:
+    """Its parameters, without those of embeddings, which cost no time."""
     tables = {p for part in module.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
     return sum(p.numel() for p in module.parameters() if p not in tables)
 
 
 def _made(chain: list[tuple[str, nn.Module]], numbers: Sequence[int]) -> list[Unit]:
-    return [Unit(name, part, stage, _cost(part)) for (name, part), stage in zip(chain, numbers, strict=True)]
+    return [Unit(name, part, stage) for (name, part), stage in zip(chain, numbers, strict=True)]
 
 
 def _at_points(module: nn.Module, points: list[str]) -> list[Unit]:

@@ -114,12 +114,8 @@ class Precision:
         """fp16's small gradients would vanish without a scaler; bf16 has float32's range and needs none."""
         if self.dtype is not torch.float16:
             return None
-        options: dict[str, Any] = {
-            "init_scale": self.init_scale,
-            "growth_factor": self.growth_factor,
-            "backoff_factor": self.backoff_factor,
-            "growth_interval": self.growth_interval,
-        }
+        names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
         if not agree.is_joined() or not (prepared.data.averaged_over > 1 or prepared.place.stages or _is_sharded(prepared)):
             return torch.amp.GradScaler(device.type, **options)
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import heapq
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -114,7 +113,6 @@ class Partition:
         self.owners: dict[nn.Parameter, int] = {}
         self._buffers: list[_Buffer] = []
         self._frozen: list[nn.Parameter] = []
-        self._is_alone = False
         self._load, self._largest_first = [0] * self._size, largest_first
         self._optimizer = weakref.ref(optimizer)
         self._take(optimizer)
@@ -146,15 +144,6 @@ class Partition:
     def stands_behind(self, facade: torch.optim.Optimizer) -> None:
         """`Partition.of(facade)` is this one from now on: another optimizer through which users see the divided one."""
         Partition._all[facade] = self
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Steps inside change nothing that others must learn of."""
-        self._is_alone = True
-        try:
-            yield
-        finally:
-            self._is_alone = False
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -225,11 +214,6 @@ class Partition:
             self._after(self.optimizer, args, kwargs)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_alone:
-            self._look(optimizer)
-        _show(optimizer, self._mine)
-
-    def _look(self, optimizer: torch.optim.Optimizer) -> None:
         if len(optimizer.param_groups) > len(self.groups):
             self._take(optimizer)
         for parameter in self._frozen:
@@ -238,13 +222,12 @@ class Partition:
                     f"{self._what}: {self._names.get(parameter, 'a parameter')} was frozen when the optimizer was built, and "
                     f"has a gradient now that no rank has reduced. {self._unfreezing}"
                 )
+        _show(optimizer, self._mine)
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._shows_all:
             _show(optimizer, self.groups)
-        if self._is_alone:
-            return
         if any(buffer.is_lost for buffer in self._buffers):
             # Each at its own place, so that the order of the broadcasts is the same on all ranks.
             found = ([b] if not b.is_lost else _buffers(b.parameters, self.owners) for b in self._buffers)

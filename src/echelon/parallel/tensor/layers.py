@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 __all__ = [
     "PartOfSequence",
     "exchanged",
+    "first_of",
     "has_own_weights",
     "install",
     "is_transposed",
     "shared_axis",
     "split_dims",
     "split_outputs",
+    "with_first",
 ]
 
 
@@ -107,28 +109,26 @@ class _Split:
         self._is_transposed = own and is_transposed(layer)
         self._is_words = own and type(layer).forward is nn.Embedding.forward
 
-    def _run(self, x: torch.Tensor, rest: _Rest, tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
-        """The layer's own forward with these tensors in the place of its parameters."""
+    def _run(self, x: torch.Tensor, given: Given, tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
+        """The layer's own forward, with `x` for its first argument and these tensors in the place of its parameters."""
         if self._is_linear:
             return F.linear(x, tensors["weight"], tensors["bias"])  # type: ignore[arg-type]
         if self._is_transposed:
             return F.linear(x, tensors["weight"].t(), tensors["bias"])  # type: ignore[union-attr]
         with exchanged(self.layer, tensors):
-            return rest.call(self._forward, x)
+            args, kwargs = with_first(*given, x)
+            return self._forward(*args, **kwargs)
 
 
-class _Rest:
-    """The arguments of a call but the first, which may be given by name."""
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call, of which the first may be given by name
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._args, self._kwargs = args, kwargs
-        self._name = None if args else next(iter(kwargs))
-        self.first: torch.Tensor = args[0] if self._name is None else kwargs[self._name]
 
-    def call(self, function: Callable[..., torch.Tensor], first: torch.Tensor) -> torch.Tensor:
-        if self._name is None:
-            return function(first, *self._args[1:], **self._kwargs)
-        return function(**{**self._kwargs, self._name: first})
+def first_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else next(iter(kwargs.values()), None)
+
+
+def with_first(args: tuple[Any, ...], kwargs: dict[str, Any], first: torch.Tensor) -> Given:
+    return ((first, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): first})
 
 
 @contextmanager
@@ -151,12 +151,12 @@ class _Colwise(_Split):
         self._reads_words = isinstance(layer, nn.Embedding)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rest = _Rest(args, kwargs)
+        first = first_of(args, kwargs)
         # Of a sequence in parts, gradients are summed where the parts were put together.
         in_parts = self._sequence is not None and self._sequence.is_split
-        x = rest.first if self._reads_words or in_parts else entered(rest.first, self.axis)
+        x = first if self._reads_words or in_parts else entered(first, self.axis)
         bias = getattr(self.layer, "bias", None)
-        out = self._run(x, rest, {"weight": _local(self.layer.weight), "bias": None if bias is None else _local(bias)})
+        out = self._run(x, (args, kwargs), {"weight": _local(self.layer.weight), "bias": None if bias is None else _local(bias)})
         return out if self.style == "colwise" else traffic.gathered(out, self.axis, -1)
 
 
@@ -168,9 +168,9 @@ class _Rowwise(_Split):
         self._takes_part, self._sequence = takes_part, sequence
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        rest = _Rest(args, kwargs)
-        x = traffic.part(rest.first, self.axis, -1) if self._takes_part else rest.first
-        out = self._run(x, rest, {"weight": _local(self.layer.weight), "bias": None})
+        first = first_of(args, kwargs)
+        x = traffic.part(first, self.axis, -1) if self._takes_part else first
+        out = self._run(x, (args, kwargs), {"weight": _local(self.layer.weight), "bias": None})
         bias: Any = getattr(self.layer, "bias", None)
         if self._sequence is not None and self._sequence.is_split:
             out = self._sequence.spread(out)
@@ -184,10 +184,9 @@ class _Words(_Split):
     """An embedding of which each rank has some words; of the others it makes zeros, and the ranks add up."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        rest = _Rest(args, kwargs)
         layer: Any = self.layer
         weight = _local(layer.weight)
-        here = rest.first - self.axis.rank * len(weight)
+        here = first_of(args, kwargs) - self.axis.rank * len(weight)
         other = (here < 0) | (here >= len(weight))
         padding, before = None, layer.padding_idx
         if before is not None and 0 <= before - self.axis.rank * len(weight) < len(weight):
@@ -198,7 +197,7 @@ class _Words(_Split):
         else:
             layer.padding_idx = padding
             try:
-                out = self._run(words, rest, {"weight": weight})
+                out = self._run(words, (args, kwargs), {"weight": weight})
             finally:
                 layer.padding_idx = before
         return traffic.summed(out.masked_fill(other[..., None], 0), self.axis)

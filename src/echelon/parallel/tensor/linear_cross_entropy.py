@@ -28,7 +28,9 @@ from torch import nn
 
 from echelon.common.errors import TensorParallelError, UsageError, require
 from echelon.common.numbers import number, whole
+from echelon.parallel.axes import Axis
 from echelon.parallel.shards import is_fully_sharded, is_split
+from echelon.parallel.tensor import collectives as traffic
 
 __all__ = ["WordShard", "liger", "linear_cross_entropy", "unit_of"]
 
@@ -438,7 +440,7 @@ def _words_of(weight: torch.Tensor, bias: Any) -> tuple[WordShard, torch.Tensor,
         if is_split(bias):
             bias = bias.redistribute(placements=kept).to_local(grad_placements=kept)
         else:
-            bias = _SameOnAll.apply(bias, group)[first : first + len(weight)]  # type: ignore[no-untyped-call]
+            bias = traffic.whole(bias, Axis.of(group))[first : first + len(weight)]
     return WordShard(words, first, group, size), weight, bias
 
 
@@ -449,21 +451,6 @@ def _whole(tensor: Any) -> Any:
 
     whole = [Replicate()] * tensor.device_mesh.ndim
     return tensor.redistribute(placements=whole).to_local(grad_placements=whole)
-
-
-class _SameOnAll(torch.autograd.Function):
-    """A tensor that is whole on all ranks of a group, each of which uses a part: gradients are those of all parts."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gradient = gradient.contiguous().clone()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
 
 
 # --- what `fully_shard` has split

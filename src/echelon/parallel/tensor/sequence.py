@@ -18,7 +18,7 @@ from torch import nn
 
 from echelon.common.errors import TensorParallelError
 from echelon.parallel.patching import replace
-from echelon.parallel.tensor.layers import PartOfSequence, exchanged
+from echelon.parallel.tensor.layers import PartOfSequence, exchanged, first_of, with_first
 
 __all__ = ["check_sequence", "split_sequence"]
 
@@ -196,7 +196,7 @@ class _Begins(_Hook):
         self._name = name
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hidden = args[0] if args else next(iter(kwargs.values()), None)
+        hidden = first_of(args, kwargs)
         if not isinstance(hidden, torch.Tensor) or hidden.dim() != 3 or not hidden.is_floating_point():
             got = f"shape {tuple(hidden.shape)}" if isinstance(hidden, torch.Tensor) else type(hidden).__name__
             raise TensorParallelError(
@@ -208,7 +208,7 @@ class _Begins(_Hook):
                 f"sequence_parallel: {self._name} is called with two tensors of shape {tuple(hidden.shape)}, and the second "
                 "would not be split. Leave sequence_parallel out."
             )
-        return _with_first(args, kwargs, self._part.begin(hidden))
+        return with_first(args, kwargs, self._part.begin(hidden))
 
 
 def _is_alike(value: Any, hidden: torch.Tensor) -> bool:
@@ -219,8 +219,8 @@ class _Collects(_Hook):
     """At the entrance of a submodule with split layers."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hidden: Any = args[0] if args else next(iter(kwargs.values()), None)
-        return _with_first(args, kwargs, self._part.collect(hidden)) if self._part.is_part(hidden) else None
+        hidden = first_of(args, kwargs)
+        return with_first(args, kwargs, self._part.collect(hidden)) if self._part.is_part(hidden) else None
 
 
 class _Ends(_Hook):
@@ -230,12 +230,6 @@ class _Ends(_Hook):
         if isinstance(output, (tuple, list)):
             return type(output)([self._part.end(output[0]), *output[1:]])
         return self._part.end(output)
-
-
-def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], first: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if args:
-        return (first, *args[1:]), kwargs
-    return args, {**kwargs, next(iter(kwargs)): first}
 
 
 class _Dropout:
@@ -257,8 +251,7 @@ class _OnPart:
         self._layer, self._part, self._forward = layer, part, layer.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        first = args[0] if args else next(iter(kwargs.values()), None)
-        if not self._part.is_part(first):
+        if not self._part.is_part(first_of(args, kwargs)):
             return self._forward(*args, **kwargs)
         own = {name: self._part.same(p) for name, p in self._layer.named_parameters(recurse=False)}
         with exchanged(self._layer, own):
