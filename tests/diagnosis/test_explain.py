@@ -254,6 +254,7 @@ def test_one_that_ended_after_the_failure_because_it_was_asked_to_is_not_accused
          "host out of memory", "ulimit -v"),
         (failed(1, "MemoryError: "), "host out of memory", "MemoryError"),
         (failed(1, "RuntimeError: can't start new thread"), "too many processes", "ulimit -u"),
+        (failed(1, "RuntimeError: Resource temporarily unavailable"), "too many processes", "ulimit -u"),
         (failed(1, "DataError: sample 17 is bad:\nKeyError: 7\nIn 0: Traceback (most recent call last):\n  x", ours=True),
          "data", "sample 17 is bad: KeyError: 7. The text names the sample."),
         (failed(1, "DistNetworkError: The server socket has failed to listen. EADDRINUSE"), "port in use", "MASTER_PORT"),

@@ -108,6 +108,16 @@ def test_a_server_that_has_gone_is_killed_no_more(tmp_path: Path) -> None:
         stranger.wait()
 
 
+def test_a_rank_that_the_system_gives_no_process_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server died of it, and the message asked for the OOM killer."""
+    (tmp_path / "no_processes.py").write_text("import os\ndef fork(): raise BlockingIOError(11, 'Too many')\nos.fork = fork\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with contextlib.closing(ForkServer.start(("no_processes",))) as server:
+        with pytest.raises(EchelonError, match=r"could not be made: Too many. See `ulimit -u`"):
+            rank_of(server, tmp_path, "")
+        assert server.alive()
+
+
 @contextlib.contextmanager
 def many_open_files(count: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -64,7 +64,7 @@ _KINDS = (
         "torch.multiprocessing.set_sharing_strategy('file_system') is called first.",
     ),
     Kind(
-        r"can't start new thread",
+        r"can't start new thread|^RuntimeError: Resource temporarily unavailable",  # Python's, C++'s
         "too many processes",
         "See `ulimit -u`, and the tasks that the job's cgroup may have: threads count, too.",
     ),

@@ -108,6 +108,8 @@ class ForkServer:
 
         Returns:
             The rank's process id, which is also its process group.
+        Raises:
+            EchelonError: the system gave no process, or the server has gone.
         """
         with contextlib.suppress(OSError):  # the server has gone: the answer says so
             given = {name: fd for name, fd in asdict(handed).items() if fd is not None}
@@ -119,6 +121,11 @@ class ForkServer:
                 pid = int(message["forked"])
                 self._running.add(pid)
                 return pid
+            if "unforked" in message:
+                raise EchelonError(
+                    f"the process of a rank could not be made: {message['unforked']}. See `ulimit -u`, the tasks that the job's "
+                    "cgroup may have (threads count, too), and `free`."
+                )
             self._note(message)
 
     def poll(self, timeout_s: float = 0.0) -> dict[int, tuple[int, int]]:
@@ -333,7 +340,14 @@ class _Server:
         gc.freeze()  # objects loaded so far leave the collector, so that its passes do not unshare every page
         keep_finalizers()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:  # ranks that have started go on until the owner, who is told, ends them
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            for fd in fds:
+                os.close(fd)
+            self.send({"unforked": error.strerror})
+            return
         if pid == 0:
             raise _IsRank(Start(**start), Handed(**dict(zip(names, fds, strict=True))))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
