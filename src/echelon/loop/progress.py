@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import reprlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from echelon.checkpoint.strict import fits
 from echelon.common.errors import CheckpointCorruptError
+from echelon.parallel.patching import for_now
 
 __all__ = ["Progress"]
 
@@ -61,16 +61,9 @@ class Progress:
             self.num_updates_completed += 1
             self.num_updates_completed_in_epoch += 1
 
-    @contextlib.contextmanager
-    def at_earlier_step(self, back: int) -> Iterator[None]:
+    def at_earlier_step(self, back: int) -> AbstractContextManager[None]:
         """Within it, the counts are those of so many steps of this update ago, whose pass a layout computes only now."""
-        self.num_steps_completed -= back
-        self.num_steps_completed_in_epoch -= back
-        try:
-            yield
-        finally:
-            self.num_steps_completed += back
-            self.num_steps_completed_in_epoch += back
+        return for_now(self, **{name: getattr(self, name) - back for name in _STEPS[:2]})
 
     def increment_epoch(self) -> None:
         self.num_epochs_completed += 1

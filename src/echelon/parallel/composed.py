@@ -340,7 +340,7 @@ class Layout(Strategy):
         equalize(module, world, from_rank0=fsdp.sync_module_states)
         pipeline = None if plan is None else cut_into_stages(module, plan, dims.pp_mesh(device).get_group(), device)
         if self._is_alone(dims):
-            module = recipe.compile(recipe.checkpoint_activations(module))
+            module = recipe.applied(module)
             alone = ParallelPrepared(materialize(module, device), world, [])
             alone.lay_out(dims, world.rank, None, pipeline)
             return alone

@@ -111,7 +111,7 @@ def parallelize(
         )
     refuse_wrapped(module, float8)
     given = Prepared.of(module, world)
-    recipe.compile(recipe.checkpoint_activations(given.unwrapped))
+    recipe.applied(given.unwrapped)
     _check_embeddings(given, world)
     given._adopt()
     given.data.find_replicas()

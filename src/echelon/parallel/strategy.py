@@ -64,4 +64,4 @@ class NOOPStrategy(Strategy):
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
         materialize(module, world.device, same_on_all=False)
-        return Prepared(recipe.compile(recipe.checkpoint_activations(module.to(world.device))))
+        return Prepared(recipe.applied(module.to(world.device)))

@@ -419,7 +419,7 @@ class DDPStrategy(Strategy):
         ensure_group(world.device)
         module = materialize(module, world.device).to(world.device)
         if not any(p.requires_grad for p in module.parameters()):  # nothing to reduce
-            prepared = Prepared(recipe.compile(recipe.checkpoint_activations(module)), [Axis.of(self.process_group)])
+            prepared = Prepared(recipe.applied(module), [Axis.of(self.process_group)])
             prepared._reduce_unfrozen()
             return prepared
         kind = ZeROPrepared if self.shard_optimizer else DDPPrepared
@@ -437,7 +437,7 @@ class DDPStrategy(Strategy):
         """The module, which is on its device and has something to train, in DistributedDataParallel."""
         if self.sync_batchnorm:
             module = sync_batchnorm(module, world.device, self.process_group)
-        module = recipe.compile(recipe.checkpoint_activations(module))
+        module = recipe.applied(module)
         options = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NOT_TORCHS}
         devices = [world.device.index] if world.device.type == "cuda" else None
         wrapped = Reaching(module, devices, **ddp_options(DistributedDataParallel, options | self._buffers()))

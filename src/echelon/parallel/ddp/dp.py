@@ -78,13 +78,13 @@ class DPStrategy(Strategy):
         if world.device.type != "cuda" or len(devices) < 2:
             there = f"{len(devices)} CUDA device(s) chosen" if world.device.type == "cuda" else "there are no CUDA devices to use"
             logger.warning("layout 'dp': %s, so this is the plain module on %s", there, world.device)
-            return Prepared(recipe.compile(recipe.checkpoint_activations(module.to(world.device))))
+            return Prepared(recipe.applied(module.to(world.device)))
         if recipe.activation_checkpoint is not None:
             raise LayoutError(
                 "layout 'dp' copies the module to each device for every step, and the copies would recompute with the first "
                 "one's weights. Take layout 'ddp', or no recompute."
             )
-        module = recipe.compile(recipe.checkpoint_activations(module.to(_first(devices))))
+        module = recipe.applied(module.to(_first(devices)))
         return DPPrepared(nn.DataParallel(module, devices, self.output_device, self.dim), world)
 
 

@@ -404,7 +404,7 @@ def _prepare(
         ensure_group(world.device)
     module = materialize(module, world.device).to(world.device)
     equalize(module, world, from_rank0=True)
-    return WorkerPrepared(Worker(recipe.compile(recipe.checkpoint_activations(module)), layout, every, outer), world)
+    return WorkerPrepared(Worker(recipe.applied(module), layout, every, outer), world)
 
 
 @dataclass(frozen=True, repr=False)

@@ -324,7 +324,7 @@ class FSDPStrategy(Strategy):
         units = [*expert_units(module, precision, policy, reshards, apart), *units]
         ignored |= apart
         gathers_as = policy_for(module, precision, root_policy)
-        module = recipe.compile(recipe.checkpoint_activations(module))
+        module = recipe.applied(module)
         whole |= (others := of_another_type(module, [unit.modules for unit in units], ignored))
         ignored |= others
         self._split(module, units, gathers_as, ignored, world, mesh, offload=offload, pins=pin_memory, reshard=said)

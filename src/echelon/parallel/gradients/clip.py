@@ -139,10 +139,10 @@ def _over_ranks(
     kinds: dict[Axes, list[torch.Tensor]], norm_type: float, device: torch.device, beside: Sequence[dist.ProcessGroup | None]
 ) -> torch.Tensor:
     largest = norm_type == math.inf
-    sums: dict[Axes, torch.Tensor] = {}
+    sums, zero = dict[Axes, torch.Tensor](), torch.zeros((), device=device, dtype=torch.float64)
     for axes, parts in kinds.items():
         # In float64: the power of a large float32 norm would overflow.
-        norm = torch.nn.utils.get_total_norm(parts, norm_type).to(device, torch.float64) if parts else _zero(device)
+        norm = torch.nn.utils.get_total_norm(parts, norm_type).to(device, torch.float64) if parts else zero
         sums[axes] = norm if largest else norm**norm_type
     # The axis last in mesh order first. What is summed over it joins what is split over the others only.
     while any(sums):
@@ -158,10 +158,6 @@ def _over_ranks(
     for group in beside:
         dist.all_reduce(total, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
     return total if largest else total ** (1.0 / norm_type)
-
-
-def _zero(device: torch.device) -> torch.Tensor:
-    return torch.zeros((), device=device, dtype=torch.float64)
 
 
 def _multiply(grads: list[torch.Tensor], factor: torch.Tensor) -> None:

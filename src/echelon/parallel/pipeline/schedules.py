@@ -154,11 +154,7 @@ def torch_schedule(
     name = "ScheduleGPipe" if kind.name == "1f1b" and number < count else kind.torch
     make = getattr(pipelining, name)
     single = name in ("ScheduleGPipe", "Schedule1F1B")
-    return make(stages[0] if single else stages, number, loss_fn=_itself, scale_grads=False)
-
-
-def _itself(loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return loss
+    return make(stages[0] if single else stages, number, loss_fn=lambda loss, target: loss, scale_grads=False)
 
 
 def _nothing_is_left() -> Callable[[], None]:

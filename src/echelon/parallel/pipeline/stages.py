@@ -103,15 +103,11 @@ def _chain(module: nn.Module, points: Sequence[str]) -> list[tuple[str, nn.Modul
                 visit("", child)
             elif within or (isinstance(child, (nn.ModuleList, nn.ModuleDict)) and name not in names):
                 visit(f"{name}.", child)
-            elif _holds_state(child):
+            elif child.state_dict(keep_vars=True):
                 found.append((name, child))
 
     visit("", module)
     return found
-
-
-def _holds_state(module: nn.Module) -> bool:
-    return bool(module.state_dict(keep_vars=True))
 
 
 def _cost(module: nn.Module) -> int:

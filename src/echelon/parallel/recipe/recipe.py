@@ -31,14 +31,18 @@ class Recipe:
     torch_compile: TorchCompileParams | None = None
     precision: Precision | None = None
 
-    def checkpoint_activations(self, module: nn.Module) -> nn.Module:
-        compiled = self.torch_compile
-        if self.activation_checkpoint is not None and compiled is not None and compiled.backend == "eager":
+    def applied(self, module: nn.Module) -> nn.Module:
+        """The module with recomputed activations, and compiled."""
+        compiled, recomputed = self.torch_compile, self.activation_checkpoint
+        if recomputed is not None and compiled is not None and compiled.backend == "eager":
             raise CompileError(
                 "torch.compile's backend 'eager' draws other dropout masks when it recomputes activations (torch 2.13), and the "
                 "gradients are wrong. Use backend='aot_eager' or 'inductor', or no recompute."
             )
-        return checkpoint_activations(module, self.activation_checkpoint)
+        module = checkpoint_activations(module, recomputed)
+        if compiled is None or compiled.disable:
+            return module
+        return compile_in_place(module, compiled, None if recomputed is None else recomputed.memory_budget)
 
     def check(self, device: torch.device) -> None:
         """
@@ -52,9 +56,3 @@ class Recipe:
             logger.warning(
                 "memory_budget=%g has no effect: it is about compiled graphs. Give compile='blocks'", recomputed.memory_budget
             )
-
-    def compile(self, module: nn.Module) -> nn.Module:
-        if (params := self.torch_compile) is None or params.disable:
-            return module
-        recomputed = self.activation_checkpoint
-        return compile_in_place(module, params, None if recomputed is None else recomputed.memory_budget)

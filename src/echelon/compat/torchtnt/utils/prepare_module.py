@@ -217,7 +217,7 @@ def apply_ac(module: nn.Module, activation_checkpoint_params: ActivationCheckpoi
 
 def apply_torch_compile(module: nn.Module, torch_compile_params: TorchCompileParams) -> None:
     """Compile the module, or the submodules that the parameters name, in place."""
-    Recipe(torch_compile=compilable(torch_compile_params)).compile(module)
+    Recipe(torch_compile=compilable(torch_compile_params)).applied(module)
 
 
 def on_meta_device(module: nn.Module) -> bool:
