@@ -687,6 +687,17 @@ def test_logs_of_a_run_that_was_not_submitted_are_shown(started: Started, capfd:
     assert main(["logs", str(run.path), "--follow"]) == 2 and "tail -F" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["--calibrate", "none/device.toml"], ["--gpus", "8", "--page", "none/plan.html", "train.py"]])
+def test_a_plan_is_not_made_for_a_folder_that_is_not_there(
+    started: Started, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    """It was traced, or measured, and then lost in a traceback."""
+    started.script("raise RuntimeError('it ran')", "train.py")
+    monkeypatch.chdir(started.folder)
+    assert main(["plan", *words]) == 2
+    assert "must be a file in a folder that exists, got 'none/" in capsys.readouterr().err
+
+
 def test_a_folder_that_may_not_be_written_is_named_without_a_traceback(
     started: Started, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

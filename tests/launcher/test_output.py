@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from echelon.common.files import write_whole
 from echelon.contracts.events import EventLog, read_lines
 from echelon.contracts.run_dir import RunDir
 from echelon.launcher.local.end_record import write_exit
@@ -150,6 +151,18 @@ def test_an_error_after_the_runs_folder_has_disappeared_is_told(started: Started
 def test_an_end_that_cannot_be_written_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_exit(tmp_path / "gone" / "exit.json", 0)
     assert capfd.readouterr().err == f"echelon: {tmp_path}/gone/exit.json cannot be written: No such file or directory\n"
+
+
+def test_a_file_that_a_full_disk_refuses_is_named(tmp_path: Path) -> None:
+    """`plan --page` said that standard output could not be written."""
+    path, before = tmp_path / "page.html", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            write_whole(path, b"x" * 2_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert raised.value.filename == str(path) and not list(tmp_path.iterdir())
 
 
 def test_a_disk_that_was_full_for_a_while_costs_no_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

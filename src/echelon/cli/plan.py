@@ -109,6 +109,7 @@ def execute(arguments: argparse.Namespace) -> int:
 def _calibrate(arguments: argparse.Namespace) -> int:
     file = Path(arguments.calibrate)
     require(file.suffix == ".toml", "--calibrate", "a file whose name ends with .toml", arguments.calibrate, kind=PlanError)
+    _check_folder("--calibrate", arguments.calibrate)
     from echelon.planner.calibrate import calibrate
     from echelon.planner.devices import written
 
@@ -124,6 +125,11 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_folder(option: str, file: str) -> None:
+    """Before the work whose result is to be written there."""
+    require(Path(file).parent.is_dir(), option, "a file in a folder that exists", file, kind=PlanError)
+
+
 def _memory(arguments: argparse.Namespace) -> int:
     from echelon.loop.target import Target
     from echelon.planner.plan import Spending, plan_of, setting_of
@@ -131,6 +137,7 @@ def _memory(arguments: argparse.Namespace) -> int:
 
     if arguments.page:
         require(arguments.page.endswith(".html"), "--page", "a file whose name ends with .html", arguments.page, kind=PlanError)
+        _check_folder("--page", arguments.page)
     setting = setting_of(
         arguments.ranks,
         arguments.nodes,
@@ -149,8 +156,6 @@ def _memory(arguments: argparse.Namespace) -> int:
     plan = plan_of(target, setting, layouts=layouts, only=only, searches=arguments.search, spending=spending)
     if arguments.into:
         write_whole(Path(arguments.into), json.dumps(plan.to_json()))
-    if arguments.page:
-        write_whole(Path(arguments.page), plan.to_html(f"echelon plan {Path(arguments.script).name}"), 0o644)
     fastest = plan.layouts[0] if arguments.search and plan.layouts else None
     command = command_of(fastest, setting.ranks, arguments.script, arguments.args) if fastest else None
     if arguments.json:
@@ -160,6 +165,9 @@ def _memory(arguments: argparse.Namespace) -> int:
         if fastest and command:
             given = options_of(fastest, arguments.precision)
             print(printable(f"\nThe fastest that fits: {shlex.join(command)}" + (f"  (with {given})" if given else "")))
+    if arguments.page:  # after the numbers, which a full disk does not cost
+        sys.stdout.flush()
+        write_whole(Path(arguments.page), plan.to_html(f"echelon plan {Path(arguments.script).name}"), 0o644)
     traced = [each.verdict for each in (*plan.layouts, *plan.left_out) if each.peak]
     return 2 if not traced else 1 if set(traced) == {"does not fit"} else 0
 

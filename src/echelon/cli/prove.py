@@ -107,14 +107,15 @@ def execute(arguments: argparse.Namespace) -> int:
     )
     facts = {**proof.to_json(), "conclusion": show.conclusion(proof)}
     facts["findings"] = [{"rows": named, "text": text} for named, text in show.blocks(proof.results)]
-    write_json(run.path / "prove.json", facts)
-    write_whole(run.path / "prove.html", show.page(proof, f"echelon prove {script.name}"))
     if arguments.json:
-        print(json.dumps(facts, indent=2))
+        print(json.dumps(facts, indent=2), flush=True)
     else:
         for named, text in show.blocks(proof.results):
             print("\n    ".join([f"\n{named}", *text]))
         print("\n".join(["", *show.summary(proof)]), flush=True)
+    write_json(run.path / "prove.json", facts)  # after the verdict, which a full disk does not cost
+    write_whole(run.path / "prove.html", show.page(proof, f"echelon prove {script.name}"))
+    if not arguments.json:
         print(f"page {run.path / 'prove.html'}", file=sys.stderr)
     return _INTERRUPTED if proof.interrupted else proof.exit_code
 

@@ -127,9 +127,11 @@ def write_whole(path: Path, content: bytes | str, mode: int = 0o600, *, durable:
         temporary.replace(path)
         if durable:
             sync(path.parent)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError):  # which of a full disk does not say it
+            error.filename, error.filename2 = os.fspath(path), None
         raise
 
 
