@@ -242,7 +242,7 @@ def nothing() -> None: ...
     [
         ({"partition": "nowhere"}, "Slurm refuses the job: Batch job submission failed: Invalid partition name specified"),
         ({"num_of_node": 9}, "Slurm would never start the job: Partition"),
-        ({"extra_params_kwargs": {"no-such-option": "x"}}, "Slurm refuses the job: "),
+        ({"extra_params_kwargs": {"no-such-option": "x"}}, "Slurm refuses the job: unrecognized option '--no-such-option"),
     ],
 )
 def test_what_slurm_refuses_is_one_line_and_leaves_nothing(

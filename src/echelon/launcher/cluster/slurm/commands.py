@@ -142,6 +142,6 @@ def _run(command: list[str], text: str = "", env: dict[str, str] | None = None) 
 
 def _reason(stderr: str) -> str:
     """The most telling line of what a command said: the last that is an error."""
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    lines = [line.strip() for line in stderr.splitlines() if line.strip() and not line.startswith("Try ")]
     errors = [line for line in lines if "error:" in line or "fatal:" in line] or lines or ["it gave no reason"]
     return re.sub(r"^(\w+: )?((error|fatal|allocation failure): )?", "", errors[-1])
