@@ -89,6 +89,19 @@ def test_in_one_process_and_one_that_steps_every_other_update(ranks: Ranks) -> N
     assert_same(ranks(2, _trained, "ddp", Slow), plainly(every=2)[0])
 
 
+def _beside_the_networks(layout: str) -> torch.Tensor:
+    module = networks()
+    module["features"] = nn.Module()
+    module["features"].register_buffer("matrix", torch.full((2,), float(dist.get_rank())))
+    return Gan(module=module, layout=layout).module["features"].matrix
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_buffers_beside_the_networks_are_those_of_rank_0(ranks: Ranks, layout: str) -> None:
+    """Random features without parameters were others on each rank, which trained on, in silence."""
+    assert [found.tolist() for found in ranks(2, _beside_the_networks, layout)] == [[0.0, 0.0]] * 2
+
+
 # --- accumulation
 
 

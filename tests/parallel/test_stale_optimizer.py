@@ -263,6 +263,20 @@ def test_what_begins_differently_on_each_rank_is_refused(ranks: Ranks) -> None:
         assert first == second and "that differ between ranks" in first
 
 
+def _frozen(layout: str) -> list[float]:
+    torch.manual_seed(dist.get_rank())
+    return [
+        float(p.sum()) for p in whole(Regression(module=nn.Linear(4, 4).requires_grad_(False), layout=layout).module).values()
+    ]
+
+
+def test_what_is_frozen_altogether_is_rank_0s_too(ranks: Ranks) -> None:
+    """DistributedDataParallel has nothing to wrap there: each rank kept features of its own, below what else was trained."""
+    for layout in ("ddp", "fsdp"):
+        first, second = ranks(2, _frozen, layout)
+        assert first == second
+
+
 def _legitimate() -> dict[str, Any]:
     """Right programs, none of which may be refused."""
     tied = net()

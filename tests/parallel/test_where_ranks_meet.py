@@ -49,8 +49,8 @@ REASONS = {
     ),
     CALLED: "Mean.compute _Sum.forward _Weights.__init__ _Weights._refuse _Weights.gather _needed _over_ranks whole",
     FORM: (
-        "Buffers._agree Buffers._send DataAxes.find_replicas Shared.equalize _broadcast _fill_divided _grid check_equal "
-        "cut_into_stages equalize prepare_networks"
+        "Buffers._agree Buffers._send DDPStrategy.prepare DataAxes.find_replicas Shared.equalize _broadcast _fill_divided _grid "
+        "check_equal cut_into_stages equalize prepare_networks"
     ),
     LEFT_OUT: "_Reduction.__init__",
     LOCAL: "distribute_experts fill_in install part_like",

@@ -170,14 +170,12 @@ def prepare_networks(module: nn.Module, strategy: Any, device: torch.device, *gi
         module.set_submodule(name, part.module)
     if not parts:
         raise LayoutError(f"the module must have networks with parameters, got a {type(module).__name__} without.")
-    inside = {p for part in parts for p in part.module.parameters()}
-    loose = [p for p in module.parameters() if p not in inside]
+    inside = {t for part in parts for t in (*part.module.parameters(), *part.module.buffers())}
     with torch.no_grad():
-        for tensor in (*loose, *module.buffers()):
+        for tensor in (t for t in (*module.parameters(), *module.buffers()) if t not in inside):
             tensor.data = tensor.data.to(device)
-        if agree.is_joined() and any(part.data.axes for part in parts):
-            for parameter in loose:
-                dist.broadcast(parameter.data, 0)
+            if agree.is_joined() and any(part.data.axes for part in parts):
+                dist.broadcast(tensor.data, 0)
     return Networks(module, parts)
 
 

@@ -419,6 +419,9 @@ class DDPStrategy(Strategy):
         ensure_group(world.device)
         module = materialize(module, world.device).to(world.device)
         if not any(p.requires_grad for p in module.parameters()):  # nothing to reduce
+            for tensor in (*module.parameters(), *module.buffers()):
+                if self.init_sync and type(tensor) in (torch.Tensor, nn.Parameter):  # what keeps few bits is sent by nobody
+                    dist.broadcast(tensor.detach(), group_src=0, group=self.process_group)
             prepared = Prepared(recipe.applied(module), [Axis.of(self.process_group)])
             prepared._reduce_unfrozen()
             return prepared
