@@ -561,10 +561,10 @@ CALLS: dict[str, Callable[[], Any]] = {
     "WeightedRandomSampler has an order": lambda: _sampled(2, WeightedRandomSampler(torch.ones(ROWS), ROWS)),
     "batch_size must be a multiple of the 2 ranks that share each batch, got 3": lambda: _sampled(3),
     "RandomSampler must draw every sample, got 8 of 22": lambda: _sampled(4, RandomSampler(DATA, num_samples=8)),
-    "must have a model and an optimizer": _given("optimizer", "loader"),
+    "must have a model and an optimizer.* write an EvalUnit": _given("optimizer", "loader"),
     "that of an optimizer among the objects": _given("model", "optimizer", "another's scheduler", "loader"),
     "each parameter must be in one optimizer": _given("model", "optimizer", "a second optimizer", "loader"),
-    "must have the training loader": _given("model", "optimizer"),
+    "must have the training loader.* into its dataset": _given("model", "optimizer"),
     "got int": _given("model", "optimizer", "loader", "a number"),
 }
 

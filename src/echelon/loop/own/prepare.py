@@ -280,7 +280,10 @@ class _Parts:
         models = trained or found["model"][:1]
         copies = [model for model in found["model"] if all(model is not each for each in models)]
         if not models or not found["optimizer"]:
-            raise OwnLoopError(f"objects must have a model and an optimizer over its parameters, got {', '.join(given)}.")
+            raise OwnLoopError(
+                f"objects must have a model and an optimizer over its parameters, got {', '.join(given)}. To evaluate or predict "
+                "only, write an EvalUnit or a PredictUnit."
+            )
         schedulers: dict[int, Any] = {}
         for scheduler in found["scheduler"]:
             if all(scheduler.optimizer is not optimizer for optimizer in found["optimizer"]):
@@ -296,7 +299,8 @@ class _Parts:
             schedulers[id(scheduler.optimizer)] = scheduler
         if not found["loader"]:
             raise OwnLoopError(
-                f"objects must have the training loader, a torch DataLoader or an echelon.Loader, got {', '.join(given)}."
+                f"objects must have the training loader, a torch DataLoader or an echelon.Loader, got {', '.join(given)}. Put "
+                "samples that the loop makes itself into its dataset, which may hold others in each epoch."
             )
         first, *others = found["loader"]
         optimizers = [(optimizer, schedulers.get(id(optimizer))) for optimizer in found["optimizer"]]
