@@ -19,10 +19,13 @@ from echelon.checkpoint import commit, tensorfile
 from echelon.checkpoint.buffers import Buffers
 from echelon.checkpoint.snapshot import Snapshot
 from echelon.common.errors import CheckpointError, CheckpointOptionError, CheckpointWriteError
+from echelon.contracts.events import read_lines
 from tests.conftest import Ranks
 from tests.kit.models import largest_difference, whole
 from tests.kit.refusals import refused
+from tests.kit.run_folders import recorded
 from tests.kit.saving import make_loader, make_unit, steps_in
+from tests.kit.started import wait_until
 from tests.kit.units import Hooks
 
 Saver = ech.DistributedCheckpointSaver
@@ -135,6 +138,20 @@ def test_an_error_of_the_run_ends_the_thread(tmp_path: Path) -> None:
         ech.train(make_unit("none"), make_loader(), max_updates=3, callbacks=[saver, bad])
     assert not [t for t in threading.enumerate() if t.name.startswith("echelon-save")]
     assert commit.latest(tmp_path) in (None, tmp_path / "step-00000001")
+
+
+def test_a_save_that_an_error_finds_committed_is_told(tmp_path: Path) -> None:
+    """The ranks hear of it at a step's end, which never came: `run` and the report did not know what the run goes on from."""
+
+    def fails(*_: Any) -> None:
+        wait_until(lambda: commit.latest(tmp_path / "c"), "the save is committed")
+        raise ValueError("now")
+
+    saver = Saver(tmp_path / "c", save_every_n_updates=1, async_checkpoint=True)
+    with recorded(tmp_path / "r") as run, pytest.raises(ValueError, match="now"):
+        ech.train(make_unit("none"), make_loader(), max_updates=3, callbacks=[saver, Hooks(on_train_step_end=fails)])
+    (saved,) = [each for each in read_lines(run.events(0)) if each["event"] == "checkpoint_saved"]
+    assert saved["step"] == 1 and saved["path"].endswith("step-00000001")
 
 
 def test_a_gpus_buffers_are_made_before_the_first_save_by_a_thread_in_a_few_pieces(

@@ -42,6 +42,7 @@ class Background:
         self._staged: Location | None = None
         self._written, self._given_up = threading.Event(), threading.Event()
         self._failure: str | None = None
+        self._is_committed = False
 
     @property
     def busy(self) -> bool:
@@ -61,7 +62,7 @@ class Background:
         """Write a snapshot that nothing else changes, once `copied` has returned. `name`: as of `commit.stage`."""
         assert not self.busy
         self._written, self._given_up = threading.Event(), threading.Event()
-        self._failure, self._staged = None, staged
+        self._failure, self._staged, self._is_committed = None, staged, False
 
         def work() -> None:
             try:
@@ -73,6 +74,7 @@ class Background:
                     everyones = self._await_others(staged, ranks)
                     if everyones is not None:
                         self._committed(commit.commit(staged, step, everyones, facts, name))
+                        self._is_committed = True
             except BaseException as error:  # told to all ranks at the next step
                 self._failure = explain_for_rank(taken.rank, error, staged)
             finally:
@@ -127,12 +129,18 @@ class Background:
             commit.on_rank0(lambda: commit.discard(staged))
         return SaveFailure("; ".join(text for text in failures if text is not None))
 
-    def abandon(self) -> None:
-        """End this rank's part without the others: for a run that ends by an error. Not collective."""
+    def abandon(self) -> bool:
+        """End this rank's part without the others: for a run that ends by an error. Not collective.
+
+        Returns:
+            whether it was under way, and this rank has committed it all the same.
+        """
         self._given_up.set()
+        was_busy = self.busy
         if self._thread is not None:
             self._thread.join()
         self._thread = None
+        return was_busy and self._is_committed
 
 
 def _say_done(staged: Location, rank: int, files: dict[str, Any]) -> None:

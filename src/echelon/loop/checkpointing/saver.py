@@ -201,7 +201,9 @@ class DistributedCheckpointSaver(Callback):
             ) from None
 
     def on_exception(self, state: State, unit: Unit, exc: BaseException) -> None:
-        self._background.abandon()
+        if self._background.abandon():  # since the latest step, at whose end the ranks would have heard of it
+            step, name, began = self._pending
+            self._saved(state, step, name, time.perf_counter() - began, pause=False)
         self._release()
 
     # --- saving
