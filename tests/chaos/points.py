@@ -26,7 +26,7 @@ def jobs(ready: dict[str, Any], scenario: str, ranks: int, refusals: Any = USUAL
     return [(ready, scenario, ranks, victim, number, action, error) for action, error, victim, number in made]
 
 
-def meet(forks: Forks, chosen: list[tuple[Any, ...]], timeout_s: float = 120.0) -> Counter[str]:
+def meet(forks: Forks, chosen: list[tuple[Any, ...]], timeout_s: float = 600.0) -> Counter[str]:
     """How many points came out how; all must be good, and nobody may hang."""
     outcomes = forks("tests.chaos.program:point", chosen, timeout_s)
     bad = [f"{job[1:]}: {outcome}" for job, outcome in zip(chosen, outcomes, strict=True) if outcome not in GOOD]

@@ -202,8 +202,10 @@ def main(fault: str, guilty: int, at: int = 5, wait_s: float = 3.0) -> None:
         wait_s: gloo's patience.
     """
     patience = timedelta(seconds=wait_s)
-    dist.init_process_group("gloo", timeout=patience)
-    rank = dist.get_rank()
+    store, rank, ranks = next(dist.rendezvous("env://"))
+    store.set(f"begun/{rank}", "")
+    store.wait([f"begun/{each}" for each in range(ranks)])  # on a busy machine they start seconds apart
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
     group = dist.new_group(list(range(dist.get_world_size())), timeout=patience) if "group" in fault else None
     steps = STEPS - 2 if fault == "fewer_steps" and rank == guilty else STEPS
     for number in range(steps):
