@@ -130,8 +130,8 @@ def write_whole(path: Path, content: bytes | str, mode: int = 0o600, *, durable:
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        if isinstance(error, OSError):  # which of a full disk does not say it
-            error.filename, error.filename2 = os.fspath(path), None
+        if isinstance(error, OSError):  # of a full disk, which names no file
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
         raise
 
 
