@@ -70,11 +70,11 @@ def track(names: str, records: list[dict[str, Any]], monkeypatch: pytest.MonkeyP
     end_trackers(run, monkeypatch)
 
 
-def wandb_rows(path: Path) -> list[dict[str, Any]]:
-    """The history of a run that was kept offline: records of protobuf in the form of LevelDB's log."""
+def wandb_records(path: Path) -> Iterator[Any]:
+    """Of a run that was kept offline: records of protobuf in the form of LevelDB's log."""
     from wandb.proto import wandb_internal_pb2
 
-    data, at, part, rows = path.read_bytes(), 7, b"", []
+    data, at, part = path.read_bytes(), 7, b""
     while at + 7 <= len(data):
         if 32768 - at % 32768 < 7:  # the end of a block has no room for a header
             at += 32768 - at % 32768
@@ -83,11 +83,14 @@ def wandb_rows(path: Path) -> list[dict[str, Any]]:
         part += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):  # a whole record, or the last part of one
-            record = wandb_internal_pb2.Record.FromString(part)
+            yield wandb_internal_pb2.Record.FromString(part)
             part = b""
-            if record.HasField("history"):
-                rows.append({".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item})
-    return rows
+
+
+def wandb_rows(path: Path) -> list[dict[str, Any]]:
+    """Its history."""
+    every = [record.history.item for record in wandb_records(path) if record.HasField("history")]
+    return [{".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in items} for items in every]
 
 
 OWN = """
@@ -155,6 +158,32 @@ def test_mlflow_gets_numbers_and_settings(run: RunDir, tmp_path: Path, monkeypat
     assert [(m.step, m.value) for m in client.get_metric_history(found.info.run_id, "loss")] == [(1, 1.0), (2, 0.5), (3, 1 / 3)]
     assert found.data.params["versions.torch"] == "2" and found.data.params["args"] == "--lr 1"
     assert (found.info.run_name, found.info.status) == ("mine", "FINISHED")
+
+
+FAILS = """
+import torch
+from tests.kit.models import batch
+from tests.kit.units import Regression
+import echelon as ech
+
+class Fails(Regression):
+    def on_train_step_end(self, state, data, step, results):
+        raise ValueError("planted")
+
+ech.train(Fails(), [batch(2, 0)] * 4, max_epochs=1)
+"""
+
+
+def test_a_training_that_fails_is_a_failed_run_of_its_trackers(run: RunDir, tmp_path: Path) -> None:
+    """It was called finished in both."""
+    env = {**clean_environment(), **run.to_env(), "HOME": str(tmp_path), "PYTHONPATH": os.getcwd(), "WANDB_MODE": "offline"}
+    env |= {"ECHELON_TRACK": "wandb,mlflow", "MLFLOW_TRACKING_URI": f"file:{tmp_path}/mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    done = subprocess.run([sys.executable, "-c", FAILS], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "planted" in done.stderr
+    (path,) = (tmp_path / "mlruns").glob("*/*/meta.yaml")
+    assert "status: 4" in path.read_text()  # FAILED
+    (kept,) = run.path.glob("wandb/offline-run-*/run-*.wandb")
+    assert [record.exit.exit_code for record in wandb_records(kept) if record.HasField("exit")] == [1]
 
 
 @pytest.mark.full

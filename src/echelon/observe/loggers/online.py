@@ -46,9 +46,12 @@ class OnlineLogger(ABC):
         config: settings to show beside the numbers, as plain values.
         id: under which the tracker knows the run: one that is there goes on. At most 100 letters, digits, - and _; None is a new
             run each time.
+    Attributes:
+        failed: `close` ends the run there as one that failed.
     """
 
     package = ""
+    failed = False
 
     def __init__(
         self,
@@ -169,7 +172,7 @@ class WandbLogger(OnlineLogger):
             self.run.log({**row, self.step_name: step})
 
     def _end(self) -> None:
-        self.run.finish()
+        self.run.finish(exit_code=int(self.failed))
 
 
 class MLflowLogger(OnlineLogger):
@@ -246,7 +249,7 @@ class MLflowLogger(OnlineLogger):
             self.client.log_batch(self.run_id, metrics=found[at : at + 1000])
 
     def _end(self) -> None:
-        self.client.set_terminated(self.run_id)
+        self.client.set_terminated(self.run_id, "FAILED" if self.failed else "FINISHED")
 
 
 def _mlflow_name(name: str) -> str:

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from echelon.common.errors import EchelonError, LoggerError, require
 from echelon.contracts.run_dir import TRACK_VARIABLE, RunDir, read_json
 from echelon.observe.loggers import CSVLogger, MetricLogger, MLflowLogger, TensorBoardLogger, TrackioLogger, WandbLogger
+from echelon.observe.loggers.online import OnlineLogger
 from echelon.observe.sinks.background import BackgroundCalls
 
 __all__ = ["TRACKERS", "TrackerSink", "names_of", "trackers"]
@@ -104,6 +105,8 @@ class TrackerSink:
         """Events are the run folder's. But a rank that failed, or was asked to stop, has not long to end."""
         if event["event"] in ("exception", "stopped", "train_start"):
             self._hurries = event["event"] != "train_start"
+            if isinstance(self._logger, OnlineLogger):
+                self._logger.failed = event["event"] == "exception"
 
     def close(self) -> None:
         """A training is over, perhaps not the last of this process: the tracker ends with that, or by `end`."""

@@ -293,6 +293,9 @@ class Online(Logger):
     def save(self) -> None:
         self.tracker().flush()
 
+    def finalize(self, status: str) -> None:
+        self.tracker().failed = status == "failed"
+
     def close(self) -> None:
         """End the run there; a later number goes on with it."""
         self.tracker().close()
@@ -436,6 +439,7 @@ class MLFlowLogger(Online):
         self.tracker().log_params(_values_of(params))
 
     def finalize(self, status: str) -> None:
+        super().finalize(status)
         self.close()
 
 
