@@ -606,6 +606,41 @@ def test_a_fast_dev_run_evaluates_and_neither_saves_nor_logs(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir()) and not saver.best_model_path
 
 
+class Own(Logger):
+    """It has no folder of its own."""
+
+    def __init__(self, version: str) -> None:
+        self._version = version
+
+    name = property(lambda self: "own")  # type: ignore
+    version = property(lambda self: self._version)  # type: ignore
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
+
+
+def test_each_run_of_a_logger_of_ones_own_has_its_folder_of_checkpoints(tmp_path: Path) -> None:
+    """They shared one, so that a second run was refused for the first one's."""
+    for version in ("a", "b"):
+        trainer = Trainer(max_epochs=1, default_root_dir=tmp_path, accelerator="cpu", logger=Own(version))
+        trainer.fit(Small(), two_batches())
+        assert list((tmp_path / "own" / version / "checkpoints").iterdir()) and trainer.log_dir == str(tmp_path)
+
+
+def test_a_tensorboard_logger_takes_a_folder_below_and_options_of_the_writer(tmp_path: Path, caplog: Any) -> None:
+    """They had no effect, in silence."""
+    pytest.importorskip("tensorboard")
+    logger = TensorBoardLogger(tmp_path, log_graph=True, sub_dir="rank0", filename_suffix=".mine")
+    trainer = Trainer(max_epochs=1, accelerator="cpu", logger=logger)
+    trainer.fit(Small(), two_batches(), two_batches())
+    version = tmp_path / "lightning_logs" / "version_0"
+    assert Path(trainer.log_dir) == version / "rank0" and list((version / "rank0").glob("events.*.mine"))
+    assert list((version / "checkpoints").iterdir()) and "log_graph" in caplog.text
+    with pytest.raises(TypeError):
+        TensorBoardLogger(tmp_path, nmae="mine").log_metrics({"loss": 1.0}, 0)
+
+
 def test_numbers_are_scalars_of_tensorboards_files(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

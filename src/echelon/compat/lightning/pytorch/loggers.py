@@ -146,7 +146,6 @@ class InFolders(Logger):
         name: str | None = "lightning_logs",
         version: int | str | None = None,
         prefix: str = "",
-        **options: Any,
     ) -> None:
         self._save_dir, self._name, self._version, self._prefix = os.fspath(save_dir), name, version, prefix
         self._writer: Any = None
@@ -246,10 +245,37 @@ class CSVLogger(InFolders):
 
 
 class TensorBoardLogger(InFolders):
-    """Event files for TensorBoard; `experiment` is torch's SummaryWriter on rank 0, and does nothing on the others."""
+    """Event files for TensorBoard; `experiment` is torch's SummaryWriter on rank 0, and does nothing on the others.
+
+    Args:
+        log_graph: has no effect, and is told.
+        default_hp_metric: has no effect: hyperparameters are written to hparams.yaml alone.
+        sub_dir: of the version's folder, for the files.
+        writer: options of the SummaryWriter.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path = ".",
+        name: str | None = "lightning_logs",
+        version: int | str | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | Path | None = None,
+        **writer: Any,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix)
+        self._sub_dir, self._options = sub_dir, writer
+        if log_graph and rank() == 0:
+            _logger.warning("TensorBoardLogger(log_graph=True): the graph is not written. Call self.logger.experiment.add_graph")
+
+    @property
+    def log_dir(self) -> str:
+        return super().log_dir if self._sub_dir is None else os.path.join(super().log_dir, self._sub_dir)
 
     def _open(self) -> Any:
-        return loggers.TensorBoardLogger(self.log_dir)
+        return loggers.TensorBoardLogger(self.log_dir, **self._options)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """As Lightning does: programs find them among the file's scalars; those of echelon's logger are tensors."""

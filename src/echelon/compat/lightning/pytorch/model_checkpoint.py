@@ -36,7 +36,7 @@ class ModelCheckpoint(Checkpoint):
     """Save after epochs or steps, and keep the best, or the latest.
 
     Args:
-        dirpath: by default "checkpoints" in the logger's folder, or in the Trainer's default_root_dir.
+        dirpath: by default "checkpoints" in the logger's save_dir/name/version, or in the Trainer's default_root_dir.
         filename: with names of logged values in it, such as "{epoch}-{val_loss:.2f}", which becomes "epoch=1-val_loss=0.31.ckpt".
         monitor, mode: the logged value that tells which are best; None keeps the latest.
         save_top_k: how many stay; -1 are all, 0 writes none.
@@ -109,7 +109,7 @@ class ModelCheckpoint(Checkpoint):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit" and not trainer.global_step:  # another training than the one before
             self._saved_at = (0, 0)
-        self.dirpath = agree.from_rank0(lambda: self.dirpath or os.path.join(trainer.log_folder, "checkpoints"))
+        self.dirpath = agree.from_rank0(lambda: self.dirpath or os.path.join(trainer.version_folder, "checkpoints"))
 
     @property
     def counts_steps(self) -> bool:

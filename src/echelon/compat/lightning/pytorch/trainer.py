@@ -23,7 +23,7 @@ from echelon.compat.lightning.pytorch.callbacks import Callback, Checkpoint, Dis
 from echelon.compat.lightning.pytorch.data import batches_of
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.launched import in_ranks
-from echelon.compat.lightning.pytorch.loggers import Online, chosen_loggers
+from echelon.compat.lightning.pytorch.loggers import InFolders, chosen_loggers
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.session import Session, Work
 from echelon.compat.lightning.pytorch.states import TrainerState
@@ -524,15 +524,19 @@ class Trainer(trainer.Trainer):
         return str(self.run_dir) if self.run_dir is not None else os.getcwd()
 
     @property
-    def log_folder(self) -> str:
-        """Of the first logger, or the root. Rank 0's counts."""
-        if isinstance(first := self.logger, Online):
-            return os.path.join(first.save_dir, str(first.name), str(first.version))
-        return getattr(first, "log_dir", None) or self.default_root_dir
+    def version_folder(self) -> str:
+        """Of the first logger's run, or the root. Rank 0's counts."""
+        first: Any = self.logger
+        if first is None or not all(hasattr(first, each) for each in ("name", "version")):
+            return self.default_root_dir
+        version = first.version if isinstance(first.version, str) else f"version_{first.version}"
+        return os.path.join(getattr(first, "save_dir", None) or self.default_root_dir, str(first.name), version)
 
     @property
     def log_dir(self) -> str:
-        return agree.from_rank0(lambda: self.log_folder)
+        first: Any = self.logger
+        folder = "log_dir" if isinstance(first, InFolders) else "save_dir"
+        return agree.from_rank0(lambda: getattr(first, folder, None) or self.default_root_dir)
 
     @property
     def accumulate_grad_batches(self) -> int:
