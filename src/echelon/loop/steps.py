@@ -388,5 +388,6 @@ def _check_tail(stage: Stage, loader: Loader) -> None:
     if loader.pads or (stage.trains and loader.is_uneven):
         raise LoopError(
             f"the last global batch ({loader.samples % loader.global_batch} samples) cannot be shared evenly by "
-            f"{loader.dp[1]} ranks, and only AutoUnit weighs shares by their size. Use Loader(..., tail='drop')."
+            f"{loader.dp[1]} ranks, and only AutoUnit weighs shares by their size. Use Loader(..., tail='drop'), or "
+            "DataLoader(..., drop_last=True)."
         )
