@@ -23,6 +23,7 @@ from echelon.world import rng
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.refusals import refused
+from tests.kit.saving import Held, goes_on, of_all
 from tests.kit.units import KINDS, Hooks, Regression, under_each
 
 pytestmark = pytest.mark.standing_ranks
@@ -317,3 +318,40 @@ def test_the_streams_of_a_checkpoint_that_was_left_again_are_not_taken_up(ranks:
     ranks(1, _two_steps, tmp_path / "one")
     (*first, a, b), _ = ranks(2, _restored_twice, tmp_path)
     assert first == [a, b]
+
+
+class Sums(Regression):
+    """Adds up what its rank has seen, in an object of its own, which decides how it trains."""
+
+    def __init__(self, layout: str = "ddp") -> None:
+        super().__init__(layout=layout)
+        self.seen, self.alike = Held(torch.zeros(3, dtype=torch.float64)), Held(0)
+
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        x, y = data
+        loss, out = super().compute_loss(state, (x + 0.01 * self.seen.value.tanh().sum(), y))
+        self.seen.value = self.seen.value + x.detach().sum()
+        self.alike.value += 1
+        return loss, out
+
+
+def _sums(folder: Path | None, until: int) -> tuple[dict[str, torch.Tensor], torch.Tensor, int]:
+    unit = goes_on(folder, Sums(), until, batch=12)
+    return of_all(unit), unit.seen.value, unit.alike.value
+
+
+def test_what_each_rank_has_in_objects_of_a_scripts_own_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    """All went on with rank 0's, in silence. On another number of ranks they do, and are told."""
+    want = ranks(2, _sums, None, 9)
+    ranks(2, _sums, tmp_path, 4)
+    got = ranks(2, _sums, tmp_path, 9)
+    assert not torch.equal(want[0][1], want[1][1]) and got[0][2] == 9
+    for (values, seen, alike), (wanted, its, number) in zip(got, want, strict=True):
+        assert largest_difference(values, wanted) == 0 and torch.equal(seen, its) and alike == number
+
+
+def test_on_another_number_of_ranks_all_have_rank_0s(ranks: Ranks, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = ranks(2, _sums, tmp_path, 4)
+    unit = Sums(layout="none")
+    assert ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, unit)
+    assert torch.equal(unit.seen.value, first[0][1]) and "the state of seen was another" in caplog.text

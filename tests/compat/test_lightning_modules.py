@@ -731,7 +731,7 @@ class FakeRun:
         assert not self.finished
         self.rows.append(row)
 
-    def finish(self) -> None:
+    def finish(self, exit_code: int = 0) -> None:
         self.finished = True
 
 

@@ -61,7 +61,7 @@ REASONS = {
     STAGES: "Pipeline.window Walk._on_all",
     STATE: (
         "FSDP1OptimizerState._complete Frozen.leave_out OptimizerState._of_all_stages OptimizerState.state_dict "
-        "_differing _facts _load_own _of_all_stages _put differs_by_rank"
+        "_differing _facts _load_own _of_all_stages _others _put differs_by_rank"
     ),
     STEPS: (
         "BitEqual.begin ContextParallel._check_weight ContextParallel.check_parts Partition._after Pipeline._outputs "

@@ -16,6 +16,7 @@ from echelon.checkpoint.policy import BestCheckpointConfig
 from echelon.checkpoint.snapshot import Planned, Snapshot, snapshot
 from echelon.common.errors import CheckpointError
 from echelon.data.base import BaseLoader
+from echelon.data.fingerprint import checksum
 from echelon.data.lossy import shuffle_buffer
 from echelon.data.stream import StreamLoader
 from echelon.loop.checkpointing import changes, restoring
@@ -25,6 +26,8 @@ from echelon.loop.records import monitored as numbers
 from echelon.loop.records.metrics import share_of
 from echelon.loop.records.monitored import Unknown
 from echelon.loop.unit import TrainedUnit
+from echelon.parallel.meta.tape import tensors_in
+from echelon.parallel.shards import is_split
 from echelon.parallel.state.state import states_by_name
 from echelon.world import agree, rng
 
@@ -69,6 +72,10 @@ def take(
     if not isinstance(loader, BaseLoader) and restoring.differs_by_rank(position):
         in_epoch = unit.train_progress.num_steps_completed_in_epoch > 0
         own["train_dataloader"], position = position, restoring.BY_RANK if in_epoch else restoring.BETWEEN_BY_RANK
+    by_rank, alike = _others({name: value for name, value in unit.tracked_misc_statefuls().items() if name in states})
+    states |= {name: _Fixed(value) for name, value in (by_rank | alike).items()}
+    if by_rank:
+        own["others"] = by_rank
     # Empty for a loader without a state; after an epoch's end, for one without generators of its own.
     states["train_dataloader"] = _Fixed(position or {})
     left: dict[str, Any] = {}
@@ -93,7 +100,38 @@ def take(
     if (beside := getattr(unit, "beside", None)) is not None and (where := beside.where()):
         facts["beside"] = where
     facts["trained"] = changes_since_built(unit)
+    if by_rank:
+        facts["by_rank"] = list(by_rank)
     return taken, facts
+
+
+# In larger states nothing is compared: they are those of models, which are alike, and every save would take as much longer.
+_MOST_COMPARED = 1 << 24
+
+
+def _others(objects: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The states of a user's own objects, by name: those that are another on each rank, as sums over its samples are, and those
+    that are alike or were not compared. One that cannot be had is left out: the save itself says so. Collective.
+    """
+    states: dict[str, Any] = {}
+    for name, value in objects.items():
+        if not type(value).__module__.startswith(("echelon.", "torch.")) and not hasattr(value, "keyed_by_name"):
+            with contextlib.suppress(Exception):
+                states[name] = value.state_dict()
+    states = {name: value for name, value in states.items() if isinstance(value, dict)}
+    sums = {name: _checksum(value) for name, value in states.items()}
+    told = agree.kinds(sums)
+    differ = {name for name in sums if all(name in each for each in told) and len({each[name] for each in told}) > 1}
+    by_rank = {name: states.pop(name) for name in sorted(differ)}
+    return by_rank, states
+
+
+def _checksum(state: Any) -> int | None:
+    with contextlib.suppress(Exception):  # one that holds itself, which the save itself refuses
+        tensors = list(tensors_in(state))
+        if not any(map(is_split, tensors)) and sum(each.numel() for each in tensors) <= _MOST_COMPARED:
+            return checksum(state)
+    return None
 
 
 def prepare(unit: TrainedUnit, planned: Planned, frozen: Frozen | None, buffers: Buffers) -> None:

@@ -46,7 +46,7 @@ __all__ = ["BY_RANK", "chosen_of", "differs_by_rank", "read_on_beside", "restore
 logger = logging.getLogger(__name__)
 
 # Of what a rank writes for itself: what is not a layout's.
-_OWN = ("streams", "metrics", "reference", "train_dataloader", "eval_dataloader", "predict_dataloader")
+_OWN = ("streams", "metrics", "others", "reference", "train_dataloader", "eval_dataloader", "predict_dataloader")
 
 
 def restore_first(
@@ -182,7 +182,7 @@ def _restore(
     )
     _log(report, path)
     if not options.takes_weights_only:
-        _load_own(path, own, unit, metrics=options.restore_metrics)
+        _load_own(path, own, unit, metrics=options.restore_metrics, by_rank=manifest.get("by_rank", []))
     if not options.takes_weights_only and (beside := getattr(unit, "beside", None)) is not None:
         read_on_beside(path, beside, manifest.get("beside", {}))
     unit.restored()
@@ -198,7 +198,7 @@ def _own(path: Location, manifest: dict[str, Any]) -> dict[str, Any] | None:
         return None
     # What a worker has of its own is checked where it is loaded.
     extras = {key: {str: dict if key == "worker" else [str]} for key in own if key not in _OWN}
-    if not fits(own, {"streams": dict, "metrics": dict, **extras}):
+    if not fits({"others": {}, **own}, {"streams": dict, "metrics": dict, "others": {str: dict}, **extras}):
         raise CheckpointCorruptError(
             f"{path} holds per-rank state that echelon does not write: {', '.join(map(repr, own))}.", path=str(path)
         )
@@ -225,10 +225,11 @@ def _take_reference(path: Location, saved: Any, unit: Unit) -> None:
         unit.window.reference = float(value)  # type: ignore[attr-defined]
 
 
-def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics: bool) -> None:
+def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics: bool, by_rank: Any) -> None:
     """
     Args:
         metrics: whether shares of metrics are wanted.
+        by_rank: names of a user's own objects whose state was another on each rank.
     """
     # Ranks agree: with streams restored on some and not on others, none would be what it was.
     if not agree.any_rank(own is None) and own is not None:
@@ -237,6 +238,9 @@ def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics
         for name, metric in unit.tracked_metrics().items():
             if metrics and name in own["metrics"]:
                 load_share(metric, own["metrics"][name])
+        others = unit.tracked_misc_statefuls()
+        mine = [(others[name], state) for name, state in own.get("others", {}).items() if name in others]
+        store.on_each(path, lambda: [each.load_state_dict(state) for each, state in mine])
         if "reference" in own:
             _take_reference(path, own["reference"], unit)
         for name, prepared in unit.prepared_modules().items():
@@ -244,6 +248,11 @@ def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics
     elif isinstance(unit, TrainedUnit):
         unit.resumes_with = None  # of another checkpoint
         rng.renew(unit.train_progress.num_updates_completed)
+        if by_rank and fits(by_rank, [str]) and agree.is_rank0():
+            logger.warning(
+                "saved by another number of ranks, on each of which the state of %s was another: all have rank 0's now",
+                printable(", ".join(by_rank)),
+            )
         if metrics and unit.tracked_metrics():
             logger.warning(
                 "saved by another number of ranks: the per-rank shares of %s start over", ", ".join(unit.tracked_metrics())

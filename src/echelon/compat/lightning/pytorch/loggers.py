@@ -31,6 +31,7 @@ __all__ = [
     "WandbLogger",
     "chosen_loggers",
     "rank_zero_experiment",
+    "version_folder",
 ]
 
 _logger = logging.getLogger(__name__)
@@ -467,6 +468,14 @@ class MLFlowLogger(Online):
     def finalize(self, status: str) -> None:
         super().finalize(status)
         self.close()
+
+
+def version_folder(logger: Any, root: str) -> str:
+    """Of a logger's run; the root without one. Rank 0's counts."""
+    if logger is None or not all(hasattr(logger, each) for each in ("name", "version")):
+        return root
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return os.path.join(getattr(logger, "save_dir", None) or root, str(logger.name), version)
 
 
 def chosen_loggers(given: Any, save_dir: str, *, silent: bool = False) -> list[Any]:

@@ -19,6 +19,7 @@ from echelon.checkpoint.policy import Keep
 from echelon.common.errors import UsageError, require
 from echelon.common.numbers import whole
 from echelon.compat.lightning.pytorch.hooks import Callback
+from echelon.compat.lightning.pytorch.loggers import version_folder
 from echelon.contracts.overrides import overrides
 from echelon.loop.checkpointing.folder import RunFolder
 from echelon.world import agree
@@ -109,7 +110,8 @@ class ModelCheckpoint(Checkpoint):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage == "fit" and not trainer.global_step:  # another training than the one before
             self._saved_at = (0, 0)
-        self.dirpath = agree.from_rank0(lambda: self.dirpath or os.path.join(trainer.version_folder, "checkpoints"))
+        first, root = trainer.logger, trainer.default_root_dir
+        self.dirpath = agree.from_rank0(lambda: self.dirpath or os.path.join(version_folder(first, root), "checkpoints"))
 
     @property
     def counts_steps(self) -> bool:

@@ -524,15 +524,6 @@ class Trainer(trainer.Trainer):
         return str(self.run_dir) if self.run_dir is not None else os.getcwd()
 
     @property
-    def version_folder(self) -> str:
-        """Of the first logger's run, or the root. Rank 0's counts."""
-        first: Any = self.logger
-        if first is None or not all(hasattr(first, each) for each in ("name", "version")):
-            return self.default_root_dir
-        version = first.version if isinstance(first.version, str) else f"version_{first.version}"
-        return os.path.join(getattr(first, "save_dir", None) or self.default_root_dir, str(first.name), version)
-
-    @property
     def log_dir(self) -> str:
         first: Any = self.logger
         folder = "log_dir" if isinstance(first, InFolders) else "save_dir"
