@@ -736,10 +736,11 @@ def test_the_server_ignores_a_signal_for_a_process_that_is_not_its_own(
 class _Screen:
     """Collects; fails on demand."""
 
-    def __init__(self, fails: bool = False) -> None:
-        self.data, self.fails = b"", fails
+    def __init__(self, fails: bool = False, takes_s: float = 0.0) -> None:
+        self.data, self.fails, self.takes_s = b"", fails, takes_s
 
     def write(self, stream: str, data: bytes) -> None:
+        time.sleep(self.takes_s)
         if self.fails:
             raise RuntimeError("the screen is broken")
         self.data += data
@@ -754,7 +755,9 @@ class _Screen:
 def _through_relay(screen: _Screen, log: Path, data: bytes) -> None:
     relay = Relay(screen)
     relay.start()
-    writers = [threading.Thread(target=_write_all, args=(fd, data), daemon=True) for fd in relay.open(log)]
+    pipes = relay.open(log)
+    os.close(pipes.log or 0)
+    writers = [threading.Thread(target=_write_all, args=(fd, data), daemon=True) for fd in (pipes.output, pipes.error)]
     for writer in writers:
         writer.start()
     for writer in writers:
@@ -772,6 +775,20 @@ def test_the_relay_copies_to_the_log_and_to_the_screen(tmp_path: Path) -> None:
     screen = _Screen()
     _through_relay(screen, tmp_path / "log", b"x\xff" * 100_000)
     assert sorted(screen.data) == sorted((tmp_path / "log").read_bytes()) == sorted(b"x\xff" * 200_000)
+
+
+def test_what_a_rank_writes_to_its_log_alone_stands_behind_what_it_printed(tmp_path: Path) -> None:
+    screen = _Screen(takes_s=0.3)
+    relay = Relay(screen)
+    relay.start()
+    pipes = relay.open(tmp_path / "log")
+    for fd, data in ((pipes.output, b"a"), (pipes.error, b"b"), (pipes.output, b"c" * 60_000), (pipes.log, b"d")):
+        os.write(fd or 0, data)
+    for fd in (pipes.output, pipes.error, pipes.log):
+        os.close(fd or 0)
+    relay.stop()
+    assert (tmp_path / "log").read_bytes().endswith(b"cd") and (tmp_path / "log").stat().st_size == 60_003
+    assert b"d" not in screen.data and len(screen.data) == 60_002
 
 
 def test_a_full_disk_costs_the_log_and_not_the_run() -> None:

@@ -30,7 +30,7 @@ from echelon.launcher.local.rendezvous import NodesRendezvous, OneNodeRendezvous
 from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.shrink import Plan, loaders_of, next_ranks
 from echelon.launcher.local.silence import NodeSilentError
-from echelon.launcher.local.start import Handed, Start
+from echelon.launcher.local.start import NOTHING, Handed, Start
 from echelon.launcher.local.watch import Lingering, Watch, positions, stall_after
 from echelon.launcher.local.worker import SLOW_MODULES, STACK_SIGNAL
 
@@ -66,8 +66,8 @@ class NodeAgent:
     Args:
         job: what to run.
         server: forks the ranks.
-        begin_attempt: called with the number of each attempt; returns its folder, and the two descriptors that become rank
-            0's standard output and error, where these are shown.
+        begin_attempt: called with the number of each attempt; returns its folder, and the descriptors that rank 0 writes its
+            output to, where it is shown.
         start_of: what a rank of an attempt is told; its keys in the store begin with the third argument.
         requests: to stop and resume later; the ranks are asked, and may refuse.
         timeout_s: after so long the stacks of all ranks are collected and `RankTimeoutError` is raised; None never does.
@@ -90,7 +90,7 @@ class NodeAgent:
         self,
         job: JobSpec,
         server: ForkServer,
-        begin_attempt: Callable[[int], tuple[Attempt, tuple[int, int] | None]],
+        begin_attempt: Callable[[int], tuple[Attempt, Handed]],
         start_of: Callable[[Attempt, RankInfo, str], Start],
         run_id: str,
         requests: Requests,
@@ -179,19 +179,19 @@ class NodeAgent:
                     restart_count=self.restarts,
                     run_id=self._run_id,
                 )
-                self._fork(self.attempt, info, outputs if info.rank == 0 else None)
+                self._fork(self.attempt, info, outputs if info.rank == 0 else NOTHING)
         finally:
-            for fd in outputs or ():
-                os.close(fd)
+            for fd in (outputs.output, outputs.error, outputs.log):
+                if fd is not None:
+                    os.close(fd)
         if self.restarts == 0 and self._job.max_restarts > 0:
             # A restart should not wait for what the first start imported rank by rank.
             self._server.preload(SLOW_MODULES)
 
-    def _fork(self, attempt: Attempt, info: RankInfo, outputs: tuple[int, int] | None) -> None:
+    def _fork(self, attempt: Attempt, info: RankInfo, outputs: Handed) -> None:
         start = self._start_of(attempt, info, f"{self._token}/{self.restarts}")
-        output, error = outputs or (None, None)
         with self.sight.companions.make(info.rank) as asked:
-            handed = Handed(output, error, self.sight.pulses.make(info.rank), asked.fileno())
+            handed = replace(outputs, pulse=self.sight.pulses.make(info.rank), asked=asked.fileno())
             attempt.pids[info.rank] = self._server.fork(start, handed)
 
     def _look(self) -> _Ranks:

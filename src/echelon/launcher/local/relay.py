@@ -1,4 +1,4 @@
-"""Rank 0's output on its way to the terminal: read from two pipes, copied to the rank's log, handed to a screen."""
+"""Rank 0's output on its way to the terminal: read from pipes, copied to the rank's log, handed to a screen."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from typing import IO, Any, Protocol
 
 from echelon.common.files import open_to_append
 from echelon.common.terminal import put_bytes
+from echelon.launcher.local.start import Handed
 
 __all__ = ["PlainScreen", "Relay", "Screen", "SilentScreen"]
+
+
+_LOG = "log"
 
 
 class Screen(Protocol):
@@ -67,18 +71,20 @@ class Relay:
     def start(self) -> None:
         self._thread.start()
 
-    def open(self, log: Path) -> tuple[int, int]:
-        """Two descriptors to write to, for standard output and error; the caller closes them once the rank has them."""
+    def open(self, log: Path) -> Handed:
+        """Descriptors to write to: standard output and error, and what is for the log alone. The caller closes them once the
+        rank has them.
+        """
         file = open(open_to_append(log), "ab", buffering=0)
         self._logs.append(file)
         writers = []
         with self._lock:
-            for stream in ("stdout", "stderr"):
+            for stream in ("stdout", "stderr", _LOG):
                 reader, writer = os.pipe()
                 self._pending.append((reader, stream, file))
                 writers.append(writer)
         os.write(self._wake_write, b"x")
-        return writers[0], writers[1]
+        return Handed(*writers)
 
     def say(self, text: str) -> None:
         """Show a line of the launcher's own, beside the output of rank 0."""
@@ -99,7 +105,8 @@ class Relay:
     def _run(self) -> None:
         open_pipes = 0
         while True:
-            for key, _ in self._selector.select(0.1):
+            # The log's own last: a rank writes there behind what it printed, of which a read takes all that a pipe holds.
+            for key, _ in sorted(self._selector.select(0.1), key=_is_for_the_log):
                 if key.data is None:
                     os.read(self._wake_read, 4096)
                     continue
@@ -131,7 +138,8 @@ class Relay:
             rest = memoryview(data)
             while rest:
                 rest = rest[log.write(rest) :]
-        self._guarded(self._screen.write, stream, data)
+        if stream != _LOG:
+            self._guarded(self._screen.write, stream, data)
 
     def _guarded(self, show: Callable[..., None], *args: Any) -> None:
         """Whatever goes wrong with showing, the pipes must be emptied: else rank 0 waits for us in its next print."""
@@ -142,3 +150,8 @@ class Relay:
                 self._has_failed = True
                 with contextlib.suppress(OSError):  # a terminal that has gone
                     traceback.print_exc()
+
+
+def _is_for_the_log(ready: tuple[selectors.SelectorKey, int]) -> bool:
+    data = ready[0].data
+    return data is not None and data[0] == _LOG

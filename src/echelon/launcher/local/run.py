@@ -34,7 +34,7 @@ from echelon.launcher.local.placement import bound, interfaces
 from echelon.launcher.local.relay import PlainScreen, Relay, Screen
 from echelon.launcher.local.server import ForkServer, load
 from echelon.launcher.local.silence import NodeSilentError, Silence
-from echelon.launcher.local.start import CallFile, Start
+from echelon.launcher.local.start import NOTHING, CallFile, Handed, Start
 
 __all__ = ["path_without_launcher", "rank_environment", "run_local"]
 
@@ -201,13 +201,13 @@ class _Starts:
         # `launch` needs the caller's whole path; a program has its own folder there, instead of the launcher's.
         self._sys_path = [p for p in sys.path if p] if job.kind == "call" else path_without_launcher()
 
-    def begin(self, number: int) -> tuple[Attempt, tuple[int, int] | None]:
+    def begin(self, number: int) -> tuple[Attempt, Handed]:
         here = self.run.at_attempt(self._first + number)
         self.run.attempt = here.attempt
         if number:
             self._end_before(here, number)
         shown = self.meeting is None or self.meeting.node == 0
-        return Attempt(here.attempt, here.attempt_path), self.relay.open(here.log(0)) if shown else None
+        return Attempt(here.attempt, here.attempt_path), self.relay.open(here.log(0)) if shown else NOTHING
 
     def _end_before(self, here: RunDir, number: int) -> None:
         """Of the start before, which failed: its record, and a word of why there is one more."""

@@ -60,12 +60,14 @@ class Handed:
 
     Args:
         output, error: that become its standard output and error.
+        log: to write to what belongs into its log and is not to be shown, behind what it has written to these two.
         pulse: in which it says how far it is; its stack is written there, too.
         asked: on which its companion is asked.
     """
 
     output: int | None = None
     error: int | None = None
+    log: int | None = None
     pulse: int | None = None
     asked: int | None = None
 

@@ -82,7 +82,7 @@ def run(start: Start, handed: Handed) -> NoReturn:
         _record(start, 1, describe(error))
         os._exit(1)
     pid = os.getpid()
-    code = run_program(start)
+    code = run_program(start, handed.log)
     if os.getpid() == pid:
         end(code)
     os._exit(code)  # a child that the program forked and that came back here
@@ -101,6 +101,8 @@ def _take_on(start: Start, handed: Handed) -> None:
     if handed.asked is not None:
         os.set_inheritable(handed.asked, False)
         companion.begin(handed.asked, start.flight)
+    if handed.log is not None:
+        os.set_inheritable(handed.log, False)
     redirect(start.log, handed.output, handed.error)
     os.chdir(start.cwd)
     faulthandler.enable(file=sys.stderr)
@@ -141,15 +143,18 @@ def set_threads(count: int) -> None:
         sys.modules["torch"].set_num_threads(count)
 
 
-def run_program(start: Start) -> int:
+def run_program(start: Start, log: int | None = None) -> int:
     """Run the user's program in this process; returns its exit code and writes the rank's record."""
     sys.argv = [start.target, *start.args]
     keep_process_groups()  # before modules are imported, which may take the function by its name
-    return run_recorded(start, partial({"script": _run_script, "module": _run_module, "call": _call}[start.kind], start))
+    return run_recorded(start, partial({"script": _run_script, "module": _run_module, "call": _call}[start.kind], start), log)
 
 
-def run_recorded(start: Start, program: Callable[[], None]) -> int:
-    """Run `program` in this process; returns its exit code and writes the record of `start`."""
+def run_recorded(start: Start, program: Callable[[], None], log: int | None = None) -> int:
+    """Run `program` in this process; returns its exit code and writes the record of `start`.
+
+    What it raised goes into the rank's log; through `log` where the launcher writes that, which keeps what came first, first.
+    """
     failure: dict[str, Any] | None = None
     code, pid, finished = 0, os.getpid(), False
     try:
@@ -172,9 +177,9 @@ def run_recorded(start: Start, program: Callable[[], None]) -> int:
         if start.log:  # the launcher shows the first failure itself; the log has them all, whole
             with (
                 contextlib.suppress(OSError),
-                open(open_to_append(start.log), "a", encoding="utf-8", errors="backslashreplace") as log,
+                open(log or open_to_append(start.log), "a", encoding="utf-8", errors="backslashreplace") as file,
             ):
-                log.write(text)
+                file.write(text)
         else:
             sys.stderr.write(text)
     if os.getpid() == pid:  # else a child that the program forked
