@@ -589,6 +589,52 @@ def test_a_sanity_checks_numbers_are_seen_until_it_ends() -> None:
     assert sum("val_loss" in each for each in logger.told) == 1
 
 
+class Rereads(Small):
+    """Looks at what it has just logged, as a hook does that keeps its best number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.on_train_epoch_end = lambda: self._reread("end", float(self.current_epoch + 1))  # type: ignore[method-assign]
+
+    def _reread(self, name: str, value: float) -> None:
+        self.log(name, value)
+        self.seen.append(float(self.trainer.callback_metrics[name]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self._reread("step", 10.0 + batch_idx)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_hook_sees_what_it_has_logged_itself() -> None:
+    """It was the epoch's before, and in the first a KeyError."""
+    module = Rereads()
+    Trainer(max_epochs=2, **QUIET).fit(module, two_batches())
+    assert module.seen == [10.0, 11.0, 1.0] + [10.0, 11.0, 2.0]
+
+
+@pytest.mark.parametrize(("limit", "checks", "count"), [(1, -1, 1), (None, -1, 2), (1, 2, 1)])
+def test_a_sanity_check_keeps_to_the_limit(limit: int | None, checks: int, count: int) -> None:
+    module = Small()
+    trainer = Trainer(max_epochs=1, limit_val_batches=limit, num_sanity_val_steps=checks, **QUIET)
+    trainer.fit(module, two_batches(), two_batches())
+    assert module.calls[: module.calls.index("on_train_start")].count("validation_step") == count
+
+
+def test_a_name_that_comes_again_is_the_latest_of_a_run(tmp_path: Path) -> None:
+    """As in Lightning; the run left its older weights under the name, and wrote epoch=0-v1.ckpt beside them."""
+    module, saver = Small(), ModelCheckpoint(tmp_path, "{epoch}", every_n_train_steps=1, save_top_k=-1)
+    Trainer(max_epochs=2, callbacks=[saver], **(QUIET | {"enable_checkpointing": True})).fit(module, two_batches())
+    assert sorted(path.name for path in tmp_path.glob("e*")) == ["epoch=0.ckpt", "epoch=1.ckpt"]
+    assert largest_difference(Small.load_from_checkpoint(saver.best_model_path).state_dict(), module.state_dict()) == 0
+
+
+def test_a_last_checkpoint_is_there_though_none_was_due(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=50, save_last=True)
+    Trainer(max_epochs=1, callbacks=[saver], **(QUIET | {"enable_checkpointing": True})).fit(Small(), two_batches())
+    assert [path.name for path in tmp_path.glob("[!.]*")] == ["last.ckpt"]
+
+
 class Writing(Small):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.logger.experiment.add_scalar("x", 1.0)
@@ -604,6 +650,8 @@ def test_a_fast_dev_run_evaluates_and_neither_saves_nor_logs(tmp_path: Path) -> 
     )
     assert module.calls.count("training_step") == module.calls.count("validation_step") == 1
     assert not list(tmp_path.iterdir()) and not saver.best_model_path
+    Trainer(fast_dev_run=True, overfit_batches=2, **QUIET).fit(module := Small(), two_batches())
+    assert module.calls.count("training_step") == 1
 
 
 class Own(Logger):

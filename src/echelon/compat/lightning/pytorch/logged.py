@@ -114,6 +114,13 @@ class _One:
             return None
         return None if self.total is None else [float(self.total), float(self.weight)]
 
+    def so_far(self, *, step: bool) -> dict[str, torch.Tensor]:
+        """By its names, the number of this rank's step, or of what it has of the epoch; nothing of a metric object."""
+        share = self.share() if not step and self.metric is None else None
+        value = torch.tensor(_together(self.how.reduce, [share]), dtype=self.dtype) if share is not None else None
+        value = self.latest if step else value
+        return dict.fromkeys(self.names(step=step), value) if value is not None else {}
+
     @property
     def form(self) -> list[Any]:
         """What ranks need to know that have not logged it: name, suffix, options."""
@@ -167,7 +174,7 @@ class Results:
         """With a further piece of the batch."""
         self.batch_size, self._goes_on = batch_size, True
 
-    def log(self, hook: str, name: str, value: Any, how: How, batch_size: float | None, *, add_idx: bool) -> None:
+    def log(self, hook: str, name: str, value: Any, how: How, batch_size: float | None, *, add_idx: bool) -> _One:
         """Take in a value.
 
         Raises:
@@ -186,12 +193,13 @@ class Results:
         if callable(getattr(value, "compute", None)):
             one.metric, one.fresh = value, True
             one.latest = getattr(value, "_forward_cache", None)
-            return
+            return one
         tensor = _number(name, value)
         tensor = tensor if tensor.is_floating_point() else tensor.float()
         needs = (how.on_epoch and how.reduce == "mean") or how.sync_dist or self._in_pieces
         weight = (batch_size if batch_size is not None else self.batch_size()) if needs else 1
         one.add(tensor.reshape(()), weight, goes_on=self._goes_on)
+        return one
 
     def of_step(self) -> Numbers:
         """What the batch under way has logged for its step so far. Collective if some of it has `sync_dist`."""

@@ -126,6 +126,12 @@ class ModelCheckpoint(Checkpoint):
             self._folder = RunFolder(location(self.dirpath), Keep(None), restart=False)
             self._folder.take()
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """A last one is there, though none was due."""
+        observed = trainer.fast_dev_run or overrides().observes
+        if self.save_last and not (self.latest_saved or observed) and trainer.at_boundary and not trainer.received_sigterm:
+            self._save_last(trainer)
+
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._release()
 
@@ -204,9 +210,9 @@ class ModelCheckpoint(Checkpoint):
             self._save_last(trainer)
 
     def _save_latest(self, trainer: Any, values: Mapping[str, Any]) -> None:
-        doomed = self.best_model_path if self.save_top_k == 1 and self._is_inside(self.best_model_path) else ""
-        self.best_model_path = _free(lambda ver: self.format_checkpoint_name(values, ver=ver), but=doomed)
-        self._put(trainer, self.best_model_path, doomed)
+        before = self.best_model_path if self._is_inside(self.best_model_path) else ""
+        self.best_model_path = _free(lambda ver: self.format_checkpoint_name(values, ver=ver), but=before)
+        self._put(trainer, self.best_model_path, before if self.save_top_k == 1 else "")
 
     def _save_best(self, trainer: Any, values: Mapping[str, Any]) -> None:
         assert self.monitor is not None

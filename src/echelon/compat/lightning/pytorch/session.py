@@ -380,7 +380,7 @@ class Session:
         if not count or trainer.fast_dev_run or unit.train_progress.num_steps_completed:
             return
         limit, lengths = self.batches["validation"], self.num_loaders["validation"]
-        most = None if count == -1 else count if limit is None else min(count, limit)
+        most = limit if count == -1 else count if limit is None else min(count, limit)
         if isinstance(loader, data.Chain) and most is not None:  # so many of each
             loader, most = loader.cut(most), None
             self.num_loaders["validation"] = loader.lengths()
@@ -492,8 +492,7 @@ class Session:
             raise UsageError(f"self.log({name!r}, ...) cannot be called in {hook or 'this place'}.")
         step = defaults[0] if on_step is None else on_step
         epoch = defaults[1] if on_epoch is None else on_epoch
-        steps_here = hook is not None and ("batch" in hook or hook.endswith("_step") or log_defaults(hook) == (True, False))
-        if step and not steps_here:
+        if step and not _is_in_step(hook):
             raise UsageError(f"self.log({name!r}, on_step=True) in {hook}: there is no step.")
         if not step and not epoch:
             raise UsageError(f"self.log({name!r}, on_step=False, on_epoch=False) logs nothing.")
@@ -502,8 +501,12 @@ class Session:
     def take(self, hook: str, name: str, value: Any, how: How, batch_size: float | None, *, add_idx: bool) -> None:
         stage = self.trainer.state.stage
         phase = "validation" if stage in ("validate", "sanity_check") else stage
-        if not self._silent and phase in self.results:
-            self.results[phase].log(hook, name, value, how, batch_size, add_idx=add_idx)
+        if self._silent or phase not in self.results:
+            return
+        one = self.results[phase].log(hook, name, value, how, batch_size, add_idx=add_idx)
+        in_step = _is_in_step(hook)
+        if (phase == "train" and how.on_step) if in_step else how.on_epoch:  # the same hook may read it; then that of all ranks
+            self.trainer.callback_metrics.update(one.so_far(step=in_step))
 
     def begin_batch(
         self, phase: str, batch_size: Callable[[], float], dataloader_idx: int | None, *, in_pieces: bool = False
@@ -564,6 +567,10 @@ class Session:
         progress = getattr(self.unit, f"{'eval' if phase == 'validation' else phase}_progress", None)
         found = self.place_of(phase, progress.num_steps_completed_in_epoch)[1] if progress is not None else None
         return found or 0
+
+
+def _is_in_step(hook: str | None) -> bool:
+    return hook is not None and ("batch" in hook or hook.endswith("_step") or log_defaults(hook) == (True, False))
 
 
 def _is_hook(thing: Any, name: str) -> bool:

@@ -566,7 +566,7 @@ class Trainer(trainer.Trainer):
 
     def limit(self, phase: str) -> Any:
         """Batches of an epoch, or a part of them."""
-        overfit = self.of_modules["overfit_batches"]
+        overfit = self.of_modules["overfit_batches"] if not self.fast_dev_run else 0
         return overfit if overfit and phase in ("train", "val") else getattr(self, f"limit_{phase}_batches")
 
     @property
