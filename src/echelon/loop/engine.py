@@ -78,7 +78,7 @@ class Run:
         """Train from where the unit's progress stands until a limit is reached, or a stop is agreed on."""
         state, stage = self.state, self._stages["train"]
         here, progress = stage.here, stage.progress
-        if here.max_epochs is here.max_updates is here.max_steps is None and not here.endless:
+        if not here.has_limit and not here.endless:
             raise no_end(state.entry_point.name.lower())
         with self._training(), torch.enable_grad(), in_mode(self._inner, "train"):
             self._begin_training(stage)

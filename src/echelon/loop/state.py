@@ -188,6 +188,11 @@ class PhaseState:
             return True
         return self.feed is not None and self.feed.length is not None and self.feed.used >= self.feed.length
 
+    @property
+    def has_limit(self) -> bool:
+        """Whether there is a limit on the whole run."""
+        return not self.max_epochs is self.max_updates is self.max_steps is None
+
     def has_all(self, progress: Progress) -> bool:
         """Whether a limit on the updates, or steps, of the whole run is reached."""
         if self.max_updates is not None and progress.num_updates_completed >= self.max_updates:

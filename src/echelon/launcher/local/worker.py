@@ -171,6 +171,7 @@ def run_recorded(start: Start, program: Callable[[], None], log: int | None = No
         gc.disable()
         _hear_no_more_of_data_workers()
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        sys.last_type = type(error)  # as in plain Python, for functions that run at exit
         _leave_room_for_files()
         failure = describe(error)
         text = failure["traceback"]

@@ -168,7 +168,7 @@ class DistributedCheckpointSaver(Callback):
         if self.insists and self.best is not None and state.eval_state is None and trained:  # nothing is lost by an error now
             self.check_best(state, unit)
         # A loop that counts its epochs itself may evaluate behind each of its runs.
-        in_epochs = monitored.is_own_loop(unit) and state.train_state is not None and state.train_state.max_epochs is not None
+        in_epochs = monitored.is_own_loop(unit) and state.train_state is not None and state.train_state.has_limit
         if self.best is not None and in_epochs and trained and state.logged.evaluated_at is None and agree.is_rank0():
             name = self.best.monitored_metric
             logger.warning(
@@ -211,6 +211,12 @@ class DistributedCheckpointSaver(Callback):
     def ask(self) -> None:
         """Save at the end of the step under way, or of its epoch. On all ranks."""
         self._due = True
+
+    def has_saved(self, step: int) -> bool:
+        """Whether the folder has a checkpoint of this many updates. For a rank alone."""
+        with contextlib.suppress(CheckpointError, OSError):
+            return manifest.is_whole(self.dirpath / manifest.named(step))
+        return False
 
     def note_evaluated(self, state: State, unit: TrainedUnit, step: int) -> None:
         """What was saved at this step has been evaluated since, outside of a run. Collective."""

@@ -5,11 +5,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import sys
+import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
+from echelon.contracts.rank import RankInfo
 from echelon.contracts.stopping import REQUEUE
 from echelon.loop.callback import Callback
+from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.engine import Run
 from echelon.loop.own.loop_unit import LoopUnit
 from echelon.loop.records.logged import Logged
@@ -31,8 +36,8 @@ class LoopRun(Run):
         ended: how, if it has: the loop has "left" it in the middle, for now or for good; it is "finished", or has "failed".
     """
 
-    def __init__(self, unit: LoopUnit, loader: Any, callbacks: Sequence[Callback], epochs: int | None, logged: Logged) -> None:
-        state = State(entry_point=EntryPoint.TRAIN, train_state=PhaseState(dataloader=loader, max_epochs=epochs))
+    def __init__(self, unit: LoopUnit, here: PhaseState, callbacks: Sequence[Callback], logged: Logged) -> None:
+        state = State(entry_point=EntryPoint.TRAIN, train_state=here)
         state.logged = logged
         super().__init__(state, unit, list(callbacks), ["train"])
         self.stage, self._window = self._stages["train"], unit.window
@@ -44,7 +49,8 @@ class LoopRun(Run):
         self._step_end = self.stage.hooks.step_end
         self._context = contextlib.ExitStack()
         self._context.enter_context(self._training())
-        atexit.register(self.leave)  # a loop that keeps its iterator does not end it
+        # A loop that keeps its iterator does not end it.
+        self._exits = atexit.register(partial(_process_exits, weakref.ref(self)))
         try:
             self._begin_training(self.stage)
         except BaseException as error:
@@ -163,14 +169,35 @@ class LoopRun(Run):
                 callback.on_exception(self.state, self.unit, GeneratorExit())
         self._close()
 
+    def process_exits(self) -> None:
+        """Nobody will settle what the loop has left: say so, if the end of its training is in no checkpoint."""
+        (_, updates), saver = (
+            self.done,
+            next((each for each in self.callbacks if isinstance(each, DistributedCheckpointSaver)), None),
+        )
+        self.leave()
+        raised = getattr(sys, "last_type", None) is not None
+        if saver is not None and not raised and RankInfo().rank == 0 and updates and not saver.has_saved(updates):
+            logger.warning(
+                "the process ends at update %s, which is in no checkpoint: the loop was left before its end. "
+                "`for epoch in echelon.epochs(loader, max_updates=...)` around it ends after so many updates, and saves them.",
+                updates,
+            )
+
     def _close(self) -> None:
-        atexit.unregister(self.leave)
+        if self.ended != "left":
+            atexit.unregister(self._exits)
         self._context.close()
 
     def failed(self, error: BaseException) -> None:
         """Tell sinks and callbacks of an error in the loop. Per rank."""
         self.ended = "failed"
         context, self._context = self._context, contextlib.ExitStack()
-        atexit.unregister(self.leave)
+        atexit.unregister(self._exits)
         with contextlib.suppress(BaseException):  # it is on its way already
             context.__exit__(type(error), error, error.__traceback__)
+
+
+def _process_exits(run: weakref.ref[LoopRun]) -> None:
+    if (there := run()) is not None:
+        there.process_exits()

@@ -193,16 +193,23 @@ def _joined(
     return batches
 
 
-def epochs(prepared: Any, number: int) -> Iterator[int]:
+def epochs(prepared: Any, number: int | None = None, *, max_updates: int | None = None) -> Iterator[int]:
     """The epochs of a run, from the one where a restored run stands: in place of `range(number)`.
+
+        for epoch in echelon.epochs(loader, max_updates=100_000):  # in place of counting steps
+            for batch in loader:
+                ...
 
     After the last, and after a stop, the run is saved and ended, so that code behind the loop finds it so. A signal ends the
     process here, with exit code 75, once the run is saved.
 
     Args:
         prepared: the training loader, model or optimizer from `prepare`.
+        number: how many epochs; of a second call, how many more. None leaves the end to `max_updates`.
+        max_updates: the loader gives no batch more once so many updates are made, those before a restart and those of earlier
+            calls among them. One of the two is needed.
     """
-    return Session.of(prepared, "echelon.epochs(...)").epochs(number)
+    return Session.of(prepared, "echelon.epochs(...)").epochs(number, max_updates)
 
 
 def window(prepared: Any, *others: Any, weight: float | torch.Tensor | None = None) -> OwnWindow:

@@ -28,7 +28,7 @@ from echelon.loop.own.loop_run import LoopRun
 from echelon.loop.own.loop_unit import LoopUnit
 from echelon.loop.records.logged import Logged
 from echelon.loop.reporting.reporting import Reporting, observed
-from echelon.loop.state import EntryPoint, State
+from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.parallel import patching
 from echelon.parallel.names import without_compile
 from echelon.parallel.networks import Networks
@@ -61,7 +61,8 @@ class Session:
         self.window: OwnWindow | None = None
         self._in_batch = self._stopped = self._is_observed = False
         self._skipped = self._replays = False  # of the schedule in an epoch that gives no batch
-        self._epochs: int | None = None  # at which `epochs` ends; None outside of it
+        self._limited: PhaseState | None = None  # where `epochs` ends; None outside of it
+        self._counts_updates = False  # a call of `epochs` was given updates
         self._begun = 0  # epochs before those of the present or the next call of `epochs`
         self._left = False  # a call of `epochs` was left
         self._iterations = 0  # of the loader, by this process
@@ -129,26 +130,29 @@ class Session:
         if self.run is None:
             if not self._is_observed:  # once, though a loop that counts its epochs itself has a run for each
                 self._is_observed, self.callbacks = True, observed(self.unit, self.loader, self.callbacks) or []
-            self.run = LoopRun(self.unit, self.loader, self.callbacks, self._epochs, self.logged)
+            here = self._limited or PhaseState(dataloader=self.loader)
+            self.run = LoopRun(self.unit, here, self.callbacks, self.logged)
             self.take_over()  # a layout that divides the optimizer has put a `zero_grad` of its own in its place
         return self.run
 
-    def epochs(self, number: int) -> Iterator[int]:
+    def epochs(self, number: int | None, max_updates: int | None) -> Iterator[int]:
         """See `prepare.epochs`."""
         progress, self._stopped = self.unit.train_progress, False
-        number = whole("the number of epochs", number, at_least=0, kind=OwnLoopError)
+        number, max_updates = self._limits(number, max_updates)
         self._settle()
         if self._left:
             self._begun, self._left = progress.num_epochs_completed, False
-        begun, self._begun = self._begun, self._begun + number
-        if progress.num_epochs_completed >= self._begun:
-            if self.run is None and not begun:
-                self._tell_complete(number)
-            return
-        self._epochs = self._begun
+        begun, self._begun = self._begun, self._begun + (number or 0)
+        max_epochs = None if number is None else self._begun
+        limits = self._limited = PhaseState(dataloader=self.loader, max_epochs=max_epochs, max_updates=max_updates)
         try:
+            if limits.is_complete(progress):
+                if self.run is None and not begun:
+                    epochs = f"{number} {'epoch' if number == 1 else 'epochs'}"
+                    self._tell_complete(f"max_updates={max_updates}" if limits.has_all(progress) else epochs)
+                return
             run = self.ready()
-            while progress.num_epochs_completed < self._epochs and run.ended != "finished":
+            while run.ended != "finished" and not limits.is_complete(progress):
                 self._iterations = epoch = progress.num_epochs_completed
                 yield epoch - begun
                 self._settle()
@@ -163,15 +167,38 @@ class Session:
             run.leave()
             raise
         finally:
-            self._epochs = None
+            self._limited = None
 
-    def _tell_complete(self, number: int) -> None:
+    def _limits(self, number: int | None, max_updates: int | None) -> tuple[int | None, int | None]:
+        """
+        Raises:
+            UsageError: neither, or not numbers; or epochs behind a call that updates may have ended, of which a restarted process
+                does not know in which epoch that was.
+        """
+        if number is None and max_updates is None:
+            raise OwnLoopError("echelon.epochs(...) must be given a number of epochs, or max_updates, got neither.")
+        if number is not None:
+            number = whole("the number of epochs", number, at_least=0, kind=OwnLoopError)
+            if self._counts_updates:
+                raise OwnLoopError(
+                    "echelon.epochs(...) must be given max_updates alone where an earlier call had max_updates, got a number of "
+                    "epochs. Give the updates of all calls so far and those that are to come."
+                )
+        if max_updates is not None:
+            max_updates = whole("max_updates", max_updates, at_least=0, kind=OwnLoopError)
+            self._counts_updates = True
+        return number, max_updates
+
+    def _tell_complete(self, reached: str) -> None:
         """The first loop of a run that was restored has nothing left to do."""
-        done, epochs = self.unit.train_progress, "epoch" if number == 1 else "epochs"
         reporting = Reporting(State(entry_point=EntryPoint.TRAIN), self.unit, (), self.unit.weight_unit)
         reporting.begin()
-        reporting.training_begins(None, done.num_updates_completed, reached=f"{number} {epochs}")
+        reporting.training_begins(None, self.unit.train_progress.num_updates_completed, reached=reached)
         reporting.close()
+
+    @property
+    def _in_epochs(self) -> bool:
+        return self._limited is not None
 
     def batches(self) -> Iterator[Any]:
         """One iteration over the training loader: an epoch."""
@@ -206,10 +233,6 @@ class Session:
         except BaseException as error:
             run.failed(error)
             raise
-
-    @property
-    def _in_epochs(self) -> bool:
-        return self._epochs is not None
 
     def _trained(self, run: LoopRun) -> None:
         if not run.only_looks:
