@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import stateless
+from torch.utils._pytree import tree_leaves
 
 from echelon.common.errors import LayoutError
 from echelon.parallel.names import class_name, imported
@@ -92,9 +93,10 @@ def reshard(module: nn.Module) -> None:
 
 
 def reshard_after_looking(module: nn.Module) -> None:
-    """From now on a forward pass without gradients leaves shards, as one with a backward pass does.
+    """From now on a forward pass that no backward pass follows leaves shards, as one with a backward pass does.
 
-    For steps of the user's own, which may write into parameters: whole ones are thrown away, with what was written.
+    There is none without gradients, nor of a frozen teacher's outputs. For steps of the user's own, which may write into
+    parameters: whole ones are thrown away, with what was written.
     """
 
     depth = 0  # a forward may call the module itself, as for recycling
@@ -106,11 +108,16 @@ def reshard_after_looking(module: nn.Module) -> None:
     def after(module: nn.Module, args: object, output: object) -> None:
         nonlocal depth
         depth -= 1
-        if depth == 0 and not torch.is_grad_enabled():
+        if depth == 0 and not (torch.is_grad_enabled() and any(map(_may_have_gradient, tree_leaves(output)))):
             reshard(module)
 
     module.register_forward_pre_hook(torch.compiler.disable(before))
     module.register_forward_hook(torch.compiler.disable(after), always_call=True)
+
+
+def _may_have_gradient(value: Any) -> bool:
+    """What is no tensor may hold some, such as an object of the user's."""
+    return bool(value.requires_grad) if isinstance(value, torch.Tensor) else not isinstance(value, str | float | int | None)
 
 
 def watch_numbers() -> None:
