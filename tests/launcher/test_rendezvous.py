@@ -23,6 +23,7 @@ from echelon.launcher.functions.launch import launch
 from echelon.launcher.local import rendezvous
 from echelon.launcher.local.nodes import Meeting
 from echelon.launcher.local.rendezvous import NodesRendezvous, OneNodeRendezvous
+from tests.kit.started import wait_until
 
 
 def _listening(port: int) -> list[str]:
@@ -153,8 +154,7 @@ def test_all_come_to_the_next_meeting_or_hear_who_has_ended() -> None:
     assert not made[1].others_start_again()
     waiting = threading.Thread(target=made[0].meet)
     waiting.start()
-    time.sleep(0.6)  # it looks twice a second at most
-    assert made[1].others_start_again()
+    wait_until(made[1].others_start_again, "the first one waits")
     in_threads([agent.meet for agent in made[1:]])
     waiting.join(60)
     made[2].close()

@@ -87,7 +87,7 @@ def test_a_forked_program_hears_signals_and_can_be_waited_for(waits: Any) -> Non
         waits.wait(0.1)
     assert waits.poll() is None and os.getsid(waits.pid) == os.getpgid(waits.pid) == waits.pid
     waits.send_signal(signal.SIGINT)
-    out, err = waits.communicate(timeout=20)
+    out, err = waits.communicate(timeout=120)
     assert waits.returncode == -signal.SIGINT and out == b"" and b"KeyboardInterrupt" in err
     wait_until(lambda: not psutil.pid_exists(waits.pid), "nothing is left of it")
 

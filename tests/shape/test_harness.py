@@ -69,11 +69,11 @@ def test_a_failing_rank_raises_its_own_error_here(ranks: Ranks) -> None:
 def test_a_hang_ends_with_the_stacks_of_all_ranks(ranks: Ranks) -> None:
     began = time.monotonic()
     with pytest.raises(RankTimeoutError) as caught:
-        ranks(2, _wait_for_nobody, timeout_s=5)
+        ranks(2, _wait_for_nobody, timeout_s=10)
     text = str(caught.value)
     assert "in _sum_of_ranks" in text and "in _wait_for_nobody" in text
     assert "rank 0 (still running)" in text and "rank 1 (still running)" in text
-    assert time.monotonic() - began < 30  # not the hundred seconds it would sleep
+    assert time.monotonic() - began < 60  # not the hundred seconds it would sleep
 
 
 def _process() -> int:
@@ -126,6 +126,7 @@ def test_a_failing_standing_rank_raises_its_own_error_here(standing_ranks: Stand
 
 @pytest.mark.full
 def test_a_hang_of_standing_ranks_ends_with_their_stacks(standing_ranks: StandingRanksBySize) -> None:
+    standing_ranks(2, _process)  # a busy machine starts them in seconds
     with pytest.raises(RankTimeoutError) as caught:
         standing_ranks(2, _wait_for_nobody, timeout_s=3)
     assert "in _sum_of_ranks" in str(caught.value) and "in _wait_for_nobody" in str(caught.value)
