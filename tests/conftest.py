@@ -225,7 +225,7 @@ def echelon_command(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess
     """Runs the command in a folder of its own, without a terminal: forked with its imports done, or with `fresh` from nothing."""
 
     def run(
-        *args: str, timeout_s: float = 90.0, env: dict[str, str] | None = None, fresh: bool = False
+        *args: str, timeout_s: float = TIMEOUT_S, env: dict[str, str] | None = None, fresh: bool = False
     ) -> subprocess.CompletedProcess[str]:
         with forked.anew() if fresh else forked.instead_of_new():
             return subprocess.run(
@@ -246,7 +246,7 @@ def clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
 
 
-def ends_of(processes: list[subprocess.Popen[bytes]], timeout_s: float = 90.0) -> list[int]:
+def ends_of(processes: list[subprocess.Popen[bytes]], timeout_s: float = TIMEOUT_S) -> list[int]:
     """Exit codes. Whoever is late is killed, and makes the test fail."""
     try:
         return [process.wait(timeout_s) for process in processes]

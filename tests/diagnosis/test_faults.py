@@ -40,11 +40,6 @@ class Planted:
     wait_s: float = 2.0
     often: bool = False
 
-    @property
-    def grace_s(self) -> float:
-        """Where the others end by themselves, a busy machine may take long until they have said why."""
-        return 5.0 if self.wait_s == 30 else 0.5
-
     def guilty(self, rank: int, ranks: int) -> tuple[int, ...]:
         who = self.of_two if ranks == 2 else self.of_more
         return {"mine": (rank,), "all": tuple(range(ranks)), "none": ()}[who]
@@ -112,32 +107,29 @@ def _params(planted: list[Planted]) -> list[object]:
     return [pytest.param(p, id=p.fault, marks=() if p.often else pytest.mark.full) for p in planted]
 
 
-def _run(folder: Path, program: Callable[..., None], ranks: int, *args: object, grace_s: float = 0.5) -> tuple[Verdict, str]:
-    """What is concluded from the folder that the run left, and the error that the caller got.
-
-    Args:
-        grace_s: for which ranks that stand are asked to end.
-    """
+def _run(folder: Path, program: Callable[..., None], ranks: int, *args: object) -> tuple[Verdict, str]:
+    """What is concluded from the folder that the run left, and the error that the caller got."""
     error = ""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agent, "_FAILURE_GRACE_S", grace_s)
-        try:
-            launch(program, ranks=ranks, args=args, run_dir=folder, timeout_s=120)
-        except RankFailedError as failed:
-            error = str(failed)
+    try:
+        launch(program, ranks=ranks, args=args, run_dir=folder, timeout_s=120)
+    except RankFailedError as failed:
+        error = str(failed)
     (path,) = (p for p in folder.iterdir() if (p / "attempts").is_dir())
     return explain(Evidence.of(path, RunDir(path).attempt)), error
 
 
 def _check(folder: Path, planted: Planted, rank: int, ranks: int) -> None:
     args = (planted.fault, rank, 5, planted.wait_s)
-    _judge(planted, rank, ranks, *_run(folder, faults.main, ranks, *args, grace_s=planted.grace_s))
+    _judge(planted, rank, ranks, *_run(folder, faults.main, ranks, *args))
 
 
 def _check_loop(folder: Path, planted: Planted, rank: int, ranks: int) -> None:
     layout = "fsdp" if "save" in planted.fault else "ddp"
     args = (planted.fault, rank, str(folder), layout, planted.wait_s)
-    _judge(planted, rank, ranks, *_run(folder, faults_of_loops.train, ranks, *args, grace_s=planted.grace_s))
+    with pytest.MonkeyPatch.context() as patch:
+        if planted.wait_s < 30:  # else the others end by themselves, and a busy machine takes long until they have said why
+            patch.setattr(agent, "_FAILURE_GRACE_S", 0.5)  # for which ranks that stand are asked to end
+        _judge(planted, rank, ranks, *_run(folder, faults_of_loops.train, ranks, *args))
 
 
 def _judge(planted: Planted, rank: int, ranks: int, verdict: Verdict, error: str) -> None:
