@@ -352,6 +352,18 @@ def test_a_refused_collective_is_the_fault_of_the_rank_whose_call_is_not_as_befo
     assert "failed: op.preamble.length" in left.verdict.paragraph
 
 
+def test_of_two_the_one_that_handles_the_loss_of_its_peer_is_not_at_another_line(left: Left) -> None:
+    """It has written its error, and was ended before its record."""
+    said = "killed by SIGABRT\n[enforce fail at gloo/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4."
+    left.end(134, killed(0, "SIGABRT", message=said), world_size=2, seen={"1": seen(answers=True)})
+    left.flight(1, *map(entry, range(1, 6)), entry(6, kind="Double", retired=False))
+    left.stack(0, (TORCH, 9, "all_reduce"), ("/home/me/train.py", 41, "step"))
+    left.stack(1, ("/home/me/train.py", 90, "<module>"))
+    call = 'Traceback (most recent call last):\n  File "/home/me/train.py", line 41, in step\n'
+    (left.here / "rank1.log").write_text(f"{call}RuntimeError: {CLOSED}\n")
+    assert (left.verdict.guilty, left.verdict.cause) == ((1,), "mismatched shape"), left.verdict
+
+
 def test_a_process_that_falls_while_it_writes_how_it_aborts_has_aborted(left: Left) -> None:
     said = "[enforce fail at gloo/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4."
     words = f"terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  {said}\n"

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from echelon.diagnosis.evidence import Evidence
 from echelon.diagnosis.failure import Failure
 from echelon.diagnosis.flight import DEFAULT_GROUP, ROOTED, Call, Mismatch, Wait, expected, first_mismatch, tensor
+from echelon.diagnosis.lost_peers import lost_peer
 from echelon.diagnosis.rank import is_check
 from echelon.diagnosis.stacks import called_by_loop, user_frame
 from echelon.diagnosis.verdict import Verdict
@@ -202,9 +203,9 @@ def _of_two(evidence: Evidence, first: Failure, said: str) -> Verdict | None:
 def _are_apart(evidence: Evidence, ranks: Collection[int]) -> bool:
     """Whether their calls are at different lines of the program: past a loop none is as those in it, and no rank's fault.
 
-    Not within one and the same step of a loop of ours.
+    Not within one and the same step of a loop of ours. One whose log tells that it lost a peer stands where it handles that.
     """
-    found = [evidence.rank(rank) for rank in ranks]
+    found = [rank for rank in map(evidence.rank, ranks) if not lost_peer(rank.logged)]
     lines = {(frame.file, frame.line) for rank in found if (frame := user_frame(stack_of(rank))) is not None}
     steps = {rank.standing.position for rank in found if rank.standing is not None and rank.is_known}
     return len(lines) > 1 and (len(steps) != 1 or not all(rank.is_known for rank in found))
