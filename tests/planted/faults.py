@@ -5,6 +5,7 @@ Every rank makes ten steps: it computes, and all sum up a gradient of four numbe
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import re
@@ -197,6 +198,11 @@ def step(fault: str, guilty: int, group: dist.ProcessGroup | None) -> None:
     dist.all_reduce(gradient)
 
 
+def _all_come(store: dist.Store, to: str, rank: int, ranks: int) -> None:
+    store.set(f"{to}/{rank}", "")
+    store.wait([f"{to}/{each}" for each in range(ranks)])
+
+
 def main(fault: str, guilty: int, at: int = 5, wait_s: float = 3.0) -> None:
     """
     Args:
@@ -204,8 +210,9 @@ def main(fault: str, guilty: int, at: int = 5, wait_s: float = 3.0) -> None:
     """
     patience = timedelta(seconds=wait_s)
     store, rank, ranks = next(dist.rendezvous("env://"))
-    store.set(f"begun/{rank}", "")
-    store.wait([f"begun/{each}" for each in range(ranks)])  # on a busy machine they start seconds apart
+    _all_come(store, "begun", rank, ranks)  # on a busy machine they start seconds apart
+    if fault == "all_raise":
+        atexit.register(_all_come, store, "raised", rank, ranks)  # else the first one's end may be that of the others
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
     group = dist.new_group(list(range(dist.get_world_size())), timeout=patience) if "group" in fault else None
     steps = STEPS - 2 if fault == "fewer_steps" and rank == guilty else STEPS
