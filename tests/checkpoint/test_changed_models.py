@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import echelon as ech
 from echelon.common.errors import EchelonError, LayoutError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, largest_difference, net, whole
-from tests.kit.own_loops import step, told
+from tests.kit.own_loops import own_loop, step, told
 from tests.kit.refusals import refused
 from tests.kit.units import KINDS, Regression, under_each
 
@@ -462,6 +462,43 @@ def _said_of_rates() -> list[str]:
 def test_a_loop_whose_ranks_have_other_rates_is_told_at_its_end(ranks: Ranks) -> None:
     (said,), nothing = ranks(2, _said_of_rates)
     assert "must be copies" in said and not nothing, said
+
+
+class Plain(ech.TrainUnit[Any]):
+    """A training step as on one process."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.teacher = module, net(3 + ech.rank()).requires_grad_(False)
+        self.optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def train_step(self, state: ech.State, data: Any) -> None:
+        nn.functional.mse_loss(self.module(data[0]), data[1]).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _said_of_own_models() -> dict[str, list[str]]:
+    """By how the ranks differ: in samples, in nothing, in the shapes of what they train."""
+    said = {}
+    for way in ("samples", "nothing", "shapes"):
+        own = ech.rank() if way == "samples" else 0
+        with told(REPLICAS) as said[f"unit, {way}"]:
+            module = (
+                nn.Sequential(nn.Linear(4, 3 + ech.rank()), nn.Linear(3 + ech.rank(), 1)).double() if way == "shapes" else net()
+            )
+            ech.train(Plain(module), [batch(ROWS, seed=own)] * 2, max_epochs=1)
+    with told(REPLICAS) as said["loop, samples"]:  # which the ranks share
+        own_loop(net(), DataLoader(TensorDataset(*batch(8, seed=0)), 4), layout="none")
+    return said
+
+
+def test_ranks_that_each_train_a_model_of_their_own_are_told(ranks: Ranks) -> None:
+    """A forgotten layout: nothing averaged the gradients, rank 0's model was saved, and nothing said so."""
+    of_ranks = ranks(2, _said_of_own_models)
+    for way, said in of_ranks[0].items():
+        assert ["a model of its own" in line for line in said] == [True] * way.endswith("samples"), (way, said)
+    assert not any(of_ranks[1].values())
 
 
 class Scaled(nn.Module):

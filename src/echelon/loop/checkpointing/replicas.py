@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,37 +48,67 @@ def check_ranks(unit: Unit) -> None:
 
 def _warn_of_drift(unit: Unit) -> None:
     """Collective. Of what every rank of an axis has; shards have no copies."""
-    for name, prepared in unit.prepared_modules().items():
+    modules = unit.prepared_modules()
+    _warn_of_own_models({name: p for name, p in modules.items() if not p.data.groups and not p.data.is_divided})
+    for name, prepared in modules.items():
         if not prepared.data.groups or prepared.form.kind == "flat" or prepared.module in _told:
             continue
         reshard(prepared.module)
         copies = _copies(prepared)
-        if not copies and not prepared.place.stages:  # all is in shards, on every rank
-            continue
-        drifted: dict[str, None] = {}
-        for group, parameters in copies.items():
-            drifted |= dict.fromkeys(_differing(parameters, group))
-        # Agreed: ranks that were told would leave the others waiting at the next save.
-        if (first := agree.first_told([next(iter(drifted)), len(drifted)] if drifted else None)) is not None:
-            _told.add(prepared.module)
-            if agree.is_rank0():
-                logger.error(
-                    "the ranks hold different values of %s.%s (one of %s parameters), which must be copies; rank 0's are saved. "
-                    "Change parameters and learning rates alike on all ranks: noise from a torch.Generator with the same seed, "
-                    "a schedule by `ech.all_mean(...)`, no `if rank == 0`. `echelon prove` finds where they begin to differ",
-                    name,
-                    *first,
-                )
+        if copies or prepared.place.stages:  # else all is in shards, on every rank
+            _compare(name, prepared, copies, _DRIFTED)
+
+
+def _warn_of_own_models(modules: dict[str, Prepared[Any]]) -> None:
+    """Collective. Of modules that no layout knows, which a script may keep alike by hand, or divide so that ranks have others."""
+    if not agree.is_joined():
+        return
+    trained = {name: list(_floats(p)) for name, p in modules.items() if any(q.requires_grad for _, q in p.named_parameters())}
+    if agree.is_same([[name, [[of, list(p.shape)] for of, p in floats]] for name, floats in trained.items()]):
+        for name, floats in trained.items():
+            if floats:
+                _compare(name, modules[name], {None: floats}, _OWN_MODEL)
+
+
+_DRIFTED = (
+    "the ranks hold different values of %s.%s (one of %s parameters), which must be copies; rank 0's are saved. "
+    "Change parameters and learning rates alike on all ranks: noise from a torch.Generator with the same seed, "
+    "a schedule by `ech.all_mean(...)`, no `if rank == 0`. `echelon prove` finds where they begin to differ"
+)
+_OWN_MODEL = (
+    "each rank trains a model of its own: the ranks hold different values of %s.%s (one of %s parameters), and nothing averages "
+    "gradients; rank 0's are saved. Give layout='ddp' or another one; in a TrainUnit, `echelon.layouts.prepare_module(...)`"
+)
+
+
+def _compare(name: str, prepared: Prepared[Any], copies: dict[Any, list[tuple[str, torch.Tensor]]], message: str) -> None:
+    """Collective."""
+    if prepared.module in _told:
+        return
+    drifted: dict[str, None] = {}
+    for group, parameters in copies.items():
+        drifted |= dict.fromkeys(_differing(parameters, group))
+    # Agreed: ranks that were told would leave the others waiting at the next save.
+    if (first := agree.first_told([next(iter(drifted)), len(drifted)] if drifted else None)) is not None:
+        _told.add(prepared.module)
+        if agree.is_rank0():
+            logger.error(message, name, *first)
+
+
+def _floats(prepared: Prepared[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What this rank has of the parameters: of low bits there is no sum."""
+    for name, parameter in prepared.named_parameters():
+        piece = local(parameter.detach())
+        if piece.is_floating_point() and not piece.is_meta and type(piece) is torch.Tensor:
+            yield name, piece
 
 
 def _copies(prepared: Prepared[Any]) -> dict[Any, list[tuple[str, torch.Tensor]]]:
     """By group of ranks, what each of them has of the same parameters."""
     found: dict[Any, list[tuple[str, torch.Tensor]]] = {}
-    for name, parameter in prepared.named_parameters():
-        piece = local(parameter.detach())
-        if not piece.is_floating_point() or piece.is_meta or type(piece) is not torch.Tensor:  # of low bits: they have no sum
-            continue
-        groups: list[Any] = prepared.data.groups
+    of_name = dict(prepared.named_parameters())
+    for name, piece in _floats(prepared):
+        parameter, groups = of_name[name], list[Any](prepared.data.groups)
         if is_split(parameter):
             mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
             groups = [mesh.get_group(axis) for axis, placed in enumerate(placements) if placed.is_replicate()]
