@@ -156,7 +156,7 @@ def _by_a_command(folder: Path) -> JobSpec:
     text = json.dumps({"call": {"number": 0, "function": "meets", "earlier": []}, "argv": []}).encode()
     (folder / "call.json").write_bytes(text)
     words, file = TORCHRUN.split(), str(folder / "call.json")
-    return JobSpec("meets", "command", args=words, code=file, sha256=checksum(text), nodes=2, hang_timeout_s=20)
+    return JobSpec("meets", "command", args=words, code=file, sha256=checksum(text), nodes=2, hang_timeout_s=10)
 
 
 @pytest.mark.parametrize("kind", ["script", "command"])
@@ -165,12 +165,12 @@ def test_a_link_that_goes_dead_ends_both_sides_and_the_job_is_queued_again(tmp_p
     """Where restarts are allowed, the second node's main thread stands in a call to the store of the first."""
     (tmp_path / "train.py").write_text(MEETS)
     run = RunDir.create(tmp_path, "a", begin=False)
-    spec = JobSpec(str(tmp_path / "train.py"), nodes=2, max_restarts=1, hang_timeout_s=20)
+    spec = JobSpec(str(tmp_path / "train.py"), nodes=2, max_restarts=1, hang_timeout_s=10)
     spec = spec if kind == "script" else _by_a_command(tmp_path)
     said = [tmp_path / f"said{node}" for node in range(2)]
     with two_networks() as names:
         within = [("ip", "netns", "exec", name) for name in names]
-        nodes = start_nodes(run, spec, said, hosts="10.77.0.1,10.77.0.2", before=within)
+        nodes = start_nodes(run, spec, said, hosts="10.77.0.1,10.77.0.2", before=within, impatient=True)
         try:
             wait_until(lambda: min(_calls(tmp_path, rank) for rank in range(2)) > 5, "the ranks meet", 120.0)
             subprocess.run(["ip", "-n", names[1], "link", "set", "link0", "down"], check=True)
@@ -279,7 +279,8 @@ def test_a_node_of_which_nothing_is_heard_is_named_and_one_that_is_heard_of_agai
     """Its launcher stands, as if the link to it were dead; either half says so."""
     (tmp_path / "train.py").write_text(TRAINS_ON)
     said = [tmp_path / f"said{node}" for node in range(2)]
-    nodes = start_nodes(RunDir.create(tmp_path, "a", begin=False), JobSpec(str(tmp_path / "train.py"), nodes=2), said)
+    run, spec = RunDir.create(tmp_path, "a", begin=False), JobSpec(str(tmp_path / "train.py"), nodes=2)
+    nodes = start_nodes(run, spec, said, impatient=True)
     try:
         wait_until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)), "the ranks run")
         for other in (1, 0):
