@@ -15,7 +15,7 @@ from tests.chaos.forks import Forks
 def build(folder: Path) -> Path:
     library = folder / "crashfs.so"
     source = Path(__file__).with_name("crashfs.c")
-    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True, timeout=60)
+    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True, timeout=180)
     return library
 
 

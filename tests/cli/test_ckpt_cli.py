@@ -233,6 +233,6 @@ def test_the_command_lists_without_torch(saved: Any, echelon_command: Any) -> No
             assert main(["ckpt", verb, sys.argv[1]]) == 0
         assert "torch" not in sys.modules
     """
-    done = subprocess.run([sys.executable, "-c", code, str(saved[0])], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, str(saved[0])], capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     assert echelon_command("ckpt", "verify", str(saved[0])).returncode == 0

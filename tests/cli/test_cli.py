@@ -81,7 +81,7 @@ class Facts:
         (folder / "code" / "facts.py").write_text(FACTS)
         (folder / "code" / "helper.py").write_text("")
         program = ["code/facts.py", "a b", "--ranks", "9", "--help"]
-        options: dict[str, Any] = {"cwd": folder, "env": clean_environment(), "capture_output": True, "timeout": 60}
+        options: dict[str, Any] = {"cwd": folder, "env": clean_environment(), "capture_output": True, "timeout": 180}
         python = subprocess.run([sys.executable, *program], input=b"", **options)
         assert python.returncode == 0, python.stderr.decode()
         self.done = subprocess.run(
@@ -392,7 +392,7 @@ for epoch in ech.epochs(loader, 1):
 @pytest.mark.full
 def test_a_rank_is_found_by_its_name_and_when_it_is_killed_the_last_words_say_where_it_goes_on(started: Started) -> None:
     launcher = started.run("--ranks", "2", "--name", "it", started.script(KILLED))
-    out, err = launcher.communicate(timeout=90)
+    out, err = launcher.communicate(timeout=180)
     assert launcher.returncode == 137 and out == b"echelon:rank0\n"
     assert b"echelon: last saved as saved/step-00000003; the same command goes on from there\n" in err
 

@@ -61,7 +61,7 @@ def shell(scripts: Path, tmp_path: Path, echelon_command: Command) -> Callable[.
         options = ["--norc", "--noprofile"] if program == "bash" else ["--no-config"]
         asked = "".join(f"{line}\n" for line in lines)
         done = subprocess.run(
-            [program, *options, "-c", asks], cwd=tmp_path, env=env, input=asked, capture_output=True, text=True, timeout=60
+            [program, *options, "-c", asks], cwd=tmp_path, env=env, input=asked, capture_output=True, text=True, timeout=180
         )
         assert done.returncode == 0 and not done.stderr, done.stderr
         return [set(line.split()) for line in done.stdout.splitlines()]

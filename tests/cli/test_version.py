@@ -54,7 +54,7 @@ def test_what_does_not_belong_to_it_is_refused(echelon_command: Command, words: 
 @pytest.mark.parametrize("words", [["--version"], ["completion", "bash"]])
 def test_neither_torch_nor_numpy_is_imported(words: list[str]) -> None:
     command = [sys.executable, "-X", "importtime", "-m", "echelon", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0 and not re.search(r"\| +(torch|numpy)$", done.stderr, re.MULTILINE)
 
 

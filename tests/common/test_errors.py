@@ -109,5 +109,5 @@ def test_the_terminal_shows_the_page_of_a_code(capsys: pytest.CaptureFixture[str
 def test_an_uncaught_error_names_its_page(tmp_path: Path, forked_programs: None, launched: bool) -> None:
     (tmp_path / "t.py").write_text("import echelon as ech\nech.Loader([1, 2], 0)\n")
     command = [sys.executable, *(["-m", "echelon", "run", "--ranks", "1"] if launched else []), "t.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=180)
     assert done.returncode == 1 and done.stderr.count("`echelon explain E-LOADER`") == 1, done.stderr

@@ -72,7 +72,7 @@ def _stuck(folder: Path, started: Sequence[subprocess.Popen[str]]) -> str:
     for process in started:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            texts.append(process.communicate(timeout=60)[0])
+            texts.append(process.communicate(timeout=180)[0])
     for run in sorted((folder / "runs").glob("*")):
         verdict = explain(Evidence.of(run, 0))
         texts += [run.name, verdict.paragraph, *verdict.seen]

@@ -252,7 +252,7 @@ assert group() is None, "held until the interpreter is taken down"
 
 
 def test_a_group_is_freed_neither_at_once_nor_with_the_interpreter() -> None:
-    done = forked.run([sys.executable, "-c", ENDS], env=clean_environment(), capture_output=True, text=True, timeout=60)
+    done = forked.run([sys.executable, "-c", ENDS], env=clean_environment(), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
 
 

@@ -64,7 +64,7 @@ def test_the_core_knows_nothing_of_compat_whose_absent_modules_say_what_to_use()
         "    except Exception as error:\n"
         "        print(error.code, error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90, env=clean_environment())
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180, env=clean_environment())
     loaded, *said = done.stdout.splitlines()
     assert loaded == "[]" and said == [
         f"E-NOT-HERE torchtnt.{name} is not part of echelon.compat. Instead: {instead}"

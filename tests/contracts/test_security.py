@@ -834,7 +834,7 @@ def test_launch_imports_nothing_from_the_current_folder(tmp_path: Path) -> None:
         (here / f"{name}.py").write_text(PLANTED)
     env = {**clean_environment(), "EVIDENCE": str(tmp_path / "it-ran")}
     said = subprocess.run(
-        [sys.executable, str(elsewhere / "program.py")], cwd=here, env=env, capture_output=True, text=True, timeout=90
+        [sys.executable, str(elsewhere / "program.py")], cwd=here, env=env, capture_output=True, text=True, timeout=180
     )
     assert said.stdout == "[3, 3]\n", said.stderr
     assert not (tmp_path / "it-ran").exists()

@@ -239,7 +239,7 @@ print([batch.tolist() for batch in loader], loader.state_dict()["samples"])
 def test_a_plain_scripts_workers_start_where_python_forks_no_more(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(FORKSERVER)
     done = forked.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=60
+        [sys.executable, "script.py"], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=180
     )
     assert (done.returncode, done.stdout) == (0, "[[0.0, 1.0, 4.0, 9.0], [16.0, 25.0, 36.0, 49.0]] 8\n"), done.stderr
 

@@ -46,7 +46,7 @@ def _printed(text: str) -> float:
 def _alone(script: Path, folder: Path) -> float:
     with forked.instead_of_new():
         run = subprocess.run(
-            [sys.executable, str(script)], cwd=folder, capture_output=True, text=True, timeout=90, env=clean_environment()
+            [sys.executable, str(script)], cwd=folder, capture_output=True, text=True, timeout=180, env=clean_environment()
         )
     assert run.returncode == 0, run.stderr
     return _printed(run.stdout)

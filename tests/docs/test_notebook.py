@@ -34,7 +34,7 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         manager.start_kernel()
         client = manager.client()
         client.start_channels()
-        client.wait_for_ready(timeout=60)
+        client.wait_for_ready(timeout=180)
 
     def run(code: str) -> str:
         said: list[str] = []
@@ -43,7 +43,7 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
             content = message["content"]
             said.append(str(content.get("text", content.get("data", content.get("traceback", "")))))
 
-        client.execute_interactive(code, timeout=90, output_hook=hear)
+        client.execute_interactive(code, timeout=180, output_hook=hear)
         return "".join(said)
 
     try:

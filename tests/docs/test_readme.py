@@ -34,7 +34,7 @@ def test_the_scripts_run_under_each_launcher(tmp_path: Path, command: list[str],
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=180,
         env=clean_environment(),
     )
     assert done.returncode == 0, done.stderr

@@ -481,11 +481,11 @@ ech.train(unit, loader, max_epochs=10**6, callbacks=[ech.DistributedCheckpointSa
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_terminal_that_closes_asks_ranks_to_save_as_sigterm_does(started: Started, count: int, number: int) -> None:
-    launcher = started.run("--ranks", str(count), "--grace", "100", "--name", "x", started.script(TRAINS_ON))
+    launcher = started.run("--ranks", str(count), "--grace", "300", "--name", "x", started.script(TRAINS_ON))
     ready = [started.folder / f"ready{rank}" for rank in range(count)]
     wait_until(lambda: launcher.poll() is not None or all(path.exists() for path in ready), "the ranks run")
     launcher.send_signal(number)
-    _, err = launcher.communicate(timeout=90)
+    _, err = launcher.communicate(timeout=180)
     assert launcher.returncode == REQUEUE, err.decode()
     assert _exit_json(started)["exit_code"] == REQUEUE and "go on with the same command" in err.decode()
     assert list((started.folder / "c").glob("step-*"))

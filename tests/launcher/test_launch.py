@@ -527,7 +527,7 @@ def test_the_server_has_one_thread_so_that_forking_it_is_safe(tmp_path: Path) ->
         "    print('threads', psutil.Process(shared_server().pid).num_threads())\n"
     )
     with forked.anew():  # of a server that is forked, the libraries learnt how many threads to have when its parent began
-        done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=90, cwd=tmp_path)
+        done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=180, cwd=tmp_path)
     assert "threads 1\n" in done.stdout, done.stderr
 
 

@@ -72,7 +72,7 @@ def test_hostile_names_stay_in_their_label(tmp_path: Path, payload: str) -> None
 def ask(address: tuple[str, int], path: str = "/metrics", method: str = "GET") -> tuple[int, bytes, str]:
     request = urllib.request.Request(f"http://{address[0]}:{address[1]}{path}", method=method)
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=180) as answer:
             return answer.status, answer.read(), answer.headers["Content-Type"]
     except urllib.error.HTTPError as error:
         with error:

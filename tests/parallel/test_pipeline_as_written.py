@@ -347,7 +347,7 @@ def _fails_on_one() -> None:
 def test_what_fails_on_one_of_a_stages_ranks_alone_ends_it(ranks: Ranks) -> None:
     """It waited for the others to hear of it, and they waited for its shards."""
     with pytest.raises(RankFailedError) as caught:
-        ranks(4, _fails_on_one, timeout_s=60)
+        ranks(4, _fails_on_one, timeout_s=180)
     assert caught.value.rank == 1 and isinstance(caught.value.__cause__, KeyError)
 
 

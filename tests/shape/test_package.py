@@ -135,7 +135,7 @@ class Environment:
 
     def __init__(self, folder: Path, wheel: Path) -> None:
         self.folder = folder
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=60)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=180)
         (self.packages,) = folder.glob("lib/python*/site-packages")
         # Links to what is installed beside this test: the gigabyte of torch need not be unpacked again.
         for name in needed_by([Requirement(text) for text in PROJECT["dependencies"]]):

@@ -153,7 +153,7 @@ def test_what_is_wrong_with_rank_0s_address_is_named(started: Any, address: str,
         port = silent.getsockname()[1]
         env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port)}
         program = started.python(started.script(JOINS), env=env)
-        _, err = program.communicate(timeout=60)
+        _, err = program.communicate(timeout=180)
     assert program.returncode == 1 and says.format(port=port) in err.decode()
 
 
@@ -329,7 +329,7 @@ def _with_a_bad_mode(group: str, bad: list[int]) -> str:
 
 @pytest.mark.parametrize(("group", "bad"), [("of ours", [1]), ("by itself", [1]), ("by itself", [0, 1])])
 def test_a_mode_that_there_is_not_on_one_rank_is_told_to_the_others(group: str, bad: list[int]) -> None:
-    said = launch(_with_a_bad_mode, ranks=2, args=(group, bad), timeout_s=60)
+    said = launch(_with_a_bad_mode, ranks=2, args=(group, bad), timeout_s=180)
     wrong = "ECHELON_HANDSHAKE must be 'all', 'versions' or 'none', got 'some'."
     assert said[1] == wrong
     assert said[0] == wrong if 0 in bad else re.fullmatch(rf"rank 1( \(.*\))? cannot join: {re.escape(wrong)}", said[0])
@@ -337,7 +337,7 @@ def test_a_mode_that_there_is_not_on_one_rank_is_told_to_the_others(group: str, 
 
 @pytest.mark.parametrize("group", ["of ours", "of torchrun", "by itself"])
 def test_ranks_of_every_kind_of_group_are_compared(group: str) -> None:
-    said = launch(_joined_with, ranks=3, args=(group,), timeout_s=60)
+    said = launch(_joined_with, ranks=3, args=(group,), timeout_s=180)
     assert len(set(said)) == 1 and "  argument --lr: rank 1" in said[0] and ": 1e-4; the others: none\n" in said[0]
     assert " got torch: rank 1" in said[0] and f": 2.12.1; the others: {torch.__version__.partition('+')[0]}\n" in said[0]
 
@@ -356,7 +356,7 @@ def _by_hand(started: Any, mode: str = "all") -> list[tuple[int, str]]:
         (folder / "own.py").write_text("LR = 1e-3\n" if rank else "LR = 1e-4\n")
         env = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "ECHELON_HANDSHAKE": mode}
         processes.append(started.python(str(folder / "train.py"), env=env, cwd=folder))
-    ends = [process.communicate(timeout=60) for process in processes]
+    ends = [process.communicate(timeout=180) for process in processes]
     return [(process.returncode, (out + err).decode()) for process, (out, err) in zip(processes, ends, strict=True)]
 
 

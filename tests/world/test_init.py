@@ -84,7 +84,7 @@ def _join_as(launcher: str, port: int) -> tuple[str, int, int, float]:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_of_every_launcher_join(launcher: str) -> None:
-    assert launch(_join_as, ranks=2, args=(launcher, free_port()), timeout_s=60) == [("cpu", 0, 2, 3.0), ("cpu", 1, 2, 3.0)]
+    assert launch(_join_as, ranks=2, args=(launcher, free_port()), timeout_s=180) == [("cpu", 0, 2, 3.0), ("cpu", 1, 2, 3.0)]
 
 
 def test_no_launcher_is_a_world_of_one_without_a_group() -> None:
@@ -111,7 +111,7 @@ def test_a_world_of_one_on_purpose_takes_no_port(monkeypatch: pytest.MonkeyPatch
 
 def _program(code: str, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**clean_environment(), **env}, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**clean_environment(), **env}, timeout=180
     )
 
 
@@ -133,7 +133,7 @@ def test_a_port_that_was_used_a_moment_ago_can_be_used_again() -> None:
     """Its closed connections linger for a minute; a restart must not trip over them."""
     port = free_port()
     for _ in range(2):
-        assert len(launch(_join_as, ranks=2, args=("torchrun", port), timeout_s=60)) == 2
+        assert len(launch(_join_as, ranks=2, args=("torchrun", port), timeout_s=180)) == 2
 
 
 def _wait_in_vain(port: int) -> str:
@@ -147,7 +147,7 @@ def _wait_in_vain(port: int) -> str:
 @pytest.mark.full
 def test_a_rank_that_waits_in_vain_says_for_whom() -> None:
     port = free_port()
-    (text,) = launch(_wait_in_vain, ranks=1, args=(port,), timeout_s=60)
+    (text,) = launch(_wait_in_vain, ranks=1, args=(port,), timeout_s=180)
     assert f"rank 1 of 2 could not join at MASTER_ADDR=127.0.0.1 MASTER_PORT={port} within 1 s" in text
     assert text.endswith("Do rank 0, which serves it, and the others run, and can this host reach that address?")
     assert len(text.splitlines()) == 1
@@ -174,7 +174,7 @@ def _timeouts() -> list[timedelta | None]:
 
 
 def test_groups_of_a_mesh_wait_as_long_as_the_default_group() -> None:
-    assert launch(_timeouts, ranks=2, timeout_s=60) == [[timedelta(seconds=37)] * 5] * 2
+    assert launch(_timeouts, ranks=2, timeout_s=180) == [[timedelta(seconds=37)] * 5] * 2
 
 
 # ---- the device -------------------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def _meet_badly() -> dict[str, str]:
 
 @pytest.mark.full
 def test_ranks_that_cannot_compute_together_are_refused_by_name_on_all_of_them() -> None:
-    every = launch(_meet_badly, ranks=3, timeout_s=60)
+    every = launch(_meet_badly, ranks=3, timeout_s=180)
     for said in every:
         got = "got cuda on ranks 0-1 and cpu on rank 2. On rank 2 (host-2): "
         assert said["lost"].startswith(f"ranks must compute on one type of device, {got}")
