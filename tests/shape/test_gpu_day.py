@@ -109,7 +109,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
         assert day.poll() is None
         time.sleep(0.02)
     day.send_signal(signal.SIGINT)
-    shown, _ = day.communicate(timeout=60)
+    shown, _ = day.communicate(timeout=180)
     assert day.returncode == 130, shown
     assert [(row["part"], row["name"], row["status"]) for row in results(tmp_path)] == [
         ("environment", "device", "ok"),
@@ -126,7 +126,7 @@ def test_results_that_cannot_be_written_go_elsewhere_and_replace_no_device(tmp_p
     (tmp_path / "file").write_text("")
     os.mkfifo(tmp_path / "pipe")
     day = start_bad(tmp_path, "--only", "is_well", "--out", str(tmp_path / out), parts="waits")
-    shown, _ = day.communicate(timeout=60)
+    shown, _ = day.communicate(timeout=180)
     assert day.returncode == 0 and says in shown, shown
     assert (tmp_path / "pipe").is_fifo()
     other = Path(shown.partition("the results go to ")[2].splitlines()[0])
@@ -141,12 +141,12 @@ def test_the_table_of_a_file_is_written_without_measuring(tmp_path: Path) -> Non
     facts = {"date": "today", "commit": "abc", "device": "a card", "command": "make gpu", "took_s": 1.0, "results": [row]}
     (tmp_path / "results.json").write_text(json.dumps(facts))
     day = start_bad(tmp_path, "--table", parts="waits")
-    shown, _ = day.communicate(timeout=60)
+    shown, _ = day.communicate(timeout=180)
     assert day.returncode == 0, shown
     assert "| p | n | 1,234 GB/s |  |" in (tmp_path / "table.md").read_text()
     (tmp_path / "results.json").write_text("{")
     day = start_bad(tmp_path, "--table", parts="waits")
-    shown, _ = day.communicate(timeout=60)
+    shown, _ = day.communicate(timeout=180)
     assert day.returncode == 1 and "was not written" in shown and "Traceback" not in shown
 
 
@@ -154,7 +154,7 @@ def test_the_table_of_a_file_is_written_without_measuring(tmp_path: Path) -> Non
 def test_without_a_device_it_says_what_to_do_and_leaves_earlier_results_alone(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("{}")
     day = start(tmp_path, "--device", "cuda")
-    shown, _ = day.communicate(timeout=60)
+    shown, _ = day.communicate(timeout=180)
     assert day.returncode == 2, shown
     assert 'make gpu ARGS="--device cpu"' in shown and "Traceback" not in shown
     assert (tmp_path / "results.json").read_text() == "{}"
