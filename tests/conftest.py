@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -327,6 +328,16 @@ def _is_left(pid: int, before: set[int]) -> bool:
         return False
 
 
+def _left_after(seconds: float, before: set[int]) -> list[int]:
+    """One that was killed may take a moment to go on a busy machine."""
+    until = time.monotonic() + seconds
+    while left := [pid for pid in _children() - before if _is_left(pid, before)]:
+        if time.monotonic() > until:
+            break
+        time.sleep(0.05)
+    return left
+
+
 @pytest.fixture(autouse=True)
 def leak_police() -> Iterator[None]:
     """A test may not leave behind: environment variables, a process group, processes, threads, open files, another directory."""
@@ -352,7 +363,7 @@ def leak_police() -> Iterator[None]:
     for thread in left:
         thread.join(2.0)
     leaks += [f"thread {t.name}" for t in left if t.is_alive()]
-    leaks += [f"process {pid}" for pid in _children() - children if _is_left(pid, children)]
+    leaks += [f"process {pid}" for pid in _left_after(2.0, children)]
     if len(psutil.Process().open_files()) > files and functions.running_server() is server:
         gc.collect()
         if len(psutil.Process().open_files()) > files:

@@ -506,10 +506,14 @@ def test_a_launch_that_went_well_leaves_no_folder(tmp_path: Path) -> None:
 def test_many_launches_leak_no_descriptor_no_thread_and_no_zombie() -> None:
     launch(_nothing, ranks=1)
     server = psutil.Process(functions.shared_server().pid)
-    before = (psutil.Process().num_fds(), threading.active_count(), server.num_fds())
+
+    def held() -> tuple[int, ...]:
+        return psutil.Process().num_fds(), threading.active_count(), server.num_fds()
+
+    before = held()
     for _ in range(15):
         launch(_nothing, ranks=1)
-    assert (psutil.Process().num_fds(), threading.active_count(), server.num_fds()) == before
+    wait_until(lambda: held() == before, "nothing more is held than before")
     assert [p for p in psutil.Process().children(recursive=True) if p.status() == psutil.STATUS_ZOMBIE] == []
 
 
