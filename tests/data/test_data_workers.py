@@ -263,5 +263,5 @@ def test_workers_hand_over_tensors_whatever_the_length_of_tmpdir(started: Any) -
     folder = started.folder / ("x" * 100)
     folder.mkdir()
     program = started.python(started.script(LONG), fresh=True, env={"TMPDIR": str(folder)})
-    out, err = program.communicate(timeout=100)
+    out, err = program.communicate(timeout=180)
     assert sorted(out.decode().split()) == sorted(["6.0", "22.0"] * 2 + ["True"]), err.decode()

@@ -164,7 +164,7 @@ def test_a_shell_that_holds_another_programs_ranks_is_said_and_not_by_warnings_o
         for name, value in (("RANK", "0"), ("SIZE", "4"), ("LOCAL_RANK", "0"), ("LOCAL_SIZE", "4"))
     }
     program = started.python(started.script(JOINS), env={**env, "PMIX_NAMESPACE": "words"})
-    err = program.communicate(timeout=100)[1].decode()
+    err = program.communicate(timeout=180)[1].decode()
     assert program.returncode == 1 and "ranks 1-3 of 4 did not come within 2 s" in err
     assert "is said by OMPI_COMM_WORLD_RANK=0 and OMPI_COMM_WORLD_SIZE=4: unset these" in err
     assert "waitForInput" not in err, err
