@@ -82,16 +82,6 @@ def values(folder: Path, ranks: int) -> list[Any]:
     return [torch.load(folder / f"final-{rank}.pt") for rank in range(ranks)]
 
 
-def same_bits(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_bits(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same_bits, a, b))
-    return bool(a == b)
-
-
 @dataclass
 class History:
     """What the ledgers of all ranks say.

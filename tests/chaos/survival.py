@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos import runs
-from tests.chaos.runs import every_sample_once, history, same_bits, until_done, values
+from tests.chaos.runs import every_sample_once, history, until_done, values
+from tests.kit.models import same_bits
 
 OPTIONS = ("--accumulation", "2", "--dropout", "0.3")
 

@@ -34,16 +34,6 @@ def values(module: nn.Module) -> dict[str, torch.Tensor]:
     return {n.removeprefix("module."): p.detach().clone() for n, p in module.named_parameters()}
 
 
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
 def far(a: Any, b: Any) -> float:
     """The largest difference of two optimizer states; anything but numbers must be equal."""
     if isinstance(a, torch.Tensor):

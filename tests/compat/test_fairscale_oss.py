@@ -18,10 +18,10 @@ from torch import nn
 from echelon.common.errors import CheckpointError, CheckpointMismatchError, NotHereError, OptimizerError, UsageError
 from echelon.compat.fairscale.nn import ShardedDataParallel
 from echelon.compat.fairscale.optim import OSS
-from tests.compat.fairscale import far, loss, mine, same, updates, values
+from tests.compat.fairscale import far, loss, mine, updates, values
 from tests.conftest import Ranks, clean_environment
 from tests.kit import forked
-from tests.kit.models import Batch, Net, batch, largest_difference, net, plain_training
+from tests.kit.models import Batch, Net, batch, largest_difference, net, plain_training, same_bits
 from tests.kit.refusals import refused
 
 pytestmark = pytest.mark.standing_ranks
@@ -88,7 +88,7 @@ def _saved_and_loaded(before: list[list[Batch]], after: list[list[Batch]], folde
         lr.load_state_dict(state[2])
         _steps(model, optimizer, after, size, lr)
         done[f"from {path.stem}"] = values(module)
-        assert same(state, untouched), "the caller's dict was changed"
+        assert same_bits(state, untouched), "the caller's dict was changed"
     module, model, optimizer, lr = built()
     _steps(model, optimizer, before, size, lr)
     with refused(CheckpointError):

@@ -98,3 +98,13 @@ def whole(module: Any) -> dict[str, torch.Tensor]:
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     assert a.keys() == b.keys(), f"different parameters: {sorted(a.keys() ^ b.keys())}"
     return max(float((a[k] - b[k]).abs().max()) for k in a if a[k].numel())
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same_bits(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same_bits, a, b))
+    return bool(a == b)
