@@ -613,6 +613,39 @@ def test_a_hook_sees_what_it_has_logged_itself() -> None:
     assert module.seen == [10.0, 11.0, 1.0] + [10.0, 11.0, 2.0]
 
 
+class EverySecond(Small):
+    """Steps in every second batch, and has losses of one element that are no scalars."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+        self.on_train_batch_end = lambda *_: self.rates.append(  # type: ignore[method-assign]
+            float(self.trainer.optimizers[0].param_groups[0]["lr"])
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx)[None]
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        if batch_idx % 2:
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def test_a_schedule_by_steps_counts_batches_in_which_the_module_does_not_step() -> None:
+    """As in Lightning: it stood still there, and the learning rate was another one from then on."""
+    module = EverySecond()
+    before = module.layer.weight.detach().clone()
+    Trainer(max_epochs=2, **QUIET).fit(module, two_batches())
+    assert module.rates == [1 / 2, 1 / 3, 1 / 4, 1 / 5] and not torch.equal(module.layer.weight, before)
+
+
 @pytest.mark.parametrize(("limit", "checks", "count"), [(1, -1, 1), (None, -1, 2), (1, 2, 1)])
 def test_a_sanity_check_keeps_to_the_limit(limit: int | None, checks: int, count: int) -> None:
     module = Small()
@@ -951,6 +984,13 @@ def test_a_step_without_a_loss_is_said_by_its_authors_name(strategy: str, ranks:
     """`fully_shard` gives the module a class of another name."""
     for text in ranks(2, forget, strategy):
         assert text.startswith("Forgets.training_step")
+
+
+def test_a_loss_of_several_numbers_is_said_by_its_authors_name() -> None:
+    module = Small()
+    module.training_step = lambda batch, batch_idx: module.layer(batch[0])[:, 0]  # type: ignore[method-assign]
+    with refused(LossError):
+        Trainer(max_epochs=1, **QUIET).fit(module, two_batches())
 
 
 def test_options_without_effect_are_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -57,13 +57,15 @@ class HookedUpdate(Update):
         if not unit.waits["optimizer_step"]:
             unit.before_step, updated = False, super().step_optimizer(unit)
             return updated
-        unit.updated = False
+        unit.updated = None
         session, loss = unit.session, unit.window.latest_loss
         with session.hook("optimizer_step"):
             unit.lightning_module.optimizer_step(
                 session.trainer.current_epoch, session.batch_idx, session.optimizers[0], lambda: loss
             )
         unit.before_step = False
+        if unit.updated is None:  # the module has left its step out: schedules advance all the same
+            unit.step_lr_scheduler()
         return bool(unit.updated)
 
 
@@ -88,7 +90,8 @@ class AutomaticUnit(AutoUnit[Any]):
         self.batch: Any = None  # the latest, for the hook after its update
         self._steps = StepCaller(session, lambda: self.module, self.autocast)
         self._pieces: StepPieces | None = None  # of the batch under way
-        self._must_clear = self.before_step = self.updated = False
+        self._must_clear = self.before_step = False
+        self.updated: bool | None = False  # by the module's own optimizer_step; None: it has not called the optimizer's
         self.waits = {
             name: overridden(name, lightning_module, LightningModule)
             for name in ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
@@ -129,6 +132,12 @@ class AutomaticUnit(AutoUnit[Any]):
                 'dict with "loss". A batch that is to be left out has a loss of `0 * loss`; with several optimizers, set '
                 "`self.automatic_optimization = False`."
             )
+        if loss.numel() != 1:
+            raise LossError(
+                f"{class_name(self.lightning_module)}.training_step returned a loss of shape {tuple(loss.shape)}; it must be one "
+                "number: take its mean."
+            )
+        loss = loss.reshape(()) if loss.dim() else loss  # of one element, as torch's own backward takes it
         if self._must_clear:
             self._clear(state)
         return loss, output
