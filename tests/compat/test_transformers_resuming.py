@@ -17,6 +17,7 @@ from echelon.data.prefetch import Feed
 from echelon.world import rng
 from tests.compat.small_trainer import (
     GLOBAL_BATCH,
+    RATE,
     losses_of,
     program,
     trained_plainly,
@@ -81,6 +82,27 @@ def test_a_resumed_run_is_the_whole_run_to_the_bit(ranks: Any, tmp_path: Path) -
     for found in ranks(2, _resume, str(tmp_path / "two"), [(None, None), ("fsdp", "fsdp"), ("fsdp", "zero1")]):
         _check_resumed(found[:2])
         _check_resumed(found[2:], exactly=False)
+
+
+@pytest.mark.parametrize(("step", "begins"), [(2, 2), (3, 1)])
+def test_the_rest_of_an_epoch_begins_and_logs_the_rate_of_its_updates(step: int, begins: int, tmp_path: Path) -> None:
+    """A callback that sets up what an epoch needs was not called, and a log that was still due said a learning rate of 0."""
+    from transformers import TrainerCallback
+
+    class Begins(TrainerCallback):  # type: ignore[misc]
+        count = 0
+
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.count += 1
+
+    given = {"save_strategy": "steps", "save_steps": 1, "logging_strategy": "epoch", "lr_scheduler_type": "constant"}
+    given["warmup_steps"] = 0
+    trainer_of(f"{tmp_path}/first", args={**given, "max_steps": step}).train()
+    counts = Begins()
+    again = trainer_of(f"{tmp_path}/again", args={**given, "save_strategy": "no"}, callbacks=[counts])
+    again.train(resume_from_checkpoint=f"{tmp_path}/first/checkpoint-{step}")
+    rates = [row["learning_rate"] for row in again.state.log_history if "learning_rate" in row]
+    assert counts.count == begins and set(rates) == {RATE}
 
 
 def _with_loader_of_its_own(folder: str) -> list[Any]:

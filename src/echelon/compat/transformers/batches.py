@@ -90,7 +90,11 @@ def loader_of(
     seed = args.data_seed if args.data_seed is not None else args.seed
     # Ranks that are fewer keep the batch (`saving.ranks_that_share`); another one was chosen, and counts from here on.
     options = LoaderOptions(accept_changes={"global_batch"})
+    if accumulation > 1:  # only what fills no batch of the ranks is dropped, and the last update has fewer of them
+        given["tail"] = "keep"
     loader = Loader(dataset, size, seed=seed, shuffle=shuffles, options=options, **given)
+    if args.dataloader_drop_last and accumulation > 1:
+        loader.multiple = each * data_ranks
     loader.samples_of_a_rank = each * accumulation
     return loader
 

@@ -28,6 +28,7 @@ class History:
         loss: sum of the updates' losses since they were last logged.
         total: of those before.
         logged_at: the update at which they were.
+        rate: the learning rate with which the latest update was made.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -37,6 +38,7 @@ class History:
     def reset(self) -> None:
         self.loss: Any = 0.0
         self.total, self.logged_at = 0.0, 0
+        self.rate: Any = 0.0
 
     def _exportable(self) -> list[Any]:
         return [c for c in self._trainer.callback_handler.callbacks if isinstance(c, theirs.ExportableState)]
@@ -46,6 +48,7 @@ class History:
         kept: dict[str, Any] = {name: getattr(state, name) for name in _REMEMBERED}
         kept["callbacks"] = [[type(c).__name__, c.state().get("attributes", {})] for c in self._exportable()]
         kept["loss"] = [float(self.loss), self.total, self.logged_at]
+        kept["rate"] = float(self.rate)
         return {"json": json.dumps(kept, default=float)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -56,6 +59,7 @@ class History:
             if type(callback).__name__ == name:
                 vars(callback).update(attributes)
         self.loss, self.total, self.logged_at = kept["loss"]
+        self.rate = kept.get("rate", 0.0)
 
 
 class Flow(Callback):
@@ -72,7 +76,6 @@ class Flow(Callback):
         own = [c for c in trainer.callback_handler.callbacks if not type(c).__module__.startswith("transformers.")]
         self._may_differ = bool(own)  # by rank: what a callback of the user's own decides
         self.may_stop = bool(own) or any(isinstance(c, theirs.EarlyStoppingCallback) for c in trainer.callback_handler.callbacks)
-        self._rate: Any = 0.0
 
     def _call(self, event: str) -> None:
         trainer = self._trainer
@@ -102,13 +105,16 @@ class Flow(Callback):
         self._call("on_train_begin")
         if self._trainer.args.eval_on_start and unit.train_progress.num_updates_completed == 0:
             self._trainer.evaluate()
+        steps = unit.train_progress.num_steps_completed_in_epoch
+        if steps and steps != self._steps_per_epoch:  # the rest of an epoch begins like one, for what callbacks set up there
+            self._call("on_epoch_begin")
 
     def on_train_epoch_start(self, state: State, unit: Any) -> None:
         self._call("on_epoch_begin")
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
         if unit.at_boundary:
-            self._rate = unit.optimizer.param_groups[0]["lr"]  # that the update is made with
+            self._trainer.history.rate = unit.optimizer.param_groups[0]["lr"]
             self._call("on_step_begin")
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
@@ -192,7 +198,7 @@ class Flow(Callback):
         _, norm = unit.latest_update
         if norm is not None:
             logs["grad_norm"] = float(norm)
-        logs["learning_rate"] = float(self._rate)
+        logs["learning_rate"] = float(history.rate)
         history.loss, history.total, history.logged_at = 0.0, history.total + loss, updates
         trainer.log(logs)
 
