@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import importlib
 import shutil
@@ -90,6 +91,29 @@ def test_a_modules_zero_grad_between_the_passes_clears_what_the_optimizers_step_
     """A sharded network shows gathered parameters there, and its shards kept their gradients."""
     for ((weights, _, _),) in (told.values() for told in ranks(2, train, str(tmp_path), strategy, [ClearsBetween])):
         assert largest_difference(weights, plainly(GAN, 2)) < 1e-12
+
+
+class Teaches(Autoencoder):
+    """Its teacher follows before gradients are cleared, where Lightning's users let it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.encoder).requires_grad_(False)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        with torch.no_grad():
+            for teacher, student in zip(self.teacher.parameters(), self.encoder.parameters(), strict=True):
+                teacher.lerp_(student, 0.5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+def test_a_teacher_that_follows_before_gradients_are_cleared_is_the_same_on_ranks(
+    strategy: str, ranks: Any, tmp_path: Path
+) -> None:
+    """Split over ranks it stayed where it was: the hook saw gathered parameters, of which nothing was kept."""
+    alone = train(str(tmp_path), "auto", [Teaches])["Teaches"][0]
+    for told in ranks(2, train, str(tmp_path), strategy, [Teaches]):
+        assert largest_difference(told["Teaches"][0], alone) < 1e-12
 
 
 def drawn_by_rank(checks: int) -> list[float]:

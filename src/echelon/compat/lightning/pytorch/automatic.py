@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from echelon.common.errors import LossError
-from echelon.compat.lightning.pytorch.hooks import overridden
+from echelon.compat.lightning.pytorch.hooks import Callback, ModuleHooks, overridden
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.optimizers import LightningOptimizer, NoOptimizer, Schedules, configured
 from echelon.compat.lightning.pytorch.saving import Kept
@@ -21,6 +21,7 @@ from echelon.loop.auto.update import Update
 from echelon.loop.state import ActivePhase, State
 from echelon.loop.unit import AppStateMixin
 from echelon.parallel.names import class_name
+from echelon.parallel.shards import reshard
 
 __all__ = ["AutomaticUnit"]
 
@@ -91,6 +92,10 @@ class AutomaticUnit(AutoUnit[Any]):
         self._steps = StepCaller(session, lambda: self.module, self.autocast)
         self._pieces: StepPieces | None = None  # of the batch under way
         self._must_clear = self.before_step = False
+        hears = overridden("on_before_zero_grad", lightning_module, ModuleHooks)
+        self._hears_of_clearing = hears or any(
+            overridden("on_before_zero_grad", each, Callback) for each in session.trainer.lightning_callbacks
+        )
         self.updated: bool | None = False  # by the module's own optimizer_step; None: it has not called the optimizer's
         self.waits = {
             name: overridden(name, lightning_module, LightningModule)
@@ -173,6 +178,8 @@ class AutomaticUnit(AutoUnit[Any]):
     def _clear(self, state: State) -> None:
         self._must_clear = False
         session, optimizer = self.session, self.session.optimizers[0]
+        if self._hears_of_clearing:
+            reshard(self.module)  # what such a hook writes, as into a teacher, is lost in gathered parameters
         session.call("on_before_zero_grad", optimizer)
         if self.waits["optimizer_zero_grad"]:
             self.lightning_module.optimizer_zero_grad(session.trainer.current_epoch, session.batch_idx, optimizer)
