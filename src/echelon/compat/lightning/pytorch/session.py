@@ -327,7 +327,7 @@ class Session:
             self._sanity_check(evaluation, hooking)
         training = PhaseState(
             dataloader=loader,
-            max_epochs=trainer.epochs_at_most,
+            max_epochs=math.inf if manual and trainer.epochs_at_most is None else trainer.epochs_at_most,
             max_updates=None if manual else trainer.updates_at_most,
             max_steps_per_epoch=limit,
         )
