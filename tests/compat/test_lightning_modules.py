@@ -140,6 +140,13 @@ def drawn_by_hand() -> list[float]:
     return drawn
 
 
+def test_a_module_that_steps_by_hand_ends_at_max_steps_alone() -> None:
+    """It was refused, for want of an end."""
+    trainer = Trainer(max_steps=20, **QUIET)
+    trainer.fit(made(GAN), loader_of(GAN, 1))
+    assert (trainer.global_step, trainer.current_epoch) == (20, 3)
+
+
 def test_ranks_draw_otherwise_than_each_other_where_a_module_steps_by_hand(ranks: Any) -> None:
     """A GAN's noise was the same on all ranks."""
     first, second = ranks(2, drawn_by_hand)
