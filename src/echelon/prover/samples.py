@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from echelon.loop.callback import Callback
 from echelon.prover.matrix import Row
 from echelon.prover.micro import Micro, checksums, digest, leaves, on_host, plain, widened, widths_of
 from echelon.prover.on_ranks import OnRanks, Ran
+from echelon.prover.operators import without_narrow_casts
 from echelon.prover.proof import Result
 from echelon.prover.rank import Replay
 from echelon.prover.reading import Plan, drawn_by_reading, kept_by_reading, reads_alike
@@ -85,6 +87,11 @@ class Seen:
                 self.values.update(tensor.flatten().tolist())
 
 
+def _drawn_as_on_ranks(replay: Replay) -> AbstractContextManager[None]:
+    """In float64 data sets draw float32's numbers, also in a thread of a reference, which torch's mode does not reach."""
+    return without_narrow_casts() if replay.dtype is torch.float64 else contextlib.nullcontext()
+
+
 def run_samples(replay: Replay, count: int) -> dict[str, Any]:
     """`seen`: the first so many samples that one process has; none if they are drawn anew whenever they are read, or if the
     global batch is that of several ranks alone. `size`: of the data set.
@@ -92,11 +99,12 @@ def run_samples(replay: Replay, count: int) -> dict[str, Any]:
 
     def read(unit: Any, dataloader: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
         seen = Seen()
-        for step in Feed(dataloader) if isinstance(dataloader, Loader) and reads_alike(dataloader) else ():
-            batch = widened(on_host(step.batch), replay.dtype)
-            seen.add(checksums(batch, step.samples), batch)
-            if len(seen.rows) >= count:
-                break
+        with _drawn_as_on_ranks(replay):
+            for step in Feed(dataloader) if isinstance(dataloader, Loader) and reads_alike(dataloader) else ():
+                batch = widened(on_host(step.batch), replay.dtype)
+                seen.add(checksums(batch, step.samples), batch)
+                if len(seen.rows) >= count:
+                    break
         size = len(dataloader.dataset) if isinstance(dataloader, Loader) else None
         return {"seen": seen, "keeps": kept_by_reading(dataloader), "size": size}
 
@@ -131,8 +139,9 @@ def run_epoch(replay: Replay) -> dict[str, Any]:
 
     def read(unit: Any, dataloader: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
         ends = time.monotonic() + _EPOCH_S
-        epoch = epoch_of(dataloader, 0, ends)
-        again = epoch_of(dataloader, 1, ends) if epoch is not None else None
+        with _drawn_as_on_ranks(replay):
+            epoch = epoch_of(dataloader, 0, ends)
+            again = epoch_of(dataloader, 1, ends) if epoch is not None else None
         keeps = kept_by_reading(dataloader)
         # Workers may be seeded alike for every epoch.
         if epoch is not None and (not getattr(dataloader, "num_workers", 0) or drawn_by_reading(dataloader) == set()):
