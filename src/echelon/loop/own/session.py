@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import linecache
 import logging
 import types
 import warnings
@@ -210,7 +208,11 @@ class Session:
             return
         run, unit = self.ready(), self.unit
         if done := unit.train_progress.num_steps_completed_in_epoch:
-            _tell_of_counts(done)
+            logger.warning(
+                "an epoch goes on behind its first %s batches: a count of the script's own, as by enumerate(loader), begins at 0 "
+                "there, and a learning rate that follows it is another. `window.update` counts the updates of the whole run",
+                done,
+            )
         self._iteration = this = object()
         try:
             for batch in run.batches(closes=not self._in_epochs) if unit.reference is None else unit.reference.batches():
@@ -547,19 +549,3 @@ def kept_for(thing: Any) -> Any:
     except TypeError:  # what has no weak references or hashes was not made by `prepare`
         return None
     return None if kept is None else kept()
-
-
-def _tell_of_counts(done: int) -> None:
-    """An epoch goes on in its middle: `enumerate` around the loader, or around a generator that reads it, counts from 0 there."""
-    here = inspect.currentframe()
-    frame = here and here.f_back and here.f_back.f_back  # of whoever asks for the first batch
-    while frame is not None:
-        if "enumerate(" in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
-            logger.warning(
-                "%s:%s counts this epoch's batches from 0, but it goes on behind %s that were trained before the restart: a "
-                "learning rate or a mask that follows this count is another than in a run without the restart. "
-                "`window.update` counts the updates of the whole run",
-                *(frame.f_code.co_filename, frame.f_lineno, done),
-            )
-            return
-        frame = frame.f_back if frame.f_code.co_flags & inspect.CO_GENERATOR else None
