@@ -176,7 +176,9 @@ _KINDS = (
         "whole and split tensors",
         "Parameters of the model are split over the ranks, and code of the script joins them with whole ones, as an average of "
         "weights by hand does (lerp_, AveragedModel, ModelEmaV3). Use ema=0.999 of an AutoUnit, whose averages are split alike; "
-        "in a loop of your own give prepare() the copy, too; or train under 'ddp' or 'zero1', whose parameters are whole.",
+        "in a loop of your own give prepare() the copy, too, and average buffers, which stay whole, apart from parameters "
+        "(ModelEmaV3(foreach=False), AveragedModel(use_buffers=False)); or train under 'ddp' or 'zero1', whose "
+        "parameters are whole.",
     ),
     Kind(r"^RanksDisagreeError\b", "ranks disagree", ""),
     Kind(rf"^({_USAGE})\b", "usage", ""),

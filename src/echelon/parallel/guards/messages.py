@@ -115,7 +115,9 @@ def meaning(module: nn.Module, text: str) -> str | None:
             f"the loss must come from a call of {name} itself: its parameters are split over the ranks, and are put together in "
             "its forward only, not for a method or a part that is called directly, nor where they are read. Let forward do it, "
             "with an argument that says what; or train under 'ddp' or 'zero1'. A copy of it, such as an average or a target, is "
-            "given to prepare() with it, and is split as it is. What parameter.new_zeros(...) makes outside of forward is a "
+            "given to prepare() with it, and is split as it is; buffers stay whole, so average them apart from parameters "
+            "(ModelEmaV3(foreach=False), AveragedModel(use_buffers=False)). What parameter.new_zeros(...) makes outside of "
+            "forward is a "
             "DTensor: make it by torch.zeros(..., device=...)."
         )
     half = vars(module).get("_gathered_in")
