@@ -11,7 +11,6 @@ import contextlib
 import functools
 import gc
 import importlib
-import itertools
 import os
 import signal
 import subprocess
@@ -51,9 +50,6 @@ LOADED = (
     "pytest",
     "tests.conftest",
 )
-
-# Files of tests that mostly wait, for a batch system or for a silence to last: apart from one another, so that others compute.
-WAITING = ("slurm/test_slurm_fn.py", "launcher/test_store.py", "slurm/test_slurm.py")
 
 
 # Hypothesis gives an example 200 ms, and judges how fast it draws them: on a busy machine that would decide a test.
@@ -114,17 +110,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         gpu = [item for item, mark in marked if mark is not None and not (reduced and mark.kwargs.get("on_cpu"))]
         config.hook.pytest_deselected(items=gpu)
         items[:] = [item for item in items if item not in gpu]
-    _spread(items)
-
-
-def _spread(items: list[pytest.Item]) -> None:
-    """Among the others, from the first on."""
-    waiting = [[item for item in items if item.path.as_posix().endswith(f"/{name}")] for name in WAITING]
-    left = {id(item) for file in waiting for item in file}
-    files = [list(file) for _, file in itertools.groupby((i for i in items if id(i) not in left), key=lambda item: item.path)]
-    for number, file in enumerate(waiting):
-        files.insert(number * (len(files) // len(waiting)), file)
-    items[:] = itertools.chain.from_iterable(files)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -45,7 +45,7 @@ class Cluster(slurmlab.Cluster):
         )
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def slurm_cluster() -> Iterator[Cluster]:
     # A short path: Slurm's and munge's sockets lie below it. Any user may enter it, as munge demands.
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
