@@ -212,10 +212,9 @@ def test_echelon_run_says_why_and_echelon_explain_repeats_it(tmp_path: Path, ech
     (tmp_path / "faults.py").write_text(Path(faults.__file__).read_text())
     (tmp_path / "train.py").write_text(EXPLAINED)
     run = echelon_command("run", "--ranks", "2", "--name", "x", "train.py")
-    line = (
-        "Rank 1 raised ValueError at faults.py:49 in raises while rank 0 waited in all_reduce #6: the labels of this shard are "
-    )
-    line += "missing."
+    number = faults.raises.__code__.co_firstlineno + 1
+    line = f"Rank 1 raised ValueError at faults.py:{number} in raises while rank 0 waited in all_reduce #6: "
+    line += "the labels of this shard are missing."
     assert run.returncode == 1 and f"why: {line}" in run.stderr.splitlines(), run.stderr
     told = echelon_command("explain", "runs/x")
     assert told.returncode == 0 and " ".join(told.stdout.split()).startswith(line), told

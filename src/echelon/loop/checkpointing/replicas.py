@@ -61,7 +61,7 @@ def _warn_of_drift(unit: Unit) -> None:
 
 def _warn_of_own_models(modules: dict[str, Prepared[Any]]) -> None:
     """Collective. Of modules that no layout knows, which a script may keep alike by hand, or divide so that ranks have others."""
-    if not agree.is_joined():
+    if not modules or not agree.is_joined():
         return
     trained = {name: list(_floats(p)) for name, p in modules.items() if any(q.requires_grad for _, q in p.named_parameters())}
     if agree.is_same([[name, [[of, list(p.shape)] for of, p in floats]] for name, floats in trained.items()]):
