@@ -171,10 +171,8 @@ class LoopRun(Run):
 
     def process_exits(self) -> None:
         """Nobody will settle what the loop has left: say so, if the end of its training is in no checkpoint."""
-        (_, updates), saver = (
-            self.done,
-            next((each for each in self.callbacks if isinstance(each, DistributedCheckpointSaver)), None),
-        )
+        _, updates = self.done
+        saver = next((each for each in self.callbacks if isinstance(each, DistributedCheckpointSaver)), None)
         self.leave()
         raised = getattr(sys, "last_type", None) is not None
         if saver is not None and not raised and RankInfo().rank == 0 and updates and not saver.has_saved(updates):

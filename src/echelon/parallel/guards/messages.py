@@ -117,8 +117,7 @@ def meaning(module: nn.Module, text: str) -> str | None:
             "with an argument that says what; or train under 'ddp' or 'zero1'. A copy of it, such as an average or a target, is "
             "given to prepare() with it, and is split as it is; buffers stay whole, so average them apart from parameters "
             "(ModelEmaV3(foreach=False), AveragedModel(use_buffers=False)). What parameter.new_zeros(...) makes outside of "
-            "forward is a "
-            "DTensor: make it by torch.zeros(..., device=...)."
+            "forward is a DTensor: make it by torch.zeros(..., device=...)."
         )
     half = vars(module).get("_gathered_in")
     if half in _IN_WORDS and _IN_WORDS[half] in text and any(each in text for each in _TYPES):
