@@ -85,16 +85,16 @@ class Background:
 
     def _await_others(self, staged: Location, ranks: int) -> dict[str, Any] | None:
         """The files of all ranks; None if the save was given up."""
-        found: dict[str, Any] = {}
+        files: dict[str, Any] = {}
         rank = 0
         while not self._given_up.is_set():
             # In turn: one look at a time, however many ranks there are, and a shared file system is asked for little.
             while rank < ranks and (path := staged / f".done-{rank:05d}").exists():
-                found |= _done(path)
+                files |= _done(path)
                 path.unlink()
                 rank += 1
             if rank == ranks:
-                return found
+                return files
             self._given_up.wait(_LOOK_S)
         return None
 

@@ -31,10 +31,10 @@ _CHECK = (b"123456789", 0xCBF43926)  # the value by which implementations of thi
 def fastest() -> Callable[..., int]:
     """zlib-ng's function if it is installed and computes what zlib's does."""
     try:
-        found: Callable[..., int] = importlib.import_module("zlib_ng.zlib_ng").crc32
+        function: Callable[..., int] = importlib.import_module("zlib_ng.zlib_ng").crc32
     except ImportError:
         return zlib.crc32
-    return found if found(_CHECK[0]) == _CHECK[1] else zlib.crc32
+    return function if function(_CHECK[0]) == _CHECK[1] else zlib.crc32
 
 
 crc32 = fastest()

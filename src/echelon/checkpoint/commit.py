@@ -154,8 +154,8 @@ def publish(staged: Location, step: int, files: dict[str, Any], facts: dict[str,
     Args:
         files: this rank's files, by name: size and checksums.
     """
-    told = first.tell(files)
-    joined = {file: entry for each in told[0] for file, entry in each.items()} if told is not None else {}
+    files_of_all = first.tell(files)
+    joined = {file: entry for each in files_of_all[0] for file, entry in each.items()} if files_of_all is not None else {}
     on_rank0(lambda: commit(staged, step, joined, facts, name) and None, staged)
     return staged.parent / (name or named(step))
 
@@ -235,8 +235,8 @@ def candidates(dirpath: Location) -> list[Location]:
 def latest(dirpath: Path | str | Location) -> Location | None:
     """The newest whole checkpoint, the same on all ranks; None if there is none. Does not read its files."""
     folder = location(dirpath)
-    found = on_rank0(lambda: [p.name for p in committed(folder)][-1:])
-    return folder / found[0] if found else None
+    newest = on_rank0(lambda: [p.name for p in committed(folder)][-1:])
+    return folder / newest[0] if newest else None
 
 
 def verify(folder: Location) -> dict[str, Any]:
@@ -256,11 +256,11 @@ def verify(folder: Location) -> dict[str, Any]:
         unreadable = str(error)
     except Exception as error:  # libraries of object stores have errors of their own: no rank may wait for this one
         unreadable = f"{folder} is there but cannot be read: {error!r}."
-    told = agree.kinds([unreadable, wrong])
-    for text, _ in told:
+    problems = agree.kinds([unreadable, wrong])
+    for text, _ in problems:
         if text is not None:
             raise errors.CheckpointUnreadableError(text)
-    lines = list(dict.fromkeys(line for _, each in told for line in each))
+    lines = list(dict.fromkeys(line for _, each in problems for line in each))
     if lines:
         _refuse_other_storage(folder, manifest)
         raise CheckpointCorruptError(

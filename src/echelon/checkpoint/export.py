@@ -40,12 +40,12 @@ def _chosen(saved: Tensors, state: str | None, path: Location) -> dict[str, str]
         if len(modules) != 1:
             raise CheckpointOptionError(f"{path} holds several states: {', '.join(modules)}. Choose one with --state.")
         state = modules[0]
-    found = {name.removeprefix(f"{state}."): name for name in saved.index if name.startswith(f"{state}.")}
-    if not found:
+    chosen = {name.removeprefix(f"{state}."): name for name in saved.index if name.startswith(f"{state}.")}
+    if not chosen:
         raise CheckpointOptionError(f"{path} holds no tensors of the state {state!r}.")
-    if all(short.startswith(("parameters.", "buffers.")) for short in found):  # averaged weights: named as the module's own
-        return {short.partition(".")[2]: name for short, name in found.items()}
-    return found
+    if all(short.startswith(("parameters.", "buffers.")) for short in chosen):  # averaged weights: named as the module's own
+        return {short.partition(".")[2]: name for short, name in chosen.items()}
+    return chosen
 
 
 def _bytes(saved: Tensors, name: str) -> int:

@@ -103,9 +103,9 @@ class _Foreign(Tensors):
             return
         parts = [name.split(".") for name in self._shapes]
         outers = {".".join([*words[:depth], ""]) for words in parts for depth in range(1, min(len(words), _WRAPPERS + 1))}
-        found = {outer: sum(outer + name in self._shapes for name in wanted) for outer in sorted(outers, key=len)}
-        outer = max(found, key=found.__getitem__, default="")
-        if found.get(outer):
+        matches = {outer: sum(outer + name in self._shapes for name in wanted) for outer in sorted(outers, key=len)}
+        outer = max(matches, key=matches.__getitem__, default="")
+        if matches.get(outer):
             logger.info("names are taken without the %r with which the module was saved", outer)
             self._name(prefix, outer)
 
@@ -254,8 +254,8 @@ def read_weights(
     layout = _named(saved, values, path, lays, rename, getattr(module, "is_cut", False))
     # Others keep one name of a tied parameter, or all.
     for names in getattr(module, "tied", list)():
-        here = [n for n in names if f"module.{n}" in saved.index]
-        values |= {n: values[here[0]] for n in names if here and n not in here}
+        without_prefix = [n for n in names if f"module.{n}" in saved.index]
+        values |= {n: values[without_prefix[0]] for n in names if without_prefix and n not in without_prefix}
     tensors_only = {f"module.{k}": v for k, v in values.items() if isinstance(v, torch.Tensor)}
     there = {id(v) for k, v in tensors_only.items() if k in saved.index}
     wanted = {k: v for k, v in tensors_only.items() if k in saved.index or id(v) not in there}

@@ -157,10 +157,10 @@ def size_of(where: Location) -> int:
     if isinstance(where, Remote):
         return where.size()
     with _no_file_is_corrupt(where):
-        found = os.stat(where)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.stat(where)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.ENODEV, "it is no regular file")
-        return found.st_size
+        return status.st_size
 
 
 @contextlib.contextmanager
@@ -189,10 +189,10 @@ def open_file(where: Location) -> Iterator[tuple[IO[bytes], int]]:
         # Without waiting: since it was looked at, a pipe may have taken its place.
         opened = os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     with open(opened, "rb") as file:
-        found = os.fstat(opened)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(opened)
+        if not stat.S_ISREG(status.st_mode):
             raise CheckpointCorruptError(f"{where} is not a file.", path=str(where))
-        yield file, found.st_size
+        yield file, status.st_size
 
 
 def read_file(where: Location, limit: int) -> bytes:

@@ -139,18 +139,18 @@ def read(folder: Location) -> dict[str, Any]:
 
 def _format_of(text: str) -> int | None:
     try:
-        found = strict.mapping(strict.loads(text), MANIFEST)
-        return strict.whole(found.get("format"), "format")
+        fields = strict.mapping(strict.loads(text), MANIFEST)
+        return strict.whole(fields.get("format"), "format")
     except Wrong:
         return None
 
 
-def _checked(found: Any, step: int | None) -> dict[str, Any]:
+def _checked(fields: Any, step: int | None) -> dict[str, Any]:
     """
     Args:
         step: that the folder is named after, if it is.
     """
-    manifest = strict.mapping(found, MANIFEST)
+    manifest = strict.mapping(fields, MANIFEST)
     if manifest.get("format") != FORMAT or isinstance(manifest["format"], bool):
         raise Wrong(f"its format is {short(manifest.get('format'))}")
     if step not in (None, strict.whole(manifest.get("step"), "the step")):
@@ -211,10 +211,10 @@ def named_folders(dirpath: Location) -> list[Location]:
     """
     try:
         inside = dirpath.iterdir() if dirpath.is_dir() else ()
-        found = [(step, path) for path in inside if (step := _step_in(path.name)) is not None]
+        folders = [(step, path) for path in inside if (step := _step_in(path.name)) is not None]
     except OSError as error:
         raise CheckpointUnreadableError(f"{dirpath} is there but cannot be read: {error.strerror or error}.") from error
-    return [path for _, path in sorted(found, key=lambda each: each[0])]
+    return [path for _, path in sorted(folders, key=lambda each: each[0])]
 
 
 def problems(

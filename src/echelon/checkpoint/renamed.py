@@ -110,8 +110,8 @@ def hint(
         now |= {f"{name}.{k}": list(v.size()) for k, v in states[name].state_dict().items() if isinstance(v, torch.Tensor)}
     left = {name for name in unexpected if name not in saved}
     was = {k: v for k, v in saved.items() if k.partition(".")[0] in left or (k in unexpected and k.partition(".")[0] in modules)}
-    found = suggest(was, now)
-    return f" If they have other names now: RestoreOptions(rename={found!r})." if found else ""
+    mapping = suggest(was, now)
+    return f" If they have other names now: RestoreOptions(rename={mapping!r})." if mapping else ""
 
 
 def suggest(saved: Shapes, now: Shapes) -> dict[str, str]:
@@ -121,20 +121,20 @@ def suggest(saved: Shapes, now: Shapes) -> dict[str, str]:
         saved, now: shapes by name, of what was saved and nobody asks for, and of what is asked for and was not saved.
     """
     saved, now = dict(saved), dict(now)
-    found: dict[str, str] = {}
+    mapping: dict[str, str] = {}
     candidates = {_without_common_end(u, m) for u, shape in saved.items() for m, other in now.items() if shape == other}
     ranks = {pair: _rank(pair[0], pair[1], saved, now) for pair in candidates}
     for old, new in sorted(candidates, key=ranks.__getitem__):
         ours, theirs = _under(old, saved), _under(new, now)
         if ours and ours == theirs:
-            found[old] = new
+            mapping[old] = new
             saved = {k: v for k, v in saved.items() if moved(k, {old: ""}) == k}
             now = {k: v for k, v in now.items() if moved(k, {new: ""}) == k}
     for name, shape in saved.items():
         alike = [m for m, other in now.items() if other == shape]
         if len(alike) == 1 and sum(other == shape for other in saved.values()) == 1:
-            found[name] = alike[0]
-    return found
+            mapping[name] = alike[0]
+    return mapping
 
 
 def _under(prefix: str, shapes: Shapes) -> dict[str, list[int]]:

@@ -124,11 +124,11 @@ class Planned:
                 values, of which the first rank's count.
         """
         if agree.any_rank(listing != self._listing):
-            told, index = first.tell(listing), dict[str, Any]()
+            assignment, index = first.tell(listing), dict[str, Any]()
 
             def decide() -> list[bytes]:
-                assert told is not None  # on rank 0
-                writes, made = spread(*told)
+                assert assignment is not None  # on rank 0
+                writes, made = spread(*assignment)
                 index.update(made)
                 return writes
 
@@ -151,8 +151,8 @@ def snapshot(states: dict[str, Stateful], rank_state: dict[str, Any], planned: P
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(taken.tensors, is_coordinator=rank == 0)
     items, listing = _listed(planner, taken.of_first)
-    mine, index = (planned or Planned()).assign(listing)
-    pieces: dict[str, Any] = {in_file(*piece): planner.resolve_data(item) for piece, item in items.items() if piece in mine}
+    own_pieces, index = (planned or Planned()).assign(listing)
+    pieces: dict[str, Any] = {in_file(*piece): planner.resolve_data(item) for piece, item in items.items() if piece in own_pieces}
     encoded = []
     odd = [f"{name}, of type {dtype}," for name, _, _, dtype, *_ in listing if dtype not in SIZES]
     if odd:

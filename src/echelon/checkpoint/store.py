@@ -119,14 +119,14 @@ def _load(states: dict[str, Any], values: dict[str, dict[str, Any]], rest: dict[
 
 def _same_states(states: dict[str, Stateful]) -> None:
     """Refuse ranks with different units: their collectives would not match, and they would hang."""
-    mine = {name: type(state).__name__ for name, state in states.items()}
-    if len(agree.kinds(mine)) == 1:
+    kinds = {name: type(state).__name__ for name, state in states.items()}
+    if len(agree.kinds(kinds)) == 1:
         return
-    told = agree.gather(mine)
-    names = sorted({name for each in told for name in each})
-    rows = [row for n in names if len(set((row := (n, *(each.get(n, "-") for each in told)))[1:])) > 1]
+    kinds_of_all = agree.gather(kinds)
+    names = sorted({name for each in kinds_of_all for name in each})
+    rows = [row for n in names if len(set((row := (n, *(each.get(n, "-") for each in kinds_of_all)))[1:])) > 1]
     if rows:
-        shown = table(("state", *(f"rank {r}" for r in range(len(told)))), rows)
+        shown = table(("state", *(f"rank {r}" for r in range(len(kinds_of_all)))), rows)
         raise CheckpointMismatchError(f"ranks restore different units:\n{shown}Build the same unit on every rank.")
 
 
@@ -228,7 +228,7 @@ def compare(
     both = {k: v for k, v in wanted.items() if k in saved.index}
     asked = [name for name in states if name in rest]
     of_asked = [k for k in saved.index if any(k.startswith(f"{name}.") for name in asked)]
-    mine = [
+    problems = [
         [*(k for k in wanted if k not in saved.index), *lacking],
         [[k, saved.shape(k), list(v.size())] for k, v in both.items() if saved.shape(k) != list(v.size())],
         [[k, saved.index[k]["dtype"], str(v.dtype)] for k, v in both.items() if saved.index[k]["dtype"] != str(v.dtype)],
@@ -237,18 +237,18 @@ def compare(
         hashlib.sha256("\n".join(of_asked).encode()).hexdigest(),
         dict(lost),
     ]
-    told = agree.kinds(mine)
-    if any(each[5] != told[0][5] for each in told):
+    problems_of_all = agree.kinds(problems)
+    if any(each[5] != problems_of_all[0][5] for each in problems_of_all):
         raise CheckpointMismatchError(f"ranks restore {folder} under different names. Give all of them the same `rename`.")
-    over = sorted({name for each in told for name in each[3]})
-    untrained = sorted({name for each in told for name in each[4]})
-    missing = sorted({k for each in told for k in each[0]} | {name for name in states if name not in rest})
-    shapes = {k: (a, b) for each in told for k, a, b in each[1]}
+    over = sorted({name for each in problems_of_all for name in each[3]})
+    untrained = sorted({name for each in problems_of_all for name in each[4]})
+    missing = sorted({k for each in problems_of_all for k in each[0]} | {name for name in states if name not in rest})
+    shapes = {k: (a, b) for each in problems_of_all for k, a, b in each[1]}
     by_anyone = agree.any_ranks([k in wanted for k in of_asked])
     unexpected = sorted(k for k, is_wanted in zip(of_asked, by_anyone, strict=True) if not is_wanted) + list(over)
     unexpected += untrained
-    tied = {k: first for each in told for k, first in each[6].items()}
-    cast = {k: (a.removeprefix("torch."), b.removeprefix("torch.")) for each in told for k, a, b in each[2]}
+    tied = {k: first for each in problems_of_all for k, first in each[6].items()}
+    cast = {k: (a.removeprefix("torch."), b.removeprefix("torch.")) for each in problems_of_all for k, a, b in each[2]}
     rows = [(k, str(tuple(a)), str(tuple(b))) for k, (a, b) in sorted(shapes.items())]
     if strict:
         rows += [(k, "-", _shape_of(wanted.get(k))) for k in missing]

@@ -100,14 +100,14 @@ def read_index(folder: Location, manifest: Mapping[str, Any]) -> Index:
 
 def _by_file(index: Index) -> dict[str, dict[str, tuple[str, list[int]]]]:
     """By file the pieces that it holds, by their names in it: (type, sizes)."""
-    found: dict[str, dict[str, tuple[str, list[int]]]] = {}
+    pieces_of: dict[str, dict[str, tuple[str, list[int]]]] = {}
     for name, tensor in index.items():
         for offsets, sizes, file in tensor["pieces"]:
-            pieces, key = found.setdefault(file, {}), in_file(name, tuple(offsets))
+            pieces, key = pieces_of.setdefault(file, {}), in_file(name, tuple(offsets))
             if key in pieces:
                 raise Wrong(f"two pieces are called {short(key)}")
             pieces[key] = (tensor["dtype"], sizes)
-    return found
+    return pieces_of
 
 
 def _check_tensor(name: str, tensor: Any, files: Mapping[str, Any]) -> None:

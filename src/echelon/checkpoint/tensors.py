@@ -47,17 +47,17 @@ def local_files(folder: Location, manifest: dict[str, Any] | None = None) -> Ite
 class Files:
     """The files that a checkpoint's manifest lists, and no others."""
 
-    def __init__(self, folder: Location, here: Path, manifest: dict[str, Any]) -> None:
-        self.folder, self.manifest, self._here = folder, manifest, here
+    def __init__(self, folder: Location, local_folder: Path, manifest: dict[str, Any]) -> None:
+        self.folder, self.manifest, self._here = folder, manifest, local_folder
         self._open: dict[str, TensorFile] = {}
 
     def _path(self, name: str) -> Path:
         if name not in self.manifest["files"]:
             raise CheckpointCorruptError(f"{self.folder} has no {name!r}: its manifest does not list it.", path=str(self.folder))
-        here, source = self._here / name, self.folder / name
-        if isinstance(source, Remote) and not here.exists():
-            _fetch(source, self.manifest["files"][name], here)
-        return here
+        local, source = self._here / name, self.folder / name
+        if isinstance(source, Remote) and not local.exists():
+            _fetch(source, self.manifest["files"][name], local)
+        return local
 
     def open(self, name: str, *, verify: bool = False) -> TensorFile:
         if name not in self._open:
@@ -184,8 +184,8 @@ class Tensors:
 
     def span(self, name: str) -> Span | None:
         """Where a tensor lies, if it was written in one piece."""
-        found = self.spans(name)
-        return found[0][0] if len(found) == 1 else None
+        spans = self.spans(name)
+        return spans[0][0] if len(spans) == 1 else None
 
     def forget(self) -> None:
         for file in self._files._open.values():

@@ -25,12 +25,12 @@ def execute(arguments: argparse.Namespace) -> int:
     bad = 0
     for each in tasks_of(path) or [path]:
         try:
-            said = _cancel(job_of(RunDir(each)))
+            message = _cancel(job_of(RunDir(each)))
         except EchelonError as error:
             if each == path:
                 raise
-            bad, said = 1, f"{each}: {error}"  # one damaged run of a sweep does not keep the others running
-        print(printable(said))
+            bad, message = 1, f"{each}: {error}"  # one damaged run of a sweep does not keep the others running
+        print(printable(message))
     return bad
 
 

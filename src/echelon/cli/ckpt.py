@@ -67,7 +67,7 @@ def _found(where: str) -> list[Any]:
                 f"{where} does not exist; give a checkpoint, a folder of checkpoints, or a run's name or folder.", path=str(where)
             ) from None
     inside = (path, path / "checkpoints")
-    return next((found for each in inside if (found := manifest.named_folders(each) or _of_other_names(each))), [])
+    return next((folders for each in inside if (folders := manifest.named_folders(each) or _of_other_names(each))), [])
 
 
 def _of_other_names(folder: Any) -> list[Any]:
@@ -76,8 +76,8 @@ def _of_other_names(folder: Any) -> list[Any]:
 
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if not path.name.startswith(".") and (path / manifest.MANIFEST).exists()]
-    return sorted(found, key=lambda path: (_time_of(path), path.name))
+    folders = [path for path in folder.iterdir() if not path.name.startswith(".") and (path / manifest.MANIFEST).exists()]
+    return sorted(folders, key=lambda path: (_time_of(path), path.name))
 
 
 def _time_of(path: Any) -> float:
@@ -94,21 +94,21 @@ def _newest(where: str) -> Any:
     from echelon.checkpoint import manifest
     from echelon.checkpoint.location import location
 
-    found = _found(where)
-    if not found:
+    checkpoints = _found(where)
+    if not checkpoints:
         raise CheckpointNotFoundError(f"{where} holds no checkpoint.", path=str(where))
-    if not manifest.is_whole(found[-1]):
-        earlier = next((path for path in reversed(found[:-1]) if manifest.is_whole(path)), None)
+    if not manifest.is_whole(checkpoints[-1]):
+        earlier = next((path for path in reversed(checkpoints[:-1]) if manifest.is_whole(path)), None)
         raise CheckpointCorruptError(
-            f"{found[-1]} is incomplete: a file is missing or cut off."
+            f"{checkpoints[-1]} is incomplete: a file is missing or cut off."
             + (f" The one before is {earlier}; to use that one, name it." if earlier else "")
         )
-    if str(found[-1]) != str(location(where)):
-        print(f"{found[-1]}", file=sys.stderr)
-    return found[-1]
+    if str(checkpoints[-1]) != str(location(where)):
+        print(f"{checkpoints[-1]}", file=sys.stderr)
+    return checkpoints[-1]
 
 
-def _best(found: list[Any]) -> tuple[Any, str | None]:
+def _best(checkpoints: list[Any]) -> tuple[Any, str | None]:
     """Of checkpoints, oldest first, the best by what the newest run there kept the best of; None if none has the number.
 
     And the state that was evaluated, where it was not the only one that could be.
@@ -116,18 +116,18 @@ def _best(found: list[Any]) -> tuple[Any, str | None]:
     from echelon.checkpoint import manifest
     from echelon.checkpoint.policy import BestCheckpointConfig
 
-    facts = {i: manifest.read(path) for i, path in enumerate(found) if manifest.is_whole(path)}
-    said = next((told for i in reversed(facts) if (told := facts[i].get("best")) is not None), None)
-    if not isinstance(said, dict) or said.get("mode") not in ("min", "max") or not isinstance(said.get("name"), str):
+    facts = {i: manifest.read(path) for i, path in enumerate(checkpoints) if manifest.is_whole(path)}
+    best = next((recorded for i in reversed(facts) if (recorded := facts[i].get("best")) is not None), None)
+    if not isinstance(best, dict) or best.get("mode") not in ("min", "max") or not isinstance(best.get("name"), str):
         return None, None
-    ordered = BestCheckpointConfig(said["name"], said["mode"]).best_first(
+    ordered = BestCheckpointConfig(best["name"], best["mode"]).best_first(
         {i: each.get("metrics", {}) for i, each in facts.items()}
     )
     if not ordered:
         return None, None
     its_own = facts[ordered[0]].get("best")  # the newest may have been saved by a run with other averages
     state = its_own.get("state") if isinstance(its_own, dict) else None
-    return found[ordered[0]], state if isinstance(state, str) else None
+    return checkpoints[ordered[0]], state if isinstance(state, str) else None
 
 
 def _chosen(where: str, *, best: bool, state: str | None) -> tuple[Any, str | None]:
@@ -159,13 +159,13 @@ def _weights_or_newest(where: str) -> Any:
 def _ls(arguments: argparse.Namespace) -> int:
     from echelon.checkpoint import manifest
 
-    found = _found(arguments.path)
-    if not found:
+    checkpoints = _found(arguments.path)
+    if not checkpoints:
         print(f"{arguments.path} holds no checkpoint.")
         return 0
-    best, _ = _best(found)
+    best, _ = _best(checkpoints)
     rows = [("step", "time", "size", "ranks", "layout", "metrics", "whole")]
-    for path in found:
+    for path in checkpoints:
         try:
             facts = manifest.read(path)
         except CheckpointError as error:
@@ -191,11 +191,11 @@ def _ls(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     from echelon.checkpoint import manifest, structure
 
-    found = _found(arguments.path)
-    if not found:
+    checkpoints = _found(arguments.path)
+    if not checkpoints:
         raise CheckpointNotFoundError(f"{arguments.path} holds no checkpoint.", path=str(arguments.path))
     bad = 0
-    for path in found:
+    for path in checkpoints:
         try:
             facts = manifest.read(path)
             wrong = list(dict.fromkeys(manifest.problems(path, facts, threads=2) + structure.problems(path, facts)))

@@ -79,22 +79,22 @@ def find(module: str, name: str = "") -> Answer:
         is_here = name in _names(root, "") and rest in _TRAINERS
         return Answer("echelon.compat.transformers" if is_here else "")
     file = _file(root, rest)
-    told = _told(root, rest)
-    if root == "fairscale" and told is not None and told == _told(root, "nn.model_parallel"):
-        return Answer("", told)
-    if file is None and told is None and not _is_alias(root, rest):
+    instead = _told(root, rest)
+    if root == "fairscale" and instead is not None and instead == _told(root, "nn.model_parallel"):
+        return Answer("", instead)
+    if file is None and instead is None and not _is_alias(root, rest):
         return Answer("", is_known=root in _SOME)
     is_flag = root == "lightning" and name.startswith("_") and name.endswith("_AVAILABLE")
     if not name or name == "*" or is_flag or name in _names(root, rest):
-        return Answer(moved(module), told if not name else None)
+        return Answer(moved(module), instead if not name else None)
     below = f"{rest}.{name}".strip(".")
     if _file(root, below) is not None or _is_alias(root, below) or _told(root, below) is not None:
         whole = find(f"{module}.{name}")
         return Answer(moved(module) if whole.module else "", whole.instead)
-    told = _told(root, rest, name) or told
-    if told is None and root in _SOME:
+    instead = _told(root, rest, name) or instead
+    if instead is None and root in _SOME:
         return Answer("")
-    return Answer(moved(module) if told is not None else "", told, is_known=told is not None)
+    return Answer(moved(module) if instead is not None else "", instead, is_known=instead is not None)
 
 
 def _file(library: str, module: str) -> Path | None:
@@ -118,8 +118,8 @@ def _table(library: str) -> Any:
 
 def _told(library: str, module: str, name: str = "") -> str | None:
     table = _table(library)
-    told = table.instead(module, name) if table is not None else None
-    return str(told) if told is not None else None
+    instead = table.instead(module, name) if table is not None else None
+    return str(instead) if instead is not None else None
 
 
 def _aliases(library: str) -> dict[str, str]:
@@ -137,15 +137,15 @@ def _is_alias(library: str, module: str) -> bool:
 def _names(library: str, module: str) -> frozenset[str]:
     """What a module has."""
     file = _file(library, _aliases(library).get(module, module))
-    found = set(_bound(file)) if file is not None else set()
+    names = set(_bound(file)) if file is not None else set()
     table = _table(library)
     if library == "lightning" and (file is not None or module.removeprefix("pytorch.") in table.MODULES):
         # Each module there answers for what the others have.
         homes = [_file(library, f"pytorch{home}") for home in table.HOMES]
-        found |= {name for home in homes if home is not None for name in _exported(home)} | {*table.DISPLAYS}
+        names |= {name for home in homes if home is not None for name in _exported(home)} | {*table.DISPLAYS}
         if module.startswith("pytorch.plugins"):
-            found |= {"DDPPlugin", *table.ENVIRONMENTS}
-    return frozenset(found)
+            names |= {"DDPPlugin", *table.ENVIRONMENTS}
+    return frozenset(names)
 
 
 def _bound(file: Path) -> Iterator[str]:

@@ -37,12 +37,12 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.attempt is not None:
         require(arguments.attempt in numbers, "--attempt", f"one of {_ranges(numbers)}", arguments.attempt, kind=CommandError)
         numbers = [arguments.attempt]
-    told = [(evidence, explain(evidence)) for evidence in (Evidence.of(folder, number) for number in numbers)]
+    verdicts = [(evidence, explain(evidence)) for evidence in (Evidence.of(folder, number) for number in numbers)]
     if arguments.json:
-        print(json.dumps({"run": str(folder), "attempts": show.as_json(told)}, indent=2))
+        print(json.dumps({"run": str(folder), "attempts": show.as_json(verdicts)}, indent=2))
     else:
-        print(show.text(told))
-    return 0 if told[-1][1].is_known else 1
+        print(show.text(verdicts))
+    return 0 if verdicts[-1][1].is_known else 1
 
 
 def _ranges(numbers: list[int]) -> str:

@@ -120,10 +120,10 @@ class _Uses(cst.CSTVisitor):
             return
         value = node.args[0].value
         if isinstance(value, cst.SimpleString) and isinstance(module := value.evaluated_value, str) and library_of(module):
-            here = module == "transformers" or find(module).module
+            is_here = module == "transformers" or find(module).module
             why = (
                 f"Here it is {moved(module)}."
-                if here
+                if is_here
                 else f"It is {library_of(module)}'s, of which echelon.compat has other names."
             )
             self.notes.append(Note(self._line(node), f'{called}("{module}")', f"a name in a string stays. {why}"))
@@ -291,10 +291,10 @@ def _import_of(module: str) -> cst.Import:
 
 def _binding(module: str, asname: cst.AsName | None) -> cst.BaseSmallStatement:
     """What binds the name that `import module` would."""
-    here = moved(module)
+    home = moved(module)
     if asname is not None:
-        return cst.Import([cst.ImportAlias(_dotted(here), asname)])
-    around, _, last = here.rpartition(".")
+        return cst.Import([cst.ImportAlias(_dotted(home), asname)])
+    around, _, last = home.rpartition(".")
     known = None if last == module else cst.AsName(cst.Name(module))
     return cst.ImportFrom(_dotted(around), [cst.ImportAlias(cst.Name(last), known)])
 

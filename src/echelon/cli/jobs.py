@@ -65,8 +65,8 @@ def _row(path: Path, job: FolderJob | str, keys: Sequence[str]) -> list[str]:
         return [name, "", "?", "", "", *("" for _ in keys), "", "", job]
     values = dict(job.said.get("sweep", ()))
     try:
-        found, why = job.look()
-        state = found.value
+        job_state, why = job.look()
+        state = job_state.value
     except (EchelonError, OSError) as error:  # a controller that does not answer: the folder still tells the rest
         state, why = "?", str(error)
     last = _last_record(job.run)

@@ -34,10 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Run the command; returns 1 if a name is not here. No file is changed before all are understood."""
-    found = {path: _moved(path) for path in dict.fromkeys(map(Path, arguments.files))}
+    moved = {path: _moved(path) for path in dict.fromkeys(map(Path, arguments.files))}
     names = changed = 0
     notes: list[tuple[Path, Note]] = []
-    for path, (before, after) in found.items():
+    for path, (before, after) in moved.items():
         names, notes = names + after.names, [*notes, *((path, each) for each in after.notes)]
         if before == after.text:
             continue
@@ -49,8 +49,8 @@ def execute(arguments: argparse.Namespace) -> int:
     for path, note in notes:
         print(printable(f"{path}:{note.line}: E-NOT-HERE {note.name}: {note.why}"), file=sys.stderr)
     did = "changed" if arguments.write else "would change; --write does it"
-    said = f"{names} imported names are echelon.compat's now, {len(notes)} are not" if names or notes else "no import to move"
-    print(f"echelon move: {changed} of {len(found)} files {did}: {said}.", file=sys.stderr)
+    summary = f"{names} imported names are echelon.compat's now, {len(notes)} are not" if names or notes else "no import to move"
+    print(f"echelon move: {changed} of {len(moved)} files {did}: {summary}.", file=sys.stderr)
     return 1 if notes else 0
 
 

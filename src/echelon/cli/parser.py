@@ -57,8 +57,8 @@ class Parser(argparse.ArgumentParser):
             given = {_name(word) for word in words[:at]}
             late = self._late(parsed.script, parsed.args, given)
             if self.needs_one_of & late and not self.needs_one_of & given:
-                mine, its = self._taken(parsed.args, late)
-                return super().parse_args([*words[:at], *mine, parsed.script, *its], namespace)
+                own_words, its = self._taken(parsed.args, late)
+                return super().parse_args([*words[:at], *own_words, parsed.script, *its], namespace)
             for name in dict.fromkeys(_name(word) for word in parsed.args if _name(word) in late):
                 print(
                     f"echelon: {name} stands after {parsed.script}, so {parsed.script} gets it. "
@@ -69,26 +69,26 @@ class Parser(argparse.ArgumentParser):
 
     def _late(self, script: str, its: Sequence[str], given: set[str]) -> set[str]:
         """Options of echelon's among the script's words, which its own text does not have."""
-        found = {_name(word) for word in _before_dashes(its) if word.startswith("--")} & set(self._known) - given
+        late = {_name(word) for word in _before_dashes(its) if word.startswith("--")} & set(self._known) - given
         try:
-            text = read_bytes(os.path.realpath(script)).decode(errors="replace") if found else ""
+            text = read_bytes(os.path.realpath(script)).decode(errors="replace") if late else ""
         except OSError:  # a module, or no file at all, which is refused elsewhere
             text = ""
-        return {name for name in found if name not in text}
+        return {name for name in late if name not in text}
 
     def _taken(self, its: Sequence[str], late: set[str]) -> tuple[list[str], list[str]]:
         """Echelon's words, each with its value, and those that stay the script's."""
-        mine: list[str] = []
+        own_words: list[str] = []
         left: list[str] = []
         words = iter(_before_dashes(its))
         for word in words:
             if _name(word) not in late:
                 left.append(word)
                 continue
-            mine.append(word)
+            own_words.append(word)
             if "=" not in word and self._option_string_actions[word].nargs is None:
-                mine += [value for value in [next(words, None)] if value is not None]
-        return mine, [*left, *its[len(_before_dashes(its)) + 1 :]]
+                own_words += [value for value in [next(words, None)] if value is not None]
+        return own_words, [*left, *its[len(_before_dashes(its)) + 1 :]]
 
 
 def _before_dashes(words: Sequence[str]) -> Sequence[str]:

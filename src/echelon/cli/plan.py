@@ -173,10 +173,10 @@ def _memory(arguments: argparse.Namespace) -> int:
 
 
 def _shapes(given: Sequence[str]) -> dict[str, int]:
-    found = [re.fullmatch(r"(.+:[0-9]+)=([0-9]{1,18})", each) for each in given]
-    for each, parts in zip(given, found, strict=True):
+    matches = [re.fullmatch(r"(.+:[0-9]+)=([0-9]{1,18})", each) for each in given]
+    for each, parts in zip(given, matches, strict=True):
         require(parts is not None, "--shape", "FILE:LINE=N, such as train.py:8=64", each, kind=PlanError)
-    return {parts[1]: int(parts[2]) for parts in found if parts is not None}
+    return {parts[1]: int(parts[2]) for parts in matches if parts is not None}
 
 
 def _find_batch(arguments: argparse.Namespace) -> int:
@@ -211,12 +211,12 @@ def found_batch(layout: str | None, ranks: int, script: str, args: Sequence[str]
     words = [sys.executable, "-m", "echelon", "plan", "--find-batch", "--json", "--gpus", str(ranks)]
     words += ["--only", layout or "yours", script, *args]
     done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
-    told = parse_object(done.stdout) if done.returncode == 0 else None
-    if told is None:
+    answer = parse_object(done.stdout) if done.returncode == 0 else None
+    if answer is None:
         raise PlanError(
             "the script must train with some micro-batch, got what is said above. Mend that, or leave out --find-batch."
         )
-    return int(told["accumulate"])
+    return int(answer["accumulate"])
 
 
 def refuse_unfit(
@@ -241,14 +241,14 @@ def refuse_unfit(
         words = [sys.executable, "-m", "echelon", "plan", "--gpus", str(ranks), "--nodes", str(nodes), *given]
         words += ["--into", str(into), script, *args]
         code = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=2, check=False).returncode
-        found = read_json(into)
+        plan = read_json(into)
     if code == 1:
         raise PlanError(
             f"the layout must fit on {device} with {ranks} ranks, got the plan above. Choose another, or leave out --plan."
         )
-    if code or found is None:
+    if code or plan is None:
         raise PlanError("the run must be one that can be planned, got what is said above. Mend that, or leave out --plan.")
-    answer = found["layouts"][0]
+    answer = plan["layouts"][0]
     return {"device": device} | {name: answer[name] for name in ("layout", "peak", "seconds", "tokens", "samples")}
 
 
@@ -263,6 +263,6 @@ def _layers(arguments: argparse.Namespace) -> int:
     os.environ.update({**RankInfo(rank=0, world_size=1, run_id="plan").to_env(), "MASTER_PORT": str(free_port())})
     target = Target(script=arguments.script, args=tuple(arguments.args), device="cpu")
     with contextlib.redirect_stdout(sys.stderr):  # what the script prints is not the plan
-        found = plan_layers(target, layouts[0], arguments.ranks)
-    print(printable("\n\n".join("\n".join(lines(each)) for each in found)))
+        layers = plan_layers(target, layouts[0], arguments.ranks)
+    print(printable("\n\n".join("\n".join(lines(each)) for each in layers)))
     return 0

@@ -121,12 +121,12 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _not_python(arguments: argparse.Namespace, why: str) -> int:
-    said = f"Nothing was compared: {why}"
+    message = f"Nothing was compared: {why}"
     if arguments.json:
         facts = {"holds": False, "exit_code": _NOTHING_COMPARED, "rows": [], "notes": [], "findings": []}
-        print(json.dumps({**facts, "conclusion": said}, indent=2))
+        print(json.dumps({**facts, "conclusion": message}, indent=2))
     else:
-        print(said)
+        print(message)
     return _NOTHING_COMPARED
 
 

@@ -28,12 +28,12 @@ def in_env(arguments: argparse.Namespace, ranks: int) -> dict[str, str]:
     Raises:
         UsageError: steps or ranks that there are not.
     """
-    found = {MEMORY_VARIABLE: "1"} if arguments.memory_snapshot else {}
+    variables = {MEMORY_VARIABLE: "1"} if arguments.memory_snapshot else {}
     if arguments.profile is not None:
         wanted = Profile.parse(arguments.profile)
         wanted.check_ranks(ranks)
-        found[VARIABLE] = str(wanted)
-    return found
+        variables[VARIABLE] = str(wanted)
+    return variables
 
 
 def written(run: RunDir) -> list[str]:

@@ -66,21 +66,21 @@ def _of_python() -> Iterator[tuple[str, str]]:
 
 
 def _of_torch() -> Iterator[tuple[str, str]]:
-    told, why = _told_by_torch()
-    if told is None:
+    answer, why = _told_by_torch()
+    if answer is None:
         installed = package_version("torch")
         is_absent = installed == "not installed" and why == "ModuleNotFoundError: No module named 'torch'"
         yield "torch", installed if is_absent else f"{installed}; cannot be imported: {why}"
         return
-    yield "torch", f"{told['version']} (commit {told['git']})"
-    built = f"CUDA {told['cuda']}" if told["cuda"] else f"ROCm {told['hip']}" if told["hip"] else "CPU only"
+    yield "torch", f"{answer['version']} (commit {answer['git']})"
+    built = f"CUDA {answer['cuda']}" if answer["cuda"] else f"ROCm {answer['hip']}" if answer["hip"] else "CPU only"
     yield "torch is built for", built
-    yield "GPUs that torch sees", str(told["sees"])
-    if told["cudnn"] is not None:
-        yield "cuDNN", str(told["cudnn"])
-    if told["nccl"] is not None:
-        yield "NCCL", ".".join(map(str, told["nccl"]))
-    yield "torch's threads", str(told["threads"])
+    yield "GPUs that torch sees", str(answer["sees"])
+    if answer["cudnn"] is not None:
+        yield "cuDNN", str(answer["cudnn"])
+    if answer["nccl"] is not None:
+        yield "NCCL", ".".join(map(str, answer["nccl"]))
+    yield "torch's threads", str(answer["threads"])
 
 
 def _told_by_torch() -> tuple[dict[str, Any] | None, str]:
@@ -95,11 +95,11 @@ def _told_by_torch() -> tuple[dict[str, Any] | None, str]:
     if done.returncode < 0:
         return None, f"its import ended by {signal_name(-done.returncode)}"
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        return None, said[-1] if said else f"its import ended with exit code {done.returncode}"
+        errors = done.stderr.decode(errors="replace").strip().splitlines()
+        return None, errors[-1] if errors else f"its import ended with exit code {done.returncode}"
     try:
-        told = json.loads(done.stdout.decode().splitlines()[-1])
-        return {name: told[name] for name in ("version", "git", "cuda", "hip", "cudnn", "nccl", "sees", "threads")}, ""
+        answer = json.loads(done.stdout.decode().splitlines()[-1])
+        return {name: answer[name] for name in ("version", "git", "cuda", "hip", "cudnn", "nccl", "sees", "threads")}, ""
     except (ValueError, LookupError, TypeError):
         return None, "it said something else than was asked"
 
@@ -110,10 +110,10 @@ def _of_packages() -> Iterator[tuple[str, str]]:
         if name != "torch":
             yield name, package_version(name)
     for extra, names in sorted(extras.items()):
-        found = {name: package_version(name) for name in names}
-        missing = [name for name, version in found.items() if version == "not installed"]
-        if len(missing) < len(found):
-            there = ", ".join(f"{name} {version}" for name, version in found.items() if name not in missing)
+        versions = {name: package_version(name) for name in names}
+        missing = [name for name, version in versions.items() if version == "not installed"]
+        if len(missing) < len(versions):
+            there = ", ".join(f"{name} {version}" for name, version in versions.items() if name not in missing)
             yield f"extra {extra}", there + (f"; without {', '.join(missing)}" if missing else "")
     if absent := sorted(e for e, names in extras.items() if all(package_version(n) == "not installed" for n in names)):
         yield "extras not installed", ", ".join(absent)

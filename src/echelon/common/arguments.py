@@ -23,8 +23,8 @@ def flags(*, kind: type[UsageError] = UsageError, **given: Any) -> None:
         UsageError: neither True nor False, nor 1 or 0.
     """
     for name, value in given.items():
-        found = plain(value)
-        require(isinstance(found, int) and found in (0, 1), name, "True or False", value, kind=kind)
+        flag = plain(value)
+        require(isinstance(flag, int) and flag in (0, 1), name, "True or False", value, kind=kind)
 
 
 def flags_of(options: Any, *, kind: type[UsageError] = UsageError) -> None:
@@ -59,10 +59,10 @@ def several(
         UsageError: a text, a mapping or nothing to iterate over; or some of them are not as they must be, and are shown.
     """
     require(is_list(given), name, what, given, kind=kind)
-    found = tuple(given)
-    wrong = [each for each in found if not holds(each)]
+    items = tuple(given)
+    wrong = [each for each in items if not holds(each)]
     require(not wrong, name, what, wrong, kind=kind)
-    return found
+    return items
 
 
 def is_list(value: Any) -> bool:

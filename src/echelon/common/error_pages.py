@@ -272,10 +272,10 @@ def _fields(code: str) -> str:
 
 def class_of(code: str) -> type[EchelonError]:
     """The class that has a code."""
-    found: type[EchelonError] = next(
+    error_class: type[EchelonError] = next(
         kind for kind in vars(errors).values() if isinstance(kind, type) and vars(kind).get("code") == code
     )
-    return found
+    return error_class
 
 
 def as_text(code: str) -> str:

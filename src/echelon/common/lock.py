@@ -75,15 +75,15 @@ class Holder:
     @classmethod
     def parsed(cls, text: bytes) -> Holder | None:
         """None for whatever no process of ours wrote."""
-        found = {"job": "", "token": "", "run": "", **(parse_object(text) or {})}
+        values = {"job": "", "token": "", "run": "", **(parse_object(text) or {})}
         texts, moments = ("host", "boot", "user", "job", "token", "run"), ("since", "seen")
-        if not all(isinstance(found.get(name), str) for name in texts):
+        if not all(isinstance(values.get(name), str) for name in texts):
             return None
-        if not (type(found.get("pid")) is int and 0 <= found["pid"] < 1 << 31):
+        if not (type(values.get("pid")) is int and 0 <= values["pid"] < 1 << 31):
             return None
-        if not all(type(found.get(name)) in (int, float) and 0 <= found[name] <= 1e11 for name in moments):
+        if not all(type(values.get(name)) in (int, float) and 0 <= values[name] <= 1e11 for name in moments):
             return None
-        known: dict[str, Any] = {field.name: found.get(field.name) for field in fields(cls)}
+        known: dict[str, Any] = {field.name: values.get(field.name) for field in fields(cls)}
         return cls(**known)
 
     @property
@@ -359,10 +359,10 @@ class _File:
         """Of many that found this text one may remove it, who has the lock of its name: another would remove a new text."""
         of_this_text = _File(self._beside(hashlib.sha256(text).hexdigest()[:16]), self._mode)
         try:
-            mine = _by_text(of_this_text, Holder.myself())
+            remover = _by_text(of_this_text, Holder.myself())
         except HeldError:
             return False
-        if mine is None:
+        if remover is None:
             return False
         try:
             if self.read() != text:
@@ -405,8 +405,8 @@ def _lock(file: int) -> None:
 def _is_locked(file: int) -> bool:
     if hasattr(fcntl, "F_OFD_GETLK"):
         try:
-            found = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
-            return bool(struct.unpack_from("h", found)[0] != fcntl.F_UNLCK)
+            lock = fcntl.fcntl(file, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
+            return bool(struct.unpack_from("h", lock)[0] != fcntl.F_UNLCK)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise

@@ -24,21 +24,21 @@ def whole(name: str, value: Any, *, at_least: int | None = None, or_none: str = 
     Raises:
         UsageError: not a whole number, or too small. True is refused, though Python takes it for 1.
     """
-    found = plain(value)
-    if isinstance(found, float) and math.isfinite(found) and found == int(found):
-        found = int(found)
+    result = plain(value)
+    if isinstance(result, float) and math.isfinite(result) and result == int(result):
+        result = int(result)
     least = f" of at least {at_least}" if at_least is not None else ""
     none = f", or None {or_none}" if or_none else ""
-    holds = isinstance(found, int) and not isinstance(found, bool) and (at_least is None or found >= at_least)
+    holds = isinstance(result, int) and not isinstance(result, bool) and (at_least is None or result >= at_least)
     require(holds, name, f"a whole number{least}{none}", value, kind=kind)
-    return int(found)
+    return int(result)
 
 
 def number(
     name: str,
     value: Any,
     what: str,
-    holds: Callable[[Any], bool] = lambda found: not math.isnan(found),
+    holds: Callable[[Any], bool] = lambda result: not math.isnan(result),
     *,
     kind: type[UsageError] = UsageError,
 ) -> None:
@@ -49,8 +49,8 @@ def number(
     Raises:
         UsageError: no number, or not such a one. True is refused.
     """
-    found = plain(value)
-    require(isinstance(found, Real) and not isinstance(found, bool) and holds(found), name, what, value, kind=kind)
+    result = plain(value)
+    require(isinstance(result, Real) and not isinstance(result, bool) and holds(result), name, what, value, kind=kind)
 
 
 def digits(text: str) -> int | None:
@@ -68,10 +68,10 @@ def count_in(env: Mapping[str, str], name: str, otherwise: int | None = None, re
         LauncherEnvironmentError: it holds anything else.
     """
     text = env.get(name, "").strip()
-    found = otherwise if not text else digits(text)
-    if found is None:
+    result = otherwise if not text else digits(text)
+    if result is None:
         raise LauncherEnvironmentError(f"{name} must be a whole number from 0 on, got {shortly(text)}. {remedy}".rstrip())
-    return found
+    return result
 
 
 def plain(value: Any) -> Any:

@@ -37,16 +37,16 @@ def translated(
     Raises:
         UsageError: a value under both names; a name that is neither, with the nearest that is.
     """
-    found = dict(own)
+    values = dict(own)
     for name, value in older.items():
         if name not in words:
             raise unknown(function, name, [*own, *others], older=words)
         new = words[name]
-        if value is not None and found.get(new) is not None:
+        if value is not None and values.get(new) is not None:
             raise UsageError(f"{function} was given {name} and {new}, which are the same. Give {new} alone.")
         is_now(f"{function}({name}=...)", where(new))
-        found[new] = value if value is not None else found.get(new)
-    return found
+        values[new] = value if value is not None else values.get(new)
+    return values
 
 
 def renames(**words: str) -> Callable[[F], F]:

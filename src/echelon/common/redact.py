@@ -273,6 +273,6 @@ def secret_values(words: Sequence[str], environment: Mapping[str, str]) -> set[s
 
     Short ones are left out: to hide each `abc` of a text would hide the text, and paths, which name a file.
     """
-    found = {hidden for _, hidden in _hidden_words(words)}
-    found |= {value for name, value in environment.items() if name not in ("PWD", "OLDPWD") and _kind(name)}
-    return {value for value in found if len(value) >= 6 and not value.startswith(("/", "./", "~")) and not value.isdigit()}
+    secrets = {hidden for _, hidden in _hidden_words(words)}
+    secrets |= {value for name, value in environment.items() if name not in ("PWD", "OLDPWD") and _kind(name)}
+    return {value for value in secrets if len(value) >= 6 and not value.startswith(("/", "./", "~")) and not value.isdigit()}

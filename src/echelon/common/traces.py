@@ -59,8 +59,8 @@ def from_here(path: str) -> str:
 @functools.lru_cache(maxsize=1)
 def _own_files() -> frozenset[str]:
     """Of this package, as "loop/engine.py"; not those at its top, whose names others have as well."""
-    found = (os.path.relpath(os.path.join(at, name), _PACKAGE) for at, _, names in os.walk(_PACKAGE) for name in names)
-    return frozenset(path.replace(os.sep, "/") for path in found if os.sep in path and path.endswith(".py"))
+    files = (os.path.relpath(os.path.join(at, name), _PACKAGE) for at, _, names in os.walk(_PACKAGE) for name in names)
+    return frozenset(path.replace(os.sep, "/") for path in files if os.sep in path and path.endswith(".py"))
 
 
 def _libraries() -> set[str]:

@@ -49,9 +49,9 @@ class Asked:
         if not text:
             return None
         try:
-            said = parse_object(text) or {}
-            ranks, nodes = (whole(name, said.get(name), at_least=1) for name in ("ranks", "nodes"))
-            return cls(ranks, nodes, str(said["command"]))
+            fields = parse_object(text) or {}
+            ranks, nodes = (whole(name, fields.get(name), at_least=1) for name in ("ranks", "nodes"))
+            return cls(ranks, nodes, str(fields["command"]))
         except (UsageError, KeyError) as error:
             raise LauncherEnvironmentError(
                 f"{_VARIABLE}={shortly(text)} cannot be read: {error} The launcher sets it; unset it."
@@ -74,8 +74,8 @@ class Asked:
         if env.get("LOCAL_WORLD_SIZE") and info.local_world_size != self.ranks // self.nodes:
             raise self.error(f"rank {info.rank} is one of {info.local_world_size} on its node")
 
-    def error(self, found: str) -> LauncherEnvironmentError:
-        """`found` is not what was asked for; with what the command said, and what to write."""
+    def error(self, actual: str) -> LauncherEnvironmentError:
+        """`actual` is not what was asked for; with what the command said, and what to write."""
         per_node = self.ranks // self.nodes
         shape = f"{self.nodes} nodes x {per_node}" if self.nodes > 1 else "one node"
         remedy = (
@@ -90,5 +90,5 @@ class Asked:
                 "--num_processes says."
             )
         return LauncherEnvironmentError(
-            f"{found}, but {self.ranks} ranks were asked for ({shape}). The launch command was: {self.command}\n{remedy}"
+            f"{actual}, but {self.ranks} ranks were asked for ({shape}). The launch command was: {self.command}\n{remedy}"
         )

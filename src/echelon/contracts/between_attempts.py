@@ -58,8 +58,8 @@ def note_loader(global_batch: int, accumulation: int, *, divisible: int, ranks_p
 
 def read_loaders(attempt: Path) -> list[dict[str, Any]]:
     """What `note_loader` wrote into the folder of an attempt."""
-    found = (read_json(attempt / "loaders.json") or {}).get("loaders", [])
-    return [loader for loader in found if _is_loader(loader)] if isinstance(found, list) else []
+    loaders = (read_json(attempt / "loaders.json") or {}).get("loaders", [])
+    return [loader for loader in loaders if _is_loader(loader)] if isinstance(loaders, list) else []
 
 
 def _is_loader(value: Any) -> bool:

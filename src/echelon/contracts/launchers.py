@@ -76,8 +76,8 @@ class _Reader:
         """This variable, and the others of its launcher that are no numbers: all are to be mended at once."""
         others = next((names for names in _NUMBERS if name in names), ())
         wrong = [each for each in dict.fromkeys((name, *others)) if (text := self.text(each)) and not _NUMBER.fullmatch(text)]
-        said = ", ".join(f"{each} must be a whole number, got {shortly(self.env[each].strip())}" for each in wrong)
-        return f"{said} ({self.launcher})."
+        values = ", ".join(f"{each} must be a whole number, got {shortly(self.env[each].strip())}" for each in wrong)
+        return f"{values} ({self.launcher})."
 
     def pair(self, rank: str, size: str) -> tuple[int, int] | None:
         """Both or neither: one alone is what a half-copied launch script looks like."""

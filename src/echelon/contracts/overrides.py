@@ -62,10 +62,10 @@ class Overrides:
         text = os.environ.get(VARIABLE)
         if not text:
             return cls()
-        said = parse_object(text)
-        if said is None or any(type(value) not in _TYPES.get(name, ()) for name, value in said.items()):
+        fields = parse_object(text)
+        if fields is None or any(type(value) not in _TYPES.get(name, ()) for name, value in fields.items()):
             raise LauncherEnvironmentError(f"{VARIABLE}={shortly(text)} is not what echelon's launcher writes there. Unset it.")
-        return cls(**said)
+        return cls(**fields)
 
 
 _imposed: Overrides | None = None

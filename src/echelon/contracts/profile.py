@@ -44,10 +44,10 @@ class Profile:
             UsageError: anything else.
         """
         pairs = [part.partition("=") for part in text.split(",")]
-        said = {name: value for name, _, value in pairs}
-        steps = _STEPS.fullmatch(said.get("steps", ""))
-        ranks = said.get("ranks", "0")
-        known = len(said) == len(pairs) and set(said) <= {"steps", "ranks"}
+        fields = {name: value for name, _, value in pairs}
+        steps = _STEPS.fullmatch(fields.get("steps", ""))
+        ranks = fields.get("ranks", "0")
+        known = len(fields) == len(pairs) and set(fields) <= {"steps", "ranks"}
         are_ranks = ranks == "all" or _RANKS.fullmatch(ranks) is not None
         kind = LauncherEnvironmentError if what == VARIABLE else CommandError
         require(known and steps is not None and are_ranks, what, _FORM, text, kind=kind)

@@ -158,8 +158,8 @@ def _read(env: Mapping[str, str]) -> dict[str, Any]:
             try:
                 _check(values)
             except LauncherEnvironmentError as error:
-                found = ", ".join(f"{k}={one_line(env[k])[:80]}" for k in sorted(env) if re.fullmatch(variables, k))
-                raise LauncherEnvironmentError(f"{error} {name}'s variables say {found}.") from None
+                variables_set = ", ".join(f"{k}={one_line(env[k])[:80]}" for k in sorted(env) if re.fullmatch(variables, k))
+                raise LauncherEnvironmentError(f"{error} {name}'s variables say {variables_set}.") from None
             logger.debug("rank %s of %s, from %s's environment", values["rank"], values["world_size"], name)
             return values
     lonely = [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK") if env.get(name, "").strip()]
@@ -182,5 +182,5 @@ def said_by(info: RankInfo, env: Mapping[str, str] | None = None) -> str:
     if env.get(STORE_PREFIX_VARIABLE) or "TORCHELASTIC_MAX_RESTARTS" in env:
         return ""
     wanted = str(info.rank), str(info.world_size)
-    found = (pair for pair in SAY_RANK if tuple(env.get(name, "").strip() for name in pair) == wanted)
-    return next((f"{rank}={wanted[0]} and {size}={wanted[1]}" for rank, size in found), "")
+    pairs = (pair for pair in SAY_RANK if tuple(env.get(name, "").strip() for name in pair) == wanted)
+    return next((f"{rank}={wanted[0]} and {size}={wanted[1]}" for rank, size in pairs), "")

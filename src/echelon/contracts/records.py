@@ -141,13 +141,13 @@ _REFUSAL = _object({"host": _text, "why": _text}, {})
 
 
 def _read(path: Path, check: Check) -> dict[str, Any] | None:
-    found = read_json(path)
-    return found if check(found) else None
+    record = read_json(path)
+    return record if check(record) else None
 
 
-def raised_record(said: Any) -> dict[str, Any] | None:
+def raised_record(record: Any) -> dict[str, Any] | None:
     """An exception that a rank says it was handling, as `worker.describe` says it."""
-    return said if _RAISED(said) else None
+    return record if _RAISED(record) else None
 
 
 def rank_record(path: Path) -> dict[str, Any] | None:
@@ -172,8 +172,8 @@ def meeting_record(path: Path) -> dict[str, Any] | None:
 
 def place_record(path: Path) -> dict[str, Any] | None:
     """Where a rank is that a launch command started."""
-    found = _read(path, _PLACE)
-    return found if found is not None and found["pid"] > 1 else None
+    record = _read(path, _PLACE)
+    return record if record is not None and record["pid"] > 1 else None
 
 
 def refusal_record(path: Path) -> dict[str, Any] | None:

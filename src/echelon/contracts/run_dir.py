@@ -238,10 +238,10 @@ class RunDir:
     def attempts(self) -> list[Path]:
         """The folders of all attempts, in their order."""
         try:
-            found = [p for p in (self.path / "attempts").iterdir() if _NUMBER.fullmatch(p.name)]
+            folders = [p for p in (self.path / "attempts").iterdir() if _NUMBER.fullmatch(p.name)]
         except OSError:
             return []
-        return sorted(found, key=lambda p: int(p.name))
+        return sorted(folders, key=lambda p: int(p.name))
 
     @property
     def name(self) -> str:
@@ -349,12 +349,12 @@ def _is_run(path: Path) -> bool:
 def _runs_in(root: Path) -> list[str]:
     """Their names, the newest last."""
     try:
-        found = [
+        names = [
             (entry.stat().st_mtime, entry.name) for entry in os.scandir(root) if entry.is_dir() and _is_run(Path(entry.path))
         ]
     except OSError:
         return []
-    return [name for _, name in sorted(found)]
+    return [name for _, name in sorted(names)]
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

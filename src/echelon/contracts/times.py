@@ -89,8 +89,8 @@ class TimeRecord:
 
     def to_json(self) -> dict[str, Any]:
         """As it is written: to the microsecond, and without what is zero or empty."""
-        found = {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(self).items()}
-        return {name: value for name, value in found.items() if value or name in ("steps", "wall_s")}
+        record = {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(self).items()}
+        return {name: value for name, value in record.items() if value or name in ("steps", "wall_s")}
 
 
 _NUMBERS = tuple(f.name for f in fields(TimeRecord) if f.name.endswith("_s"))
@@ -118,10 +118,10 @@ def _is_duration(value: object, most: float = _LONGEST_S) -> bool:
 def ranks_of(run: RunDir) -> list[int]:
     """The ranks that have written of this attempt, in order."""
     try:
-        found = [int(m[1]) for p in run.attempt_path.iterdir() if (m := _NAME.fullmatch(p.name))]
+        ranks = [int(m[1]) for p in run.attempt_path.iterdir() if (m := _NAME.fullmatch(p.name))]
     except OSError:
         return []
-    return sorted(found)[:_MOST_RANKS]
+    return sorted(ranks)[:_MOST_RANKS]
 
 
 class TimesReader:
@@ -133,14 +133,14 @@ class TimesReader:
 
     def read(self) -> dict[int, list[TimeRecord]]:
         """By rank; without ranks that have written nothing new."""
-        found: dict[int, list[TimeRecord]] = {}
+        records: dict[int, list[TimeRecord]] = {}
         for rank in ranks_of(self._run):
             reader = self._readers.get(rank)
             if reader is None:
                 reader = self._readers[rank] = LineReader.of_end(self._run.times(rank), _MOST_BYTES)
             if new := [r for line in reader.read() if (r := parse(line)) is not None]:
-                found[rank] = new
-        return found
+                records[rank] = new
+        return records
 
 
 def read_times(run: RunDir) -> dict[int, list[TimeRecord]]:

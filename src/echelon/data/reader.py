@@ -92,8 +92,8 @@ class Reader:
         try:
             return self._collate(values)
         except Exception as error:
-            told, fields = _unlike(values, samples) if self._collate is default_collate else ("", {})
-            text = f"a batch of {len(values)} samples{self._where} could not be collated: {told}{said(error)}"
+            differences, fields = _unlike(values, samples) if self._collate is default_collate else ("", {})
+            text = f"a batch of {len(values)} samples{self._where} could not be collated: {differences}{said(error)}"
             named = DataError(text, **fields)
             named.__cause__ = error
             if self._board is None:

@@ -72,18 +72,18 @@ def facts(state: Mapping[str, Any]) -> dict[str, Any]:
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
     """What differs between two loaders' states, or facts, in a fixed order; what an older state does not hold is not compared."""
     saved = {**saved, "order": str(saved.get("order", 1))}  # before formulas were numbered
-    found: list[Change] = []
+    changed: list[Change] = []
     for name, meaning in {**_MATTERS, **_HARMLESS}.items():
         if name not in saved or saved[name] == now[name]:
             continue
         was, is_ = saved[name], now[name]
         if name == "fingerprint":
-            difference = _difference(was, is_, length_is_told="samples" in [each.name for each in found])
+            difference = _difference(was, is_, length_is_told="samples" in [each.name for each in changed])
             if difference is None:
                 continue
             was, is_ = difference
-        found.append(Change(called(name), str(was), str(is_), meaning, name in _MATTERS))
-    return found
+        changed.append(Change(called(name), str(was), str(is_), meaning, name in _MATTERS))
+    return changed
 
 
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], accepted: Collection[str]) -> None:
@@ -91,12 +91,12 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], accepted: Colle
     Raises:
         UsageError: something that matters changed and was not accepted; holds a table of all changes.
     """
-    found = changes(saved, now)
-    refused = [each.name for each in found if each.harmful and each.name not in accepted]
+    changed = changes(saved, now)
+    refused = [each.name for each in changed if each.harmful and each.name not in accepted]
     if not refused:
         return
     rows = [("what", "saved", "now", "what it means")]
-    rows += [(c.name, c.saved, c.now, c.meaning + (" (accepted)" if c.name in accepted else "")) for c in found]
+    rows += [(c.name, c.saved, c.now, c.meaning + (" (accepted)" if c.name in accepted else "")) for c in changed]
     table = "\n".join(f"  {line}" for line in columns(rows))
     names = ", ".join(map(repr, refused))
     raise LoaderError(

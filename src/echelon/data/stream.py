@@ -129,13 +129,13 @@ class StreamLoader(BaseLoader):
         """
         self._resolve()
         stands = [self._fresh, *self._latest]
-        found = next((stand for stand in stands if stand.position == position), None)
-        if found is None:
+        position_at = next((stand for stand in stands if stand.position == position), None)
+        if position_at is None:
             raise LoaderError(
                 f"training resumes after micro-batch {position} of epoch {self.epoch}, but the stream is at "
                 f"{self._latest[-1].position}. Restore the loader together with the unit: train_dataloader=."
             )
-        self._begin = found
+        self._begin = position_at
         return position
 
     def __iter__(self) -> Iterator[Any]:
@@ -260,15 +260,15 @@ class StreamLoader(BaseLoader):
             return
         state, (dp_rank, _), now = self._loaded, self.dp, self._division()
         changed = [f"{called(name)} was {state[name]}, is {value}" for name, value in now.items() if state[name] != value]
-        mine = state["ranks"].get(str(dp_rank))
-        if changed or mine is None:
+        own_state = state["ranks"].get(str(dp_rank))
+        if changed or own_state is None:
             raise LoaderError(
                 f"streams of {type(self.dataset).__name__} cannot resume: "
                 f"{'; '.join(changed) or f'the state holds nothing of data rank {dp_rank}'}. A stream's position cannot "
                 "be split differently. Use the same numbers, or do not restore the loader and start the epoch again. "
                 "A map-style dataset in a Loader has no such limit."
             )
-        self._begin = Stand(int(state["position"]), int(mine["turn"]), tuple(mine["streams"]))
+        self._begin = Stand(int(state["position"]), int(own_state["turn"]), tuple(own_state["streams"]))
         self._latest, self._loaded = deque([self._begin], maxlen=2), None
 
 

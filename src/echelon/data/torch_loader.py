@@ -66,11 +66,11 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
             "less, or leave out drop_last."
         )
     generator = getattr(sampler, "generator", None)
-    said: int | None = sampler.seed if divided else generator.initial_seed() if isinstance(generator, torch.Generator) else None
+    seed: int | None = sampler.seed if divided else generator.initial_seed() if isinstance(generator, torch.Generator) else None
     made = Loader(
         loader.dataset,
         global_batch,
-        seed=(agree.from_rank0(torch.initial_seed) if said is None else said) + (0 if divided else number),
+        seed=(agree.from_rank0(torch.initial_seed) if seed is None else seed) + (0 if divided else number),
         shuffle=sampler.shuffle if divided else _is(sampler, RandomSampler),
         accumulate=accumulation,
         tail="drop" if loader.drop_last and accumulation == 1 else "keep",
@@ -80,7 +80,7 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
     )
     if loader.drop_last and accumulation > 1:  # it drops what is no whole batch, and not what is no whole update
         made.multiple = batch
-    made.keeps_seed = said is not None
+    made.keeps_seed = seed is not None
     made.worker_init_fn = loader.worker_init_fn
     return made
 
@@ -92,5 +92,7 @@ def _chooses(sampler: Any) -> bool:
 
 def _is(sampler: Any, kind: type) -> bool:
     """Whether it is torch's, or what StatefulDataLoader has in its place."""
-    found = type(sampler)
-    return found is kind or (found.__module__ == "torchdata.stateful_dataloader.sampler" and found.__name__ == kind.__name__)
+    sampler_class = type(sampler)
+    return sampler_class is kind or (
+        sampler_class.__module__ == "torchdata.stateful_dataloader.sampler" and sampler_class.__name__ == kind.__name__
+    )

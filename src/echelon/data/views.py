@@ -99,8 +99,8 @@ class _Draws:
         words = mix64(key + positions.astype(_U64) * _U64(0x9E3779B97F4A7C15))
         fractions = (words >> _U64(11)).astype(np.float64) * 2.0**-53
         # side="right": a sample of weight 0 ends where the one before it does, and is never met.
-        found: Indices = np.searchsorted(self._sums, fractions * self._sums[-1], side="right")
-        return np.minimum(found, self._last)
+        indices: Indices = np.searchsorted(self._sums, fractions * self._sums[-1], side="right")
+        return np.minimum(indices, self._last)
 
 
 class Mixture(Ordered):
@@ -204,11 +204,11 @@ class _Mixed:
         counts = periods * self._shares[owners] + self._before[phases]  # how often this dataset came before
         out = np.empty(len(positions), dtype=np.int64)
         for which in np.unique(owners).tolist():
-            order, mine = self._orders[which], np.flatnonzero(owners == which)
-            own_epochs, own_positions = np.divmod(counts[mine], order.length)
+            order, positions_of_own = self._orders[which], np.flatnonzero(owners == which)
+            own_epochs, own_positions = np.divmod(counts[positions_of_own], order.length)
             for own in np.unique(own_epochs).tolist():
-                here = own_epochs == own
-                out[mine[here]] = order.at(own, own_positions[here]) + self._starts[which]
+                in_epoch = own_epochs == own
+                out[positions_of_own[in_epoch]] = order.at(own, own_positions[in_epoch]) + self._starts[which]
         return out
 
 

@@ -39,5 +39,5 @@ _WORDS = (
 
 def last_words(log: str) -> str:
     """The first of the weightiest of them, each of its lines clean; empty if there are none."""
-    found = next((match[1] for pattern in _WORDS if (match := pattern.search(log)) is not None), "")
-    return "\n".join(one_line(line.strip()) for line in found.splitlines() if line.strip())
+    words = next((match[1] for pattern in _WORDS if (match := pattern.search(log)) is not None), "")
+    return "\n".join(one_line(line.strip()) for line in words.splitlines() if line.strip())

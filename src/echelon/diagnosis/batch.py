@@ -38,8 +38,8 @@ def why_ended(run: RunDir) -> str:
     for line in reversed(text.splitlines()[-_LAST_LINES:]):
         if _NO_MEMORY.search(line):
             return OUT_OF_MEMORY
-        if (found := _ENDED.search(line)) and _is_of(run.attempt_path, found[1]):
-            return found[2]
+        if (match := _ENDED.search(line)) and _is_of(run.attempt_path, match[1]):
+            return match[2]
     return ""
 
 

@@ -32,14 +32,14 @@ def blamed(evidence: Evidence, verdict: Verdict, first: Failure, failures: Seque
     if own is not None:
         return own
     other = next((f for f in failures if f.waited), first)
-    said = [verdict.paragraph]
+    lines = [verdict.paragraph]
     if other.kind == HANGS:
-        said += verdict.seen
+        lines += verdict.seen
     else:
-        said += [f"rank {other.rank} {'waited and gave up' if other.waited else 'then failed'}:", *other.user_frames[-1:]]
-        said += [f"{other.kind}: {other.message}"]
+        lines += [f"rank {other.rank} {'waited and gave up' if other.waited else 'then failed'}:", *other.user_frames[-1:]]
+        lines += [f"{other.kind}: {other.message}"]
     kind = "stopped" if verdict.cause == "stopped" else "behind"
     raised = evidence.rank(rank).raised if kind == "behind" else None
     frames = raised.user_frames if raised is not None else ()
     log = first.log.with_name(f"rank{rank}.log") if first.log is not None else None
-    return Failure(rank, first.exit_code, first.time_ns, kind, "\n".join(said), frames, log=log, headline=verdict.headline)
+    return Failure(rank, first.exit_code, first.time_ns, kind, "\n".join(lines), frames, log=log, headline=verdict.headline)

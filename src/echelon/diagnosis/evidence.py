@@ -125,9 +125,9 @@ class _Reader:
             add_record(ranks, record, self.run)
         own = {number: self._own(path) for number, path in self._files(self.here, "exit.rank")}
         last_ns = _last_failure_ns(ranks, own) if whole and len(records) == 1 else None
-        for number, found in own.items():
-            if last_ns is None or found.get("time_ns", 0) <= last_ns or _has_failed(ranks, number):
-                add_rank(ranks, number, found, self.run.log(number), final=whole)
+        for number, own_record in own.items():
+            if last_ns is None or own_record.get("time_ns", 0) <= last_ns or _has_failed(ranks, number):
+                add_rank(ranks, number, own_record, self.run.log(number), final=whole)
         for number, path in self._files(self.dumps, "stack.rank"):
             text = self._content(path, _STACK_BYTES).decode("utf-8", "replace")
             known = ranks.get(number) or RankEvidence(number)
@@ -191,9 +191,9 @@ class _Reader:
         if self.here is None:
             return [], False
         paths = [self.here / "exit.json", *(path for _, path in self._files(self.here, "exit.node"))]
-        found = {path: self._record(path, exit_record, _OF_END) for path in paths if is_file(path)}
-        self.notes += [f"{path.name} {_why_none(path)}" for path, record in found.items() if record is None]
-        return [record for record in found.values() if record is not None], found.get(paths[0]) is not None
+        records = {path: self._record(path, exit_record, _OF_END) for path in paths if is_file(path)}
+        self.notes += [f"{path.name} {_why_none(path)}" for path, record in records.items() if record is None]
+        return [record for record in records.values() if record is not None], records.get(paths[0]) is not None
 
     def _record(self, path: Path, read: Callable[[Path], dict[str, Any] | None], names: Iterable[str]) -> dict[str, Any] | None:
         """What is used of a record, if there is room for it among all that is read."""
@@ -246,8 +246,8 @@ class _Reader:
         return rank
 
     def _world_size(self, records: list[dict[str, Any]]) -> int:
-        told = [record.get("world_size") for record in records] + [(read_json(self.run.run_json) or {}).get("ranks")]
-        return next((n for n in told if type(n) is int and 0 < n <= MOST_RANKS), 0)
+        sizes = [record.get("world_size") for record in records] + [(read_json(self.run.run_json) or {}).get("ranks")]
+        return next((n for n in sizes if type(n) is int and 0 < n <= MOST_RANKS), 0)
 
 
 def _still_in_call(rank: RankEvidence, ranks: Mapping[int, RankEvidence]) -> RankEvidence:

@@ -103,8 +103,8 @@ def _signalled(evidence: Evidence, first: Failure, failures: Sequence[Failure], 
             cause, why = kind.cause, kind.remedy
         if first.kind == "SIGSEGV" and is_endless(rank.stack):
             why = "Its stack was used up: these calls call one another without an end."
-        said = f": {summary(words).rstrip('.')}" if words else ""
-        return Verdict(tuple(guilty), cause, headline, sentence(f"{headline}{where}{others}{said}. {why}"))
+        ending = f": {summary(words).rstrip('.')}" if words else ""
+        return Verdict(tuple(guilty), cause, headline, sentence(f"{headline}{where}{others}{ending}. {why}"))
     headline = f"{who(guilty)} {_was(guilty)} ended by {short(first.kind, 30)}"
     return Verdict(tuple(guilty), "killed", headline, sentence(f"{headline}{where}{others}. {FROM_OUTSIDE}"))
 
@@ -155,18 +155,18 @@ def raised(
     return Verdict(guilty, cause, headline, sentence(f"{text}{remedy}"))
 
 
-def _followed(failure: Failure, told: str) -> str:
+def _followed(failure: Failure, error: str) -> str:
     """A sentence about the error in whose `except` or `finally` it was raised; empty if there was none, or it is told already."""
     is_chain = _CHAINED.search(failure.traceback) and _HEAD not in failure.message
     text = error_before(failure.traceback) if is_chain else ""
     before = logged_error(text)
     frame = user_frame(of_traceback(text))
-    if not before or before in told or (failure.ours and frame is None):
+    if not before or before in error or (failure.ours and frame is None):
         return ""
     kind, _, words = before.removesuffix(f" at {frame}").partition(": ")
-    if words and short(words) in told:
+    if words and short(words) in error:
         before = f"{kind} at {frame}" if frame is not None else kind
-    return f"{'' if told.endswith(_ENDS) else '.'} It followed {before}"
+    return f"{'' if error.endswith(_ENDS) else '.'} It followed {before}"
 
 
 def _unlike_most(
@@ -188,18 +188,18 @@ def _message(failure: Failure) -> str:
         text = _NEXT_ITEM.sub("; ", _NEXT_SENTENCE.sub(". ", "\n".join(line.rstrip() for line in lines if line.strip())))
         return short(" ".join(text.split())).removesuffix(":")
     if failure.message.startswith("Caught "):  # torch's loader again, with the traceback of its worker
-        said = failure.message.strip().splitlines()
-        return short(f"{said[-1].partition(': ')[2] or said[-1]} ({said[0].strip()})")
+        rows = failure.message.strip().splitlines()
+        return short(f"{rows[-1].partition(': ')[2] or rows[-1]} ({rows[0].strip()})")
     return summary(failure.message)
 
 
 def summary(message: str) -> str:
     """Its first line, with what it announces, and what NCCL says of the reason, below."""
     last = _LAST_ERROR.search(message[:20_000])
-    said, lines = short(message), message.strip().splitlines()
-    if said.endswith(":") and len(lines) > 1:  # such as what another program wrote
-        said = f"{said} {short(lines[-1])}"
-    return said + (f" Last error: {short(last[1])}" if last is not None else "")
+    first, lines = short(message), message.strip().splitlines()
+    if first.endswith(":") and len(lines) > 1:  # such as what another program wrote
+        first = f"{first} {short(lines[-1])}"
+    return first + (f" Last error: {short(last[1])}" if last is not None else "")
 
 
 def _verb(failure: Failure, *, many: bool) -> str:
@@ -230,7 +230,7 @@ def _named(failure: Failure, world_size: int) -> tuple[int, ...]:
 
     Without a value of each, only ranks of which the text speaks from its beginning: a remedy may name ranks, too.
     """
-    text, found, said = failure.message[:20_000], set[int](), set[int]()
+    text, minority, named = failure.message[:20_000], set[int](), set[int]()
     compares = False
     if sum(max(0, min(int(b), world_size) - int(a)) for a, b in _SPAN.findall(text)) > _MOST_NAMED:
         return ()
@@ -239,25 +239,25 @@ def _named(failure: Failure, world_size: int) -> tuple[int, ...]:
         for ranks, value in _SAID_BY_RANKS.findall(line):
             values.setdefault(value.strip(), set()).update(_spans(ranks, world_size))
         groups = sorted(values.values(), key=len)
-        said |= set().union(*groups)
+        named |= set().union(*groups)
         if "the others: " in line:
             groups.append(set(range(world_size)))
         compares |= len(groups) > 1
         if len(groups) > 1 and len(groups[-1]) > len(groups[-2]):
-            found |= set().union(*groups[:-1])
+            minority |= set().union(*groups[:-1])
     if not compares:
         first = _RANKS.match(text)
-        found = said or (_spans(first[1], world_size) if first is not None else set())
-    return tuple(sorted(found))
+        minority = named or (_spans(first[1], world_size) if first is not None else set())
+    return tuple(sorted(minority))
 
 
 def _spans(text: str, world_size: int) -> set[int]:
     """Of "0-2, 5"."""
-    found = set[int]()
+    ranks = set[int]()
     for part in text.split(", "):
         first, _, last = part.partition("-")
-        found |= set(range(int(first), min(int(last or first) + 1, world_size)))
-    return found
+        ranks |= set(range(int(first), min(int(last or first) + 1, world_size)))
+    return ranks
 
 
 def _was(ranks: Sequence[int]) -> str:

@@ -81,16 +81,16 @@ class Failure:
 
     def as_json(self) -> dict[str, Any]:
         """With the wall clock in place of the machine's own, so that machines can be compared."""
-        said = {each.name: getattr(self, each.name) for each in fields(self)}  # sixteen thousand ranks may fail at once
-        wall = (said.pop("time_ns") + time.time_ns() - time.monotonic_ns()) / 1e9
-        return {**said, "log": str(self.log) if self.log else None, "time": wall}
+        record = {each.name: getattr(self, each.name) for each in fields(self)}  # sixteen thousand ranks may fail at once
+        wall = (record.pop("time_ns") + time.time_ns() - time.monotonic_ns()) / 1e9
+        return {**record, "log": str(self.log) if self.log else None, "time": wall}
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any]) -> Failure:
+    def from_json(cls, record: Mapping[str, Any]) -> Failure:
         """From what `as_json` gave, on any machine, as `contracts.records.exit_record` has checked it."""
-        known = {f.name: said[f.name] for f in fields(cls) if f.name in said}
-        known |= {"time_ns": int(float(said.get("time", 0)) * 1e9), "log": Path(said["log"]) if said.get("log") else None}
-        return cls(**{**known, "user_frames": tuple(said.get("user_frames", ()))})
+        known = {f.name: record[f.name] for f in fields(cls) if f.name in record}
+        known |= {"time_ns": int(float(record.get("time", 0)) * 1e9), "log": Path(record["log"]) if record.get("log") else None}
+        return cls(**{**known, "user_frames": tuple(record.get("user_frames", ()))})
 
     @staticmethod
     def first(failures: Sequence[Failure]) -> Failure:

@@ -196,18 +196,18 @@ _LAST = re.compile(r".{0,80}#(\d{1,15})")
 
 def of_last_calls(last: Mapping[str, Any]) -> Flight:
     """Of a rank of which only the last call of each group is known: {"0": "all_reduce #118"}."""
-    numbers = {name[:80]: _LAST.fullmatch(said) for name, said in list(last.items())[:10_000] if isinstance(said, str)}
-    return {one_line(name): Trace(one_line(name), at_least=int(found[1])) for name, found in numbers.items() if found}
+    numbers = {name[:80]: _LAST.fullmatch(text) for name, text in list(last.items())[:10_000] if isinstance(text, str)}
+    return {one_line(name): Trace(one_line(name), at_least=int(match[1])) for name, match in numbers.items() if match}
 
 
 def _members(groups: Any) -> dict[str, frozenset[int]]:
     """{"1": {"ranks": [0, 2]}}"""
-    found = {}
-    for name, said in list(groups.items())[:10_000] if isinstance(groups, dict) else ():
-        ranks = said.get("ranks") if isinstance(said, dict) else said
+    members = {}
+    for name, group in list(groups.items())[:10_000] if isinstance(groups, dict) else ():
+        ranks = group.get("ranks") if isinstance(group, dict) else group
         if isinstance(ranks, list) and ranks and all(type(rank) is int and 0 <= rank < 1 << 31 for rank in ranks):
-            found[one_line(name[:80])] = frozenset(ranks)
-    return found
+            members[one_line(name[:80])] = frozenset(ranks)
+    return members
 
 
 def _call(entry: Any) -> Call | None:
@@ -266,7 +266,7 @@ def _by_group(flights: Mapping[int, Flight]) -> dict[str, dict[int, Trace]]:
 
 def first_mismatch(flights: Mapping[int, Flight]) -> list[Mismatch]:
     """Of each group, the first number under which ranks called different things."""
-    found = []
+    mismatches = []
     for name, traces in sorted(_by_group(flights).items()):
         callers = {rank: trace for rank, trace in traces.items() if trace.calls}
         if len(callers) < 2:
@@ -278,9 +278,9 @@ def first_mismatch(flights: Mapping[int, Flight]) -> list[Mismatch]:
                     by_key.setdefault(trace.calls[seq].key, []).append(rank)
             if len(by_key) > 1:
                 ordered = sorted(by_key.values(), key=lambda ranks: (-len(ranks), ranks))
-                found.append(Mismatch(name, seq, tuple((callers[ranks[0]].calls[seq], tuple(ranks)) for ranks in ordered)))
+                mismatches.append(Mismatch(name, seq, tuple((callers[ranks[0]].calls[seq], tuple(ranks)) for ranks in ordered)))
                 break
-    return found
+    return mismatches
 
 
 def expected(trace: Trace | None, seq: int) -> tuple[Any, bool] | None:
@@ -304,10 +304,10 @@ def waits(flights: Mapping[int, Flight], ranks: Sequence[int]) -> list[Wait]:
     Args:
         ranks: all of the run: the members of the default group.
     """
-    found = []
+    all_waits = []
     for name, traces in sorted(_by_group(flights).items()):
-        told = next((trace.members for trace in traces.values() if trace.members), None)
-        members = told if told is not None else frozenset(ranks) if name == DEFAULT_GROUP else frozenset(traces)
+        known_members = next((trace.members for trace in traces.values() if trace.members), None)
+        members = known_members if known_members is not None else frozenset(ranks) if name == DEFAULT_GROUP else frozenset(traces)
         open_calls: dict[int, list[int]] = {}
         for rank, trace in sorted(traces.items()):
             if trace.open is not None:
@@ -316,6 +316,6 @@ def waits(flights: Mapping[int, Flight], ranks: Sequence[int]) -> list[Wait]:
             last = {rank: traces[rank].last if rank in traces else 0 for rank in members if rank in flights}
             missing = tuple(sorted(rank for rank, number in last.items() if number < seq))
             unknown = tuple(sorted(members - flights.keys()))
-            complete = told is not None or name == DEFAULT_GROUP
-            found.append(Wait(name, traces[waiting[0]].calls[seq], tuple(waiting), missing, unknown, complete))
-    return found
+            complete = known_members is not None or name == DEFAULT_GROUP
+            all_waits.append(Wait(name, traces[waiting[0]].calls[seq], tuple(waiting), missing, unknown, complete))
+    return all_waits

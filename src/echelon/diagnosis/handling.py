@@ -27,15 +27,15 @@ _WHY = (
 
 def handling(evidence: Evidence, waits: Waits, verdict: Verdict) -> Verdict | None:
     """In place of a verdict by the calls or the stacks: the exception of ranks which that names, or cannot tell from others."""
-    found = _of_some(evidence)
-    named = [rank for rank in found if rank in verdict.guilty]
+    errors = _of_some(evidence)
+    named = [rank for rank in errors if rank in verdict.guilty]
     if not named and (verdict.guilty and not verdict.cause.startswith("mismatched")):
         return None
-    guilty = named or sorted(found)
+    guilty = named or sorted(errors)
     if not guilty:
         return None
-    first = found[guilty[0]]
-    alike = [rank for rank in guilty if _key(found[rank]) == _key(first)]
+    first = errors[guilty[0]]
+    alike = [rank for rank in guilty if _key(errors[rank]) == _key(first)]
     call = _call(evidence.rank(guilty[0]), waits)
     then = f"waited in {call}" if call else f"stood{place(evidence.rank(guilty[0]))}"
     then = f"{',' if evidence.rank(guilty[0]).is_known else ''} and then {then}"
@@ -54,9 +54,9 @@ def was_handling(evidence: Evidence, verdict: Verdict) -> list[str]:
 
 def _of_some(evidence: Evidence) -> dict[int, Failure]:
     """Those exceptions that are not on all ranks, as where all train in an `except`."""
-    found = {number: rank.raised for number, rank in sorted(evidence.ranks.items()) if rank.raised is not None}
-    is_common = len(found) == evidence.world_size and len({_key(failure) for failure in found.values()}) == 1
-    return {} if is_common and evidence.world_size > 1 else found
+    errors = {number: rank.raised for number, rank in sorted(evidence.ranks.items()) if rank.raised is not None}
+    is_common = len(errors) == evidence.world_size and len({_key(failure) for failure in errors.values()}) == 1
+    return {} if is_common and evidence.world_size > 1 else errors
 
 
 def _key(failure: Failure) -> tuple[str, str]:
@@ -72,7 +72,7 @@ def _call(rank: RankEvidence, waits: Waits) -> str:
     if rank.rank in waits:
         wait, call = waits[rank.rank]
         own = rank.flight.get(wait.group) if rank.flight is not None else None
-        mine = own.calls.get(wait.call.seq) if own is not None else None
-        return call if mine is None or mine.op == wait.call.op else in_call(mine, wait.group)
+        own_call = own.calls.get(wait.call.seq) if own is not None else None
+        return call if own_call is None or own_call.op == wait.call.op else in_call(own_call, wait.group)
     name = waits_in(rank.stack)
     return "" if name in WAITED_FOR else name

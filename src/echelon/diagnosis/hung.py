@@ -115,10 +115,10 @@ def _one_more(evidence: Evidence, left: Sequence[int], waits: Waits) -> Verdict 
 def _fewer(evidence: Evidence, guilty: Collection[int], waits: Waits) -> str:
     """As ", in update 9 where others were in update 10,", or after how many collectives."""
     known = {rank: r.standing for rank, r in evidence.ranks.items() if r.standing is not None and r.standing.step}
-    mine = [known[rank] for rank in guilty if rank in known]
+    counts = [known[rank] for rank in guilty if rank in known]
     others = [standing for rank, standing in known.items() if rank not in guilty]
-    if others and len(mine) == len(guilty):
-        at, ahead = max(mine, key=_position), max(others, key=_position)
+    if others and len(counts) == len(guilty):
+        at, ahead = max(counts, key=_position), max(others, key=_position)
         if at.step < ahead.step:
             return f", {at} where others were {ahead},"
     flights = evidence.flights
@@ -155,8 +155,8 @@ def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
     call = next(call for wait, call in waits.values() if set(guilty) & (set(wait.missing) | set(wait.unknown)))
     rank = evidence.rank(guilty[0])
     headline = f"{who(guilty)} did not come to {call}"
-    here = [rank for rank, (_, other) in waits.items() if other == call and rank not in guilty]
-    others = f", in which {who(here)} waited" if len(here) + len(guilty) == evidence.world_size else ""
+    stuck = [rank for rank, (_, other) in waits.items() if other == call and rank not in guilty]
+    others = f", in which {who(stuck)} waited" if len(stuck) + len(guilty) == evidence.world_size else ""
     others = others or while_others(evidence, guilty, waits)
     text = f"{headline}{others}. {_stood(evidence, guilty)}{_fewer_steps(evidence, guilty)}"
     if lone:
@@ -206,8 +206,8 @@ def _stood(evidence: Evidence, guilty: Collection[int]) -> str:
         at, where = f" {rank.standing}" if rank.is_known else "", place(rank)
         at = f"{at}{',' if at else ''} in {name}" if (name := _untold(rank)) else at
         texts[number] = f"was{at}{where}" if at or where else "left no stack: code in C may have kept it from answering"
-    said = [f"{sentence(they_did(ranks, text))}." for ranks, text in grouped(texts)[:3]]
-    return " ".join([*said, *_other_threads(evidence, guilty), *_lost_threads(evidence, guilty)])
+    sentences = [f"{sentence(they_did(ranks, text))}." for ranks, text in grouped(texts)[:3]]
+    return " ".join([*sentences, *_other_threads(evidence, guilty), *_lost_threads(evidence, guilty)])
 
 
 def _other_threads(evidence: Evidence, guilty: Collection[int]) -> list[str]:
@@ -238,11 +238,14 @@ def _lost_threads(evidence: Evidence, guilty: Collection[int]) -> list[str]:
 
 def _fewer_steps(evidence: Evidence, guilty: Collection[int]) -> str:
     steps = {rank: r.standing.step for rank, r in evidence.ranks.items() if r.standing is not None and r.is_known}
-    mine, others = {steps[rank] for rank in guilty if rank in steps}, {n for rank, n in steps.items() if rank not in guilty}
-    if len(mine) != 1 or not others or max(others) <= min(mine):
+    steps_of_guilty, others = (
+        {steps[rank] for rank in guilty if rank in steps},
+        {n for rank, n in steps.items() if rank not in guilty},
+    )
+    if len(steps_of_guilty) != 1 or not others or max(others) <= min(steps_of_guilty):
         return ""
     # No number of completed ones: in a loop of one's own an update lasts until the next batch is asked for.
-    fewer = max(others) - min(mine)
+    fewer = max(others) - min(steps_of_guilty)
     return f" {'It was' if len(guilty) == 1 else 'They were'} {fewer} {'update' if fewer == 1 else 'updates'} behind the others."
 
 
@@ -289,11 +292,11 @@ def deadlock(evidence: Evidence, waits: Waits) -> Verdict | None:
 
 def receiving(evidence: Evidence, waits: Waits) -> Verdict | None:
     """Ranks that all wait for a message, so that none sends one."""
-    found = [rank for rank in map(evidence.rank, evidence.all_ranks) if waits_in(stack_of(rank)) in _RECEIVES]
-    if len(found) != evidence.world_size or len(found) < 2:
+    receivers = [rank for rank in map(evidence.rank, evidence.all_ranks) if waits_in(stack_of(rank)) in _RECEIVES]
+    if len(receivers) != evidence.world_size or len(receivers) < 2:
         return None
     headline = f"{who(evidence.all_ranks)} all waited to receive"
-    text = f"{headline}{place(found[0])}, and none of them sends. Of two ranks one must send before it receives: "
+    text = f"{headline}{place(receivers[0])}, and none of them sends. Of two ranks one must send before it receives: "
     text += "order the calls by rank, or give both to batch_isend_irecv."
     return Verdict((*evidence.all_ranks,), "mismatched order", headline, sentence(text))
 

@@ -223,7 +223,7 @@ def kind_of_words(words: str) -> Kind | None:
     return _first(words)
 
 
-def _first(said: str, failure: Failure | None = None, *, raised_there: bool = False) -> Kind | None:
+def _first(text: str, failure: Failure | None = None, *, raised_there: bool = False) -> Kind | None:
     ours = failure is not None and failure.ours
     kinds = (kind for kind in _KINDS if (ours or not kind.ours) and not (raised_there and kind is _DATA_WORKER))
-    return next((kind for kind in kinds if re.search(kind.pattern, said[:_MOST])), None)
+    return next((kind for kind in kinds if re.search(kind.pattern, text[:_MOST])), None)

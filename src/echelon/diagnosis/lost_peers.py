@@ -49,12 +49,12 @@ _IN_TORCH = re.compile(r"[/\\]torch[/\\](?!utils[/\\]data[/\\]|multiprocessing[/
 
 def lost_peer(traceback: str) -> bool:
     """Whether one of the chained exceptions says that the connection to another rank broke."""
-    return any(_LOST.search(said) is not None and not _OF_DEVICE.search(said) for said in _of_groups(traceback))
+    return any(_LOST.search(message) is not None and not _OF_DEVICE.search(message) for message in _of_groups(traceback))
 
 
 def gave_up_waiting(traceback: str) -> bool:
     """Whether one of the chained exceptions says that another rank did not come in time."""
-    return any(_WAITED.search(said) is not None for said in _of_groups(traceback))
+    return any(_WAITED.search(message) is not None for message in _of_groups(traceback))
 
 
 def told_by_another(traceback: str) -> bool:
@@ -78,7 +78,7 @@ def _of_groups(traceback: str) -> Iterator[str]:
     By its words, or else by the file that raised it. Errors of the language itself are never theirs, whatever a user wrote.
     """
     for part in _RAISED.split(traceback[-_MOST:]):
-        said = "\n".join(line for line in part.splitlines() if line[:1].strip())
+        message = "\n".join(line for line in part.splitlines() if line[:1].strip())
         files = _FILE.findall(part)
-        if not _OF_PROGRAMS.match(said) and (_OF_GROUPS.search(said) or _IN_TORCH.search(files[-1] if files else "")):
-            yield said
+        if not _OF_PROGRAMS.match(message) and (_OF_GROUPS.search(message) or _IN_TORCH.search(files[-1] if files else "")):
+            yield message

@@ -31,34 +31,34 @@ _OPS |= {"ALLTOALL_BASE": "all_to_all", "REDUCE_SCATTER": "reduce_scatter", "_RE
 
 def mismatch(evidence: Evidence, waits: Waits) -> Verdict | None:
     """Ranks that called different collectives where all must call the same."""
-    found = [each for each in first_mismatch(evidence.flights) if not _follows(each, waits)]
-    if not found:
+    mismatches = [each for each in first_mismatch(evidence.flights) if not _follows(each, waits)]
+    if not mismatches:
         return None
     # In several groups: the one in which somebody still waits.
     waiting = {wait.group for wait, _ in waits.values()}
-    return _verdict(evidence, min(found, key=lambda m: (m.group not in waiting, m.group != DEFAULT_GROUP, m.seq)))
+    return _verdict(evidence, min(mismatches, key=lambda m: (m.group not in waiting, m.group != DEFAULT_GROUP, m.seq)))
 
 
-def _follows(found: Mismatch, waits: Waits) -> bool:
+def _follows(mismatch: Mismatch, waits: Waits) -> bool:
     """Whether ranks still wait in a call before it, to which all had come: if its root differed, others have gone on with what
     they were given by the wrong one.
     """
-    before = (wait for wait, _ in waits.values() if wait.group == found.group and wait.call.seq < found.seq)
+    before = (wait for wait, _ in waits.values() if wait.group == mismatch.group and wait.call.seq < mismatch.seq)
     return any(ROOTED.search(wait.call.op) and wait.complete and not (wait.missing or wait.unknown) for wait in before)
 
 
 def checked(evidence: Evidence, waits: Waits) -> Verdict | None:
     """What `--check-collectives` found: each rank's error says what that rank called."""
-    said: dict[int, Call] = {}
+    call_of: dict[int, Call] = {}
     for rank, call in _said(evidence):
-        said.setdefault(rank, call)
+        call_of.setdefault(rank, call)
     by_key: dict[object, list[int]] = {}
-    for rank, call in sorted(said.items()):
+    for rank, call in sorted(call_of.items()):
         by_key.setdefault(call.key, []).append(rank)
     if len(by_key) < 2:
         return None
     ordered = sorted(by_key.values(), key=lambda ranks: (-len(ranks), ranks))
-    calls = tuple((said[ranks[0]], tuple(ranks)) for ranks in ordered)
+    calls = tuple((call_of[ranks[0]], tuple(ranks)) for ranks in ordered)
     return _verdict(evidence, Mismatch(DEFAULT_GROUP, calls[0][0].seq, calls))
 
 
@@ -108,39 +108,39 @@ def _verdict(evidence: Evidence, worst: Mismatch) -> Verdict:
     return Verdict(guilty, f"mismatched {kind}", headline, sentence(text))
 
 
-def _odd_ones(evidence: Evidence, found: Mismatch) -> tuple[tuple[int, ...], list[tuple[int, ...]], str]:
+def _odd_ones(evidence: Evidence, mismatch: Mismatch) -> tuple[tuple[int, ...], list[tuple[int, ...]], str]:
     """Who is to blame; which ranks called something else than most did, or than was due; and what was, if that decided."""
-    most, next_most = found.calls[0][1], found.calls[1][1]
-    if 2 * len(most) > sum(len(ranks) for _, ranks in found.calls) and len(most) > len(next_most):
-        odd = [ranks for _, ranks in found.calls[1:]]
+    most, next_most = mismatch.calls[0][1], mismatch.calls[1][1]
+    if 2 * len(most) > sum(len(ranks) for _, ranks in mismatch.calls) and len(most) > len(next_most):
+        odd = [ranks for _, ranks in mismatch.calls[1:]]
         return tuple(sorted(rank for ranks in odd for rank in ranks)), odd, ""
-    if _swapped(evidence, found):
+    if _swapped(evidence, mismatch):
         return tuple(sorted((*most, *next_most))), [], ""
-    traces = [evidence.flights.get(ranks[0], {}).get(found.group) for _, ranks in found.calls]
-    told = dict(due for trace in traces if (due := expected(trace, found.seq)) is not None)
-    both = tuple(sorted(rank for _, ranks in found.calls for rank in ranks))
+    traces = [evidence.flights.get(ranks[0], {}).get(mismatch.group) for _, ranks in mismatch.calls]
+    members = dict(due for trace in traces if (due := expected(trace, mismatch.seq)) is not None)
+    both = tuple(sorted(rank for _, ranks in mismatch.calls for rank in ranks))
     nobody = both if len(both) == 2 else ()
-    if len(told) != 1:
+    if len(members) != 1:
         return nobody, [], ""
-    [(due_key, by_several)] = told.items()
-    right = [(call, ranks) for call, ranks in found.calls if call.key == due_key]
+    [(due_key, by_several)] = members.items()
+    right = [(call, ranks) for call, ranks in mismatch.calls if call.key == due_key]
     if len(right) != 1:
         return nobody, [], ""
-    odd = [ranks for _, ranks in found.calls if ranks != right[0][1]]
-    alike = all(call.op == right[0][0].op for call, _ in found.calls)
-    there = [ranks[0] for (_, ranks), trace in zip(found.calls, traces, strict=True) if trace and trace.last == found.seq]
+    odd = [ranks for _, ranks in mismatch.calls if ranks != right[0][1]]
+    alike = all(call.op == right[0][0].op for call, _ in mismatch.calls)
+    there = [ranks[0] for (_, ranks), trace in zip(mismatch.calls, traces, strict=True) if trace and trace.last == mismatch.seq]
     decides = by_several or (alike and not _are_apart(evidence, there))
     guilty = tuple(sorted(rank for ranks in odd for rank in ranks)) if decides else nobody
     return guilty, odd, right[0][0].what
 
 
-def _swapped(evidence: Evidence, found: Mismatch) -> bool:
+def _swapped(evidence: Evidence, mismatch: Mismatch) -> bool:
     """Whether two kinds of ranks made the same two calls, each the other one first."""
-    if len(found.calls) != 2 or len(found.calls[0][1]) != len(found.calls[1][1]):
+    if len(mismatch.calls) != 2 or len(mismatch.calls[0][1]) != len(mismatch.calls[1][1]):
         return False
-    (first, ranks), (other, others) = found.calls
-    traces = [evidence.flights.get(who[0], {}).get(found.group) for who in (ranks, others)]
-    follows = [trace.calls.get(found.seq + 1) if trace is not None else None for trace in traces]
+    (first, ranks), (other, others) = mismatch.calls
+    traces = [evidence.flights.get(who[0], {}).get(mismatch.group) for who in (ranks, others)]
+    follows = [trace.calls.get(mismatch.seq + 1) if trace is not None else None for trace in traces]
     return [call.key if call is not None else None for call in follows] == [other.key, first.key]
 
 
@@ -169,25 +169,25 @@ def departs(evidence: Evidence, waits: Waits) -> Verdict | None:
                 texts[rank] = (
                     f"{who([rank])} called {call.what} as collective #{call.seq}, where {what} was due by its calls before"
                 )
-    said = short(first.message.splitlines()[-1] if first.message else first.kind)
+    message = short(first.message.splitlines()[-1] if first.message else first.kind)
     others = set(evidence.all_ranks) - {first.rank}
     alike = _all_in_one_call(waits, others) if len(others) > 1 and first.rank not in evidence.flights else None
     if len(texts) == 1 and alike is None:
         [(rank, headline)] = texts.items()
         if called_by_loop(stack_of(evidence.rank(rank))):
             return None  # at an end of an epoch its calls are not those of a step
-        text = f"{headline}{place(evidence.rank(rank))}. {sentence(who([first.rank]))} got it, and failed: {said}"
+        text = f"{headline}{place(evidence.rank(rank))}. {sentence(who([first.rank]))} got it, and failed: {message}"
         return Verdict((rank,), "mismatched shape", headline, sentence(text))
     if len(refused) > 1 or not others or (alike is None and (texts or as_due != others)):
-        return _of_two(evidence, first, said) if len(others) == 1 and not texts else None
+        return _of_two(evidence, first, message) if len(others) == 1 and not texts else None
     headline = f"{who([first.rank])} called a collective with other shapes or types than the others"
     where = place(evidence.rank(first.rank))
     why = "what these called was due by their calls before" if alike is None else f"these called {alike.what}, all alike"
-    text = f"{headline}{where}: {why}, and it refused that: {said}"
+    text = f"{headline}{where}: {why}, and it refused that: {message}"
     return Verdict((first.rank,), "mismatched shape", headline, sentence(text))
 
 
-def _of_two(evidence: Evidence, first: Failure, said: str) -> Verdict | None:
+def _of_two(evidence: Evidence, first: Failure, message: str) -> Verdict | None:
     """Where only one has left a record, and both stand at lines of their own: one of them is somewhere else in the program."""
     [other] = set(evidence.all_ranks) - {first.rank}
     trace = evidence.flights.get(other, {}).get(DEFAULT_GROUP)
@@ -196,7 +196,7 @@ def _of_two(evidence: Evidence, first: Failure, said: str) -> Verdict | None:
         return None
     headline = f"{who([other])} called {call.what} where {who([first.rank])} called something else"
     at = [f"{who([rank])}{place(evidence.rank(rank))}" for rank in sorted((other, first.rank))]
-    text = f"{headline} ({', '.join(at)}), which refused what it got: {said} {_ONE_OF_TWO}"
+    text = f"{headline} ({', '.join(at)}), which refused what it got: {message} {_ONE_OF_TWO}"
     return Verdict((*sorted((other, first.rank)),), "mismatched shape", headline, sentence(text))
 
 
@@ -205,10 +205,10 @@ def _are_apart(evidence: Evidence, ranks: Collection[int]) -> bool:
 
     Not within one and the same step of a loop of ours. One whose log tells that it lost a peer stands where it handles that.
     """
-    found = [rank for rank in map(evidence.rank, ranks) if not lost_peer(rank.logged)]
-    lines = {(frame.file, frame.line) for rank in found if (frame := user_frame(stack_of(rank))) is not None}
-    steps = {rank.standing.position for rank in found if rank.standing is not None and rank.is_known}
-    return len(lines) > 1 and (len(steps) != 1 or not all(rank.is_known for rank in found))
+    connected = [rank for rank in map(evidence.rank, ranks) if not lost_peer(rank.logged)]
+    lines = {(frame.file, frame.line) for rank in connected if (frame := user_frame(stack_of(rank))) is not None}
+    steps = {rank.standing.position for rank in connected if rank.standing is not None and rank.is_known}
+    return len(lines) > 1 and (len(steps) != 1 or not all(rank.is_known for rank in connected))
 
 
 def _all_in_one_call(waits: Waits, ranks: Collection[int]) -> Call | None:
@@ -218,12 +218,12 @@ def _all_in_one_call(waits: Waits, ranks: Collection[int]) -> Call | None:
     return wait.call if wait is not None and set(wait.waiting) >= set(ranks) else None
 
 
-def _where_each(evidence: Evidence, found: Mismatch) -> str:
+def _where_each(evidence: Evidence, mismatch: Mismatch) -> str:
     """The line from which one rank of each kind called it, if the stacks say so; or where it was after it had gone on."""
     parts = []
-    for _, ranks in found.calls:
-        traces = {rank: evidence.flights.get(rank, {}).get(found.group) for rank in ranks}
-        gone_on = {rank for rank, trace in traces.items() if trace is not None and trace.last > found.seq}
+    for _, ranks in mismatch.calls:
+        traces = {rank: evidence.flights.get(rank, {}).get(mismatch.group) for rank in ranks}
+        gone_on = {rank for rank, trace in traces.items() if trace is not None and trace.last > mismatch.seq}
         in_order = sorted(ranks, key=lambda rank: rank in gone_on)[:_SHOWN_RANKS]
         placed = next(((rank, at) for rank in in_order if (at := place(evidence.rank(rank)))), None)
         parts += [f"{who(placed[:1])}{' later' if placed[0] in gone_on else ''}{placed[1]}"] if placed is not None else []

@@ -116,44 +116,44 @@ class RankEvidence:
 
 def add_record(ranks: dict[int, RankEvidence], record: Mapping[str, Any], run: RunDir) -> None:
     """What the record of an attempt's end, or of a node's part of it, says of each rank. The first that says something counts."""
-    for number, said in record.get("seen", {}).items():
+    for number, entry in record.get("seen", {}).items():
         if len(number) < 8 and int(number) not in ranks and int(number) < MOST_RANKS:
-            step, phase, evaluated, beats = said["at"]
+            step, phase, evaluated, beats = entry["at"]
             standing = Standing(step, Phase(phase), evaluated, beats)
-            silent_s = seconds(said.get("silent_s"))
-            raised = said.get("raised") and Failure.from_record(int(number), 1, 0, said["raised"], run.log(int(number)))
-            rank = RankEvidence(int(number), standing=standing, stopped=said["stopped"], silent_s=silent_s, raised=raised)
-            ended = 0 if said.get("ended") == 0 else None
-            ranks[rank.rank] = replace(rank, where=said["where"][:500], answers=said.get("answers"), ended=ended)
-    for said in record.get("ranks", {}).values():
-        number = said["rank"]
+            silent_s = seconds(entry.get("silent_s"))
+            raised = entry.get("raised") and Failure.from_record(int(number), 1, 0, entry["raised"], run.log(int(number)))
+            rank = RankEvidence(int(number), standing=standing, stopped=entry["stopped"], silent_s=silent_s, raised=raised)
+            ended = 0 if entry.get("ended") == 0 else None
+            ranks[rank.rank] = replace(rank, where=entry["where"][:500], answers=entry.get("answers"), ended=ended)
+    for entry in record.get("ranks", {}).values():
+        number = entry["rank"]
         known = ranks.get(number) or RankEvidence(number)
         if number >= MOST_RANKS or known.failure is not None:
             continue
-        if said["kind"] in _VERDICTS:
-            ranks[number] = replace(known, stopped=known.stopped or said["kind"] == "stopped")
+        if entry["kind"] in _VERDICTS:
+            ranks[number] = replace(known, stopped=known.stopped or entry["kind"] == "stopped")
         else:
-            failure = replace(Failure.from_json(said), log=run.log(number))
-            ranks[number] = replace(known, failure=failure, oom=said.get("oom") is True)
+            failure = replace(Failure.from_json(entry), log=run.log(number))
+            ranks[number] = replace(known, failure=failure, oom=entry.get("oom") is True)
 
 
-def add_rank(ranks: dict[int, RankEvidence], number: int, said: Mapping[str, Any], log: Path, *, final: bool) -> None:
+def add_rank(ranks: dict[int, RankEvidence], number: int, record: Mapping[str, Any], log: Path, *, final: bool) -> None:
     """What a rank wrote itself. If the attempt's end was recorded, a failure that is not in that came after the others'.
 
     One that was seen to run when all were gathered ended well only because it was then asked to.
     """
-    code = said.get("exit_code")
+    code = record.get("exit_code")
     known = ranks.get(number) or RankEvidence(number)
     if code in (0, REQUEUE) and known.failure is None and known.answers is None and not known.stopped:
-        ranks[number] = replace(known, ended=code, finished=said.get("finished") is True, heard=said.get("heard", "")[:20])
+        ranks[number] = replace(known, ended=code, finished=record.get("finished") is True, heard=record.get("heard", "")[:20])
     elif code and not final and known.failure is None:
-        ranks[number] = replace(known, failure=Failure.from_record(number, code, 0, said, log))
+        ranks[number] = replace(known, failure=Failure.from_record(number, code, 0, record, log))
 
 
-def later_failure(number: int, said: Mapping[str, Any], log: Path) -> Failure | None:
+def later_failure(number: int, record: Mapping[str, Any], log: Path) -> Failure | None:
     """How a rank failed after the attempt's end had been recorded: as a victim, and yet it tells where that one was."""
-    code = said.get("exit_code")
-    return Failure.from_record(number, code, 0, said, log) if code and "traceback" in said else None
+    code = record.get("exit_code")
+    return Failure.from_record(number, code, 0, record, log) if code and "traceback" in record else None
 
 
 def fell_in_call(failure: Failure) -> bool:
@@ -187,10 +187,10 @@ def with_error_before(rank: RankEvidence) -> RankEvidence:
         return rank
     rank = replace(rank, raised=None)
     text = error_before(failure.traceback)
-    said = next((found for line in text.splitlines() if (found := _SAID.match(line)) is not None), None)
-    if said is None:
+    first = next((match for line in text.splitlines() if (match := _SAID.match(line)) is not None), None)
+    if first is None:
         return rank
-    kind, message = said[1].rpartition(".")[2], said[2] or ""
+    kind, message = first[1].rpartition(".")[2], first[2] or ""
     return replace(rank, raised=replace(failure, kind=kind, message=message, user_frames=(), traceback=text, ours=False))
 
 

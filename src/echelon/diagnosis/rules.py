@@ -67,8 +67,8 @@ def explain(evidence: Evidence) -> Verdict:
             hung.behind,
             stood,
         )
-        found = ((rule, said) for rule in rules if (said := rule(evidence, waiting)) is not None)
-        rule, verdict = next(found, (None, None))
+        verdicts = ((rule, verdict_of_rule) for rule in rules if (verdict_of_rule := rule(evidence, waiting)) is not None)
+        rule, verdict = next(verdicts, (None, None))
         if verdict is not None and rule in _OF_A_MOMENT and _was_cut_off(evidence):
             text = f"{_LAUNCHER_KILLED} When its ranks were last looked at, {verdict.headline}: that may have been on its way."
             verdict = Verdict((), "launcher killed", "its launcher ended without a word", text)
@@ -85,8 +85,8 @@ def explain(evidence: Evidence) -> Verdict:
         logged = [
             f"the log of {who([rank])} tells of {text}" for rank, text in logs.items() if text and text not in verdict.paragraph
         ]
-        told = (hung.everybody(evidence, waiting), was_handling(evidence, verdict), logged)
-        seen += [line for lines in told for line in lines[:_SHOWN]]
+        further = (hung.everybody(evidence, waiting), was_handling(evidence, verdict), logged)
+        seen += [line for lines in further for line in lines[:_SHOWN]]
     differs = mismatched.mismatch(evidence, waiting)
     if differs is not None and not verdict.cause.startswith("mismatched") and verdict.cause not in (FINE, RUNNING):
         seen.append(f"also: {differs.headline}")
@@ -98,24 +98,24 @@ def _waiting(evidence: Evidence) -> dict[int, tuple[Wait, str]]:
 
     gloo's records may say of a rank's last call for good that it has not ended: where nobody lacks in it, the stack must agree.
     """
-    found: dict[int, tuple[Wait, str]] = {}
+    first_waits: dict[int, tuple[Wait, str]] = {}
     for wait in waits(evidence.flights, evidence.all_ranks):
         certain = bool(wait.missing or wait.unknown)
         for rank in wait.waiting:
             if not certain and (stack := evidence.rank(rank).stack) and not waits_in(stack):
                 continue
-            known = found.get(rank)
+            known = first_waits.get(rank)
             if known is None or (wait.missing and not known[0].missing):
-                found[rank] = wait, in_call(wait.call, wait.group)
-    return found
+                first_waits[rank] = wait, in_call(wait.call, wait.group)
+    return first_waits
 
 
 def _no_failure(evidence: Evidence) -> Verdict | None:
     code = evidence.exit_code
     if code == REQUEUE and evidence.stopped:  # a silent node, a start that never ran: what ranks say follows from that
-        said = one_line(evidence.stopped)
-        text = f"No rank failed by itself. The launcher said: {said}. {_GOES_ON}"
-        return Verdict((), "launcher", short(said, 200), text)
+        stopped = one_line(evidence.stopped)
+        text = f"No rank failed by itself. The launcher said: {stopped}. {_GOES_ON}"
+        return Verdict((), "launcher", short(stopped, 200), text)
     if evidence.failures or evidence.hang_after_s is not None:
         return None
     if evidence.stopped and code not in (0, REQUEUE):
@@ -123,8 +123,8 @@ def _no_failure(evidence: Evidence) -> Verdict | None:
     if code == 0:
         return Verdict((), FINE, "it ended well", "It ended well: every rank has completed.")
     if code == REQUEUE:
-        if (told := _told_to_some(evidence)) is not None:
-            return told
+        if (verdict := _told_to_some(evidence)) is not None:
+            return verdict
         text = f"It was asked to stop (by a signal or a time limit), and did. {_GOES_ON}"
         return Verdict((), "asked to stop", "it was asked to stop", text)
     if code is not None and code > 128 and not evidence.stopped:
@@ -186,16 +186,16 @@ def _by_batch(evidence: Evidence, verdict: Verdict) -> Verdict:
 
 def _words(failure: Failure) -> str:
     """A rank's own, on one line: what a process said before it aborted comes below the signal."""
-    said = failure.message.partition("\n")[2] if failure.kind.startswith("SIG") else ""
-    return summary(said or failure.message)
+    words = failure.message.partition("\n")[2] if failure.kind.startswith("SIG") else ""
+    return summary(words or failure.message)
 
 
 def _by_launcher(evidence: Evidence) -> Verdict | None:
     """What the launcher wrote in place of a rank's failure: a lost node, a start that was refused."""
     if not evidence.stopped or evidence.failures:
         return None
-    said = one_line(evidence.stopped)
-    return Verdict((), "launcher", short(said, 200), f"No rank failed by itself. The launcher said: {said}")
+    stopped = one_line(evidence.stopped)
+    return Verdict((), "launcher", short(stopped, 200), f"No rank failed by itself. The launcher said: {stopped}")
 
 
 def _unknown(evidence: Evidence) -> Verdict:

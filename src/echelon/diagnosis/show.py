@@ -21,15 +21,15 @@ def paragraph(verdict: Verdict) -> str:
     return one_line(verdict.paragraph)
 
 
-def text(told: Sequence[tuple[Evidence, Verdict]]) -> str:
+def text(attempts: Sequence[tuple[Evidence, Verdict]]) -> str:
     """All attempts of a run, the latest in full."""
     lines = []
-    if len(told) > _SHOWN_ATTEMPTS:
-        lines.append(f"{len(told) - _SHOWN_ATTEMPTS} earlier attempts are not shown; --attempt N shows one of them.")
-    for evidence, verdict in told[-_SHOWN_ATTEMPTS:-1]:
+    if len(attempts) > _SHOWN_ATTEMPTS:
+        lines.append(f"{len(attempts) - _SHOWN_ATTEMPTS} earlier attempts are not shown; --attempt N shows one of them.")
+    for evidence, verdict in attempts[-_SHOWN_ATTEMPTS:-1]:
         lines.append(_wrapped(f"attempt {evidence.attempt}: {verdict.headline}."))
-    evidence, verdict = told[-1]
-    first = f"attempt {evidence.attempt}: " if len(told) > 1 or evidence.attempt else ""
+    evidence, verdict = attempts[-1]
+    first = f"attempt {evidence.attempt}: " if len(attempts) > 1 or evidence.attempt else ""
     lines.append(_wrapped(first + verdict.paragraph))
     return "\n".join([*lines, *(_wrapped(each, "  ") for each in verdict.seen)])
 
@@ -45,7 +45,7 @@ def _wrapped(line: str, indent: str = "") -> str:
     )
 
 
-def as_json(told: Sequence[tuple[Evidence, Verdict]]) -> list[dict[str, Any]]:
+def as_json(attempts: Sequence[tuple[Evidence, Verdict]]) -> list[dict[str, Any]]:
     """For each attempt: its number, exit code, cause, guilty ranks and sentences."""
     return [
         {
@@ -59,5 +59,5 @@ def as_json(told: Sequence[tuple[Evidence, Verdict]]) -> list[dict[str, Any]]:
             "paragraph": verdict.paragraph,
             "seen": list(verdict.seen),
         }
-        for evidence, verdict in told
+        for evidence, verdict in attempts
     ]

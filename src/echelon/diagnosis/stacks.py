@@ -81,14 +81,14 @@ def _short(path: str) -> str:
 
 
 def _frames(lines: Iterable[str]) -> tuple[Frame, ...]:
-    found = []
+    frames = []
     for line in lines:
         frame = _FRAME.fullmatch(line.rstrip())
         if frame is not None:
-            found.append(Frame(frame[1], int(frame[2]), frame[3]))
-        if len(found) == _MOST_FRAMES:
+            frames.append(Frame(frame[1], int(frame[2]), frame[3]))
+        if len(frames) == _MOST_FRAMES:
             break
-    return tuple(found)
+    return tuple(frames)
 
 
 def main_thread(text: str) -> tuple[Frame, ...]:
@@ -105,19 +105,19 @@ def other_threads(text: str) -> tuple[Frame, ...]:
 
 def crash_stack(log: str) -> tuple[Frame, ...]:
     """Of the thread that crashed, as faulthandler wrote it into a rank's log; empty if it wrote none."""
-    _, found, rest = log.rpartition("Fatal Python error: ")
+    _, marker, rest = log.rpartition("Fatal Python error: ")
     _, current, of_current = rest.partition("\nCurrent thread ")
     if current:
         return _frames(_THREAD.split(of_current)[0].splitlines())
-    return main_thread(rest) if found else ()  # a thread of C++ did
+    return main_thread(rest) if marker else ()  # a thread of C++ did
 
 
 def lost_thread(log: str) -> str:
     """The error that ended a thread, by the last words of Python's own about one: "KeyError: 'id' at train.py:41 in load"."""
-    _, found, rest = f"\n{log}".rpartition("\nException in thread ")
-    said, frames = _first_error(rest) if found else ("", ())
+    _, marker, rest = f"\n{log}".rpartition("\nException in thread ")
+    error, frames = _first_error(rest) if marker else ("", ())
     frame = user_frame(frames)
-    return said + (f" at {frame}" if said and frame is not None else "")
+    return error + (f" at {frame}" if error and frame is not None else "")
 
 
 def unsent_batch(log: str) -> str:
@@ -138,9 +138,9 @@ def last_traceback(log: str) -> str:
 
 def logged_error(traceback: str) -> str:
     """The last of the errors of `last_traceback`, as "KeyError: 'id' at train.py:41 in load"."""
-    said, frames = _first_error(f"\n{traceback}") if traceback else ("", ())
+    error, frames = _first_error(f"\n{traceback}") if traceback else ("", ())
     frame = user_frame(frames)
-    return said + (f" at {frame}" if said and frame is not None else "")
+    return error + (f" at {frame}" if error and frame is not None else "")
 
 
 def last_line(log: str) -> str:
@@ -150,16 +150,16 @@ def last_line(log: str) -> str:
 
 def _first_error(text: str) -> tuple[str, tuple[Frame, ...]]:
     """The last words of the traceback with which a text begins, below its first line, chained ones together; and its frames."""
-    said, read = "", list[str]()
+    error, read = "", list[str]()
     for line in text.splitlines()[1:_MOST_LINES]:
         if line.startswith(("Traceback (", "During handling of", "The above exception was")):
-            said = ""
+            error = ""
         elif line[:1].strip():
-            if said:
+            if error:
                 break  # what the rank said afterwards
-            said = line[:_MOST_SAID]
+            error = line[:_MOST_SAID]
         read.append(line)
-    return one_line(said), of_traceback("\n".join(read))
+    return one_line(error), of_traceback("\n".join(read))
 
 
 def of_traceback(text: str) -> tuple[Frame, ...]:

@@ -80,8 +80,8 @@ def frames_of(failure: Failure) -> tuple[Frame, ...]:
     """Where it was raised, innermost first. A library passes on the traceback of another process in its words, which then counts;
     in an error that the user's own code raised, words are words.
     """
-    head, found, _ = failure.traceback.rpartition(failure.message) if _HEAD in failure.message else ("", "", "")
-    own = of_traceback(head) if found else ()
+    head, message, _ = failure.traceback.rpartition(failure.message) if _HEAD in failure.message else ("", "", "")
+    own = of_traceback(head) if message else ()
     return own if own and not own[0].of_library else of_traceback(failure.traceback)
 
 
@@ -105,8 +105,8 @@ def doing(rank: RankEvidence, waits: Mapping[int, tuple[Wait, str]]) -> str:
     if rank.rank in waits:
         wait, call = waits[rank.rank]
         own = rank.flight.get(wait.group) if rank.flight is not None else None
-        mine = own.calls.get(wait.call.seq) if own is not None else None
-        return f"waited in {call if mine is None or mine.op == wait.call.op else in_call(mine, wait.group)}"
+        own_call = own.calls.get(wait.call.seq) if own is not None else None
+        return f"waited in {call if own_call is None or own_call.op == wait.call.op else in_call(own_call, wait.group)}"
     name = waits_in(stack_of(rank))
     if name:
         return f"waited {'for' if name in WAITED_FOR else 'in'} {name}"

@@ -30,12 +30,12 @@ def hosts(checkup: Checkup) -> Iterator[Row]:
 
 
 def _worst(checkup: Checkup, value_of: Callable[[RankSaid], float | None]) -> tuple[float, RankSaid] | None:
-    found = [(value, said) for said in checkup.in_order if (value := value_of(said)) is not None]
-    return min(found, key=lambda pair: pair[0]) if found else None
+    values = [(value, report) for report in checkup.in_order if (value := value_of(report)) is not None]
+    return min(values, key=lambda pair: pair[0]) if values else None
 
 
-def _at(checkup: Checkup, said: RankSaid) -> str:
-    return f" on {said.host}" if checkup.several_hosts else ""
+def _at(checkup: Checkup, report: RankSaid) -> str:
+    return f" on {report.host}" if checkup.several_hosts else ""
 
 
 def _clocks(checkup: Checkup) -> Iterator[Row]:
@@ -44,10 +44,10 @@ def _clocks(checkup: Checkup) -> Iterator[Row]:
     if not first or not checkup.several_hosts:
         return
     apart: dict[str, float] = {}
-    for said in checkup.in_order:
-        if len(ticks := said.numbers("clocks", len(first))) == len(first):
+    for report in checkup.in_order:
+        if len(ticks := report.numbers("clocks", len(first))) == len(first):
             least = min((ours - theirs for ours, theirs in zip(ticks, first, strict=True)), key=abs)
-            apart[said.host] = min(apart.get(said.host, least), least, key=abs)
+            apart[report.host] = min(apart.get(report.host, least), least, key=abs)
     if not apart:
         return
     host = max(apart, key=lambda name: abs(apart[name]))
@@ -63,15 +63,15 @@ def _clocks(checkup: Checkup) -> Iterator[Row]:
 def _resolution(checkup: Checkup) -> Iterator[Row]:
     unknown: dict[str, list[int]] = {}
     bad = []
-    for said in checkup.in_order:
-        value = said.mapping("resolution")
+    for report in checkup.in_order:
+        value = report.mapping("resolution")
         for name in value.get("unknown") or () if isinstance(value.get("unknown"), list) else ():
             if isinstance(name, str):
-                unknown.setdefault(name, []).append(said.rank)
+                unknown.setdefault(name, []).append(report.rank)
         own = value.get("own")
         addresses = [each for each in own if isinstance(each, str)] if isinstance(own, list) else []
         if addresses and checkup.several_hosts and all(each.startswith("127.") or each == "::1" for each in addresses):
-            bad.append(said.host)
+            bad.append(report.host)
     for name, ranks in list(unknown.items())[:8]:
         text = f"{checkup.who(ranks)}: no address for the name {name}"
         yield Row("names", "fail", text, "Give it an entry in /etc/hosts or the name server, on every host.")
@@ -80,7 +80,7 @@ def _resolution(checkup: Checkup) -> Iterator[Row]:
         yield Row(
             "names", "warn", text, "Take the line with 127.0.1.1 out of /etc/hosts there, or set MASTER_ADDR to its address."
         )
-    elif not unknown and any("resolution" in said.told for said in checkup.in_order):
+    elif not unknown and any("resolution" in report.told for report in checkup.in_order):
         yield Row("names", "ok", "every host knows an address for its own name and for others'")
 
 
@@ -88,20 +88,20 @@ def _interfaces(checkup: Checkup) -> Iterator[Row]:
     """Whether interfaces that variables name are there."""
     lacking: dict[str, list[int]] = {}
     seen = set()
-    for said in checkup.in_order:
-        found = said.told.get("interfaces")
-        there = [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
+    for report in checkup.in_order:
+        interfaces = report.told.get("interfaces")
+        there = [each for each in interfaces if isinstance(each, str)] if isinstance(interfaces, list) else []
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            wanted = said.texts("settings").get(variable, "")
+            wanted = report.texts("settings").get(variable, "")
             seen |= {wanted} - {""}
             if there and wanted and not _matches(wanted, there):
-                lacking.setdefault(f"{variable}={wanted}, but there is only {', '.join(there[:6])}", []).append(said.rank)
+                lacking.setdefault(f"{variable}={wanted}, but there is only {', '.join(there[:6])}", []).append(report.rank)
     for text, ranks in lacking.items():
         yield Row(
             "interface", "fail", f"{checkup.who(ranks)}: {text}", "Unset the variable, or name an interface of `ip link` there."
         )
     first = checkup.ranks[0].host if 0 in checkup.ranks else ""
-    used = {said.texts("joined").get("interface", "") for said in checkup.in_order if said.host != first} - {""}
+    used = {report.texts("joined").get("interface", "") for report in checkup.in_order if report.host != first} - {""}
     shown = [f"rank 0 is reached through {', '.join(sorted(used))}"] if used else []
     shown += [f"variables name {', '.join(sorted(seen))}"] if seen else []
     if not lacking and shown:
@@ -117,16 +117,16 @@ def _matches(wanted: str, there: list[str]) -> bool:
     return any(each == name or (not exact and each.startswith(name)) for name in names for each in there if name)
 
 
-def _place(said: RankSaid, what: str) -> dict[str, Any] | None:
+def _place(report: RankSaid, what: str) -> dict[str, Any] | None:
     """What a rank told of a folder, if that is what it should be."""
-    value = said.mapping("disks").get(what)
+    value = report.mapping("disks").get(what)
     good = isinstance(value, dict) and isinstance(value.get("path"), str) and type(value.get("free_mib")) is int
     return value if good else None
 
 
 def _disks(checkup: Checkup) -> Iterator[Row]:
     for what in ("working folder", "temporary folder"):
-        places = {said.rank: place for said in checkup.in_order if (place := _place(said, what)) is not None}
+        places = {report.rank: place for report in checkup.in_order if (place := _place(report, what)) is not None}
         if not places:
             continue
         remedy = f"Free space there, or {'set TMPDIR' if what[0] == 't' else 'start from another folder'}."
@@ -149,10 +149,10 @@ def _disks(checkup: Checkup) -> Iterator[Row]:
 def _shared_folder(checkup: Checkup) -> Iterator[Row]:
     """Nodes see one run folder only if they see one working folder: then it has one number on all of them."""
     having: dict[int, list[int]] = {}
-    for said in checkup.in_order:
-        place = _place(said, "working folder")
+    for report in checkup.in_order:
+        place = _place(report, "working folder")
         if place is not None and type(place.get("number")) is int:
-            having.setdefault(place["number"], []).append(said.rank)
+            having.setdefault(place["number"], []).append(report.rank)
     if not checkup.several_hosts or not having:
         return
     if len(having) == 1:
@@ -164,34 +164,34 @@ def _shared_folder(checkup: Checkup) -> Iterator[Row]:
 
 
 def _shared_memory(checkup: Checkup) -> Iterator[Row]:
-    worst = _worst(checkup, lambda said: next(iter(said.numbers("shared memory", 2)), None))
+    worst = _worst(checkup, lambda report: next(iter(report.numbers("shared memory", 2)), None))
     if worst is None:
         return
-    mib, said = worst
+    mib, report = worst
     state: State = "fail" if mib < SHM_FAIL_MIB else "warn" if mib < SHM_WARN_MIB else "ok"
     remedy = "Give the container more: docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir with medium Memory."
-    yield Row("shared memory", state, f"{mib:.0f} MiB free in /dev/shm{_at(checkup, said)}", "" if state == "ok" else remedy)
+    yield Row("shared memory", state, f"{mib:.0f} MiB free in /dev/shm{_at(checkup, report)}", "" if state == "ok" else remedy)
 
 
 def _limits(checkup: Checkup) -> Iterator[Row]:
-    worst = _worst(checkup, lambda said: said.number("limits", "open files"))
+    worst = _worst(checkup, lambda report: report.number("limits", "open files"))
     if worst is not None:
-        count, said = worst
+        count, report = worst
         state: State = "fail" if count < FILES_FAIL else "warn" if count < FILES_WARN else "ok"
         remedy = "Raise it: `ulimit -n 65536` before the start, or LimitNOFILE / limits.conf for all."
-        yield Row("open files", state, f"at most {count:.0f}{_at(checkup, said)}", "" if state == "ok" else remedy)
-    elif any("limits" in said.told for said in checkup.in_order):
+        yield Row("open files", state, f"at most {count:.0f}{_at(checkup, report)}", "" if state == "ok" else remedy)
+    elif any("limits" in report.told for report in checkup.in_order):
         yield Row("open files", "ok", "no limit")
-    few = _worst(checkup, lambda said: said.number("limits", "processes"))
+    few = _worst(checkup, lambda report: report.number("limits", "processes"))
     if few is not None and few[0] < PROCESSES_WARN:
         text = f"at most {few[0]:.0f} processes and threads{_at(checkup, few[1])}"
         yield Row("processes", "warn", text, "Raise it: `ulimit -u`, or pids.max of the container. Data workers are processes.")
     pinned = [
-        said for said in checkup.in_order
-        if said.mapping("machine").get("InfiniBand") is True and said.number("limits", "locked memory") is not None
+        report for report in checkup.in_order
+        if report.mapping("machine").get("InfiniBand") is True and report.number("limits", "locked memory") is not None
     ]  # fmt: skip
     if pinned:
-        mib = min(said.number("limits", "locked memory") or 0.0 for said in pinned)
+        mib = min(report.number("limits", "locked memory") or 0.0 for report in pinned)
         text = f"at most {mib:.0f} MiB of locked memory on {pinned[0].host}, which has InfiniBand"
         yield Row(
             "locked memory", "fail", text, "InfiniBand needs `ulimit -l unlimited`: limits.conf, or PropagateResourceLimits."
@@ -199,28 +199,32 @@ def _limits(checkup: Checkup) -> Iterator[Row]:
 
 
 def _memory(checkup: Checkup) -> Iterator[Row]:
-    worst = _worst(checkup, lambda said: next(iter(said.numbers("memory", 2)), None))
+    worst = _worst(checkup, lambda report: next(iter(report.numbers("memory", 2)), None))
     if worst is None:
         return
-    mib, said = worst
-    ranks = sum(each.host == said.host for each in checkup.in_order)
+    mib, report = worst
+    ranks = sum(each.host == report.host for each in checkup.in_order)
     low = mib / max(1, ranks) < MEMORY_WARN_MIB
-    text = f"{mib / 1024:.1f} GiB available{_at(checkup, said)}, for {ranks} rank{'s' if ranks != 1 else ''}"
+    text = f"{mib / 1024:.1f} GiB available{_at(checkup, report)}, for {ranks} rank{'s' if ranks != 1 else ''}"
     yield Row(
         "memory", "warn" if low else "ok", text, "See who uses it (`ps aux --sort=-rss`), or start fewer ranks." if low else ""
     )
 
 
 def _devices(checkup: Checkup) -> Iterator[Row]:
-    used = {said.rank: device for said in checkup.in_order if (device := said.texts("joined").get("device"))}
+    used = {report.rank: device for report in checkup.in_order if (device := report.texts("joined").get("device"))}
     if not used:
         return
-    idle = [said.rank for said in checkup.in_order if used.get(said.rank) == "cpu" and (said.number("machine", "GPUs") or 0) > 0]
+    idle = [
+        report.rank
+        for report in checkup.in_order
+        if used.get(report.rank) == "cpu" and (report.number("machine", "GPUs") or 0) > 0
+    ]
     if len(set(used.values())) > 1 or idle:
         text = f"{checkup.who(idle)}: on the CPU of a host that has GPUs" if idle else "some ranks use GPUs, others their CPU"
         yield Row("devices", "warn", text, "Install a torch that is built for CUDA there, or say --device cpu if that is meant.")
     else:
-        kinds = sorted({said.texts("torch").get("GPU", "") for said in checkup.in_order} - {""})
+        kinds = sorted({report.texts("torch").get("GPU", "") for report in checkup.in_order} - {""})
         yield Row("devices", "warn" if len(kinds) > 1 else "ok", ", ".join(kinds) or "CPU",
                   "The slowest sets the pace: choose nodes of one kind (--constraint)." if len(kinds) > 1 else "")  # fmt: skip
 
@@ -248,10 +252,10 @@ _OWN = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_S
 
 
 def _settings(checkup: Checkup) -> Iterator[Row]:
-    names = {name for said in checkup.in_order for name in said.texts("settings") if not name.startswith(_OWN)}
+    names = {name for report in checkup.in_order for name in report.texts("settings") if not name.startswith(_OWN)}
     differ = []
     for name in sorted(names):
-        values = {said.texts("settings").get(name, "unset") for said in checkup.in_order if "settings" in said.told}
+        values = {report.texts("settings").get(name, "unset") for report in checkup.in_order if "settings" in report.told}
         if len(values) > 1:
             differ.append(f"{name}: {', '.join(sorted(values))}")
     if differ:
@@ -259,15 +263,15 @@ def _settings(checkup: Checkup) -> Iterator[Row]:
             "settings", "fail", f"not the same on all ranks: {'; '.join(differ[:6])}", "Set them for all ranks, or for none."
         )
     slow = sorted(
-        {f"{n}={v}" for said in checkup.in_order for n, v in said.texts("settings").items() if _SLOW_SETTINGS.get(n) == v}
+        {f"{n}={v}" for report in checkup.in_order for n, v in report.texts("settings").items() if _SLOW_SETTINGS.get(n) == v}
     )
     if slow:
         yield Row("settings", "warn", f"{', '.join(slow)} costs speed", "Unset it, unless you look for a fault.")
     unknown = sorted(
         {
             f"{name}={value}"
-            for said in checkup.in_order
-            for name, value in said.texts("settings").items()
+            for report in checkup.in_order
+            for name, value in report.texts("settings").items()
             if name in _KNOWN_SETTINGS and not _KNOWN_SETTINGS[name].fullmatch(value.strip())
         }
     )

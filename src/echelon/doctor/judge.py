@@ -20,7 +20,7 @@ def judged(checkup: Checkup) -> list[Row]:
 
 
 def _answers(checkup: Checkup) -> Row:
-    hosts = len({said.host for said in checkup.ranks.values()})
+    hosts = len({report.host for report in checkup.ranks.values()})
     there = f"{len(checkup.ranks)} of {checkup.size} ranks answer, on {hosts} host{'s' if hosts != 1 else ''}"
     remedy = "Look at it with `scontrol show node NAME`, and leave it out (--exclude=NAME) or have it mended."
     if checkup.silent:
@@ -48,17 +48,17 @@ _OF_PART = {
 
 def _broken(checkup: Checkup) -> Iterator[Row]:
     """Parts that raised, each error once; and ranks that hang in one."""
-    found: dict[tuple[str, str], list[int]] = {}
-    for said in checkup.in_order:
-        for part, error in said.errors.items():
-            found.setdefault((part, error), []).append(said.rank)
-    for (part, error), ranks in list(found.items())[:12]:
+    broken: dict[tuple[str, str], list[int]] = {}
+    for report in checkup.in_order:
+        for part, error in report.errors.items():
+            broken.setdefault((part, error), []).append(report.rank)
+    for (part, error), ranks in list(broken.items())[:12]:
         yield Row(part, "fail", f"{checkup.who(ranks)}: {error}", _OF_PART.get(part, "Mend what the error names there."))
     hang: dict[str, list[int]] = {}
-    for said in checkup.in_order:
-        if "end" not in said.told and said.told:
-            doing = said.told.get("doing")
-            hang.setdefault(doing if isinstance(doing, str) else "the beginning", []).append(said.rank)
+    for report in checkup.in_order:
+        if "end" not in report.told and report.told:
+            doing = report.told.get("doing")
+            hang.setdefault(doing if isinstance(doing, str) else "the beginning", []).append(report.rank)
     for part, ranks in hang.items():
         text = f"{checkup.who(ranks)} did not come beyond {part!r}"
         yield Row("unfinished", "fail", text, "Look there with `py-spy dump`, or at `dmesg` if the process is gone.")
@@ -72,10 +72,10 @@ def _same(
 ) -> Iterator[Row]:
     """A row about a value that must be one. None if nobody has it."""
     having: dict[str, list[int]] = {}
-    for said in checkup.in_order:
-        value = value_of(said)
+    for report in checkup.in_order:
+        value = value_of(report)
         if value not in (None, ""):
-            having.setdefault(str(value), []).append(said.rank)
+            having.setdefault(str(value), []).append(report.rank)
     if not having:
         return
     most = max(having, key=lambda value: len(having[value]))

@@ -53,6 +53,6 @@ def as_json(rows: Sequence[Row], checkup: Checkup) -> dict[str, Any]:
     return {
         "ok": not any(row.state == "fail" for row in rows),
         "rows": [{"name": r.name, "state": r.state, "said": r.said, "remedy": r.remedy} for r in rows],
-        "ranks": {str(said.rank): {"host": said.host, **said.told, "errors": said.errors} for said in checkup.in_order},
+        "ranks": {str(report.rank): {"host": report.host, **report.told, "errors": report.errors} for report in checkup.in_order},
         "silent": checkup.silent,
     }

@@ -80,16 +80,21 @@ class Checkup:
             return
         if not isinstance(value, list) or len(value) != 3 or is_deeper(value, 6):
             return
-        rank, name, told = value
+        rank, name, value_of_part = value
         if type(rank) is not int or not 0 <= rank < min(self.size, _MOST_RANKS) or not isinstance(name, str):
             return
-        said = self.ranks.setdefault(rank, RankSaid(rank))
-        if name == "here" and isinstance(told, dict) and isinstance(told.get("host"), str):
-            said.host = told["host"][:64]
-        if name == "error" and isinstance(told, list) and len(told) == 2 and all(isinstance(each, str) for each in told):
-            said.errors[told[0][:64]] = told[1]
-        elif len(said.told) < 64:
-            said.told[name] = told
+        report = self.ranks.setdefault(rank, RankSaid(rank))
+        if name == "here" and isinstance(value_of_part, dict) and isinstance(value_of_part.get("host"), str):
+            report.host = value_of_part["host"][:64]
+        if (
+            name == "error"
+            and isinstance(value_of_part, list)
+            and len(value_of_part) == 2
+            and all(isinstance(each, str) for each in value_of_part)
+        ):
+            report.errors[value_of_part[0][:64]] = value_of_part[1]
+        elif len(report.told) < 64:
+            report.told[name] = value_of_part
 
     @property
     def in_order(self) -> list[RankSaid]:
@@ -97,15 +102,15 @@ class Checkup:
 
     @property
     def several_hosts(self) -> bool:
-        return len({said.host for said in self.ranks.values()}) > 1
+        return len({report.host for report in self.ranks.values()}) > 1
 
     def who(self, ranks: Iterable[int]) -> str:
         """Ranks as a person looks for them: by host, where there are several."""
-        found = sorted(ranks)
+        names = sorted(ranks)
         if not self.several_hosts:
-            return rank_ranges(found)
+            return rank_ranges(names)
         of_host: dict[str, list[int]] = {}
-        for rank in found:
+        for rank in names:
             of_host.setdefault(self.ranks[rank].host if rank in self.ranks else "?", []).append(rank)
         shown = [f"{host} ({rank_ranges(members)})" for host, members in list(of_host.items())[:8]]
         return ", ".join(shown) + (f" and {len(of_host) - 8} more hosts" if len(of_host) > 8 else "")

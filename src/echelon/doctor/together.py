@@ -27,10 +27,10 @@ def _outlier(checkup: Checkup) -> State:
 
 
 def _joined(checkup: Checkup) -> Iterator[Row]:
-    times = {said.rank: s for said in checkup.in_order if (s := said.number("joined", "s")) is not None}
+    times = {report.rank: s for report in checkup.in_order if (s := report.number("joined", "s")) is not None}
     if not times or len(checkup.ranks) < 2:
         return
-    connects = [ms for said in checkup.in_order if (ms := said.number("joined", "connect_ms")) is not None]
+    connects = [ms for report in checkup.in_order if (ms := report.number("joined", "connect_ms")) is not None]
     text = f"all joined within {max(times.values()):.1f} s"
     if connects:
         text += f"; the store answers a connection in {max(connects):.1f} ms"
@@ -40,14 +40,14 @@ def _joined(checkup: Checkup) -> Iterator[Row]:
 
 
 def _sums(checkup: Checkup) -> Iterator[Row]:
-    found: dict[str, list[tuple[float, float, int, object]]] = {}
-    for said in checkup.in_order:
-        value = said.told.get("sums")
+    sums: dict[str, list[tuple[float, float, int, object]]] = {}
+    for report in checkup.in_order:
+        value = report.told.get("sums")
         for each in value if isinstance(value, list) else ():
             if isinstance(each, dict) and isinstance(each.get("device"), str) and type(each.get("wrong")) is int:
                 speed = float(each["mib_s"]) if is_number(each.get("mib_s")) else 0.0
-                found.setdefault(each["device"], []).append((speed, each["wrong"], said.rank, each.get("first")))
-    for device, each in found.items():
+                sums.setdefault(each["device"], []).append((speed, each["wrong"], report.rank, each.get("first")))
+    for device, each in sums.items():
         wrong = [(rank, first) for _, count, rank, first in each if count]
         way = "gloo" if device == "cpu" else "NCCL"
         if wrong:
@@ -62,11 +62,11 @@ def _sums(checkup: Checkup) -> Iterator[Row]:
 def _pairs(checkup: Checkup) -> Iterator[Row]:
     speeds: dict[tuple[int, int], float] = {}
     wrong = []
-    for said in checkup.in_order:
-        value = said.told.get("pairs")
+    for report in checkup.in_order:
+        value = report.told.get("pairs")
         for each in value if isinstance(value, list) else ():
             if isinstance(each, list) and len(each) == 3 and all(map(is_number, each)) and each[0] in checkup.ranks:
-                pair = (min(said.rank, int(each[0])), max(said.rank, int(each[0])))
+                pair = (min(report.rank, int(each[0])), max(report.rank, int(each[0])))
                 speeds[pair] = min(speeds.get(pair, float("inf")), each[1])
                 wrong += [pair] if each[2] else []
     if not speeds:
@@ -100,11 +100,11 @@ def _end(checkup: Checkup, rank: int) -> str:
 def _products(checkup: Checkup) -> Iterator[Row]:
     by_device: dict[str, dict[int, float]] = {}
     wrong = []
-    for said in checkup.in_order:
-        speed, bad = said.number("products", "gflop_s"), said.number("products", "wrong")
+    for report in checkup.in_order:
+        speed, bad = report.number("products", "gflop_s"), report.number("products", "wrong")
         if speed is not None:
-            by_device.setdefault(said.texts("products").get("device", "cpu"), {})[said.rank] = speed
-            wrong += [said.rank] if bad else []
+            by_device.setdefault(report.texts("products").get("device", "cpu"), {})[report.rank] = speed
+            wrong += [report.rank] if bad else []
     if wrong:
         text = f"wrong matrix products on {checkup.who(wrong)}"
         yield Row("matmul", "fail", text, "Do not train there: the GPU, CPU or memory is broken (dcgmi diag, memtest).")

@@ -183,10 +183,10 @@ def load_call(path: str, sha256: str) -> Call:
         EchelonError: the file is not the one that was submitted; nothing of it is loaded.
     """
     packed = Path(path).read_bytes()
-    found = checksum(packed)
-    if found != sha256:
+    digest = checksum(packed)
+    if digest != sha256:
         raise EchelonError(
-            f"{path} is not the call that was submitted: its SHA-256 begins with {found[:12]} instead of {sha256[:12]}. "
+            f"{path} is not the call that was submitted: its SHA-256 begins with {digest[:12]} instead of {sha256[:12]}. "
             "Nothing of it was loaded. Who can write there? Submit again."
         )
     main, search, argv, data = pickle.loads(packed)
@@ -269,10 +269,10 @@ def load_value(path: Path, key: str) -> Any:
         known = os.fstat(file.fileno())
         if not stat.S_ISREG(known.st_mode) or known.st_uid != os.geteuid() or known.st_mode & 0o022:
             raise EchelonError(f"{path} is not a file that only you can write: it is not loaded, since a pickle can run code.")
-        said, seal = file.read(_SEAL_BYTES), _seal(path, key)
+        packed, seal = file.read(_SEAL_BYTES), _seal(path, key)
         while block := file.read(1 << 20):
             seal.update(block)
-        if not hmac.compare_digest(said, seal.digest()):
+        if not hmac.compare_digest(packed, seal.digest()):
             raise EchelonError(
                 f"{path} was not written by a rank of this job, or not for this place: it is not loaded, since a pickle can run "
                 "code. Who can write there?"

@@ -75,11 +75,11 @@ class JobSpec:
     hang_timeout_s: float | None = None
 
 
-def spec_of(said: Any) -> JobSpec | None:
+def spec_of(values: Any) -> JobSpec | None:
     """From what `dataclasses.asdict` gave; None if a field is of another kind than it should be, or lacks."""
-    if not isinstance(said, dict) or not isinstance(said.get("target"), str):
+    if not isinstance(values, dict) or not isinstance(values.get("target"), str):
         return None
-    known = {f.name: said[f.name] for f in fields(JobSpec) if f.name in said}
+    known = {f.name: values[f.name] for f in fields(JobSpec) if f.name in values}
     return JobSpec(**known) if all(_FIELDS[name](value) for name, value in known.items()) else None
 
 

@@ -91,24 +91,24 @@ def read_spec(run: RunDir, sha256: str | None = None, *, believe: bool = True) -
         raise RunFolderError(
             f"{run.path} holds no submitted job that can be read ({why}). Remove it, or choose another --name."
         ) from None
-    found = hashlib.sha256(text).hexdigest()
-    if sha256 is not None and found != sha256:
+    digest = hashlib.sha256(text).hexdigest()
+    if sha256 is not None and digest != sha256:
         raise RunFolderError(
-            f"{run.path / 'job' / _JOB} is not what was submitted: its SHA-256 begins with {found[:12]}, not {sha256[:12]}. "
+            f"{run.path / 'job' / _JOB} is not what was submitted: its SHA-256 begins with {digest[:12]}, not {sha256[:12]}. "
             "Nothing of it was run. Who can write there? Submit again."
         )
     if believe:
         check_parents(run.path)
         if why:
             raise RunFolderError(why)
-    said = parse_object(text)
-    spec = spec_of(said.pop("spec", None)) if said is not None else None
-    if said is None or spec is None or not _is_said(said):
+    fields = parse_object(text)
+    spec = spec_of(fields.pop("spec", None)) if fields is not None else None
+    if fields is None or spec is None or not _is_said(fields):
         raise RunFolderError(
             f"{run.path} holds no submitted job that can be read (job/job.json is damaged). Remove it, or choose another --name."
         )
     known = read_json(run.path / "job" / _SUBMITTED) or {}
-    return spec, {**said, **{k: v for k, v in known.items() if k in _LATER}, "doubt": why}
+    return spec, {**fields, **{k: v for k, v in known.items() if k in _LATER}, "doubt": why}
 
 
 def note_submitted(run: RunDir, **more: Any) -> None:
@@ -121,10 +121,10 @@ _LATER = ("id", "host", "boot", "ticks")
 _MOST_BYTES = 16 << 20
 
 
-def _is_said(said: Mapping[str, Any]) -> bool:
-    sweep = said.get("sweep", [])
+def _is_said(value: Mapping[str, Any]) -> bool:
+    sweep = value.get("sweep", [])
     return (
-        all(isinstance(said.get(name, ""), str) for name in ("launcher", "cwd", "id", "key"))
+        all(isinstance(value.get(name, ""), str) for name in ("launcher", "cwd", "id", "key"))
         and isinstance(sweep, list)
         and all(isinstance(each, list) and len(each) == 2 and all(isinstance(word, str) for word in each) for each in sweep)
     )

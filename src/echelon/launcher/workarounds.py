@@ -167,10 +167,10 @@ def look_for_failures_with_pauses(group: Any) -> None:
     ask = group._exq.poll
 
     def poll(timeout: float) -> bool:
-        found = bool(ask(0))
-        if not found:
+        has_failed = bool(ask(0))
+        if not has_failed:
             time.sleep(timeout)
-        return found
+        return has_failed
 
     group._exq.poll = poll
 

@@ -130,11 +130,11 @@ def number(value: object) -> float | None:
 
 def finite(value: object) -> float | None:
     """As `number`, without those that are not finite."""
-    found = number(value)
-    return found if found is not None and math.isfinite(found) else None
+    checked = number(value)
+    return checked if checked is not None and math.isfinite(checked) else None
 
 
 def moment(value: object) -> float | None:
     """Seconds since the epoch, as a clock may show them; None for anything else."""
-    found = number(value)
-    return found if found is not None and 0 <= found < 1e12 else None
+    seconds = number(value)
+    return seconds if seconds is not None and 0 <= seconds < 1e12 else None

@@ -50,8 +50,8 @@ class _Series:
 
 
 def _series(snapshot: Snapshot) -> Iterator[_Series]:
-    def one(name: str, told: str, value: float | None) -> _Series:
-        return _Series(name, told, [] if value is None else [((), float(value))])
+    def one(name: str, help_text: str, value: float | None) -> _Series:
+        return _Series(name, help_text, [] if value is None else [((), float(value))])
 
     attempt = snapshot.attempt
     yield _Series("info", "Always 1.", [((__version__, one_line(snapshot.ranks[:100])), 1.0)], ("version", "ranks"))
@@ -65,8 +65,8 @@ def _series(snapshot: Snapshot) -> Iterator[_Series]:
     yield one("silent_seconds", "Since the run has written anything.", snapshot.since_s)
     yield one("step", "Training steps completed.", snapshot.step)
     yield one("steps", "Training steps of the whole run.", snapshot.total_steps)
-    for key, (name, told) in _LATEST.items():
-        yield one(name, told, snapshot.latest.get(key))
+    for key, (name, help_text) in _LATEST.items():
+        yield one(name, help_text, snapshot.latest.get(key))
     ranks = [(str(rank), times) for rank, times in list(snapshot.times.items())[:_MOST_RANKS]]
     owns = [((rank,), times.own_s) for rank, times in ranks if times.own_s]
     yield _Series("rank_own_step_seconds", "A usual step of a rank, without waiting for others.", owns, ("rank",))
@@ -153,8 +153,8 @@ def _main(port: str, bind: str) -> None:
     try:
         server, _ = start_http_server(int(port), bind, registry)
     except (OSError, OverflowError) as error:
-        said = f"--metrics-port {port} cannot be listened at on {bind}: {str(error).rstrip('.')}."
-        print(f"- {said} Give another port, or 0 for a free one.", flush=True)
+        message = f"--metrics-port {port} cannot be listened at on {bind}: {str(error).rstrip('.')}."
+        print(f"- {message} Give another port, or 0 for a free one.", flush=True)
         return
     print(server.server_port, flush=True)
     if run := sys.stdin.readline():

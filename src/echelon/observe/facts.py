@@ -74,10 +74,10 @@ class Attempt:
         return Status("failed", f"failed with code {code}", failure.one_line() if failure else "no rank reported why")
 
     def failure(self) -> FirstFailure | None:
-        found = get(self.exit, "first_failure")
-        if not isinstance(found, Mapping):
+        first = get(self.exit, "first_failure")
+        if not isinstance(first, Mapping):
             return None
-        return FirstFailure(*(word(get(found, key)) for key in ("rank", "kind", "message", "traceback")))
+        return FirstFailure(*(word(get(first, key)) for key in ("rank", "kind", "message", "traceback")))
 
     def span(self) -> tuple[float | None, float | None]:
         """Start and end in seconds since the epoch, from exit.json, else from the first and the last event."""
@@ -92,8 +92,8 @@ class Attempt:
 
     def explained(self) -> str:
         """What the launcher made of its end, in a paragraph; empty if it was not asked to."""
-        found = get(self.exit, "explained")
-        return found.strip() if isinstance(found, str) else ""
+        text = get(self.exit, "explained")
+        return text.strip() if isinstance(text, str) else ""
 
     def first_step(self) -> float | None:
         """The steps that were done when it began to train."""
@@ -101,15 +101,15 @@ class Attempt:
 
     def evaluations(self) -> list[tuple[float, float]]:
         """Start and end of each, in seconds since the epoch."""
-        found, began = [], None
+        spans, began = [], None
         for event in self.events:
             at = moment(event.get("time"))
             if event.get("event") == "eval_start":
                 began = at
             elif event.get("event") == "eval_end" and began is not None and at is not None and at >= began:
-                found.append((began, at))
+                spans.append((began, at))
                 began = None
-        return found
+        return spans
 
     def saved(self) -> list[tuple[float | None, float | None]]:
         """(step, time) of every checkpoint that was saved, in order; None where an event does not say it."""
@@ -145,8 +145,8 @@ class Facts:
 
     def rates(self) -> list[str]:
         """The keys of throughput, the usual ones first."""
-        found = {key for key in self.numbers.names() if key.endswith("_per_s")}
-        return sorted(found, key=lambda key: (key != "tokens_per_s", key != "samples_per_s", key))
+        names = {key for key in self.numbers.names() if key.endswith("_per_s")}
+        return sorted(names, key=lambda key: (key != "tokens_per_s", key != "samples_per_s", key))
 
     def status(self) -> Status:
         """The state of the run: how its last attempt ended."""
@@ -194,11 +194,11 @@ def _object(path: Path, label: str, notes: list[str]) -> Mapping[str, Any] | Non
 
 def _records(path: Path, label: str, notes: list[str]) -> Sequence[dict[str, Any]]:
     try:
-        records, said = survey(path)
+        records, problems = survey(path)
     except OSError as error:
         notes.append(f"{label} {_lacks(error)}.")
         return []
-    notes += [f"{label}: {each}" for each in said]
+    notes += [f"{label}: {each}" for each in problems]
     return records
 
 

@@ -92,8 +92,8 @@ def goodput(run: RunDir, times: Sequence[AttemptTimes] | None = None) -> Goodput
         times: as `times_of` gives them for this run, where they have been read.
     """
     commanded = moment(get(read_json(run.run_json), "started"))
-    found = (_Attempt.read(each, commanded) for each in (times_of(run) if times is None else times))
-    attempts = _from_command([each for each in found if each is not None], commanded)
+    parts = (_Attempt.read(each, commanded) for each in (times_of(run) if times is None else times))
+    attempts = _from_command([each for each in parts if each is not None], commanded)
     if not attempts:
         return None
     lost = dict.fromkeys(LOST, 0.0)

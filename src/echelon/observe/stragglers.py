@@ -65,8 +65,8 @@ def stragglers(times: Mapping[int, Sequence[TimeRecord]]) -> list[Straggler]:
     for rank, records in times.items():
         if (usual := _Usual.of(rank, records)) is not None:
             alike[usual.latest.role].append(usual)
-    found = [s for ranks in alike.values() if len(ranks) > 1 for s in _among(ranks)]
-    return sorted(found, key=lambda s: (-s.factor, s.rank))
+    slow = [s for ranks in alike.values() if len(ranks) > 1 for s in _among(ranks)]
+    return sorted(slow, key=lambda s: (-s.factor, s.rank))
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _line(records: Sequence[TimeRecord]) -> str:
 
 def _among(ranks: Sequence[_Usual]) -> list[Straggler]:
     """Of ranks that do the same."""
-    found = []
+    slow = []
     others = {
         name: _median_of_others([getattr(r, name) for r in ranks]) for name in ("own", "mean", "data", "gc", "disk", "wait")
     }
@@ -157,17 +157,17 @@ def _among(ranks: Sequence[_Usual]) -> list[Straggler]:
             if own == "mean" and cause == "compute":  # a slow step now and then: not by looking at it now and then
                 continue
             factor = getattr(rank, own) / max(usual, 1e-6)
-            found.append(Straggler(rank.rank, rank.latest.host, factor, cause, rank.line))  # type: ignore[arg-type]
+            slow.append(Straggler(rank.rank, rank.latest.host, factor, cause, rank.line))  # type: ignore[arg-type]
             break
-    return found
+    return slow
 
 
 def _median_of_others(values: Sequence[float]) -> list[float]:
     """For each value the median of all the others."""
     order = sorted(range(len(values)), key=lambda i: values[i])
-    inner, found = [values[i] for i in order], [0.0] * len(values)
+    inner, medians = [values[i] for i in order], [0.0] * len(values)
     size = len(values) - 1
     for at, i in enumerate(order):
         low, high = (size - 1) // 2, size // 2
-        found[i] = (inner[low + (low >= at)] + inner[high + (high >= at)]) / 2
-    return found
+        medians[i] = (inner[low + (low >= at)] + inner[high + (high >= at)]) / 2
+    return medians

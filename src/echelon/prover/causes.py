@@ -120,8 +120,8 @@ def from_records(records: list[RankRecord], per_sample: Callable[[], set[str] | 
             on all ranks: they make the choices that ranks have to make together.
     """
     of_data = [r for r in records if not r.is_replica]
-    found = [_same_data(of_data), _same_streams(of_data, per_sample), _same_reading(of_data), _modes_apart(records)]
-    return [each for each in (*found, *_differing(records), _stale(records)) if each is not None]
+    causes = [_same_data(of_data), _same_streams(of_data, per_sample), _same_reading(of_data), _modes_apart(records)]
+    return [each for each in (*causes, *_differing(records), _stale(records)) if each is not None]
 
 
 def _same_data(records: list[RankRecord]) -> Cause | None:
@@ -183,13 +183,13 @@ def _differing(records: list[RankRecord]) -> list[Cause]:
     names = _unlike([r.initial_digests for r in records])
     if names:
         return [("different initial parameters", f"{names[0]} is not the same on all ranks before the first update")]
-    drifted, found = _apart(records, "parameter"), list[Cause]()
+    drifted, causes = _apart(records, "parameter"), list[Cause]()
     for what, cause in (("gradient", "missing all-reduce"), ("buffer", "unsynchronised buffers")):
         apart = _apart(records, what)
         if apart is not None and (drifted is None or apart[0] <= drifted[0]):  # and not because parameters were apart before
-            found.append((cause, f"update {apart[0]}: the {what} {apart[1][0]} is not the same on all ranks"))
-    if found or drifted is None:
-        return found
+            causes.append((cause, f"update {apart[0]}: the {what} {apart[1][0]} is not the same on all ranks"))
+    if causes or drifted is None:
+        return causes
     k, names = drifted
     rates = {r.rank: r.rates[k] for r in records}
     other = next((rank for rank in rates if rates[rank] != rates[0]), None)
@@ -232,8 +232,8 @@ def of_state(records: list[RankRecord], probed: Mapping[str, Any]) -> Cause | No
     if probed["writes"]:
         return _KEEPS, f"the forward pass itself sets the parameter {probed['writes']}, from the samples of its own batch"
     state: Mapping[str, Sequence[str]] = probed["state"]
-    if found := state_apart(records, state) or state_moves(records, state) or state_of_ranks(records, probed):
-        return found
+    if cause := state_apart(records, state) or state_moves(records, state) or state_of_ranks(records, probed):
+        return cause
     if probed["repeatable"]:
         return None
     variables = [name for name in state if name.startswith(VARIABLE)]
@@ -251,9 +251,9 @@ def state_of_ranks(records: list[RankRecord], probed: Mapping[str, Any]) -> Caus
     later = updates[1][0].state if len(updates) > 1 and not records[0].evaluates else {}
     for name, paths in probed["state"].items():
         for path in paths:
-            mine, one = later.get(path), probed["kept"].get(path)
-            if not near_values(mine, one):
-                numbers = f": {mine:g} on every rank, {one:g} in one process" if isinstance(one, (int, float)) else ""
+            value, one = later.get(path), probed["kept"].get(path)
+            if not near_values(value, one):
+                numbers = f": {value:g} on every rank, {one:g} in one process" if isinstance(one, (int, float)) else ""
                 return _KEEPS, f"after the first update {name} is another than in one process{numbers}; the loss depends on it"
     return None
 
@@ -334,13 +334,13 @@ def from_verdict(verdict: Verdict, records: list[RankRecord], facts: Mapping[str
             return "gradients changed in the middle of an update", seen
     right = facts["rates"][first.update]
     for record in records if first.phase == "update" else ():
-        mine = record.rates[first.update]
-        if set(mine) - set(right):
-            where = f" on rank {record.rank}" if any(r.rates[first.update] != mine for r in records) else ""
+        rates = record.rates[first.update]
+        if set(rates) - set(right):
+            where = f" on rank {record.rank}" if any(r.rates[first.update] != rates for r in records) else ""
             ranks = len([r for r in records if not r.is_replica])
-            grows = all(abs(a - ranks * b) <= 1e-6 * a for a, b in zip(mine, right, strict=False))
+            grows = all(abs(a - ranks * b) <= 1e-6 * a for a, b in zip(rates, right, strict=False))
             why = f": {ranks} times as large, with {ranks} ranks" if grows and not where else ""
-            return "another learning rate", f"update {first.update}: {_rates(mine)}{where}, in one process {_rates(right)}{why}"
+            return "another learning rate", f"update {first.update}: {_rates(rates)}{where}, in one process {_rates(right)}{why}"
     return None
 
 
@@ -357,19 +357,19 @@ def of_scaler(values: Mapping[str, torch.Tensor], rescaled: Mapping[str, torch.T
     return [("gradients that are still scaled", seen)]
 
 
-def of_underflow(mine: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], half: str) -> list[Cause]:
+def of_underflow(values: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], half: str) -> list[Cause]:
     """Gradients that are zero in a type with few digits, and not in float64."""
     for name, value in right.items():
-        counts = value.abs() > _NO_SMALL_PART * float(value.abs().max()) if name in mine and value.numel() else None
+        counts = value.abs() > _NO_SMALL_PART * float(value.abs().max()) if name in values and value.numel() else None
         if counts is not None and int(counts.sum()) >= _LEAST_LOST:
-            lost = float((mine[name][counts] == 0).double().mean())
+            lost = float((values[name][counts] == 0).double().mean())
             if lost > _MOST_LOST:
                 return [("gradients that underflow", f"in {half} {lost:.0%} of the gradient of {name} are zero, in float64 not")]
     return []
 
 
 def of_shards(
-    first: Difference, mine: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], owners: Mapping[str, Any]
+    first: Difference, values: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], owners: Mapping[str, Any]
 ) -> Cause | None:
     """Whether all elements that differ are those of some ranks.
 
@@ -379,9 +379,9 @@ def of_shards(
     """
     errors: dict[int, float] = {}
     for name, owner in owners.items():
-        if name not in mine or name not in right or mine[name].shape != getattr(owner, "shape", mine[name].shape):
+        if name not in values or name not in right or values[name].shape != getattr(owner, "shape", values[name].shape):
             continue
-        error = (mine[name].double() - right[name].double()).abs() / (float(right[name].abs().max()) or 1.0)
+        error = (values[name].double() - right[name].double()).abs() / (float(right[name].abs().max()) or 1.0)
         whose = owner if isinstance(owner, torch.Tensor) else torch.full(error.shape, owner)
         for rank in whose.unique().tolist():
             errors[rank] = max(errors.get(rank, 0.0), float(error[whose == rank].max()))
@@ -420,7 +420,7 @@ def of_split(has_better_weights: bool, error: float, batch_norms: list[str], *, 
 
 def from_mistakes(
     first: Difference,
-    mine: Mapping[str, Any],
+    values: Mapping[str, Any],
     right: Mapping[str, Any],
     mistakes: Mapping[str, Any],
     records: list[RankRecord],
@@ -434,19 +434,19 @@ def from_mistakes(
     record = records[0]
     batch_norms, is_of_several = record.batch_norms, record.is_of_several
     if is_of_several:  # a later loss comes after a step, and was tried before it
-        mine, right = ({**each, "gradients": _only(each["gradients"], record.held_first)} for each in (mine, right))
-        if _distance(mine["gradients"], right["gradients"]) <= 1e-6 * _size(right["gradients"]):
+        values, right = ({**each, "gradients": _only(each["gradients"], record.held_first)} for each in (values, right))
+        if _distance(values["gradients"], right["gradients"]) <= 1e-6 * _size(right["gradients"]):
             return None
-    gap = _distance(mine["gradients"], right["gradients"])
-    loss_gap = abs(mine["loss"] - right["loss"]) if mine["loss"] is not None and right["loss"] is not None else 0.0
+    gap = _distance(values["gradients"], right["gradients"])
+    loss_gap = abs(values["loss"] - right["loss"]) if values["loss"] is not None and right["loss"] is not None else 0.0
 
     def explains(way: str) -> bool:
         """The mistake explains the difference if it is at least ten times nearer than the right value."""
         if way not in mistakes:
             return False
-        nearer = _distance(mine["gradients"], mistakes[way]["gradients"])
+        nearer = _distance(values["gradients"], mistakes[way]["gradients"])
         if first.tensor == "loss" and not is_of_several:
-            return abs(mine["loss"] - mistakes[way]["loss"]) * 10 <= loss_gap and nearer * 10 <= max(gap, 1e-30)
+            return abs(values["loss"] - mistakes[way]["loss"]) * 10 <= loss_gap and nearer * 10 <= max(gap, 1e-30)
         return nearer * 10 <= gap
 
     if explains("weighted"):
@@ -465,7 +465,7 @@ def from_mistakes(
             "gradients that each rank changes",
             "half of a loss has not half of its gradient: a hook changes it, for each micro-batch",
         )
-    scale = _wrong_scale(mine, right, gap)
+    scale = _wrong_scale(values, right, gap)
     if not record.communicates:
         return scale or (None if is_of_several else _by_rank(mistakes, records, first.update))
     # A rank's loss is another with what others send than without; and what a step of one's own sends may be the gradients.
@@ -551,7 +551,7 @@ def gradients_apart(records: list[RankRecord]) -> int | None:
 
 
 def is_of_one_rank(
-    mine: Mapping[str, Any], right: Mapping[str, Any], mistakes: Mapping[str, Any], records: list[RankRecord], k: int
+    values: Mapping[str, Any], right: Mapping[str, Any], mistakes: Mapping[str, Any], records: list[RankRecord], k: int
 ) -> bool:
     """Whether gradients that are not the same on all ranks are those that the first rank computed by itself."""
     names = _unlike([r.gradient_digests[k] for r in records])
@@ -561,13 +561,13 @@ def is_of_one_rank(
     names = [n for n in names if n in alone["gradients"]]
     if not names:
         return True
-    own, right_ones, of_alone = (_only(each["gradients"], {*names}) for each in (mine, right, alone))
+    own, right_ones, of_alone = (_only(each["gradients"], {*names}) for each in (values, right, alone))
     return _distance(own, of_alone) * 10 <= _distance(own, right_ones)
 
 
-def _wrong_scale(mine: Mapping[str, Any], right: Mapping[str, Any], gap: float) -> Cause | None:
-    factor, where = _factor(mine["gradients"], right["gradients"]), ""
-    norms = mine["norm"], right["norm"]
+def _wrong_scale(values: Mapping[str, Any], right: Mapping[str, Any], gap: float) -> Cause | None:
+    factor, where = _factor(values["gradients"], right["gradients"]), ""
+    norms = values["norm"], right["norm"]
     if factor is None and all(norms) and abs(norms[0] / norms[1] - 1) > 1e-3 and gap < 1e-3 * min(norms):
         factor, where = norms[0] / norms[1], ", before clipping"
     return ("a wrong scale", f"the gradients are {factor:.4g} times what they should be{where}") if factor is not None else None

@@ -35,11 +35,13 @@ class Explanation:
         if known & causes.CHANGE_EVERYTHING:
             return
         probed = self._references.probed(ran, reference) if not known or known == {DRIFT} else None
-        if probed is not None and (found := causes.of_state(records, probed)):
+        if probed is not None and (state_cause := causes.of_state(records, probed)):
             # What is apart only later does not say why something differed before.
             until = [replace(r, updates=r.updates[: first.update + 1]) for r in records] if first and not known else records
             earlier = self._of_first(final, first, known=False) if first and not causes.of_state(until, probed) else None
-            result.causes = [earlier, found] if earlier and earlier[0] == "an operation over the whole batch" else [found]
+            result.causes = (
+                [earlier, state_cause] if earlier and earlier[0] == "an operation over the whole batch" else [state_cause]
+            )
             return
         if known == {DRIFT}:
             # What is apart behind a step does not say why its loss or its gradients were others.
@@ -66,17 +68,17 @@ class Explanation:
 
     def _of_first(self, final: Judged, first: Difference, *, known: bool) -> Cause | None:
         """What follows from the first difference."""
-        found, owners = (
+        cause, owners = (
             causes.from_verdict(final.verdict, final.ran.records, final.reference.facts),
             final.ran.records[0].owners,
         )
-        if not found and not known and first.phase in ("gradient", "update"):
-            found = causes.of_shards(first, *final.values_of_first(), owners)
-        if not found and first.phase in ("forward", "gradient"):
+        if not cause and not known and first.phase in ("gradient", "update"):
+            cause = causes.of_shards(first, *final.values_of_first(), owners)
+        if not cause and first.phase in ("forward", "gradient"):
             tried = self._tried_mistakes(final, first.update)
             records = final.ran.records
-            found = causes.from_mistakes(first, *tried, records) if tried else causes.of_variables(records, first.update)
-        return found or (causes.of_step(first, owners) if not known else None)
+            cause = causes.from_mistakes(first, *tried, records) if tried else causes.of_variables(records, first.update)
+        return cause or (causes.of_step(first, owners) if not known else None)
 
     def _tried_mistakes(self, final: Judged, k: int) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]] | None:
         """The row's and the right values of update k, and what likely mistakes would give."""
@@ -86,6 +88,6 @@ class Explanation:
         except RankFailedError:  # the row differs whether or not it can be said why
             return None
         folders = ran.folder, final.reference.folder
-        mine, right = (load_values(folder / f"update-{k:03d}.pt") for folder in folders)
-        mine["loss"], mine["norm"] = mean_loss(micros_in_order(ran.records)[k]), ran.records[0].norms[k]
-        return mine, right, mistakes
+        values, right = (load_values(folder / f"update-{k:03d}.pt") for folder in folders)
+        values["loss"], values["norm"] = mean_loss(micros_in_order(ran.records)[k]), ran.records[0].norms[k]
+        return values, right, mistakes

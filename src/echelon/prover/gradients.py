@@ -62,18 +62,18 @@ class GradientWatch:
         tracked = self._unit.tracked_optimizers().values()
         if any(Partition.behind(each) is optimizer is not each for each in tracked):
             return  # it works behind one that was seen
-        mine = _parameters_in([optimizer])
-        others = _parameters_in(tracked) - mine
+        parameters = _parameters_in([optimizer])
+        others = _parameters_in(tracked) - parameters
         named = [(prefix + n, p, each) for prefix, each in prepared_of(self._unit) for n, p in each.named_parameters()]
-        self.strangers = max(self.strangers, len(mine - {id(p) for _, p, _ in named}))
-        self.held |= {name for name, p, _ in named if id(p) in mine}
+        self.strangers = max(self.strangers, len(parameters - {id(p) for _, p, _ in named}))
+        self.held |= {name for name, p, _ in named if id(p) in parameters}
         self._note_loose(optimizer, {id(p) for _, p, _ in named})
         for each in tracked:
             owners = {} if (divided := Partition.of(each)) is None else divided.owners
             self.owners.update({name: owners[p] for name, p, _ in named if p in owners})
         seen: dict[str, torch.Tensor] = {}
         for name, parameter, prepared in named if self._looks else ():
-            if id(parameter) in others or not (id(parameter) in mine or not self._stepped):
+            if id(parameter) in others or not (id(parameter) in parameters or not self._stepped):
                 continue
             gradient = prepared.gradient_of(parameter)
             if gradient is not None:
@@ -82,7 +82,7 @@ class GradientWatch:
         if not self._stepped:
             self.rates.append(rates_of(optimizer))
             self.attributes.append({})
-            self.held_first = self.held_first or {name for name, p, _ in named if id(p) in mine}
+            self.held_first = self.held_first or {name for name, p, _ in named if id(p) in parameters}
         self.attributes[-1].update(_attributes_of(optimizer))
         self._stepped = True
 

@@ -91,17 +91,17 @@ def compare(
             if not (row / file).exists():
                 verdict.exact = False
                 continue
-            mine, right = load_values(row / file), load_values(reference / file)
+            values, right = load_values(row / file), load_values(reference / file)
             verdict.meaningless = _meaningless(k, right)
             if verdict.meaningless is not None:
                 break
-            mine["loss"] = mean_loss(micros)
-            mine["norm"] = records[0].norms[k]
+            values["loss"] = mean_loss(micros)
+            values["norm"] = records[0].norms[k]
             samples = [_Sample(load_values(p / file), "wide" in p.name) for p in again if (p / file).exists()]
-            comparison.update(k, mine, right, samples, reference_before["parameters"])
+            comparison.update(k, values, right, samples, reference_before["parameters"])
             if verdict.first is not None and verdict.first.update == k and not verdict.unmoved:
-                verdict.unmoved = _unmoved(mine, right, before["parameters"], reference_before["parameters"])
-            before, reference_before = mine, right
+                verdict.unmoved = _unmoved(values, right, before["parameters"], reference_before["parameters"])
+            before, reference_before = values, right
     verdict.bit_equal = verdict.bit_equal and verdict.first is None and verdict.updates > 0
     verdict.exact = verdict.exact and verdict.bit_equal
     return verdict
@@ -123,9 +123,9 @@ def _rounding_of(value: torch.Tensor) -> float:
     return HALF_FACTOR / FACTOR * torch.finfo(value.dtype).eps if half else 0.0
 
 
-def _unmoved(mine: dict[str, Any], right: dict[str, Any], before: Values, right_before: Values) -> list[str]:
+def _unmoved(own_values: dict[str, Any], right: dict[str, Any], before: Values, right_before: Values) -> list[str]:
     """The parameters that this update of the reference changed, and the row's did not."""
-    values, rights = mine["parameters"], right["parameters"]
+    values, rights = own_values["parameters"], right["parameters"]
     trained = rights.keys() & values.keys() & right["gradients"].keys()
     return [n for n in trained if torch.equal(values[n], before[n]) and not torch.equal(rights[n], right_before[n])]
 
@@ -172,30 +172,30 @@ class _Comparison:
         self.loss = 0.0  # the largest so far
         self.loss_allowed = 0.0  # what rounding may change in it, the most so far
 
-    def initial(self, mine: Values, right: Values) -> None:
-        missing = sorted(mine.keys() ^ right.keys())
+    def initial(self, values: Values, right: Values) -> None:
+        missing = sorted(values.keys() ^ right.keys())
         if missing:
             self._differs(0, "initialisation", missing[0], float("inf"), 0.0)
         for name in right:
-            if name in mine and not torch.equal(mine[name], right[name]):
-                relative = _largest(mine[name] - right[name]) / (_largest(right[name]) or 1.0)
+            if name in values and not torch.equal(values[name], right[name]):
+                relative = _largest(values[name] - right[name]) / (_largest(right[name]) or 1.0)
                 self._differs(0, "initialisation", name, relative, 0.0)
 
-    def update(self, k: int, mine: dict[str, Any], right: dict[str, Any], samples: list[_Sample], before: Values) -> None:
+    def update(self, k: int, values: dict[str, Any], right: dict[str, Any], samples: list[_Sample], before: Values) -> None:
         """One update: loss, gradients and norm, then parameters, in the order in which they come about."""
-        self._scalar(k, "forward", "loss", "loss", mine, right, samples)
+        self._scalar(k, "forward", "loss", "loss", values, right, samples)
         if not self.without_gradients:
-            self._gradients(k, mine["gradients"], right["gradients"], samples)
-        self._scalar(k, "gradient", "gradient norm", "norm", mine, right, samples)
+            self._gradients(k, values["gradients"], right["gradients"], samples)
+        self._scalar(k, "gradient", "gradient norm", "norm", values, right, samples)
         self.loss = max(self.loss, abs(right["loss"] or 0.0))
-        self._parameters(k, mine["parameters"], right, samples, before)
+        self._parameters(k, values["parameters"], right, samples, before)
 
     # --- loss and norm
 
     def _scalar(
-        self, k: int, phase: str, name: str, key: str, mine: dict[str, Any], right: dict[str, Any], samples: list[_Sample]
+        self, k: int, phase: str, name: str, key: str, own_value: dict[str, Any], right: dict[str, Any], samples: list[_Sample]
     ) -> None:
-        if mine[key] is None or right[key] is None:
+        if own_value[key] is None or right[key] is None:
             return
         value, scale = right[key], abs(right[key]) or self.loss or 1.0
         others = [(s.values[key], s.wide) for s in samples if s.values[key] is not None]
@@ -206,7 +206,7 @@ class _Comparison:
         allowed = scale * (FLOAT64_TOLERANCE if self.alone else max(self._allowed(known[name]), self._least))
         if allowed > self.resolution * scale and not is_zero:
             self.verdict.blind.append(Blind(k, phase, name, allowed / scale, 0.0))
-        difference = abs(mine[key] - value)
+        difference = abs(own_value[key] - value)
         if key == "loss":
             self.loss_allowed = max(self.loss_allowed, allowed)
             self.verdict.loss = larger(self.verdict.loss, difference / scale)
@@ -266,7 +266,7 @@ class _Comparison:
             relative[name] = max(seen, known.get(name, 0.0), self.epsilon, _rounding_of(value))
         return zero, relative
 
-    def _gradients(self, k: int, mine: Values, right: Values, samples: list[_Sample]) -> None:
+    def _gradients(self, k: int, values: Values, right: Values, samples: list[_Sample]) -> None:
         tolerances = self._tolerances(k, "gradients", right, samples, {})
         for name, value in right.items():
             allowed, scale = tolerances[name], _largest(value) or 1.0
@@ -276,19 +276,19 @@ class _Comparison:
                     noise &= sample.values["gradients"][name].abs() <= allowed
             known = self.undetermined.get(name)
             self.undetermined[name] = noise if known is None else known | noise
-            if name not in mine:
+            if name not in values:
                 if _largest(value) > allowed:
                     self._differs(k, "gradient", name, 1.0, 0.0)
                 continue
-            difference = _largest(mine[name] - value)
+            difference = _largest(values[name] - value)
             if not bool(noise.all()):
                 self.verdict.gradient = larger(self.verdict.gradient, difference / scale)
             self._check(k, "gradient", name, difference, allowed, scale)
         largest = max(map(_largest, right.values()), default=0.0)
-        for name in mine.keys() - right.keys():
-            self._check(k, "gradient", name, _largest(mine[name]), self.factor * self.epsilon * largest, largest or 1.0)
+        for name in values.keys() - right.keys():
+            self._check(k, "gradient", name, _largest(values[name]), self.factor * self.epsilon * largest, largest or 1.0)
 
-    def _parameters(self, k: int, mine: Values, right: dict[str, Any], samples: list[_Sample], before: Values) -> None:
+    def _parameters(self, k: int, own_values: Values, right: dict[str, Any], samples: list[_Sample], before: Values) -> None:
         values, gradients = right["parameters"], right["gradients"]
         tolerances = self._tolerances(k, "parameters", values, samples, self.undetermined)
         moved = sum(
@@ -297,11 +297,11 @@ class _Comparison:
         harmless = max(self.factor * self.epsilon * self.loss, self.loss_allowed, HARMLESS * moved)
         excused = 0
         for name, value in values.items():
-            if name not in mine:
+            if name not in own_values:
                 continue  # said at the initialisation
-            if not torch.equal(mine[name], value):
+            if not torch.equal(own_values[name], value):
                 self.verdict.bit_equal = False
-            difference, scale = (mine[name] - value).abs(), _largest(value) or 1.0
+            difference, scale = (own_values[name] - value).abs(), _largest(value) or 1.0
             if name in self.undetermined:
                 loose = self.undetermined[name] & (difference > tolerances[name])
                 if bool(loose.any()) and self._effect(name, difference, loose, gradients, samples) <= harmless:

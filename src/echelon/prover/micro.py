@@ -208,8 +208,8 @@ def _columns(data: Any, samples: int) -> int | None:
         return None if data.ndim and data.shape[0] != samples else min(data.ndim, 1)
     if _is_list_of_samples(data, samples):
         return 1
-    found = [_columns(each, samples) for each in _inside(data) or ()]
-    return None if None in found else sum(each or 0 for each in found)
+    columns = [_columns(each, samples) for each in _inside(data) or ()]
+    return None if None in columns else sum(each or 0 for each in columns)
 
 
 def _is_list_of_samples(data: Any, samples: int) -> bool:

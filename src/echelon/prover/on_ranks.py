@@ -118,8 +118,8 @@ class Judged:
         first = self.verdict.first
         assert first is not None
         kind, file = "gradients" if first.phase == "gradient" else "parameters", f"update-{first.update:03d}.pt"
-        mine, right = (load_values(folder / file)[kind] for folder in (self.ran.folder, self.reference.folder))
-        return mine, right
+        values, right = (load_values(folder / file)[kind] for folder in (self.ran.folder, self.reference.folder))
+        return values, right
 
 
 def in_float64(folder: Path) -> Path:
@@ -133,8 +133,8 @@ def with_constant_draws(folder: Path) -> Path:
 def of_same_samples(one: Ran, other: Ran) -> bool:
     """Whether both trained on the same micro-batches, to a few digits: else they tell nothing of each other."""
 
-    mine, others = (leaves([m.plain for r in ran.records for m in r.micros]) for ran in (one, other))
-    return all(_is_like(a, b) for a, b in zip(mine, others, strict=False))
+    values, others = (leaves([m.plain for r in ran.records for m in r.micros]) for ran in (one, other))
+    return all(_is_like(a, b) for a, b in zip(values, others, strict=False))
 
 
 def _is_like(one: Any, other: Any) -> bool:
@@ -160,21 +160,21 @@ class OnRanks:
     timeout_s: float | None
     logs: Path | None
 
-    def row(self, row: Row, here: Path, dtype: torch.dtype) -> Ran:
-        """Run the target as `row` says; what its ranks leave goes to `here`."""
-        here.mkdir()
-        self.launch(run_row, row.ranks, self.target, row, str(here), self.updates_of(row), dtype, self.seed)
-        records = load_records([here / f"rank{r}.pt" for r in range(row.ranks)])
+    def row(self, row: Row, folder: Path, dtype: torch.dtype) -> Ran:
+        """Run the target as `row` says; what its ranks leave goes to `folder`."""
+        folder.mkdir()
+        self.launch(run_row, row.ranks, self.target, row, str(folder), self.updates_of(row), dtype, self.seed)
+        records = load_records([folder / f"rank{r}.pt" for r in range(row.ranks)])
         if any(r.wants_constant_draws for r in records) and not row.constant_draws:
-            shutil.rmtree(here)
-            return self.row(replace(row, constant_draws=True), here, dtype)
+            shutil.rmtree(folder)
+            return self.row(replace(row, constant_draws=True), folder, dtype)
         ran_as = replace(
             row,
             constant_draws=any(r.constant_draws for r in records),
             compiles=any(r.compiles for r in records),
             half=next((r.half for r in records if r.half), None),
         )
-        return Ran(ran_as, here, records, dtype)
+        return Ran(ran_as, folder, records, dtype)
 
     def updates_of(self, row: Row) -> int:
         """How many of them are compared."""
@@ -188,8 +188,8 @@ class OnRanks:
         """Run on ranks, and return rank 0's value. Logs are left only if it fails."""
         logs = self.folder / "logs"
         shutil.rmtree(logs, ignore_errors=True)
-        found: dict[str, Any] = launch(fn, ranks=ranks, args=args, quiet=True, timeout_s=self.timeout_s, run_dir=logs)[0]
-        return found
+        value: dict[str, Any] = launch(fn, ranks=ranks, args=args, quiet=True, timeout_s=self.timeout_s, run_dir=logs)[0]
+        return value
 
     def failure(self, error: RankFailedError, name: str) -> tuple[str, str]:
         """The verdict and the error's text; the logs that it names are put where they stay, under this name."""
@@ -202,8 +202,8 @@ class OnRanks:
 
     def _said_last(self, error: RankFailedError, logs: Path) -> str:
         """What the script said as it ended by itself, which no traceback has."""
-        found = sorted(logs.rglob(f"rank{error.rank}.log"))
-        text = read_end(found[-1]).decode("utf-8", "replace").strip() if found else ""
+        logs_of_rank = sorted(logs.rglob(f"rank{error.rank}.log"))
+        text = read_end(logs_of_rank[-1]).decode("utf-8", "replace").strip() if logs_of_rank else ""
         last = text.rpartition("\n")[2].strip()
         if not last or last in str(error):
             return ""

@@ -182,35 +182,35 @@ def split(reference: Reference) -> dict[str, Any]:
         return {"why_not": "its train_step takes its own steps"}
     reference.begin(write=False)
     reference.enter_epoch(reference.updates[0][0].epoch)
-    found: dict[str, Any] = {"why_not": "no batch has two samples", "error": 0.0, "best": False, "allowed": 0.0, "padded": False}
-    for divisible in _divisible(reference, reference.updates, found):
-        _take_apart(reference, *divisible, found)
-        found["why_not"], found["allowed"] = None, _TOLERANCE["wide" if reference.how == "wide" else "right"]
+    result: dict[str, Any] = {"why_not": "no batch has two samples", "error": 0.0, "best": False, "allowed": 0.0, "padded": False}
+    for divisible in _divisible(reference, reference.updates, result):
+        _take_apart(reference, *divisible, result)
+        result["why_not"], result["allowed"] = None, _TOLERANCE["wide" if reference.how == "wide" else "right"]
         if reference.how != "wide" and reference.computes.dtype is not None:
-            found["allowed"] = _ROUNDINGS * torch.finfo(reference.computes.dtype).eps
-    if found["why_not"] is None and found["error"] <= found["allowed"]:
+            result["allowed"] = _ROUNDINGS * torch.finfo(reference.computes.dtype).eps
+    if result["why_not"] is None and result["error"] <= result["allowed"]:
         with contextlib.suppress(Exception):  # what rows show is known; samples of a user's own can be anything
-            found["padded"] = _take_apart_padded(reference, found)
-    if found["why_not"] is None and found["error"] <= found["allowed"]:
+            result["padded"] = _take_apart_padded(reference, result)
+    if result["why_not"] is None and result["error"] <= result["allowed"]:
         for k in range(len(reference.updates) - 1):
             reference.update(k)
         for divisible in _divisible(reference, reference.updates[-1:], {}):  # what begins later, as after a warm-up
-            _take_apart(reference, *divisible, found)
-    return found
+            _take_apart(reference, *divisible, result)
+    return result
 
 
 def _take_apart(
-    reference: AutoReference, count: int, part: Callable[[int, int], Any], micro: Micro, found: dict[str, Any]
+    reference: AutoReference, count: int, part: Callable[[int, int], Any], micro: Micro, result: dict[str, Any]
 ) -> None:
     whole = _tried(reference, part(0, count), count, micro)
     for cut in sorted({1, count // 2}):
         parts = [_tried(reference, part(*ends), ends[1] - ends[0], micro) for ends in ((0, cut), (cut, count))]
         error = _error(whole, parts)
-        if error > found["error"]:
-            found["error"], found["best"] = error, _has_better_weights(whole, parts)
+        if error > result["error"]:
+            result["error"], result["best"] = error, _has_better_weights(whole, parts)
 
 
-def _take_apart_padded(reference: AutoReference, found: dict[str, Any]) -> bool:
+def _take_apart_padded(reference: AutoReference, result: dict[str, Any]) -> bool:
     """Rows of a padded batch are as wide as that one; on a rank the loader pads a part by itself, to another width.
 
     Returns:
@@ -230,7 +230,7 @@ def _take_apart_padded(reference: AutoReference, found: dict[str, Any]) -> bool:
     if draws is not None:
         draws.end()
         reference.by_sample = None
-    _take_apart(reference, count, lambda begin, end: loader.collate_fn(values[begin:end]), reference.updates[0][0], found)
+    _take_apart(reference, count, lambda begin, end: loader.collate_fn(values[begin:end]), reference.updates[0][0], result)
     return True
 
 
@@ -239,7 +239,7 @@ def _widths(loader: Any, samples: list[Any]) -> list[torch.Size]:
 
 
 def _divisible(
-    reference: Reference, updates: Sequence[Sequence[Micro]], found: dict[str, Any]
+    reference: Reference, updates: Sequence[Sequence[Micro]], result: dict[str, Any]
 ) -> Iterator[tuple[int, Callable[[int, int], Any], Micro]]:
     """How many samples a batch has, and what gives it from one sample to before another one: of those that weigh most; or, if
     none has the loader's samples in its rows, of a batch that the loader's collate function makes of its first samples.
@@ -251,14 +251,14 @@ def _divisible(
         try:
             every.append((Samples(micro.data, micro.samples), micro))
         except NotDivisible as why:
-            found["why_not"] = str(why)
+            result["why_not"] = str(why)
     # Rows that are not the loader's samples, such as nodes of graphs, may belong together.
-    told = [(samples, micro) for samples, micro in every if micro.given in (None, samples.count)]
-    if not told and reads_alike(loader):
+    counted = [(samples, micro) for samples, micro in every if micro.given in (None, samples.count)]
+    if not counted and reads_alike(loader):
         values = first_samples(loader)
         yield len(values), lambda begin, end: loader.collate_fn(values[begin:end]), micros[0]
         return
-    for samples, micro in told or every:
+    for samples, micro in counted or every:
         if samples.count > 1:
             yield samples.count, samples.part, micro
 
@@ -279,8 +279,8 @@ def _error(whole: _Part, parts: list[_Part]) -> float:
     if not total:
         return 0.0
     made = _combined(known, [part.weight / total for part in known], None)
-    mine, right = made["gradients"], whole.gradients
-    size, apart = _norm(right), _norm({n: right.get(n, 0.0) - mine.get(n, 0.0) for n in right.keys() | mine.keys()})
+    gradients, right = made["gradients"], whole.gradients
+    size, apart = _norm(right), _norm({n: right.get(n, 0.0) - gradients.get(n, 0.0) for n in right.keys() | gradients.keys()})
     of_loss: float = abs(whole.loss - made["loss"]) / (abs(whole.loss) or 1.0)
     return max(of_loss, apart / size if size else float("inf") if apart else 0.0)
 

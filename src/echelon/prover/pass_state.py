@@ -57,11 +57,11 @@ class Sources:
         """The state of every stream by name, in values that can be saved."""
         if self._looks:
             self._objects.look()
-        found = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(legacy=True), "python": random.getstate()}
+        state_of = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(legacy=True), "python": random.getstate()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            found["cuda"] = torch.cuda.get_rng_state()
-        found.update({name: _state(generator) for name, generator in self._held.items()})
-        return found
+            state_of["cuda"] = torch.cuda.get_rng_state()
+        state_of.update({name: _state(generator) for name, generator in self._held.items()})
+        return state_of
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Put back those streams that `states` names."""
@@ -180,12 +180,12 @@ class KeptState:
 
 def of_loop() -> dict[str, Any]:
     """Of the script's functions that are running: local variables that their loop reads before it sets them."""
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for frame in own_frames():
         names = _read_first(frame.f_code, frame.f_lasti)
         own = {name: value for name, value in frame.f_locals.items() if name in names}
-        found.update({VARIABLE + n: _copied(v) for n, v in own.items() if is_state(v) and _bytes(v) < _MOST_BYTES_OF_LOOP})
-    return found
+        state.update({VARIABLE + n: _copied(v) for n, v in own.items() if is_state(v) and _bytes(v) < _MOST_BYTES_OF_LOOP})
+    return state
 
 
 @functools.cache
@@ -193,7 +193,7 @@ def _read_first(code: types.CodeType, at: int) -> frozenset[str]:
     """Local names that are read before they are set, from `at` to where the loop around it begins again."""
     steps = list(dis.get_instructions(code))
     places = {each.offset: i for i, each in enumerate(steps)}
-    found, known = set[str](), dict[int, frozenset[str]]()  # by instruction: what is set on every way to it
+    names_read, known = set[str](), dict[int, frozenset[str]]()  # by instruction: what is set on every way to it
     ways = [(next((i for i, each in enumerate(steps) if each.offset > at), len(steps)), frozenset[str]())]
     while ways:
         i, names = ways.pop()
@@ -203,7 +203,7 @@ def _read_first(code: types.CodeType, at: int) -> frozenset[str]:
             if each.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "STORE_FAST", "STORE_DEREF")):
                 given = each.argval if isinstance(each.argval, tuple) else (each.argval,)  # two at once since Python 3.13
                 for name, how in zip(given, re.findall("LOAD|STORE", each.opname), strict=False):
-                    found |= {name} - names if how == "LOAD" else set()
+                    names_read |= {name} - names if how == "LOAD" else set()
                     names |= {name} if how == "STORE" else set()
             if "JUMP" in each.opname or each.opname in ("FOR_ITER", "SEND"):
                 if each.argval <= at:
@@ -212,7 +212,7 @@ def _read_first(code: types.CodeType, at: int) -> frozenset[str]:
             if each.opname.startswith(("JUMP_", "RETURN", "RAISE", "RERAISE")):
                 break
             i += 1
-    return frozenset(found)
+    return frozenset(names_read)
 
 
 def digests_of(state: State) -> dict[str, int]:

@@ -134,7 +134,7 @@ def _state_that_matters(reference: Reference) -> dict[str, list[str]]:
 
     late = {**as_it_was, **micros[-1].state}
     usual, again, usual_late = tried({}), tried({}), tried({}, late)
-    found: dict[str, list[str]] = {}
+    groups_that_matter: dict[str, list[str]] = {}
     every = [m.state for m in micros if unlike(as_it_was, m.state) or m.state.keys() - as_it_was.keys()]
     every = every[:: max(1, len(every) // 4)] if _are_close(usual, again) else []
     if all(_are_close(usual, tried(each)) for each in every):
@@ -144,14 +144,14 @@ def _state_that_matters(reference: Reference) -> dict[str, list[str]]:
         other = next((each for each in others if unlike(as_it_was, each) or each.keys() - as_it_was.keys()), None)
         with contextlib.suppress(RuntimeError, AttributeError, TypeError):  # parts that only fit together
             if other is not None and not _are_close(usual, tried(other)):
-                found[name] = paths
+                groups_that_matter[name] = paths
         with contextlib.suppress(RuntimeError, AttributeError, TypeError):
             earlier = next((each for each in others if unlike(late, each)), None)
-            if name not in found and earlier is not None and not _are_close(usual_late, tried(earlier, late)):
-                found[name] = paths
-    if groups and not found:  # such as a teacher, and when it learns
-        found = groups
-    return found
+            if name not in groups_that_matter and earlier is not None and not _are_close(usual_late, tried(earlier, late)):
+                groups_that_matter[name] = paths
+    if groups and not groups_that_matter:  # such as a teacher, and when it learns
+        groups_that_matter = groups
+    return groups_that_matter
 
 
 def _are_close(one: tuple[float, Values], other: tuple[float, Values]) -> bool:

@@ -92,15 +92,17 @@ class Verdict:
     @property
     def blindness(self) -> str:
         """What could not be compared, in words."""
-        said = []
+        reasons = []
         if self.blind:
             b = self.blind[0]
-            said.append(f"update {b.update}, {b.phase}, {b.tensor}: rounding alone may change it by {b.tolerance:.1e}")
+            reasons.append(f"update {b.update}, {b.phase}, {b.tensor}: rounding alone may change it by {b.tolerance:.1e}")
         if self.resolved < self.updates:
-            said.append(f"compared as far as update {self.resolved - 1}" if self.resolved else "nothing else could be compared")
+            reasons.append(
+                f"compared as far as update {self.resolved - 1}" if self.resolved else "nothing else could be compared"
+            )
         if self.excused > SMALL_SHARE:
-            said.append(f"{self.excused:.0%} of all elements have no gradient beyond rounding")
-        return "; ".join(said)
+            reasons.append(f"{self.excused:.0%} of all elements have no gradient beyond rounding")
+        return "; ".join(reasons)
 
     @property
     def resolved(self) -> int:
@@ -109,8 +111,8 @@ class Verdict:
             return self.updates
         for k in sorted({b.update for b in self.blind}):
             for phase in ("forward", "gradient", "update"):
-                here = [b for b in self.blind if b.update == k and b.phase == phase]
-                if any(b.tensor == "loss" for b in here) or sum(b.share for b in here) > SMALL_SHARE:
+                blind = [b for b in self.blind if b.update == k and b.phase == phase]
+                if any(b.tensor == "loss" for b in blind) or sum(b.share for b in blind) > SMALL_SHARE:
                     return k
         return self.updates
 

@@ -94,15 +94,15 @@ class Proving:
         """Run one row, find or compute its reference, and compare."""
         self._count += 1
         row = replace(row, brief=row.brief and self._within_epoch is True, draws=self._draws)
-        here = self.folder / f"row-{self._count}"
+        row_folder = self.folder / f"row-{self._count}"
         result = Result(row.label, row.ranks, yours=row.yours)
         try:
-            ran = self._on_ranks.row(row, here, self.dtype)
+            ran = self._on_ranks.row(row, row_folder, self.dtype)
             if ran.records[0].is_double:
                 self.dtype, self.proof.dtype = torch.float64, "float64"
                 self._say("The script computes in float64 by itself: so do all rows, and are compared in it.")
-                shutil.rmtree(here)
-                ran = self._on_ranks.row(row, here, self.dtype)
+                shutil.rmtree(row_folder)
+                ran = self._on_ranks.row(row, row_folder, self.dtype)
         except RankFailedError as error:
             result.verdict, result.message = self._on_ranks.failure(error, f"row-{self._count}")
             if result.message.startswith("global_batch") and not row.yours:
@@ -112,7 +112,7 @@ class Proving:
                 what = f"{type(own).__name__}: {own}".partition("\n")[0]
                 result.verdict, result.message = "not possible", f"its own code does not run on a part of a sequence ({what})"
             if result.verdict == "failed":
-                result.began = (here / "initial.pt").exists()
+                result.began = (row_folder / "initial.pt").exists()
                 self._fitting.failed(str(error), row.ranks, began=result.began)
             return result
         try:
@@ -120,7 +120,7 @@ class Proving:
         except RankFailedError as error:
             result.verdict, why = self._on_ranks.failure(error, f"row-{self._count}")
             result.message = f"the reference in plain PyTorch could not be computed: {why}"
-        for folder in here.parent.glob(f"{here.name}*"):
+        for folder in row_folder.parent.glob(f"{row_folder.name}*"):
             shutil.rmtree(folder, ignore_errors=True)
         return result
 
@@ -221,8 +221,8 @@ class Proving:
             result.message = result.message if result.verdict == "bit-equal" else "other bits than the first bitwise row"
         self._over_samples(result, seen)
         if result.is_equal and seen.ran.row.restores:  # what was put back is what is wrong, if it moves within an update
-            found = causes.state_moves(seen.ran.records, self._references.state(seen.ran, seen.reference))
-            result.verdict, result.causes = ("DIFFERS", [found]) if found is not None else (result.verdict, result.causes)
+            cause = causes.state_moves(seen.ran.records, self._references.state(seen.ran, seen.reference))
+            result.verdict, result.causes = ("DIFFERS", [cause]) if cause is not None else (result.verdict, result.causes)
         if result.is_equal and (warned := records[0].warned):
             result.verdict = IN_PART  # one process makes the same mistake, as the script itself scales its loss
             result.message = "; ".join(filter(None, (result.message, f"the run warns: {warned}")))
@@ -254,18 +254,18 @@ class Proving:
             result.causes = self._of_scaler(ran, reference) or self._of_underflow(ran, reference)
         seen.is_recorded = bool(result.causes)
         self._decide(result, seen)
-        if result.verdict == "DIFFERS" and not result.causes and (found := causes.models_apart(ran.records)) is not None:
-            result.causes = [found]
+        if result.verdict == "DIFFERS" and not result.causes and (cause := causes.models_apart(ran.records)) is not None:
+            result.causes = [cause]
         # Of one pass over a whole batch, what ranks had apart is not put back, and shows as a difference.
         in_one_pass = reference.facts["joined"] and (ran.row.constant_draws or not reference.facts["drew"])
         if result.is_equal and ran.row.restores:
             if in_one_pass:
                 probed = self._references.probed(ran, reference)
                 moves = causes.state_moves(ran.records, probed["state"]) is not None  # which is said in the end
-                found = None if moves else causes.state_of_ranks(ran.records, probed)
+                cause = None if moves else causes.state_of_ranks(ran.records, probed)
             else:
-                found = causes.state_apart(ran.records, self._references.state(ran, reference))
-            result.causes = [found] if found is not None else []
+                cause = causes.state_apart(ran.records, self._references.state(ran, reference))
+            result.causes = [cause] if cause is not None else []
             result.verdict = "DIFFERS" if result.causes else result.verdict
         return seen
 
@@ -318,8 +318,8 @@ class Proving:
         wide = next((p / first for p in reference.folder.glob("again-wide-*") if (p / first).exists()), None)
         if ran.row.narrow is None or wide is None or ran.records[0].flattened:
             return []
-        mine, right = (load_values(each)["gradients"] for each in (ran.folder / first, wide))
-        return causes.of_underflow(mine, right, ran.row.narrow)
+        gradients, right = (load_values(each)["gradients"] for each in (ran.folder / first, wide))
+        return causes.of_underflow(gradients, right, ran.row.narrow)
 
     # --- over samples
 
@@ -415,19 +415,19 @@ class Proving:
     def _split(self, result: Result, seen: Judged, drew: bool, speaks: bool, why: str) -> None:
         """Take a batch apart in one process, which says nothing of what the ranks put together by speaking to each other."""
         if speaks:
-            found: dict[str, Any] = {"why_not": "its steps speak to other ranks"}
+            parts: dict[str, Any] = {"why_not": "its steps speak to other ranks"}
         else:
             constant = drew or seen.ran.row.constant_draws
             if constant not in self._splits:
                 self._splits[constant] = self._splitting(seen, constant)
-            found = self._splits[constant]
-        if found["why_not"] is not None:
-            self._leave_untested(result, f"{why}, and {found['why_not']}")
-        elif found["error"] > found["allowed"]:
+            parts = self._splits[constant]
+        if parts["why_not"] is not None:
+            self._leave_untested(result, f"{why}, and {parts['why_not']}")
+        elif parts["error"] > parts["allowed"]:
             result.verdict = "DIFFERS"
             norms = seen.ran.records[0].batch_norms
-            result.causes = [causes.of_split(found["best"], found["error"], norms, padded=found["padded"])]
-        elif not found["padded"] and len(widths(seen.ran.records)) > 1:
+            result.causes = [causes.of_split(parts["best"], parts["error"], norms, padded=parts["padded"])]
+        elif not parts["padded"] and len(widths(seen.ran.records)) > 1:
             why = "batches are padded to other widths, and were taken apart as wide as they are"
             self._leave_untested(result, why, "what the padding itself adds to a loss")
 
@@ -459,10 +459,10 @@ class Proving:
             result.precision = "float64" if final.ran.dtype is torch.float64 else result.precision
             self._explanation.explain(result, final)
             return
-        said = [seen.in_words] if final.ran.dtype is not self.dtype else []
+        notes = [seen.in_words] if final.ran.dtype is not self.dtype else []
         if not verdict.exact and (verdict.blind or verdict.excused > limit):
-            said += [final.verdict.blindness, unconfirmed]
-        result.message, result.first = "; ".join(filter(None, said)), None
+            notes += [final.verdict.blindness, unconfirmed]
+        result.message, result.first = "; ".join(filter(None, notes)), None
         if not verdict.resolved or (verdict.excused > limit and not verdict.exact):
             result.verdict = "undecided"
             self._explanation.explain(result, final)

@@ -159,7 +159,7 @@ class Replay:
         Args:
             ranks: whose global batches this process has, where batches are said for each: schedules go by their number.
         """
-        found: dict[str, Any] = {}
+        recorded: dict[str, Any] = {}
         turns: Turns | None = None
         head = contextlib.ExitStack()
 
@@ -169,10 +169,10 @@ class Replay:
             if self.row.constant_draws and turns is None:
                 head.enter_context(draws or ConstantDraws())
             if not UnitKind.of(unit).is_loop:
-                found.update(work(unit, dataloader, callbacks))
+                recorded.update(work(unit, dataloader, callbacks))
                 raise Enough
             if turns is None:
-                unit.reference = turns = Turns(lambda: found.update(work(unit, dataloader, callbacks)))
+                unit.reference = turns = Turns(lambda: recorded.update(work(unit, dataloader, callbacks)))
             return []
 
         precision, compiled = self.row.imposed_precision(wide=dtype is torch.float64), None if self.compiled else False
@@ -183,7 +183,7 @@ class Replay:
             try:
                 self.target.run()
             except Enough:
-                return found
+                return recorded
         what = self.target.script or "the functions"
         if turns is not None:
             raise ProveError(
@@ -298,13 +298,13 @@ class RowLayout(Strategy):
         own = own or NOOPStrategy()
         self._names_one |= not isinstance(own, NOOPStrategy)
         # Mixed precision is left out: of layouts that are compared, only the script's own has it.
-        mine = own.but(mixed_precision=None) if isinstance(own, FSDPStrategy) else own
-        self._layout = self._given or (mine if self._dtype is torch.float64 else own)
+        layout = own.but(mixed_precision=None) if isinstance(own, FSDPStrategy) else own
+        self._layout = self._given or (layout if self._dtype is torch.float64 else own)
         if isinstance(self._row.layout, str):
-            self._layout = with_options_of(mine, self._layout)
+            self._layout = with_options_of(layout, self._layout)
         self.name, self.own = self._layout.name, in_words(own)
-        self.own_row = _row_of(own, mine) or self.own
-        self.is_own = self.is_own and self._layout == mine
+        self.own_row = _row_of(own, layout) or self.own
+        self.is_own = self.is_own and self._layout == layout
         return self
 
     def check(self) -> None:
@@ -323,8 +323,8 @@ class RowLayout(Strategy):
         return self._layout.prepare(module, world, recipe)
 
 
-def _row_of(own: Strategy, mine: Strategy) -> str | None:
+def _row_of(own: Strategy, layout: Strategy) -> str | None:
     """The name of a layout that becomes the script's with its options; of one with mixed precision there is none."""
     if isinstance(own, Layout):
         return own.text
-    return next((word for word in LAYOUTS if with_options_of(mine, LAYOUTS[word]()) == own), None)
+    return next((word for word in LAYOUTS if with_options_of(layout, LAYOUTS[word]()) == own), None)

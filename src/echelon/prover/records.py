@@ -127,10 +127,10 @@ def stage_files(path: Path) -> list[Path]:
 
 def _groups(records: list[RankRecord], axis: str) -> list[list[RankRecord]]:
     """Ranks that differ along this axis only."""
-    found: dict[Any, list[RankRecord]] = {}
+    groups: dict[Any, list[RankRecord]] = {}
     for record in records:
-        found.setdefault(tuple(each for each in record.place.items() if each[0] != axis), []).append(record)
-    return list(found.values())
+        groups.setdefault(tuple(each for each in record.place.items() if each[0] != axis), []).append(record)
+    return list(groups.values())
 
 
 def _over_stages(records: list[RankRecord]) -> None:
@@ -144,8 +144,8 @@ def _over_stages(records: list[RankRecord]) -> None:
     for record in records:  # what a rank does not have itself is as its peers of the other stages have it
         record.held, record.trainable = held, trainable
         for peer in (r for r in records if r.stage != record.stage):
-            for mine, theirs in zip(record.digests, peer.digests, strict=True):
-                for one, other in zip(mine, theirs, strict=False):
+            for digest, theirs in zip(record.digests, peer.digests, strict=True):
+                for one, other in zip(digest, theirs, strict=False):
                     one.update(other | one)
 
 

@@ -234,10 +234,10 @@ class Reference(ABC):
         rounding = self.shake.rounding or torch.finfo(self.dtype).eps
         with torch.no_grad():
             for _, parameter in parameters_of(self.unit):
-                mine = local(parameter)
-                if mine.is_floating_point():
-                    signs = torch.randint(0, 2, mine.shape, generator=generator).to(mine) * 2 - 1
-                    mine.mul_(1 + signs * max(rounding, torch.finfo(mine.dtype).eps))
+                shard = local(parameter)
+                if shard.is_floating_point():
+                    signs = torch.randint(0, 2, shard.shape, generator=generator).to(shard) * 2 - 1
+                    shard.mul_(1 + signs * max(rounding, torch.finfo(shard.dtype).eps))
 
     def tried(self, *passes: Pass) -> tuple[float, Values]:
         """Mean loss and gradients of passes of which nothing is left."""

@@ -94,9 +94,9 @@ class AutoReference(Reference):
         unit = self.unit
         if not self.hears or type(unit).on_train_step_end is AutoUnit.on_train_step_end:
             return
-        found = TrainStepResults(torch.tensor(loss), None if norm is None else torch.tensor(norm), None)
+        results = TrainStepResults(torch.tensor(loss), None if norm is None else torch.tensor(norm), None)
         try:
-            unit.on_train_step_end(self.state, self.as_given(self.updates[k][-1].data), k, found)
+            unit.on_train_step_end(self.state, self.as_given(self.updates[k][-1].data), k, results)
         except Exception as error:  # it may want what only a whole loop has
             self.hears = False
             self._note_failure(f"{type(unit).__name__}.on_train_step_end", error)

@@ -225,25 +225,25 @@ def _on_plans(plans: list[Plan]) -> str | None:
         return None  # drawn with replacement: one process sees rows twice as well
     seen = Counter(i for p in plans for i in p.indices)
     overlap, missing = sum(c > 1 for c in seen.values()), size - len(seen)
-    said = []
+    lines = []
     if overlap > max(0, drawn - size) or drawn - size >= len(plans):  # a tail that is filled up needs a few twice
-        said.append(_overlap(overlap, size, "rows"))
+        lines.append(_overlap(overlap, size, "rows"))
     if missing > max(0, size - drawn):  # a tail that is dropped, or a split that is not trained on, is missing in one process too
-        said.append(f"samples are left out: {missing} of {size} rows were seen by no rank in epoch 0")
-    return "; ".join(said) or None
+        lines.append(f"samples are left out: {missing} of {size} rows were seen by no rank in epoch 0")
+    return "; ".join(lines) or None
 
 
 def of_updates(records: list[RankRecord]) -> list[Seen]:
     """The samples of each update of the first epoch, over all ranks that have samples of their own."""
-    found: list[Seen] = []
+    updates: list[Seen] = []
     for of_ranks in zip(*(r.updates for r in records), strict=False):
         micros = [m for update in of_ranks for m in update]
         if any(m.epoch or m.weight <= 0 for m in micros):  # what weighs nothing may be padding, or samples without labels
             break
-        found.append(Seen())
+        updates.append(Seen())
         for micro in micros:
-            found[-1].add(micro.rows, micro.plain)
-    return found
+            updates[-1].add(micro.rows, micro.plain)
+    return updates
 
 
 def unlike_one_process(updates: list[Seen], one: Seen) -> str | None:
@@ -319,12 +319,12 @@ class SampleChecks:
         """Whether ranks have data sets of their own, of which a Loader gives each a share."""
         other = next((r for r in ranks if self._size not in (None, r.size)), None)
         looks = [r.seen_of_data for r in ranks]
-        found = None
+        difference = None
         if other is not None:
-            found = f"rank {other.rank}: the data set has {other.size} samples, and {self._size} in one process"
+            difference = f"rank {other.rank}: the data set has {other.size} samples, and {self._size} in one process"
         elif None not in looks and any(look != looks[0] for look in looks):
-            found = "ranks have data sets with other samples"
-        return f"{found}; echelon.Loader divides by itself what is the same on all ranks" if found else None
+            difference = "ranks have data sets with other samples"
+        return f"{difference}; echelon.Loader divides by itself what is the same on all ranks" if difference else None
 
     def _by_seed(self, ran: Ran) -> str:
         """What is another on a rank where RNGs that the script does not seed are seeded alike before it trains."""
@@ -367,9 +367,9 @@ class SampleChecks:
         """What one process reads; None where it has no end in sight."""
         if not self._epochs:
             try:
-                found = self._on_ranks.launch(run_epoch, 1, replay)
-                self._epochs.append(found["epoch"])
-                self._keeps = found["keeps"]
+                seen = self._on_ranks.launch(run_epoch, 1, replay)
+                self._epochs.append(seen["epoch"])
+                self._keeps = seen["keeps"]
             except RankFailedError:
                 self._epochs.append(None)
         return self._epochs[0]
@@ -379,16 +379,16 @@ class SampleChecks:
         if self._samples_of_one is None or 0 < len(self._samples_of_one.rows) < count:
             self._samples_of_one = Seen()
             with contextlib.suppress(RankFailedError):
-                found = self._on_ranks.launch(run_samples, 1, replay, count)
-                self._samples_of_one, self._keeps, self._size = found["seen"], found["keeps"], found["size"]
+                seen = self._on_ranks.launch(run_samples, 1, replay, count)
+                self._samples_of_one, self._keeps, self._size = seen["seen"], seen["keeps"], seen["size"]
         return self._samples_of_one
 
 
 def _apart(one: RankRecord, other: RankRecord) -> str:
     """What is another in two runs of one rank."""
-    mine, others = one.micros, other.micros
-    if any(digest(a.plain) != digest(b.plain) for a, b in zip(mine, others, strict=False)):
+    own_micros, others = one.micros, other.micros
+    if any(digest(a.plain) != digest(b.plain) for a, b in zip(own_micros, others, strict=False)):
         return "has samples of its own"
-    first, second = (micros[0].loss if micros else None for micros in (mine, others))
+    first, second = (micros[0].loss if micros else None for micros in (own_micros, others))
     is_apart = first is not None and second is not None and abs(first - second) > _SAME_LOSS * abs(second)
     return "computes its loss with numbers of its own" if is_apart else ""

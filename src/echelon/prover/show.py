@@ -100,8 +100,8 @@ def blocks(results: list[Result]) -> list[tuple[str, list[str]]]:
     groups: dict[Any, list[Result]] = {}
     for result in results:
         if details(result):
-            said = re.sub(r"[0-9]+", "", (result.message.strip().splitlines() or [""])[-1])  # numbers differ by rank
-            cause = tuple(cause for cause, _ in result.causes) or said
+            last_line = re.sub(r"[0-9]+", "", (result.message.strip().splitlines() or [""])[-1])  # numbers differ by rank
+            cause = tuple(cause for cause, _ in result.causes) or last_line
             groups.setdefault((result.verdict, cause, tuple(result.notes)), []).append(result)
     return [(_rows(group, len(results)), details(group[0])) for group in groups.values()]
 
@@ -174,13 +174,15 @@ def _counts(rows: list[Result]) -> str:
         ("failed", "failed"): [r.verdict == "failed" for r in rows],
         ("is not possible here", "are not possible here"): [r.verdict == "not possible" for r in rows],
     }
-    return ", ".join(f"{sum(of)} {said[sum(of) > 1]}" for said, of in words.items() if any(of))
+    return ", ".join(f"{sum(of)} {forms[sum(of) > 1]}" for forms, of in words.items() if any(of))
 
 
 def page(proof: Proof, title: str) -> str:
     """What the terminal shows, as one HTML page that works offline."""
     text = [HEADER, *map(line, proof.results)]
-    text += [each for named, said in blocks(proof.results) for each in ("", named, *(f"    {one}" for one in said))]
+    text += [
+        each for named, lines_of_block in blocks(proof.results) for each in ("", named, *(f"    {one}" for one in lines_of_block))
+    ]
     return _PAGE.format(title=escape(title), text=escape("\n".join([*text, "", *summary(proof)])))
 
 

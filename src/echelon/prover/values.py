@@ -147,12 +147,12 @@ def named_values(unit: Any) -> dict[str, torch.Tensor]:
 
 def switch_off_dropout(unit: Any) -> int:
     """In all modules of the unit: in another process nobody can repeat what they draw. Returns how many there were."""
-    found = 0
+    count = 0
     for _, module in modules_of(unit):
         for inner in module.modules():
             if isinstance(inner, _DROPOUTS) and inner.p > 0:
-                inner.p, found = 0.0, found + 1
-    return found
+                inner.p, count = 0.0, count + 1
+    return count
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -191,8 +191,8 @@ def _gathered(tensors: Sequence[Any], mesh: Any, axis: int) -> list[torch.Tensor
         nothing = torch.Size(0 if d == dim % tensor.dim() else n for d, n in enumerate(tensor.shape))
         pieces.append(cut + [nothing] * (size - len(cut)))
     lengths = [sum(shape.numel() for shape in shapes) for shapes in zip(*pieces, strict=True)]
-    mine = torch.cat([shards.local(tensor.detach()).reshape(-1) for tensor in tensors])
-    sent = torch.cat([mine, mine.new_zeros(max(lengths) - len(mine))])
+    shard = torch.cat([shards.local(tensor.detach()).reshape(-1) for tensor in tensors])
+    sent = torch.cat([shard, shard.new_zeros(max(lengths) - len(shard))])
     received = [torch.empty_like(sent) for _ in range(size)]
     dist.all_gather(received, sent, group=mesh.get_group(axis))
     parts = []

@@ -124,8 +124,8 @@ def any_ranks(flags: Sequence[bool]) -> list[bool]:
     words = [sum(int(flag) << bit for bit, flag in enumerate(flags[at : at + _BITS])) for at in range(0, len(flags), _BITS)]
     values = torch.tensor(words, dtype=torch.int64)
     dist.all_reduce(values, op=dist.ReduceOp.BOR, group=control_group())
-    told = values.tolist()
-    return [bool(told[i // _BITS] >> i % _BITS & 1) for i in range(len(flags))]
+    flags_of_all = values.tolist()
+    return [bool(flags_of_all[i // _BITS] >> i % _BITS & 1) for i in range(len(flags))]
 
 
 _BITS = 62  # of an int64, so that no sign is in the way
@@ -134,8 +134,8 @@ _BITS = 62  # of an int64, so that no sign is in the way
 def any_ranks_and_number(flags: Sequence[bool], number: int) -> tuple[list[bool], int]:
     """`any_ranks`, and in the same message a number of rank 0's, from 0 to 2**32 - 1."""
     bits = [is_rank0() and bool(number >> bit & 1) for bit in range(32)]
-    told = any_ranks([*flags, *bits])
-    return told[: len(flags)], sum(int(flag) << bit for bit, flag in enumerate(told[len(flags) :]))
+    flags_of_all = any_ranks([*flags, *bits])
+    return flags_of_all[: len(flags)], sum(int(flag) << bit for bit, flag in enumerate(flags_of_all[len(flags) :]))
 
 
 class AnyRanksLater:
@@ -194,11 +194,11 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return [json.loads(frame[_LENGTH : _LENGTH + length]) for frame, length in zip(frames, lengths, strict=True)]
 
 
-def _of_all(mine: torch.Tensor, group: dist.ProcessGroup | None) -> list[bytes]:
+def _of_all(payload: torch.Tensor, group: dist.ProcessGroup | None) -> list[bytes]:
     """Every rank's bytes, equally many."""
-    ranks, each = dist.get_world_size(group), mine.numel()
-    parts = torch.empty(ranks, each, dtype=torch.uint8, device=mine.device)
-    dist.all_gather(list(parts.unbind()), mine, group=group)
+    ranks, each = dist.get_world_size(group), payload.numel()
+    parts = torch.empty(ranks, each, dtype=torch.uint8, device=payload.device)
+    dist.all_gather(list(parts.unbind()), payload, group=group)
     data = parts.cpu().numpy().tobytes()
     return [data[at : at + each] for at in range(0, ranks * each, each)]
 
@@ -257,11 +257,11 @@ def fail_together(error: Exception | None, where: str, group: dist.ProcessGroup 
     Raises:
         Exception: where something went wrong, that; on the other ranks `told_error` of the first of these.
     """
-    told = first_told(None if error is None else [rank(), *in_json(error)], group)
+    failure = first_told(None if error is None else [rank(), *in_json(error)], group)
     if error is not None:
         raise error
-    if told is not None:
-        raise told_error(where, *told)
+    if failure is not None:
+        raise told_error(where, *failure)
 
 
 def in_json(error: Exception) -> list[Any]:
@@ -298,8 +298,8 @@ def kinds(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     digests = _of_all(torch.frombuffer(bytearray(_digest(data)), dtype=torch.uint8).to(device), channel_)
     firsts = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
     if 2 * len(firsts) > len(digests):  # nearly all differ: told at once
-        told = gather(value, group)
-        return [told[rank] for rank in sorted(firsts.values())]
+        values = gather(value, group)
+        return [values[rank] for rank in sorted(firsts.values())]
     return [_from(rank, value, group) for rank in sorted(firsts.values())]
 
 
@@ -338,15 +338,17 @@ def unless_same(name: str, value: Any, group: dist.ProcessGroup | None = None) -
     """
     if is_same([name, value], group):
         return None
-    told = gather([name, value], group)
-    if any(not isinstance(each, list) or len(each) != 2 or each[0] != name for each in told):
-        places = [each[0] if isinstance(each, list) and each and isinstance(each[0], str) else "something else" for each in told]
+    values = gather([name, value], group)
+    if any(not isinstance(each, list) or len(each) != 2 or each[0] != name for each in values):
+        places = [
+            each[0] if isinstance(each, list) and each and isinstance(each[0], str) else "something else" for each in values
+        ]
         shown = ", ".join(f"rank {r}: {place}" for r, place in enumerate(places[:16])) + (", ..." if len(places) > 16 else "")
         raise RanksDisagreeError(
             f"the ranks must make the same calls, and compare different things: {shown}. Let all ranks train, evaluate, test and "
             "save together, without `if rank == 0`."
         )
-    return [each[1] for each in told]
+    return [each[1] for each in values]
 
 
 def same_on_all(name: str, value: T, remedy: str, group: dist.ProcessGroup | None = None) -> T:

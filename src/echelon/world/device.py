@@ -47,15 +47,15 @@ def device_of(info: RankInfo, device_type: str | None = None, *, shared: bool = 
     Raises:
         UsageError: an unknown or absent device type, or fewer devices than ranks on this node.
     """
-    said, chosen = ("device_type", device_type)
+    source, chosen = ("device_type", device_type)
     if imposed := os.environ.get(DEVICE_VARIABLE):
-        said, chosen = DEVICE_VARIABLE, imposed
-    require(chosen in (None, "cpu", "cuda"), said, "'cpu' or 'cuda'", chosen, kind=DeviceError)
+        source, chosen = DEVICE_VARIABLE, imposed
+    require(chosen in (None, "cpu", "cuda"), source, "'cpu' or 'cuda'", chosen, kind=DeviceError)
     if chosen == "cpu" or (chosen is None and not torch.cuda.is_available()):
         return torch.device("cpu")
     count = torch.cuda.device_count()
     if count == 0:
-        raise DeviceError(f"{said} is 'cuda', but torch finds no CUDA device here. Use {said}='cpu'.")
+        raise DeviceError(f"{source} is 'cuda', but torch finds no CUDA device here. Use {source}='cpu'.")
     # A launcher that shows every rank one device only (CUDA_VISIBLE_DEVICES per rank) leaves index 0.
     index = 0 if count == 1 and info.local_world_size > 1 and "CUDA_VISIBLE_DEVICES" in os.environ else info.local_rank
     if index >= count and not shared:
@@ -148,19 +148,19 @@ def record_stream(data: Any, stream: torch.cuda.Stream) -> None:
 
 def from_host(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
     """`like.new_tensor(values)`, without waiting for the device: only page-locked memory is copied beside its kernels."""
-    here = torch.tensor(values, dtype=like.dtype, pin_memory=like.is_cuda)
-    return here.to(like.device, non_blocking=True)
+    on_host = torch.tensor(values, dtype=like.dtype, pin_memory=like.is_cuda)
+    return on_host.to(like.device, non_blocking=True)
 
 
 def to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
     """Start copying values to host memory; the event tells when they are there. None if they are there already."""
     if not values.is_cuda:
         return values, None
-    here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    here.copy_(values, non_blocking=True)
+    on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    on_host.copy_(values, non_blocking=True)
     arrival = torch.cuda.Event()
     arrival.record()
-    return here, arrival
+    return on_host, arrival
 
 
 def map_tensors(data: Any, fn: Any) -> Any:

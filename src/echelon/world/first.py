@@ -47,12 +47,12 @@ def tell(value: Any) -> tuple[Iterator[Any], list[int]] | None:
     asks = torch.zeros(ranks, 1, dtype=torch.uint8)
     asks[list(tellers)] = 1
     dist.scatter(asked, list(asks.unbind()), group=group, group_src=0)
-    told = [packed]
+    values = [packed]
     for teller, length in list(tellers.items())[1:]:  # the first is rank 0 itself
         came = torch.empty(length, dtype=torch.uint8)
         dist.recv(came, group=group, group_src=teller)
-        told.append(came.numpy().tobytes())
-    return (json.loads(zlib.decompress(each)) for each in told), of
+        values.append(came.numpy().tobytes())
+    return (json.loads(zlib.decompress(each)) for each in values), of
 
 
 def _first_tellers(frames: bytes, ranks: int) -> tuple[dict[int, int], list[int]]:
@@ -81,11 +81,11 @@ def hand_out(make: Callable[[], Sequence[bytes]]) -> bytes:
         made.extend(make())
         return max(map(len, made))
 
-    mine = torch.zeros(agree.from_rank0(width), dtype=torch.uint8)
-    if len(mine):
-        parts = [_tensor(each.ljust(len(mine), b"\0")) for each in made] or None
-        dist.scatter(mine, parts, group=agree.control_group(), group_src=0)
-    return mine.numpy().tobytes()
+    packed = torch.zeros(agree.from_rank0(width), dtype=torch.uint8)
+    if len(packed):
+        parts = [_tensor(each.ljust(len(packed), b"\0")) for each in made] or None
+        dist.scatter(packed, parts, group=agree.control_group(), group_src=0)
+    return packed.numpy().tobytes()
 
 
 def _tensor(data: bytes) -> torch.Tensor:

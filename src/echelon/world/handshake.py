@@ -77,12 +77,12 @@ class Said:
     @classmethod
     def read(cls, text: bytes | str) -> Said:
         """Of another rank. Anyone can write into a store: what is of another kind than it should be is left out."""
-        said = (parse_object(text) if len(text) <= _MOST_BYTES else None) or {}
-        mode, host = said.get("mode"), said.get("host")
+        fields = (parse_object(text) if len(text) <= _MOST_BYTES else None) or {}
+        mode, host = fields.get("mode"), fields.get("host")
         return cls(
             mode if isinstance(mode, str) and mode in MODES else "all",
-            _texts(said.get("values")),
-            _texts(said.get("may_differ")),
+            _texts(fields.get("values")),
+            _texts(fields.get("may_differ")),
             host if isinstance(host, str) else "",
         )
 
@@ -115,20 +115,22 @@ def tellers_of(digests: Sequence[object]) -> dict[int, list[int]]:
     return {ranks[0]: ranks for ranks in sorted(largest)}
 
 
-def differences(told: Mapping[int, Mapping[str, str]], kinds: Mapping[int, Sequence[int]], hosts: Mapping[int, str]) -> list[str]:
+def differences(
+    setups: Mapping[int, Mapping[str, str]], kinds: Mapping[int, Sequence[int]], hosts: Mapping[int, str]
+) -> list[str]:
     """A line for each name that has several values: who has which.
 
     Args:
-        told: by teller, what its kind says.
+        setups: by teller, what its kind says.
         kinds: by teller, the ranks of its kind.
         hosts: of the tellers.
     """
     lines = []
     for name in sorted(
-        {name for values in told.values() for name in values}, key=lambda n: (n.startswith(MODULE), n.startswith(SETTINGS), n)
+        {name for values in setups.values() for name in values}, key=lambda n: (n.startswith(MODULE), n.startswith(SETTINGS), n)
     ):
         having: dict[str, list[int]] = {}
-        for teller, values in told.items():
+        for teller, values in setups.items():
             if name in values or not name.startswith(MODULE):  # a module that some have not imported is no other code
                 having.setdefault(values.get(name, "none"), []).extend(kinds[teller])
         if len(having) < 2:
@@ -140,16 +142,16 @@ def differences(told: Mapping[int, Mapping[str, str]], kinds: Mapping[int, Seque
     return lines
 
 
-def refusal_of(told: Mapping[int, Said], kinds: Mapping[int, Sequence[int]]) -> str:
+def refusal_of(setups: Mapping[int, Said], kinds: Mapping[int, Sequence[int]]) -> str:
     """What to say to all ranks; empty if they may go on: they differ in what was not to be compared."""
-    least = max((said.mode for said in told.values()), key=MODES.index)
+    least = max((setup.mode for setup in setups.values()), key=MODES.index)
     if least == "none":
         return ""
     compared = {
-        teller: {n: v for n, v in said.values.items() if least == "all" or not n.startswith(SETTINGS)}
-        for teller, said in told.items()
+        teller: {n: v for n, v in setup.values.items() if least == "all" or not n.startswith(SETTINGS)}
+        for teller, setup in setups.items()
     }
-    lines = differences(compared, kinds, {teller: said.host for teller, said in told.items()})
+    lines = differences(compared, kinds, {teller: setup.host for teller, setup in setups.items()})
     if not lines:
         return ""
     more = [f"and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
@@ -171,9 +173,9 @@ def _value(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def warn_of(told: Mapping[int, Said], kinds: Mapping[int, Sequence[int]]) -> None:
+def warn_of(setups: Mapping[int, Said], kinds: Mapping[int, Sequence[int]]) -> None:
     """Say what may differ and does."""
-    lines = differences({t: s.may_differ for t, s in told.items()}, kinds, {t: s.host for t, s in told.items()})
+    lines = differences({t: s.may_differ for t, s in setups.items()}, kinds, {t: s.host for t, s in setups.items()})
     if lines and agree.is_rank0():
         logger.warning("ranks differ, which costs speed or the last digits: %s", "; ".join(lines[:_MOST_LINES]))
 
@@ -196,29 +198,29 @@ def greet(device: torch.device | None = None) -> None:
     if not agree.is_joined() or dist.group.WORLD in _greeted:
         return
     info = RankInfo(rank=dist.get_rank(), world_size=dist.get_world_size())
-    here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
+    own_device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
     failure: UsageError | None = None
-    said = Said("none", {}, {})
+    setup = Said("none", {}, {})
     try:
-        said = Said.here(info, device or here, str(dist.get_backend_config()))
+        setup = Said.here(info, device or own_device, str(dist.get_backend_config()))
     except UsageError as error:  # told first: the others are on their way into the collective
         failure = error
-    mine = [said.digest, said.other_digest, str(failure or "")]
-    if agree.is_same(mine) and failure is None:
+    own_digests = [setup.digest, setup.other_digest, str(failure or "")]
+    if agree.is_same(own_digests) and failure is None:
         greeted()
         return
-    told = [each if isinstance(each, list) and len(each) == 3 else ["", "", ""] for each in agree.gather(mine)]
+    digests = [each if isinstance(each, list) and len(each) == 3 else ["", "", ""] for each in agree.gather(own_digests)]
     if failure is not None:
         raise failure
-    if failing := [rank for rank, each in enumerate(told) if each[2]]:
-        raise RanksDisagreeError(f"{rank_ranges(failing)} cannot join: {one_line(str(told[failing[0]][2]))}")
+    if failing := [rank for rank, each in enumerate(digests) if each[2]]:
+        raise RanksDisagreeError(f"{rank_ranges(failing)} cannot join: {one_line(str(digests[failing[0]][2]))}")
     for which, judge in ((0, _refuse), (1, warn_of)):
-        kinds = tellers_of([str(each[which]) for each in told])
+        kinds = tellers_of([str(each[which]) for each in digests])
         if len(kinds) > 1:
-            judge({teller: Said.read(agree.from_one(teller, said.to_json)) for teller in kinds}, kinds)
+            judge({teller: Said.read(agree.from_one(teller, setup.to_json)) for teller in kinds}, kinds)
     greeted()
 
 
-def _refuse(told: Mapping[int, Said], kinds: Mapping[int, Sequence[int]]) -> None:
-    if problem := refusal_of(told, kinds):
+def _refuse(setups: Mapping[int, Said], kinds: Mapping[int, Sequence[int]]) -> None:
+    if problem := refusal_of(setups, kinds):
         raise RanksDisagreeError(problem)

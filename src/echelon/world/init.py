@@ -195,11 +195,11 @@ def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device
         return
     with _naming_the_address(info, timeout):
         try:
-            said = Said.here(info, device, backend)
+            setup = Said.here(info, device, backend)
         except UsageError as error:
             _refuse(info, error, timeout)
             raise
-        store, compared = _meet(info, Facts.here(device, asked=named, backend=backend), timeout, said)
+        store, compared = _meet(info, Facts.here(device, asked=named, backend=backend), timeout, setup)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("default_pg", store),  # as torch's own env:// has it
@@ -214,7 +214,7 @@ def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device
         greet(device)
 
 
-def _meet(info: RankInfo, facts: Facts, timeout: timedelta, said: Said | None = None) -> tuple[dist.Store, bool]:
+def _meet(info: RankInfo, facts: Facts, timeout: timedelta, setup: Said | None = None) -> tuple[dist.Store, bool]:
     """The ranks' store, in which they have agreed that they can join; and whether they have compared what they run."""
     # torch's env:// reads exactly these; other launchers' facts are given to it under torchrun's names.
     for name, value in info.to_env().items():
@@ -233,7 +233,7 @@ def _meet(info: RankInfo, facts: Facts, timeout: timedelta, said: Said | None = 
         else:
             store = store_of(info, timeout)
         fresh = bool(prefix) or not of_launcher
-        meet(dist.PrefixStore(f"echelon/{number}", store), info, facts, timeout, fresh=fresh, said=said)
+        meet(dist.PrefixStore(f"echelon/{number}", store), info, facts, timeout, fresh=fresh, said=setup)
     return store, fresh
 
 

@@ -91,21 +91,21 @@ class Facts:
         return cls(**{name: known[name] if type(known.get(name)) is type(plain[name]) else plain[name] for name in plain})
 
 
-def meet(store: dist.Store, info: RankInfo, facts: Facts, timeout: timedelta, *, fresh: bool, said: Said | None = None) -> None:
+def meet(store: dist.Store, info: RankInfo, facts: Facts, timeout: timedelta, *, fresh: bool, setup: Said | None = None) -> None:
     """Tell the others, and hear whether all can join. Every rank calls it, once for each joining.
 
     Args:
         store: for these ranks' keys of this joining.
         fresh: no earlier ranks used these keys.
-        said: what this rank runs, which is compared if `fresh`; None if it cannot join.
+        setup: what this rank runs, which is compared if `fresh`; None if it cannot join.
     Raises:
         LauncherEnvironmentError: on all ranks if `fresh`, else on those that see it: some rank cannot join, or they compute on
             different types of device, or two of them on one GPU by NCCL.
         RanksDisagreeError: on all ranks: they run different code, versions, settings.
         dist.DistStoreError: some did not come in time.
     """
-    if said is not None and fresh:
-        facts = replace(facts, digest=said.digest, other_digest=said.other_digest)
+    if setup is not None and fresh:
+        facts = replace(facts, digest=setup.digest, other_digest=setup.other_digest)
     facts = replace(facts, world_size=info.world_size)
     if fresh and store.add(f"came/{info.rank}", 1) > 1:
         raise LauncherEnvironmentError(
@@ -116,13 +116,13 @@ def meet(store: dist.Store, info: RankInfo, facts: Facts, timeout: timedelta, *,
     if info.rank == 0:
         everyones = _everyones(store, info, timeout, fresh=fresh)
         problem, kind = _judge(everyones), "no"
-        if fresh and said is not None and not problem:
-            problem, kind = _compared(store, everyones, said), "differ"
+        if fresh and setup is not None and not problem:
+            problem, kind = _compared(store, everyones, setup), "differ"
         if fresh:
             for key in ("verdict", "answer"):  # the first for those who have read already that some are asked for more
                 store.set(key, f"{kind} {problem}" if problem else _go(everyones))
     elif fresh:
-        kind, problem = _answer(store, info, said, timeout)
+        kind, problem = _answer(store, info, setup, timeout)
     else:
         _wait(store, "facts/0", timeout)
         kind, problem = "no", _judge({0: Facts.read(store.get("facts/0")), info.rank: facts})
@@ -135,14 +135,14 @@ def meet(store: dist.Store, info: RankInfo, facts: Facts, timeout: timedelta, *,
     raise LauncherEnvironmentError(facts.error or problem)
 
 
-def _answer(store: dist.Store, info: RankInfo, said: Said | None, timeout: timedelta) -> tuple[str, str]:
+def _answer(store: dist.Store, info: RankInfo, setup: Said | None, timeout: timedelta) -> tuple[str, str]:
     """What rank 0 says: "go" and nothing, or the kind of problem and the problem. Who is asked for more tells it."""
     _wait(store, "answer", timeout + _LATER)
     # Rank 0 may have answered already, while this rank was still asked: then nobody reads what it tells.
     kind, _, text = _text(store.get("answer")).partition(" ")
     if kind == "tell":
-        if str(info.rank) in text.split() and said is not None:
-            store.set(f"said/{info.rank}", said.to_json())
+        if str(info.rank) in text.split() and setup is not None:
+            store.set(f"said/{info.rank}", setup.to_json())
         _wait(store, "verdict", _TELL + _LATER)
         kind, _, text = _text(store.get("verdict")).partition(" ")
     if kind != "go":
@@ -151,7 +151,7 @@ def _answer(store: dist.Store, info: RankInfo, said: Said | None, timeout: timed
     if size != str(info.world_size):
         is_size = size.isdecimal() and len(size) < _DIGITS
         return "no", _sizes({0: int(size) if is_size else 0, info.rank: info.world_size})
-    if said is None or said.digest in known or len(known) != 1:
+    if setup is None or setup.digest in known or len(known) != 1:
         return kind, ""
     return "no", (
         f"rank {info.rank} runs something else than those that rank 0 at MASTER_ADDR={info.master_addr} MASTER_PORT="
@@ -185,23 +185,23 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
-def _compared(store: dist.Store, everyones: dict[int, Facts], mine: Said) -> str:
+def _compared(store: dist.Store, everyones: dict[int, Facts], own_digest: Said) -> str:
     """Why these may not train together; empty if they may. If digests differ, one rank of each kind is asked for the whole."""
     must, may = (tellers_of([getattr(facts, name) for facts in everyones.values()]) for name in ("digest", "other_digest"))
     asked = sorted({*must, *may} - {0}) if len(must) > 1 or len(may) > 1 else []
     if not asked:
         return ""
     store.set("answer", f"tell {' '.join(map(str, asked))}")
-    told = {0: mine}
+    setups = {0: own_digest}
     for rank in asked:
         try:
             store.wait([f"said/{rank}"], _TELL)
-            told[rank] = Said.read(store.get(f"said/{rank}"))
+            setups[rank] = Said.read(store.get(f"said/{rank}"))
         except dist.DistStoreError:
             return f"rank {rank} runs something else than rank 0, and did not tell what within {_TELL.total_seconds():g} s."
-    problem = refusal_of({t: told[t] for t in must}, must) if len(must) > 1 else ""
+    problem = refusal_of({t: setups[t] for t in must}, must) if len(must) > 1 else ""
     if not problem and len(may) > 1:
-        warn_of({t: told[t] for t in may}, may)
+        warn_of({t: setups[t] for t in may}, may)
     return problem
 
 
@@ -209,12 +209,14 @@ def _everyones(store: dist.Store, info: RankInfo, timeout: timedelta, *, fresh: 
     """What all have said, as soon as they have; or a refusal for all of them, once those who came contradict each other."""
     ranks, at = info.world_size, f"MASTER_ADDR={info.master_addr} MASTER_PORT={info.master_port}"
     keys = [f"facts/{rank}" for rank in range(ranks)]
-    until, look_s, told = time.monotonic() + timeout.total_seconds(), _LOOK_S, 0.0
+    until, look_s, warned_s = time.monotonic() + timeout.total_seconds(), _LOOK_S, 0.0
     patience_s = min(_FIRST_WORD_S, _LONGEST_LOOK_S)
     while True:
         left = until - time.monotonic()
-        found = dict(enumerate(keys)) if _are_there(store, keys, min(look_s, left)) else _came(store, keys)
-        facts = {rank: Facts.read(text) for rank, text in zip(found, store.multi_get(list(found.values())), strict=True)}
+        keys_there = dict(enumerate(keys)) if _are_there(store, keys, min(look_s, left)) else _came(store, keys)
+        facts = {
+            rank: Facts.read(text) for rank, text in zip(keys_there, store.multi_get(list(keys_there.values())), strict=True)
+        }
         # Of a store that is not fresh, these may be words of a larger or smaller group before.
         problem = _sizes({rank: each.world_size for rank, each in facts.items() if each.world_size}) if fresh else ""
         if len(facts) == ranks and not problem:
@@ -230,9 +232,9 @@ def _everyones(store: dist.Store, info: RankInfo, timeout: timedelta, *, fresh: 
             store.set("answer", f"no {problem}")
             _see_off(store, RankInfo(rank=0, world_size=ranks), sorted(facts))
             raise LauncherEnvironmentError(problem)
-        look_s, told = min(2 * look_s, patience_s), told + look_s
-        if told >= patience_s:
-            told, patience_s = 0.0, _LONGEST_LOOK_S
+        look_s, warned_s = min(2 * look_s, patience_s), warned_s + look_s
+        if warned_s >= patience_s:
+            warned_s, patience_s = 0.0, _LONGEST_LOOK_S
             logger.warning(
                 "rank 0 waits for %s of %s, and gives up in %.0f s. Do they run, and can their hosts reach %s?%s",
                 rank_ranges(missing), ranks, max(0.0, until - time.monotonic()), at, _why_so_many(info),
@@ -241,8 +243,12 @@ def _everyones(store: dist.Store, info: RankInfo, timeout: timedelta, *, fresh: 
 
 def _why_so_many(info: RankInfo) -> str:
     """A sentence; a shell may still hold what a launcher has told another program."""
-    said = said_by(info)
-    return f" That there are {info.world_size} ranks is said by {said}: unset these, if it is to run alone." if said else ""
+    variables = said_by(info)
+    return (
+        f" That there are {info.world_size} ranks is said by {variables}: unset these, if it is to run alone."
+        if variables
+        else ""
+    )
 
 
 def _are_there(store: dist.Store, keys: list[str], patience_s: float) -> bool:
@@ -258,20 +264,20 @@ def _are_there(store: dist.Store, keys: list[str], patience_s: float) -> bool:
 
 def _came(store: dist.Store, keys: Sequence[str]) -> dict[int, str]:
     """The keys that are there, by rank."""
-    found = {}
+    keys_there = {}
     for first in range(0, len(keys), _BLOCK):
         block = range(first, min(first + _BLOCK, len(keys)))
         if store.check([keys[rank] for rank in block]):
-            found.update({rank: keys[rank] for rank in block})
+            keys_there.update({rank: keys[rank] for rank in block})
         else:
-            found.update({rank: keys[rank] for rank in block if store.check([keys[rank]])})
-    return found
+            keys_there.update({rank: keys[rank] for rank in block if store.check([keys[rank]])})
+    return keys_there
 
 
-def _sizes(said: Mapping[int, int]) -> str:
+def _sizes(setups: Mapping[int, int]) -> str:
     """Why these world sizes contradict each other; empty if they are one."""
     having: dict[int, list[int]] = {}
-    for rank, size in said.items():
+    for rank, size in setups.items():
         having.setdefault(size, []).append(rank)
     if len(having) < 2:
         return ""

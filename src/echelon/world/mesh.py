@@ -107,10 +107,10 @@ class ParallelDims:
 
     def place(self, rank: int) -> dict[str, int]:
         """This rank's number along each axis."""
-        found: dict[str, int] = {}
+        numbers: dict[str, int] = {}
         for name in reversed(AXES):
-            rank, found[name] = divmod(rank, getattr(self, name))
-        return found
+            rank, numbers[name] = divmod(rank, getattr(self, name))
+        return numbers
 
     def dp_rank(self, rank: int) -> int:
         place = self.place(rank)
@@ -215,7 +215,7 @@ def _misfit(world_size: int, given: dict[str, int]) -> str:
     product = math.prod(given.values())
     asked = " x ".join(f"{name} {size}" for name, size in given.items())
     sizes = f"{asked}{f' = {product}' if len(given) > 1 else ''}"
-    said = f"the axes must multiply to the {world_size} ranks that run, got {sizes}."
+    message = f"the axes must multiply to the {world_size} ranks that run, got {sizes}."
     # What the user may change in one place: the first axis that is not one, or the number of ranks.
     remedies = []
     for name, size in given.items():
@@ -230,4 +230,4 @@ def _misfit(world_size: int, given: dict[str, int]) -> str:
         remedies = [f"set {name} to {' or '.join(str(d) for d in sorted(near))}"]
     if multiple != world_size:
         remedies.append(f"start {multiple} ranks")
-    return f"{said} {', or '.join(remedies).capitalize()}."
+    return f"{message} {', or '.join(remedies).capitalize()}."

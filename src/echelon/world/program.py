@@ -63,17 +63,17 @@ def program(info: RankInfo, *, nccl: bool = False) -> dict[str, str]:
 
 def build(device: torch.device) -> dict[str, str]:
     """What may differ, and is told: the build of torch, the kind of GPU."""
-    said = {"torch's build": str(torch.__version__)}
+    facts = {"torch's build": str(torch.__version__)}
     gpu = getattr(torch.cuda.get_device_properties(device), "name", "") if device.type == "cuda" else ""
-    return said | ({"GPU": gpu} if gpu else {})
+    return facts | ({"GPU": gpu} if gpu else {})
 
 
 def nccl_version() -> str:
     """Empty where NCCL cannot be used."""
     if torch.version.cuda is None or not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return ""
-    found: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call,unused-ignore]
-    return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
+    version: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call,unused-ignore]
+    return ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
 
 
 def arguments(words: Sequence[str]) -> dict[str, str]:
@@ -81,20 +81,22 @@ def arguments(words: Sequence[str]) -> dict[str, str]:
 
     `--lr 1e-3`, `--lr=1e-3` and `lr=1e-3` are one by name; what belongs to no option is together under "words".
     """
-    found: dict[str, list[str]] = {}
+    by_option: dict[str, list[str]] = {}
     name = "words"
     for word in redacted_words(words):
         if _OPTION.match(word):
             name, equals, value = word.partition("=")
-            found.setdefault(name, []).extend([value] if equals else [])
+            by_option.setdefault(name, []).extend([value] if equals else [])
             name = "words" if equals else name
         elif _NAMED.match(word):
             key, _, value = word.partition("=")
-            found.setdefault(key, []).append(value)
+            by_option.setdefault(key, []).append(value)
         else:
-            found.setdefault(name, []).append(word)
+            by_option.setdefault(name, []).append(word)
     host = socket.gethostname().partition(".")[0]
-    return {name: _shown(values, host) for name, values in found.items() if not _PLACES & set(re.split(r"[^a-z]+", name.lower()))}
+    return {
+        name: _shown(values, host) for name, values in by_option.items() if not _PLACES & set(re.split(r"[^a-z]+", name.lower()))
+    }
 
 
 def _shown(values: Sequence[str], host: str) -> str:
@@ -133,8 +135,8 @@ def _foreign_folders() -> list[str]:
     """Where installed code is: Python's own, packages, torch and echelon, wherever they were installed from."""
     paths: Mapping[str, str] = sysconfig.get_paths()
     packages = [Path(torch.__file__).parent, Path(__file__).parents[1]]
-    found = [paths.get("stdlib", ""), paths.get("platstdlib", ""), site.getusersitepackages(), *map(str, packages)]
-    return [folder.rstrip("/") + "/" for folder in found if folder]
+    folders = [paths.get("stdlib", ""), paths.get("platstdlib", ""), site.getusersitepackages(), *map(str, packages)]
+    return [folder.rstrip("/") + "/" for folder in folders if folder]
 
 
 def _checksum(path: str) -> str:

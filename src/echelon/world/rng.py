@@ -71,13 +71,13 @@ def separate(dp_rank: int) -> None:
         _own = torch.initial_seed()
     if not agree.is_joined():
         return
-    mine = _digests()
-    told = agree.gather([dp_rank, mine, mine == _loaded])
-    if all(as_loaded for _, _, as_loaded in told):
+    own_digests = _digests()
+    digests_of_all = agree.gather([dp_rank, own_digests, own_digests == _loaded])
+    if all(as_loaded for _, _, as_loaded in digests_of_all):
         return
     for i, stream in enumerate(_STREAMS):
-        peers = [digests[i] for rank, digests, _ in told if rank == dp_rank]
-        others = {digests[i] for rank, digests, _ in told if rank != dp_rank}
+        peers = [digests[i] for rank, digests, _ in digests_of_all if rank == dp_rank]
+        others = {digests[i] for rank, digests, _ in digests_of_all if rank != dp_rank}
         if len(set(peers)) > 1 or (dp_rank and peers[0] in others):
             _begin(stream, peers[0], dp_rank)
     _own = torch.initial_seed() if dp_rank else _own

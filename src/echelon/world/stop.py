@@ -83,8 +83,8 @@ def leave_if_asked() -> None:
 
     Also before `hear_from_now_on`: what a handler raises is lost where Python compiles an import, or frees an object.
     """
-    if (told := _asked or heard()) and _tell is None and not _leaving:
-        logger.warning("%s came before training began; exit code %s asks the launcher to start again", told, REQUEUE)
+    if (reason := _asked or heard()) and _tell is None and not _leaving:
+        logger.warning("%s came before training began; exit code %s asks the launcher to start again", reason, REQUEUE)
         raise SystemExit(REQUEUE)
 
 

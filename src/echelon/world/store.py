@@ -35,22 +35,22 @@ def store_of(info: RankInfo, timeout: timedelta) -> dist.Store:
     if info.rank == 0:
         _check_port(info)
         return _connected(info, timeout)
-    found: list[dist.Store | BaseException] = []
+    result: list[dist.Store | BaseException] = []
 
     def connect() -> None:
         try:
-            found.append(_connected(info, timeout))
+            result.append(_connected(info, timeout))
         except BaseException as error:
-            found.append(error)
+            result.append(error)
 
     # In a thread: torch 2.13 waits without an end for the first word of a program that accepts connections and says nothing.
     thread = threading.Thread(target=in_thread(connect), name="echelon store", daemon=True)
     thread.start()
     thread.join(_LOOK_S)
     _watch(thread, info, timeout)
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
+    if isinstance(result[0], BaseException):
+        raise result[0]
+    return result[0]
 
 
 def _watch(thread: threading.Thread, info: RankInfo, timeout: timedelta) -> None:
@@ -79,11 +79,13 @@ def _watch(thread: threading.Thread, info: RankInfo, timeout: timedelta) -> None
                 "rank 0's host as this host calls it, or to its address."
             )
         if silent_s > min(_FIRST_WORD_S, _SILENT_S) and state == "nothing" and not warned:
-            warned, said = True, said_by(info)
+            warned, variables = True, said_by(info)
             logger.warning(
                 "rank %s waits for rank 0 at %s, where nothing listens yet. Does it run?%s",
-                info.rank, at, f" {said} say that there is one: unset these, if this process is to run alone." if said else "",
-            )  # fmt: skip
+                info.rank,
+                at,
+                f" {variables} say that there is one: unset these, if this process is to run alone." if variables else "",
+            )
         thread.join(_LOOK_S)
 
 

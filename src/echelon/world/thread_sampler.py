@@ -49,11 +49,11 @@ class ThreadSampler:
         self._folder = _folder()
         self._stat, self._syscall = (open_proc(f"/proc/self/task/{clock.native}/{name}") for name in ("stat", "syscall"))
         self._cpu = time.pthread_getcpuclockid(clock.thread)
-        here = os.path.dirname
+        folder_of = os.path.dirname
         self._echelon = str(Path(__file__).resolve().parents[1]) + os.sep
-        self._torch = here(os.path.realpath(torch.__file__)) + os.sep
+        self._torch = folder_of(os.path.realpath(torch.__file__)) + os.sep
         libraries = {os.path.realpath(sysconfig.get_path(kind)) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-        self._libraries = tuple(f"{each}{os.sep}" for each in libraries | {here(os.path.realpath(os.__file__))})
+        self._libraries = tuple(f"{each}{os.sep}" for each in libraries | {folder_of(os.path.realpath(os.__file__))})
 
     def look(self) -> None:
         """Once. Where the thread has ended, nothing is seen."""

@@ -19,8 +19,8 @@ __all__ = ["inherit_timeout", "timeout_of_default_group"]
 
 def timeout_of_default_group() -> timedelta | None:
     """None if torch does not say."""
-    found = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(dist.group.WORLD)]
-    known = [timeout for timeout in found if isinstance(timeout, timedelta)]
+    timeouts = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(dist.group.WORLD)]
+    known = [timeout for timeout in timeouts if isinstance(timeout, timedelta)]
     return min(known) if known else None
 
 

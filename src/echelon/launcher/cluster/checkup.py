@@ -62,11 +62,11 @@ def allocation(env: Mapping[str, str]) -> list[str]:
 def here(ranks: int, words: Sequence[str], env: Mapping[str, str], limit_s: float) -> tuple[list[str], str]:
     """Run the checkup on ranks of this machine: their lines, and a sentence about an end before its time."""
     with tempfile.TemporaryDirectory(prefix="echelon-doctor-") as folder:
-        said = Path(folder) / "said"
-        said.mkdir()
+        written = Path(folder) / "said"
+        written.mkdir()
         # Not from the present folder, where a file of the user's may have the name of a module.
         where = str(Path(__file__).parents[3])
-        job = JobSpec(_MODULE, "module", ("--to", str(said), *words), ranks, grace_s=_GRACE_S, env=dict(env), code=where)
+        job = JobSpec(_MODULE, "module", ("--to", str(written), *words), ranks, grace_s=_GRACE_S, env=dict(env), code=where)
         ended = ""
         try:
             outcome = run_local(job, RunDir.create(folder, "checkup"), screen=SilentScreen(), timeout_s=limit_s)
@@ -81,7 +81,7 @@ def here(ranks: int, words: Sequence[str], env: Mapping[str, str], limit_s: floa
         lines: list[str] = []
         for rank in range(ranks):
             with contextlib.suppress(OSError):
-                lines += read_bytes(said / f"rank{rank}.jsonl").decode("utf-8", "replace").splitlines()
+                lines += read_bytes(written / f"rank{rank}.jsonl").decode("utf-8", "replace").splitlines()
         return lines, " ".join(ended.split())[:600]
 
 
@@ -201,20 +201,20 @@ class _Step:
     def _line(self, line: str) -> None:
         line = _LABEL.sub("", line)
         self.lines.append(line)
-        if found := _HERE.search(line):
-            self._begun.add(found[1])
+        if match := _HERE.search(line):
+            self._begun.add(match[1])
 
     def _find_lost(self, why: str) -> None:
         """Nodes that srun named, and, if that was given as a reason, those of which nobody said a word."""
         silent = {node: why for node in self.nodes if why and node not in self._begun}
         last_words: dict[str, str] = {}  # by task
         for line in self._errors:
-            if (said := _LABEL.match(line)) and not line[said.end() :].startswith("slurmstepd:"):
-                last_words[said[1]] = line[said.end() :]
-            elif (found := _OF_NODE.search(line)) and found[1] in self.nodes:
-                self.lost[found[1]] = re.sub(r"^(?:srun: )?(?:error: )?", "", line)[:200]
-            elif (found := _OF_TASK.search(line)) and found[1] in self.nodes and found[1] not in self._begun:
-                words = last_words.get(found[2], "")
-                silent[found[1]] = f"{found[3]}{f': {words}' if words else ''}"[:200]
+            if (label := _LABEL.match(line)) and not line[label.end() :].startswith("slurmstepd:"):
+                last_words[label[1]] = line[label.end() :]
+            elif (match := _OF_NODE.search(line)) and match[1] in self.nodes:
+                self.lost[match[1]] = re.sub(r"^(?:srun: )?(?:error: )?", "", line)[:200]
+            elif (match := _OF_TASK.search(line)) and match[1] in self.nodes and match[1] not in self._begun:
+                words = last_words.get(match[2], "")
+                silent[match[1]] = f"{match[3]}{f': {words}' if words else ''}"[:200]
         # A node that srun cannot reach makes it end the tasks of the others, some before their first word.
         self.lost = self.lost or silent

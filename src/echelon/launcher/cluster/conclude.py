@@ -56,51 +56,51 @@ def conclude(
         requeues: a start in which no rank was started, for no reason that our own launchers know, is worth one more.
     """
     spec = read_spec(run, sha256)[0]
-    said = meeting_record(meeting_path(run, start))
+    meeting = meeting_record(meeting_path(run, start))
     whys = [
         f"{r['host']}: {r['why']}" for p in sorted(_refusals(run, start).glob(f"refused-{start}.*")) if (r := refusal_record(p))
     ]
-    if said is None:
+    if meeting is None:
         why = "; ".join(dict.fromkeys(whys)) or f"{_NEVER_RAN} (exit code {code}): {_words_of_srun(run) or 'see the lines above'}"
         say(why)
         # Whoever has the folder meanwhile, its attempts are not ours to number.
         with contextlib.suppress(UsageError), run.submitting():
-            here = run.next_attempt()
-            write_exit(here.exit_json, code or 1, stopped=why)
+            attempt_dir = run.next_attempt()
+            write_exit(attempt_dir.exit_json, code or 1, stopped=why)
             if requeues and not whys:
-                return _once_more(here, code or 1, why)
+                return _once_more(attempt_dir, code or 1, why)
         return code or 1
-    began = said["attempt"]
+    began = meeting["attempt"]
     newest = max((int(p.name) for p in run.attempts()), default=began)  # the group was started again by itself
     newest, ended = max(newest, began), code
     for attempt in range(began, newest + 1):
-        here = RunDir(run.path, attempt)
+        attempt_dir = RunDir(run.path, attempt)
         if spec.nodes > 1:
-            ended = _merge(here, spec.nodes, spec.ranks * spec.nodes, said["nodes"], code, whys, quiet=attempt < newest)
+            ended = _merge(attempt_dir, spec.nodes, spec.ranks * spec.nodes, meeting["nodes"], code, whys, quiet=attempt < newest)
         else:
-            ended = _of_one_node(here, code, whys)
-    here = RunDir(run.path, newest)
-    if requeues and not whys and ended not in (0, REQUEUE) and newest == began and _never_ran(here, spec.nodes):
-        return _once_more(here, ended, (exit_record(here.exit_json) or {}).get("stopped") or "")
+            ended = _of_one_node(attempt_dir, code, whys)
+    attempt_dir = RunDir(run.path, newest)
+    if requeues and not whys and ended not in (0, REQUEUE) and newest == began and _never_ran(attempt_dir, spec.nodes):
+        return _once_more(attempt_dir, ended, (exit_record(attempt_dir.exit_json) or {}).get("stopped") or "")
     return _again(RunDir(run.path, newest), ended)
 
 
-def _never_ran(here: RunDir, nodes: int) -> bool:
+def _never_ran(attempt_dir: RunDir, nodes: int) -> bool:
     """Whether no rank began: each makes its log first. A node that says that all is well did run what there was to run."""
-    ends = [exit_record(path) for path in (here.exit_json, *map(here.node_exit, range(nodes)))]
-    return not any(here.attempt_path.glob("rank*.log")) and not any(end and end["exit_code"] == 0 for end in ends)
+    ends = [exit_record(path) for path in (attempt_dir.exit_json, *map(attempt_dir.node_exit, range(nodes)))]
+    return not any(attempt_dir.attempt_path.glob("rank*.log")) and not any(end and end["exit_code"] == 0 for end in ends)
 
 
-def _once_more(here: RunDir, code: int, why: str) -> int:
+def _once_more(attempt_dir: RunDir, code: int, why: str) -> int:
     """The exit code of a start without ranks: 75, unless the one before had none either."""
-    before = exit_record(RunDir(here.path, here.attempt - 1).exit_json) if here.attempt else None
+    before = exit_record(RunDir(attempt_dir.path, attempt_dir.attempt - 1).exit_json) if attempt_dir.attempt else None
     if before and before["exit_code"] == REQUEUE and str(before.get("stopped")).startswith(_NEVER_RAN):
         say("the start before came no further: not started again")
         return code
     if not why.startswith(_NEVER_RAN):
         why = f"{_NEVER_RAN}: {why}"
-    write_exit(here.exit_json, REQUEUE, stopped=why)
-    return _again(here, REQUEUE)
+    write_exit(attempt_dir.exit_json, REQUEUE, stopped=why)
+    return _again(attempt_dir, REQUEUE)
 
 
 def _words_of_srun(run: RunDir) -> str:
@@ -113,15 +113,18 @@ def _words_of_srun(run: RunDir) -> str:
     return one_line("; ".join(list(dict.fromkeys(_OF_SRUN.findall(since)))[-_MOST_WORDS:]))
 
 
-def _again(here: RunDir, code: int) -> int:
+def _again(attempt_dir: RunDir, code: int) -> int:
     """The exit code, when it is known whether one more start is wanted and makes sense."""
     if code != REQUEUE:
         return code
-    if (here.path / "job" / "cancelled").exists():
+    if (attempt_dir.path / "job" / "cancelled").exists():
         say("saved, and cancelled: not started again")
         return 143
-    write_json(here.exit_json, {**(exit_record(here.exit_json) or {}), "came_to": _came_to(here)})
-    last = [came_to(RunDir(here.path, n).exit_json) for n in range(here.attempt, here.attempt - _STARTS_IN_VAIN, -1)]
+    write_json(attempt_dir.exit_json, {**(exit_record(attempt_dir.exit_json) or {}), "came_to": _came_to(attempt_dir)})
+    last = [
+        came_to(RunDir(attempt_dir.path, n).exit_json)
+        for n in range(attempt_dir.attempt, attempt_dir.attempt - _STARTS_IN_VAIN, -1)
+    ]
     # A program without our loop says nothing of its steps: it may well have come on.
     if last[0].get("steps") and all(end == last[0] for end in last):
         why = (
@@ -130,32 +133,34 @@ def _again(here: RunDir, code: int) -> int:
             "script not restore what it saved?"
         )
         say(why)
-        write_exit(here.exit_json, 1, stopped=why)
+        write_exit(attempt_dir.exit_json, 1, stopped=why)
         return 1
     return code
 
 
-def _came_to(here: RunDir) -> dict[str, Any]:
+def _came_to(attempt_dir: RunDir) -> dict[str, Any]:
     """How far an attempt came: at which steps it began to train, and the run's newest checkpoint."""
-    begun = [event.get("step") for event in read_lines(here.events(0)) if event.get("event") == "train_start"]
-    newest = max((p.name for p in here.checkpoints.glob("step-*")), default=None)
+    begun = [event.get("step") for event in read_lines(attempt_dir.events(0)) if event.get("event") == "train_start"]
+    newest = max((p.name for p in attempt_dir.checkpoints.glob("step-*")), default=None)
     return {"steps": begun, "checkpoint": newest}
 
 
-def _of_one_node(here: RunDir, code: int, whys: Sequence[str]) -> int:
-    ended = exit_record(here.exit_json)
+def _of_one_node(attempt_dir: RunDir, code: int, whys: Sequence[str]) -> int:
+    ended = exit_record(attempt_dir.exit_json)
     if ended is not None:
         return int(ended["exit_code"])
-    said = _words_of_srun(here)
-    why = "; ".join(whys) or f"the launcher ended without a word (exit code {code}): {said or 'was it killed, or out of memory?'}"
+    reason = _words_of_srun(attempt_dir)
+    why = (
+        "; ".join(whys) or f"the launcher ended without a word (exit code {code}): {reason or 'was it killed, or out of memory?'}"
+    )
     say(why)
-    write_exit(here.exit_json, code or 1, stopped=why)
+    write_exit(attempt_dir.exit_json, code or 1, stopped=why)
     return code or 1
 
 
-def _merge(here: RunDir, nodes: int, ranks: int, hosts: list[str], code: int, whys: Sequence[str], *, quiet: bool) -> int:
+def _merge(attempt_dir: RunDir, nodes: int, ranks: int, hosts: list[str], code: int, whys: Sequence[str], *, quiet: bool) -> int:
     """One exit.json out of the nodes' own; the exit code of them all."""
-    ends = {node: exit_record(here.node_exit(node)) for node in range(nodes)}
+    ends = {node: exit_record(attempt_dir.node_exit(node)) for node in range(nodes)}
     failures = [Failure.from_json(f) for end in ends.values() if end for f in end.get("ranks", {}).values()]
     silent = [hosts[node] if node < len(hosts) else f"node {node}" for node, end in ends.items() if end is None]
     seen = {int(rank): each for end in ends.values() if end for rank, each in end.get("seen", {}).items()}
@@ -166,13 +171,13 @@ def _merge(here: RunDir, nodes: int, ranks: int, hosts: list[str], code: int, wh
     if given_up and all(f.is_victim for f in failures):
         failures, stopped, code = [], given_up[0], REQUEUE
     elif not failures and silent:
-        said = _words_of_srun(here) or "was the node lost, or out of memory?"
-        stopped = "; ".join(whys) or f"the launcher on {', '.join(silent)} ended without a word (exit code {code}): {said}"
+        reason = _words_of_srun(attempt_dir) or "was the node lost, or out of memory?"
+        stopped = "; ".join(whys) or f"the launcher on {', '.join(silent)} ended without a word (exit code {code}): {reason}"
         code = code or 1
     elif not failures:
         codes = [int(end["exit_code"]) for end in ends.values() if end]
         code = REQUEUE if REQUEUE in codes and set(codes) <= {0, REQUEUE} else max(codes)
-    first = record_end(here, code, failures, stopped, seen=seen, hang_s=max(hangs, default=None), world_size=ranks)
+    first = record_end(attempt_dir, code, failures, stopped, seen=seen, hang_s=max(hangs, default=None), world_size=ranks)
     text = ""
     if first is not None:
         node = min(first.rank // (ranks // nodes), len(hosts) - 1)

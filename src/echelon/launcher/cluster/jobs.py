@@ -30,8 +30,8 @@ def job_of(run: RunDir) -> FolderJob:
     Raises:
         UsageError: no job was submitted into this folder.
     """
-    _, said = read_spec(run, believe=False)
-    kind = _LAUNCHERS.get(str(said.get("launcher")))
+    _, submitted = read_spec(run, believe=False)
+    kind = _LAUNCHERS.get(str(submitted.get("launcher")))
     if kind is None:
         raise ClusterError(f"{run.path} holds no submitted job (job/job.json names an unknown launcher).")
     return kind(run)
@@ -39,16 +39,16 @@ def job_of(run: RunDir) -> FolderJob:
 
 def tasks_of(path: Path) -> list[Path]:
     """The run folders of a sweep, in order; none if the folder is not one's."""
-    found = [p.parents[1] for p in path.glob("tasks/*/job/job.json") if _NUMBER.fullmatch(p.parents[1].name)]
-    return sorted(found, key=lambda p: int(p.name))
+    tasks = [p.parents[1] for p in path.glob("tasks/*/job/job.json") if _NUMBER.fullmatch(p.parents[1].name)]
+    return sorted(tasks, key=lambda p: int(p.name))
 
 
 def folders_below(root: Path) -> Iterator[Path]:
     """The run folders of all jobs in a folder of runs, those that were submitted last at the end."""
-    found = []
+    folders = []
     for folder in root.glob("*/job"):
         with contextlib.suppress(OSError):  # another's, or gone meanwhile
             if folder.is_dir():
-                found.append((folder.stat().st_mtime, folder))
-    for _, folder in sorted(found):
+                folders.append((folder.stat().st_mtime, folder))
+    for _, folder in sorted(folders):
         yield from tasks_of(folder.parent) or ([folder.parent] if os.path.lexists(folder / "job.json") else [])

@@ -96,7 +96,7 @@ def run_node(
     """
     # Until the launcher listens, a request to save and end would kill this process without a word; then it is delivered.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-    spec, said = read_spec(run, spec_sha256)
+    spec, submitted = read_spec(run, spec_sha256)
     hosts = expand_hostlist(env.get("SLURM_STEP_NODELIST", ""), "SLURM_STEP_NODELIST") or ["localhost"]
     node = count_in(env, "SLURM_NODEID", 0)
     if len(hosts) != spec.nodes:
@@ -104,34 +104,34 @@ def run_node(
     if spec.kind == "script" and not Path(spec.target).is_file():
         raise LauncherEnvironmentError(f"{socket.gethostname()} does not find {spec.target}. Does every node see this folder?")
     try:
-        os.chdir(str(said.get("cwd", ".")))
+        os.chdir(str(submitted.get("cwd", ".")))
     except OSError as error:
-        raise LauncherEnvironmentError(f"{socket.gethostname()} cannot go to {said['cwd']}: {error.strerror}.") from error
+        raise LauncherEnvironmentError(f"{socket.gethostname()} cannot go to {submitted['cwd']}: {error.strerror}.") from error
     if node == 0:
         # A start that was requeued may come before a shared file system has let go of the lock of a node that was lost.
         again = env.get("SLURM_RESTART_COUNT", "0") != "0"
         run.hold(job=start if "SLURM_JOB_ID" in env else "", patience_s=_STALE_LOCK_S if again else 1.0)
     meeting = meet(run, start, node, hosts, command=spec.kind == "command")
-    here = run.at_attempt(meeting.attempt)
+    attempt_dir = run.at_attempt(meeting.attempt)
 
-    outcome = _run(spec, here, meeting, call_sha256, task, str(said.get("key", "")))
+    outcome = _run(spec, attempt_dir, meeting, call_sha256, task, str(submitted.get("key", "")))
     if outcome.failure is not None and spec.nodes == 1:
         print(render(outcome.failure, spec.ranks), file=sys.stderr)
     return 0 if outcome.exit_code == REQUEUE else outcome.exit_code
 
 
-def _run(spec: JobSpec, here: RunDir, meeting: Meeting, call_sha256: str | None, task: int, key: str) -> Outcome:
+def _run(spec: JobSpec, attempt_dir: RunDir, meeting: Meeting, call_sha256: str | None, task: int, key: str) -> Outcome:
     if spec.kind == "command":
         from echelon.launcher.functions.launch_command import run_command
 
-        return run_command(spec, here, meeting, task, key)
+        return run_command(spec, attempt_dir, meeting, task, key)
     from echelon.launcher.local.run import run_local
 
     if spec.kind != "call":
-        return run_local(spec, here, meeting=meeting)
+        return run_local(spec, attempt_dir, meeting=meeting)
     if call_sha256 is None:
         raise ClusterError("a call is run only with --call-sha256, the checksum of what was submitted.")
-    return run_local(spec, here, meeting=meeting, call=CallFile(call_sha256, key, task))
+    return run_local(spec, attempt_dir, meeting=meeting, call=CallFile(call_sha256, key, task))
 
 
 if __name__ == "__main__":

@@ -230,8 +230,10 @@ class ConfiguredFunction(Generic[P, T]):
         return self._spec(write_call(file, pack(call, copied)), file)
 
     def _spec(self, sha256: str | None, file: Path, copied: Callable[[str], str] = str) -> JobSpec:
-        config, here = self.config, self.config.mode == "local"
-        nodes, ranks = (1, config.num_of_node * config.ranks_per_node) if here else (config.num_of_node, config.ranks_per_node)
+        config, is_local = self.config, self.config.mode == "local"
+        nodes, ranks = (
+            (1, config.num_of_node * config.ranks_per_node) if is_local else (config.num_of_node, config.ranks_per_node)
+        )
         common: dict[str, Any] = {"ranks": ranks, "nodes": nodes, "env": dict(config.extra_task_kwargs)}
         if not config.distributed_launch_command:
             return JobSpec(str(file), "call", sha256=sha256, **common)

@@ -69,10 +69,10 @@ def copy_code(
         without: names of folders to leave out.
     """
     script = script.resolve()
-    found = _in_git(script)
-    if found is not None and top is not None and not top.resolve().is_relative_to(found[0]):
-        found = None
-    base, files = found or ((top or script.parent).resolve(), None)
+    in_git = _in_git(script)
+    if in_git is not None and top is not None and not top.resolve().is_relative_to(in_git[0]):
+        in_git = None
+    base, files = in_git or ((top or script.parent).resolve(), None)
     if root is not None:
         base, files = _below(root, base, files)
     shutil.rmtree(folder, ignore_errors=True)
@@ -136,8 +136,8 @@ def _in_git(script: Path) -> tuple[Path, list[str]] | None:
 
 
 def _walk(top: Path, without: Path) -> Iterator[str]:
-    for here, folders, files in os.walk(top):
-        at = Path(here)
+    for folder, folders, files in os.walk(top):
+        at = Path(folder)
         folders[:] = [
             f
             for f in folders

@@ -222,13 +222,13 @@ def _check_here(policies: Sequence[Any]) -> None:
     Raises:
         UsageError: a policy for another machine, or for cores that are not there.
     """
-    here = {*System().hosts, "localhost", ""}
-    mine = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    local_hosts = {*System().hosts, "localhost", ""}
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     for rank, policy in enumerate(policies):
-        if policy.host_name not in here:
+        if policy.host_name not in local_hosts:
             raise ClusterError(
                 f"policies[{rank}].host_name must be this machine, got {policy.host_name!r}. Other nodes are reached on Dragon's "
                 "runtime, `echelon dragon`, or with `echelon submit`."
             )
-        if absent := set(policy.cpu_affinity) - mine:
+        if absent := set(policy.cpu_affinity) - cores:
             raise ClusterError(f"policy {rank}: this process may not use core {', '.join(map(str, sorted(absent)))}.")

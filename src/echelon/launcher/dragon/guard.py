@@ -105,12 +105,12 @@ def _remove(paths: set[str]) -> None:
 def _members(group: int) -> list[int]:
     import psutil
 
-    found = []
+    members = []
     for pid in psutil.pids():
         with contextlib.suppress(OSError):
             if os.getpgid(pid) == group and process_stat(pid)[:1] not in ([], ["Z"]):
-                found.append(pid)
-    return found
+                members.append(pid)
+    return members
 
 
 def _mapped(pid: int) -> set[str]:
@@ -126,8 +126,8 @@ def main(folder: str, grace_s: str) -> None:
     """The guard's process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they are for who started it
-    said = sys.stdin.buffer.read()
-    group, _, last = said.partition(b"\n")
+    message = sys.stdin.buffer.read()
+    group, _, last = message.partition(b"\n")
     if last != _DISMISSED and group.isdigit():
         end_runtime(int(group), float(grace_s), Path(folder))
 

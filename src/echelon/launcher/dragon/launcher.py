@@ -53,45 +53,45 @@ def run(run: RunDir, sha256: str) -> int:
 
     spec, _ = read_spec(run, sha256)
     run.hold()
-    here = run.next_attempt()
+    attempt_dir = run.next_attempt()
     # As a module: this folder on the path would hide Dragon's own package behind ours of that name.
-    head = ["-P", "-m", __spec__.name, str(here.path.absolute()), "--spec-sha256", sha256, str(here.attempt)]
+    head = ["-P", "-m", __spec__.name, str(attempt_dir.path.absolute()), "--spec-sha256", sha256, str(attempt_dir.attempt)]
     code = run_on_dragon(sys.executable, head, nodes=spec.nodes > 1, grace_s=spec.grace_s)
-    return conclude(spec, here, code)
+    return conclude(spec, attempt_dir, code)
 
 
-def conclude(spec: JobSpec, here: RunDir, code: int) -> int:
+def conclude(spec: JobSpec, attempt_dir: RunDir, code: int) -> int:
     """Write exit.json from what the ranks left."""
     ranks = spec.ranks * spec.nodes
-    records = {rank: rank_record(here.rank_exit(rank)) for rank in range(ranks)}
+    records = {rank: rank_record(attempt_dir.rank_exit(rank)) for rank in range(ranks)}
     codes = {rank: int(record["exit_code"]) for rank, record in records.items() if record}
     failures = [
-        Failure.from_record(rank, codes[rank], 0, record, here.log(rank))
+        Failure.from_record(rank, codes[rank], 0, record, attempt_dir.log(rank))
         for rank, record in records.items()
         if record and codes[rank] not in (0, REQUEUE)
     ]
     silent = [rank for rank in range(ranks) if rank not in codes]
     if silent and not failures:
-        said = "ended without a word, as when it is killed"
-        failures = [Failure(rank, code or 1, 0, "exit", said, log=here.log(rank), reported=False) for rank in silent]
+        message = "ended without a word, as when it is killed"
+        failures = [Failure(rank, code or 1, 0, "exit", message, log=attempt_dir.log(rank), reported=False) for rank in silent]
     if not failures and codes and set(codes.values()) <= {0, REQUEUE}:
         code = max(codes.values())
-    first = record_end(here, code, failures, world_size=ranks)
+    first = record_end(attempt_dir, code, failures, world_size=ranks)
     return first.exit_code if first is not None else code
 
 
-def head(here: RunDir, sha256: str) -> int:
+def head(attempt_dir: RunDir, sha256: str) -> int:
     """The head process of the runtime: a group, and its end."""
     from echelon.launcher.dragon.group import CollectiveGroup
     from echelon.launcher.dragon.system import System
 
-    spec, said = read_spec(here, sha256)
-    os.chdir(str(said.get("cwd", ".")))
+    spec, submitted = read_spec(attempt_dir, sha256)
+    os.chdir(str(submitted.get("cwd", ".")))
     ranks = spec.ranks * spec.nodes
     policies = System().gpu_policies() or System().cpu_policies(ranks)
     if len(policies) < ranks:
         raise ClusterError(f"{ranks} ranks were asked for, but Dragon's nodes have {len(policies)} GPUs, one for each rank.")
-    group = CollectiveGroup(run_rank, (str(here.path), here.attempt, sha256), policies=policies[:ranks])
+    group = CollectiveGroup(run_rank, (str(attempt_dir.path), attempt_dir.attempt, sha256), policies=policies[:ranks])
     try:
         group.start()
         group.join()
@@ -111,21 +111,21 @@ def run_rank(path: str, attempt: int, sha256: str) -> int:
     from echelon.launcher.local.start import Start
     from echelon.launcher.local.worker import run_program
 
-    here = RunDir(path, attempt)
-    spec, said = read_spec(here, sha256)
+    attempt_dir = RunDir(path, attempt)
+    spec, submitted = read_spec(attempt_dir, sha256)
     info = RankInfo()
     given = dict(os.environ)
     if info.local_world_size < info.world_size:  # else it is loopback
         given = {**interfaces(interface_of(local_address_towards(info.master_addr))), **given}
-    os.environ.update(rank_environment(spec, here, given, info.local_world_size, restart=spec.restart))
-    os.chdir(str(said.get("cwd", ".")))
-    log = open_to_append(here.log(info.rank))
+    os.environ.update(rank_environment(spec, attempt_dir, given, info.local_world_size, restart=spec.restart))
+    os.chdir(str(submitted.get("cwd", ".")))
+    log = open_to_append(attempt_dir.log(info.rank))
     for stream in (1, 2):
         os.dup2(log, stream)
     signal.signal(signal.SIGINT, _as_a_wish_to_end)
-    record = here.rank_exit(info.rank)
+    record = attempt_dir.rank_exit(info.rank)
     sys_path = [place for place in sys.path if place]
-    flight = str(here.flight(info.rank).absolute())
+    flight = str(attempt_dir.flight(info.rank).absolute())
     start = Start(
         spec.kind, spec.target, spec.args, {}, os.getcwd(), sys_path, record=str(record.absolute()), flight=flight, code=spec.code
     )

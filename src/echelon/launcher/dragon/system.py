@@ -105,11 +105,11 @@ class System:
         count = sum(len(cores) for _, cores, _ in self._nodes) if n is None else whole("n", n, at_least=1, kind=ClusterError)
         policies = []
         for index, (host, cores, _) in enumerate(self._nodes):
-            here = count // self.nnodes + (index < count % self.nnodes)
-            for rank in range(here):
-                share = cores[rank * len(cores) // here : (rank + 1) * len(cores) // here]
+            on_node = count // self.nnodes + (index < count % self.nnodes)
+            for rank in range(on_node):
+                share = cores[rank * len(cores) // on_node : (rank + 1) * len(cores) // on_node]
                 # More ranks than cores: they share all of them, as the system sees fit.
-                policies.append(Policy(Policy.Placement.HOST_NAME, host, tuple(share if here <= len(cores) else cores)))
+                policies.append(Policy(Policy.Placement.HOST_NAME, host, tuple(share if on_node <= len(cores) else cores)))
         return policies
 
     def hostname_policies(self) -> list[Policy]:

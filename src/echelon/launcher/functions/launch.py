@@ -56,8 +56,8 @@ def running_server() -> ForkServer | None:
 
 def _needed() -> list[str]:
     """What the server loads, so that no rank has to: what this process has loaded, and what ranks have had to before."""
-    here = [m for m in SLOW_MODULES if m == "torch" or m in sys.modules]
-    return [*here, *sorted(_loaded_by_ranks.difference(here))]
+    modules = [m for m in SLOW_MODULES if m == "torch" or m in sys.modules]
+    return [*modules, *sorted(_loaded_by_ranks.difference(modules))]
 
 
 @contextlib.contextmanager

@@ -89,16 +89,16 @@ def substitute(words: Sequence[str], values: Mapping[str, str | int]) -> list[st
     return [_FIELD.sub(lambda m: str(values.get(m[1], m[0])), word) for word in words]
 
 
-def run_command(spec: JobSpec, here: RunDir, meeting: Meeting, task: int, key: str) -> Outcome:
+def run_command(spec: JobSpec, attempt_dir: RunDir, meeting: Meeting, task: int, key: str) -> Outcome:
     """Run the command on this node until it and its ranks have ended, and write the node's record.
 
     Raises:
         UsageError: there is no such program.
     """
     about = _about(spec)
-    at = CallSite(str(here.attempt_path.absolute()), meeting.node, task=task, key=key, **about["call"])
+    at = CallSite(str(attempt_dir.attempt_path.absolute()), meeting.node, task=task, key=key, **about["call"])
     given = {k: v for k, v in os.environ.items() if not _FOREIGN.fullmatch(k)}
-    env = {**rank_environment(spec, here, given, spec.ranks, restart=False, meeting=meeting), **at.to_env()}
+    env = {**rank_environment(spec, attempt_dir, given, spec.ranks, restart=False, meeting=meeting), **at.to_env()}
     env["ECHELON_SCREEN"] = "launcher"
     asked = Asked(spec.ranks * spec.nodes, spec.nodes, " ".join(redacted_words(spec.args)))
     env.update(asked.to_env())
@@ -115,13 +115,13 @@ def run_command(spec: JobSpec, here: RunDir, meeting: Meeting, task: int, key: s
     words[0] = _program(words[0], env)
     if meeting.reserved is not None:
         meeting.reserved.close()  # it held the port until now, for the command
-    command = _Command(spec, here, meeting, asked)
+    command = _Command(spec, attempt_dir, meeting, asked)
     try:
         outcome, failures = command.run(words, env)
     except NodeSilentError as error:
         command.record_silence(str(error))
         raise
-    write_exit(meeting.exit_path(here), outcome.exit_code, failures, outcome.failure, command.gave_up)
+    write_exit(meeting.exit_path(attempt_dir), outcome.exit_code, failures, outcome.failure, command.gave_up)
     return outcome
 
 
@@ -143,13 +143,13 @@ def _about(spec: JobSpec) -> dict[str, Any]:
 
 def _program(name: str, env: Mapping[str, str]) -> str:
     """Where the program is on the PATH of `env`."""
-    found = shutil.which(name, path=env["PATH"])
-    if found is None:
+    program = shutil.which(name, path=env["PATH"])
+    if program is None:
         raise LaunchError(
             f"distributed_launch_command begins with {name!r}, and {socket.gethostname()} has no such program, neither beside "
             f"{sys.executable} nor on its PATH. Install it, name it with its whole path, or load its environment in `setup`."
         )
-    return found
+    return program
 
 
 class _Command:
@@ -167,9 +167,9 @@ class _Command:
     silent = gave_up = ""
     end_at_once = staticmethod(kill_children)
 
-    def __init__(self, spec: JobSpec, here: RunDir, meeting: Meeting, asked: Asked) -> None:
-        self.spec, self.meeting, self.here, self.asked = spec, meeting, here, asked
-        self.folder = here.attempt_path
+    def __init__(self, spec: JobSpec, attempt_dir: RunDir, meeting: Meeting, asked: Asked) -> None:
+        self.spec, self.meeting, self.here, self.asked = spec, meeting, attempt_dir, asked
+        self.folder = attempt_dir.attempt_path
         self.log = self.folder / f"node{meeting.node}.log"
         self.pids: dict[int, int] = {}
         self.ended: dict[int, int] = {}
@@ -341,12 +341,12 @@ class _Command:
         others = [n for n in range(self.meeting.nodes) if n != self.meeting.node]
         until = time.monotonic() + _CULPRIT_WAIT_S
         while time.monotonic() < until:
-            found = [
+            failures = [
                 Failure.from_record(rank, int(record["exit_code"]), 0, record, self.folder / f"rank{rank}.log")
                 for path in sorted(self.folder.glob("exit.rank*.json"))
                 if (rank := _rank_of(path)) not in self.pids and (record := rank_record(path)) is not None and _failed(record)
             ]
-            if culprits := [f for f in found if not f.is_victim]:
+            if culprits := [f for f in failures if not f.is_victim]:
                 return culprits
             if all(self.here.node_exit(n).exists() for n in others):
                 break

@@ -107,8 +107,8 @@ class Attempt:
             with contextlib.suppress(OSError):
                 words = last_words(read_end(log, TAIL_BYTES).decode("utf-8", "replace"))
         oom, how = self._killed(rank) if number == signal.SIGKILL else (False, "")
-        said = f"killed by {name}{how}" + (f"\n{words}" if words else "")
-        return Failure(rank, 128 + number, time_ns, name, said, traceback=words, log=log, reported=False, oom=oom)
+        message = f"killed by {name}{how}" + (f"\n{words}" if words else "")
+        return Failure(rank, 128 + number, time_ns, name, message, traceback=words, log=log, reported=False, oom=oom)
 
     def _killed(self, rank: int) -> tuple[bool, str]:
         """Whether the kernel has killed it for want of memory, and how that is said. It kills the first; others follow."""
@@ -134,10 +134,10 @@ class Attempt:
     def left(self, *, records: bool = True) -> list[int]:
         """The ranks that ended because they were asked to, or are about to, by their records."""
         codes = self.exit_codes()
-        said = (
+        stopped = (
             [r for r in self.running if (rank_record(self.record_path(r)) or {}).get("exit_code") == REQUEUE] if records else []
         )
-        return [rank for rank, code in codes.items() if code == REQUEUE] + said
+        return [rank for rank, code in codes.items() if code == REQUEUE] + stopped
 
     def failures(self) -> list[Failure]:
         return [f for rank in self.pids if (f := self.failure(rank)) is not None]

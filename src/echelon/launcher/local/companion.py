@@ -61,12 +61,12 @@ class Answer:
 
     @classmethod
     def of(cls, line: bytes) -> Answer | None:
-        said = {"main": "", "stacks": "", **found} if (found := parse_object(line)) is not None else None
+        fields = {"main": "", "stacks": "", **parsed} if (parsed := parse_object(line)) is not None else None
         kinds = {"called": int, "pending": bool, "main": str, "stacks": str}
-        if said is None or any(type(said.get(name)) is not kind for name, kind in kinds.items()):
+        if fields is None or any(type(fields.get(name)) is not kind for name, kind in kinds.items()):
             return None
-        main, stacks = said["main"][:_MOST_TEXT], said["stacks"][-_MOST_STACKS:]
-        return cls(said["called"], said["pending"], main, stacks, raised_record(said.get("raised")))
+        main, stacks = fields["main"][:_MOST_TEXT], fields["stacks"][-_MOST_STACKS:]
+        return cls(fields["called"], fields["pending"], main, stacks, raised_record(fields.get("raised")))
 
 
 def begin(descriptor: int, flight: str | None) -> None:
@@ -96,17 +96,17 @@ def _answer(descriptor: int, flight: str | None) -> None:
 
 def handled() -> dict[str, Any] | None:
     """What the main thread is handling in `except`, `finally` or `__exit__`, also further out than the call in which it is."""
-    found: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
-    error = found[1] if isinstance(found, tuple) else found  # before Python 3.12 as `sys.exc_info` has it
+    raised: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
+    error = raised[1] if isinstance(raised, tuple) else raised  # before Python 3.12 as `sys.exc_info` has it
     if not isinstance(error, BaseException):
         return None
-    said = describe(next((each for each in _and_further_out(error) if user_frames(each.__traceback__)), error))
-    trace, found, _ = said["traceback"].rpartition(said["message"] or "\n")
-    if not found:  # it was cut
-        frames = [f"  {frame}" for frame in said["user_frames"]]
-        trace = "\n".join(["Traceback (most recent call last):", *frames, f"{said['kind']}: "])
-    message = said["message"][:_MOST_SAID]
-    return {**said, "message": message, "traceback": trace[-_MOST_SAID:] + message}
+    record = describe(next((each for each in _and_further_out(error) if user_frames(each.__traceback__)), error))
+    trace, raised, _ = record["traceback"].rpartition(record["message"] or "\n")
+    if not raised:  # it was cut
+        frames = [f"  {frame}" for frame in record["user_frames"]]
+        trace = "\n".join(["Traceback (most recent call last):", *frames, f"{record['kind']}: "])
+    message = record["message"][:_MOST_SAID]
+    return {**record, "message": message, "traceback": trace[-_MOST_SAID:] + message}
 
 
 def _and_further_out(error: BaseException) -> Iterator[BaseException]:

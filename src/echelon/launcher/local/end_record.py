@@ -29,7 +29,7 @@ _MOST_FAILURES = 5000
 
 
 def record_end(
-    here: RunDir,
+    attempt_dir: RunDir,
     code: int,
     failures: Sequence[Failure] = (),
     stopped: str | None = None,
@@ -47,15 +47,15 @@ def record_end(
     """
     first = Failure.first(failures) if failures else None
 
-    write = functools.partial(write_exit, here.exit_json, stopped=stopped, seen=seen, hang_s=hang_s, world_size=world_size)
+    write = functools.partial(write_exit, attempt_dir.exit_json, stopped=stopped, seen=seen, hang_s=hang_s, world_size=world_size)
     write(first.exit_code if first else code, failures, first)
     if first is None and stopped is None and code != REQUEUE:
         return None
     try:
-        evidence = Evidence.of(here.path, here.attempt)
+        evidence = Evidence.of(attempt_dir.path, attempt_dir.attempt)
         verdict = explain(evidence)
     except Exception:  # whatever the folder holds: the end of a run does not depend on its explanation
-        logger.debug("the end of attempt %d cannot be explained", here.attempt, exc_info=True)
+        logger.debug("the end of attempt %d cannot be explained", attempt_dir.attempt, exc_info=True)
         return first
     if first is None:
         if stopped is not None or verdict.guilty:
@@ -90,8 +90,8 @@ def write_exit(
         world_size: how many ranks there were, on all nodes.
         explained: a paragraph of why it ended, for a person.
     """
-    told = {rank: s.as_json() if isinstance(s, RankState) else s for rank, s in (seen or {}).items()}
-    said: dict[str, Any] = {
+    states = {rank: s.as_json() if isinstance(s, RankState) else s for rank, s in (seen or {}).items()}
+    record: dict[str, Any] = {
         "exit_code": code,
         "stopped": stopped,
         "first_failure": _shortened(first, _OF_FIRST) if first else None,
@@ -99,22 +99,22 @@ def write_exit(
         "ended": time.time(),
         "hang": {"after_s": round(hang_s, 3)} if hang_s is not None else None,
         "explained": explained,
-        **({"seen": told} if told else {}),
+        **({"seen": states} if states else {}),
         **({"world_size": world_size} if world_size else {}),
     }
     whole = {f.rank for f in (first, *([Failure.first(failures)] if failures else [])) if f is not None}
     text = ""
     for most in _OF_OTHERS:
-        said["ranks"] = {str(f.rank): _shortened(f, _OF_FIRST if f.rank in whole else most) for f in failures}
-        if told and most <= 1000:
-            said["seen"] = {rank: {k: v for k, v in s.items() if k != "raised"} for rank, s in told.items()}
-        text = json.dumps(said, indent=2 if most > 1000 else None, default=str)
+        record["ranks"] = {str(f.rank): _shortened(f, _OF_FIRST if f.rank in whole else most) for f in failures}
+        if states and most <= 1000:
+            record["seen"] = {rank: {k: v for k, v in s.items() if k != "raised"} for rank, s in states.items()}
+        text = json.dumps(record, indent=2 if most > 1000 else None, default=str)
         if len(text) <= _LARGEST:
             break
     else:  # a hundred thousand ranks
         kept = sorted(failures, key=lambda f: (f.rank not in whole, f.time_ns))[:_MOST_FAILURES]
-        said["ranks"] = {str(f.rank): _shortened(f, _OF_FIRST if f.rank in whole else _OF_OTHERS[-1]) for f in kept}
-        text = json.dumps({**said, "seen": {}}, default=str)
+        record["ranks"] = {str(f.rank): _shortened(f, _OF_FIRST if f.rank in whole else _OF_OTHERS[-1]) for f in kept}
+        text = json.dumps({**record, "seen": {}}, default=str)
     _write_end(path, text, again=bool(failures))
 
 
@@ -130,12 +130,12 @@ def _write_end(path: Path, text: str, *, again: bool) -> None:
 
 def _shortened(failure: Failure, most: int) -> dict[str, Any]:
     """With texts of at most about so many bytes each; where that is little, without what the others of its file say as well."""
-    said = failure.as_json()
-    said["message"], said["traceback"] = _short(failure.message, most), _short(failure.traceback, most)
+    record = failure.as_json()
+    record["message"], record["traceback"] = _short(failure.message, most), _short(failure.traceback, most)
     frames = list(failure.user_frames) if most > 1000 else []
     while frames and len(json.dumps(frames)) > most:
         frames = frames[len(frames) // 2 + 1 :]
-    return {**said, "user_frames": frames, "log": said["log"] if most > 1000 else None}
+    return {**record, "user_frames": frames, "log": record["log"] if most > 1000 else None}
 
 
 def _short(text: str, most: int) -> str:

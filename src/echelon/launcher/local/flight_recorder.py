@@ -64,15 +64,15 @@ def flight_record() -> dict[str, Any] | None:
 def _members() -> dict[str, dict[str, list[int]]]:
     """The ranks of each group that this rank is in, but of the default one: {"1": {"ranks": [0, 2]}}."""
     world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    found: dict[str, dict[str, list[int]]] = {}
+    members: dict[str, dict[str, list[int]]] = {}
     try:  # the program may make a group at this very moment
         for group, ranks in list(world.pg_group_ranks.items()):
             name = world.pg_names.get(group)  # None of those that this rank is not in
-            if name not in (None, "0") and len(ranks) <= _LARGEST_GROUP and len(found) < _MOST_GROUPS:
-                found[str(name)] = {"ranks": sorted(map(int, ranks))}
+            if name not in (None, "0") and len(ranks) <= _LARGEST_GROUP and len(members) < _MOST_GROUPS:
+                members[str(name)] = {"ranks": sorted(map(int, ranks))}
     except Exception:  # another torch's
         return {}
-    return found
+    return members
 
 
 def group_of(entry: Mapping[str, Any]) -> str:
@@ -103,7 +103,7 @@ def write_flight(path: Path) -> dict[str, Any] | None:
 
 def _dumps(*, entries: bool) -> list[dict[str, Any]]:
     c10d = getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None)
-    found = []
+    dumps = []
     for name in _NAMES:
         dump = getattr(c10d, name, None)
         if dump is None:
@@ -115,9 +115,9 @@ def _dumps(*, entries: bool) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             listed = record.get("entries")
             record["entries"] = [e for e in listed if isinstance(e, dict)] if isinstance(listed, list) else []
-            found.append(record)
-    full = [record for record in found if record["entries"]]
-    return full or found
+            dumps.append(record)
+    full = [record for record in dumps if record["entries"]]
+    return full or dumps
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:

@@ -88,9 +88,9 @@ class RankProbe:
         self._stacks_come(stopped, time.monotonic() + _STACK_WAIT_S)
         self._write_stacks(attempt, [*asked, *stopped])
         for rank in (*asked, *stopped):
-            s, told = seen[rank], answers.get(rank)
-            raised = told.raised if told is not None else None
-            answers_now = None if s.stopped else told is not None
+            s, reply = seen[rank], answers.get(rank)
+            raised = reply.raised if reply is not None else None
+            answers_now = None if s.stopped else reply is not None
             seen[rank] = replace(s, where=self.pulses.where(rank), answers=answers_now, raised=raised)
         return seen
 

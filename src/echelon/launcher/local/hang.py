@@ -271,8 +271,8 @@ class HangLimit:
 
 def _used(pid: int) -> tuple[float, int]:
     """By a process and all that it has started: seconds of computing, bytes read and written; 0 where Linux does not tell."""
-    cpu_s, io_bytes, found = 0.0, 0, [pid]
-    for each in found:
+    cpu_s, io_bytes, pids = 0.0, 0, [pid]
+    for each in pids:
         fields = process_stat(each)
         if len(fields) > 14:  # with what its ended children took
             cpu_s += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
@@ -280,5 +280,5 @@ def _used(pid: int) -> tuple[float, int]:
             io_bytes += sum(int(line.split()[1]) for line in Path(f"/proc/{each}/io").read_text().splitlines()[:2])
         with contextlib.suppress(OSError, ValueError):
             for thread in os.listdir(f"/proc/{each}/task"):
-                found += map(int, Path(f"/proc/{each}/task/{thread}/children").read_text().split())
+                pids += map(int, Path(f"/proc/{each}/task/{thread}/children").read_text().split())
     return cpu_s, io_bytes

@@ -53,11 +53,11 @@ class OomCount:
 
     def limit_bytes(self) -> int | None:
         """The least that one of the groups may use; None if there is no limit."""
-        found = []
+        limits = []
         for file in self._limits:
             with contextlib.suppress(OSError, ValueError):
-                found.append(int(file.read_text()))
-        return min((limit for limit in found if limit < _UNLIMITED), default=None)
+                limits.append(int(file.read_text()))
+        return min((limit for limit in limits if limit < _UNLIMITED), default=None)
 
     def _now(self) -> int | None:
         counts = [count for file in self._files if (count := _count(file)) is not None]
@@ -66,8 +66,8 @@ class OomCount:
 
 def _count(file: Path) -> int | None:
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        if found := re.search(r"^oom_kill (\d{1,15})$", file.read_text(), re.MULTILINE):
-            return int(found[1])
+        if match := re.search(r"^oom_kill (\d{1,15})$", file.read_text(), re.MULTILINE):
+            return int(match[1])
     return None
 
 

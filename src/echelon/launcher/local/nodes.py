@@ -58,9 +58,9 @@ class Meeting:
         """Such as "node 1 (gpu07)"."""
         return f"node {node} ({self.hosts[node]})" if node < len(self.hosts) else f"node {node}"
 
-    def exit_path(self, here: RunDir) -> Path:
+    def exit_path(self, attempt_dir: RunDir) -> Path:
         """Where this node records how the attempt ended: for all, or with several nodes for itself."""
-        return here.node_exit(self.node) if self.nodes > 1 else here.exit_json
+        return attempt_dir.node_exit(self.node) if self.nodes > 1 else attempt_dir.exit_json
 
 
 def meet(
@@ -82,17 +82,17 @@ def meet(
     if node == 0:
         return _open(run, path, hosts, command)
     until = time.monotonic() + timeout_s
-    while (said := meeting_record(path)) is None:
+    while (record := meeting_record(path)) is None:
         if time.monotonic() > until:
             raise EchelonError(
                 f"the first node, {hosts[0]}, wrote no {path} within {timeout_s:g} s. Does every node see this folder?"
             )
         time.sleep(0.05)
         os.listdir(path.parent)  # has an NFS client look again
-    host, port = said["host"], said["port"]
+    host, port = record["host"], record["port"]
     interface = interface_of(local_address_towards(host))
-    own = said["command_port"]
-    return Meeting(node, len(hosts), said["attempt"], host, port, said["token"], interface, None, tuple(hosts), own)
+    own = record["command_port"]
+    return Meeting(node, len(hosts), record["attempt"], host, port, record["token"], interface, None, tuple(hosts), own)
 
 
 def meeting_path(run: RunDir, start: str) -> Path:
@@ -110,8 +110,8 @@ def _open(run: RunDir, path: Path, hosts: list[str], command: bool) -> Meeting:
     port, own = (int(each.getsockname()[1]) if each is not None else 0 for each in (listener, reserved))
     token = secrets.token_hex(16)
     attempt = run.next_attempt().attempt
-    said = {"host": host, "port": port, "command_port": own, "token": token, "attempt": attempt, "nodes": hosts}
-    write_json(path, said)
+    record = {"host": host, "port": port, "command_port": own, "token": token, "attempt": attempt, "nodes": hosts}
+    write_json(path, record)
     return Meeting(0, len(hosts), attempt, host, port, token, interface_of(host), listener, tuple(hosts), own, reserved)
 
 

@@ -104,8 +104,8 @@ def bound(
     if devices:
         visible = visible_devices(env)
         if local_ranks > len(visible):
-            said = f" (CUDA_VISIBLE_DEVICES={env[_VISIBLE]})" if _VISIBLE in env else ""
-            raise LaunchError(f"{local_ranks} ranks need a GPU each, but {len(visible)} are visible here{said}.")
+            setting = f" (CUDA_VISIBLE_DEVICES={env[_VISIBLE]})" if _VISIBLE in env else ""
+            raise LaunchError(f"{local_ranks} ranks need a GPU each, but {len(visible)} are visible here{setting}.")
         variables[_VISIBLE] = visible[local_rank]
     return own, variables
 
@@ -133,8 +133,8 @@ def cores_near(cores: Sequence[int], near: Sequence[Sequence[int]], local_rank: 
         return []
     if any(homes.count(home) > len(home) for home in kinds):
         return []
-    mine = homes[local_rank]
-    return _share(mine, homes[:local_rank].count(mine), homes.count(mine))
+    node = homes[local_rank]
+    return _share(node, homes[:local_rank].count(node), homes.count(node))
 
 
 def cores_of_gpus(
@@ -150,7 +150,7 @@ def cores_of_gpus(
         driver: where NVIDIA's driver has a folder for each GPU, named by its PCI address.
         devices: where Linux says of a PCI device which cores are near.
     """
-    found: dict[str, list[int]] = {}
+    cores: dict[str, list[int]] = {}
     for number, folder in enumerate(sorted(Path(driver).glob("*:*"))):
         try:
             node = int((Path(devices) / folder.name / "numa_node").read_text())
@@ -158,12 +158,12 @@ def cores_of_gpus(
             uuid = re.search(r"GPU UUID:\s*(GPU-\S+)", (folder / "information").read_text())
         except (OSError, ValueError):
             continue
-        found[str(number)] = near
+        cores[str(number)] = near
         if uuid is not None:
-            found[uuid[1]] = near
+            cores[uuid[1]] = near
     # A UUID may be cut short, as long as it names one GPU.
     return [
-        found.get(name) or next((found[k] for k in found if name.startswith("GPU-") and k.startswith(name)), []) for name in names
+        cores.get(name) or next((cores[k] for k in cores if name.startswith("GPU-") and k.startswith(name)), []) for name in names
     ]
 
 

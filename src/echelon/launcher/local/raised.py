@@ -41,15 +41,15 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 def _of_group(group: BaseExceptionGroup[BaseException]) -> dict[str, Any]:
     """What `asyncio` and others raise together: what went wrong is in what it holds."""
-    said, trace = describe(group.exceptions[0]), _skip_launcher(group.__traceback__)
+    record, trace = describe(group.exceptions[0]), _skip_launcher(group.__traceback__)
     whole = "".join(traceback.format_exception(type(group), group, trace))
     known = secret_values(sys.argv, os.environ)
     frames = [redacted(frame, known) for frame in user_frames(trace)[-_MOST_FRAMES:]]
     if len(group.exceptions) > 1:
         more = f"(the first of {len(group.exceptions)} errors in {type(group).__name__}: {group.message})"
-        said["message"] = redacted(cut(f"{said['message']} {more}".lstrip()), known)
-    first = f"\nThe first of what {type(group).__name__} holds:\n\n{said['traceback']}"
-    return {**said, "user_frames": [*frames, *said["user_frames"]], "traceback": redacted(cut(whole), known) + first}
+        record["message"] = redacted(cut(f"{record['message']} {more}".lstrip()), known)
+    first = f"\nThe first of what {type(group).__name__} holds:\n\n{record['traceback']}"
+    return {**record, "user_frames": [*frames, *record["user_frames"]], "traceback": redacted(cut(whole), known) + first}
 
 
 def cut(text: str) -> str:

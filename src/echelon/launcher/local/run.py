@@ -202,23 +202,23 @@ class _Starts:
         self._sys_path = [p for p in sys.path if p] if job.kind == "call" else path_without_launcher()
 
     def begin(self, number: int) -> tuple[Attempt, Handed]:
-        here = self.run.at_attempt(self._first + number)
-        self.run.attempt = here.attempt
+        attempt_dir = self.run.at_attempt(self._first + number)
+        self.run.attempt = attempt_dir.attempt
         if number:
-            self._end_before(here, number)
+            self._end_before(attempt_dir, number)
         shown = self.meeting is None or self.meeting.node == 0
-        return Attempt(here.attempt, here.attempt_path), self.relay.open(here.log(0)) if shown else NOTHING
+        return Attempt(attempt_dir.attempt, attempt_dir.attempt_path), self.relay.open(attempt_dir.log(0)) if shown else NOTHING
 
-    def _end_before(self, here: RunDir, number: int) -> None:
+    def _end_before(self, attempt_dir: RunDir, number: int) -> None:
         """Of the start before, which failed: its record, and a word of why there is one more."""
         failures, plan = self.agent.failures, self.agent.plan
-        first = self.record(here.at_attempt(here.attempt - 1), 1, failures)
+        first = self.record(attempt_dir.at_attempt(attempt_dir.attempt - 1), 1, failures)
         before = render(first, self.job.ranks) if first else "echelon: ranks of another node failed"
         how = f" with {plan.ranks} ranks: {plan.why}" if plan.why else ""
         with contextlib.suppress(OSError):  # a terminal that has gone
             sys.stderr.write(f"{before}\nechelon: restart {number} of {self.job.max_restarts}{how}\n")
 
-    def record(self, here: RunDir, code: int, failures: Sequence[Failure], stopped: str | None = None) -> Failure | None:
+    def record(self, attempt_dir: RunDir, code: int, failures: Sequence[Failure], stopped: str | None = None) -> Failure | None:
         """How the attempt ended, on this node; the failure from which the others follow.
 
         Args:
@@ -227,13 +227,13 @@ class _Starts:
         agent, at = self.agent, self.meeting
         hang_s, ranks = agent.hang_s, agent.world_size
         if at is None or at.nodes == 1:
-            return record_end(here, code, failures, stopped, seen=agent.seen, hang_s=hang_s, world_size=ranks)
+            return record_end(attempt_dir, code, failures, stopped, seen=agent.seen, hang_s=hang_s, world_size=ranks)
         first = Failure.first(failures) if failures else None  # the guilty one may be another node's: `conclude` knows all
         code = first.exit_code if first is not None else code
         silent = self.silence.words() if self.silence is not None else ""
         if silent and failures and all(f.is_victim for f in failures):  # they gave up first
             code, stopped = REQUEUE, silent
-        write_exit(at.exit_path(here), code, failures, first, stopped, seen=agent.seen, hang_s=hang_s, world_size=ranks)
+        write_exit(at.exit_path(attempt_dir), code, failures, first, stopped, seen=agent.seen, hang_s=hang_s, world_size=ranks)
         return first
 
     def record_silence(self, why: str) -> None:
@@ -246,14 +246,14 @@ class _Starts:
 
     def start_of(self, attempt: Attempt, info: RankInfo, store_prefix: str) -> Start:
         """What a rank of an attempt is told."""
-        here = RunDir(self.run.path, attempt.number)
+        attempt_dir = RunDir(self.run.path, attempt.number)
         # Until an attempt has set aside what was there: one that died before would else resume from it.
-        earlier = (RunDir(here.path, n).attempt_path for n in range(self._first, attempt.number))
+        earlier = (RunDir(attempt_dir.path, n).attempt_path for n in range(self._first, attempt.number))
         restart = self.job.restart and not any(map(has_begun, earlier))
         ranks, job, call = info.local_world_size, self.job, self._call
         cores, place = bound(info.local_rank, ranks, {**self._given, **job.env}, cores=job.bind, devices=job.own_device)
         env = {
-            **rank_environment(job, here, self._given, ranks, restart=restart, meeting=self.meeting),
+            **rank_environment(job, attempt_dir, self._given, ranks, restart=restart, meeting=self.meeting),
             **place,
             **info.to_env(),
             # torch's env:// then joins the store that the agent serves, in place of serving one from rank 0.
@@ -270,7 +270,7 @@ class _Starts:
             log=str(attempt.log_path(info.rank).absolute()),
             record=str(attempt.record_path(info.rank).absolute()),
             result=str(attempt.folder.absolute() / f"value.rank{info.rank}.pkl") if call is not None else None,
-            flight=str(here.flight(info.rank).absolute()),
+            flight=str(attempt_dir.flight(info.rank).absolute()),
             cores=cores,
             code=job.code,
             sha256=call.sha256 if call is not None else None,

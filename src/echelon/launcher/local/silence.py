@@ -144,7 +144,7 @@ class Silence:
             self._heard[node], self._beats[node] = time.monotonic(), beats
 
     def _watch(self) -> None:
-        before, said = time.monotonic(), set[int]()
+        before, reported = time.monotonic(), set[int]()
         while not self._closed.wait(_LOOK_S):
             now = time.monotonic()
             if now - before > SILENT_S / 2:  # this process stood itself, as when all are suspended
@@ -155,11 +155,11 @@ class Silence:
                 self._unheard.clear()
             late = self._late(_LATE_S)
             silent = {node: late_s for node, late_s in late.items() if late_s > SILENT_S}
-            for node in silent.keys() - said:
+            for node in silent.keys() - reported:
                 self._say(self._words(node, silent[node]))
-            for node in said - silent.keys() & self._heard.keys():
+            for node in reported - silent.keys() & self._heard.keys():
                 self._say(f"{self._meeting.named(node)} is heard of again")
-            said = set(silent)
+            reported = set(silent)
             if late and self._is_over(max(late.values()), now) and silent:
                 self._end(self.words())
                 return

@@ -285,12 +285,12 @@ def _record(
         finished: it came to its program's end, and had destroyed its process group.
     """
     if start.record:
-        said = {"exit_code": code, "time_ns": time.monotonic_ns(), "collectives": dict(collectives)}
-        said |= {"loaded": list(filter(may_be_preloaded, list(sys.modules)))} if start.kind == "call" else {}
+        ending = {"exit_code": code, "time_ns": time.monotonic_ns(), "collectives": dict(collectives)}
+        ending |= {"loaded": list(filter(may_be_preloaded, list(sys.modules)))} if start.kind == "call" else {}
         if start.kind != "call" and has_trained_alone(Path(start.target), failed=failure is not None):
-            said["alone"] = True
-        said |= ({"finished": True} if finished else {}) | ({"heard": asked} if (asked := heard()) else {})
-        record = {**said, **(failure or {})}
+            ending["alone"] = True
+        ending |= ({"finished": True} if finished else {}) | ({"heard": asked} if (asked := heard()) else {})
+        record = {**ending, **(failure or {})}
         with contextlib.suppress(OSError):
             if failure is not None:  # it is told all the same, if its folder was removed meanwhile
                 Path(start.record).parent.mkdir(parents=True, exist_ok=True)

@@ -50,11 +50,11 @@ class FileLogger(ABC):
 
     def _begin(self) -> None:
         """Of this process: whether it writes, and where."""
-        here = rank()
-        self._writes = here == 0 or self.log_all_ranks
+        this_rank = rank()
+        self._writes = this_rank == 0 or self.log_all_ranks
         self._path = self._given
-        if self.log_all_ranks and (here > 0 or RankInfo().world_size > 1):
-            self._path = self._path.with_suffix(f".rank{here}{self._path.suffix}")
+        if self.log_all_ranks and (this_rank > 0 or RankInfo().world_size > 1):
+            self._path = self._path.with_suffix(f".rank{this_rank}{self._path.suffix}")
         self._rows: dict[int, dict[str, Scalar]] = {}
         if self._writes:
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -76,12 +76,12 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
     def log(self, level: int, msg: object, *args: object, ranks: Ranks = 0, **kwargs: Any) -> None:  # type: ignore[override]
         if not self.isEnabledFor(level):
             return
-        here = rank()
-        if not _says(ranks, here):
+        this_rank = rank()
+        if not _says(ranks, this_rank):
             return
         if ranks != 0:
-            msg = f"[rank {here}] {msg}"
-        kwargs["extra"] = {**(kwargs.get("extra") or {}), "rank": here}
+            msg = f"[rank {this_rank}] {msg}"
+        kwargs["extra"] = {**(kwargs.get("extra") or {}), "rank": this_rank}
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the caller's line, not this one
         super().log(level, msg, *args, **kwargs)
 
@@ -89,11 +89,11 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
         return msg, kwargs
 
 
-def _says(ranks: Ranks, here: int) -> bool:
+def _says(ranks: Ranks, this_rank: int) -> bool:
     if isinstance(ranks, str):
         require(ranks == "all", "ranks", "a rank, several, or 'all'", ranks, kind=LoggerError)
         return True
-    return here == ranks if isinstance(ranks, int) else here in ranks
+    return this_rank == ranks if isinstance(ranks, int) else this_rank in ranks
 
 
 def get_logger(name: str | None = None) -> RankLogger:

@@ -227,26 +227,26 @@ class MLflowLogger(OnlineLogger):
             self._send_params(params)
 
     def _send_params(self, params: Mapping[str, Any]) -> None:
-        found = [self._tracker.entities.Param(_mlflow_name(k), str(v)[:6000]) for k, v in params.items()]
-        for at in range(0, len(found), 100):  # as many as MLflow takes
-            self.client.log_batch(self.run_id, params=found[at : at + 100])
+        entries = [self._tracker.entities.Param(_mlflow_name(k), str(v)[:6000]) for k, v in params.items()]
+        for at in range(0, len(entries), 100):  # as many as MLflow takes
+            self.client.log_batch(self.run_id, params=entries[at : at + 100])
 
     def _goes_on(self, experiment: str) -> bool:
         """Take the run of this id, if there is one. Its settings stay: MLflow refuses to change them."""
         if self.id is None:
             return False
-        found = self.client.search_runs([experiment], f"tags.`{_TAG}` = '{self.id}'", max_results=1)
-        for run in found:
+        runs = self.client.search_runs([experiment], f"tags.`{_TAG}` = '{self.id}'", max_results=1)
+        for run in runs:
             self.run_id = run.info.run_id
             self.client.update_run(self.run_id, status="RUNNING")
-        return bool(found)
+        return bool(runs)
 
     def _send(self, rows: Mapping[int, Mapping[str, float]]) -> None:
         now = int(1000 * time.time())
         metric = self._tracker.entities.Metric
-        found = [metric(_mlflow_name(name), value, now, step) for step, row in rows.items() for name, value in row.items()]
-        for at in range(0, len(found), 1000):  # as many as MLflow takes
-            self.client.log_batch(self.run_id, metrics=found[at : at + 1000])
+        entries = [metric(_mlflow_name(name), value, now, step) for step, row in rows.items() for name, value in row.items()]
+        for at in range(0, len(entries), 1000):  # as many as MLflow takes
+            self.client.log_batch(self.run_id, metrics=entries[at : at + 1000])
 
     def _end(self) -> None:
         self.client.set_terminated(self.run_id, "FAILED" if self.failed else "FINISHED")

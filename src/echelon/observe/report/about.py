@@ -66,38 +66,38 @@ def _words(command: object) -> list[str] | None:
 
 def _flat(about: Mapping[str, object]) -> dict[str, str]:
     """Settings by a name of one line: versions.torch, and options of the script by their own names."""
-    found: dict[str, str] = {}
+    settings: dict[str, str] = {}
     for name, value in about.items():
         if name == "args":
-            found |= _options(_words(value) or [])
+            settings |= _options(_words(value) or [])
         elif name not in _NO_SETTING:
-            _flatten(str(name), value, found, _DEEPEST)
-    return found
+            _flatten(str(name), value, settings, _DEEPEST)
+    return settings
 
 
-def _flatten(name: str, value: object, found: dict[str, str], levels: int) -> None:
+def _flatten(name: str, value: object, settings: dict[str, str], levels: int) -> None:
     if isinstance(value, Mapping) and levels:
         for key, each in value.items():
-            _flatten(f"{name}.{key}", each, found, levels - 1)
-    elif len(found) < 10 * _MOST:
-        found[name] = "none" if value is None else str(value)
+            _flatten(f"{name}.{key}", each, settings, levels - 1)
+    elif len(settings) < 10 * _MOST:
+        settings[name] = "none" if value is None else str(value)
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:
     """--lr 0.1 --fast a.txt: an option by its name, what is no option by its place."""
-    found: dict[str, str] = {}
+    options: dict[str, str] = {}
     place, at = 0, 0
     while at < len(words):
         name, sign, value = words[at].partition("=")
         at += 1
         if not name.startswith("-") or not name.strip("-"):
             place += 1
-            found[f"argument {place}"] = words[at - 1]
+            options[f"argument {place}"] = words[at - 1]
         elif sign:
-            found[name] = value
+            options[name] = value
         elif at < len(words) and not words[at].startswith("--"):
-            found[name] = words[at]
+            options[name] = words[at]
             at += 1
         else:
-            found[name] = "given"
-    return found
+            options[name] = "given"
+    return options

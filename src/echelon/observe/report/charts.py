@@ -160,17 +160,17 @@ class _Charts:
             points = curve.points if curve.kind == "smooth" else limit_points(curve.points, self._limit)
             series.append(_payload(curve, points))
             if curve.kind != "smooth":
-                here = _not_finite(curve.points)
-                bad += here
-                self.rows.append([clean(title, 60), clean(curve.label), *_in_words(curve.points, points), _counts(here) or NONE])
+                gaps = _not_finite(curve.points)
+                bad += gaps
+                self.rows.append([clean(title, 60), clean(curve.label), *_in_words(curve.points, points), _counts(gaps) or NONE])
         chart = {"title": clean(title, 60), "unit": clean(name, 60), "series": series, **how}
         self.charts.append(chart | ({"not_finite": _counts(bad)} if bad else {}))
 
 
 def _payload(curve: Curve, points: Line) -> dict[str, object]:
     xs = [int(x) if x == int(x) else x for x in points.xs]
-    found: dict[str, object] = {"label": clean(curve.label), "kind": curve.kind, "x": xs, "y": [_plain(v) for v in points.ys]}
-    return found if curve.colour is None else found | {"run": curve.colour}
+    payload: dict[str, object] = {"label": clean(curve.label), "kind": curve.kind, "x": xs, "y": [_plain(v) for v in points.ys]}
+    return payload if curve.colour is None else payload | {"run": curve.colour}
 
 
 def _plain(value: float) -> float | str:

@@ -62,14 +62,14 @@ def compared(runs: Sequence[RunOnPage]) -> str:
     cards = [_cards(each) for each in runs]
     names = list(dict.fromkeys(name for of_run in cards for name, _, _ in of_run))
     for each, of_run in zip(runs, cards, strict=True):
-        status, found = each.facts.status(), {name: (value, under) for name, value, under in of_run}
+        status, figures = each.facts.status(), {name: (value, under) for name, value, under in of_run}
         choice = (
             f'<label class="run r{each.number % 8}"><input type="checkbox" checked data-run="{each.number}"> '
             f"{safe(each.label, 60)}</label>"
         )
         cells = [f'<th scope="row">{choice}</th><td class="status {status.kind}">{safe(status.text, 60)}</td>']
         for name in names:
-            value, under = found.get(name, (NONE, ""))
+            value, under = figures.get(name, (NONE, ""))
             cells.append(f"<td>{safe(value, 40)}<small>{safe(under, 60)}</small></td>")
         rows.append(f"<tr>{''.join(cells)}</tr>")
     head = "".join(f"<th>{name}</th>" for name in ("Run", "Ended", *names))

@@ -22,17 +22,17 @@ _COLOURS |= {"evaluation": "p6", "down": "p7", "hang": "h"}
 
 def failure(attempt: Attempt) -> str:
     """Why it failed: what `echelon explain` says of it, and what the first rank said."""
-    told, explained = attempt.failure(), attempt.explained()
-    said = f'<p class="explained">{safe(redacted(explained), 4000)}</p>' if explained else ""
-    if told is None:
+    first, explained = attempt.failure(), attempt.explained()
+    paragraph = f'<p class="explained">{safe(redacted(explained), 4000)}</p>' if explained else ""
+    if first is None:
         heading = "Failure"
-        body = said or f"<p>No rank reported why. The output of the ranks is in attempts/{attempt.number:03d}/.</p>"
+        body = paragraph or f"<p>No rank reported why. The output of the ranks is in attempts/{attempt.number:03d}/.</p>"
     else:
-        heading = f"Failure on {told.where()}: {told.kind or 'unknown kind'}"
-        message = redacted(told.message or "no message")
+        heading = f"Failure on {first.where()}: {first.kind or 'unknown kind'}"
+        message = redacted(first.message or "no message")
         repeats = bool(explained) and " ".join(message.split()) in " ".join(redacted(explained).split())
-        body = said if repeats else f"{said}<p>{safe(message, 4000)}</p>"
-        body += f'<pre tabindex="0">{safe(redacted(told.traceback or "no traceback"), 20_000)}</pre>'
+        body = paragraph if repeats else f"{paragraph}<p>{safe(message, 4000)}</p>"
+        body += f'<pre tabindex="0">{safe(redacted(first.traceback or "no traceback"), 20_000)}</pre>'
     return f'<section class="failure" id="failure"><h2>{safe(heading, 200)}</h2>{body}</section>'
 
 
@@ -55,9 +55,9 @@ def timeline(facts: Facts) -> str:
     parts = []
     for attempt, began, ended in known:
         status = attempt.status()
-        told = f"attempt {attempt.number}: {status.text}, {duration(ended - began)}"
+        label = f"attempt {attempt.number}: {status.text}, {duration(ended - began)}"
         parts.append(
-            f'<rect class="{status.kind}" {wide(began, ended)} y="9" height="26"><title>{safe(told, 200)}</title></rect>'
+            f'<rect class="{status.kind}" {wide(began, ended)} y="9" height="26"><title>{safe(label, 200)}</title></rect>'
         )
         for start, end in attempt.evaluations()[:_MOST]:
             parts.append(f'<rect class="evaluation" {wide(start, end)} y="9" height="26"><title>evaluation</title></rect>')
@@ -85,15 +85,15 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-def attempts(found: Sequence[Attempt]) -> str:
+def attempts(all_attempts: Sequence[Attempt]) -> str:
     rows: list[list[object]] = []
-    for attempt in found:
-        status, told, saved = attempt.status(), attempt.failure(), attempt.saved()
+    for attempt in all_attempts:
+        status, first, saved = attempt.status(), attempt.failure(), attempt.saved()
         took = duration(attempt.seconds()) + (", to its last event" if attempt.exit is None and attempt.events else "")
         step = saved[-1][0] if saved else None
         kept = f"{len(saved)}, last at update {'unknown' if step is None else f'{step:,.12g}'}" if saved else "none"
         result = f"stopped, {status.detail}" if status.kind == "stopped" else status.text
-        why = attempt.explained() or (told.one_line() if told else NONE)
+        why = attempt.explained() or (first.one_line() if first else NONE)
         rows.append([attempt.number, when(attempt.span()[0]), took, result, kept, redacted(why)])
     head = ["attempt", "started", "wall time", "result", "checkpoints saved", "why it ended"]
     return table("Attempts", head, rows, "No attempt has left a folder.")
@@ -117,19 +117,22 @@ def checkpoints(run: RunDir, facts: Facts) -> str:
     return table("Checkpoints", head, rows, "There is none in checkpoints/.")
 
 
-def goodput_section(found: Goodput | None) -> str:
+def goodput_section(measured: Goodput | None) -> str:
     """The section; empty for a run that left no times."""
-    if found is None or found.wall_s <= 0:
+    if measured is None or measured.wall_s <= 0:
         return ""
-    parts = [("productive", found.productive_s, "steps that count"), *((each, s, LOST[each]) for each, s in found.lost.items())]
+    parts = [
+        ("productive", measured.productive_s, "steps that count"),
+        *((each, s, LOST[each]) for each, s in measured.lost.items()),
+    ]
     bar, rows = [], []
-    for name, seconds, told in parts:
-        kind, percent, took = _COLOURS.get(name, "p7"), 100 * seconds / found.wall_s, duration(seconds)
+    for name, seconds, label in parts:
+        kind, percent, took = _COLOURS.get(name, "p7"), 100 * seconds / measured.wall_s, duration(seconds)
         bar.append((kind, percent, f"{name}: {took}, {percent:.1f}%"))
         key = f'<th scope="row"><span class="key {kind}">{name}</span></th>'
-        rows.append(f"<tr>{key}<td>{took}</td><td>{percent:.1f}%</td><td>{safe(told)}</td></tr>")
-    if found.wait_s > 0:
-        share, why = f"{100 * found.wait_s / found.wall_s:.1f}%", "for other ranks: the price of training in parallel"
-        rows.append(f"<tr><th>of these waiting</th><td>{duration(found.wait_s)}</td><td>{share}</td><td>{why}</td></tr>")
+        rows.append(f"<tr>{key}<td>{took}</td><td>{percent:.1f}%</td><td>{safe(label)}</td></tr>")
+    if measured.wait_s > 0:
+        share, why = f"{100 * measured.wait_s / measured.wall_s:.1f}%", "for other ranks: the price of training in parallel"
+        rows.append(f"<tr><th>of these waiting</th><td>{duration(measured.wait_s)}</td><td>{share}</td><td>{why}</td></tr>")
     made = f'<div class="scroll" tabindex="0"><table class="rows">{"".join(rows)}</table></div>'
-    return f'<section class="goodput"><h2>Goodput: {found.share:.0%}</h2>{stacked_bar(bar, str(found))}{made}</section>'
+    return f'<section class="goodput"><h2>Goodput: {measured.share:.0%}</h2>{stacked_bar(bar, str(measured))}{made}</section>'

@@ -67,19 +67,19 @@ class Spent:
         return total / self.steps if self.steps else 0.0
 
 
-def spent_of(found: Sequence[AttemptTimes]) -> tuple[list[Spent], tuple[int, int]]:
+def spent_of(times: Sequence[AttemptTimes]) -> tuple[list[Spent], tuple[int, int]]:
     """The ranks' times over all attempts, and the steps that the columns go over; steps that were done again count once.
 
     Reads the records once more, and holds a few of each rank.
     """
-    spans = [each.steps for each in found if each.steps is not None]
+    spans = [each.steps for each in times if each.steps is not None]
     if not spans:
         return [], (0, 0)
     low, high = min(low for low, _ in spans), max(high for _, high in spans)
-    everyone = sorted({rank for each in found for rank in each.ranks})
+    everyone = sorted({rank for each in times for rank in each.ranks})
     columns = max(1, min(_COLUMNS, high - low, _CELLS // min(len(everyone), _ROWS)))
     spent = {rank: Spent(rank, [(0.0, [0.0] * len(PARTS)) for _ in range(columns)]) for rank in everyone}
-    for attempt in found:
+    for attempt in times:
         if attempt.began is not None:  # one that took no step has nothing done again, wherever it began
             _forget(spent.values(), _column(attempt.began, low, high, columns))
         for each in spent.values():
@@ -120,8 +120,8 @@ def ranks(times: Sequence[AttemptTimes]) -> str:
     spent, (low, high) = spent_of(times)
     if not spent:
         return ""
-    found = stragglers({each.rank: list(each.latest) for each in spent})
-    slow = "".join(f"<p>{safe(str(each)[:1].upper() + str(each)[1:], 400)}.</p>" for each in found[:_NAMED])
+    slow_ranks = stragglers({each.rank: list(each.latest) for each in spent})
+    slow = "".join(f"<p>{safe(str(each)[:1].upper() + str(each)[1:], 400)}.</p>" for each in slow_ranks[:_NAMED])
     keys = "".join(f'<span class="key p{n}">{_NAMES[part]}</span>' for n, part in enumerate(PARTS))
     return (
         f'<section class="ranks"><h2>Where the time goes</h2><span class="legend">{keys}</span>{slow}{_bars(spent)}'
@@ -142,7 +142,7 @@ def _bars(spent: Sequence[Spent]) -> str:
             for n, part in enumerate(PARTS)
         ]
         bar = stacked_bar(
-            ((kind, 100 * s / whole, told) for kind, s, told in a_step), ", ".join(told for _, s, told in a_step if s > 0)
+            ((kind, 100 * s / whole, label) for kind, s, label in a_step), ", ".join(label for _, s, label in a_step if s > 0)
         )
         cells = f"<td>{milliseconds(sum(each.parts) / steps)}</td><td>{milliseconds(each.own_s())}</td>"
         rows.append(f'<tr><th scope="row">{each.rank}</th>{cells}<td>{bar}</td><td>{safe(each.line or "", 120)}</td></tr>')

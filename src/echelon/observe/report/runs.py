@@ -40,10 +40,12 @@ def runs_on_page(runs: Sequence[RunDir]) -> list[RunOnPage]:
     folders = [clean(run.path.absolute(), 60) for run in runs]
     labels = [folder if names.count(name) > 1 else name for name, folder in zip(names, folders, strict=True)]
     times = [times_of(run) for run in runs]
-    found = [_goodput(run, each) for run, each in zip(runs, times, strict=True)]
-    return [RunOnPage(n, *each) for n, each in enumerate(zip(runs, facts, labels, times, found, strict=True))]
+    goodputs = [_goodput(run, each) for run, each in zip(runs, times, strict=True)]
+    return [RunOnPage(n, *each) for n, each in enumerate(zip(runs, facts, labels, times, goodputs, strict=True))]
 
 
 def _goodput(run: RunDir, times: Sequence[AttemptTimes]) -> Goodput | None:
-    found = goodput(run, times)
-    return found if found is not None and found.productive_s > 0 else None  # without times nothing tells a step from a wait
+    measured = goodput(run, times)
+    return (
+        measured if measured is not None and measured.productive_s > 0 else None
+    )  # without times nothing tells a step from a wait

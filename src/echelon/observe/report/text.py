@@ -42,10 +42,10 @@ def stacked_bar(parts: Iterable[tuple[str, float, str]], words: str) -> str:
         words: the bar for those who cannot see it.
     """
     x, made = 0.0, []
-    for kind, width, told in parts:
+    for kind, width, label in parts:
         if width > 0.05:
             made.append(
-                f'<rect class="{kind}" x="{x:.2f}%" width="{width:.2f}%" height="100%"><title>{safe(told)}</title></rect>'
+                f'<rect class="{kind}" x="{x:.2f}%" width="{width:.2f}%" height="100%"><title>{safe(label)}</title></rect>'
             )
         x += width
     return f'<svg class="bar" role="img" aria-label="{safe(words, 1000)}">{"".join(made)}</svg>'

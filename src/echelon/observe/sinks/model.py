@@ -102,8 +102,8 @@ class ProgressModel:
     def _evaluated(self, event: dict[str, Any]) -> str | None:
         """The numbers by the names by which they can be monitored."""
         logged = event.get("logged")
-        found = {"loss": event.get("eval_loss"), **(logged if isinstance(logged, dict) else {})}
-        numbers = [(name, value) for name, each in found.items() if (value := number(each)) is not None]
+        results = {"loss": event.get("eval_loss"), **(logged if isinstance(logged, dict) else {})}
+        numbers = [(name, value) for name, each in results.items() if (value := number(each)) is not None]
         shown = [f"eval_{name} {_shown(value)}" for name, value in numbers[:_EVALUATED]]
         shown += [f"and {len(numbers) - _EVALUATED} more"] if len(numbers) > _EVALUATED else []
         return printable("  ".join([f"update {_step(event, self.step)}", *shown])) if shown else None

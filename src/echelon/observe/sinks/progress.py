@@ -216,9 +216,9 @@ class RunScreen:
 
     def _look_at_ranks(self) -> None:
         """A rank that holds up the others stands in the line, and once in a line of its own, with the cause."""
-        found = stragglers(self._times.look()) if self._times is not None else []
-        self._model.slowest = f"rank {found[0].rank} {found[0].factor:.1f}x slow" if found else ""
-        for each in found[:_STRAGGLERS]:
+        slow = stragglers(self._times.look()) if self._times is not None else []
+        self._model.slowest = f"rank {slow[0].rank} {slow[0].factor:.1f}x slow" if slow else ""
+        for each in slow[:_STRAGGLERS]:
             if each.rank not in self._named and len(self._named) < _STRAGGLERS:
                 self._named.add(each.rank)
                 self._painter.line(printable(f"echelon: {each}"))

@@ -199,10 +199,10 @@ def trackers(run: RunDir) -> list[TrackerSink]:
 
 def _config(run: RunDir) -> dict[str, Any]:
     """What run.json says of the run, as names of one level."""
-    found: dict[str, Any] = {}
+    config: dict[str, Any] = {}
     for name, value in (read_json(run.run_json) or {}).items():
         if isinstance(value, dict):
-            found |= {f"{name}.{key}": each for key, each in value.items()}
+            config |= {f"{name}.{key}": each for key, each in value.items()}
         else:
-            found[name] = " ".join(map(str, value)) if isinstance(value, list) else value
-    return found
+            config[name] = " ".join(map(str, value)) if isinstance(value, list) else value
+    return config

@@ -42,22 +42,22 @@ def in_time(find: Callable[[], Any]) -> Any:
     Raises:
         TimeoutError: no answer; its thread is left behind, since nothing ends what hangs in the kernel.
     """
-    found: list[Any] = []
+    results: list[Any] = []
 
     def run() -> None:
         try:
-            found.append(find())
+            results.append(find())
         except BaseException as error:
-            found.append(error)
+            results.append(error)
 
     thread = threading.Thread(target=in_thread(run), daemon=True)
     thread.start()
     thread.join(_PATIENCE_S)
-    if not found:
+    if not results:
         raise TimeoutError(f"no answer within {_PATIENCE_S:g} s")
-    if isinstance(found[0], BaseException):
-        raise found[0]
-    return found[0]
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]
 
 
 def _versions() -> dict[str, str]:
@@ -67,10 +67,10 @@ def _versions() -> dict[str, str]:
 def _own_code() -> str:
     """Of the sources of echelon that this host sees: two installations may have one version."""
     package = Path(__file__).parents[2]
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
-        found.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
-    return found.hexdigest()[:12]
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def code_of(script: str) -> str:
@@ -80,17 +80,17 @@ def code_of(script: str) -> str:
         OSError: the script is not there.
     """
     path = Path(script)
-    found = hashlib.sha256(path.read_bytes())
+    digest = hashlib.sha256(path.read_bytes())
     for other in sorted(path.parent.glob("*.py"))[:_MOST_SOURCES]:
-        found.update(f"{other.name}\0".encode() + hashlib.sha256(other.read_bytes()).digest())
-    return found.hexdigest()[:12]
+        digest.update(f"{other.name}\0".encode() + hashlib.sha256(other.read_bytes()).digest())
+    return digest.hexdigest()[:12]
 
 
 def _driver() -> str:
     """NVIDIA's, as its kernel module says; empty without one."""
     with contextlib.suppress(OSError):
-        if found := re.search(r"\s(\d+\.\d[\d.]*)\s", Path("/proc/driver/nvidia/version").read_text()):
-            return found[1]
+        if match := re.search(r"\s(\d+\.\d[\d.]*)\s", Path("/proc/driver/nvidia/version").read_text()):
+            return match[1]
     return ""
 
 
@@ -103,7 +103,7 @@ def _disks() -> dict[str, Any]:
 
 
 def _place(path: str) -> dict[str, Any]:
-    found = os.statvfs(path)
+    disk = os.statvfs(path)
     writable = True
     try:
         with tempfile.TemporaryFile(dir=path):  # it has no name, so that nothing is left
@@ -112,8 +112,8 @@ def _place(path: str) -> dict[str, Any]:
         writable = False
     return {
         "path": path,
-        "free_mib": found.f_bavail * found.f_frsize // _MiB,
-        "free_files": found.f_favail if found.f_files else None,
+        "free_mib": disk.f_bavail * disk.f_frsize // _MiB,
+        "free_files": disk.f_favail if disk.f_files else None,
         "writable": writable,
         "number": os.stat(path).st_ino,
     }
@@ -146,8 +146,8 @@ def _memory() -> list[int]:
 def _resolution() -> dict[str, list[str]]:
     """Addresses for this host's own name; and of Slurm's step, which of the first host and the next one have none here."""
     nodes = expand_hostlist(os.environ.get("SLURM_STEP_NODELIST", ""))
-    mine = os.environ.get("SLURMD_NODENAME", "")
-    asked = {nodes[0], nodes[(nodes.index(mine) + 1) % len(nodes)]} if mine in nodes else set()
+    node_name = os.environ.get("SLURMD_NODENAME", "")
+    asked = {nodes[0], nodes[(nodes.index(node_name) + 1) % len(nodes)]} if node_name in nodes else set()
     unknown = [each for each in sorted(asked) if not _addresses(each)]
     own = _addresses(socket.gethostname())
     return {"own": own, "unknown": unknown + ([] if own else [socket.gethostname()])}
@@ -155,7 +155,7 @@ def _resolution() -> dict[str, list[str]]:
 
 def _addresses(host: str) -> list[str]:
     try:
-        return sorted({str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
+        return sorted({str(address[4][0]) for address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
     except OSError:
         return []
 
@@ -165,8 +165,8 @@ def _interfaces() -> list[str]:
 
 
 def _settings() -> Mapping[str, str]:
-    found = {key: value[:80] for key, value in sorted(os.environ.items()) if _SETTINGS.fullmatch(key)}
-    shown: Mapping[str, str] = redacted_fields(found)
+    settings = {key: value[:80] for key, value in sorted(os.environ.items()) if _SETTINGS.fullmatch(key)}
+    shown: Mapping[str, str] = redacted_fields(settings)
     return shown
 
 

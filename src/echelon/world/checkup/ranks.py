@@ -33,10 +33,10 @@ _MiB = 1 << 20
 
 def versions() -> dict[str, str]:
     built = torch.version.cuda or torch.version.hip or ""
-    found = {"torch": str(torch.__version__), "CUDA of torch": str(built)}
+    versions_here = {"torch": str(torch.__version__), "CUDA of torch": str(built)}
     if torch.version.cuda is not None and torch.cuda.is_available():
-        found |= {"NCCL": nccl_version(), "GPU": torch.cuda.get_device_name()}
-    return found
+        versions_here |= {"NCCL": nccl_version(), "GPU": torch.cuda.get_device_name()}
+    return versions_here
 
 
 def join(info: RankInfo, wait: timedelta) -> dict[str, Any]:
@@ -48,8 +48,8 @@ def join(info: RankInfo, wait: timedelta) -> dict[str, Any]:
     if info.world_size == 1:
         return {"s": joined_s, "device": device.type}
     began = time.monotonic()
-    with socket.create_connection((info.master_addr, info.master_port), timeout=wait.total_seconds()) as found:
-        local = str(found.getsockname()[0])
+    with socket.create_connection((info.master_addr, info.master_port), timeout=wait.total_seconds()) as connection:
+        local = str(connection.getsockname()[0])
     took_ms = (time.monotonic() - began) * 1e3
     return {"s": joined_s, "device": device.type, "connect_ms": took_ms, "interface": interface_of(local)}
 
@@ -104,22 +104,22 @@ def rounds(rank: int, ranks: int) -> list[int | None]:
         return [each if each < ranks else None for each in other]
     # A tournament: one stands still, the others go round.
     seats = ranks + ranks % 2
-    found: list[int | None] = []
+    partners: list[int | None] = []
     for turn in range(seats - 1):
         if rank == seats - 1:
             partner = turn * (seats // 2) % (seats - 1)
         else:
             partner = (turn - rank) % (seats - 1)
             partner = seats - 1 if partner == rank else partner
-        found.append(partner if partner < ranks else None)
-    return found
+        partners.append(partner if partner < ranks else None)
+    return partners
 
 
 def pairs(*, quick: bool) -> list[list[float]]:
     """[partner, MiB/s both ways together, wrong bytes] of each round. In host memory, by gloo."""
     if not _joined():
         return []
-    found = []
+    results = []
     size = _MiB // 4 if quick else 4 * _MiB
     for partner in rounds(dist.get_rank(), dist.get_world_size()):
         best_s, wrong = float("inf"), 0
@@ -127,18 +127,18 @@ def pairs(*, quick: bool) -> list[list[float]]:
             dist.barrier()
             if partner is None:
                 continue
-            mine = torch.full((size,), dist.get_rank() % 251, dtype=torch.uint8)
+            payload = torch.full((size,), dist.get_rank() % 251, dtype=torch.uint8)
             theirs = torch.empty(size, dtype=torch.uint8)
             began = time.monotonic()
-            works = [dist.isend(mine, partner), dist.irecv(theirs, partner)]
+            works = [dist.isend(payload, partner), dist.irecv(theirs, partner)]
             for work in works:
                 if work is not None:
                     work.wait()
             best_s = min(best_s, time.monotonic() - began)
             wrong += int((theirs != partner % 251).sum())
         if partner is not None:
-            found.append([partner, round(2 * size / _MiB / best_s, 1), wrong])
-    return found
+            results.append([partner, round(2 * size / _MiB / best_s, 1), wrong])
+    return results
 
 
 def products(*, quick: bool) -> dict[str, Any]:

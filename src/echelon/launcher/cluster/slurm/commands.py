@@ -38,12 +38,12 @@ def submit(script: str, export: Sequence[str]) -> str:
     Raises:
         UsageError: Slurm refuses it; its own reason in one line.
     """
-    said = _sbatch(["--parsable"], script, export)
-    if said.returncode:
-        raise ClusterError(f"Slurm refuses the job: {_reason(said.stderr)}")
-    number = said.stdout.strip().split(";")[0]
+    output = _sbatch(["--parsable"], script, export)
+    if output.returncode:
+        raise ClusterError(f"Slurm refuses the job: {_reason(output.stderr)}")
+    number = output.stdout.strip().split(";")[0]
     if not number.isdecimal():
-        raise EchelonError(f"sbatch must answer with the number of a job, got {said.stdout.strip()[:200]!r}.")
+        raise EchelonError(f"sbatch must answer with the number of a job, got {output.stdout.strip()[:200]!r}.")
     return number
 
 
@@ -53,10 +53,10 @@ def would_start(script: str, export: Sequence[str]) -> str:
     Raises:
         UsageError: Slurm would refuse it; its own reason in one line.
     """
-    said = _sbatch(["--test-only"], script, export)
-    if said.returncode:
-        raise ClusterError(f"Slurm, as it is now, would not start the job: {_reason(said.stderr)}")
-    return said.stderr.strip().removeprefix("sbatch: ")
+    output = _sbatch(["--test-only"], script, export)
+    if output.returncode:
+        raise ClusterError(f"Slurm, as it is now, would not start the job: {_reason(output.stderr)}")
+    return output.stderr.strip().removeprefix("sbatch: ")
 
 
 # What users of a cluster set once for all their jobs, in the environment. sbatch would prefer it to the script's own lines.
@@ -77,22 +77,22 @@ def ask(job: str) -> tuple[JobState | None, str]:
     Raises:
         EchelonError: the controller does not answer.
     """
-    said = _run(["scontrol", "-o", "show", "job", job])
-    if said.returncode:
-        if "Invalid job id" in said.stderr:
+    output = _run(["scontrol", "-o", "show", "job", job])
+    if output.returncode:
+        if "Invalid job id" in output.stderr:
             return None, ""
-        raise EchelonError(f"Slurm does not answer: {_reason(said.stderr)}")
+        raise EchelonError(f"Slurm does not answer: {_reason(output.stderr)}")
     states = [
         (_STATES.get(m[1], JobState.RUNNING), m[1], "" if m[2] in ("None", "(null)") else m[2])
-        for line in said.stdout.splitlines()
+        for line in output.stdout.splitlines()
         if (m := re.search(r"\bJobState=(\S+) Reason=(\S+)", line))
     ]
     if not states:
         return None, ""
     for wanted in (JobState.RUNNING, JobState.PENDING, JobState.CANCELLED, JobState.FAILED, JobState.DONE):  # of an array
-        found = next((s for s in states if s[0] is wanted), None)
-        if found is not None:
-            return wanted, f"{found[1]}{': ' + found[2] if found[2] else ''}"
+        match = next((s for s in states if s[0] is wanted), None)
+        if match is not None:
+            return wanted, f"{match[1]}{': ' + match[2] if match[2] else ''}"
     return None, ""
 
 
@@ -124,9 +124,9 @@ def cancel(job: str) -> None:
     Raises:
         EchelonError: Slurm refuses.
     """
-    said = _run(["scancel", job])
-    if said.returncode and "Invalid job id" not in said.stderr:  # it has ended
-        raise EchelonError(f"Slurm does not cancel job {job}: {_reason(said.stderr)}")
+    output = _run(["scancel", job])
+    if output.returncode and "Invalid job id" not in output.stderr:  # it has ended
+        raise EchelonError(f"Slurm does not cancel job {job}: {_reason(output.stderr)}")
 
 
 def _run(command: list[str], text: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
