@@ -302,7 +302,7 @@ _VALUE = {"max_updates": 1000, "folder": "/runs/0001"}
 
 STEPS = [
     Step("agree: any_rank", _agreed(lambda: agree.any_rank(False)), constant=True),
-    Step("agree: first_told, nothing to tell", _agreed(lambda: agree.first_told(None)), constant=True),
+    Step("agree: first_not_none, nothing to tell", _agreed(lambda: agree.first_not_none(None)), constant=True),
     Step("agree: same_on_all", _agreed(lambda: agree.same_on_all("x", _VALUE, "")), rank=None, constant=True),
     Step("agree: kinds, all the same", _agreed(lambda: agree.kinds(_VALUE)), rank=None, constant=True),
     Step("agree: from_rank0", _agreed(lambda: agree.from_rank0(lambda: _VALUE)), constant=True),

@@ -247,15 +247,15 @@ def test_which_checkpoints_go() -> None:
     config = ech.callbacks.BestCheckpointConfig
     metrics = {s: {"loss": v} for s, v in {1: 5.0, 2: 1.0, 3: 2.0, 4: float("nan"), 5: 3.0}.items()}
     steps = [1, 2, 3, 4, 5]
-    assert Keep().doomed(steps, {}) == []
-    assert Keep(2).doomed(steps, {}) == [1, 2, 3]
-    assert Keep(1, every_updates=2).doomed(steps, {}) == [1, 3]
-    assert Keep(2, best=config("loss")).doomed(steps, metrics) == [1, 4]  # 2 and 3 are best, 5 is the newest
-    assert Keep(1, best=config("loss", "max")).doomed(steps, metrics) == [2, 3, 4]
-    assert Keep(1).doomed([7], {}) == []
+    assert Keep().to_delete(steps, {}) == []
+    assert Keep(2).to_delete(steps, {}) == [1, 2, 3]
+    assert Keep(1, every_updates=2).to_delete(steps, {}) == [1, 3]
+    assert Keep(2, best=config("loss")).to_delete(steps, metrics) == [1, 4]  # 2 and 3 are best, 5 is the newest
+    assert Keep(1, best=config("loss", "max")).to_delete(steps, metrics) == [2, 3, 4]
+    assert Keep(1).to_delete([7], {}) == []
     # A metric that is not a number leaves as many as were asked for: the newest.
-    assert Keep(3, best=config("loss")).doomed(steps, {}) == [1, 2]
-    assert Keep(3, best=config("loss")).doomed(steps, {2: {"loss": 1.0}}) == [1, 3]
+    assert Keep(3, best=config("loss")).to_delete(steps, {}) == [1, 2]
+    assert Keep(3, best=config("loss")).to_delete(steps, {2: {"loss": 1.0}}) == [1, 3]
     with refused(CheckpointOptionError):
         config("loss", "least")  # type: ignore[arg-type]
 

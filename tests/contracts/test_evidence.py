@@ -30,8 +30,8 @@ from echelon.launcher.job import JobSpec
 from echelon.launcher.local import end_record, flight_recorder
 from echelon.launcher.local import run as local
 from echelon.launcher.local.attempt import Attempt
-from echelon.launcher.local.companion import FLIGHT, HOW_FAR, Answer, Companions
 from echelon.launcher.local.memory import OomCount
+from echelon.launcher.local.responder import FLIGHT, HOW_FAR, Answer, Responders
 from tests.conftest import clean_environment
 
 
@@ -167,7 +167,7 @@ def test_a_record_is_cut_to_the_last_of_each_group(monkeypatch: pytest.MonkeyPat
 def test_what_a_rank_answers_is_believed_as_little_as_a_file() -> None:
     for line in (b"", b"{}", b"[" * 10000, b'{"called": 1e400, "pending": false}', b'{"called": "1"}', b"\xff"):
         assert Answer.of(line) is None
-    asked = Companions()
+    asked = Responders()
     try:
         with asked.make(0) as rank, asked.make(1) as silent:
             rank.sendall(b'{"called": 3, "pending": true}\n')

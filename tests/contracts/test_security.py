@@ -52,14 +52,14 @@ from echelon.common.files import private_folder
 from echelon.common.machine import boot_id, started_at
 from echelon.common.redact import redacted, redacted_words, secret_values
 from echelon.common.terminal import OutputFilter, printable
-from echelon.contracts.between_attempts import note_begun
 from echelon.contracts.events import EventLog
+from echelon.contracts.restart_notes import note_begun
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.diagnosis.failure import Failure, render
 from echelon.launcher.calls import write_value
 from echelon.launcher.cluster import node as node_of_job
 from echelon.launcher.cluster.background import LocalLauncher
-from echelon.launcher.cluster.conclude import conclude
+from echelon.launcher.cluster.finish_job import finish_job
 from echelon.launcher.cluster.function_job import FunctionJob
 from echelon.launcher.cluster.jobs import job_of
 from echelon.launcher.cluster.slurm import commands
@@ -729,11 +729,11 @@ def test_no_record_that_is_not_as_expected_ends_the_launcher(said: list[dict[str
         meeting = nodes.meeting_path(run, "7.0")
         write_json(meeting, said[3])
         write_json(meeting.with_name("refused-7.0.node0.json"), said[0])
-        assert conclude(run, 1, "7.0") != 0
+        assert finish_job(run, 1, "7.0") != 0
         write_json(meeting, {"host": "h", "port": 1, "command_port": 0, "token": "0" * 32, "attempt": 0, "nodes": ["a", "b"]})
         for node_, record in enumerate(said[:2]):
             write_json(run.node_exit(node_), record)
-        conclude(run, 0, "7.0")
+        finish_job(run, 0, "7.0")
         write_json(run.exit_json, said[2])
         job = job_of(run)
         assert job.outcome(job.state()).exit_code in range(256)

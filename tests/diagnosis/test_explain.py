@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from echelon.cli.main import main
 from echelon.common.traces import in_library, named_in_library
-from echelon.contracts.pulse import Phase, Standing
+from echelon.contracts.pulse import Phase, RankProgress
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.diagnosis import Evidence, RankEvidence, evidence, explain, show
 from echelon.diagnosis.failure import Failure
@@ -827,7 +827,7 @@ def test_whoever_calls_something_else_than_most_is_named(program: Any, ranks: in
 @given(PROGRAM, st.integers(1, 6), st.integers(0, 30), st.sampled_from(list(Phase)))
 def test_equal_ranks_are_never_accused(program: Any, ranks: int, calls: int, phase: Phase) -> None:
     flights = _flights(program, ranks, dict.fromkeys(range(ranks), calls))
-    assert explain(_hung(flights, standing=Standing(3, phase))).guilty == ()
+    assert explain(_hung(flights, standing=RankProgress(3, phase))).guilty == ()
 
 
 @given(st.lists(OPS, min_size=2, max_size=8), st.integers(2, 5))

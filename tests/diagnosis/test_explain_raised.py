@@ -23,7 +23,7 @@ from echelon.diagnosis import Evidence, Verdict, explain
 from echelon.diagnosis.failure import Failure, render
 from echelon.diagnosis.stacks import last_traceback, logged_error
 from echelon.launcher.functions.launch import launch
-from echelon.launcher.local import companion
+from echelon.launcher.local import responder
 from echelon.launcher.local.raised import describe
 from tests.kit.left_records import CLOSED, TIMED_OUT, Left, entry, failed, killed, seen
 
@@ -418,7 +418,7 @@ def test_what_a_library_handles_inside_a_call_is_not_what_a_rank_has_raised(
 ) -> None:
     """`mkdir(exist_ok=True)`, with which a failed rank leaves its record, handles a FileExistsError: it was told as the cause."""
     seen: list[Any] = []
-    monkeypatch.setattr(Path, "is_dir", lambda self: seen.append(companion.handled()) or True)
+    monkeypatch.setattr(Path, "is_dir", lambda self: seen.append(responder.handled()) or True)
     try:
         raise ValueError("mine")
     except ValueError:
@@ -431,7 +431,7 @@ def test_an_error_without_a_message_that_a_rank_handles_is_told_by_its_kind() ->
     try:
         raise queue.Empty
     except queue.Empty:
-        said = companion.handled()
+        said = responder.handled()
     assert said is not None and said["traceback"].endswith("_queue.Empty")
 
 

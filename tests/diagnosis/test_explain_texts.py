@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import echelon as ech
 from echelon.common.errors import RankFailedError
-from echelon.contracts.pulse import Phase, Standing
+from echelon.contracts.pulse import Phase, RankProgress
 from echelon.contracts.run_dir import RunDir
 from echelon.diagnosis import Evidence, Verdict, explain
 from echelon.diagnosis.failure import Failure, render
@@ -75,7 +75,7 @@ def verdict_of(folder: Path, ranks: Mapping[int, Ended]) -> tuple[Verdict, Failu
     for rank in range(world_size):
         end, time_ns = ranks.get(rank, Ended()), now + rank
         attempt.pids[rank] = 1000 + rank
-        seen[rank] = RankState(Standing(end.step, Phase.STEP))
+        seen[rank] = RankState(RankProgress(end.step, Phase.STEP))
         attempt.log_path(rank).write_text("step 6\n" * 100 + end.log)
         if end.error:
             time_ns += int(end.late_s * 1e9)

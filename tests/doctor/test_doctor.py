@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from echelon.common.errors import ClusterError, EchelonError
 from echelon.doctor.judge import judged
+from echelon.doctor.reports import MARK, Checkup
 from echelon.doctor.row import Row, as_json, table
-from echelon.doctor.said import MARK, Checkup
 from echelon.launcher.cluster.checkup import allocation, on_nodes
 from echelon.world.checkup import __main__ as program
 from echelon.world.checkup import host
@@ -246,7 +246,7 @@ def test_a_part_that_fails_is_told_and_the_others_go_on(tmp_path: Path, monkeypa
     checkup = Checkup(1)
     checkup.read((tmp_path / "rank0.jsonl").read_text().splitlines())
     said = checkup.ranks[0]
-    assert said.errors == {"disks": "OSError: no such mount, password=***"} and said.numbers("memory", 2) and said.told["end"]
+    assert said.errors == {"disks": "OSError: no such mount, password=***"} and said.numbers("memory", 2) and said.values["end"]
 
 
 def test_a_disk_that_hangs_holds_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

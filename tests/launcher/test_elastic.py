@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import echelon as ech
 from echelon.common.errors import EchelonError, LaunchError, UsageError
-from echelon.contracts.between_attempts import note_loader, read_loaders
 from echelon.contracts.overrides import Overrides, impose
+from echelon.contracts.restart_notes import note_loader, read_loaders
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.data.parts import Padding, Pieces, joined

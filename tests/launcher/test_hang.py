@@ -19,20 +19,20 @@ import torch.distributed as dist
 
 import echelon as ech
 from echelon.common.errors import LaunchError, RankFailedError
-from echelon.contracts.pulse import Phase, Standing
+from echelon.contracts.pulse import Phase, RankProgress
 from echelon.contracts.records import exit_record
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.diagnosis.stacks import main_thread
-from echelon.launcher.cluster.conclude import conclude
+from echelon.launcher.cluster.finish_job import finish_job
 from echelon.launcher.functions.launch import launch
 from echelon.launcher.job import JobSpec, parse_hang_timeout
 from echelon.launcher.local import hang, progress
 from echelon.launcher.local.attempt import Attempt
-from echelon.launcher.local.companion import Answer
 from echelon.launcher.local.gather import RankProbe
 from echelon.launcher.local.hang import HangLimit
 from echelon.launcher.local.progress import Progress
 from echelon.launcher.local.rank_state import has_handler, waits
+from echelon.launcher.local.responder import Answer
 from echelon.launcher.local.worker import STACK_SIGNAL
 from tests.conftest import ends_of
 from tests.kit.refusals import refused
@@ -45,15 +45,15 @@ OWN, COLLECTIVE = (
 
 
 class _Ranks:
-    """Two ranks that a test moves, in place of `RankProbe`: positions, answers of their companions, stacks."""
+    """Two ranks that a test moves, in place of `RankProbe`: positions, answers of their responders, stacks."""
 
     def __init__(self) -> None:
-        self.pulses = self.companions = self
-        self.at = {0: Standing(), 1: Standing()}
+        self.pulses = self.responders = self
+        self.at = {0: RankProgress(), 1: RankProgress()}
         self.answers: dict[int, Answer | None] = {0: Answer(20), 1: Answer(20)}
         self.stacks: dict[int, str | Callable[[], str]] = {0: OWN, 1: OWN}
 
-    def read(self, rank: int) -> Standing:
+    def read(self, rank: int) -> RankProgress:
         return self.at[rank]
 
     def main_stack(self, rank: int) -> str:
@@ -92,15 +92,15 @@ class _Scene:
 
     def steps(self, seconds_each: float = 2.0) -> None:
         for step in range(6):
-            self.put(*[Standing(step, Phase.STEP, 0, 3 * step)] * 2)
+            self.put(*[RankProgress(step, Phase.STEP, 0, 3 * step)] * 2)
             assert self.until_ended(seconds_each) == float("inf")
 
-    def put(self, *standings: Standing) -> None:
+    def put(self, *standings: RankProgress) -> None:
         self.ranks.at = dict(enumerate(standings))
 
 
 NEVER = float("inf")
-STEP = Standing(6, Phase.STEP, 0, 20)
+STEP = RankProgress(6, Phase.STEP, 0, 20)
 
 
 @pytest.fixture
@@ -108,8 +108,10 @@ def scene(monkeypatch: pytest.MonkeyPatch) -> _Scene:
     return _Scene(monkeypatch)
 
 
-@pytest.mark.parametrize("other", [STEP, Standing(6, Phase.DATA, 0, 19)])
-def test_a_loop_in_which_nothing_moves_or_one_rank_stays_behind_is_ended_after_the_limit(scene: _Scene, other: Standing) -> None:
+@pytest.mark.parametrize("other", [STEP, RankProgress(6, Phase.DATA, 0, 19)])
+def test_a_loop_in_which_nothing_moves_or_one_rank_stays_behind_is_ended_after_the_limit(
+    scene: _Scene, other: RankProgress
+) -> None:
     scene.steps()
     scene.put(STEP, other)
     assert 600 < scene.until_ended() <= 604
@@ -119,19 +121,19 @@ def test_a_loop_in_which_nothing_moves_or_one_rank_stays_behind_is_ended_after_t
 @pytest.mark.parametrize(
     "standing",
     [
-        Standing(6, Phase.CHECKPOINT, 0, 20),
-        Standing(6, Phase.BETWEEN, 0, 20),
-        Standing(6, Phase.AFTER, 0, 20),
-        Standing(6, Phase.EVAL_STEP, 40, 90),
-        Standing(6, Phase.EVAL_DATA, 40, 90),
-        Standing(6, Phase.DATA, 0, 1),
-        Standing(6, Phase.STEP, 0, 4),
+        RankProgress(6, Phase.CHECKPOINT, 0, 20),
+        RankProgress(6, Phase.BETWEEN, 0, 20),
+        RankProgress(6, Phase.AFTER, 0, 20),
+        RankProgress(6, Phase.EVAL_STEP, 40, 90),
+        RankProgress(6, Phase.EVAL_DATA, 40, 90),
+        RankProgress(6, Phase.DATA, 0, 1),
+        RankProgress(6, Phase.STEP, 0, 4),
     ],
 )
-def test_what_takes_long_by_its_nature_has_five_times_as_long(scene: _Scene, standing: Standing) -> None:
+def test_what_takes_long_by_its_nature_has_five_times_as_long(scene: _Scene, standing: RankProgress) -> None:
     """Checkpoints, evaluations, hooks; the first data of an epoch, whose workers start, and its first steps, which compile."""
     scene.steps()
-    scene.put(standing, Standing(7, Phase.STEP, 0, 30))
+    scene.put(standing, RankProgress(7, Phase.STEP, 0, 30))
     assert 3000 < scene.until_ended() <= 3004
 
 
@@ -180,7 +182,7 @@ def test_nobody_is_ended_while_gdb_holds_a_rank_nor_as_soon_as_it_lets_go(scene:
     scene.steps()
     scene.ranks.answers = {0: Answer(21, pending=True), 1: None}
     scene.ranks.stacks[0] = COLLECTIVE
-    for held in (STEP, Standing(6, Phase.DATA, 0, 19), Standing()):
+    for held in (STEP, RankProgress(6, Phase.DATA, 0, 19), RankProgress()):
         scene.put(STEP, held)
         state = "t"
         assert scene.until_ended() == NEVER
@@ -206,27 +208,27 @@ def test_slow_steps_have_longer(scene: _Scene) -> None:
 
 
 def test_a_first_step_that_took_long_is_no_measure_of_the_others(scene: _Scene) -> None:
-    for standing, seconds in ((Standing(0, Phase.DATA, 0, 1), 4), (Standing(0, Phase.STEP, 0, 2), 400)):
+    for standing, seconds in ((RankProgress(0, Phase.DATA, 0, 1), 4), (RankProgress(0, Phase.STEP, 0, 2), 400)):
         scene.put(standing, standing)
         assert scene.until_ended(seconds) == NEVER
-    scene.put(*[Standing(1, Phase.STEP, 0, 4)] * 2)
+    scene.put(*[RankProgress(1, Phase.STEP, 0, 4)] * 2)
     assert 3000 < scene.until_ended() <= 3004
 
 
 def test_twice_the_longest_silence_so_far_is_no_hang(scene: _Scene) -> None:
     scene.steps()
-    scene.put(*[Standing(5, Phase.DATA, 0, 19)] * 2)
+    scene.put(*[RankProgress(5, Phase.DATA, 0, 19)] * 2)
     assert scene.until_ended(550) == NEVER  # such as each tenth file
-    scene.put(*[Standing(5, Phase.STEP, 0, 20)] * 2)
+    scene.put(*[RankProgress(5, Phase.STEP, 0, 20)] * 2)
     assert 1100 <= scene.until_ended() <= 1104
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("other", [Standing(), Standing(6, Phase.ENDED, 0, 20), STEP])
-def test_a_rank_in_code_of_its_own_may_take_as_long_as_it_likes_while_the_others_wait(scene: _Scene, other: Standing) -> None:
+@pytest.mark.parametrize("other", [RankProgress(), RankProgress(6, Phase.ENDED, 0, 20), STEP])
+def test_a_rank_in_code_of_its_own_may_take_as_long_as_it_likes_while_the_others_wait(scene: _Scene, other: RankProgress) -> None:
     """It prepares the data, say, or writes the model: even one that sleeps may wait for something outside."""
     scene.steps()
-    for mine in (Standing(), Standing(6, Phase.ENDED, 0, 20)):
+    for mine in (RankProgress(), RankProgress(6, Phase.ENDED, 0, 20)):
         scene.put(mine, other)
         scene.ranks.stacks = {0: OWN, 1: COLLECTIVE}
         scene.ranks.answers[1] = Answer(21, pending=True)
@@ -241,8 +243,8 @@ def test_ranks_that_all_wait_for_one_another_hang_in_code_of_their_own_too(scene
     assert scene.until_ended() < 780  # a stack is asked for once nothing has moved for a while
 
 
-@pytest.mark.parametrize("standing", [Standing(), STEP])
-def test_of_a_rank_that_has_ended_while_the_others_wait_it_is_said_once(scene: _Scene, standing: Standing) -> None:
+@pytest.mark.parametrize("standing", [RankProgress(), STEP])
+def test_of_a_rank_that_has_ended_while_the_others_wait_it_is_said_once(scene: _Scene, standing: RankProgress) -> None:
     scene.put(standing, standing)
     scene.ranks.stacks[0], scene.ranks.answers[0] = OWN, Answer(21, pending=True)
     said = []
@@ -523,7 +525,7 @@ def test_on_several_nodes_the_evidence_of_all_is_one(
     said_of_nodes = tmp_path / "said"
     nodes = start_nodes(run, spec, [said_of_nodes] * 2, hosts="localhost,127.0.0.1")
     assert ends_of(nodes, 120) == [124, 124], said_of_nodes.read_text()
-    assert conclude(run, 124, "7.0") == 124
+    assert finish_job(run, 124, "7.0") == 124
     assert f"echelon: {said}" in capfd.readouterr().err
     ended = exit_record(run.path / "attempts" / "000" / "exit.json") or {}
     assert ended["first_failure"]["rank"] == 1 or how != "stopped"

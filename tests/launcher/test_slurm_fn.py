@@ -18,7 +18,7 @@ import pytest
 
 from echelon import SlurmConfig, slurm_fn
 from echelon.common.errors import ClusterError, EchelonError, LauncherEnvironmentError, LaunchError, RankFailedError, UsageError
-from echelon.contracts.asked import Asked
+from echelon.contracts.expected_world import ExpectedWorld
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.launcher import calls
@@ -475,11 +475,11 @@ def test_a_launch_command_that_starts_another_world_than_was_asked_for_fails_by_
 def test_what_no_launcher_writes_is_named(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_ASKED", said)
     with refused(LauncherEnvironmentError):
-        Asked.from_env()
+        ExpectedWorld.from_env()
 
 
 def test_a_world_of_its_own_on_every_node_is_no_world() -> None:
-    asked = Asked(4, 2, "accelerate launch --cpu main.py")
+    asked = ExpectedWorld(4, 2, "accelerate launch --cpu main.py")
     env = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1234"}
     asked.check(RankInfo.from_env({**env, "LOCAL_WORLD_SIZE": "2"}), {**env, "LOCAL_WORLD_SIZE": "2"})
     asked.check(RankInfo.from_env(env), env)  # a launcher that does not say it
@@ -494,7 +494,7 @@ def test_fewer_values_than_ranks_are_a_failure_that_names_who_left_none(tmp_path
     write_spec(run, JobSpec("main", "command", ranks=2, nodes=2), launcher="local", id=str(os.getpid()), began=0.0)
     write_json(run.exit_json, {"exit_code": 0, "first_failure": None})
     for rank in (0, 2):
-        write_value(rank, str(run.attempt_path / f"value.rank{rank}.pkl"), str(job_of(run).believed()["key"]))
+        write_value(rank, str(run.attempt_path / f"value.rank{rank}.pkl"), str(job_of(run).verified()["key"]))
     with pytest.raises(RankFailedError, match="ranks 1, 3 exited with 0, but left no value"):
         FunctionJob(job_of(run)).results(1)
 

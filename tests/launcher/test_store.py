@@ -17,7 +17,7 @@ import pytest
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.diagnosis import Evidence, explain
 from echelon.launcher.calls import checksum
-from echelon.launcher.cluster.conclude import conclude
+from echelon.launcher.cluster.finish_job import finish_job
 from echelon.launcher.job import JobSpec
 from tests.conftest import clean_environment, ends_of
 from tests.kit.started import wait_until
@@ -86,7 +86,7 @@ def test_two_nodes_share_one_store_by_a_token_and_restart_together(tmp_path: Pat
         {f"{token}/0", f"{token}/1"},
     ]
     assert not (tmp_path / "unpickled").exists(), (tmp_path / "unpickled").read_text()
-    assert conclude(run, 0, "7.0") == 0
+    assert finish_job(run, 0, "7.0") == 0
     first, last = (read_json(run.path / "attempts" / n / "exit.json") or {} for n in ("000", "001"))
     assert (first["exit_code"], first["first_failure"]["rank"], last["exit_code"]) == (3, 1, 0)
 
@@ -189,7 +189,7 @@ def test_a_link_that_goes_dead_ends_both_sides_and_the_job_is_queued_again(tmp_p
         record = read_json(RunDir(run.path).node_exit(node)) or {}
         assert record["exit_code"] == 75 and f"nothing was heard of {other}" in record["stopped"]
     first = explain(Evidence.of(run.path, 0))
-    assert conclude(run, 1, "7.0") == 75
+    assert finish_job(run, 1, "7.0") == 75
     for verdict in (first, explain(Evidence.of(run.path, 0))):
         assert verdict.cause == "launcher" and verdict.guilty == ()
         assert "node 1 (10.77.0.2)" in verdict.paragraph and "since 20" in verdict.paragraph

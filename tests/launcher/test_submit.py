@@ -19,7 +19,7 @@ from echelon.common.errors import ClusterError, EchelonError, RankFailedError, R
 from echelon.contracts.run_dir import RunDir, read_json, write_json
 from echelon.diagnosis.failure import Failure
 from echelon.launcher.cluster.background import LocalLauncher
-from echelon.launcher.cluster.conclude import conclude, refuse
+from echelon.launcher.cluster.finish_job import finish_job, refuse
 from echelon.launcher.cluster.jobs import job_of
 from echelon.launcher.cluster.slurm import commands
 from echelon.launcher.cluster.slurm.render import SlurmOptions, exported, render
@@ -389,7 +389,7 @@ def test_the_last_word_is_of_all_nodes(tmp_path: Path, capsys: pytest.CaptureFix
     ]
     for number, (code, ends) in enumerate(cases):
         run = _ends(tmp_path, f"r{number}", *ends)
-        assert conclude(run, 137 if None in ends else 0, "7.0") == code
+        assert finish_job(run, 137 if None in ends else 0, "7.0") == code
     said = capsys.readouterr().err
     assert "rank 3 failed first" in said and "ValueError: planted" in said and "ended without a word" in said
     stood = (
@@ -401,27 +401,27 @@ def test_the_last_word_is_of_all_nodes(tmp_path: Path, capsys: pytest.CaptureFix
     run = _ends(
         tmp_path, "hangs", {"exit_code": 1, "ranks": {"0": waited}, "seen": stood[0]}, {"exit_code": 143, "seen": stood[1]}
     )
-    assert conclude(run, 143, "7.0") == 1
+    assert finish_job(run, 143, "7.0") == 1
     said = capsys.readouterr().err
     assert "rank 3 stopped, in update 7" in said and "failed first" not in said and text in said
     run = _ends(tmp_path, "cancelled", {"exit_code": 75}, {"exit_code": 75})
     (run.path / "job" / "cancelled").touch()
-    assert conclude(run, 0, "7.0") == 143
-    assert conclude(run, 1, "8.0") == 1  # another start, which wrote nothing
+    assert finish_job(run, 0, "7.0") == 143
+    assert finish_job(run, 1, "8.0") == 1  # another start, which wrote nothing
 
 
 def test_what_a_node_refused_is_the_last_word_and_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "ask", lambda job: (JobState.FAILED, "NonZeroExitCode"))
     run = _ends(tmp_path, "one", {}, None)
     refuse(run, "7.0", 1, "node2 cannot go to /here: No such file or directory.")
-    assert conclude(run, 1, "7.0") == 1
+    assert finish_job(run, 1, "7.0") == 1
     with pytest.raises(RankFailedError, match=r"job 7: failed: .*node2 cannot go to /here"):
         job_of(run).result(1)
     run = RunDir.create(tmp_path, "none", begin=False)
     write_spec(run, JobSpec("train.py", nodes=2), launcher="slurm", id="7")
     for number in range(2):
         refuse(run, "7.1", number, "2 nodes were submitted, but this step has 1")
-    assert conclude(run, 1, "7.1") == 1
+    assert finish_job(run, 1, "7.1") == 1
     with pytest.raises(RankFailedError, match="2 nodes were submitted, but this step has 1"):
         job_of(run).result(1)
 
@@ -449,7 +449,7 @@ def test_starts_that_come_no_further_are_not_repeated_for_ever(tmp_path: Path, c
         if saved is not None:
             (run.checkpoints / f"step-{saved:08d}").mkdir()
         write_json(here.exit_json, {"exit_code": 75, "first_failure": None})
-        return conclude(run, 0, f"7.{attempt}")
+        return finish_job(run, 0, f"7.{attempt}")
 
     cases: dict[str, tuple[list[tuple[int | None, int | None]], int]] = {
         "in-vain": ([(0, 2), (2, 4), (4, None), (4, None), (4, None)], 1),
@@ -526,7 +526,7 @@ def test_a_start_that_never_ran_is_queued_again_once_with_what_srun_said(tmp_pat
             listener.close()
         with open(run.path / "job" / "output.log", "a") as output:
             output.write(EXPIRED.replace("n2", f"n{start}"))
-        codes.append(conclude(run, 1, f"7.{start}", requeues=True))
+        codes.append(finish_job(run, 1, f"7.{start}", requeues=True))
         stopped = str((read_json(RunDir(run.path, start).exit_json) or {})["stopped"])
         assert f"failed on node n{start}: Job credential expired" in stopped and "out of memory" not in stopped
         with open(run.path / "job" / "output.log", "a") as output:
@@ -544,7 +544,7 @@ def test_a_start_that_ran_or_was_refused_is_not_queued_again(tmp_path: Path, how
         refuse(run, "7.0", 1, "n2 does not find train.py")
     elif how == "cancelled":
         (run.path / "job" / "cancelled").touch()
-    assert conclude(run, 137, "7.0", requeues=True) == (143 if how == "cancelled" else 137)
+    assert finish_job(run, 137, "7.0", requeues=True) == (143 if how == "cancelled" else 137)
     assert how == "refused" or "n2: task 1: Killed" in str((read_json(RunDir(run.path).exit_json) or {})["stopped"])
 
 
@@ -552,7 +552,7 @@ def test_the_state_of_a_job_that_slurm_has_forgotten_is_in_its_folder(tmp_path: 
     run = _ends(tmp_path, "r", {}, {})
     monkeypatch.setattr(commands, "ask", lambda job: (None, ""))
     assert job_of(run).state() is JobState.LOST
-    conclude(run, 0, "7.0")
+    finish_job(run, 0, "7.0")
     assert job_of(run).state() is JobState.DONE
     monkeypatch.setattr(commands, "ask", lambda job: (JobState.PENDING, "PENDING: Resources"))
     assert job_of(run).state() is JobState.PENDING and job_of(run).why() == "PENDING: Resources"

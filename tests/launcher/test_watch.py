@@ -18,7 +18,7 @@ import torch
 import echelon as ech
 from echelon.common.errors import RankFailedError
 from echelon.contracts import pulse
-from echelon.contracts.pulse import Phase, Standing
+from echelon.contracts.pulse import Phase, RankProgress
 from echelon.contracts.records import exit_record
 from echelon.contracts.run_dir import RunDir
 from echelon.diagnosis.failure import Failure, render
@@ -113,11 +113,11 @@ def test_a_rank_that_stands_still_is_named_while_others_wait_and_when_they_give_
 class _Fake(Pulses):
     """Pulses that a test sets."""
 
-    def __init__(self, **standings: Standing) -> None:
+    def __init__(self, **standings: RankProgress) -> None:
         super().__init__()
         self.at = dict(enumerate(standings.values()))
 
-    def read(self, rank: int) -> Standing:
+    def read(self, rank: int) -> RankProgress:
         return self.at[rank]
 
     def where(self, rank: int) -> str:
@@ -132,7 +132,7 @@ class _Scene:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self.pulses, self.now = _Fake(a=Standing(), b=Standing()), 0.0
+        self.pulses, self.now = _Fake(a=RankProgress(), b=RankProgress()), 0.0
         self.watch = Watch(60.0, self.lines.append, lambda ranks: None)
         self.pids = {0: os.getpid(), 1: os.getpid()}
 
@@ -146,23 +146,23 @@ class _Scene:
 
     def steps(self, first: int, last: int, seconds_each: float = 1.0) -> None:
         for step in range(first, last + 1):
-            self.put(*[Standing(step, Phase.STEP, 0, 3 * step)] * 2)
+            self.put(*[RankProgress(step, Phase.STEP, 0, 3 * step)] * 2)
             assert self.pass_time(seconds_each) == []
 
-    def put(self, *standings: Standing) -> None:
+    def put(self, *standings: RankProgress) -> None:
         self.pulses.at = dict(enumerate(standings))
 
 
 def test_a_stall_is_said_after_the_limit_again_when_it_has_doubled_and_when_it_is_over() -> None:
     scene = _Scene()
     scene.steps(0, 5)
-    scene.put(Standing(5, Phase.STEP, 0, 18), Standing(5, Phase.DATA, 0, 17))
+    scene.put(RankProgress(5, Phase.STEP, 0, 18), RankProgress(5, Phase.DATA, 0, 17))
     assert scene.pass_time(60) == []
     line = "rank 1 is behind, waiting for the data of update 6, at train.py:1 in f; rank 0 waits, in update 6, at train.py:0 in f"
     assert scene.pass_time(5) == [f"no step for 62 s: {line}"]
     assert scene.pass_time(50) == []
     assert len(scene.pass_time(20)) == 1
-    scene.put(*[Standing(6, Phase.DATA, 0, 20)] * 2)
+    scene.put(*[RankProgress(6, Phase.DATA, 0, 20)] * 2)
     (over,) = scene.pass_time(3)
     assert over.startswith("steps go on, after 1")
     assert scene.pass_time(50) == []
@@ -171,29 +171,29 @@ def test_a_stall_is_said_after_the_limit_again_when_it_has_doubled_and_when_it_i
 @pytest.mark.parametrize(
     ("slow", "fast"),
     [
-        (Standing(5, Phase.STEP, 1), Standing(5, Phase.DATA, 2)),  # in the second and the third micro-batch of an update
-        (Standing(5, Phase.DATA, 1), Standing(5, Phase.AFTER, 2)),
-        (Standing(5, Phase.STEP, 3), Standing(6, Phase.AFTER, 0)),
-        (Standing(5, Phase.EVAL_STEP, 3), Standing(5, Phase.EVAL_DATA, 4)),
-        (Standing(5, Phase.EVAL_DATA, 9), Standing(5, Phase.DATA, 0)),  # after the evaluation
-        (Standing(5, Phase.BETWEEN, 9), Standing(5, Phase.DATA, 0)),
+        (RankProgress(5, Phase.STEP, 1), RankProgress(5, Phase.DATA, 2)),  # in the second and the third micro-batch of an update
+        (RankProgress(5, Phase.DATA, 1), RankProgress(5, Phase.AFTER, 2)),
+        (RankProgress(5, Phase.STEP, 3), RankProgress(6, Phase.AFTER, 0)),
+        (RankProgress(5, Phase.EVAL_STEP, 3), RankProgress(5, Phase.EVAL_DATA, 4)),
+        (RankProgress(5, Phase.EVAL_DATA, 9), RankProgress(5, Phase.DATA, 0)),  # after the evaluation
+        (RankProgress(5, Phase.BETWEEN, 9), RankProgress(5, Phase.DATA, 0)),
     ],
 )
-def test_who_is_behind_within_an_update_and_within_an_evaluation(slow: Standing, fast: Standing) -> None:
+def test_who_is_behind_within_an_update_and_within_an_evaluation(slow: RankProgress, fast: RankProgress) -> None:
     assert behind({0: RankState(fast), 1: RankState(slow)}) == [1] and behind({0: RankState(slow), 1: RankState(slow)}) == []
 
 
 @pytest.mark.parametrize(
     "standing",
     [
-        Standing(5, Phase.CHECKPOINT),
-        Standing(5, Phase.BETWEEN),
-        Standing(5, Phase.AFTER),
-        Standing(5, Phase.EVAL_STEP, 0, 2),
-        Standing(0, Phase.STEP, 0, 2),
+        RankProgress(5, Phase.CHECKPOINT),
+        RankProgress(5, Phase.BETWEEN),
+        RankProgress(5, Phase.AFTER),
+        RankProgress(5, Phase.EVAL_STEP, 0, 2),
+        RankProgress(0, Phase.STEP, 0, 2),
     ],
 )
-def test_what_takes_long_by_its_nature_has_five_times_as_long(standing: Standing) -> None:
+def test_what_takes_long_by_its_nature_has_five_times_as_long(standing: RankProgress) -> None:
     scene = _Scene()
     if standing.step:
         scene.steps(0, 5)
@@ -205,7 +205,7 @@ def test_what_takes_long_by_its_nature_has_five_times_as_long(standing: Standing
 def test_of_one_rank_that_saves_while_another_is_ahead_the_patience_is_that_of_a_save() -> None:
     scene = _Scene()
     scene.steps(0, 5)
-    scene.put(Standing(5, Phase.CHECKPOINT, 0, 16), Standing(5, Phase.STEP, 0, 18))
+    scene.put(RankProgress(5, Phase.CHECKPOINT, 0, 16), RankProgress(5, Phase.STEP, 0, 18))
     assert scene.pass_time(299) == []
     assert "rank 0 is behind, in a checkpoint after update 5" in scene.pass_time(5)[0]
 
@@ -221,7 +221,7 @@ def test_ranks_without_a_loop_of_ours_and_past_it_are_left_alone() -> None:
     scene = _Scene()
     assert scene.pass_time(2000) == []
     scene.steps(0, 5)
-    scene.put(Standing(5, Phase.ENDED), Standing(5, Phase.ENDED))
+    scene.put(RankProgress(5, Phase.ENDED), RankProgress(5, Phase.ENDED))
     assert scene.pass_time(2000) == []
 
 
@@ -275,23 +275,23 @@ def test_a_rank_whose_program_has_ended_and_whose_process_runs_on_is_told_of_onc
 
 def test_nobody_is_blamed_without_knowledge(tmp_path: Path) -> None:
     """Ranks that are equally far, ranks without a position, and a failure that is a rank's own."""
-    equal = {rank: RankState(Standing(5, Phase.STEP)) for rank in range(3)}
-    unknown = {rank: RankState(Standing(), where=f"train.py:{rank} in f") for rank in range(3)}
+    equal = {rank: RankState(RankProgress(5, Phase.STEP)) for rank in range(3)}
+    unknown = {rank: RankState(RankProgress(), where=f"train.py:{rank} in f") for rank in range(3)}
     for seen in (equal, unknown):
         first = _blamed(tmp_path, [_gave_up(0)], seen)
         assert first.rank == 0 and first.headline == "rank 0 gave up waiting for the others"
     own = Failure(2, 1, 9, "ValueError", "bad", traceback="ValueError: bad")
-    stopped = {0: RankState(Standing()), 1: RankState(Standing(), stopped=True), 2: RankState(Standing())}
+    stopped = {0: RankState(RankProgress()), 1: RankState(RankProgress(), stopped=True), 2: RankState(RankProgress())}
     assert _blamed(tmp_path, [_gave_up(0), own], stopped) == own
 
 
 def test_a_rank_that_failed_is_not_blamed_for_being_behind(tmp_path: Path) -> None:
-    seen = {0: RankState(Standing(5, Phase.STEP)), 1: RankState(Standing(6, Phase.STEP))}
+    seen = {0: RankState(RankProgress(5, Phase.STEP)), 1: RankState(RankProgress(6, Phase.STEP))}
     assert _blamed(tmp_path, [_gave_up(0)], seen).rank == 0
 
 
 def test_a_culprit_is_in_the_record_with_the_paragraph(tmp_path: Path) -> None:
-    seen = {0: RankState(Standing(5, Phase.STEP)), 1: RankState(Standing(5, Phase.STEP), stopped=True)}
+    seen = {0: RankState(RankProgress(5, Phase.STEP)), 1: RankState(RankProgress(5, Phase.STEP), stopped=True)}
     blamed = _blamed(tmp_path, [_gave_up(0)], seen)
     said = exit_record(tmp_path / "attempts" / "000" / "exit.json") or {}
     first = Failure.from_json(said["first_failure"])
@@ -308,10 +308,10 @@ def test_a_beat_is_cheap_enough_for_every_step() -> None:
         sys.setprofile(lambda frame, event, arg: calls.append((event, frame.f_code.co_name)))
         pulse.at(Phase.STEP, 7, 2)
         sys.setprofile(None)
-        assert pulse.read(fd) == Standing(7, Phase.STEP, 2, 1)
+        assert pulse.read(fd) == RankProgress(7, Phase.STEP, 2, 1)
         assert [name for event, name in calls if event == "call"] == ["at"]
         pulse._numbers[1] = 99  # whatever a process writes there
-        assert pulse.read(fd) == Standing()
+        assert pulse.read(fd) == RankProgress()
     finally:
         sys.setprofile(None)
         pulse._numbers = before

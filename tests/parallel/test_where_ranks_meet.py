@@ -16,7 +16,7 @@ import echelon
 
 ROOMS = [Path(echelon.__file__).parent / room for room in ("parallel", "loop", "compat/trainer")]
 AGREE = {
-    "AnyRanksLater", "any_rank", "any_ranks", "any_ranks_and_number", "fail_together", "first_told", "from_one", "from_rank0",
+    "AnyRanksLater", "any_rank", "any_ranks", "any_ranks_and_number", "fail_together", "first_not_none", "from_one", "from_rank0",
     "gather", "is_same", "kinds", "raise_on_all", "same_on_all", "unless_same",
 }  # fmt: skip
 DIST = {

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from echelon.checkpoint import commit, store
 from echelon.common.errors import CheckpointCorruptError, EchelonError, RanksDisagreeError
-from echelon.world import agree, first
+from echelon.world import agree, rank0
 from tests.conftest import Ranks
 from tests.kit.refusals import refused
 
@@ -75,7 +75,7 @@ def _told(values: list[Any]) -> tuple[Any, list[Any], bool]:
     """What each says first, the different values, and whether the first of these took nothing that grows with the ranks."""
     mine, gathers, real = values[dist.get_rank()], [], dist.all_gather
     with mock.patch("torch.distributed.all_gather", lambda *a, **k: gathers.append(1) or real(*a, **k)):
-        return agree.first_told(mine), agree.kinds(mine), not gathers
+        return agree.first_not_none(mine), agree.kinds(mine), not gathers
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_number_of_rank_0_goes_with_the_flags(ranks: Ranks) -> None:
 
 
 def _to_first(values: list[Any]) -> Any:
-    told = first.tell(values[dist.get_rank()])
+    told = rank0.gather(values[dist.get_rank()])
     return None if told is None else (list(told[0]), told[1])
 
 
@@ -126,7 +126,7 @@ def test_rank_0_alone_is_told_each_different_value_once(ranks: Ranks) -> None:
     long = [["w", [i], "torch.float32"] for i in range(5000)]
     assert ranks(4, _to_first, [long, "b", long, "b"]) == [([long, "b"], [0, 1, 0, 1]), None, None, None]
     assert ranks(4, _to_first, [{}, {}, {}, {}]) == [([{}], [0, 0, 0, 0]), None, None, None]
-    one = first.tell(5)
+    one = rank0.gather(5)
     assert one is not None and (list(one[0]), one[1]) == ([5], [0])
 
 
@@ -138,7 +138,7 @@ def _handed(lengths: list[int], fails: bool) -> Any:
         return [bytes([65 + rank]) * length for rank, length in enumerate(lengths)]
 
     try:
-        return first.hand_out(make)
+        return rank0.scatter(make)
     except Exception as error:
         return type(error).__name__, str(error)
 
@@ -147,7 +147,7 @@ def test_each_rank_is_given_its_own_or_the_error(ranks: Ranks) -> None:
     assert ranks(2, _handed, [1, 3], False) == [b"A\0\0", b"BBB"]
     assert ranks(2, _handed, [0, 0], False) == [b"", b""]
     assert ranks(2, _handed, [1, 1], True) == [("ValueError", "no plan"), ("EchelonError", "rank 0 failed: ValueError: no plan")]
-    assert first.hand_out(lambda: [b"x"]) == b"x"
+    assert rank0.scatter(lambda: [b"x"]) == b"x"
 
 
 def _read(fails: bool) -> Any:

@@ -25,7 +25,7 @@ from echelon.launcher.functions.launch import launch
 from echelon.launcher.local.nodes import free_port
 from echelon.loop.run import train
 from echelon.world import agree
-from echelon.world.handshake import Said, differences, refusal_of, tellers_of
+from echelon.world.handshake import RankSetup, differences, refusal_of, tellers_of
 from echelon.world.init import init_from_env
 from echelon.world.meeting import Facts, meet
 from echelon.world.program import arguments, program
@@ -36,11 +36,11 @@ from tests.kit.units import Regression
 WAIT = timedelta(seconds=30)
 
 
-def _said(**values: str) -> Said:
-    return Said("all", {"torch": "2.13.0", **values}, {}, "host")
+def _said(**values: str) -> RankSetup:
+    return RankSetup("all", {"torch": "2.13.0", **values}, {}, "host")
 
 
-def _met(store: dist.Store, rank: int, size: int, said: Said | None, facts: Facts, wait: timedelta) -> str:
+def _met(store: dist.Store, rank: int, size: int, said: RankSetup | None, facts: Facts, wait: timedelta) -> str:
     try:
         meet(store, RankInfo(rank=rank, world_size=size), facts, wait, fresh=True, said=said)
     except EchelonError as error:
@@ -48,7 +48,7 @@ def _met(store: dist.Store, rank: int, size: int, said: Said | None, facts: Fact
     return ""
 
 
-def _together(every: dict[int, Said], *, sizes: dict[int, int] | None = None, wait: timedelta = WAIT) -> dict[int, str]:
+def _together(every: dict[int, RankSetup], *, sizes: dict[int, int] | None = None, wait: timedelta = WAIT) -> dict[int, str]:
     """What each of these ranks, here threads, hears as it joins."""
     store = dist.HashStore()
     with ThreadPoolExecutor(len(every)) as pool:
@@ -93,13 +93,13 @@ def test_other_world_sizes_are_refused_long_before_the_timeout(monkeypatch: pyte
 
 
 def test_a_rank_that_may_differ_on_purpose_says_so() -> None:
-    assert refusal_of({0: _said(script="a"), 1: Said("versions", {"torch": "2.13.0"}, {})}, {0: [0], 1: [1]}) == ""
-    assert refusal_of({0: _said(torch="1"), 1: Said("none", {}, {})}, {0: [0], 1: [1]}) == ""
-    assert "torch" in refusal_of({0: _said(script="a"), 1: Said("versions", {"torch": "2"}, {})}, {0: [0], 1: [1]})
+    assert refusal_of({0: _said(script="a"), 1: RankSetup("versions", {"torch": "2.13.0"}, {})}, {0: [0], 1: [1]}) == ""
+    assert refusal_of({0: _said(torch="1"), 1: RankSetup("none", {}, {})}, {0: [0], 1: [1]}) == ""
+    assert "torch" in refusal_of({0: _said(script="a"), 1: RankSetup("versions", {"torch": "2"}, {})}, {0: [0], 1: [1]})
 
 
 def test_another_gpu_is_told_and_not_refused(caplog: pytest.LogCaptureFixture) -> None:
-    every = {rank: Said("all", {"torch": "1"}, {"GPU": "A100" if rank == 1 else "H100"}, f"h{rank}") for rank in range(3)}
+    every = {rank: RankSetup("all", {"torch": "1"}, {"GPU": "A100" if rank == 1 else "H100"}, f"h{rank}") for rank in range(3)}
     assert set(_together(every).values()) == {""}
     assert "ranks differ, which costs speed or the last digits: GPU: rank 1 (h1): A100; the others: H100" in caplog.text
 
@@ -107,7 +107,7 @@ def test_another_gpu_is_told_and_not_refused(caplog: pytest.LogCaptureFixture) -
 def test_a_mode_that_there_is_not_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ECHELON_HANDSHAKE", "some")
     with refused(LauncherEnvironmentError, name="ECHELON_HANDSHAKE", got="'some'"):
-        Said.here(RankInfo(rank=0, world_size=1), torch.device("cpu"))
+        RankSetup.here(RankInfo(rank=0, world_size=1), torch.device("cpu"))
 
 
 def test_a_rank_that_came_to_another_jobs_store_is_told() -> None:
@@ -216,8 +216,8 @@ def test_nothing_secret_goes_into_the_store(monkeypatch: pytest.MonkeyPatch) -> 
             super().set(key, value)
 
     store = Kept()
-    said = [Said.here(RankInfo(rank=rank, world_size=2), torch.device("cpu")) for rank in range(2)]
-    said[1] = Said("all", {**said[1].values, "torch": "1"}, {})
+    said = [RankSetup.here(RankInfo(rank=rank, world_size=2), torch.device("cpu")) for rank in range(2)]
+    said[1] = RankSetup("all", {**said[1].values, "torch": "1"}, {})
     with ThreadPoolExecutor(2) as pool:
         assert all(list(pool.map(lambda rank: _met(store, rank, 2, said[rank], Facts(), WAIT), range(2))))
     assert "said/1" in kept and b"--hub" in kept["said/1"]
@@ -232,15 +232,15 @@ TREE = st.recursive(st.none() | st.integers() | st.text(max_size=4), lambda s: s
 @settings(max_examples=50)
 @given(st.binary(max_size=60) | TREE.map(lambda v: json.dumps(v).encode()))
 def test_no_value_of_a_store_brings_a_rank_down(text: bytes) -> None:
-    said = Said.read(text)
+    said = RankSetup.read(text)
     assert isinstance(refusal_of({0: _said(), 1: said}, {0: [0], 1: [1]}), str)
 
 
 def test_what_a_rank_says_is_cut_and_made_harmless() -> None:
     values = {f"variable \x1b[2J{n}": "x" * 1000 + "\n" for n in range(500)}
-    text = refusal_of({0: _said(), 1: Said.read(json.dumps({"values": values}))}, {0: [0], 1: [1]})
+    text = refusal_of({0: _said(), 1: RankSetup.read(json.dumps({"values": values}))}, {0: [0], 1: [1]})
     assert len(text) < 4000 and "\x1b" not in text and "and 481 more" in text
-    assert Said.read(b"[" * 100_000) == Said.read(b"\xff" * (2 << 20)) == Said("all", {}, {})
+    assert RankSetup.read(b"[" * 100_000) == RankSetup.read(b"\xff" * (2 << 20)) == RankSetup("all", {}, {})
 
 
 def test_a_rank_that_never_tells_what_it_runs_holds_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +281,7 @@ def test_rank_0_reads_a_few_words_of_each_rank_and_at_once() -> None:
     for rank in range(1, ranks):
         store.set(f"facts/{rank}", json.dumps({"digest": digest, "world_size": ranks}))
     facts = Facts(other_digest="")
-    said = Said("all", _said().values, {})
+    said = RankSetup("all", _said().values, {})
     for rank in range(1, ranks):
         store.set(f"facts/{rank}", json.dumps({"digest": digest, "other_digest": said.other_digest, "world_size": ranks}))
     assert _met(store, 0, ranks, said, facts, WAIT) == ""

@@ -27,8 +27,8 @@ from echelon.checkpoint.location import (
     Location,
     Remote,
     create,
+    exists,
     explain,
-    is_there,
     location,
     make_folder,
     remove_tree,
@@ -39,7 +39,7 @@ from echelon.checkpoint.manifest import MANIFEST, committed, is_whole, named, na
 from echelon.common import errors
 from echelon.common.errors import CheckpointCorruptError, CheckpointError
 from echelon.common.terminal import rank_ranges
-from echelon.world import agree, first
+from echelon.world import agree, rank0
 
 __all__ = [
     "candidates",
@@ -138,7 +138,7 @@ def _fresh(staged: Location) -> Location:
     for name in (staged.name, f"{staged.name}-{secrets.token_hex(8)}"):
         path = staged.parent / name
         try:
-            if is_there(path):
+            if exists(path):
                 remove_tree(path)
         except OSError as error:
             logger.warning("could not remove %s; it stays: %s", path, error)
@@ -154,7 +154,7 @@ def publish(staged: Location, step: int, files: dict[str, Any], facts: dict[str,
     Args:
         files: this rank's files, by name: size and checksums.
     """
-    files_of_all = first.tell(files)
+    files_of_all = rank0.gather(files)
     joined = {file: entry for each in files_of_all[0] for file, entry in each.items()} if files_of_all is not None else {}
     on_rank0(lambda: commit(staged, step, joined, facts, name) and None, staged)
     return staged.parent / (name or named(step))
@@ -173,7 +173,7 @@ def commit(staged: Location, step: int, files: dict[str, Any], facts: dict[str, 
         file.flush()
         os.fsync(file.fileno())
     sync(staged)
-    if is_there(final):  # not whole, or `stage` would have said so
+    if exists(final):  # not whole, or `stage` would have said so
         set_aside(final, "corrupt")
     os.rename(staged, str(final))
     sync(staged.parent)
@@ -199,7 +199,7 @@ def note(folder: Location, name: str, value: Any) -> None:
 def discard(staged: Location) -> None:
     """Give up a staged folder. Rank 0 alone; what cannot be removed now is swept later."""
     try:
-        if is_there(staged):  # else it was renamed, and what failed came after that
+        if exists(staged):  # else it was renamed, and what failed came after that
             remove_tree(staged)
     except OSError as error:
         logger.warning("could not remove %s: %s", staged, error)
@@ -214,7 +214,7 @@ def set_aside(path: Location, why: str) -> None:
         return
     to = path.with_name(f"{why}-{path.name}")
     again = 1
-    while is_there(to):
+    while exists(to):
         to = path.with_name(f"{why}-{path.name}.{again}")
         again += 1
     os.rename(path, to)
@@ -287,9 +287,9 @@ def _refuse_other_storage(folder: Location, manifest: dict[str, Any]) -> None:
     )
 
 
-def retire(dirpath: Location, doomed: list[str]) -> None:
+def retire(dirpath: Location, to_delete: list[str]) -> None:
     """Remove checkpoints by name. Rank 0 alone, after a newer one is committed."""
-    for name in doomed:
+    for name in to_delete:
         path = dirpath / name
         if isinstance(path, Remote):
             (path / MANIFEST).unlink()  # first: half a removal is no checkpoint

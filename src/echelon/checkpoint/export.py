@@ -21,7 +21,7 @@ import torch
 from echelon.checkpoint import manifest as manifests
 from echelon.checkpoint import tensorfile
 from echelon.checkpoint.foreign import INDEX, ONE, is_weights, tensors_of
-from echelon.checkpoint.location import Location, is_there, sync
+from echelon.checkpoint.location import Location, exists, sync
 from echelon.checkpoint.manifest import BLOCK_BYTES
 from echelon.checkpoint.plain import dtype_of
 from echelon.checkpoint.tensorfile import Span, TensorFile
@@ -97,14 +97,14 @@ def _published(to: Path, names: list[str]) -> Iterator[Path]:
     Raises:
         UsageError: one of them is there already. Nothing is ever overwritten.
     """
-    if there := [str(to / name) for name in names if is_there(to / name)]:
+    if there := [str(to / name) for name in names if exists(to / name)]:
         raise CheckpointOptionError(f"{there[0]} exists already. Choose another name.")
     to.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=".export-", dir=to))
     try:
         yield aside
         for name in names:
-            if is_there(to / name):
+            if exists(to / name):
                 raise CheckpointOptionError(f"{to / name} was created by another program meanwhile. Choose another name.")
             os.rename(aside / name, to / name)
         sync(to)
@@ -143,7 +143,7 @@ def _in_shards(path: Location, saved: Tensors, chosen: dict[str, str], to: Path,
             room = shard_bytes
         groups[-1].append(name)
         room -= size
-    if there := [str(p) for p in (to / ONE, to / INDEX) if is_there(p)]:
+    if there := [str(p) for p in (to / ONE, to / INDEX) if exists(p)]:
         raise CheckpointOptionError(f"{there[0]} exists already. Choose another folder.")
     count = len(groups)
     files = [ONE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]

@@ -21,9 +21,9 @@ __all__ = [
     "Remote",
     "absolute",
     "create",
+    "exists",
     "explain",
     "explain_for_rank",
-    "is_there",
     "location",
     "make_folder",
     "open_file",
@@ -229,7 +229,7 @@ def replace_file(where: Location, data: bytes, *, durable: bool = False) -> None
         write_whole(where, data, 0o666, durable=durable)
 
 
-def is_there(where: Location) -> bool:
+def exists(where: Location) -> bool:
     """Whether there is anything by that name, be it a link that leads nowhere."""
     return os.path.lexists(where) if isinstance(where, Path) else where.exists()
 
@@ -270,7 +270,7 @@ def explain(error: BaseException, folder: Location) -> str:
 
 def explain_for_rank(rank: int, error: BaseException, staged: Location) -> str:
     """As `explain`, of a rank that could not write into the folder that rank 0 made for all."""
-    if isinstance(error, FileNotFoundError) and not is_there(staged):
+    if isinstance(error, FileNotFoundError) and not exists(staged):
         return (
             f"rank {rank}: {staged.parent} must be the same folder for all ranks, and this one does not see the {staged.name} "
             "that rank 0 made there. Put it on storage that all machines share, and give its whole path if ranks work in other "

@@ -16,7 +16,7 @@ from typing import Any
 
 from echelon.checkpoint import strict
 from echelon.checkpoint.checksum import BLOCK_BYTES, crc32
-from echelon.checkpoint.location import Location, is_there, open_file, read_file, size_of
+from echelon.checkpoint.location import Location, exists, open_file, read_file, size_of
 from echelon.checkpoint.strict import Wrong, short
 from echelon.common.errors import (
     CheckpointCorruptError,
@@ -114,7 +114,7 @@ def read(folder: Location) -> dict[str, Any]:
     try:
         text = read_file(path, _MANIFEST_BYTES).decode()
     except (FileNotFoundError, NotADirectoryError):
-        if not is_there(folder):
+        if not exists(folder):
             raise CheckpointNotFoundError(f"{folder} holds no checkpoint: there is no such folder.", path=str(folder)) from None
         raise CheckpointNotFoundError(f"{folder} holds no checkpoint: it has no {MANIFEST}.", path=str(folder)) from None
     except OSError as error:

@@ -92,7 +92,7 @@ class Keep:
         is_known = self.best is None or isinstance(self.best, BestCheckpointConfig)
         require(is_known, "best_checkpoint_config", "a BestCheckpointConfig", self.best, kind=CheckpointOptionError)
 
-    def doomed(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    def to_delete(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
         """Of the whole checkpoints' steps, those that go, oldest first."""
         if self.count is None:
             return []

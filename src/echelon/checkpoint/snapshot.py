@@ -23,7 +23,7 @@ from echelon.checkpoint.layout import INDEX, STATE, NamedState, Stateful, in_fil
 from echelon.checkpoint.location import Location
 from echelon.checkpoint.spread import Piece, spread
 from echelon.common.errors import CheckpointError
-from echelon.world import agree, first
+from echelon.world import agree, rank0
 
 __all__ = ["Planned", "Snapshot", "snapshot"]
 
@@ -124,7 +124,7 @@ class Planned:
                 values, of which the first rank's count.
         """
         if agree.any_rank(listing != self._listing):
-            assignment, index = first.tell(listing), dict[str, Any]()
+            assignment, index = rank0.gather(listing), dict[str, Any]()
 
             def decide() -> list[bytes]:
                 assert assignment is not None  # on rank 0
@@ -132,7 +132,7 @@ class Planned:
                 index.update(made)
                 return writes
 
-            bits = first.hand_out(decide)
+            bits = rank0.scatter(decide)
             pieces = [(name, tuple(offsets)) for name, offsets, *_ in listing]
             self._mine = {piece for at, piece in enumerate(pieces) if bits[at // 8] >> at % 8 & 1}
             self._listing, self._index = listing, index

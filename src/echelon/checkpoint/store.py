@@ -173,7 +173,7 @@ def on_each(folder: Location, act: Callable[[], T]) -> T:
         own = error  # type: ignore[assignment]
         known = isinstance(error, (OSError, RuntimeError, ValueError, KeyError, TypeError))
         problem = ["CheckpointError", f"{folder} could not be read: {str(error) if known else repr(error)}", {}]
-    if (first := agree.first_told(problem)) is not None:
+    if (first := agree.first_not_none(problem)) is not None:
         kind: type[errors.EchelonError] = getattr(errors, first[0])
         raise kind(first[1], **first[2]) from own
     return value  # type: ignore[return-value]

@@ -35,7 +35,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _cancel(job: FolderJob) -> str:
-    job.believed()  # before anything is made of its id
+    job.verified()  # before anything is made of its id
     state = job.state()
     if state.has_ended:
         return f"job {job.id} has ended: {state.value}"

@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     from echelon.doctor.judge import judged
+    from echelon.doctor.reports import Checkup
     from echelon.doctor.row import as_json, table
-    from echelon.doctor.said import Checkup
     from echelon.launcher.cluster.checkup import allocation, here, on_nodes
 
     limit_s = parse_duration(arguments.time_limit, "--time-limit")

@@ -30,7 +30,7 @@ from echelon.cli.script import check_module, check_script
 from echelon.common.errors import CommandError, EchelonError, require
 from echelon.common.files import private_folder
 from echelon.common.terminal import printable, say
-from echelon.common.trust import check_parents, doubt
+from echelon.common.trust import check_parents, why_untrusted
 from echelon.contracts.overrides import Overrides
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.launcher.job import JobSpec, parse_duration, parse_hang_timeout
@@ -179,7 +179,7 @@ def _folder(arguments: argparse.Namespace) -> Iterator[tuple[RunDir, bool]]:
     made = named is None or not named.exists()
     run = RunDir.create(arguments.runs, arguments.name, stem=stem_of(arguments), begin=False)
     check_parents(run.path)
-    if why := doubt(run.path, run.path.stat()):
+    if why := why_untrusted(run.path, run.path.stat()):
         raise CommandError(why)
     with run.submitting():
         # Another submission may have made its job since we looked whether there is a folder.
@@ -200,7 +200,7 @@ def _refuse_unless_ended(run: RunDir, arguments: argparse.Namespace) -> None:
         raise CommandError(f"run {run.name} exists, and a sweep cannot be continued. Choose another --name.")
     if os.path.lexists(run.path / "job" / "job.json"):
         job = job_of(run)
-        job.believed()
+        job.verified()
         if not job.state().has_ended:
             raise CommandError(
                 f"run {run.name} has not ended: job {job.id} is {job.state().value}. To end it: `echelon cancel {run.name}`."

@@ -16,12 +16,12 @@ from pathlib import Path
 from echelon.common.errors import RunFolderError
 from echelon.common.files import open_file
 
-__all__ = ["check_parents", "doubt", "read_ours"]
+__all__ = ["check_parents", "read_trusted", "why_untrusted"]
 
 _NOBODY = 65534
 
 
-def doubt(path: Path, status: os.stat_result) -> str:
+def why_untrusted(path: Path, status: os.stat_result) -> str:
     """Why what has this status may be somebody else's doing, and the remedy; empty if it is not."""
     me = os.geteuid()
     if status.st_uid not in (me, 0):
@@ -68,7 +68,7 @@ def check_parents(path: Path) -> None:
             )
 
 
-def read_ours(folder: Path, name: str, most: int) -> tuple[bytes, str]:
+def read_trusted(folder: Path, name: str, most: int) -> tuple[bytes, str]:
     """The content of `folder/name`, two folders deep in a run's folder, and a reason to distrust it, or "".
 
     Every folder is opened once and looked at through its descriptor: what was looked at is what is read.
@@ -84,7 +84,7 @@ def read_ours(folder: Path, name: str, most: int) -> tuple[bytes, str]:
         try:
             with open(open_file(name, folder=inner), "rb") as file:
                 states = zip((folder.parent, folder, folder / name), map(os.fstat, (above, inner, file.fileno())), strict=True)
-                why = next(filter(None, (doubt(path, status) for path, status in states)), "")
+                why = next(filter(None, (why_untrusted(path, status) for path, status in states)), "")
                 return file.read(most), why
         finally:
             os.close(inner)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
 
-__all__ = ["Phase", "Standing", "ask_stack", "at", "begin", "during", "join", "leave", "make", "read", "stack"]
+__all__ = ["Phase", "RankProgress", "ask_stack", "at", "begin", "during", "join", "leave", "make", "read", "stack"]
 
 _SIZE = 4096  # a page; what follows in the file is the rank's stack, when it was asked for
 _LONGEST_STACK = 1 << 20
@@ -36,7 +36,7 @@ class Phase(IntEnum):
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankProgress:
     """How far a rank is.
 
     Args:
@@ -121,12 +121,12 @@ def make() -> int:
     return fd
 
 
-def read(fd: int) -> Standing:
+def read(fd: int) -> RankProgress:
     numbers = memoryview(os.pread(fd, 32, 0)).cast("q")
     try:
-        return Standing(numbers[_STEP], Phase(numbers[_PHASE]), numbers[_EVALUATED], numbers[_BEATS])
+        return RankProgress(numbers[_STEP], Phase(numbers[_PHASE]), numbers[_EVALUATED], numbers[_BEATS])
     except (ValueError, IndexError):  # whatever a rank's process has written there
-        return Standing()
+        return RankProgress()
 
 
 def ask_stack(fd: int) -> None:

@@ -14,10 +14,10 @@ from echelon.contracts.pulse import Phase
 from echelon.contracts.run_dir import read_json
 
 __all__ = [
-    "came_to",
     "exit_record",
     "meeting_record",
     "place_record",
+    "progress_of",
     "raised_record",
     "rank_record",
     "refusal_record",
@@ -160,8 +160,8 @@ def exit_record(path: Path) -> dict[str, Any] | None:
     return _read(path, _EXIT)
 
 
-def came_to(path: Path) -> dict[str, Any]:
-    """How far an attempt came, as `conclude` wrote it into exit.json; empty if it did not."""
+def progress_of(path: Path) -> dict[str, Any]:
+    """How far an attempt came, as `finish_job` wrote it into exit.json; empty if it did not."""
     return (exit_record(path) or {}).get("came_to") or {}
 
 

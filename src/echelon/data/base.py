@@ -12,8 +12,8 @@ from torch.utils.data import default_collate
 from echelon.common.arguments import flags
 from echelon.common.errors import LoaderError, require
 from echelon.common.numbers import whole
-from echelon.contracts.between_attempts import note_loader
 from echelon.contracts.overrides import overrides
+from echelon.contracts.restart_notes import note_loader
 from echelon.data.options import AnyLoaderOptions, LoaderOptions
 from echelon.data.resume import cannot_divide
 from echelon.world.init import World

@@ -27,7 +27,7 @@ from echelon.data.options import StreamOptions
 from echelon.data.page_locked import Lockable, locked, locks
 from echelon.data.reader import ReadFailure
 from echelon.data.resume import called
-from echelon.data.streaming import Share, Stand, Streams
+from echelon.data.streaming import Share, StreamPosition, Streams
 from echelon.data.workers import BROKEN, Board, base_generator, named, start_method
 from echelon.world import agree
 
@@ -104,11 +104,11 @@ class StreamLoader(BaseLoader):
         self._loaded: dict[str, Any] | None = None
         self._begin = self._fresh
         # A reader may be one micro-batch ahead of what was used.
-        self._latest: deque[Stand] = deque([self._fresh], maxlen=2)
+        self._latest: deque[StreamPosition] = deque([self._fresh], maxlen=2)
 
     @property
-    def _fresh(self) -> Stand:
-        return Stand(0, 0, (None,) * max(1, self.num_workers))
+    def _fresh(self) -> StreamPosition:
+        return StreamPosition(0, 0, (None,) * max(1, self.num_workers))
 
     @property
     def start(self) -> int:
@@ -162,7 +162,7 @@ class StreamLoader(BaseLoader):
                     ended += 1
                     continue
                 ended, position = 0, position + 1
-                self._latest.append(Stand(position, turn, tuple(states)))
+                self._latest.append(StreamPosition(position, turn, tuple(states)))
                 yield batch
         except (RuntimeError, *BROKEN) as error:
             better = named(error, board, (turn - begin.turn) % streams, self.options.timeout_s)
@@ -196,7 +196,7 @@ class StreamLoader(BaseLoader):
             return _loses(kind, buffer)
         return None
 
-    def _check(self, begin: Stand) -> None:
+    def _check(self, begin: StreamPosition) -> None:
         kind, count = type(self.dataset).__name__, self.dp[1] * len(begin.streams)
         if count > 1 and self.shards is None:
             raise LoaderError(
@@ -268,7 +268,7 @@ class StreamLoader(BaseLoader):
                 "be split differently. Use the same numbers, or do not restore the loader and start the epoch again. "
                 "A map-style dataset in a Loader has no such limit."
             )
-        self._begin = Stand(int(state["position"]), int(own_state["turn"]), tuple(own_state["streams"]))
+        self._begin = StreamPosition(int(state["position"]), int(own_state["turn"]), tuple(own_state["streams"]))
         self._latest, self._loaded = deque([self._begin], maxlen=2), None
 
 
@@ -282,7 +282,7 @@ def _loses(kind: str, buffer: int) -> str:
     )
 
 
-def _has_no_state(stand: Stand) -> bool:
+def _has_no_state(stand: StreamPosition) -> bool:
     return any(s is not None and not s.get("ended") and s["own"] is None for s in stand.streams)
 
 

@@ -15,13 +15,13 @@ from echelon.data.reader import ReadFailure
 from echelon.data.workers import Board, said, seed_worker
 from echelon.world import rng
 
-__all__ = ["Share", "Stand", "Streams"]
+__all__ = ["Share", "StreamPosition", "Streams"]
 
 _END = object()
 
 
 @dataclass(frozen=True)
-class Stand:
+class StreamPosition:
     """The position of a data rank in an epoch: before the micro-batch `position`, whose turn is `turn`."""
 
     position: int
@@ -53,7 +53,7 @@ class Share:
 class Streams(IterableDataset[Any]):
     """(whether there is a batch, batch, the stream's state after it), without end: one stream, that of this worker."""
 
-    def __init__(self, share: Share, begin: Stand, board: Board | None) -> None:
+    def __init__(self, share: Share, begin: StreamPosition, board: Board | None) -> None:
         self._share, self._begin, self._board = share, begin, board
 
     def __iter__(self) -> Iterator[Any]:

@@ -13,7 +13,7 @@ import re
 
 from echelon.common.terminal import one_line
 
-__all__ = ["ABORTS", "DAMAGED", "TAIL_BYTES", "last_words"]
+__all__ = ["ABORTS", "DAMAGED", "TAIL_BYTES", "abort_message"]
 
 # By which a process ends that aborts itself: what writes down its threads' stacks may fall over one of them.
 ABORTS = ("SIGABRT", "SIGSEGV")
@@ -37,7 +37,7 @@ _WORDS = (
 )
 
 
-def last_words(log: str) -> str:
+def abort_message(log: str) -> str:
     """The first of the weightiest of them, each of its lines clean; empty if there are none."""
     words = next((match[1] for pattern in _WORDS if (match := pattern.search(log)) is not None), "")
     return "\n".join(one_line(line.strip()) for line in words.splitlines() if line.strip())

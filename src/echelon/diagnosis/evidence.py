@@ -19,7 +19,7 @@ from echelon.contracts.records import exit_record, rank_record
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.diagnosis import flight as flights
-from echelon.diagnosis.aborted import ABORTS, TAIL_BYTES, last_words
+from echelon.diagnosis.aborted import ABORTS, TAIL_BYTES, abort_message
 from echelon.diagnosis.batch import why_ended
 from echelon.diagnosis.failure import Failure
 from echelon.diagnosis.flight import Flight
@@ -139,7 +139,9 @@ class _Reader:
             if dump is None:
                 self.notes.append(f"{path.name} is no flight record, or too large")
             found_flight = flights.parse(dump) if dump is not None else None
-            ranks[number] = replace(ranks.get(number) or RankEvidence(number), flight=found_flight, unread=dump is None)
+            ranks[number] = replace(
+                ranks.get(number) or RankEvidence(number), flight=found_flight, flight_unreadable=dump is None
+            )
         for number, rank in list(ranks.items()):
             ranks[number] = self._completed(rank, own.get(number, {}))
         ranks = {number: _still_in_call(rank, ranks) for number, rank in ranks.items()}
@@ -162,7 +164,7 @@ class _Reader:
         log = self.run.log(rank.rank)
         # Without a call there is no file; and of a rank that ended well only the last calls are known.
         last = own.get("collectives")
-        if rank.flight is None and not rank.unread and (rank.answers or isinstance(last, dict)):
+        if rank.flight is None and not rank.flight_unreadable and (rank.answers or isinstance(last, dict)):
             rank = replace(rank, flight=flights.of_last_calls(last or {}))
         if not rank.stack or own.get("exit_code") != REQUEUE:  # who leaves when it is asked to may have gone on before
             rank = replace(rank, later=later_failure(rank.rank, own, log))
@@ -240,7 +242,7 @@ class _Reader:
         """With what the process wrote into its log as it died."""
         with contextlib.suppress(OSError):
             log = read_end(self.run.log(rank.rank), TAIL_BYTES).decode("utf-8", "replace")
-            if rank.signal in ABORTS and "\n" not in failure.message and (words := last_words(log)):
+            if rank.signal in ABORTS and "\n" not in failure.message and (words := abort_message(log)):
                 failure = replace(failure, message=f"{failure.message}\n{words}", traceback=words)
             return replace(rank, stack=rank.stack or crash_stack(log), failure=failure)
         return rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
-from echelon.contracts.pulse import Phase, Standing
+from echelon.contracts.pulse import Phase, RankProgress
 from echelon.diagnosis.evidence import Evidence, RankEvidence
 from echelon.diagnosis.failed import raised
 from echelon.diagnosis.failure import Failure
@@ -129,7 +129,7 @@ def _fewer(evidence: Evidence, guilty: Collection[int], waits: Waits) -> str:
     return ""
 
 
-def _position(standing: Standing) -> tuple[int, int, int, int, int]:
+def _position(standing: RankProgress) -> tuple[int, int, int, int, int]:
     return standing.position
 
 
@@ -140,7 +140,7 @@ def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
     guilty = sorted(wanted - waiting)
     if not guilty:
         unknown = sorted({rank for wait, _ in waits.values() for rank in wait.unknown} - waiting)
-        unknown = [rank for rank in unknown if not evidence.rank(rank).unread and not _refused(evidence.rank(rank))]
+        unknown = [rank for rank in unknown if not evidence.rank(rank).flight_unreadable and not _refused(evidence.rank(rank))]
         # A record of everybody else, and none of these: they could not even answer.
         if not unknown or wanted or len(unknown) > len(evidence.flights):
             return None
@@ -226,12 +226,12 @@ def _untold(rank: RankEvidence) -> str:
 def _lost_threads(evidence: Evidence, guilty: Collection[int]) -> list[str]:
     """A sentence each for ranks that may wait for what a thread of them would have done."""
     threads = grouped({number: evidence.rank(number).thread for number in guilty})
-    unsent = grouped({number: evidence.rank(number).unsent for number in guilty})
+    loader_errors = grouped({number: evidence.rank(number).loader_error for number in guilty})
     return [
         *(f"A thread of {who(ranks)} had ended with {text}." for ranks, text in threads[:3]),
         *(
             f"A data worker of {who(ranks)} could not hand on what it had read: {text.rstrip('.')}. {_SEND}"
-            for ranks, text in unsent[:3]
+            for ranks, text in loader_errors[:3]
         ),
     ]
 
@@ -250,7 +250,7 @@ def _fewer_steps(evidence: Evidence, guilty: Collection[int]) -> str:
 
 
 def _kind_of_absence(rank: RankEvidence) -> str:
-    if rank.unsent:
+    if rank.loader_error:
         return "data worker"
     phase = rank.standing.phase if rank.standing is not None else Phase.NONE
     if phase in (Phase.DATA, Phase.EVAL_DATA) or waits_in(rank.stack) == "a DataLoader":

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.pulse import Phase, Standing
+from echelon.contracts.pulse import Phase, RankProgress
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.diagnosis.failure import Failure
@@ -68,9 +68,9 @@ class RankEvidence:
         stack: of its main thread, innermost first, at the time when it was asked, or of its crash.
         threads: where its other threads were then, in the user's own code.
         flight: its collectives; None if it left no record.
-        unread: it left one that could not be read.
+        flight_unreadable: it left one that could not be read.
         thread: if the rank hung: the error that ended one of its threads.
-        unsent: if it waited for a DataLoader: the error of a worker that could not hand on what it had read.
+        loader_error: if it waited for a DataLoader: the error of a worker that could not hand on what it had read.
         logged: the last error that its log tells of, if nothing else is known: it may have caught that, and gone on.
         last_line: of the log of one that ended itself, if nothing in it is an error.
         raised: the exception that it was handling, or was, before a call in `finally` failed: by itself no fault. None if none.
@@ -83,7 +83,7 @@ class RankEvidence:
     finished: bool = False
     heard: str = ""
     oom: bool = False
-    standing: Standing | None = None
+    standing: RankProgress | None = None
     stopped: bool = False
     silent_s: float | None = None
     answers: bool | None = None
@@ -91,9 +91,9 @@ class RankEvidence:
     stack: tuple[Frame, ...] = ()
     threads: tuple[Frame, ...] = ()
     flight: Flight | None = None
-    unread: bool = False
+    flight_unreadable: bool = False
     thread: str = ""
-    unsent: str = ""
+    loader_error: str = ""
     logged: str = ""
     last_line: str = ""
     raised: Failure | None = None
@@ -119,7 +119,7 @@ def add_record(ranks: dict[int, RankEvidence], record: Mapping[str, Any], run: R
     for number, entry in record.get("seen", {}).items():
         if len(number) < 8 and int(number) not in ranks and int(number) < MOST_RANKS:
             step, phase, evaluated, beats = entry["at"]
-            standing = Standing(step, Phase(phase), evaluated, beats)
+            standing = RankProgress(step, Phase(phase), evaluated, beats)
             silent_s = seconds(entry.get("silent_s"))
             raised = entry.get("raised") and Failure.from_record(int(number), 1, 0, entry["raised"], run.log(int(number)))
             rank = RankEvidence(int(number), standing=standing, stopped=entry["stopped"], silent_s=silent_s, raised=raised)
@@ -174,10 +174,10 @@ def with_words_of_log(rank: RankEvidence, log: str) -> RankEvidence:
     """With what its threads and data workers wrote there of errors that end nothing: somebody waits for what they would give."""
     name = waits_in(rank.stack)
     if name == "a DataLoader":
-        rank = replace(rank, unsent=unsent_batch(log))
+        rank = replace(rank, loader_error=unsent_batch(log))
     elif not name:
         rank = replace(rank, thread=lost_thread(log))
-    return rank if rank.unsent or rank.thread else replace(rank, logged=logged_error(last_traceback(log)))
+    return rank if rank.loader_error or rank.thread else replace(rank, logged=logged_error(last_traceback(log)))
 
 
 def with_error_before(rank: RankEvidence) -> RankEvidence:

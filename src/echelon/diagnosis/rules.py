@@ -65,7 +65,7 @@ def explain(evidence: Evidence) -> Verdict:
             hung.receiving,
             hung.not_waiting,
             hung.behind,
-            stood,
+            all_stalled,
         )
         verdicts = ((rule, verdict_of_rule) for rule in rules if (verdict_of_rule := rule(evidence, waiting)) is not None)
         rule, verdict = next(verdicts, (None, None))
@@ -230,7 +230,7 @@ _OF_LOADER = (
 )
 
 
-def stood(evidence: Evidence, waits: Mapping[int, tuple[Wait, str]]) -> Verdict | None:
+def all_stalled(evidence: Evidence, waits: Mapping[int, tuple[Wait, str]]) -> Verdict | None:
     """All ranks together: each is where it would be without the others. A lone rank waits for no other, wherever it stands."""
     ranks = [evidence.rank(number) for number in evidence.all_ranks]
     if evidence.hang_after_s is None or evidence.failures or not ranks:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from echelon.doctor.reports import Checkup, RankReport
 from echelon.doctor.row import Row, State
-from echelon.doctor.said import Checkup, RankSaid
 
 __all__ = ["hosts"]
 
@@ -29,12 +29,12 @@ def hosts(checkup: Checkup) -> Iterator[Row]:
             yield from judge(checkup)
 
 
-def _worst(checkup: Checkup, value_of: Callable[[RankSaid], float | None]) -> tuple[float, RankSaid] | None:
+def _worst(checkup: Checkup, value_of: Callable[[RankReport], float | None]) -> tuple[float, RankReport] | None:
     values = [(value, report) for report in checkup.in_order if (value := value_of(report)) is not None]
     return min(values, key=lambda pair: pair[0]) if values else None
 
 
-def _at(checkup: Checkup, report: RankSaid) -> str:
+def _at(checkup: Checkup, report: RankReport) -> str:
     return f" on {report.host}" if checkup.several_hosts else ""
 
 
@@ -80,7 +80,7 @@ def _resolution(checkup: Checkup) -> Iterator[Row]:
         yield Row(
             "names", "warn", text, "Take the line with 127.0.1.1 out of /etc/hosts there, or set MASTER_ADDR to its address."
         )
-    elif not unknown and any("resolution" in report.told for report in checkup.in_order):
+    elif not unknown and any("resolution" in report.values for report in checkup.in_order):
         yield Row("names", "ok", "every host knows an address for its own name and for others'")
 
 
@@ -89,7 +89,7 @@ def _interfaces(checkup: Checkup) -> Iterator[Row]:
     lacking: dict[str, list[int]] = {}
     seen = set()
     for report in checkup.in_order:
-        interfaces = report.told.get("interfaces")
+        interfaces = report.values.get("interfaces")
         there = [each for each in interfaces if isinstance(each, str)] if isinstance(interfaces, list) else []
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             wanted = report.texts("settings").get(variable, "")
@@ -117,7 +117,7 @@ def _matches(wanted: str, there: list[str]) -> bool:
     return any(each == name or (not exact and each.startswith(name)) for name in names for each in there if name)
 
 
-def _place(report: RankSaid, what: str) -> dict[str, Any] | None:
+def _place(report: RankReport, what: str) -> dict[str, Any] | None:
     """What a rank told of a folder, if that is what it should be."""
     value = report.mapping("disks").get(what)
     good = isinstance(value, dict) and isinstance(value.get("path"), str) and type(value.get("free_mib")) is int
@@ -180,7 +180,7 @@ def _limits(checkup: Checkup) -> Iterator[Row]:
         state: State = "fail" if count < FILES_FAIL else "warn" if count < FILES_WARN else "ok"
         remedy = "Raise it: `ulimit -n 65536` before the start, or LimitNOFILE / limits.conf for all."
         yield Row("open files", state, f"at most {count:.0f}{_at(checkup, report)}", "" if state == "ok" else remedy)
-    elif any("limits" in report.told for report in checkup.in_order):
+    elif any("limits" in report.values for report in checkup.in_order):
         yield Row("open files", "ok", "no limit")
     few = _worst(checkup, lambda report: report.number("limits", "processes"))
     if few is not None and few[0] < PROCESSES_WARN:
@@ -255,7 +255,7 @@ def _settings(checkup: Checkup) -> Iterator[Row]:
     names = {name for report in checkup.in_order for name in report.texts("settings") if not name.startswith(_OWN)}
     differ = []
     for name in sorted(names):
-        values = {report.texts("settings").get(name, "unset") for report in checkup.in_order if "settings" in report.told}
+        values = {report.texts("settings").get(name, "unset") for report in checkup.in_order if "settings" in report.values}
         if len(values) > 1:
             differ.append(f"{name}: {', '.join(sorted(values))}")
     if differ:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 from echelon.common.terminal import rank_ranges
 from echelon.doctor.hosts import hosts
+from echelon.doctor.reports import Checkup, RankReport
 from echelon.doctor.row import Row, State
-from echelon.doctor.said import Checkup, RankSaid
 from echelon.doctor.together import together
 
 __all__ = ["judged"]
@@ -56,8 +56,8 @@ def _broken(checkup: Checkup) -> Iterator[Row]:
         yield Row(part, "fail", f"{checkup.who(ranks)}: {error}", _OF_PART.get(part, "Mend what the error names there."))
     hang: dict[str, list[int]] = {}
     for report in checkup.in_order:
-        if "end" not in report.told and report.told:
-            doing = report.told.get("doing")
+        if "end" not in report.values and report.values:
+            doing = report.values.get("doing")
             hang.setdefault(doing if isinstance(doing, str) else "the beginning", []).append(report.rank)
     for part, ranks in hang.items():
         text = f"{checkup.who(ranks)} did not come beyond {part!r}"
@@ -68,7 +68,7 @@ def _broken(checkup: Checkup) -> Iterator[Row]:
 
 
 def _same(
-    checkup: Checkup, name: str, value_of: Callable[[RankSaid], object], remedy: str, state: State = "fail"
+    checkup: Checkup, name: str, value_of: Callable[[RankReport], object], remedy: str, state: State = "fail"
 ) -> Iterator[Row]:
     """A row about a value that must be one. None if nobody has it."""
     having: dict[str, list[int]] = {}
@@ -93,11 +93,11 @@ def _text(value: object) -> str:
 def _versions(checkup: Checkup) -> Iterator[Row]:
     install = "Install the same version everywhere, or start all ranks from one environment in a shared folder."
     for name, part in (("python", "versions"), ("torch", "torch"), ("echelon", "versions"), ("echelon's code", "versions")):
-        yield from _same(checkup, name, lambda said, name=name, part=part: said.texts(part).get(name), install)  # type: ignore[misc]
+        yield from _same(checkup, name, lambda report, name=name, part=part: report.texts(part).get(name), install)  # type: ignore[misc]
     yield from _same(
-        checkup, "script", lambda said: _text(said.told.get("script")), "Copy it there again, or use a shared folder."
+        checkup, "script", lambda report: _text(report.values.get("script")), "Copy it there again, or use a shared folder."
     )
     for name, part in (("NCCL", "torch"), ("CUDA of torch", "torch")):
-        yield from _same(checkup, name, lambda said, name=name, part=part: said.texts(part).get(name), install)  # type: ignore[misc]
+        yield from _same(checkup, name, lambda report, name=name, part=part: report.texts(part).get(name), install)  # type: ignore[misc]
     driver = "NCCL of one version runs over several drivers, at the speed of the oldest: bring the hosts to one driver."
-    yield from _same(checkup, "driver", lambda said: said.texts("versions").get("driver"), driver, "warn")
+    yield from _same(checkup, "driver", lambda report: report.texts("versions").get("driver"), driver, "warn")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from echelon.common.terminal import one_line
-from echelon.doctor.said import Checkup
+from echelon.doctor.reports import Checkup
 
 __all__ = ["Row", "State", "as_json", "table"]
 
@@ -53,6 +53,8 @@ def as_json(rows: Sequence[Row], checkup: Checkup) -> dict[str, Any]:
     return {
         "ok": not any(row.state == "fail" for row in rows),
         "rows": [{"name": r.name, "state": r.state, "said": r.said, "remedy": r.remedy} for r in rows],
-        "ranks": {str(report.rank): {"host": report.host, **report.told, "errors": report.errors} for report in checkup.in_order},
+        "ranks": {
+            str(report.rank): {"host": report.host, **report.values, "errors": report.errors} for report in checkup.in_order
+        },
         "silent": checkup.silent,
     }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from statistics import median
 
+from echelon.doctor.reports import Checkup, is_number
 from echelon.doctor.row import Row, State
-from echelon.doctor.said import Checkup, is_number
 
 __all__ = ["together"]
 
@@ -42,7 +42,7 @@ def _joined(checkup: Checkup) -> Iterator[Row]:
 def _sums(checkup: Checkup) -> Iterator[Row]:
     sums: dict[str, list[tuple[float, float, int, object]]] = {}
     for report in checkup.in_order:
-        value = report.told.get("sums")
+        value = report.values.get("sums")
         for each in value if isinstance(value, list) else ():
             if isinstance(each, dict) and isinstance(each.get("device"), str) and type(each.get("wrong")) is int:
                 speed = float(each["mib_s"]) if is_number(each.get("mib_s")) else 0.0
@@ -63,7 +63,7 @@ def _pairs(checkup: Checkup) -> Iterator[Row]:
     speeds: dict[tuple[int, int], float] = {}
     wrong = []
     for report in checkup.in_order:
-        value = report.told.get("pairs")
+        value = report.values.get("pairs")
         for each in value if isinstance(value, list) else ():
             if isinstance(each, list) and len(each) == 3 and all(map(is_number, each)) and each[0] in checkup.ranks:
                 pair = (min(report.rank, int(each[0])), max(report.rank, int(each[0])))

@@ -20,7 +20,7 @@ from typing import Any
 from echelon.common.errors import RankFailedError, RunFolderError, require
 from echelon.common.files import open_file, parse_object, private_folder, write_whole
 from echelon.common.terminal import printable
-from echelon.common.trust import check_parents, doubt, read_ours
+from echelon.common.trust import check_parents, read_trusted, why_untrusted
 from echelon.contracts.records import exit_record
 from echelon.contracts.run_dir import RunDir, read_json, write_json
 from echelon.contracts.stopping import REQUEUE
@@ -64,7 +64,7 @@ def write_spec(run: RunDir, spec: JobSpec, *, launcher: str, **more: Any) -> str
         raise RunFolderError(f"{folder} cannot be created: {error.strerror}. Choose another --name.") from error
     check_parents(run.path)
     for path in (run.path, folder):
-        if why := doubt(path, os.stat(path)):
+        if why := why_untrusted(path, os.stat(path)):
             raise RunFolderError(why)
     (folder / _SUBMITTED).unlink(missing_ok=True)  # of a job before
     text = json.dumps({"spec": asdict(spec), "launcher": launcher, **more, "key": secrets.token_hex(32)}, indent=2)
@@ -83,7 +83,7 @@ def read_spec(run: RunDir, sha256: str | None = None, *, believe: bool = True) -
         UsageError: the folder is not that of a submitted job; or somebody else can have written it.
     """
     try:
-        text, why = read_ours(run.path / "job", _JOB, _MOST_BYTES)
+        text, why = read_trusted(run.path / "job", _JOB, _MOST_BYTES)
     except OSError as error:
         if isinstance(error, FileNotFoundError):
             raise RunFolderError(f"{run.path} holds no submitted job (no job/job.json in it).") from None
@@ -147,7 +147,7 @@ class FolderJob(ABC):
         """How many processes it has, on all nodes together."""
         return self.spec.ranks * self.spec.nodes
 
-    def believed(self) -> Mapping[str, Any]:
+    def verified(self) -> Mapping[str, Any]:
         """What was said of the job.
 
         Raises:
@@ -202,7 +202,7 @@ class FolderJob(ABC):
         Raises:
             UsageError: somebody else can have written what is to be ended.
         """
-        self.believed()
+        self.verified()
         # First: a job that is asked to stop must know that it shall not come back.
         os.close(open_file(self.run.path / "job" / "cancelled", os.O_WRONLY | os.O_CREAT))
         self._stop()

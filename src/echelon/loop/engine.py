@@ -34,7 +34,7 @@ from echelon.loop.validate import callbacks_of, check_unit, has_hook, inner_of, 
 from echelon.parallel.guards.guard import Guard
 from echelon.world import agree, clock, rng, stop
 from echelon.world.clock import Part
-from echelon.world.handshake import greet
+from echelon.world.handshake import check_same_setup
 from echelon.world.init import World
 
 __all__ = ["Run"]
@@ -100,7 +100,7 @@ class Run:
 
     def _begin_training(self, stage: Stage) -> None:
         state, here, progress = self.state, stage.here, stage.progress
-        greet()
+        check_same_setup()
         if stop.asked() is not None:  # before this loop began
             state.stop_for_signal()
         agreements.on_limits(here, progress, self.callbacks, getattr(self._inner, "window", None))
@@ -138,7 +138,7 @@ class Run:
 
     def _leaves(self, stage: Stage) -> bool:
         """Whether this run was asked to stop by a signal, on any rank, before it was complete or ended by its own script."""
-        heard = agree.first_told(stop.asked())
+        heard = agree.first_not_none(stop.asked())
         if heard is None:
             return False
         stop.asked_elsewhere(heard)

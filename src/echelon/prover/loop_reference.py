@@ -21,13 +21,13 @@ from echelon.loop.own.batch_window import OwnWindow
 from echelon.loop.own.loop_unit import LoopUnit
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.recipe.precision import Precision
-from echelon.prover.records import Enough, RankRecord
+from echelon.prover.records import RankRecord, StopLoop
 from echelon.prover.reference import How, Pass, Reference, Shake
 from echelon.prover.references import AutoReference, OwnReference, SeveralReference
 from echelon.prover.values import UnitKind, balance, forget_loads, switch_off_dropout
 from echelon.world.device import in_thread
 
-__all__ = ["LoopReference", "Plain", "PlainWindow", "Turns", "reference_of"]
+__all__ = ["LockstepLoop", "LoopReference", "Plain", "PlainWindow", "reference_of"]
 
 _LOOKS = 3  # how often a loop may look at its data before it trains
 
@@ -114,7 +114,7 @@ class PlainWindow(OwnWindow):
         (self._session.unit.optimizer if turn is None else turn.optimizer).step()  # which prove may have replaced
 
 
-class Turns:
+class LockstepLoop:
     """
     Args:
         work: what calls `give` and `end_epoch`; when it returns, the script ends.
@@ -169,7 +169,7 @@ class Turns:
         except BaseException as error:
             self._to_loop.put(("error", error))
         else:
-            self._to_loop.put(("end", Enough()))
+            self._to_loop.put(("end", StopLoop()))
 
     def give(self, batch: Any) -> None:
         """Have the loop take its step on a batch, and wait for that."""
@@ -198,7 +198,7 @@ class LoopReference(AutoReference):
 
     unit: LoopUnit  # type: ignore[assignment]  # no AutoUnit: what it computes is in the loop
 
-    def __init__(self, turns: Turns, *args: Any) -> None:
+    def __init__(self, turns: LockstepLoop, *args: Any) -> None:
         super().__init__(*args)
         self.turns = turns
         self._trains = False  # or only a gradient is asked for

@@ -31,8 +31,8 @@ __all__ = [
     "Computed",
     "Judged",
     "OnRanks",
-    "Ran",
     "ReferenceStore",
+    "RowRun",
     "are_alike",
     "data_of",
     "in_float64",
@@ -48,7 +48,7 @@ _Data = tuple[Any, Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class Ran:
+class RowRun:
     """A row that was run: where its values are, and what its ranks wrote down."""
 
     row: Row
@@ -100,7 +100,7 @@ class Computed:
 class Judged:
     """A row against its reference, in one precision. `is_recorded`: what the ranks wrote down shows a mistake by itself."""
 
-    ran: Ran
+    ran: RowRun
     reference: Computed
     verdict: Verdict
     is_recorded: bool = False
@@ -130,7 +130,7 @@ def with_constant_draws(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}{CONSTANT}")
 
 
-def of_same_samples(one: Ran, other: Ran) -> bool:
+def of_same_samples(one: RowRun, other: RowRun) -> bool:
     """Whether both trained on the same micro-batches, to a few digits: else they tell nothing of each other."""
 
     values, others = (leaves([m.plain for r in ran.records for m in r.micros]) for ran in (one, other))
@@ -160,7 +160,7 @@ class OnRanks:
     timeout_s: float | None
     logs: Path | None
 
-    def row(self, row: Row, folder: Path, dtype: torch.dtype) -> Ran:
+    def row(self, row: Row, folder: Path, dtype: torch.dtype) -> RowRun:
         """Run the target as `row` says; what its ranks leave goes to `folder`."""
         folder.mkdir()
         self.launch(run_row, row.ranks, self.target, row, str(folder), self.updates_of(row), dtype, self.seed)
@@ -174,13 +174,13 @@ class OnRanks:
             compiles=any(r.compiles for r in records),
             half=next((r.half for r in records if r.half), None),
         )
-        return Ran(ran_as, folder, records, dtype)
+        return RowRun(ran_as, folder, records, dtype)
 
     def updates_of(self, row: Row) -> int:
         """How many of them are compared."""
         return min(self.updates, _BRIEF) if row.brief else self.updates
 
-    def replay(self, ran: Ran, folder: Path) -> Replay:
+    def replay(self, ran: RowRun, folder: Path) -> Replay:
         """What a reference on the micro-batches of `ran` needs; what it leaves goes to `folder`."""
         return Replay(self.target, ran.row, ran.files, str(folder), ran.dtype, self.seed)
 
@@ -221,7 +221,7 @@ class ReferenceStore:
         self._on_ranks, self.folder = on_ranks, folder
         self._known: list[tuple[_Data, Computed]] = []
 
-    def of(self, ran: Ran) -> Computed:
+    def of(self, ran: RowRun) -> Computed:
         """That of a row, computed once for all rows on the same data, or on the first updates of it."""
         data = data_of(ran)
         for known, reference in self._known:
@@ -233,7 +233,7 @@ class ReferenceStore:
         self._known.append((data, self._computed(ran, folder)))
         return self._known[-1][1]
 
-    def _computed(self, ran: Ran, folder: Path) -> Computed:
+    def _computed(self, ran: RowRun, folder: Path) -> Computed:
         """The reference, and in float32 a first sample of what rounding does to it; in half precision more."""
         replay = self._on_ranks.replay(ran, folder)
         reference = Computed(folder, self._on_ranks.launch(run_reference, 1, replay))
@@ -252,7 +252,7 @@ class ReferenceStore:
             self.shake(ran, reference, 1, None)
         return reference
 
-    def shake(self, ran: Ran, reference: Computed, samples: int, narrowest: torch.dtype | None) -> None:
+    def shake(self, ran: RowRun, reference: Computed, samples: int, narrowest: torch.dtype | None) -> None:
         """See to it that there are so many shaken references, by the rounding of the narrowest type if one is given."""
         replay = self._on_ranks.replay(ran, reference.folder)
         rounding = torch.finfo(narrowest).eps if narrowest is not None else None
@@ -264,14 +264,14 @@ class ReferenceStore:
             self._on_ranks.launch(run_reference, 1, replay, Reference.run, "shaken", Shake(sample, rounding))
         reference.shaken = max(samples, known), length
 
-    def probed(self, ran: Ran, reference: Computed) -> dict[str, Any]:
+    def probed(self, ran: RowRun, reference: Computed) -> dict[str, Any]:
         if reference.probed is None:
             reference.probed = dict(UNKNOWN)
             with contextlib.suppress(RankFailedError):
                 reference.probed = self._on_ranks.launch(run_reference, 1, self._on_ranks.replay(ran, self.folder), probe)
         return reference.probed
 
-    def state(self, ran: Ran, reference: Computed) -> dict[str, list[str]]:
+    def state(self, ran: RowRun, reference: Computed) -> dict[str, list[str]]:
         """What the unit keeps between passes, as far as it matters: paths by name."""
         keeps = any(m.state for r in ran.records for m in r.micros)
         return dict(self.probed(ran, reference)["state"]) if keeps else {}
@@ -282,7 +282,7 @@ def are_alike(one: _Data, other: _Data) -> bool:
     return one[0] == other[0] and all(a == b for a, b in zip(one[1], other[1], strict=False))
 
 
-def data_of(ran: Ran) -> _Data:
+def data_of(ran: RowRun) -> _Data:
     """What the reference of a row depends on: how it trains, and on what in each update. Rows with the same share it.
 
     As a rule the samples of each update alone, whichever ranks had them. Dropped units depend on the micro-batches and on the

@@ -29,8 +29,8 @@ from echelon.prover.on_ranks import (
     Computed,
     Judged,
     OnRanks,
-    Ran,
     ReferenceStore,
+    RowRun,
     are_alike,
     data_of,
     in_float64,
@@ -126,7 +126,7 @@ class Proving:
 
     # --- notes
 
-    def _reference(self, ran: Ran) -> Computed:
+    def _reference(self, ran: RowRun) -> Computed:
         """That of a row, and what is to be said of it."""
         reference = self._references.of(ran)
         if ran.dtype is self.dtype and not ran.folder.name.endswith(CONSTANT):  # which have fewer updates
@@ -134,7 +134,7 @@ class Proving:
             self._check_order(ran, data_of(ran))
         return reference
 
-    def _note(self, ran: Ran, facts: dict[str, Any]) -> None:
+    def _note(self, ran: RowRun, facts: dict[str, Any]) -> None:
         if facts["drew"]:
             self._say(
                 "Random numbers are drawn in the forward pass: "
@@ -169,7 +169,7 @@ class Proving:
             more = f" ({len(untrained) - 3} more)" if len(untrained) > 3 else ""
             self._say(f"To be trained, but in no optimizer, in one process either: {', '.join(untrained[:3])}{more}.")
 
-    def _say_how(self, ran: Ran) -> None:
+    def _say_how(self, ran: RowRun) -> None:
         """As what rows ran, where the script compiles or computes in half precision."""
         row = ran.row
         compiled = row.compiles and row.is_compiled
@@ -185,7 +185,7 @@ class Proving:
         if note not in self.proof.notes:
             self.proof.notes.append(note)
 
-    def _check_order(self, ran: Ran, key: Any) -> None:
+    def _check_order(self, ran: RowRun, key: Any) -> None:
         """Rule of truth 1: an echelon.Loader gives the same global batches however they are split."""
         known = self._batches.setdefault(ran.row.optimizer, key)
         if not are_alike(key, known) and ran.records[0].global_batch is None:
@@ -197,7 +197,7 @@ class Proving:
 
     # --- judging
 
-    def _compare(self, row: Row, result: Result, ran: Ran) -> None:
+    def _compare(self, row: Row, result: Result, ran: RowRun) -> None:
         records, result.precision = ran.records, ran.precision
         self._fitting.name(row, result, ran.row, records[0])
         if not records[0].updates:
@@ -227,7 +227,7 @@ class Proving:
             result.verdict = IN_PART  # one process makes the same mistake, as the script itself scales its loss
             result.message = "; ".join(filter(None, (result.message, f"the run warns: {warned}")))
 
-    def _judge(self, result: Result, ran: Ran) -> Judged:
+    def _judge(self, result: Result, ran: RowRun) -> Judged:
         """A row against its reference, whose passes over micro-batches are as the ranks' were."""
         try:
             reference = self._reference(ran)
@@ -283,11 +283,11 @@ class Proving:
         self._say(f"The forward pass keeps state ({', '.join(state)}): passes of the reference began with what the ranks had.")
         return self._against(ran, reference)
 
-    def _against(self, ran: Ran, reference: Computed) -> Judged:
+    def _against(self, ran: RowRun, reference: Computed) -> Judged:
         verdict = compare(ran.folder, reference.folder, ran.records, ran.dtype, half=ran.narrow is not None)
         return Judged(ran, reference, verdict)
 
-    def _of_backward(self, ran: Ran) -> list[tuple[str, str]]:
+    def _of_backward(self, ran: RowRun) -> list[tuple[str, str]]:
         """A mistake that no reference shows: it makes it, too, or draws other numbers than compiled code."""
         if not ran.drew or ran.dtype is not self.dtype:
             return []
@@ -299,7 +299,7 @@ class Proving:
                 return [("other random numbers in the backward pass", seen)]
         return []
 
-    def _of_scaler(self, ran: Ran, reference: Computed) -> list[tuple[str, str]]:
+    def _of_scaler(self, ran: RowRun, reference: Computed) -> list[tuple[str, str]]:
         """Whether it matters by what the script's own gradient scaler multiplies the loss."""
         if not ran.records[0].scaler or ran.records[0].scales:
             return []
@@ -313,7 +313,7 @@ class Proving:
                 shutil.rmtree(folder)
         return reference.scaling
 
-    def _of_underflow(self, ran: Ran, reference: Computed) -> list[tuple[str, str]]:
+    def _of_underflow(self, ran: RowRun, reference: Computed) -> list[tuple[str, str]]:
         first = "update-000.pt"
         wide = next((p / first for p in reference.folder.glob("again-wide-*") if (p / first).exists()), None)
         if ran.row.narrow is None or wide is None or ran.records[0].flattened:
@@ -394,7 +394,7 @@ class Proving:
             return None, "it draws {} of shape {}, which has no row for each sample".format(*min(shapes))
         return result, ""
 
-    def _drawn_by_batch(self, seen: Judged, ran: Ran, judged: Judged) -> list[str]:
+    def _drawn_by_batch(self, seen: Judged, ran: RowRun, judged: Judged) -> list[str]:
         """Streams that are not torch's, from which more samples draw no more, as for weights of a loss; and from which the ranks
         draw other numbers, while the row with constant draws, `ran`, had the same on all.
         """
@@ -518,7 +518,7 @@ class Proving:
                 return None
         return None
 
-    def _same_bits(self, ran: Ran, verdict: Verdict) -> bool:
+    def _same_bits(self, ran: RowRun, verdict: Verdict) -> bool:
         """Whether this row's last parameters have the very bits of the first row of the bit-equal mode."""
         last = load_values(ran.folder / f"update-{verdict.updates - 1:03d}.pt")["parameters"]
         known = self._bitwise.setdefault(ran.row.optimizer, last)

@@ -22,13 +22,13 @@ from echelon.parallel.fsdp.fsdp import FSDPStrategy
 from echelon.parallel.layouts import LAYOUTS, in_words, resolve, with_options_of
 from echelon.parallel.recipe.compilation import keeping_random
 from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
-from echelon.prover.loop_reference import Turns, reference_of
+from echelon.prover.loop_reference import LockstepLoop, reference_of
 from echelon.prover.matrix import Row
 from echelon.prover.objects import is_library
 from echelon.prover.operators import ConstantDraws, without_narrow_casts
 from echelon.prover.pass_state import GLOBAL, Sources, drawn_between
 from echelon.prover.recorder import StepRecorder
-from echelon.prover.records import Enough, load_records
+from echelon.prover.records import StopLoop, load_records
 from echelon.prover.reference import How, Reference, Shake
 from echelon.prover.values import UnitKind, prepared_of, widen
 from echelon.prover.workarounds import (
@@ -91,7 +91,7 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
         head.enter_context(observing(watch))
         try:
             target.run()
-        except Enough:
+        except StopLoop:
             pass
         except SystemExit as stop:
             if stop.code not in (None, 0):
@@ -160,7 +160,7 @@ class Replay:
             ranks: whose global batches this process has, where batches are said for each: schedules go by their number.
         """
         recorded: dict[str, Any] = {}
-        turns: Turns | None = None
+        turns: LockstepLoop | None = None
         head = contextlib.ExitStack()
 
         def work_and_end(unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
@@ -170,9 +170,9 @@ class Replay:
                 head.enter_context(draws or ConstantDraws())
             if not UnitKind.of(unit).is_loop:
                 recorded.update(work(unit, dataloader, callbacks))
-                raise Enough
+                raise StopLoop
             if turns is None:
-                unit.reference = turns = Turns(lambda: recorded.update(work(unit, dataloader, callbacks)))
+                unit.reference = turns = LockstepLoop(lambda: recorded.update(work(unit, dataloader, callbacks)))
             return []
 
         precision, compiled = self.row.imposed_precision(wide=dtype is torch.float64), None if self.compiled else False
@@ -182,7 +182,7 @@ class Replay:
         with _deciding(decided, self.row, dtype, self.seed), scaled, observing(work_and_end), head:
             try:
                 self.target.run()
-            except Enough:
+            except StopLoop:
                 return recorded
         what = self.target.script or "the functions"
         if turns is not None:

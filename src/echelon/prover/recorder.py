@@ -41,7 +41,7 @@ from echelon.prover.objects import Objects, own_modules
 from echelon.prover.operators import ConstantDraws
 from echelon.prover.pass_state import ABSENT, KeptState, Sources, digests_of, drawn_between, of_loop
 from echelon.prover.reading import Reading, plan_of
-from echelon.prover.records import Enough, RankRecord
+from echelon.prover.records import RankRecord, StopLoop
 from echelon.prover.values import (
     UnitKind,
     is_replica,
@@ -112,7 +112,7 @@ class StepRecorder(Callback):
             unseeded: the global streams that the script did not seed itself.
         """
         if self._unit is not None:
-            raise Enough  # the script trains once more, after fewer updates than were asked for
+            raise StopLoop  # the script trains once more, after fewer updates than were asked for
         if not isinstance(unit, units.TrainedUnit):
             raise ProveError(f"the unit must be a TrainUnit, got {type(unit).__name__}.")
         objects = Objects(unit)
@@ -131,12 +131,12 @@ class StepRecorder(Callback):
             self.record.dropouts = switch_off_dropout(unit)
         if self.record.constant_draws and self.cannot_draw_constantly:
             self.record.wants_constant_draws = True
-            raise Enough
+            raise StopLoop
         for _, module in modules_of(unit):
             module.register_forward_pre_hook(self._before_forward)
         if self.dtype is not torch.float64 and any(p.dtype is torch.float64 for _, p in parameters_of(unit)):
             self.record.is_double = True
-            raise Enough
+            raise StopLoop
         owners, parameters = owners_of(unit), whole_parameters(unit)
         self.record.owners = owners if not self.rank else {}
         self.record.initial_digests = {n: digest(p) for n, p in parameters.items()}
@@ -428,7 +428,7 @@ class StepRecorder(Callback):
         record.updates.append(self._micros)
         self._begin_update()
         if len(record.updates) == self.updates:
-            raise Enough
+            raise StopLoop
 
     def _begin_update(self) -> None:
         self._micros, self._clipped, self._was_scaled = [], None, False

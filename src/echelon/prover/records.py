@@ -17,10 +17,10 @@ from echelon.prover.micro import Micro, widths_of
 from echelon.prover.reading import Plan
 from echelon.prover.values import UnitKind, as_real
 
-__all__ = ["Enough", "RankRecord", "by_index", "load_records", "load_values", "micros_in_order", "stage_files", "widths"]
+__all__ = ["RankRecord", "StopLoop", "by_index", "load_records", "load_values", "micros_in_order", "stage_files", "widths"]
 
 
-class Enough(BaseException):
+class StopLoop(BaseException):
     """Ends a script when all that is compared has been seen. Not an Exception, so that no script swallows it."""
 
 

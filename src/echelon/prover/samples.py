@@ -31,7 +31,7 @@ from echelon.data.prefetch import Feed
 from echelon.loop.callback import Callback
 from echelon.prover.matrix import Row
 from echelon.prover.micro import Micro, checksums, digest, leaves, on_host, plain, widened, widths_of
-from echelon.prover.on_ranks import OnRanks, Ran
+from echelon.prover.on_ranks import OnRanks, RowRun
 from echelon.prover.operators import without_narrow_casts
 from echelon.prover.proof import Result
 from echelon.prover.rank import Replay
@@ -279,7 +279,7 @@ class SampleChecks:
         self._depends_on_seed: str | None = None
         self._keeps: str | None = None  # what reading changes of the data set, if samples depend on it
 
-    def causes(self, result: Result, ran: Ran, *, joined: bool) -> list[tuple[str, str]]:
+    def causes(self, result: Result, ran: RowRun, *, joined: bool) -> list[tuple[str, str]]:
         """Those that the samples of a row show; notes go to the result.
 
         Args:
@@ -326,7 +326,7 @@ class SampleChecks:
             difference = "ranks have data sets with other samples"
         return f"{difference}; echelon.Loader divides by itself what is the same on all ranks" if difference else None
 
-    def _by_seed(self, ran: Ran) -> str:
+    def _by_seed(self, ran: RowRun) -> str:
         """What is another on a rank where RNGs that the script does not seed are seeded alike before it trains."""
         if self._depends_on_seed is None:
             self._depends_on_seed, again = "", self.folder / "seeded-alike"

@@ -4,7 +4,7 @@ All functions are collective over the default group, or the one that they are gi
 order. In a world of one they return at once. The default group needs a backend for host memory (gloo), which `init_from_env`
 always provides.
 
-What a rank gets, of R ranks and values of B bytes: one value by `any_rank`, `first_told`, `same_on_all` and `from_rank0`, and
+What a rank gets, of R ranks and values of B bytes: one value by `any_rank`, `first_not_none`, `same_on_all` and `from_rank0`, and
 by `kinds` where all have the same; else by `kinds` R digests and the values that differ; R x B by `gather`, which is for a few
 words. What only rank 0 must know goes by `first`.
 """
@@ -34,7 +34,7 @@ __all__ = [
     "channel",
     "control_group",
     "fail_together",
-    "first_told",
+    "first_not_none",
     "from_one",
     "from_rank0",
     "gather",
@@ -228,7 +228,7 @@ def _from(rank: int, value: Any, group: dist.ProcessGroup | None) -> Any:
     return json.loads(head[_LENGTH : _LENGTH + length])
 
 
-def first_told(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+def first_not_none(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """What the first rank says that does not say None; None if all do. The value is anything that JSON can hold.
 
     One collective where nobody has anything to say.
@@ -245,7 +245,7 @@ def first_told(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 def raise_on_all(problem: str | None, kind: type[Exception] = errors.UsageError) -> None:
     """What is wrong on the first rank on which something is, as an error on all. Collective."""
-    if (first := first_told(problem)) is not None:
+    if (first := first_not_none(problem)) is not None:
         raise kind(first)
 
 
@@ -257,7 +257,7 @@ def fail_together(error: Exception | None, where: str, group: dist.ProcessGroup 
     Raises:
         Exception: where something went wrong, that; on the other ranks `told_error` of the first of these.
     """
-    failure = first_told(None if error is None else [rank(), *in_json(error)], group)
+    failure = first_not_none(None if error is None else [rank(), *in_json(error)], group)
     if error is not None:
         raise error
     if failure is not None:

@@ -28,7 +28,7 @@ from echelon.contracts.rank import RankInfo
 from echelon.world import agree
 from echelon.world.program import MODULE, SETTINGS, build, program
 
-__all__ = ["VARIABLE", "Said", "differences", "greet", "greeted", "refusal_of", "tellers_of", "warn_of"]
+__all__ = ["VARIABLE", "RankSetup", "check_same_setup", "differences", "greeted", "refusal_of", "tellers_of", "warn_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ _greeted: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDi
 
 
 @dataclass(frozen=True)
-class Said:
+class RankSetup:
     """What a rank says of its program.
 
     Args:
@@ -58,7 +58,7 @@ class Said:
     host: str = ""
 
     @classmethod
-    def here(cls, info: RankInfo, device: torch.device, backend: str = "gloo") -> Said:
+    def here(cls, info: RankInfo, device: torch.device, backend: str = "gloo") -> RankSetup:
         """Of this rank, which computes there, in a group of that backend.
 
         Raises:
@@ -75,7 +75,7 @@ class Said:
         return json.dumps({"mode": self.mode, "values": self.values, "may_differ": self.may_differ, "host": self.host})
 
     @classmethod
-    def read(cls, text: bytes | str) -> Said:
+    def read(cls, text: bytes | str) -> RankSetup:
         """Of another rank. Anyone can write into a store: what is of another kind than it should be is left out."""
         fields = (parse_object(text) if len(text) <= _MOST_BYTES else None) or {}
         mode, host = fields.get("mode"), fields.get("host")
@@ -142,7 +142,7 @@ def differences(
     return lines
 
 
-def refusal_of(setups: Mapping[int, Said], kinds: Mapping[int, Sequence[int]]) -> str:
+def refusal_of(setups: Mapping[int, RankSetup], kinds: Mapping[int, Sequence[int]]) -> str:
     """What to say to all ranks; empty if they may go on: they differ in what was not to be compared."""
     least = max((setup.mode for setup in setups.values()), key=MODES.index)
     if least == "none":
@@ -173,7 +173,7 @@ def _value(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
-def warn_of(setups: Mapping[int, Said], kinds: Mapping[int, Sequence[int]]) -> None:
+def warn_of(setups: Mapping[int, RankSetup], kinds: Mapping[int, Sequence[int]]) -> None:
     """Say what may differ and does."""
     lines = differences({t: s.may_differ for t, s in setups.items()}, kinds, {t: s.host for t, s in setups.items()})
     if lines and agree.is_rank0():
@@ -186,23 +186,23 @@ def greeted() -> None:
         _greeted[dist.group.WORLD] = True
 
 
-def greet(device: torch.device | None = None) -> None:
+def check_same_setup(device: torch.device | None = None) -> None:
     """Compare this rank with the others of the default group, once for each group; collective over it.
 
     Args:
         device: on which this rank computes; by default the GPU that is its current one, if it uses any.
     Raises:
         RanksDisagreeError: on all ranks, with what differs; or on the others, where one cannot tell what it runs.
-        UsageError: on that one, see `Said.here`.
+        UsageError: on that one, see `RankSetup.here`.
     """
     if not agree.is_joined() or dist.group.WORLD in _greeted:
         return
     info = RankInfo(rank=dist.get_rank(), world_size=dist.get_world_size())
     own_device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
     failure: UsageError | None = None
-    setup = Said("none", {}, {})
+    setup = RankSetup("none", {}, {})
     try:
-        setup = Said.here(info, device or own_device, str(dist.get_backend_config()))
+        setup = RankSetup.here(info, device or own_device, str(dist.get_backend_config()))
     except UsageError as error:  # told first: the others are on their way into the collective
         failure = error
     own_digests = [setup.digest, setup.other_digest, str(failure or "")]
@@ -217,10 +217,10 @@ def greet(device: torch.device | None = None) -> None:
     for which, judge in ((0, _refuse), (1, warn_of)):
         kinds = tellers_of([str(each[which]) for each in digests])
         if len(kinds) > 1:
-            judge({teller: Said.read(agree.from_one(teller, setup.to_json)) for teller in kinds}, kinds)
+            judge({teller: RankSetup.read(agree.from_one(teller, setup.to_json)) for teller in kinds}, kinds)
     greeted()
 
 
-def _refuse(setups: Mapping[int, Said], kinds: Mapping[int, Sequence[int]]) -> None:
+def _refuse(setups: Mapping[int, RankSetup], kinds: Mapping[int, Sequence[int]]) -> None:
     if problem := refusal_of(setups, kinds):
         raise RanksDisagreeError(problem)

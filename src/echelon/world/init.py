@@ -22,11 +22,11 @@ import torch.distributed as dist
 from echelon.common.errors import LauncherEnvironmentError, UsageError, require
 from echelon.common.machine import DEVICE_VARIABLE, missing_interface
 from echelon.common.numbers import digits
-from echelon.contracts.asked import Asked
+from echelon.contracts.expected_world import ExpectedWorld
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.world import stop
 from echelon.world.device import device_of, set_threads, use
-from echelon.world.handshake import Said, greet, greeted
+from echelon.world.handshake import RankSetup, check_same_setup, greeted
 from echelon.world.meeting import Facts, meet, refusal
 from echelon.world.store import store_of
 
@@ -136,7 +136,7 @@ def init_from_env(
     known = float32_matmul_precision in (None, "highest", "high", "medium")
     require(known, "float32_matmul_precision", "'highest', 'high', 'medium' or None", float32_matmul_precision)
     info = rank_info()
-    if (asked := Asked.from_env()) is not None:
+    if (asked := ExpectedWorld.from_env()) is not None:
         asked.check(info)
     joins = dist.is_available() and not dist.is_initialized() and (info.world_size > 1 or "RANK" in os.environ)
     device = _device_of(info, device_type, pg_backend, wait if joins else None)
@@ -151,7 +151,7 @@ def init_from_env(
     global _device
     _device = device
     # Not before: who waits for others inside torch cannot run a handler, and would not end.
-    stop.hear_from_now_on()
+    stop.install_stop_handlers()
     return device
 
 
@@ -195,7 +195,7 @@ def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device
         return
     with _naming_the_address(info, timeout):
         try:
-            setup = Said.here(info, device, backend)
+            setup = RankSetup.here(info, device, backend)
         except UsageError as error:
             _refuse(info, error, timeout)
             raise
@@ -211,10 +211,10 @@ def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device
     if compared:
         greeted()
     else:
-        greet(device)
+        check_same_setup(device)
 
 
-def _meet(info: RankInfo, facts: Facts, timeout: timedelta, setup: Said | None = None) -> tuple[dist.Store, bool]:
+def _meet(info: RankInfo, facts: Facts, timeout: timedelta, setup: RankSetup | None = None) -> tuple[dist.Store, bool]:
     """The ranks' store, in which they have agreed that they can join; and whether they have compared what they run."""
     # torch's env:// reads exactly these; other launchers' facts are given to it under torchrun's names.
     for name, value in info.to_env().items():
@@ -233,7 +233,7 @@ def _meet(info: RankInfo, facts: Facts, timeout: timedelta, setup: Said | None =
         else:
             store = store_of(info, timeout)
         fresh = bool(prefix) or not of_launcher
-        meet(dist.PrefixStore(f"echelon/{number}", store), info, facts, timeout, fresh=fresh, said=setup)
+        meet(dist.PrefixStore(f"echelon/{number}", store), info, facts, timeout, fresh=fresh, setup=setup)
     return store, fresh
 
 

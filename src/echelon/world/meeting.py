@@ -28,7 +28,7 @@ from echelon.common.files import parse_object
 from echelon.common.terminal import rank_ranges
 from echelon.contracts.rank import RankInfo, said_by
 from echelon.world.device import in_thread
-from echelon.world.handshake import Said, refusal_of, tellers_of, warn_of
+from echelon.world.handshake import RankSetup, refusal_of, tellers_of, warn_of
 
 __all__ = ["Facts", "meet", "refusal"]
 
@@ -91,7 +91,9 @@ class Facts:
         return cls(**{name: known[name] if type(known.get(name)) is type(plain[name]) else plain[name] for name in plain})
 
 
-def meet(store: dist.Store, info: RankInfo, facts: Facts, timeout: timedelta, *, fresh: bool, setup: Said | None = None) -> None:
+def meet(
+    store: dist.Store, info: RankInfo, facts: Facts, timeout: timedelta, *, fresh: bool, setup: RankSetup | None = None
+) -> None:
     """Tell the others, and hear whether all can join. Every rank calls it, once for each joining.
 
     Args:
@@ -129,13 +131,13 @@ def meet(store: dist.Store, info: RankInfo, facts: Facts, timeout: timedelta, *,
     if not problem:
         return
     if fresh:
-        _see_off(store, info)
+        _wait_until_joined(store, info)
     if kind == "differ":
         raise RanksDisagreeError(problem)
     raise LauncherEnvironmentError(facts.error or problem)
 
 
-def _answer(store: dist.Store, info: RankInfo, setup: Said | None, timeout: timedelta) -> tuple[str, str]:
+def _answer(store: dist.Store, info: RankInfo, setup: RankSetup | None, timeout: timedelta) -> tuple[str, str]:
     """What rank 0 says: "go" and nothing, or the kind of problem and the problem. Who is asked for more tells it."""
     _wait(store, "answer", timeout + _LATER)
     # Rank 0 may have answered already, while this rank was still asked: then nobody reads what it tells.
@@ -185,7 +187,7 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
-def _compared(store: dist.Store, everyones: dict[int, Facts], own_digest: Said) -> str:
+def _compared(store: dist.Store, everyones: dict[int, Facts], own_digest: RankSetup) -> str:
     """Why these may not train together; empty if they may. If digests differ, one rank of each kind is asked for the whole."""
     must, may = (tellers_of([getattr(facts, name) for facts in everyones.values()]) for name in ("digest", "other_digest"))
     asked = sorted({*must, *may} - {0}) if len(must) > 1 or len(may) > 1 else []
@@ -196,7 +198,7 @@ def _compared(store: dist.Store, everyones: dict[int, Facts], own_digest: Said) 
     for rank in asked:
         try:
             store.wait([f"said/{rank}"], _TELL)
-            setups[rank] = Said.read(store.get(f"said/{rank}"))
+            setups[rank] = RankSetup.read(store.get(f"said/{rank}"))
         except dist.DistStoreError:
             return f"rank {rank} runs something else than rank 0, and did not tell what within {_TELL.total_seconds():g} s."
     problem = refusal_of({t: setups[t] for t in must}, must) if len(must) > 1 else ""
@@ -230,7 +232,7 @@ def _everyones(store: dist.Store, info: RankInfo, timeout: timedelta, *, fresh: 
             )
         if problem:
             store.set("answer", f"no {problem}")
-            _see_off(store, RankInfo(rank=0, world_size=ranks), sorted(facts))
+            _wait_until_joined(store, RankInfo(rank=0, world_size=ranks), sorted(facts))
             raise LauncherEnvironmentError(problem)
         look_s, warned_s = min(2 * look_s, patience_s), warned_s + look_s
         if warned_s >= patience_s:
@@ -285,7 +287,7 @@ def _sizes(setups: Mapping[int, int]) -> str:
     return f"the world size must be the same on all ranks, got {shown}. Start all ranks with one WORLD_SIZE, by one launcher."
 
 
-def _see_off(store: dist.Store, info: RankInfo, ranks: Sequence[int] | None = None) -> None:
+def _wait_until_joined(store: dist.Store, info: RankInfo, ranks: Sequence[int] | None = None) -> None:
     """Rank 0 may serve the store: it stays until the others, or those of them that came, have their answer."""
     store.set(f"heard/{info.rank}", "")
     if info.rank == 0:

@@ -19,7 +19,7 @@ from typing import Any
 
 from echelon.contracts.stopping import REQUEUE, SIGNALS, heard, leave, note
 
-__all__ = ["asked", "asked_elsewhere", "hear_from_now_on", "leave_if_asked", "leaving", "listening"]
+__all__ = ["asked", "asked_elsewhere", "install_stop_handlers", "leave_if_asked", "leaving", "listening"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def _hear(number: int, frame: FrameType | None) -> None:
 _hear.ends_with_75 = True  # type: ignore[attr-defined]  # see contracts/stopping.py
 
 
-def hear_from_now_on() -> dict[signal.Signals, Any]:
+def install_stop_handlers() -> dict[signal.Signals, Any]:
     """From here to the end of this process SIGTERM, SIGUSR1 and SIGHUP mean what this module says. Returns the handlers replaced.
 
     A handler of the user's own stays, and so does an ignored signal. Outside the main thread nothing can be installed.
@@ -81,7 +81,7 @@ def hear_from_now_on() -> dict[signal.Signals, Any]:
 def leave_if_asked() -> None:
     """Call it before work other than training: raises SystemExit(75) if a stop was requested meanwhile.
 
-    Also before `hear_from_now_on`: what a handler raises is lost where Python compiles an import, or frees an object.
+    Also before `install_stop_handlers`: what a handler raises is lost where Python compiles an import, or frees an object.
     """
     if (reason := _asked or heard()) and _tell is None and not _leaving:
         logger.warning("%s came before training began; exit code %s asks the launcher to start again", reason, REQUEUE)
@@ -96,7 +96,7 @@ def listening(tell: Callable[[], None] | None = None) -> Iterator[None]:
         tell: called at a signal; it may only set flags. None ends the rank at once, unless this is within another's context.
     """
     global _tell
-    before, outer = hear_from_now_on(), _tell
+    before, outer = install_stop_handlers(), _tell
     _tell = tell or outer
     try:
         yield

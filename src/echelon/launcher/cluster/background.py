@@ -48,7 +48,7 @@ class LocalJob(FolderJob):
         return pid if began is not None and (self.said.get("boot"), self.said.get("ticks")) == (boot_id(), began) else None
 
     def _stop(self) -> None:
-        host = str(self.believed().get("host", ""))
+        host = str(self.verified().get("host", ""))
         if host not in ("", socket.gethostname()):
             raise ClusterError(f"job {self.id} runs on {host}. Cancel it there.")
         if not _PID.fullmatch(self.id):

@@ -98,7 +98,7 @@ class FunctionJob:
 
     @property
     def _key(self) -> str:
-        key = str(self._job.believed().get("key", ""))
+        key = str(self._job.verified().get("key", ""))
         if not key:
             raise ClusterError(f"{self.run.path} was submitted by an earlier version, whose values have no seal. Submit again.")
         return key

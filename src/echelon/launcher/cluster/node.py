@@ -1,7 +1,7 @@
 """`python -m echelon.launcher.cluster.node RUN`: launches one node's part of a submitted job; with `--conclude`, its last word.
 
 A batch system starts one on every node; it reads what to run from the run's folder, meets the others, and runs the node's
-ranks. Afterwards the batch script has one process read what all nodes left (`launcher.cluster.conclude`).
+ranks. Afterwards the batch script has one process read what all nodes left (`launcher.cluster.finish_job`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from echelon.common.terminal import say
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.diagnosis.failure import render
-from echelon.launcher.cluster.conclude import conclude, refuse
+from echelon.launcher.cluster.finish_job import finish_job, refuse
 from echelon.launcher.job import JobSpec, Outcome
 from echelon.launcher.local.nodes import Meeting, meet
 from echelon.launcher.local.output import forgive_output
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     run, start = RunDir(arguments.run), start_of(os.environ, arguments.spec_sha256)
     try:
         if arguments.conclude is not None:
-            return conclude(run, arguments.conclude, start, arguments.spec_sha256, requeues=True)
+            return finish_job(run, arguments.conclude, start, arguments.spec_sha256, requeues=True)
         task, spec = arguments.task, arguments.spec_sha256
         return run_node(run, os.environ, arguments.call_sha256, task, start=start, spec_sha256=spec)
     except EchelonError as error:
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
             with contextlib.suppress(EchelonError, OSError):  # the folder may be the very thing that is wrong
                 refuse(run, start, count_in(os.environ, "SLURM_NODEID", 0), str(error))
                 if "SLURM_JOB_ID" not in os.environ:  # a job of this machine has no batch script, which would conclude it
-                    return conclude(run, 1, start, arguments.spec_sha256)
+                    return finish_job(run, 1, start, arguments.spec_sha256)
         return 1
 
 

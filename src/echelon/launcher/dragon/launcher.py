@@ -57,10 +57,10 @@ def run(run: RunDir, sha256: str) -> int:
     # As a module: this folder on the path would hide Dragon's own package behind ours of that name.
     head = ["-P", "-m", __spec__.name, str(attempt_dir.path.absolute()), "--spec-sha256", sha256, str(attempt_dir.attempt)]
     code = run_on_dragon(sys.executable, head, nodes=spec.nodes > 1, grace_s=spec.grace_s)
-    return conclude(spec, attempt_dir, code)
+    return write_end(spec, attempt_dir, code)
 
 
-def conclude(spec: JobSpec, attempt_dir: RunDir, code: int) -> int:
+def write_end(spec: JobSpec, attempt_dir: RunDir, code: int) -> int:
     """Write exit.json from what the ranks left."""
     ranks = spec.ranks * spec.nodes
     records = {rank: rank_record(attempt_dir.rank_exit(rank)) for rank in range(ranks)}

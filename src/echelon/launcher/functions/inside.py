@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 from echelon.common.errors import LaunchError
 from echelon.common.files import open_to_append
-from echelon.contracts.asked import Asked
+from echelon.contracts.expected_world import ExpectedWorld
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import write_json
 from echelon.contracts.stopping import REQUEUE, SIGNALS, leave
@@ -109,12 +109,12 @@ def run_call(at: CallSite, name: str, function: Callable[[], Any]) -> NoReturn:
         # From here on the node's launcher can ask this rank to save and end: it has a handler now.
         about = {"rank": info.rank, "local_world_size": info.local_world_size, "pid": os.getpid()}
         write_json(folder / f"pid.node{at.node}.rank{info.rank}.json", about)
-        asked = Asked.from_env()
+        asked = ExpectedWorld.from_env()
         if asked is None:
             leave_value(function, str(start.result), name, at.key)
             return
         asked.check(info)
-        Asked.forget()
+        ExpectedWorld.forget()
         leave_value(lambda: _in_one_world(function(), asked), str(start.result), name, at.key)
 
     code = run_recorded(start, program)
@@ -122,7 +122,7 @@ def run_call(at: CallSite, name: str, function: Callable[[], Any]) -> NoReturn:
     end(0 if code == REQUEUE else code)
 
 
-def _in_one_world(value: T, asked: Asked) -> T:
+def _in_one_world(value: T, asked: ExpectedWorld) -> T:
     """The function's value, unless it joined fewer ranks than the job has, as a library may that reads other variables.
 
     Raises:

@@ -25,7 +25,7 @@ from echelon.common.errors import LaunchError, require
 from echelon.common.files import open_to_append, parse_object, read_bytes, read_end
 from echelon.common.redact import redacted_words
 from echelon.common.terminal import say
-from echelon.contracts.asked import Asked
+from echelon.contracts.expected_world import ExpectedWorld
 from echelon.contracts.records import place_record, rank_record
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
@@ -100,7 +100,7 @@ def run_command(spec: JobSpec, attempt_dir: RunDir, meeting: Meeting, task: int,
     given = {k: v for k, v in os.environ.items() if not _FOREIGN.fullmatch(k)}
     env = {**rank_environment(spec, attempt_dir, given, spec.ranks, restart=False, meeting=meeting), **at.to_env()}
     env["ECHELON_SCREEN"] = "launcher"
-    asked = Asked(spec.ranks * spec.nodes, spec.nodes, " ".join(redacted_words(spec.args)))
+    asked = ExpectedWorld(spec.ranks * spec.nodes, spec.nodes, " ".join(redacted_words(spec.args)))
     env.update(asked.to_env())
     values: dict[str, str | int] = {
         "num_processes": spec.ranks * spec.nodes,
@@ -167,7 +167,7 @@ class _Command:
     silent = gave_up = ""
     end_at_once = staticmethod(kill_children)
 
-    def __init__(self, spec: JobSpec, attempt_dir: RunDir, meeting: Meeting, asked: Asked) -> None:
+    def __init__(self, spec: JobSpec, attempt_dir: RunDir, meeting: Meeting, asked: ExpectedWorld) -> None:
         self.spec, self.meeting, self.here, self.asked = spec, meeting, attempt_dir, asked
         self.folder = attempt_dir.attempt_path
         self.log = self.folder / f"node{meeting.node}.log"

@@ -20,13 +20,13 @@ from echelon.contracts.stopping import REQUEUE
 from echelon.diagnosis.failure import HANGS, Failure
 from echelon.launcher.job import JobSpec
 from echelon.launcher.local.attempt import Attempt, Requests
-from echelon.launcher.local.companion import HOW_FAR
 from echelon.launcher.local.end_record import HUNG
 from echelon.launcher.local.gather import RankProbe
 from echelon.launcher.local.hang import HangLimit, hang_timeout
 from echelon.launcher.local.nodes import Meeting
 from echelon.launcher.local.rank_state import RankState, has_handler
 from echelon.launcher.local.rendezvous import NodesRendezvous, OneNodeRendezvous
+from echelon.launcher.local.responder import HOW_FAR
 from echelon.launcher.local.server import ForkServer
 from echelon.launcher.local.shrink import Plan, loaders_of, next_ranks
 from echelon.launcher.local.silence import NodeSilentError
@@ -190,7 +190,7 @@ class NodeAgent:
 
     def _fork(self, attempt: Attempt, info: RankInfo, outputs: Handed) -> None:
         start = self._start_of(attempt, info, f"{self._token}/{self.restarts}")
-        with self.sight.companions.make(info.rank) as asked:
+        with self.sight.responders.make(info.rank) as asked:
             handed = replace(outputs, pulse=self.sight.pulses.make(info.rank), asked=asked.fileno())
             attempt.pids[info.rank] = self._server.fork(start, handed)
 
@@ -209,7 +209,7 @@ class NodeAgent:
         if (looks and attempt.stuck()) or any(attempt.failure(rank) for rank in attempt.ended):
             failures = self._hear_them_out()
             if (self.cut_short or attempt.left()) and all(f.is_victim for f in failures):
-                attempt.forgiven.update(f.rank for f in failures)  # they lost a peer that had left as it was asked to
+                attempt.expected_exits.update(f.rank for f in failures)  # they lost a peer that had left as it was asked to
                 return _Ranks.RUN
             self.failures = failures
             self._plan_restart(attempt)
@@ -263,7 +263,7 @@ class NodeAgent:
             late = attempt.running
             self._gather(attempt)
             self._end(signal.SIGTERM, min(_FAILURE_GRACE_S, grace_s))
-            attempt.forgiven.update(rank for rank, code in attempt.exit_codes().items() if rank in late and code < 0)
+            attempt.expected_exits.update(rank for rank, code in attempt.exit_codes().items() if rank in late and code < 0)
 
     def _plan_restart(self, attempt: Attempt) -> None:
         """Whether there is a next attempt, and with how many ranks."""
@@ -301,7 +301,7 @@ class NodeAgent:
         if attempt is None:
             return {}
         running = [rank for rank in list(attempt.pids) if rank not in attempt.ended]
-        answers = self.sight.companions.ask(running, HOW_FAR, _ANSWER_S)
+        answers = self.sight.responders.ask(running, HOW_FAR, _ANSWER_S)
         calls = {("calls", rank): answer.called for rank, answer in answers.items()}
         return {("attempt", attempt.number): len(running), **{("at", r): self.sight.pulses.read(r) for r in running}, **calls}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from echelon.common.files import read_end
 from echelon.contracts.records import rank_record
 from echelon.contracts.stopping import REQUEUE, signal_name
-from echelon.diagnosis.aborted import ABORTS, TAIL_BYTES, last_words
+from echelon.diagnosis.aborted import ABORTS, TAIL_BYTES, abort_message
 from echelon.diagnosis.failure import Failure
 from echelon.diagnosis.stacks import last_traceback
 from echelon.launcher.local.memory import OomCount, gib
@@ -47,7 +47,7 @@ class Attempt:
     Attributes:
         pids: by rank.
         ended: ranks that have ended: (wait status, when, in ns of the monotonic clock).
-        forgiven: ranks whose end is no failure, however they ended.
+        expected_exits: ranks whose end is no failure, however they ended.
         peaks: of ranks that have ended: the most memory that the process had at once, in bytes.
         oom: what the OOM killer has done since the start.
     """
@@ -56,7 +56,7 @@ class Attempt:
         self.number, self.folder = number, folder
         self.pids: dict[int, int] = {}
         self.ended: dict[int, tuple[int, int]] = {}
-        self.forgiven: set[int] = set()
+        self.expected_exits: set[int] = set()
         self.peaks: dict[int, int] = {}
         self.oom = OomCount()
 
@@ -78,7 +78,7 @@ class Attempt:
     def failure(self, rank: int) -> Failure | None:
         """How the rank failed; None if it ended well or runs on. One may still run its exit functions with its record written."""
         status, time_ns = self.ended.get(rank, (None, 0))
-        if status == 0 or rank in self.forgiven:
+        if status == 0 or rank in self.expected_exits:
             return None
         record = rank_record(self.record_path(rank)) or {}
         if status is None:
@@ -105,7 +105,7 @@ class Attempt:
         name, log, words = signal_name(number), self.log_path(rank), ""
         if name in ABORTS:
             with contextlib.suppress(OSError):
-                words = last_words(read_end(log, TAIL_BYTES).decode("utf-8", "replace"))
+                words = abort_message(read_end(log, TAIL_BYTES).decode("utf-8", "replace"))
         oom, how = self._killed(rank) if number == signal.SIGKILL else (False, "")
         message = f"killed by {name}{how}" + (f"\n{words}" if words else "")
         return Failure(rank, 128 + number, time_ns, name, message, traceback=words, log=log, reported=False, oom=oom)

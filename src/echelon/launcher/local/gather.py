@@ -16,8 +16,8 @@ from echelon.common import terminal
 from echelon.common.errors import RankTimeoutError
 from echelon.common.files import private_folder, write_whole
 from echelon.launcher.local.attempt import Attempt
-from echelon.launcher.local.companion import FLIGHT, HOW_FAR, Companions
 from echelon.launcher.local.rank_state import Pulses, RankState, is_stopped
+from echelon.launcher.local.responder import FLIGHT, HOW_FAR, Responders
 from echelon.launcher.local.worker import STACK_SIGNAL
 
 __all__ = ["RankProbe"]
@@ -34,7 +34,7 @@ class RankProbe:
 
     def __init__(self, send: Callable[[int, int], None]) -> None:
         self._send = send
-        self.pulses, self.companions = Pulses(), Companions()
+        self.pulses, self.responders = Pulses(), Responders()
 
     def ask_stack(self, rank: int) -> None:
         self._send(rank, STACK_SIGNAL)
@@ -43,7 +43,7 @@ class RankProbe:
         """So that soon it is known where they stand, of ranks that may be well: each says it itself, and only one whose
         interpreter is kept by code in C is asked by a signal.
         """
-        answers = self.companions.ask(ranks, HOW_FAR, _ANSWER_WAIT_S)
+        answers = self.responders.ask(ranks, HOW_FAR, _ANSWER_WAIT_S)
         for rank in ranks:
             if (answer := answers.get(rank)) is not None:
                 self.pulses.note_stacks(rank, answer.main)
@@ -74,7 +74,7 @@ class RankProbe:
         seen = self.look(attempt, silent_s)
         asked = [rank for rank in attempt.running if not seen[rank].stopped]
         stopped = [rank for rank, s in seen.items() if s.stopped]
-        answers = self.companions.ask(asked, FLIGHT, _ANSWER_WAIT_S)
+        answers = self.responders.ask(asked, FLIGHT, _ANSWER_WAIT_S)
         for rank, answer in answers.items():
             self.pulses.note_stacks(rank, answer.stacks)
         silent = [rank for rank in asked if rank not in answers]
@@ -131,4 +131,4 @@ class RankProbe:
 
     def close(self) -> None:
         self.pulses.close()
-        self.companions.close()
+        self.responders.close()

@@ -20,10 +20,10 @@ from echelon.contracts.pulse import Phase
 from echelon.diagnosis.stacks import Frame, main_thread
 from echelon.launcher.job import parse_hang_timeout
 from echelon.launcher.local.attempt import Attempt
-from echelon.launcher.local.companion import HOW_FAR
 from echelon.launcher.local.gather import RankProbe
 from echelon.launcher.local.progress import PATIENT, Progress
 from echelon.launcher.local.rank_state import RankState, behind, is_debugged, place_in, waits
+from echelon.launcher.local.responder import HOW_FAR
 from echelon.launcher.local.watch import positions
 
 __all__ = ["HANG_VARIABLE", "HangLimit", "hang_timeout"]
@@ -235,7 +235,7 @@ class HangLimit:
         for rank in set(self._ranks) - set(quiet):
             moves = self._ranks[rank]
             moves.used, moves.called, moves.stack = None, -1, ()
-        answers = self.sight.companions.ask(quiet, HOW_FAR, _ANSWER_S)
+        answers = self.sight.responders.ask(quiet, HOW_FAR, _ANSWER_S)
         for rank in quiet:
             this, answer, is_known = self._ranks[rank], answers.get(rank), at.seen[rank].is_known
             this.pending = answer is not None and answer.pending

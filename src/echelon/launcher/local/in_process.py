@@ -22,7 +22,7 @@ from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE, SIGNALS
 from echelon.diagnosis.failure import HANGS, Failure, render
 from echelon.launcher.job import JobSpec, Outcome
-from echelon.launcher.local import companion
+from echelon.launcher.local import responder
 from echelon.launcher.local.attempt import Attempt
 from echelon.launcher.local.end_record import HUNG, record_end, write_exit
 from echelon.launcher.local.gather import RankProbe
@@ -160,7 +160,7 @@ class _HangLimit(_Limit):
         shared = self._sight.pulses.make(0)
         pulse.join(shared)
         faulthandler.register(STACK_SIGNAL, file=shared, all_threads=True)
-        companion.begin(self._sight.companions.make(0).detach(), str(self._run.flight(0)))
+        responder.begin(self._sight.responders.make(0).detach(), str(self._run.flight(0)))
         self._attempt = Attempt(run.attempt, self._run.attempt_path)
         self._attempt.pids = {0: os.getpid()}
         self._progress = Progress()

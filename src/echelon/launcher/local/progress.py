@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 
-from echelon.contracts.pulse import Phase, Standing
+from echelon.contracts.pulse import Phase, RankProgress
 from echelon.launcher.local.rank_state import Pulses, RankState, behind, is_stopped
 
 __all__ = ["PATIENT", "Progress"]
@@ -40,7 +40,7 @@ class Progress:
         self._pids, self.now = pids, now
         self.begun += 1
         self.seen: dict[int, RankState] = {}
-        self.known: dict[int, Standing] = {}
+        self.known: dict[int, RankProgress] = {}
         self.since: dict[int, float] = {}
         self.longest_s: dict[int, float] = {}
         self.stopped_at: dict[int, float] = {}
@@ -66,7 +66,7 @@ class Progress:
         known = [rank for rank, standing in self.known.items() if standing.phase is not Phase.NONE]
         return {rank: self.now - self.since[rank] for rank in known}
 
-    def _note(self, rank: int, standing: Standing) -> Standing:
+    def _note(self, rank: int, standing: RankProgress) -> RankProgress:
         now = self.now
         if standing == self.known.get(rank):
             return standing

@@ -12,7 +12,7 @@ from typing import Any
 
 from echelon.common.machine import process_stat
 from echelon.contracts import pulse
-from echelon.contracts.pulse import Phase, Standing
+from echelon.contracts.pulse import Phase, RankProgress
 from echelon.diagnosis.stacks import Frame, main_thread, user_frame
 
 __all__ = ["Pulses", "RankState", "behind", "has_handler", "is_debugged", "is_stopped", "place_in", "waits"]
@@ -38,7 +38,7 @@ class RankState:
         raised: the exception that it was handling, as `raised.describe` has it; None if none, or not known.
     """
 
-    standing: Standing
+    standing: RankProgress
     stopped: bool = False
     where: str = ""
     silent_s: float | None = None
@@ -78,8 +78,8 @@ class Pulses:
         self._fds[rank] = pulse.make()
         return self._fds[rank]
 
-    def read(self, rank: int) -> Standing:
-        return pulse.read(self._fds[rank]) if rank in self._fds else Standing()
+    def read(self, rank: int) -> RankProgress:
+        return pulse.read(self._fds[rank]) if rank in self._fds else RankProgress()
 
     def ask(self, rank: int, send: Callable[[int], None]) -> None:
         if rank in self._fds:

@@ -19,8 +19,8 @@ from echelon.common import terminal
 from echelon.common.errors import EchelonError
 from echelon.common.files import private_folder, working_folder
 from echelon.common.machine import usable_cores, visible_devices
-from echelon.contracts.between_attempts import RESTART_VARIABLE, has_begun
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
+from echelon.contracts.restart_notes import RESTART_VARIABLE, has_begun
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
 from echelon.diagnosis import nccl_dump
@@ -228,7 +228,7 @@ class _Starts:
         hang_s, ranks = agent.hang_s, agent.world_size
         if at is None or at.nodes == 1:
             return record_end(attempt_dir, code, failures, stopped, seen=agent.seen, hang_s=hang_s, world_size=ranks)
-        first = Failure.first(failures) if failures else None  # the guilty one may be another node's: `conclude` knows all
+        first = Failure.first(failures) if failures else None  # the guilty one may be another node's: `finish_job` knows all
         code = first.exit_code if first is not None else code
         silent = self.silence.words() if self.silence is not None else ""
         if silent and failures and all(f.is_victim for f in failures):  # they gave up first

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echelon.contracts.between_attempts import read_loaders
+from echelon.contracts.restart_notes import read_loaders
 from echelon.diagnosis.failure import Failure
 
 __all__ = ["Plan", "loaders_of", "next_ranks"]
@@ -33,7 +33,7 @@ def next_ranks(ranks: int, least: int, failures: Sequence[Failure], loaders: Col
     """The number of ranks after `failures` among `ranks`: those that are left, or fewer, never fewer than `least`.
 
     Args:
-        loaders: as `contracts.between_attempts.note_loader` wrote them; none if nothing is known.
+        loaders: as `contracts.restart_notes.note_loader` wrote them; none if nothing is known.
     """
     lost = _lost(failures)
     if not lost:

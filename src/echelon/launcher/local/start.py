@@ -62,7 +62,7 @@ class Handed:
         output, error: that become its standard output and error.
         log: to write to what belongs into its log and is not to be shown, behind what it has written to these two.
         pulse: in which it says how far it is; its stack is written there, too.
-        asked: on which its companion is asked.
+        asked: on which its responder is asked.
     """
 
     output: int | None = None

@@ -29,7 +29,7 @@ from echelon.contracts import pulse
 from echelon.contracts.run_dir import write_json
 from echelon.contracts.stopping import REQUEUE, SIGNALS, heard, is_ours, leave
 from echelon.launcher.calls import load_call, write_value
-from echelon.launcher.local import companion
+from echelon.launcher.local import responder
 from echelon.launcher.local.alone import has_trained_alone
 from echelon.launcher.local.flight_recorder import flight_record, last_calls, write_flight
 from echelon.launcher.local.output import redirect
@@ -100,7 +100,7 @@ def _take_on(start: Start, handed: Handed) -> None:
         faulthandler.register(STACK_SIGNAL, file=handed.pulse, all_threads=True)
     if handed.asked is not None:
         os.set_inheritable(handed.asked, False)
-        companion.begin(handed.asked, start.flight)
+        responder.begin(handed.asked, start.flight)
     if handed.log is not None:
         os.set_inheritable(handed.log, False)
     redirect(start.log, handed.output, handed.error)

@@ -12,8 +12,8 @@ from echelon.checkpoint.lease import Lease
 from echelon.checkpoint.location import Location, absolute, make_folder
 from echelon.checkpoint.policy import Keep
 from echelon.common.errors import CheckpointCorruptError, CheckpointError, CheckpointWriteError
-from echelon.contracts.between_attempts import begins_anew, note_begun
 from echelon.contracts.overrides import overrides
+from echelon.contracts.restart_notes import begins_anew, note_begun
 from echelon.loop.unit import TrainedUnit
 from echelon.world import agree
 
@@ -178,7 +178,7 @@ class RunFolder:
             if self.keep.spares_kept:
                 whole = {step: p for step, p in whole.items() if manifest.read(p).get("keep") is not None}
             metrics = {step: manifest.read(p).get("metrics", {}) for step, p in whole.items()} if self.keep.best else {}
-            commit.retire(self.path, [whole[step].name for step in self.keep.doomed(list(whole), metrics)])
+            commit.retire(self.path, [whole[step].name for step in self.keep.to_delete(list(whole), metrics)])
         except Exception as error:  # the save itself is committed
             logger.error("%s is saved; older checkpoints could not be removed: %s", newest, error)
 

@@ -89,7 +89,7 @@ def _compare(name: str, prepared: Prepared[Any], copies: dict[Any, list[tuple[st
     for group, parameters in copies.items():
         drifted |= dict.fromkeys(_differing(parameters, group))
     # Agreed: ranks that were told would leave the others waiting at the next save.
-    if (first := agree.first_told([next(iter(drifted)), len(drifted)] if drifted else None)) is not None:
+    if (first := agree.first_not_none([next(iter(drifted)), len(drifted)] if drifted else None)) is not None:
         _told.add(prepared.module)
         if agree.is_rank0():
             logger.error(message, name, *first)

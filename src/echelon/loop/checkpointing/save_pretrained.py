@@ -217,7 +217,7 @@ class _Weights:
                 f"save_pretrained: ranks hold different weights: {odd}. Build the same model on every rank."
             )
         kinds = (type(v) for v in self._values.values() if not is_split(v) and type(v) not in (torch.Tensor, nn.Parameter))
-        odd_kind = agree.first_told(next((kind.__name__ for kind in kinds), None))
+        odd_kind = agree.first_not_none(next((kind.__name__ for kind in kinds), None))
         if odd_kind is not None:
             raise CheckpointOptionError(f"a weight of type {odd_kind} cannot be gathered; use fully_shard's layouts, or ddp.")
 

@@ -65,7 +65,7 @@ from echelon.parallel.state.sharded import part_like
 from echelon.parallel.strategy import Strategy
 from echelon.world import agree, clock
 from echelon.world.clock import Part
-from echelon.world.handshake import greet
+from echelon.world.handshake import check_same_setup
 from echelon.world.init import init_from_env
 
 __all__ = ["epochs", "evaluating", "prepare", "window"]
@@ -111,7 +111,7 @@ def prepare(
     refuse_prepared(objects, layout)
     parts = _Parts.of(objects)
     device = device or init_from_env()
-    greet()
+    check_same_setup()
     loader, steps = training_loader(parts.loader, accumulate)
     options = AutoOptions(
         layout=layout,

@@ -127,7 +127,7 @@ def _check_alike(parts: SequenceParts, kind: str, given: dict[str, Any], length:
     told = agree.kinds(sums, parts.group)
     apart = next((name for name in sums if len({each.get(name) for each in told}) > 1), None)
     # All ranks stop, of other sequences, too.
-    if (found := agree.first_told(None if apart is None else [apart, list(given[apart].shape)])) is not None:
+    if (found := agree.first_not_none(None if apart is None else [apart, list(given[apart].shape)])) is not None:
         name, shape = found
         raise ContextParallelError(
             f"context parallelism: {kind} must get the same {f'argument {name}' if name.isdigit() else name} on the {parts.size} "

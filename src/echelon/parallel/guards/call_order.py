@@ -297,4 +297,4 @@ class SameGradients(Guard):
         """
         if self._told is not None and self._told.last():
             problem, self._problem = self._problem, None
-            raise LayoutError(str(agree.first_told(problem)))
+            raise LayoutError(str(agree.first_not_none(problem)))

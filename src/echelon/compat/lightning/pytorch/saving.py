@@ -17,7 +17,7 @@ import torch
 
 from echelon.checkpoint import commit, manifest, plain, store
 from echelon.checkpoint.layout import STATE
-from echelon.checkpoint.location import is_there, remove_tree
+from echelon.checkpoint.location import exists, remove_tree
 from echelon.checkpoint.tensors import Tensors, local_files
 from echelon.common.errors import CheckpointError, CheckpointNotFoundError, CheckpointUnreadableError, UsageError
 from echelon.common.files import sync
@@ -122,7 +122,7 @@ def write(path: Path, state: State, unit: Any) -> None:
     new, old = path.with_name(f".new-{path.name}"), path.with_name(f".old-{path.name}")
 
     def is_taken() -> bool:
-        for left in filter(is_there, (new, old)):  # by a run that was killed
+        for left in filter(exists, (new, old)):  # by a run that was killed
             remove_tree(left)
         return manifest.is_whole(path)
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 
 from echelon.world import agree
 
-__all__ = ["hand_out", "tell"]
+__all__ = ["gather", "scatter"]
 
 _DIGEST, _LENGTH = 32, 8
 
 
-def tell(value: Any) -> tuple[Iterator[Any], list[int]] | None:
+def gather(value: Any) -> tuple[Iterator[Any], list[int]] | None:
     """On rank 0 the different values of all ranks, in the order of the first ranks that have them, and by rank which one it has.
 
     Elsewhere None. The value is anything that JSON can hold. What several ranks have is sent once, compressed.
@@ -71,7 +71,7 @@ def _first_tellers(frames: bytes, ranks: int) -> tuple[dict[int, int], list[int]
     return tellers, of
 
 
-def hand_out(make: Callable[[], Sequence[bytes]]) -> bytes:
+def scatter(make: Callable[[], Sequence[bytes]]) -> bytes:
     """Rank 0 alone makes something for each rank; every rank gets its own, or the error. Shorter ones end in zeros."""
     if not agree.is_joined():
         return make()[0]

@@ -1,4 +1,4 @@
-"""A rank's companion: a thread that answers the launcher, also while the program waits in a collective.
+"""A rank's responder: a thread that answers the launcher, also while the program waits in a collective.
 
 It blocks on a socket and costs a step nothing. It answers as long as the interpreter runs: not in a process that is stopped, nor
 while code in C holds the interpreter's lock, and then that is what is known of the rank.
@@ -28,7 +28,7 @@ from echelon.contracts.records import raised_record
 from echelon.launcher.local.flight_recorder import called, write_flight
 from echelon.launcher.local.raised import describe, user_frames
 
-__all__ = ["FLIGHT", "HOW_FAR", "Answer", "Companions", "begin", "handled"]
+__all__ = ["FLIGHT", "HOW_FAR", "Answer", "Responders", "begin", "handled"]
 
 HOW_FAR, FLIGHT = b"h", b"f"
 _LONGEST = 1 << 20
@@ -75,7 +75,7 @@ def begin(descriptor: int, flight: str | None) -> None:
     Args:
         flight: where to write the flight record when it is asked for.
     """
-    threading.Thread(target=_answer, args=(descriptor, flight), name="echelon-companion", daemon=True).start()
+    threading.Thread(target=_answer, args=(descriptor, flight), name="echelon-responder", daemon=True).start()
 
 
 def _answer(descriptor: int, flight: str | None) -> None:
@@ -149,8 +149,8 @@ def _frames(frame: FrameType | None, most: int) -> str:
     return "\n".join(lines)
 
 
-class Companions:
-    """The launcher's ends of one attempt's companions. A rank that does not answer is not waited for a second time."""
+class Responders:
+    """The launcher's ends of one attempt's responders. A rank that does not answer is not waited for a second time."""
 
     def __init__(self) -> None:
         self._sockets: dict[int, socket.socket] = {}

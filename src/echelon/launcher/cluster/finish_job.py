@@ -17,7 +17,7 @@ from echelon.common.errors import UsageError
 from echelon.common.files import read_end
 from echelon.common.terminal import one_line, printable, say
 from echelon.contracts.events import read_lines
-from echelon.contracts.records import came_to, exit_record, meeting_record, refusal_record
+from echelon.contracts.records import exit_record, meeting_record, progress_of, refusal_record
 from echelon.contracts.run_dir import RunDir, write_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.diagnosis.failure import Failure, render
@@ -25,7 +25,7 @@ from echelon.launcher.local.end_record import record_end, write_exit
 from echelon.launcher.local.nodes import meeting_path
 from echelon.launcher.protocol import read_spec
 
-__all__ = ["conclude", "refuse"]
+__all__ = ["finish_job", "refuse"]
 
 # So many starts in a row that end where the first began are enough: a limit shorter than one update, say.
 _STARTS_IN_VAIN = 3
@@ -35,11 +35,11 @@ _MOST_WORDS, _LAST_BYTES = 3, 1 << 12
 
 
 def refuse(run: RunDir, start: str, node: int, why: str) -> None:
-    """Write down why a node's launcher ended without an exit.json, for `conclude` and `Job.result` to report."""
+    """Write down why a node's launcher ended without an exit.json, for `finish_job` and `Job.result` to report."""
     write_json(_refusals(run, start) / f"refused-{start}.node{node}.json", {"host": socket.gethostname(), "why": why})
 
 
-def conclude(
+def finish_job(
     run: RunDir,
     code: int,
     start: str,
@@ -122,7 +122,7 @@ def _again(attempt_dir: RunDir, code: int) -> int:
         return 143
     write_json(attempt_dir.exit_json, {**(exit_record(attempt_dir.exit_json) or {}), "came_to": _came_to(attempt_dir)})
     last = [
-        came_to(RunDir(attempt_dir.path, n).exit_json)
+        progress_of(RunDir(attempt_dir.path, n).exit_json)
         for n in range(attempt_dir.attempt, attempt_dir.attempt - _STARTS_IN_VAIN, -1)
     ]
     # A program without our loop says nothing of its steps: it may well have come on.

@@ -17,13 +17,13 @@ from echelon.common.numbers import whole
 from echelon.common.terminal import shortly
 from echelon.contracts.rank import RankInfo
 
-__all__ = ["Asked"]
+__all__ = ["ExpectedWorld"]
 
 _VARIABLE = "ECHELON_ASKED"
 
 
 @dataclass(frozen=True)
-class Asked:
+class ExpectedWorld:
     """What a job asked of its launch command.
 
     Args:
@@ -39,7 +39,7 @@ class Asked:
         return {_VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
-    def from_env(cls) -> Asked | None:
+    def from_env(cls) -> ExpectedWorld | None:
         """None where no launch command started this process.
 
         Raises:

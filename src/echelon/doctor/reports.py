@@ -11,23 +11,23 @@ from typing import Any
 from echelon.common.files import is_deeper
 from echelon.common.terminal import rank_ranges
 
-__all__ = ["Checkup", "RankSaid"]
+__all__ = ["Checkup", "RankReport"]
 
 MARK = "echelon-doctor "
 _LONGEST_LINE, _MOST_RANKS = 1 << 16, 1 << 20
 
 
 @dataclass
-class RankSaid:
+class RankReport:
     """One rank: its host, what it told by name, and which parts failed, with the error."""
 
     rank: int
     host: str = "?"
-    told: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
 
     def mapping(self, name: str) -> Mapping[str, Any]:
-        value = self.told.get(name)
+        value = self.values.get(name)
         return value if isinstance(value, dict) else {}
 
     def texts(self, name: str) -> Mapping[str, str]:
@@ -35,7 +35,7 @@ class RankSaid:
 
     def numbers(self, name: str, least: int = 1) -> list[float]:
         """A list of numbers; empty if it is none, or shorter than that."""
-        value = self.told.get(name)
+        value = self.values.get(name)
         good = isinstance(value, list) and len(value) >= least and all(is_number(each) for each in value)
         return list(value) if good and isinstance(value, list) else []
 
@@ -63,7 +63,7 @@ class Checkup:
 
     size: int
     hosts: Sequence[str] = ()
-    ranks: dict[int, RankSaid] = field(default_factory=dict)
+    ranks: dict[int, RankReport] = field(default_factory=dict)
     silent: dict[str, str] = field(default_factory=dict)
     ended: str = ""
     quick: bool = False
@@ -83,7 +83,7 @@ class Checkup:
         rank, name, value_of_part = value
         if type(rank) is not int or not 0 <= rank < min(self.size, _MOST_RANKS) or not isinstance(name, str):
             return
-        report = self.ranks.setdefault(rank, RankSaid(rank))
+        report = self.ranks.setdefault(rank, RankReport(rank))
         if name == "here" and isinstance(value_of_part, dict) and isinstance(value_of_part.get("host"), str):
             report.host = value_of_part["host"][:64]
         if (
@@ -93,11 +93,11 @@ class Checkup:
             and all(isinstance(each, str) for each in value_of_part)
         ):
             report.errors[value_of_part[0][:64]] = value_of_part[1]
-        elif len(report.told) < 64:
-            report.told[name] = value_of_part
+        elif len(report.values) < 64:
+            report.values[name] = value_of_part
 
     @property
-    def in_order(self) -> list[RankSaid]:
+    def in_order(self) -> list[RankReport]:
         return [self.ranks[rank] for rank in sorted(self.ranks)]
 
     @property
