@@ -42,7 +42,7 @@ def _said(**values: str) -> RankSetup:
 
 def _met(store: dist.Store, rank: int, size: int, said: RankSetup | None, facts: Facts, wait: timedelta) -> str:
     try:
-        meet(store, RankInfo(rank=rank, world_size=size), facts, wait, fresh=True, said=said)
+        meet(store, RankInfo(rank=rank, world_size=size), facts, wait, fresh=True, setup=said)
     except EchelonError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -87,7 +87,7 @@ def test_other_world_sizes_are_refused_long_before_the_timeout(monkeypatch: pyte
     assert said[0] == said[1] and said[0].startswith(f"{want}0: 3; rank 1: 2.")
     earlier = dist.HashStore()  # a word of an earlier attempt misleads nobody
     earlier.set("facts/1", json.dumps({"world_size": 3}))
-    meet(earlier, RankInfo(rank=0, world_size=2), Facts(), WAIT, fresh=False, said=_said())
+    meet(earlier, RankInfo(rank=0, world_size=2), Facts(), WAIT, fresh=False, setup=_said())
     said = _together({0: _said(), 1: _said(), 2: _said()}, sizes={0: 2, 1: 2, 2: 3})
     assert (said[0], said[1]) == ("", "") and said[2].startswith(f"{want}0: 2; rank 2: 3.")
 
