@@ -76,6 +76,7 @@ class Answer:
         is_own: it is the script's own.
         model, parameters: the module's class, and how many the whole of it has.
         peak: bytes at the fullest moment of an update; 0 if it could not be traced.
+        reserved: bytes that CUDA's caching allocator would take from the device meanwhile; 0 on a CPU.
         by_kind: these, by what they are for.
         largest: modules whose activations are the most at that moment, with bytes.
         moment: when it is: forward, backward or optimizer; and in which module.
@@ -103,6 +104,7 @@ class Answer:
     model: str = ""
     parameters: int = 0
     peak: int = 0
+    reserved: int = 0
     by_kind: dict[str, int] | None = None
     largest: list[tuple[str, int]] | None = None
     moment: str = ""
@@ -155,6 +157,10 @@ class Setting:
     precision: str | None = None
     planned_ranks: int | None = None
     shapes: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device is None or self.device.overlaps
 
 
 def layouts_for(ranks: int, per_node: int, experts: int = 0) -> list[str]:
@@ -354,6 +360,7 @@ def _trace(there: Connection, job: Job) -> None:
         made = replace(
             blank,
             peak=found.peak,
+            reserved=found.reserved if setting.is_gpu else 0,
             by_kind=found.by_kind,
             largest=list(found.by_module.items())[:3],
             moment=f"{found.moment} pass" + (f" of {found.module}" if found.module else ""),
@@ -455,13 +462,14 @@ def lines(answers: Sequence[Answer], ranks: int, device: str, budget: int | None
         raise PlanError(f"nothing could be traced: {answers[0].why}")
     kinds = [kind for kind in KINDS if any((each.by_kind or {}).get(kind) for each in known)]
     timed, unit = any(each.seconds for each in known), "tokens" if known[0].tokens else "samples"
-    table = [["layout", "peak", *kinds, "sent"]]
+    reserves = any(each.reserved for each in known)
+    table = [["layout", "peak", *kinds, *["reserved"] * reserves, "sent"]]
     table[0] += ["update", f"{unit}/s/device", "MFU", "waits"] if timed else []
     table[0] += ["verdict"] if budget else []
     for each in known:
         sizes = [(each.by_kind or {}).get(kind, 0) for kind in kinds]
         name = f"{each.layout}{' (yours)' if each.is_own else ', recompute' if each.recompute else ''}"
-        table.append([name, size(each.peak), *map(size, sizes), size(each.sent)])
+        table.append([name, size(each.peak), *map(size, sizes), *[size(each.reserved)] * reserves, size(each.sent)])
         if timed:
             table[-1] += [duration(each.seconds), f"{each.rate / ranks:,.4g}", f"{each.mfu:.1%}", _most_waited(each)]
         table[-1] += [each.verdict] if budget else []

@@ -11,7 +11,7 @@ import contextlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
@@ -71,6 +72,7 @@ def stand_ins(mode: NoMemory, *, gpus: int, device: Device | None = None, memory
             mock.patch.object(torch, "load", _load),
             mock.patch.object(torch.autocast, "__init__", _autocast),
             _loaded("transformers.modeling_utils", _leave_weights_out),
+            mock.patch.dict(vars(F), _KERNELS if gpus else {}),
             _Here(),
         ):
             yield
@@ -213,6 +215,36 @@ def _save(obj: Any, *args: Any, **kwargs: Any) -> None:
 
 def _load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
     return _real_load(f, "cpu" if map_location is None or _is_cuda(map_location) else map_location, *args, **kwargs)
+
+
+# --- what is one kernel on a GPU, and several on a CPU, which keep more for the backward pass
+
+_real_rms_norm, _real_dropout, _real_attention = F.rms_norm, F.dropout, F.scaled_dot_product_attention
+
+
+def _rms_norm(
+    input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
+) -> torch.Tensor:
+    """That of layers keeps as much, and a mean for each row."""
+    if weight is not None and weight.dtype != input.dtype:
+        return _real_rms_norm(input, list(normalized_shape), weight, eps)
+    return torch.native_layer_norm(input, list(normalized_shape), weight, None, eps or 0.0)[0]
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """It keeps a mask of bytes."""
+    if not training or inplace or not 0 < p < 1:
+        return _real_dropout(input, p, training, inplace)
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _attention(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> torch.Tensor:
+    """It draws its dropout anew in the backward pass."""
+    args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+    return _real_attention(*args, **kwargs)
+
+
+_KERNELS: dict[str, Any] = {"rms_norm": _rms_norm, "dropout": _dropout, "scaled_dot_product_attention": _attention}
 
 
 # --- pretrained weights

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from echelon.parallel.shards import local
+from echelon.planner.allocator import Allocator, Block, expands
 from echelon.planner.pretended import (
     CollectiveOp,
     FakeTensor,
@@ -26,7 +27,7 @@ from echelon.planner.pretended import (
     ranks_of,
     sync_ops,
 )
-from echelon.planner.steps import Collective, Operator, Step, flops_of, operator_of, tensors_in
+from echelon.planner.steps import COPY_IN, Collective, Operator, Step, flops_of, operator_of, tensors_in
 
 __all__ = ["BINS", "KINDS", "Trace", "Traced"]
 
@@ -42,6 +43,7 @@ class Traced:
 
     Attributes:
         peak: the most bytes of tensors at a time.
+        reserved: bytes that CUDA's caching allocator takes from the device for them.
         by_kind: these, by what they are for (`KINDS`).
         by_module: activations among these, by the module in whose forward pass they were made.
         moment: when that was: forward, backward or optimizer.
@@ -57,6 +59,7 @@ class Traced:
     """
 
     peak: int = 0
+    reserved: int = 0
     by_kind: dict[str, int] = field(default_factory=dict)
     by_module: dict[str, int] = field(default_factory=dict)
     moment: str = ""
@@ -130,11 +133,12 @@ _COLLECTIVES = {  # the first whose word is in an operator's name
 }
 
 
-@dataclass
+@dataclass(eq=False)
 class _Storage:
     kind: str
     module: str
     size: int = 0
+    stream: str = ""  # on a GPU, in which it is allocated
 
 
 class Trace(TorchDispatchMode):
@@ -260,7 +264,25 @@ class Trace(TorchDispatchMode):
             self._operates(op, made, args, kwargs)
         for tensor in tensors_in(made):
             self._see(tensor, kind)
+        self._allocates_aside(op, made, args)
         return made
+
+    def _allocates_aside(self, op: Any, made: Any, args: Any) -> None:
+        """In streams of their own `fully_shard` allocates what it gathers from and into, and what it reduces to."""
+        name = op._schema.name
+        if name == COPY_IN:
+            for known in self._known(made, args[0]):
+                known.stream = "" if known.kind == "parameters" else "gather"
+        elif name == "c10d::_reduce_scatter_base_":
+            for known in self._known(args[0]):
+                known.stream = "reduce"
+        elif name == "aten::_to_copy" and any(known.stream == "reduce" for known in self._known(args)):
+            for known in self._known(made):
+                known.stream = "reduce"
+
+    def _known(self, *values: Any) -> list[_Storage]:
+        storages = (tensor.untyped_storage() for tensor in tensors_in(values))
+        return [self._storages[each] for each in storages if each in self._storages]
 
     def _number(self, tensor: torch.Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -351,13 +373,24 @@ class Trace(TorchDispatchMode):
             if known.kind == "activations":
                 by_module[known.module] += more
         made = self._counts
-        made.peak, made.resident = peak, held
+        made.peak, made.resident, made.reserved = peak, held, self._reserved()
         made.by_kind = {kind: by_kind[kind] for kind in KINDS if by_kind[kind]}
         made.by_module = {name: size for name, size in by_module.most_common() if size > 0}
         if self._changes:
             _, _, made.moment, made.module, _ = self._changes[at]
         made.curve = self._curve(len(made.steps))
         return made
+
+    def _reserved(self) -> int:
+        """By an allocator that sees all storages come and go."""
+        allocator, sizes, blocks = Allocator(expands()), Counter[_Storage](), dict[_Storage, Block]()
+        for known, more, _, _, _ in self._changes:
+            sizes[known] += more
+            if known in blocks:
+                allocator.give(blocks.pop(known))
+            if sizes[known]:
+                blocks[known] = allocator.take(sizes[known], known.stream)
+        return allocator.reserved
 
     def _curve(self, steps: int) -> list[list[int]]:
         held: Counter[str] = Counter()
