@@ -76,10 +76,14 @@ def run_part(part: Part, setting: Setting, limit_s: float) -> list[Row]:
     others = set(_children())  # as of a shell that has become this process
     sys.stdout.flush()
     sys.stderr.flush()
+    # What Python calls at a fork swallows a KeyboardInterrupt that comes in it.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     pid = os.fork()
     if pid == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         _be(part, replace(setting, folder=folder, limit_s=limit_s), log)
     try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code = _wait(pid, limit_s)
     except KeyboardInterrupt:
         _end(pid, others)
