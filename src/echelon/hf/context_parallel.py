@@ -201,9 +201,9 @@ class _Filled:
                 f"context parallelism: {self._kind} has a sliding window of {window} and was given packed documents "
                 "(position_ids that begin again). Give one document a row."
             )
-        mine = parts.positions(documents.shape[1] // parts.size, documents.device)
+        positions = parts.positions(documents.shape[1] // parts.size, documents.device)
         every = torch.arange(documents.shape[1], device=documents.device)
-        seen = (documents[:, mine, None] == documents[:, None, :]) & (mine[:, None] >= every)
+        seen = (documents[:, positions, None] == documents[:, None, :]) & (positions[:, None] >= every)
         return seen[:, None].expand(rows, -1, -1, -1)
 
 
@@ -262,9 +262,9 @@ class _Mask:
         if skips and (whole is None or bool(whole.all())):
             return None
         where = torch.device(device)
-        rows, mine = torch.arange(batch_size, device=where), parts.positions(q_length, where)
+        rows, positions = torch.arange(batch_size, device=where), parts.positions(q_length, where)
         every = torch.arange(length, device=where)
-        seen = mask_function(rows[:, None, None, None], rows[:1, None, None], mine[:, None], every)
+        seen = mask_function(rows[:, None, None, None], rows[:1, None, None], positions[:, None], every)
         if whole is not None:
             seen = seen & whole[:, None, None, :]
         return seen.expand(batch_size, 1, q_length, length)  # type: ignore[no-any-return]

@@ -47,10 +47,10 @@ def lays_for(module: nn.Module, plain_name: Callable[[str], str], authors_classe
         for name, plain in names.items():
             known.setdefault(plain, []).append(name)
         shapes = {plain: state[each[0]] for plain, each in known.items()}
-        found = _Conversion(base, held, shapes, authors_classes).layout if of_transformers else _as_they_are(held, shapes)
-        blocks = {name: block for plain, block in found.blocks.items() for name in known[plain]}
-        computed = {name: each for plain, each in found.computed.items() for name in known[plain]}
-        return Layout(blocks, computed, found.unused, kept | {name for plain in found.kept for name in known[plain]})
+        layout = _Conversion(base, held, shapes, authors_classes).layout if of_transformers else _as_they_are(held, shapes)
+        blocks = {name: block for plain, block in layout.blocks.items() for name in known[plain]}
+        computed = {name: each for plain, each in layout.computed.items() for name in known[plain]}
+        return Layout(blocks, computed, layout.unused, kept | {name for plain in layout.kept for name in known[plain]})
 
     return lays
 

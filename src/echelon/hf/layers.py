@@ -27,7 +27,7 @@ def with_adapters(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any
     Raises:
         UsageError: an adapter that works with the values of the whole weight, or of an embedding.
     """
-    found: dict[str, Any] = {}
+    inside_adapters: dict[str, Any] = {}
     for name, style in styles.items():
         layer = module.get_submodule(name)
         if hasattr(layer, "base_layer") and hasattr(layer, "adapter_layer_names") and not hasattr(layer, "lora_A"):
@@ -38,10 +38,10 @@ def with_adapters(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any
             )
         if isinstance(copies := getattr(layer, "modules_to_save", None), nn.ModuleDict) and hasattr(layer, "original_module"):
             inside = ["original_module", *(f"modules_to_save.{adapter}" for adapter in copies)]
-            found |= {f"{name}.{each}": style for each in inside}
+            inside_adapters |= {f"{name}.{each}": style for each in inside}
             continue
         if without_adapter(layer) is layer or not isinstance(style, str):
-            found[name] = style
+            inside_adapters[name] = style
             continue
         magnitudes = list(getattr(layer, "lora_magnitude_vector", ()))
         if magnitudes or isinstance(without_adapter(layer), nn.Embedding):
@@ -51,9 +51,9 @@ def with_adapters(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any
                 "one; or train under 'fsdp'."
             )
         side = "lora_B" if style.startswith("colwise") else "lora_A"
-        found[f"{name}.base_layer"] = style
-        found |= {f"{name}.{side}.{adapter}": style for adapter, _ in layer.get_submodule(side).named_children()}
-    return found
+        inside_adapters[f"{name}.base_layer"] = style
+        inside_adapters |= {f"{name}.{side}.{adapter}": style for adapter, _ in layer.get_submodule(side).named_children()}
+    return inside_adapters
 
 
 # Models that leave out layers at random while they train (LayerDrop), as transformers has them for speech and BART.

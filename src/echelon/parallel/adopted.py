@@ -64,17 +64,17 @@ class FSDP1OptimizerState:
         Raises:
             CheckpointError: it is not all of it.
         """
-        told, inner = self._optimizer.state_dict(), inner_of(self._optimizer)
+        state, inner = self._optimizer.state_dict(), inner_of(self._optimizer)
         for number, parameter in enumerate(p for group in self._optimizer.param_groups for p in group["params"]):
-            if inner is not None and not set(state_of(inner, parameter)) <= set(told["state"].get(number, ())):
+            if inner is not None and not set(state_of(inner, parameter)) <= set(state["state"].get(number, ())):
                 raise CheckpointError(
                     f"{type(self._optimizer).__name__}.state_dict() must hold the state of the {type(inner).__name__} by which "
                     "it steps, got its own alone: over the older FullyShardedDataParallel, of which torch alone knows the "
                     "parameters, nothing else is saved. Use fully_shard or layout='fsdp', or let state_dict() return both."
                 )
         return {
-            "state": {number: each for number, each in told["state"].items() if isinstance(number, int)},
-            "param_groups": told["param_groups"],
+            "state": {number: each for number, each in state["state"].items() if isinstance(number, int)},
+            "param_groups": state["param_groups"],
         }
 
     @functools.cached_property
@@ -105,14 +105,14 @@ class FSDP1OptimizerState:
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         kinds = {n: {k: _kind(v) for k, v in each.items() if v is not None} for n, each in state["state"].items()}
         everyones = agree.gather({str(number): each for number, each in kinds.items()})
-        found = {(int(number), key) for each in everyones for number, keys in each.items() for key in keys}
+        keys_anywhere = {(int(number), key) for each in everyones for number, keys in each.items() for key in keys}
         wanted = {key: kind for each in everyones for keys in each.values() for key, kind in keys.items()}
         absent = set()
         for number, parameter in enumerate(parameters):
             if not parameter.requires_grad:
                 continue
             for key, kind in wanted.items():
-                if (number, key) not in found:
+                if (number, key) not in keys_anywhere:
                     absent.add(f"state.{names[parameter]}.{key}")
                     if parameter.numel():
                         state["state"].setdefault(number, {})[key] = _zeros(kind, parameter)
@@ -127,16 +127,16 @@ class FSDP1OptimizerState:
         device = next(self._module.parameters()).device
         assert dist.group.WORLD is not None
         mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
-        found: dict[str, torch.Tensor] = {}
+        room: dict[str, torch.Tensor] = {}
         for key in (k for keys in state_keys.by_parameter(state_keys.mine(me, saved), names).values() for k in keys):
             dtype, shape = saved[f"{me}.{key}"]
             if shape:
-                found[key] = empty(*shape, dtype=dtype, device_mesh=mesh, placements=[Shard(0)])
+                room[key] = empty(*shape, dtype=dtype, device_mesh=mesh, placements=[Shard(0)])
             else:
-                found[key] = torch.empty((), dtype=dtype)
-        found |= state_keys.tensor_options(me, saved)
-        known = state_keys.known((*values, *found))
-        return found, [f"param_groups.{n}" for n in names if n not in known]
+                room[key] = torch.empty((), dtype=dtype)
+        room |= state_keys.tensor_options(me, saved)
+        known = state_keys.known((*values, *room))
+        return room, [f"param_groups.{n}" for n in names if n not in known]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP

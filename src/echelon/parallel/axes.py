@@ -85,9 +85,9 @@ class DataAxes:
     @classmethod
     def of(cls, module: nn.Module, averaged: Sequence[Axis], *, is_divided: bool) -> DataAxes:
         """If gradients are averaged over these axes: their ranks have other samples, unless the user said which have."""
-        said = declared(module)
-        if said is not None:
-            return cls(averaged, _number(axes_of(said)), is_divided=is_divided)
+        declared_mesh = declared(module)
+        if declared_mesh is not None:
+            return cls(averaged, _number(axes_of(declared_mesh)), is_divided=is_divided)
         for axis in averaged:
             if axis.size > 1 and _DOUBTFUL & set(axis.name.lower().split("_")):
                 unknown = (
@@ -135,8 +135,8 @@ class DataAxes:
             self.is_replica = False
             return
         share = 0 if isinstance(self._share, str) else self._share[0]
-        told = agree.gather([share, [axis.digest for axis in self.axes]])
-        self.is_replica = speaks_for(told, dist.get_rank()) != dist.get_rank()
+        shares = agree.gather([share, [axis.digest for axis in self.axes]])
+        self.is_replica = speaks_for(shares, dist.get_rank()) != dist.get_rank()
 
 
 # As the user said; by the module that was given.
@@ -165,8 +165,8 @@ def data_axes(module: nn.Module, mesh: DeviceMesh) -> None:
 def declared(module: nn.Module) -> DeviceMesh | None:
     """What `data_axes` was told of the module or of what it wraps."""
     inner = getattr(module, "module", None)
-    found = _declared.get(module)
-    return found if found is not None or not isinstance(inner, nn.Module) else _declared.get(inner)
+    mesh = _declared.get(module)
+    return mesh if mesh is not None or not isinstance(inner, nn.Module) else _declared.get(inner)
 
 
 def axes_of(mesh: DeviceMesh, numbers: Sequence[int] | None = None) -> list[Axis]:
@@ -177,12 +177,12 @@ def axes_of(mesh: DeviceMesh, numbers: Sequence[int] | None = None) -> list[Axis
 
 def mesh_of(module: nn.Module) -> dict[str, int]:
     """The largest mesh over which a parameter is split: its axes by name, and their sizes; {} if none is."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for mesh in (p.device_mesh for p in module.parameters() if is_split(p)):  # type: ignore[attr-defined]
-        if mesh.ndim > len(found):
+        if mesh.ndim > len(sizes):
             names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
-            found = {name: mesh.size(i) for i, name in enumerate(names)}
-    return found
+            sizes = {name: mesh.size(i) for i, name in enumerate(names)}
+    return sizes
 
 
 def split_axes(module: nn.Module, *, without: Collection[nn.Parameter] = ()) -> list[Axis]:
@@ -192,10 +192,10 @@ def split_axes(module: nn.Module, *, without: Collection[nn.Parameter] = ()) -> 
         if parameter not in without and (mesh := getattr(parameter, "device_mesh", None)) is not None:
             split = (i for i, placement in enumerate(parameter.placements) if not placement.is_replicate())  # type: ignore[attr-defined]
             meshes.setdefault((id(mesh), tuple(split)), mesh)
-    found: dict[str, Axis] = {}
+    axes_by_digest: dict[str, Axis] = {}
     for (_, numbers), mesh in meshes.items():
-        found |= {axis.digest: axis for axis in axes_of(mesh, numbers)}
-    return list(found.values())
+        axes_by_digest |= {axis.digest: axis for axis in axes_of(mesh, numbers)}
+    return list(axes_by_digest.values())
 
 
 def sharded_axes(module: nn.Module) -> list[Axis]:
@@ -209,17 +209,17 @@ def sharded_axes(module: nn.Module) -> list[Axis]:
         if (mesh := getattr(parameter, "device_mesh", None)) is not None:
             copies = mesh.ndim > 1 and parameter.placements[0].is_replicate()  # type: ignore[attr-defined]
             meshes.setdefault((id(mesh), copies), mesh)
-    found: dict[str, list[Axis]] = {}
+    axes_of_shards: dict[str, list[Axis]] = {}
     for (_, copies), mesh in meshes.items():
         axes = axes_of(mesh, [0, 1] if copies else [0])
-        found.setdefault(" ".join(axis.digest for axis in axes), axes)
-    if len(found) > 1:
+        axes_of_shards.setdefault(" ".join(axis.digest for axis in axes), axes)
+    if len(axes_of_shards) > 1:
         logger.warning(
             "%s: fully_shard reduces some parameters over the ranks %s, others over %s; the first are taken for the data's",
             type(module).__name__,
-            *([axis.ranks for axis in axes] for axes in list(found.values())[:2]),
+            *([axis.ranks for axis in axes] for axes in list(axes_of_shards.values())[:2]),
         )
-    return next(iter(found.values()), [Axis.of(None)])
+    return next(iter(axes_of_shards.values()), [Axis.of(None)])
 
 
 def _number(axes: Sequence[Axis]) -> tuple[int, int]:
@@ -229,20 +229,20 @@ def _number(axes: Sequence[Axis]) -> tuple[int, int]:
     return rank, size
 
 
-def speaks_for(told: Sequence[tuple[int, Sequence[str]]], rank: int) -> int:
+def speaks_for(shares: Sequence[tuple[int, Sequence[str]]], rank: int) -> int:
     """The first rank that has the same samples as this one, or itself if its gradient counts beside theirs.
 
     Args:
-        told: of each rank, the number of its share and the digests of the axes over which its gradients are averaged. Ranks of
+        shares: of each rank, the number of its share and the digests of the axes over which its gradients are averaged. Ranks of
             one axis have the same digest. Lists of ranks would be as many numbers as the square of the ranks.
     """
     along: dict[str, list[int]] = {}
-    for each, (_, digests) in enumerate(told):
+    for each, (_, digests) in enumerate(shares):
         for digest in digests:
             along.setdefault(digest, []).append(each)
-    averaged, found = {rank}, [rank]
-    for each in found:  # grows meanwhile
-        new = {peer for digest in told[each][1] for peer in along.pop(digest, ())} - averaged
+    averaged, alike = {rank}, [rank]
+    for each in alike:  # grows meanwhile
+        new = {peer for digest in shares[each][1] for peer in along.pop(digest, ())} - averaged
         averaged |= new
-        found += new
-    return next((r for r in range(rank) if told[r][0] == told[rank][0] and r not in averaged), rank)
+        alike += new
+    return next((r for r in range(rank) if shares[r][0] == shares[rank][0] and r not in averaged), rank)

@@ -118,13 +118,13 @@ class ParallelPrepared(FSDPPrepared):
         Raises:
             RanksDisagreeError: on all ranks.
         """
-        told = agree.gather([list(t.shape) for t in tensors_of(batch)])
-        for rank, shapes in enumerate(told):
+        every = agree.gather([list(t.shape) for t in tensors_of(batch)])
+        for rank, shapes in enumerate(every):
             first = next(r for r in range(rank + 1) if self.dims.dp_rank(r) == self.dims.dp_rank(rank))
-            if shapes != told[first]:
+            if shapes != every[first]:
                 raise RanksDisagreeError(
                     "ranks that differ in tp, cp or pp alone must be given the same samples, got tensors of "
-                    f"{told[first]} on rank {first} and of {shapes} on rank {rank}. echelon.Loader gives them the same; divide "
+                    f"{every[first]} on rank {first} and of {shapes} on rank {rank}. echelon.Loader gives them the same; divide "
                     "data of your own over the ranks of the other axes alone."
                 )
 
@@ -138,9 +138,9 @@ class ParallelPrepared(FSDPPrepared):
             made = super().optimizer(make)
         except ValueError as error:  # torch's, of an optimizer without parameters; the other stages must not wait
             problem = f"{error}"
-        if (told := next((each for each in agree.gather(problem) if each is not None), None)) is not None:
+        if (why := next((each for each in agree.gather(problem) if each is not None), None)) is not None:
             raise PipelineError(
-                f"the optimizer of a stage cannot be made: {told}. In a pipeline each rank has the parameters of its own stages, "
+                f"the optimizer of a stage cannot be made: {why}. In a pipeline each rank has the parameters of its own stages, "
                 "of which none may be trained: give it module.parameters() with the frozen ones, which it leaves alone."
             )
         assert made is not None
@@ -193,12 +193,12 @@ class ParallelPrepared(FSDPPrepared):
             if self._loose or self._frozen:
                 self._average_loose()
         if self.data.axes and not self._is_checked:
-            found: UsageError | None = None
+            failure: UsageError | None = None
             try:
                 self._check_first(made[0][0])
             except UsageError as error:  # perhaps of some stages alone
-                found = error
-            agree.fail_together(found, "a stage")
+                failure = error
+            agree.fail_together(failure, "a stage")
         return made
 
     def fix_order(self) -> None:

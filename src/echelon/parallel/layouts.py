@@ -64,11 +64,11 @@ def resolve(layout: Strategy | str | None) -> Strategy | None:
     require(isinstance(layout, str), "layout", _known(), layout, kind=LayoutError)
     if "=" in layout or "," in layout:
         return Layout.parse(layout)
-    found = _entry(layout)
-    if found is None:
+    entry = _entry(layout)
+    if entry is None:
         near = difflib.get_close_matches(layout.lower(), [*LAYOUTS, *ALIASES], 1)
         raise LayoutError(f"layout must be {_known()}, got {layout!r}." + (f" Is it {near[0]!r}?" if near else ""))
-    return resolve(found) if isinstance(found, str) else found()
+    return resolve(entry) if isinstance(entry, str) else entry()
 
 
 def is_word(text: Any) -> bool:

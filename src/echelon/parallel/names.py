@@ -144,8 +144,8 @@ def register(kind: Kind) -> None:
 
 def kind_of(module: nn.Module) -> Kind | None:
     """The kind of this very module, whatever is inside; None if it is as its author wrote it."""
-    found = wrapper_of(module)
-    return found if found is not None else next((kind for kind in _by_parameters if kind.recognises(module)), None)
+    wrapper = wrapper_of(module)
+    return wrapper if wrapper is not None else next((kind for kind in _by_parameters if kind.recognises(module)), None)
 
 
 def wrapper_of(module: nn.Module) -> Kind | None:

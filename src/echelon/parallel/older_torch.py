@@ -20,8 +20,8 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 
 def shards_integers() -> bool:
     """Whether `fully_shard` takes parameters that are no floating-point numbers, such as quantized ones: torch 2.11 fails."""
-    found: Any = torch.__version__  # compares as a version
-    return bool(found >= (2, 13))
+    version: Any = torch.__version__  # compares as a version
+    return bool(version >= (2, 13))
 
 
 def ddp_options(constructor: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:

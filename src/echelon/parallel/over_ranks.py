@@ -125,12 +125,12 @@ def _groups() -> list[dist.ProcessGroup | None]:
 
 def _rows(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> list[int]:
     """How many each rank of the group has, once all have the same but for these."""
-    told = agree.gather([list(tensor.shape), dim + tensor.dim() if dim < 0 else dim, str(tensor.dtype)], group)
-    kinds = [[dim, dtype, shape[:dim], shape[dim + 1 :]] for shape, dim, dtype in told]
-    if any(each != kinds[0] for each in kinds) or not 0 <= told[0][1] < len(told[0][0]):
-        shown = ", ".join(f"rank {i}: {dtype} of {shape}, dim={dim}" for i, (shape, dim, dtype) in enumerate(told))
+    facts = agree.gather([list(tensor.shape), dim + tensor.dim() if dim < 0 else dim, str(tensor.dtype)], group)
+    kinds = [[dim, dtype, shape[:dim], shape[dim + 1 :]] for shape, dim, dtype in facts]
+    if any(each != kinds[0] for each in kinds) or not 0 <= facts[0][1] < len(facts[0][0]):
+        shown = ", ".join(f"rank {i}: {dtype} of {shape}, dim={dim}" for i, (shape, dim, dtype) in enumerate(facts))
         raise UsageError(f"gather: tensors must have one type, and one shape but for dimension dim, on all ranks, got {shown}.")
-    return [shape[dim] for shape, dim, _ in told]
+    return [shape[dim] for shape, dim, _ in facts]
 
 
 class _Gathered(torch.autograd.Function):

@@ -132,10 +132,10 @@ def _refuse_other_models(module: nn.Module, chosen: Strategy) -> None:
     if isinstance(chosen, NOOPStrategy) or of_some or any(ranks_apart(part) is not None for part in module.modules()):
         return
     fills = getattr(chosen, "param_init_fn", None) is not None  # rank 0's values reach the others' meta tensors then
-    mine = [[n, list(p.shape), str(p.dtype), p.is_meta and not fills] for n, p in module.named_parameters()]
-    told = agree.kinds(mine)
-    if len(told) > 1:
-        one, other = next(pair for pair in zip_longest(*told[:2]) if pair[0] != pair[1])
+    facts = [[n, list(p.shape), str(p.dtype), p.is_meta and not fills] for n, p in module.named_parameters()]
+    facts_of_all = agree.kinds(facts)
+    if len(facts_of_all) > 1:
+        one, other = next(pair for pair in zip_longest(*facts_of_all[:2]) if pair[0] != pair[1])
         raise RanksDisagreeError(
             f"the model must be the same on all ranks, got two: where {class_name(module)} has {_shown(one)} on rank 0, it has "
             f"{_shown(other)} on another. Build it alike on all ranks, with its layers in one order (a set has none), "

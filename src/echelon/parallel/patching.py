@@ -110,16 +110,16 @@ def class_for_now(things: Iterable[Any], by: str, kind_of: Callable[[type], type
 
 def _note(thing: Any, what: str, by: str, undo: Callable[[], None]) -> Callable[[], None]:
     noted = _replaced.setdefault(thing, [])
-    mine = _Replacement(what, by)
-    noted.append(mine)
+    replacement = _Replacement(what, by)
+    noted.append(replacement)
 
     def take_away() -> None:
-        if not any(each is mine for each in noted):  # it was already
+        if not any(each is replacement for each in noted):  # it was already
             return
         latest = next(each for each in reversed(noted) if each.what == what)
-        if latest is not mine:
+        if latest is not replacement:
             raise RuntimeError(f"the {what} of {type(thing).__name__} by {by} must be taken away after that by {latest.by}")
         undo()
-        noted[:] = [each for each in noted if each is not mine]
+        noted[:] = [each for each in noted if each is not replacement]
 
     return take_away

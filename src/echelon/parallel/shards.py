@@ -74,8 +74,8 @@ def is_fully_sharded(module: nn.Module) -> bool:
 def _authors_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The class of which `fully_shard` made this one, by putting its own and perhaps more in front of it."""
     line = kind.__mro__
-    found: type[nn.Module] = line[line.index(imported("torch.distributed.fsdp", "FSDPModule")) + 1]
-    return found
+    own_class: type[nn.Module] = line[line.index(imported("torch.distributed.fsdp", "FSDPModule")) + 1]
+    return own_class
 
 
 @contextmanager
@@ -192,8 +192,8 @@ def set_apart(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 def ranks_apart(module: nn.Module) -> dist.ProcessGroup | None:
     """The ranks that hold all of the module between them; None if each has all of its names."""
-    found = vars(module).get("_ranks_apart")
-    return found.group if isinstance(found, _Apart) else None
+    group = vars(module).get("_ranks_apart")
+    return group.group if isinstance(group, _Apart) else None
 
 
 def refuse_copies(module: nn.Module) -> None:

@@ -127,13 +127,13 @@ class _Whole(torch.autograd.Function):
         size, chunk = parts.size, grad.shape[dim] // (2 * parts.size)
         chunks = grad.split(chunk, dim)
         # A rank's two chunks side by side, the ranks one after the other in the first dimension.
-        mine = grad.new_empty(*grad.shape[:dim], 2 * chunk, *grad.shape[dim + 1 :])
-        laid = grad.new_empty(size, *mine.shape)
+        own_grad = grad.new_empty(*grad.shape[:dim], 2 * chunk, *grad.shape[dim + 1 :])
+        laid = grad.new_empty(size, *own_grad.shape)
         for rank, part in enumerate(laid):
             part.narrow(dim, 0, chunk).copy_(chunks[rank])
             part.narrow(dim, chunk, chunk).copy_(chunks[-1 - rank])
-        reduce_scatter_single(mine, laid.flatten(0, 1), group=parts.group)
-        return mine, None, None
+        reduce_scatter_single(own_grad, laid.flatten(0, 1), group=parts.group)
+        return own_grad, None, None
 
 
 # A dimension of every tensor that has so many; or of those that are named, None for those that stay whole.
@@ -158,35 +158,35 @@ def check_sequence_dim(value: Any) -> SequenceDim:
     return whole("sequence_dim", value, kind=ContextParallelError)
 
 
-def sequence_dims(batch: Any, said: SequenceDim = None) -> dict[str, int]:
+def sequence_dims(batch: Any, given: SequenceDim = None) -> dict[str, int]:
     """For each tensor that has the sequence: its name and the dimension. The name is a key, a field, or a number in a tuple.
 
-    Unless `said`, the sequence is dimension 1 of the first tensor of whole numbers with two dimensions or more, or of the first
+    Unless `given`, the sequence is dimension 1 of the first tensor of whole numbers with two dimensions or more, or of the first
     one; other tensors have it in dimension 1 where that is as long, and masks (B, 1, T, T) in the rows.
 
     Raises:
         UsageError: no tensor has it, or one may have it or not.
     """
     tensors = dict(named(batch))
-    if isinstance(said, int):
-        found = {name: said for name, t in tensors.items() if t.dim() > said}
-    elif said is not None:
-        if unknown := set(said) - set(tensors):
+    if isinstance(given, int):
+        dims = {name: given for name, t in tensors.items() if t.dim() > given}
+    elif given is not None:
+        if unknown := set(given) - set(tensors):
             raise ContextParallelError(
                 f"sequence_dim must name tensors of the batch, {_names(tensors)}, got {sorted(unknown)[0]!r}."
             )
-        found = {name: dim for name, dim in said.items() if dim is not None}
-        for name, dim in found.items():
+        dims = {name: dim for name, dim in given.items() if dim is not None}
+        for name, dim in dims.items():
             if dim >= tensors[name].dim():
                 raise ContextParallelError(f"sequence_dim[{name!r}] must be a dimension of {_shape(name, tensors)}, got {dim}.")
     else:
-        found = _guessed(tensors)
-    if not found:
+        dims = _guessed(tensors)
+    if not dims:
         raise ContextParallelError(
             "context parallelism splits sequences, but no tensor of the batch has one: a tensor of shape (rows, length, ...). "
             f"Got {_names(tensors) or type(batch).__name__}. Say Layout(sequence_dim={{name: dimension}}), or train without cp."
         )
-    return found
+    return dims
 
 
 def _guessed(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -195,21 +195,21 @@ def _guessed(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
         return {}
     first = next((t for t in several.values() if not t.is_floating_point()), next(iter(several.values())))
     rows, length = first.shape[0], first.shape[1]
-    found: dict[str, int] = {}
+    dims: dict[str, int] = {}
     for name, t in tensors.items():
         if t.dim() > 1 and t.shape[1] == length:
-            found[name] = 1
+            dims[name] = 1
         elif t.dim() > 3 and t.shape[-2] == length:
-            found[name] = t.dim() - 2  # a mask: its rows are the queries
+            dims[name] = t.dim() - 2  # a mask: its rows are the queries
         elif t.dim() == 1 and t.shape[0] == length != rows:
-            found[name] = 0  # positions for all rows
+            dims[name] = 0  # positions for all rows
         elif length in t.shape and (t.dim() == 1 or length in t.shape[1:]):
             raise ContextParallelError(
                 f"context parallelism: the sequence has {length} tokens, and {_shape(name, tensors)} has that many in another "
                 "dimension than 1. Say which tensors have the sequence and where, None for those without: "
                 f"Layout(sequence_dim={_example(tensors, name)})."
             )
-    return found
+    return dims
 
 
 def cut_batch(batch: Any, dims: Mapping[str, int], parts: SequenceParts) -> Any:
@@ -251,13 +251,13 @@ def labels_of(batch: Any, dims: Mapping[str, int]) -> tuple[str, torch.Tensor] |
 
 def counted(batch: Any, part: Any, dims: Mapping[str, int], size: int) -> float | torch.Tensor:
     """How much of what the whole batch counts is counted in the part: its share of the labels that are not ignored."""
-    found, mine = labels_of(batch, dims), labels_of(part, dims)
-    if found is None or mine is None:
+    labels, own_labels = labels_of(batch, dims), labels_of(part, dims)
+    if labels is None or own_labels is None:
         return 1 / size
-    here, all_ = (mine[1] != IGNORED).sum(), (found[1] != IGNORED).sum()
-    if here.device.type == "cpu":
-        return int(here) / max(1, int(all_))
-    return here.double() / all_.clamp(min=1)
+    counted_here, all_ = (own_labels[1] != IGNORED).sum(), (labels[1] != IGNORED).sum()
+    if counted_here.device.type == "cpu":
+        return int(counted_here) / max(1, int(all_))
+    return counted_here.double() / all_.clamp(min=1)
 
 
 def _named_length(name: str, t: torch.Tensor, dims: Mapping[str, int]) -> str:
@@ -282,12 +282,12 @@ def _example(tensors: Mapping[str, torch.Tensor], doubtful: str) -> str:
 
 def named(data: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors by name, in their order."""
-    found: list[tuple[str, torch.Tensor]] = []
+    tensors: list[tuple[str, torch.Tensor]] = []
 
     def take(name: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            found.append((name, value))
+            tensors.append((name, value))
         return value
 
     map_named(data, take)
-    yield from found
+    yield from tensors

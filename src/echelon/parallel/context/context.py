@@ -221,15 +221,15 @@ class ContextParallel(Batches):
         check_separate(loss, outputs)
 
     def _check_weight(self, part: float, whole: float) -> None:
-        told = agree.gather(part, self.parts.group)
-        if any(agree.gather(wrong := abs(sum(told) - whole) > 1e-6 * abs(whole))):
+        weights = agree.gather(part, self.parts.group)
+        if any(agree.gather(wrong := abs(sum(weights) - whole) > 1e-6 * abs(whole))):
             if not wrong:
                 raise ContextParallelError(
                     "weight() does not count parts of sequences as wholes on another rank; its log says how."
                 )
             raise ContextParallelError(
-                f"weight() must give for the {len(told)} parts of a sequence what it gives for the whole, {whole:g} together, "
-                f"got {' + '.join(f'{weight:g}' for weight in told)}. Count a part's tokens, for a causal language model by "
+                f"weight() must give for the {len(weights)} parts of a sequence what it gives for the whole, {whole:g} together, "
+                f"got {' + '.join(f'{weight:g}' for weight in weights)}. Count a part's tokens, for a causal language model by "
                 "echelon.count_tokens(data, next_token=True), as labels are shifted before a sequence is cut; where rows count, "
                 "leave weight() to AutoUnit, or multiply by self.prepared.batches.share."
             )
@@ -260,12 +260,12 @@ class ContextParallel(Batches):
             fits = not any(each in str(error) for each in SHAPES)
             if fits or not self._cut or isinstance(error, EchelonError):
                 raise
-            said = ContextParallelError(
+            refusal = ContextParallelError(
                 f"context parallelism: code met shapes that do not fit, after {self._cut} of the batch was cut into "
                 f"{self.parts.size} parts. If that dimension is no sequence, Layout(sequence_dim=...) says which one is; a "
                 f"batch without sequences is for 'fsdp' or 'ddp'. Layers that mix tokens must be attention. torch says: {error}"
             )
-            raise said.with_traceback(error.__traceback__) from error
+            raise refusal.with_traceback(error.__traceback__) from error
         self._unchecked = False
 
     @property

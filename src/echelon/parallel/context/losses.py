@@ -144,10 +144,10 @@ def check_losses(parts: SequenceParts, losses: Losses, batch: Any, dims: Mapping
 
 def _pieces(batch: Any, dims: Mapping[str, int], length: int, short: int) -> list[Any]:
     """The beginning of the sequences; and where most labels count, some of which are ignored if a batch may have such."""
-    found = labels_of(batch, dims)
-    if found is None:
+    label_places = labels_of(batch, dims)
+    if label_places is None:
         return [beginning_at(batch, dims, start, short, {}) for start in (0, length - short)]
-    name, labels = found
+    name, labels = label_places
     counts = (labels != IGNORED).movedim(dims[name], 0).flatten(1).sum(1).cpu()
     starts = range(0, length - short + 1, max(1, short // 2))
     most = max(starts, key=lambda start: int(counts[start : start + short].sum()))
@@ -162,18 +162,18 @@ def _pieces(batch: Any, dims: Mapping[str, int], length: int, short: int) -> lis
 
 def _can_compare(parts: SequenceParts, losses: Losses, piece: Any, level: int) -> bool:
     """Compare one piece; False if code cannot be called so."""
-    mine, error = _computed(parts, losses, piece, level)
-    told = [_Told(*each) for each in agree.gather(list(vars(mine).values()))]
+    losses_here, error = _computed(parts, losses, piece, level)
+    losses_of_all = [_Told(*each) for each in agree.gather(list(vars(losses_here).values()))]
     if isinstance(error, UsageError):
         raise error
-    if refusing := [rank for rank, each in enumerate(told) if each.refused]:
+    if refusing := [rank for rank, each in enumerate(losses_of_all) if each.refused]:
         raise ContextParallelError(f"context parallelism: rank {refusing[0]} refused the first batch; its log says why.")
-    if any(each.failed for each in told):
+    if any(each.failed for each in losses_of_all):
         return level != AS_IS  # code may ask for numbers that noise does not give
-    if any(each.draws for each in told):
+    if any(each.draws for each in losses_of_all):
         return True  # of other random numbers, which says nothing
-    for group in sorted({each.group for each in told}):
-        _check_group([each for each in told if each.group == group])
+    for group in sorted({each.group for each in losses_of_all}):
+        _check_group([each for each in losses_of_all if each.group == group])
     return True
 
 
@@ -213,25 +213,25 @@ def _are_same(a: Any, b: Any) -> bool:
     return bool(np.array_equal(a, b))
 
 
-def _check_group(told: list[_Told]) -> None:
+def _check_group(group: list[_Told]) -> None:
     """
     Args:
-        told: by the ranks of one sequence.
+        group: by the ranks of one sequence.
     """
-    whole, found = told[0].whole, [each.part for each in told if each.part is not None]
-    if whole is None or len(found) < len(told):
+    whole, part_losses = group[0].whole, [each.part for each in group if each.part is not None]
+    if whole is None or len(part_losses) < len(group):
         return
-    (loss, weight), counted = whole, [(one, of) for one, of in found if of]
+    (loss, weight), counted = whole, [(one, of) for one, of in part_losses if of]
     total = sum(of for _, of in counted)
     if not weight or not total or not math.isfinite(loss):  # of a part alone, as in 0 / 0, it differs
         return
     mean = sum(one * of for one, of in counted) / weight
     size = max(abs(loss), sum(abs(one) * of for one, of in counted) / weight)
-    if abs(mean - loss) <= max(each.may for each in told) * size:
+    if abs(mean - loss) <= max(each.may for each in group) * size:
         return
     shares = " + ".join(f"{of / weight:.3g} x {one:.6g}" for one, of in counted)
     raise ContextParallelError(
-        f"context parallelism over {len(told)} ranks would change the loss: compute_loss gives {loss:.6g} for whole sequences "
+        f"context parallelism over {len(group)} ranks would change the loss: compute_loss gives {loss:.6g} for whole sequences "
         f"of the first batch, and {mean:.6g} for their parts, {shares}, each by its share of the weight. It must be a mean over "
         "tokens, of each by itself, and weight() must count what it is over: by default rows, by the share of their labels that "
         f"are not {IGNORED}. {_REMEDY}"
@@ -249,12 +249,12 @@ def check_separate(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
     tie, only = 0.0, None
     with contextlib.suppress(RuntimeError):  # no second derivative
         tie, only = _tie(loss, outputs), _only_token(loss, outputs)
-    told = agree.gather([tie, only])
+    answers = agree.gather([tie, only])
     what = None
-    if max(tie for tie, _ in told) > _APART:
+    if max(tie for tie, _ in answers) > _APART:
         what = "its gradient for a token depends on other tokens"
-    elif told[0][1] is not None and all(only == told[0][1] for _, only in told):
-        what = f"only token {told[0][1]} of each part has a gradient"
+    elif answers[0][1] is not None and all(only == answers[0][1] for _, only in answers):
+        what = f"only token {answers[0][1]} of each part has a gradient"
     if what is not None:
         raise ContextParallelError(
             f"context parallelism would change the loss: it must be a mean over tokens, of each by itself, and {what}. {_REMEDY}"

@@ -63,23 +63,23 @@ def probe(
     for short in (shortest, parts.size * length):
         whole = map_tensors((args, kwargs), partial(_beginning, rows=rows, length=length, short=short, parts=parts))
         error: Exception | None = None
-        mine: list[Any] | None = None
+        own_difference: list[Any] | None = None
         try:
-            mine = _compared(parts, forward, module, whole, short, pads=pads)
+            own_difference = _compared(parts, forward, module, whole, short, pads=pads)
         except Exception as raised:
             error = raised
-        told = agree.gather([mine, error is not None, isinstance(error, UsageError)])
-        if found := [each for each, _, _ in told if each is not None]:
-            _, name, side, difference = min(found)
+        answers = agree.gather([own_difference, error is not None, isinstance(error, UsageError)])
+        if differences := [each for each, _, _ in answers if each is not None]:
+            _, name, side, difference = min(differences)
             raise _differs(module, kind, name, side, difference, parts.size) from error
-        if not any(failed for _, failed, _ in told):
+        if not any(failed for _, failed, _ in answers):
             return
         if isinstance(error, UsageError):
             raise error
         # A model for one length only may fail at the first.
-        if not any(refused for *_, refused in told) and short == shortest:
+        if not any(refused for *_, refused in answers) and short == shortest:
             continue
-        raise _could_not(module, kind, short, error, [rank for rank, (_, failed, _) in enumerate(told) if failed]) from error
+        raise _could_not(module, kind, short, error, [rank for rank, (_, failed, _) in enumerate(answers) if failed]) from error
 
 
 def _could_not(module: nn.Module, kind: str, short: int, error: Exception | None, ranks: list[int]) -> Exception:
@@ -90,8 +90,8 @@ def _could_not(module: nn.Module, kind: str, short: int, error: Exception | None
         )
     if any(each in str(error) for each in SHAPES):
         return error  # perhaps what was cut is no sequence: whoever cut it says so
-    if (said := meaning(module, str(error))) is not None:
-        return ContextParallelError(f"{said} torch says: {error}")
+    if (message := meaning(module, str(error))) is not None:
+        return ContextParallelError(f"{message} torch says: {error}")
     return ContextParallelError(
         f"context parallelism: {kind} could not be called on whole sequences of {short} tokens, to "
         f"compare with their parts: {type(error).__name__}: {error}. Switch the comparison off if it cannot work: "
@@ -106,12 +106,12 @@ def _compared(parts: SequenceParts, forward: Any, module: nn.Module, whole: Any,
         for each in _with_padding(whole) if pads else [whole]:
             try:
                 with perturbed(module, level, in_forward=True):
-                    found = _passes(parts, forward, module, each, short)
+                    difference = _passes(parts, forward, module, each, short)
             except Exception as error:
                 if level == AS_IS or isinstance(error, UsageError):
                     raise
                 continue  # code may ask for numbers that noise does not give
-            first = found if first is None else first  # and go on: a pass is one of other ranks, too
+            first = difference if first is None else first  # and go on: a pass is one of other ranks, too
     return first
 
 
@@ -124,11 +124,11 @@ def _check_alike(parts: SequenceParts, kind: str, given: dict[str, Any], length:
         and not (hasattr(value, "to_local") or value.is_complex())
         and _dim_of(value, length) is None
     }
-    told = agree.kinds(sums, parts.group)
-    apart = next((name for name in sums if len({each.get(name) for each in told}) > 1), None)
+    sums_of_all = agree.kinds(sums, parts.group)
+    apart = next((name for name in sums if len({each.get(name) for each in sums_of_all}) > 1), None)
     # All ranks stop, of other sequences, too.
-    if (found := agree.first_not_none(None if apart is None else [apart, list(given[apart].shape)])) is not None:
-        name, shape = found
+    if (unlike := agree.first_not_none(None if apart is None else [apart, list(given[apart].shape)])) is not None:
+        name, shape = unlike
         raise ContextParallelError(
             f"context parallelism: {kind} must get the same {f'argument {name}' if name.isdigit() else name} on the {parts.size} "
             f"ranks of a sequence, got values that differ. It has no sequence, of shape {tuple(shape)}. If compute_loss draws "
@@ -247,8 +247,8 @@ def _first_difference(whole: _Seen, part: _Seen, short: int, parts: SequencePart
     """Of the calls in their order: [number of the call, name, side, difference relative to the norm]."""
     for number, (key, tensors) in enumerate(whole.items()):
         for a, b in zip(tensors, part.get(key, []), strict=False):
-            mine, may = _mine(a, b, short, parts), _TOLERANCE.get(b.dtype, _COARSE if b.is_floating_point() else 0.0)
-            if mine is not None and (far := _far(mine, b)) > may and not _are_among(whole, key, b, may):
+            own_part, may = _mine(a, b, short, parts), _TOLERANCE.get(b.dtype, _COARSE if b.is_floating_point() else 0.0)
+            if own_part is not None and (far := _far(own_part, b)) > may and not _are_among(whole, key, b, may):
                 return [number, key[0], key[2], far]
     return None
 

@@ -121,18 +121,18 @@ def watch(modules: Mapping[str, nn.Module], optimizers: Iterable[torch.optim.Opt
     Args:
         modules: a unit's, by the attributes' names.
     """
-    found: dict[str, list[_Watch]] = {}
+    watches: dict[str, list[_Watch]] = {}
     for optimizer in optimizers:
-        mine = set(parameters_of(optimizer))
+        parameters = set(parameters_of(optimizer))
         watched = _watched.setdefault(optimizer, weakref.WeakKeyDictionary())
         for name, module in modules.items():
             if not isinstance(module, DistributedDataParallel) or dist.get_world_size(module.process_group) == 1:
                 continue
-            if module not in watched and not mine.isdisjoint(module.parameters()):
+            if module not in watched and not parameters.isdisjoint(module.parameters()):
                 watched[module] = _Watch(name, module, optimizer)
             if module in watched:
-                found.setdefault(name, []).append(watched[module])
-    return [Watches(found)]
+                watches.setdefault(name, []).append(watched[module])
+    return [Watches(watches)]
 
 
 _watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakKeyDictionary[nn.Module, _Watch]] = (
@@ -161,9 +161,9 @@ class Watches(Guard):
         doubts = [(name, each.doubt) for name, several in self._watches.items() for each in several if each.doubt]
         for each in self._all:
             each.doubt = ""
-        told = agree.kinds(doubts)
+        doubts_of_all = agree.kinds(doubts)
         problem = None
-        for name, why in dict.fromkeys((name, why) for each in told for name, why in each):
+        for name, why in dict.fromkeys((name, why) for each in doubts_of_all for name, why in each):
             if (differs := self._differs(name)) is not None and problem is None:
                 problem = f"{differs} differs between ranks: {why}"
         agree.raise_on_all(problem)
@@ -174,8 +174,8 @@ class Watches(Guard):
         if not modules:
             return None
         named = list(modules[0].module.named_parameters())
-        mine = [(n, _digest(p)) for n, p in named if n not in modules[0].parameters_to_ignore]
-        everyones = agree.kinds(mine, modules[0].process_group)
+        digests = [(n, _digest(p)) for n, p in named if n not in modules[0].parameters_to_ignore]
+        everyones = agree.kinds(digests, modules[0].process_group)
         for each in zip(*everyones, strict=False):
             if any(digest != each[0] for digest in each):
                 return f"{name}.{each[0][0]}"

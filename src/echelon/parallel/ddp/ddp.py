@@ -86,8 +86,8 @@ class Awaited(Guard):
     def explain(self, error: BaseException) -> LayoutError | None:
         if not isinstance(error, RuntimeError) or _SAYS not in str(error):
             return None
-        found = _NUMBERS.search(str(error))
-        numbers = [int(n) for n in found[1].split()] if found is not None else []
+        match = _NUMBERS.search(str(error))
+        numbers = [int(n) for n in match[1].split()] if match is not None else []
         return _said([self._named[n] for n in numbers if n < len(self._named)])
 
 
@@ -267,10 +267,10 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         torch_can = self.module.find_unused_parameters and trained == self._of_window
         if last and not all(trained) and not torch_can:  # it would wait for what is frozen: its buckets are left out
             self._alone = list(zip(self._in_buckets, self._of_window, strict=True))
-        found = super().accumulate(last and not self._alone)
+        context = super().accumulate(last and not self._alone)
         if last:
             self._reduces, self._of_window = True, []
-        return found
+        return context
 
     def discard_window(self) -> None:
         super().discard_window()
@@ -462,8 +462,8 @@ class DDPStrategy(Strategy):
         if self.process_group is not None and self.device_mesh is not None:
             raise LayoutError("process_group and device_mesh both choose the ranks. Give one of them.")
         # [device.index], as TorchTNT's page writes it, is [None] where there are no devices to choose from.
-        mine = [world.device, world.device.index] if world.device.type == "cuda" else [None, world.device]
-        if self.device_ids is not None and (len(self.device_ids) > 1 or any(d not in mine for d in self.device_ids)):
+        own_device = [world.device, world.device.index] if world.device.type == "cuda" else [None, world.device]
+        if self.device_ids is not None and (len(self.device_ids) > 1 or any(d not in own_device for d in self.device_ids)):
             raise LayoutError(
                 f"device_ids must be this rank's device, {world.device}, got {list(self.device_ids)}. Leave it out; for one "
                 "process that drives several devices there is layout 'dp'."

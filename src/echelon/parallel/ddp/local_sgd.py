@@ -273,19 +273,19 @@ def _averages(tensors: Mapping[str, torch.Tensor], weight: Any) -> dict[str, tor
     """The mean over all ranks, each with its weight, or plain if nobody has one. Collective."""
     if not agree.is_joined():
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    mine = torch.tensor([float(weight)], dtype=torch.float64)
-    total = mine.clone()
+    own_weight = torch.tensor([float(weight)], dtype=torch.float64)
+    total = own_weight.clone()
     dist.all_reduce(total, group=agree.control_group())
-    share = float(mine / total) if float(total) > 0 else 1 / dist.get_world_size()
-    found: dict[str, torch.Tensor] = {}
+    share = float(own_weight / total) if float(total) > 0 else 1 / dist.get_world_size()
+    averages: dict[str, torch.Tensor] = {}
     for names in _buckets(tensors):
         first = tensors[names[0]]
         precise = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else first.dtype
         flat = torch.cat([tensors[name].detach().reshape(-1).to(precise) for name in names]).mul_(share)
         dist.all_reduce(flat)
         parts = flat.split([tensors[name].numel() for name in names])
-        found |= {n: part.view(tensors[n].shape).to(first.dtype, copy=True) for n, part in zip(names, parts, strict=True)}
-    return found
+        averages |= {n: part.view(tensors[n].shape).to(first.dtype, copy=True) for n, part in zip(names, parts, strict=True)}
+    return averages
 
 
 def _buckets(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:

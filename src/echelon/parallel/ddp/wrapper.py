@@ -69,9 +69,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         return self.module.load_state_dict(state_dict, *args, **options)
 
     def _is_inner(self, name: str) -> bool:
-        mine = vars(self)
-        own = name.startswith("_") or name in mine or name == "module" or hasattr(type(self), name)
-        return not own and "_is_made" in mine
+        attributes = vars(self)
+        own = name.startswith("_") or name in attributes or name == "module" or hasattr(type(self), name)
+        return not own and "_is_made" in attributes
 
 
 def read_as_wrapped(copy: nn.Module) -> None:

@@ -109,8 +109,8 @@ def distribute_experts(module: nn.Module, ep_mesh: DeviceMesh, ep_data_mesh: Dev
             replace(experts, "forward", "experts", DividedForward(experts, dispatch))
         for part in experts.modules():
             for name, parameter in list(part.named_parameters(recurse=False)):
-                mine = distribute_tensor(parameter.detach(), ep_mesh, [Shard(0)], src_data_rank=None)
-                setattr(part, name, nn.Parameter(mine, requires_grad=parameter.requires_grad))
+                own_part = distribute_tensor(parameter.detach(), ep_mesh, [Shard(0)], src_data_rank=None)
+                setattr(part, name, nn.Parameter(own_part, requires_grad=parameter.requires_grad))
 
 
 def divided_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, Dispatch]]:

@@ -64,8 +64,8 @@ def check_foreign(part: nn.Module) -> str | None:
             return f"its {name} is {tuple(parameter.shape)}, and no stack of {num_experts(part)} experts"
         if not parameter.is_floating_point():
             return f"its {name} is of {parameter.dtype}"
-    if (found := next((name for name, _ in part.named_buffers()), None)) is not None:
-        return f"it has a buffer, {found}"
+    if (buffer := next((name for name, _ in part.named_buffers()), None)) is not None:
+        return f"it has a buffer, {buffer}"
     return None if _is_a_sum(part) else _NO_SUM
 
 

@@ -189,7 +189,7 @@ class StackedExperts(Experts):
         template = self._template[0]
         # An expert without rows is called, too: then its gradients are zeros and not missing, on whatever rank it is.
         parts = zip(rows.split(counts.tolist()), zip(*stacks, strict=True), strict=True)
-        each = [torch.func.functional_call(template, dict(zip(names, mine, strict=True)), (part,)) for part, mine in parts]
+        each = [torch.func.functional_call(template, dict(zip(names, weights, strict=True)), (part,)) for part, weights in parts]
         return torch.cat(each)
 
     def extra_repr(self) -> str:
@@ -200,16 +200,16 @@ def _check_alike(modules: Sequence[nn.Module]) -> None:
     shapes: dict[str, Any] = {}
     for number, module in enumerate(modules):
         kind = type(module).__name__
-        mine = {n: (tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()}
-        if number and (type(module) is not type(modules[0]) or mine != shapes):
+        own_form = {n: (tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()}
+        if number and (type(module) is not type(modules[0]) or own_form != shapes):
             other = type(modules[0]).__name__
-            differs = next((n for n in {**shapes, **mine} if shapes.get(n) != mine.get(n)), "")
+            differs = next((n for n in {**shapes, **own_form} if shapes.get(n) != own_form.get(n)), "")
             raise ExpertsError(
                 f"experts must be alike, got a {other} as number 0 and a {kind} as number {number}"
-                + (f", which differ in {differs}: {shapes.get(differs)} and {mine.get(differs)}." if differs else ".")
+                + (f", which differ in {differs}: {shapes.get(differs)} and {own_form.get(differs)}." if differs else ".")
             )
-        shapes = mine
-        if not mine:
+        shapes = own_form
+        if not own_form:
             raise ExpertsError(f"an expert must have parameters, got a {kind} without.")
         if any(True for _ in module.buffers()):
             name = next(n for n, _ in module.named_buffers())
@@ -217,7 +217,7 @@ def _check_alike(modules: Sequence[nn.Module]) -> None:
                 f"an expert must have no buffers, got a {kind} with {name}: which tokens it sees changes with the ranks. Use a "
                 "norm without running statistics."
             )
-        if len(list(module.named_parameters(remove_duplicate=False))) != len(mine):
+        if len(list(module.named_parameters(remove_duplicate=False))) != len(own_form):
             raise ExpertsError(f"an expert must not use a parameter under two names, got a {kind} that does.")
 
 
@@ -340,11 +340,11 @@ class Dispatch:
         arriving = arriving.view(self.size, -1)  # (from rank, expert of mine)
         # The host must know the parts to make room for them: one wait for a device.
         sent, received = torch.stack([counts.view(self.size, -1).sum(1), arriving.sum(1)]).tolist()
-        mine = _AllToAll.apply(rows, sent, received, self._group)  # type: ignore[no-untyped-call]
+        own_rows = _AllToAll.apply(rows, sent, received, self._group)  # type: ignore[no-untyped-call]
         # By rank, and there by expert: now by expert alone.
         experts = torch.arange(arriving.shape[1], device=rows.device).repeat(self.size)
         order = Order(experts.repeat_interleave(arriving.reshape(-1), output_size=sum(received)))
-        done = order.undo(compute(order.sort(mine), arriving.sum(0)))
+        done = order.undo(compute(order.sort(own_rows), arriving.sum(0)))
         return _AllToAll.apply(done, received, sent, self._group)  # type: ignore[no-any-return, no-untyped-call]
 
     def placement(self, parameter: torch.Tensor) -> Any:

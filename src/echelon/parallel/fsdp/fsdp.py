@@ -298,7 +298,7 @@ class FSDPStrategy(Strategy):
         """
         self._check(world)
         reshard, replicas = sharding_named(self.sharding_strategy)
-        said = reshard if self.reshard_after_forward is None else self.reshard_after_forward
+        resharding = reshard if self.reshard_after_forward is None else self.reshard_after_forward
         root_policy, policy = precision_policies(self.mixed_precision, module)
         offload, pin_memory = offloads(self.cpu_offload, "FSDPStrategy(cpu_offload=...)")
         mesh, blocks, ignored = self._mesh(world, replicas), self.blocks_of(module), self._ignored()
@@ -316,10 +316,10 @@ class FSDPStrategy(Strategy):
         _refuse_loose(module, ignored, len(ranks))
         ignored |= (whole := unsplittable(module))
         reports, precision = world.rank == 0, recipe.precision
-        reshards = True if isinstance(said, Mapping) else said
+        reshards = True if isinstance(resharding, Mapping) else resharding
         units = units_of(module, blocks, precision, policy, reshards, world.device, reports=reports)
-        if isinstance(said, Mapping):
-            units = resharded(units, module, said)
+        if isinstance(resharding, Mapping):
+            units = resharded(units, module, resharding)
         apart = set() if offload else experts_apart(module, precision, policy)
         units = [*expert_units(module, precision, policy, reshards, apart), *units]
         ignored |= apart
@@ -327,7 +327,7 @@ class FSDPStrategy(Strategy):
         module = recipe.applied(module)
         whole |= (others := of_another_type(module, [unit.modules for unit in units], ignored))
         ignored |= others
-        self._split(module, units, gathers_as, ignored, world, mesh, offload=offload, pins=pin_memory, reshard=said)
+        self._split(module, units, gathers_as, ignored, world, mesh, offload=offload, pins=pin_memory, reshard=resharding)
         materialize(module, torch.device("cpu") if offload else world.device, buffers=world.device)
         for parameter in whole:  # is never offloaded
             parameter.data = parameter.data.to(world.device)
@@ -393,8 +393,8 @@ class FSDPStrategy(Strategy):
             raise LayoutError("blocks and auto_wrap_policy both choose what is sharded. Give one of them.")
         if self.process_group is not None and self.device_mesh is not None:
             raise LayoutError("process_group and device_mesh both choose the ranks. Give one of them.")
-        mine = (world.device, world.device.index, torch.device(world.device.type))
-        if self.device_id is not None and self.device_id not in mine:
+        devices_of_rank = (world.device, world.device.index, torch.device(world.device.type))
+        if self.device_id is not None and self.device_id not in devices_of_rank:
             raise LayoutError(f"device_id must be this rank's device, {world.device}, got {self.device_id}. Leave it out.")
 
     def _mesh(self, world: World, replicas: bool) -> DeviceMesh:
@@ -426,8 +426,8 @@ class FSDPStrategy(Strategy):
 
 
 def _refuse_layer_drop(module: nn.Module) -> None:
-    if (found := layer_drop(module)) is not None:
-        name, often = found
+    if (dropped := layer_drop(module)) is not None:
+        name, often = dropped
         raise LayoutError(
             f"{class_name(module)} leaves out layers at random ({name}={often}): each rank would leave out others, and blocks "
             f"are gathered by the order of calls. Set {name}=0; or train under DDPStrategy(find_unused_parameters=True)."

@@ -111,8 +111,8 @@ class _Split:
         if sizes == self._sizes:
             return
         self._sizes = sizes  # at first, or a group was added
-        found = {i: _kinds(group["params"]) for i, group in enumerate(groups)}
-        self._kinds = {i: kinds for i, kinds in found.items() if len(kinds) > 1}
+        kinds_of_groups = {i: _kinds(group["params"]) for i, group in enumerate(groups)}
+        self._kinds = {i: kinds for i, kinds in kinds_of_groups.items() if len(kinds) > 1}
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
         """The groups that schedulers and checkpoints know."""

@@ -163,8 +163,8 @@ def resharded(units: list[Unit], module: nn.Module, by_name: Mapping[str, bool |
     """
     names = {part: name for name, part in module.named_modules()}
     every = {names[part] for unit in units for part in unit.modules}
-    found = {pattern: set(matching(pattern, every)) for pattern in by_name}
-    for pattern, matched in found.items():
+    matches = {pattern: set(matching(pattern, every)) for pattern in by_name}
+    for pattern, matched in matches.items():
         if not matched:
             raise LayoutError(
                 f"reshard_after_forward has {pattern!r}, which matches nothing that is sharded one by one: "
@@ -172,9 +172,9 @@ def resharded(units: list[Unit], module: nn.Module, by_name: Mapping[str, bool |
             )
     made = []
     for unit in units:
-        mine = {names[part] for part in unit.modules}
-        said = [by_name[pattern] for pattern, matched in found.items() if matched & mine]
-        made.append(replace(unit, reshard=said[0]) if said else unit)
+        unit_names = {names[part] for part in unit.modules}
+        choices = [by_name[pattern] for pattern, matched in matches.items() if matched & unit_names]
+        made.append(replace(unit, reshard=choices[0]) if choices else unit)
     return made
 
 
@@ -464,8 +464,8 @@ def in_full(module: nn.Module, device: torch.device) -> Blocks:
     def whole(part: nn.Module) -> bool:
         return isinstance(part, kinds) or parametrize.is_parametrized(part) or (on_cpu and _is_a_norm(part))
 
-    found = [(n, m) for n, m in module.named_modules() if n and whole(m) and any(True for _ in m.parameters())]
-    return sorted(found, key=lambda pair: -pair[0].count("."))
+    modules = [(n, m) for n, m in module.named_modules() if n and whole(m) and any(True for _ in m.parameters())]
+    return sorted(modules, key=lambda pair: -pair[0].count("."))
 
 
 def _is_a_norm(part: nn.Module) -> bool:
@@ -515,21 +515,23 @@ def of_another_type(module: nn.Module, units: Iterable[Sequence[nn.Module]], ign
         units: modules that are gathered together; what is in none of them is gathered with the root.
         ignored: parameters that stay whole already.
     """
-    found: set[nn.Parameter] = set()
+    others: set[nn.Parameter] = set()
     done = set(ignored)
     for modules in (*units, (module,)):
-        mine = dict.fromkeys(p for each in modules for p in each.parameters() if p not in done)  # in order: the same on all ranks
-        done |= mine.keys()
+        own_parameters = dict.fromkeys(
+            p for each in modules for p in each.parameters() if p not in done
+        )  # in order: the same on all ranks
+        done |= own_parameters.keys()
         sizes: Counter[torch.dtype] = Counter()
-        for parameter in mine:
+        for parameter in own_parameters:
             sizes[parameter.dtype] += parameter.numel() if parameter.requires_grad else 0
         main = max(sizes, key=sizes.__getitem__, default=None)
-        found |= {p for p in mine if p.requires_grad and p.dtype is not main}
-    if found:
-        first = next(name for name, p in module.named_parameters() if p in found)
+        others |= {p for p in own_parameters if p.requires_grad and p.dtype is not main}
+    if others:
+        first = next(name for name, p in module.named_parameters() if p in others)
         logger.warning(
             "%s parameters, such as %s, are of another type than most of those around them: every rank holds them whole",
-            len(found),
+            len(others),
             first,
         )
-    return found
+    return others

@@ -147,10 +147,10 @@ def _over_ranks(
     # The axis last in mesh order first. What is summed over it joins what is split over the others only.
     while any(sums):
         group = max(sums, key=len)[-1]
-        here = [axes for axes in sums if group in axes]
-        together = torch.stack([sums.pop(axes) for axes in here])
+        axes_here = [axes for axes in sums if group in axes]
+        together = torch.stack([sums.pop(axes) for axes in axes_here])
         dist.all_reduce(together, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
-        for axes, value in zip(here, together, strict=True):
+        for axes, value in zip(axes_here, together, strict=True):
             rest = tuple(g for g in axes if g is not group)
             before = sums.get(rest)
             sums[rest] = value if before is None else (torch.maximum(before, value) if largest else before + value)

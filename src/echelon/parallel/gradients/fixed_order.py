@@ -42,15 +42,15 @@ def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def reduce_bucket(group: dist.ProcessGroup | None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """A communication hook of DistributedDataParallel: the mean over the ranks, added in the order of the tournament."""
-    mine: torch.Tensor = bucket.buffer()
+    own_gradients: torch.Tensor = bucket.buffer()
     size = dist.get_world_size(group)
-    gathered = [torch.empty_like(mine) for _ in range(size)]
-    work = dist.all_gather(gathered, mine, group=group, async_op=True)
+    gathered = [torch.empty_like(own_gradients) for _ in range(size)]
+    work = dist.all_gather(gathered, own_gradients, group=group, async_op=True)
     assert work is not None
 
     def add(_: Any) -> torch.Tensor:
-        mine.copy_(tree_sum(gathered).div_(size))
-        return mine
+        own_gradients.copy_(tree_sum(gathered).div_(size))
+        return own_gradients
 
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(add)
     return future

@@ -118,9 +118,9 @@ def check_equal(parameters: Sequence[nn.Parameter], groups: Groups, what: str) -
     Raises:
         UsageError: on all ranks of a group, if these have not the same ones, with the same values.
     """
-    mine = [[list(p.shape), str(p.dtype), str(complex(p.detach().to(torch.complex128).sum()))] for p in parameters]
+    facts = [[list(p.shape), str(p.dtype), str(complex(p.detach().to(torch.complex128).sum()))] for p in parameters]
     for group in groups:
-        if len(agree.kinds(mine, group)) > 1:
+        if len(agree.kinds(facts, group)) > 1:
             raise LayoutError(
                 f"{what} that differ between ranks, and averaging their gradients would not make them equal. "
                 "Make them part of the module before it is made parallel, or seed all ranks alike before creating them. If each "
@@ -184,18 +184,18 @@ def tracked_tensors(output: Any) -> list[torch.Tensor]:
     such as distributions. Not parameters, which would keep a hook for ever; nor what only a call gives, as of a generator."""
     if isinstance(output, torch.Tensor):
         return [output] if output.grad_fn is not None else []
-    found, seen, todo = dict[int, torch.Tensor](), set[int](), [output]
+    tracked, seen, todo = dict[int, torch.Tensor](), set[int](), [output]
     while todo:
         for leaf in tree_leaves(todo.pop()):
             if isinstance(leaf, torch.Tensor):
                 if leaf.grad_fn is not None:
-                    found[id(leaf)] = leaf
+                    tracked[id(leaf)] = leaf
             elif isinstance(leaf, set | frozenset):
                 todo.extend(leaf)
             elif hasattr(leaf, "__dict__") and id(leaf) not in seen and not isinstance(leaf, nn.Module | type | FunctionType):
                 seen.add(id(leaf))
                 todo.append(list(vars(leaf).values()))
-    return list(found.values())
+    return list(tracked.values())
 
 
 def after_backward(call: Callable[[], None]) -> None:

@@ -160,8 +160,8 @@ class _Calls:
 
     def take(self) -> tuple[list[int], int]:
         """They begin anew."""
-        found, self._first, self._others = (self._first, self._others), [], 0
-        return found
+        taken, self._first, self._others = (self._first, self._others), [], 0
+        return taken
 
 
 class _EquallyMany:
@@ -204,9 +204,9 @@ def _another(every: Sequence[Any]) -> int | None:
     return next((r for r, each in enumerate(every) if each != every[0]), None)
 
 
-def _first_difference(mine: Sequence[str], others: Sequence[str]) -> tuple[int, str, str]:
+def _first_difference(own_calls: Sequence[str], others: Sequence[str]) -> tuple[int, str, str]:
     """Where it is, from 1, and what each of the two does there."""
-    for at, (a, b) in enumerate(zip_longest(mine, others), 1):
+    for at, (a, b) in enumerate(zip_longest(own_calls, others), 1):
         if a != b:
             return at, _said(a), _said(b)
     raise AssertionError("the two are the same")

@@ -144,8 +144,8 @@ class SameDraws(Guard):
 
     def check_now(self, update: int) -> None:
         """As `check`, in the middle of a window. Collective."""
-        told = agree.gather(self.signature())
-        self.check([sum(each for (each,) in told)], len(told), update)
+        signatures = agree.gather(self.signature())
+        self.check([sum(each for (each,) in signatures)], len(signatures), update)
 
     def _now(self) -> int:
         on_gpu = self._device.type == "cuda"

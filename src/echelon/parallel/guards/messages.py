@@ -44,8 +44,8 @@ class SplitMessages(Guard):
         self._module = module
 
     def explain(self, error: BaseException) -> LayoutError | None:
-        said = meaning(self._module, str(error)) if isinstance(error, RuntimeError | AssertionError) else None
-        return None if said is None else LayoutError(f"{said} torch says: {error}")
+        message = meaning(self._module, str(error)) if isinstance(error, RuntimeError | AssertionError) else None
+        return None if message is None else LayoutError(f"{message} torch says: {error}")
 
 
 @contextmanager
@@ -58,9 +58,9 @@ def explained(module: nn.Module) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, AssertionError) as error:
-        if (said := SplitMessages(module).explain(error)) is None:
+        if (message := SplitMessages(module).explain(error)) is None:
             raise
-        raise said.with_traceback(error.__traceback__) from error  # whose line it is
+        raise message.with_traceback(error.__traceback__) from error  # whose line it is
 
 
 # What torch says of an operation that an optimizer does with all elements of a parameter, or with parameters of several meshes.

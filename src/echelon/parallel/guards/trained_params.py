@@ -63,25 +63,25 @@ class SameTrained(Guard):
     def _changed(self, now: list[bool]) -> list[str]:
         return [name for name, a, b in zip(self._names, now, self._agreed, strict=True) if a != b]
 
-    def _differs(self, name: str, here: int, there: int | None) -> RanksDisagreeError:
+    def _differs(self, name: str, rank: int, there: int | None) -> RanksDisagreeError:
         did = "frozen" if self._agreed[self._names.index(name)] else "unfrozen"
         other = "another" if there is None else f"rank {there}"
         return RanksDisagreeError(
-            f"ranks that share a model must train the same parameters of it, and disagree: {name} was {did} on rank {here} and "
+            f"ranks that share a model must train the same parameters of it, and disagree: {name} was {did} on rank {rank} and "
             f"not on {other}. Freeze and unfreeze the same on all ranks, at the same step."
         )
 
     def begin_epoch(self, modules: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         shared = _shared(modules)
-        told: dict[str, list[Any]] = {}
+        names_by_state: dict[str, list[Any]] = {}
         ids = {id(p) for each in shared.values() for p in (*each.module.parameters(), *each._others)}
         for name, optimizer in optimizers.items() if shared else ():
             groups = getattr(optimizer, "param_groups", [])
             held = {id(p) for group in groups for p in group["params"]}  # a divided one may hold none here
             if not held or not ids.isdisjoint(held):  # else of what each rank has for itself
                 rates = [float(g["lr"]) for g in groups if isinstance(g.get("lr"), (int, float, torch.Tensor))]
-                told[name] = [type(optimizer).__name__, *rates]
-        kinds = agree.kinds([told, [n for n, p in _named(shared).items() if not p.requires_grad]])
+                names_by_state[name] = [type(optimizer).__name__, *rates]
+        kinds = agree.kinds([names_by_state, [n for n, p in _named(shared).items() if not p.requires_grad]])
         if len(kinds) == 1:
             return
         (optimizers_here, first), (others, second) = kinds[:2]
@@ -158,8 +158,8 @@ def replaced(before: Iterable[tuple[str, nn.Parameter]], after: Mapping[str, nn.
 
 def name_before(parameter: nn.Parameter) -> str | None:
     """The name that it had in a module that holds another one now; None if nothing took its place."""
-    found: str | None = _names.get(parameter)
-    return found
+    name: str | None = _names.get(parameter)
+    return name
 
 
 def refuse_unheard(named: Iterable[tuple[str, nn.Parameter]]) -> None:

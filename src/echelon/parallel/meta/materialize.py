@@ -134,11 +134,11 @@ def check_kept(module: nn.Module, kept: Collection[str]) -> None:
 
 def _sources(origins: list[Origin]) -> dict[str, set[str]]:
     named = {(o.value.tape, o.value.storage): o.names[0] for o in origins if o.holder is None}
-    found: dict[str, set[str]] = {}
+    sources_of: dict[str, set[str]] = {}
     for origin in origins:
         if sources := {named[each] for each in origin.value.needs() if each in named} - {*origin.names}:
-            found |= dict.fromkeys(origin.names, sources)
-    return found
+            sources_of |= dict.fromkeys(origin.names, sources)
+    return sources_of
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -304,17 +304,17 @@ def _fill_divided(origins: list[Origin], targets: dict[str, torch.Tensor], devic
     origins = sorted(origins, key=lambda origin: -origin.size_bytes)  # so that ranks compute about as much at a time
     for start in range(0, len(origins), size):
         turn = origins[start : start + size]
-        mine, problem = None, None
+        own_value, problem = None, None
         if rank < len(turn):
             try:
-                mine = turn[rank].computed().contiguous()
+                own_value = turn[rank].computed().contiguous()
             except UsageError as error:
                 problem = str(error)
         agree.raise_on_all(problem)
         for owner, origin in enumerate(turn):
             if owner == rank:
-                assert mine is not None
-                value, mine = mine.to(device), None
+                assert own_value is not None
+                value, own_value = own_value.to(device), None
             else:
                 value = torch.empty(origin.value.size, dtype=origin.value.dtype, device=device)
             dist.broadcast(value.view(torch.uint8) if value.dtype is torch.bool else value, src=owner)

@@ -70,13 +70,13 @@ class Value:
 
     def needs(self) -> set[tuple[Tape, int]]:
         """What it is computed from, itself included: tapes, and numbers of storages on them."""
-        found = {(self.tape, self.storage)}
+        needed = {(self.tape, self.storage)}
         for call in self.tape.needed(self.storage):
-            found |= {(self.tape, read) for read in call.reads}
+            needed |= {(self.tape, read) for read in call.reads}
             for leaf in leaves((call.args, call.kwargs)):
                 if isinstance(leaf, Value) and leaf.tape is not self.tape:
-                    found |= leaf.needs()
-        return found
+                    needed |= leaf.needs()
+        return needed
 
     def compute(self, device: torch.device | None = None) -> torch.Tensor:
         """The tensor. Uses the memory of what it depends on, as a rule only itself.
@@ -198,9 +198,9 @@ class Tape:
         waiting = [(storage, len(self.calls))]
         seen = set(waiting)
         while waiting:
-            here, until = waiting.pop()
-            writers = [index for index in self.writers[here] if index < until]
-            last = next((i for i in reversed(writers) if here in self.calls[i].overwrites), 0)
+            content, until = waiting.pop()
+            writers = [index for index in self.writers[content] if index < until]
+            last = next((i for i in reversed(writers) if content in self.calls[i].overwrites), 0)
             for index in writers:
                 if index < last and index != writers[0]:
                     continue

@@ -318,13 +318,13 @@ def cut(module: nn.Module, units: list[Unit], own: Iterable[int], device: torch.
     made = Cut(module, units, own, device)
     own = set(made.own)
     foreign = [unit for unit in units if unit.stage not in own]
-    mine = kept_by(module, units, own)
+    kept = kept_by(module, units, own)
     emptied: dict[int, torch.Tensor] = {}
     for unit in foreign:
         for path, part in unit.module.named_modules():
             held = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
             for name, tensor in held:
-                if id(tensor) not in mine:
+                if id(tensor) not in kept:
                     if id(tensor) not in emptied:
                         emptied[id(tensor)] = made.stand_in(tensor, plain_name(f"{unit.name}.{path}.{name}".replace("..", ".")))
                     made.take(part, name, emptied[id(tensor)])
@@ -376,9 +376,9 @@ class Draws:
         one rank may have drawn more than its peers, as for a picture in its log.
         """
         with rng.kept(self._device) as state:
-            found = 0 if state is None else rng.position(state)
+            position = 0 if state is None else rng.position(state)
         torch.rand((), device="cpu")
-        return found
+        return position
 
     @contextlib.contextmanager
     def passes(self, number: int) -> Iterator[None]:

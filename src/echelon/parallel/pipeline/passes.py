@@ -114,9 +114,9 @@ class Run:
     def enters(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """A unit of this stage is called with these, which it may have."""
         if not self.knows_all or any(isinstance(each, Absent) for each in (*args, *kwargs.values())):
-            found = absent_in((args, kwargs))
-            if found:
-                self._needs_all(found)
+            absent = absent_in((args, kwargs))
+            if absent:
+                self._needs_all(absent)
                 args, kwargs = in_place_of_absent((args, kwargs))
         return args, kwargs
 
@@ -163,8 +163,8 @@ class Run:
     def ends(self, value: Any) -> Any:
         """What the last stage returns must be there."""
         self._look()
-        if found := absent_in(value):
-            self._needs_all(found)
+        if absent := absent_in(value):
+            self._needs_all(absent)
             return in_place_of_absent(value)
         return value
 
@@ -175,18 +175,18 @@ class Run:
             value = self.gave[call] if call in self.gave else self.received.get(call)
         else:
             value = held.before if held.before is not None else held.value
-        if found := absent_in(value):
-            self._needs_all(found)
+        if absent := absent_in(value):
+            self._needs_all(absent)
             return in_place_of_absent(value)
         return value
 
     def aliases(self) -> list[list[str]]:
         """Calls whose outputs share memory."""
-        found: dict[int, list[str]] = defaultdict(list)
+        sharing: dict[int, list[str]] = defaultdict(list)
         for call, held in self._held.items():
             for storage in {id(t.untyped_storage()) for t in held.tensors if t.numel()}:  # torch keeps one object of each
-                found[storage].append(call)
-        return [calls for calls in found.values() if len(calls) > 1]
+                sharing[storage].append(call)
+        return [calls for calls in sharing.values() if len(calls) > 1]
 
     def unseen_writes(self) -> list[str]:
         """Calls into whose outputs something was written past torch, as by `.data` and numpy."""
@@ -194,8 +194,8 @@ class Run:
             call for call, held in self._held.items() if call not in self.wrote and held.before is not None and _differs(held)
         ]
 
-    def _needs_all(self, found: list[Absent]) -> None:
-        found[0].place.needs(Sources().add([each.sources for each in found]))
+    def _needs_all(self, absent: list[Absent]) -> None:
+        absent[0].place.needs(Sources().add([each.sources for each in absent]))
 
     def _hold(self, call: str, value: Any, before: Any) -> None:
         if self.watched is not None and call not in self.watched:
@@ -254,7 +254,7 @@ def _put_into(containers: list[tuple[Any, Any]]) -> dict[str, Any]:
     Raises:
         UsageError: it has taken something away.
     """
-    found: dict[str, Any] = {}
+    additions: dict[str, Any] = {}
     for at, (now, before) in enumerate(containers):
         if isinstance(now, dict):
             new: Any = {key: value for key, value in now.items() if key not in before or before[key] is not value}
@@ -268,8 +268,8 @@ def _put_into(containers: list[tuple[Any, Any]]) -> dict[str, Any]:
                 "are, and may add others: later stages, which pass it over, could not do so again. Return what it makes."
             )
         if new:
-            found[str(at)] = new
-    return found
+            additions[str(at)] = new
+    return additions
 
 
 class Shapes:

@@ -125,24 +125,26 @@ class Pipeline:
         in one order; and the number from which random ones follow. What is sent back depends on which layers are trained, on
         every stage: that is a part of a kind.
         """
-        mine = tuple([p.requires_grad for p in self._parameters]), self._flags()
+        facts = tuple([p.requires_grad for p in self._parameters]), self._flags()
         number = self.cut.draws.number()
         while True:
             signatures = [(*self._of_all, *shape_of_batch(each)) for each in batches]
             new = [i == 0 or s != signatures[i - 1] for i, s in enumerate(signatures)]
             first_seen = {s: i for i, s in reversed(list(enumerate(signatures)))}
             unseen = [s not in self._learned and first_seen[s] == i for i, s in enumerate(signatures)]
-            (changed, *told), number = agree.any_ranks_and_number([mine != self._compared, *new, *unseen], number)
+            (changed, *flags_of_all), number = agree.any_ranks_and_number([facts != self._compared, *new, *unseen], number)
             if not changed:
-                begins, unknown = ([i for i, each in enumerate(flags) if each] for flags in (told[: len(new)], told[len(new) :]))
+                begins, unknown = (
+                    [i for i, each in enumerate(flags) if each] for flags in (flags_of_all[: len(new)], flags_of_all[len(new) :])
+                )
                 return signatures, begins, unknown, number
-            self._compare(mine)
+            self._compare(facts)
 
-    def _compare(self, mine: tuple[Any, Any]) -> None:
+    def _compare(self, facts: tuple[Any, Any]) -> None:
         """What is another kind on one rank is another on all: they go through the stages together. Collective."""
-        self._compared = mine
-        told = agree.gather([hashlib.sha256(repr(each).encode()).hexdigest() for each in mine])
-        self._of_all = tuple(trained for trained, _ in told), tuple(flags for _, flags in told)
+        self._compared = facts
+        digests = agree.gather([hashlib.sha256(repr(each).encode()).hexdigest() for each in facts])
+        self._of_all = tuple(trained for trained, _ in digests), tuple(flags for _, flags in digests)
 
     def _learn(self, signature: Any, micro_batch: MicroBatch[Any], forward: Callable[[MicroBatch[Any]], Made]) -> None:
         _, flags, structure, *_ = signature
@@ -184,14 +186,14 @@ class Pipeline:
         """
         if not self._is_alone:
             return None
-        made, told = None, ""
+        made, digest = None, ""
         if like is not None and shapes is not None and shapes.path == like.path and shapes.forms.keys() == like.forms.keys():
             forms = {call: form.with_grads_of(like.forms[call]) for call, form in shapes.forms.items()}
             known = {call: form for call, form in forms.items() if form is not None}
             if len(known) == len(forms):
                 made = Learned(known, like.sent, like.loss, like.written, like.path)
-                told = hashlib.sha256(json.dumps({call: form.to_json() for call, form in known.items()}).encode()).hexdigest()
-        every = set(agree.gather(told, self.group))
+                digest = hashlib.sha256(json.dumps({call: form.to_json() for call, form in known.items()}).encode()).hexdigest()
+        every = set(agree.gather(digest, self.group))
         return made if len(every) == 1 else None
 
     @functools.cached_property
@@ -322,10 +324,10 @@ class Pipeline:
         for call in learned.sent[run.stage]:
             # A unit that is left out in this pass is left out in the later stages, too, which else say so.
             value, kinds = run.to_send(call), learned.forms[call].tensors
-            found = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-            if [tuple(t.shape) for t in found] != [kind.shape for kind in kinds]:
-                found = [torch.zeros(kind.shape, dtype=kind.dtype, device=self.cut.device) for kind in kinds]
-            tensors += found
+            sent = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            if [tuple(t.shape) for t in sent] != [kind.shape for kind in kinds]:
+                sent = [torch.zeros(kind.shape, dtype=kind.dtype, device=self.cut.device) for kind in kinds]
+            tensors += sent
         return tensors
 
     def _sendable(self, tensors: list[torch.Tensor], kinds: list[Leaf]) -> list[torch.Tensor]:
@@ -362,31 +364,31 @@ class Pipeline:
 
     def _outputs(self, values: list[Any]) -> list[Any]:
         taken = [form_of(value, lossy=True) for value in values]
-        told = agree.gather([form.to_json() for form, _ in taken], self.group)[self.ranks[-1]]
-        found = []
-        for own, (_, tensors), packed in zip(values, taken, told, strict=True):
+        forms = agree.gather([form.to_json() for form, _ in taken], self.group)[self.ranks[-1]]
+        outputs = []
+        for own, (_, tensors), packed in zip(values, taken, forms, strict=True):
             form = Form.from_json(packed)
             sent = (
                 [t.detach().contiguous() for t in tensors] if self.has_last else [k.empty(self.cut.device) for k in form.tensors]
             )
             for tensor in sent:
                 dist.broadcast(tensor, group=self.group, group_src=self.ranks[-1])
-            found.append(own if self.has_last else form.filled(sent))
-        return found
+            outputs.append(own if self.has_last else form.filled(sent))
+        return outputs
 
     # --- without gradients
 
     def evaluate(self, batch: Any, forward: Callable[[Any], Any]) -> Any:
         """`forward(batch)` through the stages, on all ranks of the pipeline. Collective over all ranks of the job."""
         name = getattr(forward, "__qualname__", type(forward).__name__)
-        mine, number = (self._compared[0], self._flags()), self.cut.draws.number()
+        facts, number = (self._compared[0], self._flags()), self.cut.draws.number()
         while True:
             structure = ("evaluate", name, self._of_all[1], shape_of_batch(batch)[0])
-            flags = [mine != self._compared, structure not in self._needs]
+            flags = [facts != self._compared, structure not in self._needs]
             (changed, is_new), number = agree.any_ranks_and_number(flags, number)
             if not changed:
                 break
-            self._compare(mine)
+            self._compare(facts)
         if is_new:
             self._studied(structure, lambda: forward(batch))
         self._needs.move_to_end(structure)

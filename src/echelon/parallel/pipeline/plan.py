@@ -90,9 +90,9 @@ def _refuse_hooks(module: nn.Module, units: list[Unit]) -> None:
         name = plain_name(name)
         split = any(unit.name.startswith(f"{name}.") or not name for unit in units) and part not in inside
         kinds = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
-        if split and (found := [kind for kind in kinds if getattr(part, kind, None)]):
+        if split and (hook_kinds := [kind for kind in kinds if getattr(part, kind, None)]):
             what = f"{type(module).__name__}.{name}" if name else type(module).__name__
             raise PipelineError(
-                f"{what} has hooks ({', '.join(kind.strip('_').replace('_', ' ') for kind in found)}), and lies in several "
+                f"{what} has hooks ({', '.join(kind.strip('_').replace('_', ' ') for kind in hook_kinds)}), and lies in several "
                 "stages: a pipeline would lose them. Register them with a module that lies in one."
             )

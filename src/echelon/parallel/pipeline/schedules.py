@@ -206,13 +206,13 @@ def _users(ends: set[Node]) -> dict[Node, set[Node]]:
 
 def _upwards(nodes: set[Node], users: dict[Node, set[Node]], until: set[Node]) -> set[Node]:
     """These nodes, and those that use them, to the first of `until` on each way."""
-    found, waiting = set(nodes), list(nodes)
+    reached, waiting = set(nodes), list(nodes)
     while waiting:
         node = waiting.pop()
         if node in until:
             continue
         for user in users.get(node, ()):
-            if user not in found:
-                found.add(user)
+            if user not in reached:
+                reached.add(user)
                 waiting.append(user)
-    return found
+    return reached

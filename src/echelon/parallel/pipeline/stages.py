@@ -66,12 +66,12 @@ def units_of(module: nn.Module, stages: Splits | None, pp: int, per_rank: int | 
     """
     kind = type(module).__name__
     if stages and isinstance(stages[0], str):
-        found = _at_points(module, [str(name) for name in stages])
+        units = _at_points(module, [str(name) for name in stages])
     elif stages:
-        found = _as_listed(module, stages)
+        units = _as_listed(module, stages)
     else:
-        found = _balanced(module, pp * (per_rank or 1))
-    count = max((unit.stage for unit in found), default=-1) + 1
+        units = _balanced(module, pp * (per_rank or 1))
+    count = max((unit.stage for unit in units), default=-1) + 1
     wanted = pp * per_rank if per_rank is not None else pp * max(1, count // pp)
     if count != wanted:
         begun = f"names {len(stages or ())} points at which one begins" if stages and isinstance(stages[0], str) else "lists them"
@@ -80,16 +80,16 @@ def units_of(module: nn.Module, stages: Splits | None, pp: int, per_rank: int | 
             f"Give {wanted - 1} points, or one list of names for each of {wanted} stages."
         )
     for stage in range(count):
-        if not any(True for unit in found if unit.stage == stage for _ in unit.module.parameters()):
-            names = ", ".join(unit.name for unit in found if unit.stage == stage) or "nothing"
+        if not any(True for unit in units if unit.stage == stage for _ in unit.module.parameters()):
+            names = ", ".join(unit.name for unit in units if unit.stage == stage) or "nothing"
             raise PipelineError(f"stage {stage} of {kind} must have parameters, but it holds {names}. Cut elsewhere.")
-    return found
+    return units
 
 
 def _chain(module: nn.Module, points: Sequence[str]) -> list[tuple[str, nn.Module]]:
     """The largest submodules that hold none of these names within them, and no repeated blocks, in their order."""
     names = {*points, *(plain_name(name) for name, _ in blocks_to_shard(module))}
-    found: list[tuple[str, nn.Module]] = []
+    chain: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()  # a module that is registered in several places stands at the first
 
     def visit(prefix: str, parent: nn.Module) -> None:
@@ -104,10 +104,10 @@ def _chain(module: nn.Module, points: Sequence[str]) -> list[tuple[str, nn.Modul
             elif within or (isinstance(child, (nn.ModuleList, nn.ModuleDict)) and name not in names):
                 visit(f"{name}.", child)
             elif child.state_dict(keep_vars=True):
-                found.append((name, child))
+                chain.append((name, child))
 
     visit("", module)
-    return found
+    return chain
 
 
 def _cost(module: nn.Module) -> int:

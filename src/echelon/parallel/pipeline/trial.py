@@ -125,11 +125,11 @@ class Trials:
     def changed(self) -> dict[str, str]:
         """Buffers that lie in no unit and were changed by this stage, with what they are now."""
         inside = tuple(f"{unit.name}." for unit in self._cut.units)
-        found = {}
+        sums = {}
         for name, buffer in plain_buffers(self._module):
             if name in self._buffers and not name.startswith(inside) and not _equal(buffer, self._buffers[name]):
-                found[name] = str(complex(buffer.detach().to(torch.complex128).sum()))
-        return found
+                sums[name] = str(complex(buffer.detach().to(torch.complex128).sum()))
+        return sums
 
     def refuse_lost(self, changed: dict[str, list[str]]) -> None:
         """
@@ -253,17 +253,17 @@ class KeptByUnits:
 
     def found(self) -> list[list[Any]]:
         """New ones: unit, module within it, name, shape and type; of a list how many entries are new."""
-        told: list[list[Any]] = []
+        kept: list[list[Any]] = []
         for at, value in self._now().items():
             before = self._before.get(at)
             if isinstance(value, list):
                 known = {id(each) for each in before} if isinstance(before, list) else set()
                 if new := sum(id(each) not in known for each in value):
-                    told.append([*at, [new], "list"])
+                    kept.append([*at, [new], "list"])
             elif before is not value:
                 tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
-                told.append([*at, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")])
-        return told
+                kept.append([*at, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")])
+        return kept
 
 
 class _Shown:

@@ -77,10 +77,10 @@ class Form:
         if self.tree != other.tree or len(self.leaves) != len(other.leaves):
             return None
         made = []
-        for mine, its in zip(self.leaves, other.leaves, strict=True):
-            if isinstance(mine, Leaf) != isinstance(its, Leaf):
+        for leaf, its in zip(self.leaves, other.leaves, strict=True):
+            if isinstance(leaf, Leaf) != isinstance(its, Leaf):
                 return None
-            made.append(replace(mine, grad=its.grad) if isinstance(mine, Leaf) else mine)
+            made.append(replace(leaf, grad=its.grad) if isinstance(leaf, Leaf) else leaf)
         return Form(self.tree, tuple(made))
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
@@ -292,12 +292,12 @@ def _made(shape: _Shape, device: torch.device, sources: Sources, place: Any) -> 
 def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     if not func._schema.is_mutable:
         return []
-    found: list[torch.Tensor] = []
+    written: list[torch.Tensor] = []
     for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[at] if at < len(args) else kwargs.get(argument.name)
-            found += tensors_in(value)
-    return found
+            written += tensors_in(value)
+    return written
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:

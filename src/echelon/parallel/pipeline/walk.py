@@ -130,7 +130,7 @@ class Walk:
         if known is not None:
             needs = Needs([set(each) for each in known.calls], set(known.written))
         value: Any = None
-        told: dict[str, Any] = {}
+        stage_report: dict[str, Any] = {}
         changed: dict[str, list[str]] = {}
         aliases: list[list[str]] = []
         counted: dict[str, int] = {}
@@ -142,19 +142,19 @@ class Walk:
                 have |= needs.calls[stage]
                 pass_of = self._studied if learns else partial(self._computed, share)
                 report = partial(pass_of, stage, received, forms, act)
-                found = self._on_all(stage, stage in self.cut.own, report, learns)
-                needs.calls[stage].update(call for each in found for call in each.get("more", ()))
+                reports = self._on_all(stage, stage in self.cut.own, report, learns)
+                needs.calls[stage].update(call for each in reports for call in each.get("more", ()))
                 if needs.calls[stage] <= have:
                     break
-            told = next(each for each in found if each.get("here"))
-            for unit, *attribute in told["kept"]:
+            stage_report = next(each for each in reports if each.get("here"))
+            for unit, *attribute in stage_report["kept"]:
                 self.cut.kept.setdefault(unit, {}).setdefault(tuple(attribute[:2]), tuple(attribute[2:]))
-            forms |= {call: Form.from_json(form) for call, form in told["forms"].items()}
-            needs.written.update(call for each in found for call in each.get("wrote", ()))
-            aliases += told["aliases"]
-            for name, sum_of in told["changed"].items():
+            forms |= {call: Form.from_json(form) for call, form in stage_report["forms"].items()}
+            needs.written.update(call for each in reports for call in each.get("wrote", ()))
+            aliases += stage_report["aliases"]
+            for name, sum_of in stage_report["changed"].items():
                 changed.setdefault(name, []).append(sum_of)
-            for name in told["counted"]:
+            for name in stage_report["counted"]:
                 counted[name] = counted.get(name, 0) + 1
         self._trials.refuse_lost(changed)
         if lost := [name for name, stages in counted.items() if stages < self.cut.count]:
@@ -163,7 +163,7 @@ class Walk:
                 "others, on other ranks, would go on with another number. Count where forward begins, or in on_train_step_end."
             )
         self._refuse_written(needs, aliases)
-        result = Form.from_json(told["result"])
+        result = Form.from_json(stage_report["result"])
         if share:
             value = self._shared(result)
         self._held.clear()
@@ -258,8 +258,8 @@ class Walk:
             return {"more": sorted(needed.sources.calls)}
 
     def _report(self, run: Run, value: Any, *, share: bool = False) -> dict[str, Any]:
-        told: dict[str, Any] = {"here": True, "forms": {}, "result": None, "changed": self._trials.changed()}
-        told |= {"kept": [], "counted": [], "aliases": run.aliases(), "wrote": sorted(run.wrote)}
+        facts: dict[str, Any] = {"here": True, "forms": {}, "result": None, "changed": self._trials.changed()}
+        facts |= {"kept": [], "counted": [], "aliases": run.aliases(), "wrote": sorted(run.wrote)}
         for call in run.gave:
             try:
                 form, tensors = form_of(run.to_send(call))
@@ -270,42 +270,42 @@ class Walk:
                     f"{self.cut.kind}.{call.rpartition(':')[0]} returns a {error} among its outputs, and only tensors and plain "
                     "values pass between the stages of a pipeline. Leave it out, as with use_cache=False."
                 ) from None
-            told["forms"][call] = form.to_json()
+            facts["forms"][call] = form.to_json()
             self._held[call] = form, [t.detach() for t in tensors]
         if run.stage == self.cut.count - 1:
             form, tensors = form_of(value, lossy=True)
-            told["result"] = form.to_json()
+            facts["result"] = form.to_json()
             if share:
                 self._held["result"] = form, [t.detach() for t in tensors]
                 self._value = value
-        return told
+        return facts
 
     # --- between ranks
 
-    def _on_all(self, stage: int, mine: bool, act: Callable[[], dict[str, Any]], everywhere: bool) -> list[dict[str, Any]]:
+    def _on_all(self, stage: int, has_stage: bool, act: Callable[[], dict[str, Any]], everywhere: bool) -> list[dict[str, Any]]:
         """What the ranks of a stage report, told to all; what fails on one fails on all.
 
         Args:
             everywhere: ask all ranks of the job, not only this pipeline's.
         """
-        told: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         own: Exception | None = None
-        if mine:
+        if has_stage:
             try:
-                told = act()
+                facts = act()
             except Exception as error:  # of the user's code: the other ranks must not wait for this one
                 if not isinstance(error, EchelonError) and dist.get_world_size() > dist.get_world_size(self.group):
                     raise  # perhaps it alone: those that compute the stage with it wait within, and would not come here
-                own, told = error, {"error": [agree.rank(), *agree.in_json(error)]}
-        every = agree.gather(told, None if everywhere else self.group)
+                own, facts = error, {"error": [agree.rank(), *agree.in_json(error)]}
+        every = agree.gather(facts, None if everywhere else self.group)
         if own is not None:
             raise own
         if failed := next((each["error"] for each in every if "error" in each), None):
             raise agree.told_error(f"stage {stage} of {self.cut.kind}", *failed)
         if everywhere and not agree.is_alone():
             members = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-            here = every[members[self.ranks[stage]]]
-            every = [here, *({key: each[key] for key in ("wrote", "more") if key in each} for each in every)]
+            of_stage = every[members[self.ranks[stage]]]
+            every = [of_stage, *({key: each[key] for key in ("wrote", "more") if key in each} for each in every)]
         return every
 
     def _move(self, calls: list[str], stage: int, forms: dict[str, Form], received: dict[str, Any]) -> None:

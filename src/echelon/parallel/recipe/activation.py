@@ -97,12 +97,12 @@ class ActivationCheckpointParams:
         """The modules to recompute, in the order of the model."""
         check, policy = self.check_fn, self.auto_wrap_policy
         if check is not None:
-            found = [m for m in module.modules() if check(m)]
+            modules = [m for m in module.modules() if check(m)]
         elif policy is not None:
-            found = [m for _, m in blocks_by_policy(module, policy, set())]
+            modules = [m for _, m in blocks_by_policy(module, policy, set())]
         else:
-            found = [m for _, m in blocks_to_shard(module)]
-        return found[:: self.every]
+            modules = [m for _, m in blocks_to_shard(module)]
+        return modules[:: self.every]
 
     @property
     def contexts(self) -> Contexts | None:
@@ -126,8 +126,8 @@ _DEAR = {
 
 def _dear() -> list[Any]:
     """Those operators of `_DEAR` that this torch has."""
-    found = [getattr(getattr(torch.ops, library), name, None) for library, names in _DEAR.items() for name in names]
-    return [operator.default for operator in found if operator is not None]
+    operators = [getattr(getattr(torch.ops, library), name, None) for library, names in _DEAR.items() for name in names]
+    return [operator.default for operator in operators if operator is not None]
 
 
 def checkpoint_activations(module: nn.Module, params: ActivationCheckpointParams | None) -> nn.Module:

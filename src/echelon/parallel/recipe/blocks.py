@@ -22,7 +22,7 @@ def blocks_to_shard(module: nn.Module) -> Blocks:
 
     Sharding layer by layer would cost a collective each; sharding only the root would gather the whole model at once.
     """
-    found: Blocks = []
+    blocks: Blocks = []
 
     def visit(name: str, parent: nn.Module) -> None:
         children = [(f"{name}.{n}" if name else n, c) for n, c in parent.named_children()]
@@ -31,7 +31,7 @@ def blocks_to_shard(module: nn.Module) -> Blocks:
             for child_name, child in children:
                 own = any(True for _ in child.parameters()) and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
                 if own and kinds.count(type(child)) > 1 and any(True for _ in child.children()):
-                    found.append((child_name, child))
+                    blocks.append((child_name, child))
                 else:
                     visit(child_name, child)
             return
@@ -39,7 +39,7 @@ def blocks_to_shard(module: nn.Module) -> Blocks:
             visit(child_name, child)
 
     visit("", module)
-    return found
+    return blocks
 
 
 def chosen_blocks(module: nn.Module, chosen: Iterable[str | type[nn.Module]], option: str) -> Blocks:
@@ -50,19 +50,19 @@ def chosen_blocks(module: nn.Module, chosen: Iterable[str | type[nn.Module]], op
     """
     what = "a list of names or classes of submodules"
     wanted = several(option, [chosen] if isinstance(chosen, str) else chosen, what, lambda one: isinstance(one, str | type))
-    found: Blocks = []
+    blocks: Blocks = []
     for one in wanted:
         hits = [(n, m) for n, m in module.named_modules() if n and (n == one if isinstance(one, str) else isinstance(m, one))]
         if not hits:
             what = f"named {one!r}" if isinstance(one, str) else f"of class {one.__name__}"
             raise LayoutError(f"{option}: no submodule {what} in {type(module).__name__}.")
-        found += [hit for hit in hits if hit not in found]
-    for name, block in found:
+        blocks += [hit for hit in hits if hit not in blocks]
+    for name, block in blocks:
         if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
             raise LayoutError(
                 f"{option}: {name} is a {type(block).__name__}, which has no forward of its own. Name its children."
             )
-    return innermost_first(found)
+    return innermost_first(blocks)
 
 
 def blocks_by_policy(module: nn.Module, policy: Any, ignored: set[nn.Parameter]) -> Blocks:
@@ -78,7 +78,7 @@ def blocks_by_policy(module: nn.Module, policy: Any, ignored: set[nn.Parameter])
 
 def _by_function(root: nn.Module, policy: Callable[..., bool], ignored: set[nn.Parameter]) -> Blocks:
     """As torch walks: the children first, so that a policy by size sees what they have left over."""
-    found: Blocks = []
+    chosen: Blocks = []
 
     def visit(name: str, module: nn.Module) -> int:
         size = sum(p.numel() for p in module.parameters() if p not in ignored)
@@ -86,12 +86,12 @@ def _by_function(root: nn.Module, policy: Callable[..., bool], ignored: set[nn.P
             return 0
         taken = sum(visit(f"{name}.{n}" if name else n, child) for n, child in module.named_children())
         if name and policy(module=module, recurse=False, nonwrapped_numel=size - taken):
-            found.append((name, module))
+            chosen.append((name, module))
             return size
         return taken
 
     visit("", root)
-    return found
+    return chosen
 
 
 def _by_custom_policy(module: nn.Module, policy: Any) -> Blocks:
@@ -100,14 +100,14 @@ def _by_custom_policy(module: nn.Module, policy: Any) -> Blocks:
     if run is None:
         raise LayoutError(f"auto_wrap_policy must be a set of module classes or a policy function, got {type(policy).__name__}.")
     options: dict[nn.Module, dict[str, Any]] = run(module, set(), {})
-    found = [(n, m) for n, m in module.named_modules() if n and m in options]
-    for name, block in found:
+    chosen = [(n, m) for n, m in module.named_modules() if n and m in options]
+    for name, block in chosen:
         if options[block]:
             raise LayoutError(
                 f"auto_wrap_policy gives {name} options of its own ({', '.join(options[block])}); all blocks have the "
                 "layout's. For one that differs, call fully_shard yourself and pass the module without a layout."
             )
-    return found
+    return chosen
 
 
 def innermost_first(blocks: Sequence[tuple[str, nn.Module]]) -> Blocks:

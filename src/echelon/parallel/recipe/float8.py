@@ -72,13 +72,13 @@ class Float8:
             raise PrecisionError(f"precision 'float8' needs a GPU that multiplies in 8 bits, got {device.type}. {remedy}")
         if torch.version.hip is not None:
             return  # torchao knows those of AMD
-        found, needed = torch.cuda.get_device_capability(device), _NEEDED[self.recipe]
-        if found < needed:
-            if found >= _NEEDED["tensorwise"]:
+        capability, needed = torch.cuda.get_device_capability(device), _NEEDED[self.recipe]
+        if capability < needed:
+            if capability >= _NEEDED["tensorwise"]:
                 remedy = "Take precision=echelon.layouts.Float8(recipe='tensorwise')."
             raise PrecisionError(
                 f"precision 'float8' with recipe {self.recipe!r} needs a GPU of compute capability {needed[0]}.{needed[1]} or "
-                f"more, got {torch.cuda.get_device_name(device)} with {found[0]}.{found[1]}. {remedy}"
+                f"more, got {torch.cuda.get_device_name(device)} with {capability[0]}.{capability[1]}. {remedy}"
             )
 
 

@@ -28,8 +28,8 @@ def hooked(optimizer: torch.optim.Optimizer) -> None:
 def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     """The one that it holds for the same parameters."""
     held = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer) and each is not optimizer]
-    mine = {id(p) for group in optimizer.param_groups for p in group["params"]} if held else set()
-    return next((each for each in held if any(id(p) in mine for group in each.param_groups for p in group["params"])), None)
+    own_ids = {id(p) for group in optimizer.param_groups for p in group["params"]} if held else set()
+    return next((each for each in held if any(id(p) in own_ids for group in each.param_groups for p in group["params"])), None)
 
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:

@@ -20,10 +20,10 @@ HOW = {"foreach", "fused", "capturable", "differentiable"}
 
 def leaves(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
     """A state without its nesting, keyed by path."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in state.items():
-        found |= leaves(f"{prefix}.{key}", value) if isinstance(value, Mapping) else {f"{prefix}.{key}": value}
-    return found
+        values |= leaves(f"{prefix}.{key}", value) if isinstance(value, Mapping) else {f"{prefix}.{key}": value}
+    return values
 
 
 def nested(prefix: str, leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,8 +44,8 @@ def known(keys: Iterable[str]) -> set[str]:
 
 def tensor_options(me: str, saved: Saved) -> dict[str, torch.Tensor]:
     """Room for options that are tensors, such as a learning rate on a GPU."""
-    mine = {k.removeprefix(f"{me}."): kind for k, kind in saved.items() if k.startswith(f"{me}.param_groups.")}
-    return {key: torch.empty(shape, dtype=dtype) for key, (dtype, shape) in mine.items()}
+    own_kinds = {k.removeprefix(f"{me}."): kind for k, kind in saved.items() if k.startswith(f"{me}.param_groups.")}
+    return {key: torch.empty(shape, dtype=dtype) for key, (dtype, shape) in own_kinds.items()}
 
 
 def mine(me: str, saved: Saved) -> list[str]:
@@ -55,14 +55,14 @@ def mine(me: str, saved: Saved) -> list[str]:
 
 def by_parameter(keys: Iterable[str], names: Collection[str]) -> dict[str, list[str]]:
     """The keys of a state by parameter: "state.<parameter>.<what>", where both may have dots in them."""
-    every, found = set(names), dict[str, list[str]]()
+    every, keys_of = set(names), dict[str, list[str]]()
     for key in keys:
         first, *parts = key.split(".")
         ends = range(len(parts) - 1, 0, -1) if first == "state" else ()
         name = next((n for end in ends if (n := ".".join(parts[:end])) in every), None)
         if name is not None:
-            found.setdefault(name, []).append(key)
-    return found
+            keys_of.setdefault(name, []).append(key)
+    return keys_of
 
 
 def options(group: Mapping[str, Any], names: list[str], saved: Mapping[str, Any]) -> dict[str, Any]:

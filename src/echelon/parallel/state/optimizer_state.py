@@ -66,9 +66,9 @@ class OptimizerState:
         self._names |= self._loose
 
     def state_dict(self) -> dict[str, Any]:
-        mine = [p for group in self._optimizer.param_groups for p in group["params"] if self._owns(p)]
-        own: dict[str, Any] = {f"values.{self._loose[p]}": p.detach() for p in mine if p in self._loose}
-        for parameter in mine:
+        owned = [p for group in self._optimizer.param_groups for p in group["params"] if self._owns(p)]
+        own: dict[str, Any] = {f"values.{self._loose[p]}": p.detach() for p in owned if p in self._loose}
+        for parameter in owned:
             held = state_keys.leaves(f"state.{self._names[parameter]}", state_of(self._optimizer, parameter))
             own |= {key: as_float(value) for key, value in held.items()}
         options = {
@@ -90,8 +90,8 @@ class OptimizerState:
 
     def _of_all_stages(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What is no tensor, of the other stages' parameters as well: rank 0 writes it. Collective over the pipeline."""
-        told = agree.gather([[k, *_packed(v)] for k, v in state.items() if _packed(v)], self._apart)
-        return {k: tuple(v) if is_tuple else v for each in told for k, v, is_tuple in each}
+        states = agree.gather([[k, *_packed(v)] for k, v in state.items() if _packed(v)], self._apart)
+        return {k: tuple(v) if is_tuple else v for each in states for k, v, is_tuple in each}
 
     def _owns(self, parameter: torch.Tensor) -> bool:
         """Whether this rank does, of what the optimizer's groups have here."""
@@ -115,7 +115,7 @@ class OptimizerState:
         by_parameter = state_keys.by_parameter(
             (k.removeprefix(f"{me}.") for k in saved if k.startswith(f"{me}.")), self._names.values()
         )
-        found: dict[str, torch.Tensor] = {}
+        room: dict[str, torch.Tensor] = {}
         for group in self._optimizer.param_groups:
             for parameter in filter(self._owns, group["params"]):
                 name = self._names[parameter]
@@ -126,15 +126,15 @@ class OptimizerState:
                     _check_fused(group, parameter, f"{me}.{key}", shape)
                     now = living.get(key)
                     if isinstance(now, torch.Tensor) and list(now.shape) == shape and not is_low_bit(now):
-                        found[key] = now
+                        room[key] = now
                         continue
                     if weight is not None and dtype == weight[0]:
                         dtype = parameter.dtype  # a state of its parameter's type, as torch's optimizers have it
-                    found[key] = _room(parameter, dtype, shape)
-        found |= state_keys.tensor_options(me, saved) | self._saved_values(me, saved)
-        known = state_keys.known((*values, *found))
+                    room[key] = _room(parameter, dtype, shape)
+        room |= state_keys.tensor_options(me, saved) | self._saved_values(me, saved)
+        known = state_keys.known((*values, *room))
         everyones = [self._names[parameter] for group in self._groups for parameter in group]
-        return found, [f"param_groups.{name}" for name in everyones if name not in known]
+        return room, [f"param_groups.{name}" for name in everyones if name not in known]
 
     def untrained(self, values: Mapping[str, Any]) -> list[str]:
         """What the saved optimizer held, and this one does not, though it is not frozen.
@@ -142,22 +142,22 @@ class OptimizerState:
         Args:
             values: what a checkpoint holds of this state besides tensors.
         """
-        known, mine = state_keys.known(values), {p for group in self._groups for p in group}
-        left = (name for p, name in self._names.items() if name in known and p not in mine and p.requires_grad)
+        known, own_parameters = state_keys.known(values), {p for group in self._groups for p in group}
+        left = (name for p, name in self._names.items() if name in known and p not in own_parameters and p.requires_grad)
         return [f"param_groups.{name}" for name in left]
 
     def _saved_values(self, me: str, saved: Saved) -> dict[str, torch.Tensor]:
         """The parameters that no module has, whose values a checkpoint holds; those of earlier echelons did not."""
         values = {f"values.{name}": p.detach() for p, name in self._loose.items()}
-        found = {key: value for key, value in values.items() if f"{me}.{key}" in saved}
-        if len(found) < len(values):
+        saved_values = {key: value for key, value in values.items() if f"{me}.{key}" in saved}
+        if len(saved_values) < len(values):
             logger.warning(
                 "%s of a %s belong to no module among the unit's attributes, and their values are not in this checkpoint: they "
                 "stay as they are",
-                "a parameter" if len(values) - len(found) == 1 else f"{len(values) - len(found)} parameters",
+                "a parameter" if len(values) - len(saved_values) == 1 else f"{len(values) - len(saved_values)} parameters",
                 type(self._optimizer).__name__,
             )
-        return found
+        return saved_values
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state of what `state_dict` knows; what it knows without a state has none then."""
@@ -321,11 +321,11 @@ def further_state(optimizer: torch.optim.Optimizer, *, is_divided: bool = False)
     if is_divided:
         agree.raise_on_all(problem, CheckpointError)
         kinds = (f"{path} {tuple(v.shape)}" if isinstance(v, torch.Tensor) else path for path, v in _leaves(further))
-        told = agree.kinds(sorted(kinds))
-        if len(told) > 1:
+        every = agree.kinds(sorted(kinds))
+        if len(every) > 1:
             problem = (
                 f"{type(optimizer).__name__}.state_dict() must hold the same on every rank besides the state of the parameters "
-                f"that it owns, got ranks with other things at {min(set(told[0]).symmetric_difference(*told[1:]))}. {_REMEDY}"
+                f"that it owns, got ranks with other things at {min(set(every[0]).symmetric_difference(*every[1:]))}. {_REMEDY}"
             )
     if problem is not None:
         raise CheckpointError(problem)
@@ -335,23 +335,23 @@ def further_state(optimizer: torch.optim.Optimizer, *, is_divided: bool = False)
 
 def _taken(optimizer: torch.optim.Optimizer) -> tuple[Further, str | None]:
     """What there is, and what is wrong with it."""
-    name, told = type(optimizer).__name__, _told(optimizer)
-    if not isinstance(told, Mapping):
-        return {}, f"{name}.state_dict() must give a dict, got a {type(told).__name__}. {_REMEDY}"
+    name, state_dict = type(optimizer).__name__, _told(optimizer)
+    if not isinstance(state_dict, Mapping):
+        return {}, f"{name}.state_dict() must give a dict, got a {type(state_dict).__name__}. {_REMEDY}"
     numbers = [key for key in optimizer.state if isinstance(key, int)]
     if numbers:
         return {}, f"the keys of {name}.state must be parameters and names, got {numbers[0]}. {_REMEDY}"
-    state = told.get("state")
-    found = {
+    state = state_dict.get("state")
+    further = {
         # Numbers stand for parameters there, whose state is saved by name.
         "state": {k: v for k, v in state.items() if not isinstance(k, int)} if isinstance(state, Mapping) else {},
-        "dict": {k: v for k, v in told.items() if k not in ("state", "param_groups")},
+        "dict": {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")},
     }
-    for path, value in _leaves(found):
+    for path, value in _leaves(further):
         if value is _BY_TENSORS or is_split(value):
             got = "a dict by tensors" if value is _BY_TENSORS else "a part of a tensor"
             return {}, f"{name}.state_dict() must hold plain values and whole tensors, got {got} at {path}. {_REMEDY}"
-    return found if found["state"] or found["dict"] else {}, None
+    return further if further["state"] or further["dict"] else {}, None
 
 
 def given_back(optimizer: torch.optim.Optimizer, saved: Any) -> Further:
@@ -366,8 +366,8 @@ def given_back(optimizer: torch.optim.Optimizer, saved: Any) -> Further:
 
 def _told(optimizer: torch.optim.Optimizer) -> Any:
     """Its `state_dict()`, which torch refuses to make where a parameter has a state and is in no group any more."""
-    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    dropped = {p: each for p, each in optimizer.state.items() if isinstance(p, torch.Tensor) and id(p) not in mine}
+    own_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    dropped = {p: each for p, each in optimizer.state.items() if isinstance(p, torch.Tensor) and id(p) not in own_ids}
     for parameter in dropped:
         del optimizer.state[parameter]
     try:

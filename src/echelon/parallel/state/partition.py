@@ -230,8 +230,8 @@ class Partition:
             _show(optimizer, self.groups)
         if any(buffer.is_lost for buffer in self._buffers):
             # Each at its own place, so that the order of the broadcasts is the same on all ranks.
-            found = ([b] if not b.is_lost else _buffers(b.parameters, self.owners) for b in self._buffers)
-            self._buffers = [buffer for each in found for buffer in each]
+            buffers = ([b] if not b.is_lost else _buffers(b.parameters, self.owners) for b in self._buffers)
+            self._buffers = [buffer for each in buffers for buffer in each]
         works = [dist.broadcast(b.flat, group_src=b.owner, group=self._group, async_op=True) for b in self._buffers]
         for work in works:
             assert work is not None

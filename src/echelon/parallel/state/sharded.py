@@ -57,12 +57,12 @@ def tell_when_optimizer_is_pickled(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _once(text: str, name: str) -> Callable[[], None]:
-    told = False
+    has_warned = False
 
     def tell() -> None:
-        nonlocal told
-        if not told:
-            told = True
+        nonlocal has_warned
+        if not has_warned:
+            has_warned = True
             logger.warning(text, name)
 
     return tell
@@ -130,12 +130,14 @@ def take_whole_states(root: nn.Module) -> None:
 
 
 def _split(root: weakref.ref[nn.Module], names: list[str], part: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    mine = dict(part.named_parameters(recurse=False))
-    if not all(is_split(mine[name]) for name in names if name in mine):  # an evaluation leaves whole ones, which are lost
+    own_parameters = dict(part.named_parameters(recurse=False))
+    if not all(
+        is_split(own_parameters[name]) for name in names if name in own_parameters
+    ):  # an evaluation leaves whole ones, which are lost
         reshard(root() or part)
-        mine = dict(part.named_parameters(recurse=False))
+        own_parameters = dict(part.named_parameters(recurse=False))
     for name in names:
-        given, parameter = state.get(prefix + name), mine.get(name)
+        given, parameter = state.get(prefix + name), own_parameters.get(name)
         if parameter is None or not is_split(parameter) or not isinstance(given, torch.Tensor) or is_split(given):
             continue
         if given.shape == parameter.shape:  # else torch says so

@@ -63,8 +63,8 @@ class ModuleState:
     def _state(self) -> dict[str, Any]:
         if self._is_bare:
             return dict(self._module.state_dict())
-        if (found := self._by_torch()) is not None:
-            return found
+        if (by_torch := self._by_torch()) is not None:
+            return by_torch
         state = {plain_name(name): value for name, value in unwrapped(self._module).state_dict().items()}
         known = {name for name, _ in plain_names(self._module, every_name=True)}
         self._renamed = [n for n, v in state.items() if n not in known and isinstance(v, torch.Tensor) and not is_split(v)]
@@ -78,10 +78,10 @@ class ModuleState:
             return dict(get_model_state_dict(self._module))
         except (AttributeError, AssertionError) as error:
             if self._has_fsdp1:
-                name, said = class_name(unwrapped(self._module)), str(error).partition(" but ")[0]
+                name, why = class_name(unwrapped(self._module)), str(error).partition(" but ")[0]
                 raise CheckpointError(
                     f"the state_dict() of the {name} must have the names of its parameters and buffers in a "
-                    f"FullyShardedDataParallel, got others, as hooks of its own give: {said}. Rename in what reads the weights, "
+                    f"FullyShardedDataParallel, got others, as hooks of its own give: {why}. Rename in what reads the weights, "
                     "not in the module; or give the plain module to layout='fsdp'."
                 ) from error
             if isinstance(error, AssertionError):
@@ -94,13 +94,13 @@ class ModuleState:
         Args:
             me: this state's name in the checkpoint.
         """
-        here = {key.removeprefix(f"{me}."): kind for key, kind in saved.items() if key.startswith(f"{me}.")}
-        found = {}
-        for key, _, _, buffer in self._reshaped({key: shape for key, (_, shape) in here.items()}):
-            like = next(self._module.parameters(), torch.empty(0, dtype=here[key][0])) if buffer is None else buffer
-            dtype = here[key][0] if buffer is None else buffer.dtype
-            found[key] = torch.empty(here[key][1], dtype=dtype, device=like.device)
-        return found
+        saved_kinds = {key.removeprefix(f"{me}."): kind for key, kind in saved.items() if key.startswith(f"{me}.")}
+        tensors = {}
+        for key, _, _, buffer in self._reshaped({key: shape for key, (_, shape) in saved_kinds.items()}):
+            like = next(self._module.parameters(), torch.empty(0, dtype=saved_kinds[key][0])) if buffer is None else buffer
+            dtype = saved_kinds[key][0] if buffer is None else buffer.dtype
+            tensors[key] = torch.empty(saved_kinds[key][1], dtype=dtype, device=like.device)
+        return tensors
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the state. A buffer of another shape is the module's own to load; where it does not, it gets that shape."""
@@ -201,5 +201,5 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.
 
 def _owners(parameters: list[nn.Parameter], modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """The modules that hold the parameters. By identity: shards have no address of their own to compare."""
-    mine = {id(p) for p in parameters}
-    return {name: m for name, m in modules.items() if any(id(p) in mine for p in m.parameters())}
+    ids = {id(p) for p in parameters}
+    return {name: m for name, m in modules.items() if any(id(p) in ids for p in m.parameters())}

@@ -102,9 +102,9 @@ def _all(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
 
 def _own_of_sum(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     sent = torch.cat(tensor.chunk(axis.size, dim)) if dim else tensor.contiguous()
-    mine = sent.new_empty((sent.shape[0] // axis.size, *sent.shape[1:]))
-    reduce_scatter_single(mine, sent, group=axis.group)
-    return mine
+    own_rows = sent.new_empty((sent.shape[0] // axis.size, *sent.shape[1:]))
+    reduce_scatter_single(own_rows, sent, group=axis.group)
+    return own_rows
 
 
 _SENDS = {"same": _nothing, "summed": _sum, "gathered": _all, "part": _own, "collected": _all, "spread": _own_of_sum}

@@ -186,12 +186,12 @@ class _Words(_Split):
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         layer: Any = self.layer
         weight = _local(layer.weight)
-        here = first_of(args, kwargs) - self.axis.rank * len(weight)
-        other = (here < 0) | (here >= len(weight))
+        local_ids = first_of(args, kwargs) - self.axis.rank * len(weight)
+        other = (local_ids < 0) | (local_ids >= len(weight))
         padding, before = None, layer.padding_idx
         if before is not None and 0 <= before - self.axis.rank * len(weight) < len(weight):
             padding = before - self.axis.rank * len(weight)
-        words = here.masked_fill(other, 0)
+        words = local_ids.masked_fill(other, 0)
         if self._is_words:
             out = F.embedding(words, weight, padding)
         else:

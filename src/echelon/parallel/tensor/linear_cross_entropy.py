@@ -257,9 +257,9 @@ class _Place:
     own: torch.Tensor
 
     @classmethod
-    def of(cls, target: torch.Tensor, shard: WordShard, here: int) -> _Place:
+    def of(cls, target: torch.Tensor, shard: WordShard, device: int) -> _Place:
         index = target[:, None] - shard.first
-        own = (index >= 0) & (index < here)
+        own = (index >= 0) & (index < device)
         return cls(torch.where(own, index, torch.zeros_like(index)), own)
 
 
@@ -486,5 +486,5 @@ def unit_of(parameter: torch.Tensor) -> nn.Module | None:
     """
     from torch.distributed._composable_state import _module_state_mapping
 
-    found = [m for m in list(_module_state_mapping) if is_fully_sharded(m) and any(p is parameter for p in m.parameters())]
-    return min(found, key=lambda module: sum(1 for _ in module.modules()), default=None)
+    units = [m for m in list(_module_state_mapping) if is_fully_sharded(m) and any(p is parameter for p in m.parameters())]
+    return min(units, key=lambda module: sum(1 for _ in module.modules()), default=None)

@@ -159,16 +159,16 @@ def _with_inferred(module: nn.Module, own: Mapping[str, Any], size: int) -> Plan
     odd = {pattern for pattern, style in own.items() if isinstance(style, str) and style not in known}
     beside = {pattern.rpartition(".")[0] for pattern in odd if matching(pattern, names)}
     for pattern, style in own.items():
-        found = matching(pattern, names)
+        matched = matching(pattern, names)
         style = ALIASES.get(style, style)
         if pattern.rpartition(".")[0] in beside:
             style = _WITH_ALL_HEADS.get(style, style)
-        if style in _LEFT_WHOLE or pattern in odd or not found:
-            if found:
+        if style in _LEFT_WHOLE or pattern in odd or not matched:
+            if matched:
                 whole[pattern] = f"{style} is transformers' style for {'parts of its outputs' if pattern in odd else 'experts'}"
             continue
         styles[pattern] = style
-        taken |= set(found)
+        taken |= set(matched)
     inner = any("." in name for name in taken if not isinstance(module.get_submodule(name), nn.Embedding))
     if not inner:  # the head at most: a family without a plan for its blocks
         blocks = dict(_blocks(module, size, whole))
@@ -196,11 +196,11 @@ def _blocks(module: nn.Module, size: int, whole: dict[str, str]) -> Iterator[tup
             continue  # torch's code takes the weights of their layers itself
         prefix = f"{name}." if name else ""
         layers = {n: inner for n, layer in parent.named_children() if _splits(inner := without_adapter(layer))}
-        found = _mlp(parent, layers)
+        layers_found = _mlp(parent, layers)
         attention = {n: "colwise_gather" for n in layers if n in _QUERIES}
         if attention:
-            attention |= {n: "rowwise_split" for n in layers if n in _OUTS and n not in found}
-        for some in (attention, found):
+            attention |= {n: "rowwise_split" for n in layers if n in _OUTS and n not in layers_found}
+        for some in (attention, layers_found):
             wrong = [
                 n
                 for n, style in some.items()
@@ -234,18 +234,18 @@ def _mlp(parent: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
 
 def _pairs_in_sequence(parent: nn.Sequential) -> dict[str, str]:
     """Linear, functions of single features, Linear."""
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     first: str | None = None
     for name, child in parent.named_children():
         if _splits(child):
             if first is not None:
-                found |= {first: "colwise", name: "rowwise"}
+                styles |= {first: "colwise", name: "rowwise"}
                 first = None
             else:
                 first = name
         elif not _is_elementwise(child):
             first = None
-    return found
+    return styles
 
 
 def _splits(layer: nn.Module) -> bool:

@@ -34,7 +34,7 @@ def check_sequence(module: nn.Module, styles: Mapping[str, Any]) -> list[str]:
         raise TensorParallelError(
             "sequence_parallel needs a plan of words such as 'colwise'; with torch's ParallelStyles, use torch's own."
         )
-    lists = list(dict.fromkeys(found for name in styles if (found := _list_of(module, name)) is not None))
+    lists = list(dict.fromkeys(module_list for name in styles if (module_list := _list_of(module, name)) is not None))
     if len(lists) != 1:
         why = (
             f"got {', '.join(lists)}. Between an encoder and a decoder each rank would have other parts of the sequence. Leave"

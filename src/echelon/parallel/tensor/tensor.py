@@ -87,9 +87,9 @@ def check_tensor(module: nn.Module, plan: Mapping[str, Any] | None, tp_size: int
     Raises:
         UsageError: with the layer's name and the numbers.
     """
-    found = plan_of(module, plan, tp_size)
-    styles = with_adapters(module, _by_name(module, found))
-    chosen = Chosen(found, styles)
+    resolved = plan_of(module, plan, tp_size)
+    styles = with_adapters(module, _by_name(module, resolved))
+    chosen = Chosen(resolved, styles)
     if sequence_parallel:
         chosen = replace(chosen, blocks=check_sequence(module, styles))
     _check(module, styles, tp_size)
@@ -125,8 +125,8 @@ def _by_name(module: nn.Module, plan: Plan) -> dict[str, Any]:
     names = {plain: first.setdefault(m, name) for name, m in found_all if (plain := plain_name(name))}
     styles: dict[str, Any] = {}
     for pattern, style in plan.styles.items():
-        found = list(dict.fromkeys(names[name] for name in matching(plain_name(pattern), names)))
-        if not found:
+        matches = list(dict.fromkeys(names[name] for name in matching(plain_name(pattern), names)))
+        if not matches:
             raise TensorParallelError(
                 f"the tensor-parallel plan has {pattern!r}, which matches no submodule of {type(module).__name__}."
             )
@@ -137,7 +137,7 @@ def _by_name(module: nn.Module, plan: Plan) -> dict[str, Any]:
                     f"a style of the tensor-parallel plan must be {', '.join(map(repr, STYLES))} or one of torch's "
                     f"ParallelStyle objects, got {style!r} for {pattern!r}."
                 )
-        for name in found:
+        for name in matches:
             styles.pop(name, None)  # the last pattern that matches counts
             styles[name] = style
     return styles
@@ -193,9 +193,9 @@ def _refuse_kind(module: nn.Module, name: str, style: Any) -> None:
     if isinstance(layer, nn.Embedding) and isinstance(style, str):
         odd = [n for n in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(layer, n)]
         if odd or style == "rowwise_split":
-            said = f"has {odd[0]}" if odd else f"cannot be {style!r}"
+            problem = f"has {odd[0]}" if odd else f"cannot be {style!r}"
             raise TensorParallelError(
-                f"tensor-parallel plan: {kind}.{name} is an Embedding that {said}. Leave it out of the plan."
+                f"tensor-parallel plan: {kind}.{name} is an Embedding that {problem}. Leave it out of the plan."
             )
 
 
