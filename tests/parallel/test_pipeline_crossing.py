@@ -362,7 +362,7 @@ class _Walks(Regression):
 
     def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, Any]:
         made = super().compute_loss(state, data)
-        self.trials += self.prepared.batches.is_trying
+        self.trials += self.prepared.batches.dry_run
         return made
 
 

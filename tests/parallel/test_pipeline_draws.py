@@ -58,7 +58,7 @@ class Denoiser(Regression):
 
     def compute_loss(self, state: ech.State, data: torch.Tensor) -> tuple[torch.Tensor, None]:
         noise = torch.randn_like(data) * random.random() + float(np.random.rand())
-        if not self.prepared.batches.is_trying:
+        if not self.prepared.batches.dry_run:
             self.noise.append(float(noise.sum()))
         return (self.module(data + noise) - noise).square().mean(), None
 

@@ -230,14 +230,14 @@ class DTensorPrepared(Prepared[nn.Module]):
                 is_divided=True,
             )
 
-    def trains_also(self, others: list[nn.Parameter]) -> None:
+    def add_extra_params(self, others: list[nn.Parameter]) -> None:
         if self.data.size > 1:
             axes = " and ".join(repr(axis.name) for axis in axes_of(declared(self.module)))  # type: ignore[arg-type]
             raise LayoutError(
                 f"nothing averages gradients of {type(self.module).__name__} over {axes}. "
                 "Call fully_shard(module, mesh=mesh[...]) with that axis."
             )
-        super().trains_also(others)
+        super().add_extra_params(others)
 
     def fix_order(self) -> None:
         raise LayoutError("bit-equal training needs a mesh with one axis. Use fsdp, not tensor parallelism.")

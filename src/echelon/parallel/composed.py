@@ -75,7 +75,7 @@ class ParallelPrepared(FSDPPrepared):
         place = dims.place(rank)
         self.dims, self.rank, self.context = dims, rank, context
         apart = [] if pipeline is None else [pipeline.group]
-        self.place = Place((place["cp"], dims.cp), (place["pp"], dims.pp), apart, draws_apart=dims.cp > 1 or dims.pp > 1)
+        self.place = Place((place["cp"], dims.cp), (place["pp"], dims.pp), apart, rng_differs=dims.cp > 1 or dims.pp > 1)
         self.form = self.form if self.data.axes else Form("own")
         if context is not None:
             context.gathered_in = self.form.gathered_in
@@ -146,8 +146,8 @@ class ParallelPrepared(FSDPPrepared):
         assert made is not None
         return made
 
-    def trains_also(self, others: list[nn.Parameter]) -> None:
-        super().trains_also(others)
+    def add_extra_params(self, others: list[nn.Parameter]) -> None:
+        super().add_extra_params(others)
         if self.pipeline is None:
             return
         if others:
@@ -355,7 +355,7 @@ class Layout(Strategy):
         prepared = sharded.shard(module, world, recipe, ParallelPrepared)
         prepared.lay_out(dims, world.rank, context, pipeline)
         if self.sequence_parallel and dims.tp > 1:
-            prepared.place = replace(prepared.place, draws_apart=True)
+            prepared.place = replace(prepared.place, rng_differs=True)
         if pipeline is None and dims.cp == 1 and dims.tp > 1:  # stages and parts of sequences begin streams of their own
             prepared.draws = SameDraws(dims.tp_rank(world.rank), dims.tp, world.device)
             prepared.guards.append(prepared.draws)

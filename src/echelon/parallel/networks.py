@@ -83,9 +83,9 @@ class Networks(Prepared[nn.Module]):
         if self._divides_optimizer:
             Partition(optimizer, self.data.groups[0], {p: name for name, p in self.named_parameters()})
 
-    def trains_also(self, others: list[nn.Parameter]) -> None:
+    def add_extra_params(self, others: list[nn.Parameter]) -> None:
         for part in self.parts:
-            part.trains_also([])
+            part.add_extra_params([])
         self._others = others
         if self.data.axes:
             check_equal(others, self.data.groups, "the optimizers have parameters outside the modules")

@@ -104,13 +104,13 @@ class Place:
     Args:
         part, stage: which part of each sample it computes, and which part of the layers, each of how many.
         stages: groups of ranks that hold other parameters altogether, over which norms are summed up; as a pipeline's stages.
-        draws_apart: a forward pass draws other random numbers there than one process would.
+        rng_differs: a forward pass draws other random numbers there than one process would.
     """
 
     part: tuple[int, int] = (0, 1)
     stage: tuple[int, int] = (0, 1)
     stages: Sequence[dist.ProcessGroup | None] = ()
-    draws_apart: bool = False
+    rng_differs: bool = False
 
 
 class Batches:
@@ -119,13 +119,13 @@ class Batches:
     Attributes:
         share: what the latest part of a batch counts of what the batch counts, where rows are counted, which all parts have.
         doubts: parts of samples are weighed, which nothing has compared yet with the whole.
-        is_trying: what is computed now is thrown away: a pipeline learns what its stages pass on.
+        dry_run: what is computed now is thrown away: a pipeline learns what its stages pass on.
         look: is called with the first batch.
     """
 
     share: float | torch.Tensor = 1.0
     doubts = False
-    is_trying = False
+    dry_run = False
     look: Callable[[Any], None] | None = None
 
     def part_of(self, batch: Any) -> Any:
@@ -279,7 +279,7 @@ class Prepared(Generic[M]):
         """Call `make(module)`: only now do the parameters have the form that they keep."""
         return make(self.module)
 
-    def trains_also(self, others: list[nn.Parameter]) -> None:
+    def add_extra_params(self, others: list[nn.Parameter]) -> None:
         """Before training: what the optimizer has besides the module. Its gradients are averaged over the ranks, too. Collective.
         Raises UsageError if these parameters, or those that the module has got since, are not the same on all ranks.
         """

@@ -230,7 +230,7 @@ class _Watcher(Callback):
         if unit.prepared.trains == "scheduled":
             self.pipeline = ranks_of(unit.prepared.place.stages[0])
             unit.prepared.data.is_replica = False  # of the ranks that count their samples this one is all there are
-            self.trace.leaves_out = lambda: unit.prepared.batches.is_trying
+            self.trace.leaves_out = lambda: unit.prepared.batches.dry_run
 
         def seen(unit: Any, state: State, micro_batch: MicroBatch[Any]) -> Any:
             self._count(unit, micro_batch.data)

@@ -63,7 +63,7 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
             raise ProveError("workers that meet now and then train other numbers than one process: there is nothing to compare.")
         recorder.record.constant_draws = row.constant_draws
         draws.alike = row.drawn_alike
-        draws.by_sample = row.constant_draws and not any(prepared.place.draws_apart for _, prepared in prepared_of(unit))
+        draws.by_sample = row.constant_draws and not any(prepared.place.rng_differs for _, prepared in prepared_of(unit))
         recorder.cannot_draw_constantly, recorder.may_draw = row.is_compiled, row.draws
         unseeded = set(GLOBAL) - seeded
         recorder.record.drew_unseeded = (unseeded - {"torch"}) & drawn_between(began, Sources(None).states()).keys()

@@ -119,7 +119,7 @@ class StepRecorder(Callback):
         self._unit, self._sources, self._loader = unit, Sources(objects), dataloader
         self.record.kind = kind = UnitKind.of(unit)
         self._describe(unit, dataloader)
-        self.record.constant_draws |= self.record.draws_apart and self.may_draw
+        self.record.constant_draws |= self.record.rng_differs and self.may_draw
         self._unlike_others(unit, unseeded)
         if kind.is_loop:
             self._watch_loop(unit)
@@ -199,7 +199,7 @@ class StepRecorder(Callback):
         compute_loss = unit.compute_loss
 
         def watched_loss(state: State, data: Any) -> tuple[torch.Tensor, Any]:
-            if state.active_phase is not ActivePhase.TRAIN or unit.prepared.batches.is_trying:
+            if state.active_phase is not ActivePhase.TRAIN or unit.prepared.batches.dry_run:
                 return compute_loss(state, data)
             given, data = data, widened(data, self.dtype, unit.device)
             whole = wholes[id(given)][1] if id(given) in wholes else data
@@ -446,7 +446,7 @@ class StepRecorder(Callback):
             record.rates, record.attribute_digests = self._gradients.rates, self._gradients.attributes
             record.held_first = self._gradients.held_first
             record.owners.update(self._gradients.owners)
-        record.wants_constant_draws |= record.draws_apart and not record.constant_draws and any(m.streams for m in record.micros)
+        record.wants_constant_draws |= record.rng_differs and not record.constant_draws and any(m.streams for m in record.micros)
         record.unknown_draw, record.by_sample = self._draws.unknown, self._draws.by_sample
         record.kinds, record.shapes = self._draws.kinds, self._draws.shapes
         torch.save(record, self.folder / f"rank{self.rank}.pt")
@@ -468,7 +468,7 @@ def _place(record: RankRecord, unit: Any) -> None:
         dims = getattr(prepared, "dims", None)
         if dims is not None:
             record.place = dims.place(record.rank)
-        record.draws_apart |= prepared.place.draws_apart  # ranks that share samples: one process cannot repeat the draws of each
+        record.rng_differs |= prepared.place.rng_differs  # ranks that share samples: one process cannot repeat the draws of each
 
 
 def _samples_by_rank(dataloader: Any) -> bool | None:

@@ -75,7 +75,7 @@ class RankRecord:
     is_double: bool = False  # the script computes in float64 by itself, which was not asked for
     evaluates: bool = False  # the loop evaluates the unit among the updates that are compared
     communicates: bool = False  # its steps speak to other ranks: SyncBatchNorm, or collectives that the script calls itself
-    draws_apart: bool = False  # ranks that share samples draw other numbers for them than one process
+    rng_differs: bool = False  # ranks that share samples draw other numbers for them than one process
     constant_draws: bool = False  # random operators gave a sample the same numbers in any batch
     wants_constant_draws: bool = False  # and should have, which was not known before
     compiles: bool = False  # the script calls torch.compile, or has it called

@@ -123,7 +123,7 @@ class AutoPredictUnit(PreparedUnit, PredictUnit[T]):
 
     def through_stages(self, state: State, compute: Callable[..., R], *data: Any) -> R:
         """`compute(*data)` in a pipeline. Of a trial pass nothing stays, also in metrics of the user's own."""
-        with uncounted(self) if self.prepared.batches.is_trying else NO_CONTEXT:
+        with uncounted(self) if self.prepared.batches.dry_run else NO_CONTEXT:
             made: R = state.logged.of_stage(self.prepared, compute, *data)
             return made
 

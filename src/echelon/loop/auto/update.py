@@ -133,7 +133,7 @@ class Update:
             raise LoopError(
                 f"bit-equal training needs an optimizer of the module's parameters only, got {len(others)} others. Move them."
             )
-        unit.prepared.trains_also(others)
+        unit.prepared.add_extra_params(others)
         self._others = others
 
     # --- a micro-batch

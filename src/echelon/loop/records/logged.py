@@ -146,14 +146,14 @@ class Logged:
         logged, and this rank does not take part by it.
 
         Args:
-            prepared: says by `batches.is_trying` that nothing stays.
+            prepared: says by `batches.dry_run` that nothing stays.
         """
         takes_part, metrics = set(self._takes_part), {phase: dict(each) for phase, each in self._metrics.items()}
         totals = {phase: {name: copy.copy(each[name]) for name in each} for phase, each in self._totals.items()}
         stays = False
         try:
             made = compute(*data)
-            stays = not prepared.batches.is_trying
+            stays = not prepared.batches.dry_run
         finally:
             if not stays:
                 self._takes_part, self._totals, self._metrics = takes_part, totals, metrics

@@ -100,7 +100,7 @@ class ContextParallel(Batches):
         self.doubts = agree.is_joined()
         self.kept: KeptOutputs | None = None
         self._outputs: list[torch.Tensor] = []  # of the latest pass, until the loss was looked at
-        self._draws_apart = False
+        self._rng_differs = False
         self._module, self._device, self._said = module, device, check_sequence_dim(sequence_dim)
         self._checks = check and agree.is_joined()
         self._cut, self._unchecked, self._compared = "", self._checks, False
@@ -185,7 +185,7 @@ class ContextParallel(Batches):
 
         types = {p.dtype for p in self._module.parameters() if p.is_floating_point()}
         dtypes = [*types, *(t for t in (dtype, self.gathered_in) if t is not None)]
-        with for_now(self, is_trying=True, _draws_apart=torch.is_grad_enabled(), kept=None):
+        with for_now(self, dry_run=True, _rng_differs=torch.is_grad_enabled(), kept=None):
             check_losses(self.parts, Losses(self._module, of_whole, of_part, dtypes), batch, dims, length)
 
     def look_at_outputs(self, module: nn.Module) -> None:
@@ -194,7 +194,7 @@ class ContextParallel(Batches):
             return
 
         def note(module: nn.Module, args: Any, outputs: Any) -> Any:
-            if torch.compiler.is_compiling() or not self.doubts or self.is_trying:
+            if torch.compiler.is_compiling() or not self.doubts or self.dry_run:
                 return None
             if current() is None or not torch.is_grad_enabled():
                 return None
@@ -252,7 +252,7 @@ class ContextParallel(Batches):
             UsageError: in the place of torch's words, where shapes do not fit: perhaps what was cut is no sequence.
         """
         self._learns = torch.is_grad_enabled()
-        streams = self._own_stream() if self._learns or self._draws_apart else contextlib.nullcontext()
+        streams = self._own_stream() if self._learns or self._rng_differs else contextlib.nullcontext()
         try:
             with over(self.parts), streams, self.in_this_thread():
                 yield

@@ -334,13 +334,13 @@ class WorkerPrepared(Prepared[Worker]):
         self.module.optimizer = made[0] if isinstance(made, tuple) and made else made  # type: ignore[assignment]
         return made
 
-    def trains_also(self, others: list[nn.Parameter]) -> None:
+    def add_extra_params(self, others: list[nn.Parameter]) -> None:
         if others:
             raise OptimizerError(
                 f"the optimizer must hold the module's parameters only under {self.module.layout!r}, got {len(others)} others, "
                 "which would not be averaged. Make them part of the module."
             )
-        super().trains_also(others)
+        super().add_extra_params(others)
 
     def accumulate(self, last: bool) -> Any:
         self.module.show_own()

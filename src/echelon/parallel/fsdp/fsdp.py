@@ -178,14 +178,14 @@ class FSDPPrepared(Prepared[nn.Module]):
         super().end_training()
         Buffers.settle(self.module)
 
-    def trains_also(self, others: list[nn.Parameter]) -> None:
+    def add_extra_params(self, others: list[nn.Parameter]) -> None:
         if self.data.averaged_over > 1:
             _refuse_layer_drop(self.module)
         self.parameters_written()  # an evaluation leaves whole parameters, which are gone when their shards return
         by_itself = AfterEachBackward.of(self.module)
         if by_itself is not None:
             by_itself.enabled = False
-        super().trains_also(others)
+        super().add_extra_params(others)
         self._compare_calls()
 
     def fix_order(self) -> None:

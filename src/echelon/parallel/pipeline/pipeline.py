@@ -165,7 +165,7 @@ class Pipeline:
         """Of a pipeline alone: elsewhere units have messages of their own."""
         if not self._is_alone:
             return None
-        with for_now(self.batches, is_trying=True):
+        with for_now(self.batches, dry_run=True):
             return self._walk.shapes(act)
 
     def _made_of(self, walked: Walked, shapes: Shapes | None) -> Learned:
@@ -204,7 +204,7 @@ class Pipeline:
     def _studied(self, structure: Any, act: Callable[[], Any]) -> Walked:
         act = explained(self.module)(act)
         known = None if agree.any_rank(structure not in self._needs) else self._needs[structure]
-        with for_now(self.batches, is_trying=True):
+        with for_now(self.batches, dry_run=True):
             walked = self._walk.study(act, known)
         self._needs[structure] = walked.needs
         while len(self._needs) > _MOST_KINDS:
