@@ -37,10 +37,12 @@ def collect(value: Any, to: int | None = None, group: dist.ProcessGroup | None =
     rank, (group, device) = dist.get_rank(group), agree.channel(group)
     values: list[Any] | None = [] if to in (None, rank) else None
     for owner, each in enumerate(forms):
-        mine = iter(tensors) if owner == rank else None
+        own_tensors = iter(tensors) if owner == rank else None
         arrived = []
         for dtype, shape in _tensors(each):
-            if (got := _move(next(mine) if mine is not None else None, dtype, shape, owner, to, rank, group, device)) is not None:
+            if (
+                got := _move(next(own_tensors) if own_tensors is not None else None, dtype, shape, owner, to, rank, group, device)
+            ) is not None:
                 arrived.append(got)
         if values is not None:
             values.append(_filled(each, iter(arrived)))
@@ -72,8 +74,8 @@ def gather_tensors(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
     parts = [torch.empty_like(padded) for _ in kinds]
     if max(sizes):
         dist.all_gather(parts, padded, group=group)
-    found = zip(parts, sizes, kinds, strict=True)
-    return [part[:size].view(tensor.dtype).reshape(shape).to(tensor.device) for part, size, (_, shape) in found]
+    rows = zip(parts, sizes, kinds, strict=True)
+    return [part[:size].view(tensor.dtype).reshape(shape).to(tensor.device) for part, size, (_, shape) in rows]
 
 
 def _move(

@@ -118,6 +118,6 @@ def nearest(modules: Mapping[str, str], module: str) -> str | None:
 def _attach(name: str, module: ModuleType) -> None:
     """Let a module be imported under this name, unless one has it, and be found in the module above it."""
     around, _, last = name.rpartition(".")
-    found = sys.modules.setdefault(name, module)
+    present = sys.modules.setdefault(name, module)
     if (parent := sys.modules.get(around)) is not None and last not in vars(parent):
-        setattr(parent, last, found)
+        setattr(parent, last, present)

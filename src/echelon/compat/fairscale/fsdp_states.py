@@ -41,16 +41,16 @@ class IncompatibleKeys(NamedTuple):
 
 def local_state(module: TorchFSDP, prefix: str = "") -> dict[str, torch.Tensor]:
     """This rank's elements, by wrapper or by parameter, and the buffers."""
-    found: dict[str, torch.Tensor] = {}
+    local: dict[str, torch.Tensor] = {}
     for path, wrapper in _wrappers(module):
         for key, held in _parts(wrapper).items():
             own = torch.cat([piece.values for piece in held])
-            found[f"{prefix}{path}{key}"] = torch.cat([own, own.new_zeros(_padding(wrapper, held))])
+            local[f"{prefix}{path}{key}"] = torch.cat([own, own.new_zeros(_padding(wrapper, held))])
     # In mixed precision, buffers are low between forwards.
     low = getattr(module, "low", None) is not None
     for name, buffer in _buffers(module):
-        found[prefix + name] = buffer.detach().float() if low and buffer.is_floating_point() else buffer.detach()
-    return found
+        local[prefix + name] = buffer.detach().float() if low and buffer.is_floating_point() else buffer.detach()
+    return local
 
 
 @torch.no_grad()

@@ -129,8 +129,8 @@ class OSS(torch.optim.Optimizer):
         if not -1 <= recipient_rank < self.world_size:
             raise UsageError(f"consolidate_state_dict({recipient_rank}): ranks are 0 to {self.world_size - 1}, or -1 for all.")
         numbers: dict[torch.Tensor, int] = {p: number for number, p in enumerate(self._parameters)}
-        mine = {numbers[p]: state for p, state in self.optim.state.items() if p in numbers}
-        self._everyones = collect(mine, None if recipient_rank == -1 else recipient_rank, self.group)
+        own_state = {numbers[p]: state for p, state in self.optim.state.items() if p in numbers}
+        self._everyones = collect(own_state, None if recipient_rank == -1 else recipient_rank, self.group)
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
         """The whole state as the undivided optimizer would give it, its tensors in host memory.

@@ -246,7 +246,7 @@ register(
 def _partitions(optimizers: Sequence[torch.optim.Optimizer], group: dist.ProcessGroup | None) -> list[Partition]:
     if not optimizers:
         raise LayoutError("ShardedDataParallel: no optimizer.")
-    found = []
+    partitions = []
     for optimizer in optimizers:
         partition = Partition.of(optimizer)
         if partition is None:
@@ -254,9 +254,9 @@ def _partitions(optimizers: Sequence[torch.optim.Optimizer], group: dist.Process
                 f"ShardedDataParallel: {type(optimizer).__name__} is not divided over the ranks. Build it as "
                 f"OSS(params, {type(optimizer).__name__}, ...)."
             )
-        found.append(partition)
+        partitions.append(partition)
     groups = [group or dist.group.WORLD] if group is not None else []
-    groups += [partition.group or dist.group.WORLD for partition in found]
+    groups += [partition.group or dist.group.WORLD for partition in partitions]
     if any(each is not groups[0] for each in groups):
         raise LayoutError("ShardedDataParallel: the optimizers have another process group. Give all of them the same.")
-    return found
+    return partitions

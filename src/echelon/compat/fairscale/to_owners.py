@@ -156,12 +156,12 @@ class ToOwners:
         self._next += 1
         first = bucket.parameters[0]
         flat = torch.empty(bucket.size + len(bucket.parameters), dtype=self._dtype or first.dtype, device=first.device)
-        here, start = [], 0
+        slices, start = [], 0
         for parameter in bucket.parameters:
             part = flat[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
             gradient = parameter.grad if parameter in self._touched else None
-            here.append(gradient is not None)
+            slices.append(gradient is not None)
             if gradient is None:
                 part.zero_()
                 continue
@@ -172,22 +172,22 @@ class ToOwners:
             if bucket.owner != self._rank:
                 parameter.grad = None
         flags = flat[bucket.size :].fill_(1.0)
-        for i, present in enumerate(here):
+        for i, present in enumerate(slices):
             if not present:
                 flags[i] = 0.0
         if len(self._flying) == _IN_FLIGHT:
             self._land()
         work = dist.reduce(flat, group_dst=bucket.owner, group=self._group, async_op=True)
         assert work is not None
-        self._flying.append((work, bucket, flat, here))
+        self._flying.append((work, bucket, flat, slices))
 
     def _land(self) -> None:
-        work, bucket, flat, here = self._flying.popleft()
+        work, bucket, flat, slices = self._flying.popleft()
         work.wait()
         if bucket.owner != self._rank:
             return
         start = 0
-        for i, (parameter, present) in enumerate(zip(bucket.parameters, here, strict=True)):
+        for i, (parameter, present) in enumerate(zip(bucket.parameters, slices, strict=True)):
             part = flat[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
             # The flag is read only where this rank had nothing itself: reading waits for the device.

@@ -143,22 +143,22 @@ def absent(module: str, homes: Mapping[str, str] | None = None) -> Callable[[str
         module: its name below `torchtnt`.
         homes: name -> the module that has it: what is loaded when it is first used.
     """
-    below = {where: told for where, told in MODULES.items() if where.rpartition(".")[0] == module}
+    below = {where: remedy for where, remedy in MODULES.items() if where.rpartition(".")[0] == module}
     instead = {each: text for names, text in below.values() for each in names.split()}
     for where, lost in NAMES.items():
         if module in (where, where.rpartition(".")[0]):  # a package has what its modules have
             instead |= {each: text for names, text in lost.items() for each in names.split()}
     last = {where.rpartition(".")[2]: text for where, (_, text) in below.items()}
-    here = f"echelon.compat.torchtnt.{module}"
-    register(f"torchtnt.{module}", here, last)
+    home = f"echelon.compat.torchtnt.{module}"
+    register(f"torchtnt.{module}", home, last)
 
     def getattr_(name: str) -> Any:
         if homes is not None and name in homes:
             value = getattr(importlib.import_module(f"echelon.compat.torchtnt.{homes[name]}"), name)
-            setattr(sys.modules[here], name, value)
+            setattr(sys.modules[home], name, value)
             return value
         if name in instead:
             return Missing(f"torchtnt.{module}.{name} is not part of echelon.compat. Instead: {instead[name]}")
-        raise AttributeError(f"module {here!r} has no attribute {name!r}")
+        raise AttributeError(f"module {home!r} has no attribute {name!r}")
 
     return getattr_

@@ -151,8 +151,8 @@ def work_in_rank(plan: Plan, work: Work) -> Done:
     else:
         metrics, outputs = work_here(plan, work)
     world = World.current(torch.device("cpu"))
-    said = unit.data_rank_and_size if isinstance(unit, Unit) else None  # a class may be the function that builds one
-    data_rank, _ = said or (world.rank, world.size)
+    rank_and_size = unit.data_rank_and_size if isinstance(unit, Unit) else None  # a class may be the function that builds one
+    data_rank, _ = rank_and_size or (world.rank, world.size)
     if world.rank:
         divided = isinstance(work.loaders[0], (BaseLoader, DataLoader))  # other iterables give every rank the same
         return Done(metrics, data_rank, outputs if divided else [])
@@ -226,8 +226,8 @@ def _checkpoint(plan: Plan, work: Work, unit: Any) -> Path | None:
     if plan.checkpoints is None or (work.ckpt_path is None and not _takes_up(plan, work, unit)):
         return None
     folder = location(plan.checkpoints.folder)
-    found = commit.candidates(folder)
-    return Path(str(found[0])) if found and not left_alone(folder) else None
+    checkpoints = commit.candidates(folder)
+    return Path(str(checkpoints[0])) if checkpoints and not left_alone(folder) else None
 
 
 def _takes_up(plan: Plan, work: Work, unit: Any) -> bool:

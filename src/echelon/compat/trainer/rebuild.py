@@ -95,13 +95,13 @@ def own_attributes(unit: AutoUnit[Any], *, progress: bool) -> dict[str, Any]:
 
 def remembered(owner: object, attributes: Mapping[str, Any]) -> dict[str, bytes]:
     """Attributes of `owner` on their way to another process, one by one; a warning names those that cannot be sent."""
-    said = {}
+    pickled = {}
     for name, value in attributes.items():
         try:
-            said[name] = _pickled(value)
+            pickled[name] = _pickled(value)
         except Exception as error:  # any type can raise anything when it is pickled
             _warn_of_stale(owner, name, error)
-    return said
+    return pickled
 
 
 def _pickled(value: Any) -> bytes:
@@ -116,9 +116,9 @@ def _pickled(value: Any) -> bytes:
     return file.getvalue()
 
 
-def recall(thing: object, said: Mapping[str, bytes]) -> None:
+def recall(thing: object, pickled: Mapping[str, bytes]) -> None:
     """Set attributes that `remembered` gave, of a process that this one started; tensors are on the CPU."""
-    for name, data in said.items():
+    for name, data in pickled.items():
         try:
             vars(thing)[name] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
         except Exception as error:  # and when it is loaded

@@ -308,8 +308,8 @@ class Trainer:
                 if work.phase == "fit":
                     DistributedCheckpointSaver.restore_from_latest(folder / "after", unit, restore_options=BETWEEN_PROCESSES)
                 recall(unit, done[0].unit)
-            for mine, theirs in zip(self.callbacks, done[0].callbacks, strict=True):
-                recall(mine, theirs)
+            for own, theirs in zip(self.callbacks, done[0].callbacks, strict=True):
+                recall(own, theirs)
             self.callback_metrics |= done[0].metrics
             return in_order(done)
         finally:
@@ -348,9 +348,9 @@ def _named(parameter: str, given: Mapping[str, Any] | None, names: Sequence[str]
     """As a dict, with these names only."""
     what = f"a dict by {', '.join(map(repr, names))}"
     require(given is None or isinstance(given, Mapping), parameter, what, given, kind=TrainerError)
-    found = dict(given or {})
-    require(set(found) <= set(names), parameter, what, given, kind=TrainerError)
-    return found
+    named = dict(given or {})
+    require(set(named) <= set(names), parameter, what, given, kind=TrainerError)
+    return named
 
 
 def _devices_of(devices: Any, accelerator: str) -> tuple[int, list[int] | None]:

@@ -138,12 +138,12 @@ class _SamplerOrder:
                 generator.manual_seed(self.seed + epoch)
             if hasattr(self._sampler, "set_epoch"):
                 self._sampler.set_epoch(epoch)
-            found = np.fromiter(self._sampler, dtype=np.int64)
+            indices = np.fromiter(self._sampler, dtype=np.int64)
         finally:
             rng.put_back(before)
-        if len(found) != self.length:
-            raise UsageError(f"{self.identity} must give as many samples as its length, {self.length}, got {len(found)}.")
-        return found
+        if len(indices) != self.length:
+            raise UsageError(f"{self.identity} must give as many samples as its length, {self.length}, got {len(indices)}.")
+        return indices
 
 
 def _with_columns(dataset: Any, collator: Callable[[list[Any]], Any], columns: list[str]) -> tuple[Any, Any]:

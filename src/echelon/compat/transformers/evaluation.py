@@ -41,9 +41,9 @@ class Outputs:
 
     def together(self, data_rank: int) -> tuple[Any, Any, int]:
         """(predictions, labels, number of samples) of all ranks, as arrays that are padded with -100. Collective."""
-        told = collect([data_rank, self.samples, self._batches])
-        assert told is not None
-        by_rank = {rank: (samples, batches) for rank, samples, batches in reversed(told)}  # of copies, the first counts
+        outputs_of_all = collect([data_rank, self.samples, self._batches])
+        assert outputs_of_all is not None
+        by_rank = {rank: (samples, batches) for rank, samples, batches in reversed(outputs_of_all)}  # of copies, the first counts
         ordered = [by_rank[rank] for rank in sorted(by_rank)]
         parts = [each for of_batch in zip_longest(*(batches for _, batches in ordered)) for each in of_batch if each is not None]
         return _joined([p for p, _ in parts]), _joined([labels for _, labels in parts]), sum(samples for samples, _ in ordered)
@@ -71,12 +71,12 @@ def logits_of(outputs: Any, ignored: list[str], *, with_loss: bool) -> Any:
     if outputs is None:
         return None
     if isinstance(outputs, Mapping):
-        found = tuple(value for name, value in outputs.items() if name not in (*ignored, "loss"))
+        logits = tuple(value for name, value in outputs.items() if name not in (*ignored, "loss"))
     elif isinstance(outputs, (list, tuple)):
-        found = tuple(outputs[1:] if with_loss else outputs)
+        logits = tuple(outputs[1:] if with_loss else outputs)
     else:
         return outputs
-    return found[0] if len(found) == 1 else found
+    return logits[0] if len(logits) == 1 else logits
 
 
 class Evaluating(Part):
@@ -92,11 +92,11 @@ class Evaluating(Part):
         """The mean loss over all labels, and what `compute_metrics` makes of all outputs. Every rank calls it."""
         given = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(given, dict):
-            found: dict[str, float] = {}
+            results: dict[str, float] = {}
             for name, dataset in given.items():
                 part = dataset if eval_dataset is not None else name
-                found |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
-            return found
+                results |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
+            return results
         keeps = self.compute_metrics is not None and not self.args.prediction_loss_only
         loader = self.get_eval_dataloader(eval_dataset)
         _, _, metrics = self._pass_over(loader, ignore_keys, metric_key_prefix, keeps=keeps)

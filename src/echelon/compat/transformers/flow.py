@@ -186,8 +186,8 @@ class Flow(Callback):
         control = self._trainer.control
         if self._may_differ and agree.is_joined():
             names = ("should_log", "should_evaluate", "should_save")
-            told = agree.gather([bool(getattr(control, name)) for name in names])
-            for name, flags in zip(names, zip(*told, strict=True), strict=True):
+            answers = agree.gather([bool(getattr(control, name)) for name in names])
+            for name, flags in zip(names, zip(*answers, strict=True), strict=True):
                 setattr(control, name, any(flags))
         return control
 

@@ -55,8 +55,8 @@ class Losses(Part):
         """The labels in a batch; None if it has none."""
         if not self.has_labels(inputs) or not isinstance(inputs, Mapping):
             return None
-        found = tuple(inputs.get(name) for name in self.label_names)
-        return found[0] if len(found) == 1 else (found or None)
+        labels = tuple(inputs.get(name) for name in self.label_names)
+        return labels[0] if len(labels) == 1 else (labels or None)
 
     def has_labels(self, inputs: Any) -> bool:
         """Whether a loss can be computed from a batch."""
@@ -64,8 +64,8 @@ class Losses(Part):
             return False
         if self.label_names:
             return all(inputs.get(name) is not None for name in self.label_names)
-        said = inputs.get("return_loss")
-        return bool(self._returns_loss if said is None else said)
+        asked = inputs.get("return_loss")
+        return bool(self._returns_loss if asked is None else asked)
 
     # --- its loss
 

@@ -40,8 +40,8 @@ def _updates(unit: Any) -> int:
 def _inside(folder: Location) -> list[Location]:
     """What is named like a checkpoint and has a manifest, oldest first. Rank 0's view."""
     inside = folder.iterdir() if folder.is_dir() else ()
-    found = [(int(match[1]), path) for path in inside if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found, key=lambda each: each[0]) if (path / manifest.MANIFEST).exists()]
+    checkpoints = [(int(match[1]), path) for path in inside if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(checkpoints, key=lambda each: each[0]) if (path / manifest.MANIFEST).exists()]
 
 
 class _Folder(NamedFolder):

@@ -216,9 +216,9 @@ class Trainer(Losses, Optimizing, Evaluating):
         ranks, accumulation, batch = self._ranks_of_batch, self.args.gradient_accumulation_steps, None
         if isinstance(loader, DataLoader) and ranks > self.data_ranks():
             batch = (loader.batch_size or 1) * ranks * accumulation
-        found = shared(loader, self.data_ranks(), accumulation, global_batch=batch)
-        has_state = hasattr(found, "load_state_dict") or not isinstance(found, DataLoader)
-        return found if has_state else Replayed(found)
+        made = shared(loader, self.data_ranks(), accumulation, global_batch=batch)
+        has_state = hasattr(made, "load_state_dict") or not isinstance(made, DataLoader)
+        return made if has_state else Replayed(made)
 
     def _limits(self, loader: Any) -> tuple[int | None, int | None]:
         """(max_updates, max_epochs), of which one is None; and what callbacks are told of them."""

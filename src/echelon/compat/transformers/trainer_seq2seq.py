@@ -105,6 +105,6 @@ class Seq2SeqTrainer(Trainer):
     def _padding(self) -> int:
         for each in (self.processing_class, self.model.generation_config, self.model.config):
             for name in ("pad_token_id", "eos_token_id"):
-                if isinstance(found := getattr(each, name, None), int):
-                    return found
+                if isinstance(token := getattr(each, name, None), int):
+                    return token
         raise UsageError("predict_with_generate=True: neither the tokenizer nor model.config has a pad_token_id. Set it.")

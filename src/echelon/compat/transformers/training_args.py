@@ -73,8 +73,8 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
         """As transformers', for those who log it: a strategy by its text."""
-        found: dict[str, Any] = super().to_dict()
-        return {**found, "strategy": str(self.strategy) if self.strategy is not None else None}
+        arguments: dict[str, Any] = super().to_dict()
+        return {**arguments, "strategy": str(self.strategy) if self.strategy is not None else None}
 
     # --- where: echelon's ranks instead of Accelerate's
 
@@ -200,8 +200,8 @@ def _stage_of(given: Any, args: Any) -> str | None:
         else:
             fits = name in _FREE
         if not fits:
-            told = f", where the arguments have {(same | on)[name]!r}" if name in same | on else ""
-            raise _refused(f"it has {name}={value!r}{told}")
+            also = f", where the arguments have {(same | on)[name]!r}" if name in same | on else ""
+            raise _refused(f"it has {name}={value!r}{also}")
     return ("ddp", "zero1", "zero2", "zero3")[stage]
 
 

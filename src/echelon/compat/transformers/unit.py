@@ -91,8 +91,8 @@ class Optimizing(Part):
         """For the unit, after the strategy has split the model."""
         given = self.optimizer
         if given is not None:
-            here = {id(p) for p in module.parameters()}
-            if not any(id(p) in here for group in given.param_groups for p in group["params"]):
+            ids = {id(p) for p in module.parameters()}
+            if not any(id(p) in ids for group in given.param_groups for p in group["params"]):
                 raise UsageError(
                     "optimizers=(...) holds parameters that the strategy has replaced. Give optimizer_cls_and_kwargs=(class, "
                     "{...}) instead, or override create_optimizer, which is called after the model is split."

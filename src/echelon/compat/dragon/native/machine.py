@@ -36,10 +36,10 @@ class Node:
 
     def __init__(self, ident: int | str) -> None:
         nodes = System()._nodes
-        found = [n for n, (name, _, _) in enumerate(nodes) if ident in (n, name)]
-        if not found:
+        numbers = [n for n, (name, _, _) in enumerate(nodes) if ident in (n, name)]
+        if not numbers:
             raise UsageError(f"Node({ident!r}): the nodes are {', '.join(f'{n} ({node[0]})' for n, node in enumerate(nodes))}.")
-        self.h_uid = found[0]
+        self.h_uid = numbers[0]
         self.hostname, self.cpus, self.gpus = nodes[self.h_uid]
         self.name = self.hostname
 

@@ -200,10 +200,10 @@ def missing_of_trainer(name: str) -> AttributeError:
 def instead(module: str, name: str = "") -> str | None:
     """What to take in place of a name of any module, or of a module, below `lightning`; None: it is in no table."""
     if name:
-        told = NAMES.get(name)
+        remedy = NAMES.get(name)
     else:
-        told = nearest(FABRIC | {f"pytorch.{each}": told for each, told in MODULES.items()}, module)
-    return f"{told}." if told is not None else None
+        remedy = nearest(FABRIC | {f"pytorch.{each}": remedy for each, remedy in MODULES.items()}, module)
+    return f"{remedy}." if remedy is not None else None
 
 
 HOMES = (

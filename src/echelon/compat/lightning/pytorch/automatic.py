@@ -104,9 +104,9 @@ class AutomaticUnit(AutoUnit[Any]):
 
     @property
     def lightning_module(self) -> LightningModule:
-        found = self.prepared.unwrapped
-        assert isinstance(found, LightningModule)
-        return found
+        unwrapped = self.prepared.unwrapped
+        assert isinstance(unwrapped, LightningModule)
+        return unwrapped
 
     def app_state(self) -> dict[str, Any]:
         """What there is: the session builds the optimizer, once the weights that it is made of were restored."""
@@ -116,14 +116,14 @@ class AutomaticUnit(AutoUnit[Any]):
 
     def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, None]:
         """The module's own; schedules are advanced by `schedules`."""
-        mine = self.lightning_module
-        made = mine.configure_optimizers()
+        lightning_module = self.lightning_module
+        made = lightning_module.configure_optimizers()
         if made is None:
-            logger.warning("%s.configure_optimizers returned None: nothing will be updated", class_name(mine))
-            made = NoOptimizer([p for p in mine.parameters() if p.requires_grad])
+            logger.warning("%s.configure_optimizers returned None: nothing will be updated", class_name(lightning_module))
+            made = NoOptimizer([p for p in lightning_module.parameters() if p.requires_grad])
         optimizers, schedules = configured(made, automatic=True)
-        self.schedules = Schedules(schedules, mine.lr_scheduler_step)
-        self.session.optimizers = [LightningOptimizer(optimizers[0], self.step_by_hook, mine)]
+        self.schedules = Schedules(schedules, lightning_module.lr_scheduler_step)
+        self.session.optimizers = [LightningOptimizer(optimizers[0], self.step_by_hook, lightning_module)]
         return optimizers[0], None
 
     def compute_loss(self, state: State, data: Any) -> tuple[torch.Tensor, Any]:

@@ -156,26 +156,26 @@ class LearningRateMonitor(Callback):
             self._log(trainer, "epoch")
 
     def _log(self, trainer: Any, interval: str) -> None:
-        found: dict[str, float] = {}
+        rates: dict[str, float] = {}
         for name, group, defaults, of_schedule in self._named(trainer):
             if self.logging_interval is None and of_schedule not in (interval, None):
                 continue
-            found[name] = float(group["lr"])
-            self.lrs.setdefault(name, []).append(found[name])
+            rates[name] = float(group["lr"])
+            self.lrs.setdefault(name, []).append(rates[name])
             if self.log_momentum:
-                found[f"{name}-momentum"] = float(group["betas"][0] if "betas" in defaults else group.get("momentum", 0))
+                rates[f"{name}-momentum"] = float(group["betas"][0] if "betas" in defaults else group.get("momentum", 0))
             if self.log_weight_decay:
-                found[f"{name}-weight_decay"] = float(group["weight_decay"])
-        if found:
-            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in found.items()})
-            trainer.session.write_metrics(found, trainer.log_step)
+                rates[f"{name}-weight_decay"] = float(group["weight_decay"])
+        if rates:
+            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in rates.items()})
+            trainer.session.write_metrics(rates, trainer.log_step)
 
     def _named(self, trainer: Any) -> list[tuple[str, dict[str, Any], dict[str, Any], str | None]]:
         """(name, group, the optimizer's defaults, its schedule's interval)."""
         scheduled = [(each.scheduler.optimizer, each) for each in trainer.lr_scheduler_configs]
         with_schedule = [optimizer for optimizer, _ in scheduled]
         every = [*scheduled, *((o, None) for o in trainer.optimizers if not any(o is other for other in with_schedule))]
-        found, seen = [], Counter[str]()
+        named, seen = [], Counter[str]()
         for optimizer, schedule in every:
             name = f"lr-{type(optimizer).__name__}"
             if schedule is not None and schedule.name is not None:
@@ -186,8 +186,8 @@ class LearningRateMonitor(Callback):
             for i, group in enumerate(groups):
                 part = group.get("name", f"pg{i + 1}" if len(groups) > 1 else None)
                 full = name if part is None else f"{name}/{part}"
-                found.append((full, group, optimizer.defaults, schedule.interval if schedule is not None else None))
-        return found
+                named.append((full, group, optimizer.defaults, schedule.interval if schedule is not None else None))
+        return named
 
 
 class Display(Callback):

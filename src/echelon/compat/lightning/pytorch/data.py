@@ -59,13 +59,13 @@ def given_loaders(phase: str, given: Any, module: Any, datamodule: Any) -> Any:
     return getattr(module, name)() if datamodule is None and overridden(name, module, ModuleHooks) else None
 
 
-def _is_several(found: Any) -> bool:
-    values = list(found.values()) if isinstance(found, Mapping) else found
+def _is_several(loader: Any) -> bool:
+    values = list(loader.values()) if isinstance(loader, Mapping) else loader
     loaders = (DataLoader, BaseLoader, Combined)
     return isinstance(values, (list, tuple)) and bool(values) and all(isinstance(each, loaders) for each in values)
 
 
-def one_loader(phase: str, found: Any, data_size: int, accumulation: int, *, divides: bool, path: Path | None) -> Any:
+def one_loader(phase: str, loaders: Any, data_size: int, accumulation: int, *, divides: bool, path: Path | None) -> Any:
     """
     Args:
         path: the checkpoint from which training goes on.
@@ -73,24 +73,24 @@ def one_loader(phase: str, found: Any, data_size: int, accumulation: int, *, div
     Raises:
         UsageError: there are several.
     """
-    if _is_several(found):
-        if isinstance(found, (list, tuple)) and len(found) == 1:
-            found = found[0]
+    if _is_several(loaders):
+        if isinstance(loaders, (list, tuple)) and len(loaders) == 1:
+            loaders = loaders[0]
         else:
             raise UsageError(
                 f"{phase}: several dataloaders at once are not supported. Use one over a dataset that combines theirs, such as "
                 "echelon.Mixture or torch.utils.data.StackDataset."
             )
     if not divides:
-        return found
-    kept = kept_global_batch(path, found, data_size, accumulation) if path is not None else None
-    return shared(found, data_size, accumulation, trains=True, global_batch=kept)
+        return loaders
+    kept = kept_global_batch(path, loaders, data_size, accumulation) if path is not None else None
+    return shared(loaders, data_size, accumulation, trains=True, global_batch=kept)
 
 
-def several_loaders(found: Any, data_size: int, *, divides: bool) -> list[Any]:
+def several_loaders(loaders: Any, data_size: int, *, divides: bool) -> list[Any]:
     """Loaders to be read one after the other."""
-    values = list(found.values()) if isinstance(found, Mapping) else found
-    each_of = list(values) if _is_several(found) else [found]
+    values = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
+    each_of = list(values) if _is_several(loaders) else [loaders]
     return [shared(each, data_size, 1) if divides else each for each in each_of]
 
 
@@ -159,10 +159,10 @@ class Chain(Combined):
         return self._loaders
 
     def lengths(self) -> list[int | None]:
-        found = [length_of(each) for each in self._loaders]
+        each_length = [length_of(each) for each in self._loaders]
         return [
             limit if length is None else length if limit is None else min(length, limit)
-            for length, limit in zip(found, self._limits, strict=True)
+            for length, limit in zip(each_length, self._limits, strict=True)
         ]
 
     def __len__(self) -> int:

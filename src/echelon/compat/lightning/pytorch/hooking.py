@@ -79,10 +79,10 @@ class Hooking(Callback):
         self.session.batch_idx = unit.train_progress.num_steps_completed_in_epoch
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
-        session, trainer, here = self.session, self.trainer, state.train_state
-        assert here is not None
+        session, trainer, phase_state = self.session, self.trainer, state.train_state
+        assert phase_state is not None
         batch_idx = unit.train_progress.num_steps_completed_in_epoch - 1
-        outputs, batch = _as_dict(unit, here.step_output), unit.batch
+        outputs, batch = _as_dict(unit, phase_state.step_output), unit.batch
         session.has_stepped = unit.at_boundary
         results = session.results["train"]
         session.publish(results.of_step(), write=False)
@@ -202,9 +202,9 @@ class Hooking(Callback):
         self.evaluated = numbers.logged
 
     def on_predict_step_end(self, state: State, unit: Any) -> None:
-        here = state.predict_state
-        if here is not None and not here.step.is_padding and self.trainer.keeps_predictions:
-            self.outputs.append(copy_data_to_device(here.step_output, torch.device("cpu")))
+        phase_state = state.predict_state
+        if phase_state is not None and not phase_state.step.is_padding and self.trainer.keeps_predictions:
+            self.outputs.append(copy_data_to_device(phase_state.step_output, torch.device("cpu")))
 
 
 def _as_dict(unit: Any, output: Any) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _as_dict(unit: Any, output: Any) -> dict[str, Any]:
     loss = None
     if isinstance(unit, AutomaticUnit):
         loss, output = output
-    found = dict(output) if isinstance(output, Mapping) else {"loss": output} if output is not None else {}
+    outputs = dict(output) if isinstance(output, Mapping) else {"loss": output} if output is not None else {}
     if loss is not None:
-        found["loss"] = loss
-    return {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+        outputs["loss"] = loss
+    return {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in outputs.items()}

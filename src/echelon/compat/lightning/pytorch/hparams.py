@@ -45,8 +45,8 @@ class HyperparametersMixin:
             logger: whether loggers get them.
         """
         if frame is None:
-            here = inspect.currentframe()
-            frame = here.f_back if here is not None else None
+            own_frame = inspect.currentframe()
+            frame = own_frame.f_back if own_frame is not None else None
         given = {} if frame is None else _arguments(self, frame)
         left = {ignore} if isinstance(ignore, str) else set(ignore or ())
         named = [each for each in args if isinstance(each, str)]
@@ -64,19 +64,19 @@ class HyperparametersMixin:
 
     @property
     def hparams(self) -> AttributeDict:
-        found: AttributeDict = vars(self).setdefault("_hparams", AttributeDict())
-        return found
+        kept: AttributeDict = vars(self).setdefault("_hparams", AttributeDict())
+        return kept
 
     @property
     def hparams_initial(self) -> AttributeDict:
         """As they were when they were saved."""
-        found: AttributeDict = vars(self).get("_hparams_initial", AttributeDict())
-        return copy.copy(found)
+        hparams: AttributeDict = vars(self).get("_hparams_initial", AttributeDict())
+        return copy.copy(hparams)
 
 
 def _arguments(thing: object, frame: types.FrameType | None) -> dict[str, Any]:
     """The arguments of the constructors under way, from this one out to the class that was called."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     while frame is not None and frame.f_code.co_name == "__init__":
         names, _, keywords, values = inspect.getargvalues(frame)
         if not names or values.get(names[0]) is not thing:
@@ -84,9 +84,9 @@ def _arguments(thing: object, frame: types.FrameType | None) -> dict[str, Any]:
         more = values.get(keywords, {}) if keywords else {}
         code = frame.f_code
         only = code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount]
-        found |= {**more, **{name: values[name] for name in (*names[1:], *only) if name in values}}
+        arguments |= {**more, **{name: values[name] for name in (*names[1:], *only) if name in values}}
         frame = frame.f_back
-    return found
+    return arguments
 
 
 def arguments_for(cls: type, hparams: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

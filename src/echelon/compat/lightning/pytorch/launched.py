@@ -88,11 +88,11 @@ def in_ranks(trainer: Any, ranks: int, work: Work) -> Any:
         recall(module, done[0].unit)
         recall(trainer, done[0].trainer or {})
         left = list(zip(done[0].kinds, done[0].callbacks, strict=True))  # in another order, and with the module's own
-        for mine in trainer.lightning_callbacks:
-            if (same := next((i for i, (kind, _) in enumerate(left) if kind == _kind(mine)), None)) is not None:
-                recall(mine, left.pop(same)[1])
-        for mine, theirs in zip(trainer.loggers, done[0].loggers, strict=False):
-            recall(mine, theirs)
+        for own in trainer.lightning_callbacks:
+            if (same := next((i for i, (kind, _) in enumerate(left) if kind == _kind(own)), None)) is not None:
+                recall(own, left.pop(same)[1])
+        for own, theirs in zip(trainer.loggers, done[0].loggers, strict=False):
+            recall(own, theirs)
         return in_order(done) if work.call == "predict" else done[0].numbers
     finally:
         if not (folder / _LEFT).exists():
@@ -143,8 +143,8 @@ def _kind(callback: Any) -> str:
 
 
 def _state_of(thing: Any) -> dict[str, Any]:
-    found = thing.__getstate__()
-    return found if isinstance(found, dict) else {}
+    state = thing.__getstate__()
+    return state if isinstance(state, dict) else {}
 
 
 def _bring_back(trainer: Any, module: Any, datamodule: Any, path: Path) -> None:

@@ -205,18 +205,18 @@ class Results:
         """What the batch under way has logged for its step so far. Collective if some of it has `sync_dist`."""
         fresh = [one for one in self._all.values() if one.fresh and one.how.on_step and one.latest is not None]
         shared = [one for one in fresh if one.how.sync_dist and not one.how.rank_zero_only]
-        told: list[dict[str, Any]] = []
+        shares_of_all: list[dict[str, Any]] = []
         if self.meets and agree.any_rank(bool(shared)):
-            told = agree.gather({one.key: [_share_of_step(one), *one.form] for one in shared})
-        together = {key: each[key] for each in reversed(told) for key in each}
-        found = [(one, one.latest) for one in fresh if one.key not in together]
+            shares_of_all = agree.gather({one.key: [_share_of_step(one), *one.form] for one in shared})
+        together = {key: each[key] for each in reversed(shares_of_all) for key in each}
+        values = [(one, one.latest) for one in fresh if one.key not in together]
         for key, (_, name, suffix, options) in together.items():
             one = self._all.get(key) or _One(key, name, How(*options), suffix)  # which other ranks alone have logged
-            shares = [each[key][0] for each in told if key in each]
-            found.append((one, torch.tensor(_together(one.how.reduce, shares), dtype=one.dtype)))
+            shares = [each[key][0] for each in shares_of_all if key in each]
+            values.append((one, torch.tensor(_together(one.how.reduce, shares), dtype=one.dtype)))
         for one in fresh:
             one.fresh = False
-        numbers, step = self._numbers(found, step=True), self._step
+        numbers, step = self._numbers(values, step=True), self._step
         step.callback |= numbers.callback
         step.logged |= numbers.logged
         step.bar |= numbers.bar
@@ -224,13 +224,13 @@ class Results:
 
     def of_epoch(self) -> Numbers:
         """What the epoch's values are, over all ranks. Collective."""
-        mine = {key: one.share() for key, one in self._all.items() if one.how.on_epoch and one.metric is None}
+        own_shares = {key: one.share() for key, one in self._all.items() if one.how.on_epoch and one.metric is None}
         hows = {key: [*one.form, one.metric is not None] for key, one in self._all.items()}
-        shares, forms = [mine], [hows]
+        shares, forms = [own_shares], [hows]
         if agree.is_joined():
-            told = agree.gather([mine, hows])
-            shares, forms = [each[0] for each in told], [each[1] for each in told]
-        found: list[tuple[_One, torch.Tensor]] = []
+            shares_of_all = agree.gather([own_shares, hows])
+            shares, forms = [each[0] for each in shares_of_all], [each[1] for each in shares_of_all]
+        values: list[tuple[_One, torch.Tensor]] = []
         every = {key: form for each in reversed(forms) for key, form in each.items()}
         for key, (name, suffix, options, is_metric) in every.items():
             one = self._all.get(key)
@@ -242,16 +242,16 @@ class Results:
                 if any(key not in form for form in forms):  # told to all, before they meet in its value
                     raise UsageError(f"self.log({name!r}, <metric>) was called on some ranks only, and its value is all ranks'.")
                 assert one.metric is not None
-                found.append((one, one.metric.compute().detach()))
+                values.append((one, one.metric.compute().detach()))
                 continue
             known = [share for each in shares if (share := each.get(key)) is not None]
             if known:
-                found.append((one, torch.tensor(_together(one.how.reduce, known), dtype=one.dtype)))
-        return self._numbers(found, step=False)
+                values.append((one, torch.tensor(_together(one.how.reduce, known), dtype=one.dtype)))
+        return self._numbers(values, step=False)
 
-    def _numbers(self, found: list[tuple[_One, torch.Tensor]], *, step: bool) -> Numbers:
+    def _numbers(self, values: list[tuple[_One, torch.Tensor]], *, step: bool) -> Numbers:
         numbers = Numbers()
-        for one, value in found:
+        for one, value in values:
             name, forked = one.names(step=step)
             if one.how.logger:
                 numbers.logged[forked] = value
@@ -263,17 +263,19 @@ class Results:
 
     def state(self) -> list[Any]:
         """What the epoch has logged so far, on all ranks; metric objects are left out. Collective."""
-        mine = {key: [one.share(), *one.form, one.dtype == torch.float64] for key, one in self._all.items() if one.keeps}
-        told = agree.gather(mine) if agree.is_joined() else [mine]
-        found = []
-        for key, (_, name, suffix, options, is_double) in {k: v for each in reversed(told) for k, v in each.items()}.items():
-            shares = [share for each in told if key in each and (share := each[key][0]) is not None]
+        own_shares = {key: [one.share(), *one.form, one.dtype == torch.float64] for key, one in self._all.items() if one.keeps}
+        shares_of_all = agree.gather(own_shares) if agree.is_joined() else [own_shares]
+        entries = []
+        for key, (_, name, suffix, options, is_double) in {
+            k: v for each in reversed(shares_of_all) for k, v in each.items()
+        }.items():
+            shares = [share for each in shares_of_all if key in each and (share := each[key][0]) is not None]
             if shares:
                 reduce = How(*options).reduce
                 weight = sum(weight for _, weight in shares) if reduce == "mean" else 1
                 value = sum(value for value, _ in shares) if reduce == "mean" else _together(reduce, shares)
-                found.append([key, name, suffix, options, is_double, torch.tensor([value, weight], dtype=torch.float64)])
-        return found
+                entries.append([key, name, suffix, options, is_double, torch.tensor([value, weight], dtype=torch.float64)])
+        return entries
 
     def load_state(self, state: list[Any]) -> None:
         """Go on with an epoch whose numbers so far are rank 0's from now on."""

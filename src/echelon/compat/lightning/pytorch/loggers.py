@@ -297,8 +297,8 @@ class Online(Logger):
         self._opened: Any = None
         self.tracker()  # an error, if it is not installed
         if log_model and rank() == 0:
-            said = "%s(log_model=%r): checkpoints are not uploaded. They are in ModelCheckpoint's dirpath"
-            _logger.warning(said, type(self).__name__, log_model)
+            message = "%s(log_model=%r): checkpoints are not uploaded. They are in ModelCheckpoint's dirpath"
+            _logger.warning(message, type(self).__name__, log_model)
 
     @abstractmethod
     def _open(self) -> Any: ...
@@ -442,9 +442,9 @@ class MLFlowLogger(Online):
         return loggers.MLflowLogger(**self._options, run_id=self.run_id)
 
     def tracker(self, *, begun: bool = False) -> Any:
-        found = super().tracker(begun=begun)
-        self.run_id = found.run_id
-        return found
+        made = super().tracker(begun=begun)
+        self.run_id = made.run_id
+        return made
 
     @property
     @rank_zero_experiment
@@ -488,11 +488,11 @@ def chosen_loggers(given: Any, save_dir: str, *, silent: bool = False) -> list[A
         return [_Silent()] if given is not False else []
     if given is None or given is True:
         return [(TensorBoardLogger if importlib.util.find_spec("tensorboard") else CSVLogger)(save_dir)]
-    found = list(given) if isinstance(given, (list, tuple)) else [given]
-    for each in found:
+    loggers = list(given) if isinstance(given, (list, tuple)) else [given]
+    for each in loggers:
         if not callable(getattr(each, "log_metrics", None)):
             raise UsageError(f"logger must be True, False or have log_metrics(metrics, step), got {type(each).__name__}.")
-    return found
+    return loggers
 
 
 __getattr__ = absent(__name__)

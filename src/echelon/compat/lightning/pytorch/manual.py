@@ -121,7 +121,7 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
 
     @property
     def data_rank_and_size(self) -> tuple[int, int] | None:
-        return next((found for part in self._parts if (found := part.data.rank_and_size) is not None), None)
+        return next((rank_and_size for part in self._parts if (rank_and_size := part.data.rank_and_size) is not None), None)
 
     def placement(self, phase: str) -> tuple[Any, Any]:
         return (None, None) if self.device.type == "cpu" and not self.moves else (self.move_data_to_device, None)
@@ -275,13 +275,13 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
 
     def _step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         session = self.session
-        mine = next((each for each in session.optimizers if each.optimizer is optimizer), optimizer)
+        wrapped = next((each for each in session.optimizers if each.optimizer is optimizer), optimizer)
 
         def passes() -> Any:
             made = closure() if closure is not None else None
             if closure is not None and self._loose and agree.is_joined():
                 self._check_averaged(optimizer)
-            session.call("on_before_optimizer_step", mine)
+            session.call("on_before_optimizer_step", wrapped)
             return made
 
         if closure is None:

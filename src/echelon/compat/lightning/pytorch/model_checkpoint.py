@@ -294,11 +294,11 @@ class ModelCheckpoint(Checkpoint):
 
     def newest_last(self) -> str:
         """The newest of "last.ckpt", "last-v1.ckpt" and so on, whoever wrote them; "" if there is none."""
-        found = [Path(self.last_model_path)] if self.last_model_path else []
+        paths = [Path(self.last_model_path)] if self.last_model_path else []
         if self.dirpath is not None and os.path.isdir(self.dirpath):
             pattern = re.compile(rf"{re.escape(self.CHECKPOINT_NAME_LAST)}(-v[0-9]+)?{re.escape(self.FILE_EXTENSION)}")
-            found += [path for path in Path(self.dirpath).iterdir() if pattern.fullmatch(path.name)]
-        there = {path for path in found if path.exists()}
+            paths += [path for path in Path(self.dirpath).iterdir() if pattern.fullmatch(path.name)]
+        there = {path for path in paths if path.exists()}
         return str(max(there, key=lambda path: (_written_at(path), path.name))) if there else ""
 
     # --- names

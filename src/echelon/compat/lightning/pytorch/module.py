@@ -110,8 +110,8 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     @property
     def device(self) -> torch.device:
         if self._trainer is not None and self._trainer.root_device is not None:
-            found: torch.device = self._trainer.root_device
-            return found
+            root: torch.device = self._trainer.root_device
+            return root
         return next((p.device for p in self.parameters()), torch.device("cpu"))
 
     @property
@@ -215,21 +215,21 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         if isinstance(data, (list, tuple)):
             return type(data)(self.all_gather(value, group) for value in data)
         tensor = data if isinstance(data, torch.Tensor) else torch.tensor(data, device=self.device)
-        found = gather_tensors(tensor, group)
-        return torch.stack(found) if len(found) > 1 else found[0]
+        gathered = gather_tensors(tensor, group)
+        return torch.stack(gathered) if len(gathered) > 1 else gathered[0]
 
     # --- optimizers
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
         """The optimizer, or a list of them."""
         session = self.trainer.session
-        found = session.optimizers if use_pl_optimizer and session is not None else self.trainer.optimizers
-        return found[0] if len(found) == 1 else list(found)
+        chosen = session.optimizers if use_pl_optimizer and session is not None else self.trainer.optimizers
+        return chosen[0] if len(chosen) == 1 else list(chosen)
 
     def lr_schedulers(self) -> Any:
         """The scheduler, a list of them, or None."""
-        found = [each.scheduler for each in self.trainer.lr_scheduler_configs]
-        return (found[0] if len(found) == 1 else found) if found else None
+        schedulers = [each.scheduler for each in self.trainer.lr_scheduler_configs]
+        return (schedulers[0] if len(schedulers) == 1 else schedulers) if schedulers else None
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         """Backward, after which gradients are the mean over the ranks. Collective."""
@@ -249,13 +249,13 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Only this optimizer's parameters get gradients, until `untoggle_optimizer`."""
-        mine = {p for group in optimizer.param_groups for p in group["params"]}
+        own_parameters = {p for group in optimizer.param_groups for p in group["params"]}
         for each in self.trainer.optimizers:
             for parameter in (p for group in each.param_groups for p in group["params"]):
                 needed = self._toggled.setdefault(parameter, parameter.requires_grad)
                 if not is_split(parameter):  # a sharded one's gradients are put aside, see `manual`
-                    parameter.requires_grad_(parameter in mine and needed)
-        self._wanted = mine
+                    parameter.requires_grad_(parameter in own_parameters and needed)
+        self._wanted = own_parameters
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
         for parameter, needed in self._toggled.items():

@@ -76,8 +76,8 @@ def configured(made: Any, *, automatic: bool) -> tuple[list[torch.optim.Optimize
             f"configure_optimizers returned {len(optimizers)} optimizers. With several, set `self.automatic_optimization = "
             "False` in __init__, and take them in training_step: `first, second = self.optimizers()`."
         )
-    found = [Schedule.of(each, monitor, automatic=automatic) for each in schedules]
-    for each in found:
+    configs = [Schedule.of(each, monitor, automatic=automatic) for each in schedules]
+    for each in configs:
         if getattr(each.scheduler, "optimizer", optimizers[0]) not in optimizers:
             raise UsageError("configure_optimizers: a scheduler has an optimizer that is not returned with it.")
         if not (hasattr(each.scheduler, "state_dict") and hasattr(each.scheduler, "load_state_dict")):
@@ -85,7 +85,7 @@ def configured(made: Any, *, automatic: bool) -> tuple[list[torch.optim.Optimize
     for optimizer in optimizers:
         if automatic and isinstance(optimizer, torch.optim.LBFGS):
             raise UsageError("LBFGS asks for several passes to an update: set `self.automatic_optimization = False`.")
-    return optimizers, found
+    return optimizers, configs
 
 
 def _taken_apart(made: Any) -> tuple[list[torch.optim.Optimizer], list[Any], str | None]:

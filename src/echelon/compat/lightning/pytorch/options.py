@@ -165,10 +165,10 @@ def interval(given: Any) -> float | int:
     """
     if given is None:
         return 1.0
-    found = _batches("val_check_interval", given)
-    if found == 0:
+    batches = _batches("val_check_interval", given)
+    if batches == 0:
         raise UsageError(f"val_check_interval {given!r}: 1 batch or more; for no evaluation give limit_val_batches=0.")
-    return 1.0 if found is None else found
+    return 1.0 if batches is None else batches
 
 
 def _batches(name: str, given: Any) -> float | int | None:

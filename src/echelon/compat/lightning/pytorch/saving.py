@@ -154,28 +154,28 @@ def facts_of(path: Path) -> dict[str, Any]:
 def weights_of(path: Path, map_location: Any = None) -> dict[str, torch.Tensor]:
     """The module's state_dict, whole."""
     if not path.is_dir():
-        found: dict[str, torch.Tensor] = _file(path, map_location)["state_dict"]
-        return found
+        weights: dict[str, torch.Tensor] = _file(path, map_location)["state_dict"]
+        return weights
     with local_files(path, manifest.read(path)) as files:
         saved = Tensors(files)
         names = [name for name in saved.index if name.startswith("module.")]
-        found = {name.removeprefix("module."): saved.whole(name).clone() for name in names}
-        return {name: t.to(map_location) for name, t in found.items()} if map_location is not None else found
+        weights = {name.removeprefix("module."): saved.whole(name).clone() for name in names}
+        return {name: t.to(map_location) for name, t in weights.items()} if map_location is not None else weights
 
 
 def _file(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
     if not path.exists():
         raise CheckpointNotFoundError(f"there is no checkpoint {path}.", path=str(path))
     try:
-        found = torch.load(path, map_location=map_location, weights_only=True)
+        content = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:  # whatever unpickling may raise
         raise CheckpointUnreadableError(
             f"{path} cannot be read without executing what is pickled in it: {error}. If you trust it, load it with torch.load, "
             "and module.load_state_dict(...)."
         ) from None
-    if not isinstance(found, dict) or not isinstance(found.get("state_dict"), dict):
+    if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise CheckpointUnreadableError(f"{path} is no checkpoint of Lightning's: it has no 'state_dict'.")
-    return found
+    return content
 
 
 def build(cls: Any, path: Path, map_location: Any, strict: bool | None, given: dict[str, Any]) -> Any:

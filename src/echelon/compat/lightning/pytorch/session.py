@@ -260,22 +260,22 @@ class Session:
     # --- loaders
 
     def _data_size(self) -> int:
-        found: tuple[int, int] | None = self.unit.data_rank_and_size
-        return (found or (0, World.current().size))[1]
+        rank_and_size: tuple[int, int] | None = self.unit.data_rank_and_size
+        return (rank_and_size or (0, World.current().size))[1]
 
     def train_loader(self) -> tuple[Any, int | None]:
         """(loader, how many batches of it count on this rank), made when it is first asked for."""
         if self._train_loader is None:
             trainer = self.trainer
-            found = data.given_loaders("train", self.work.loaders[0], self.module, self.datamodule)
-            if found is None:
+            loaders = data.given_loaders("train", self.work.loaders[0], self.module, self.datamodule)
+            if loaders is None:
                 raise UsageError("trainer.fit needs train_dataloaders, a datamodule, or a train_dataloader() of the module.")
             if trainer.overfit_batches:
-                found = data.without_shuffling(found)
+                loaders = data.without_shuffling(loaders)
             accumulation = trainer.options_of_unit.get("accumulate") or 1
             path = Path(self.work.ckpt_path) if self.work.ckpt_path is not None else None
             divides = trainer.use_distributed_sampler
-            loader = data.one_loader("fit", found, self._data_size(), accumulation, divides=divides, path=path)
+            loader = data.one_loader("fit", loaders, self._data_size(), accumulation, divides=divides, path=path)
             trainer.train_dataloader = loader.loader if isinstance(loader, Replayed) else loader
             self._train_loader = loader, data.limit_of("limit_train_batches", trainer.limit("train"), loader)
         made: tuple[Any, int | None] = self._train_loader
@@ -283,13 +283,13 @@ class Session:
 
     def _evaluation_loader(self, phase: str, given: Any) -> Any:
         trainer, name = self.trainer, f"limit_{_LIMITS[phase]}_batches"
-        found = data.given_loaders(phase, given, self.module, self.datamodule)
+        chosen = data.given_loaders(phase, given, self.module, self.datamodule)
         limit = trainer.limit(_LIMITS[phase])
-        if found is None or (limit == 0 and phase == "validation"):
+        if chosen is None or (limit == 0 and phase == "validation"):
             return None
         if trainer.overfit_batches and phase == "validation":
-            found = data.without_shuffling(found)
-        loaders = data.several_loaders(found, self._data_size(), divides=trainer.use_distributed_sampler)
+            chosen = data.without_shuffling(chosen)
+        loaders = data.several_loaders(chosen, self._data_size(), divides=trainer.use_distributed_sampler)
         if phase == "predict" and len(loaders) > 1:
             raise UsageError("trainer.predict with several dataloaders: call it once for each.")
         limits = [data.limit_of(name, limit, loader) for loader in loaders]
@@ -565,8 +565,8 @@ class Session:
 
     def loader_idx_of(self, phase: str) -> int:
         progress = getattr(self.unit, f"{'eval' if phase == 'validation' else phase}_progress", None)
-        found = self.place_of(phase, progress.num_steps_completed_in_epoch)[1] if progress is not None else None
-        return found or 0
+        index = self.place_of(phase, progress.num_steps_completed_in_epoch)[1] if progress is not None else None
+        return index or 0
 
 
 def _is_in_step(hook: str | None) -> bool:

@@ -109,19 +109,19 @@ class StepCaller:
             self._places[name] = _places(step)
         return _arguments(name, self._places[name], batch, batch_idx, dataloader_idx)
 
-    def evaluate(self, phase: str, here: Any, progress: Any, batch: Any) -> Any:
+    def evaluate(self, phase: str, phase_state: Any, progress: Any, batch: Any) -> Any:
         """Args:
         phase: "validation", "test" or "predict".
-        here: the phase's state.
+        phase_state: the phase's state.
         """
         session, module = self._session, self.module
         batch_idx, dataloader_idx = session.place_of(phase, progress.num_steps_completed_in_epoch)
         step = getattr(module, f"{phase}_step")
         taken = self._arguments(f"{phase}_step", step, batch, batch_idx, dataloader_idx)
-        if step_under_way(here).is_padding:  # a rank that has fewer batches takes part in collectives alone
+        if step_under_way(phase_state).is_padding:  # a rank that has fewer batches takes part in collectives alone
             with self._autocast(), session.hook(f"{phase}_step"), forgetting([module]), without_samples(), self._without_trace():
                 return _through(self._wrapper(), module, step, *taken)
-        session.begin_batch(phase, lambda: rows(batch, step_under_way(here).samples), dataloader_idx)
+        session.begin_batch(phase, lambda: rows(batch, step_under_way(phase_state).samples), dataloader_idx)
         place = (batch, batch_idx) if dataloader_idx is None else (batch, batch_idx, dataloader_idx)
         session.call(f"on_{phase}_batch_start", *place)
         with self._autocast(), session.hook(f"{phase}_step"):
@@ -236,5 +236,5 @@ def _parts_of(owner: nn.Module) -> Iterator[nn.Module]:
 
 
 def _gather(owner: weakref.ref[Any], part: nn.Module, *_: Any) -> None:
-    if any(is_split(p) for p in part.parameters(recurse=False)) and (found := owner()) is not None:
-        found.unshard()
+    if any(is_split(p) for p in part.parameters(recurse=False)) and (unit := owner()) is not None:
+        unit.unshard()

@@ -70,8 +70,8 @@ def _evaluation(call: str) -> Any:
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """As the core's; of a LightningModule what it logs, a dict for each loader."""
-        found: list[dict[str, float]] = self._run(call, model, dataloaders, datamodule, ckpt_path)
-        return found
+        metrics: list[dict[str, float]] = self._run(call, model, dataloaders, datamodule, ckpt_path)
+        return metrics
 
     run.__name__ = call
     return run
@@ -333,8 +333,8 @@ class Trainer(trainer.Trainer):
             return_predictions: False keeps none of them, and gives None: a callback's on_predict_batch_end has each.
         """
         self.keeps_predictions = return_predictions is not False
-        found: list[Any] = self._run("predict", model, dataloaders, datamodule, ckpt_path)
-        return found if self.keeps_predictions else None
+        predictions: list[Any] = self._run("predict", model, dataloaders, datamodule, ckpt_path)
+        return predictions if self.keeps_predictions else None
 
     def _tell_of_options(self) -> None:
         """Once, of what a LightningModule's Trainer leaves out."""
@@ -378,10 +378,10 @@ class Trainer(trainer.Trainer):
         return Session(self, work).run()
 
     def _module(self, call: str, given: Any) -> LightningModule:
-        found = given if given is not None else self.lightning_module
-        if found is None:
+        module = given if given is not None else self.lightning_module
+        if module is None:
             raise UsageError(f"trainer.{call}() without a module: there was no fit before. Give one.")
-        plain = without_compile(found)
+        plain = without_compile(module)
         theirs = next((c for c in type(plain).__mro__ if c.__module__.startswith(("lightning.", "pytorch_lightning."))), None)
         if not isinstance(plain, LightningModule) and theirs is not None:
             raise UsageError(
@@ -390,8 +390,8 @@ class Trainer(trainer.Trainer):
                 "change the import lines of all files of the program."
             )
         if not isinstance(plain, LightningModule):
-            raise UsageError(f"trainer.{call}: the model must be a LightningModule or an AutoUnit, got {type(found).__name__}.")
-        if plain is not found:
+            raise UsageError(f"trainer.{call}: the model must be a LightningModule or an AutoUnit, got {type(module).__name__}.")
+        if plain is not module:
             raise UsageError("torch.compile(module): compile its parts instead, in configure_model: `self.net.compile()`.")
         return plain  # type: ignore[no-any-return]
 
@@ -403,14 +403,14 @@ class Trainer(trainer.Trainer):
         if callback is None:
             raise UsageError(f"ckpt_path={ckpt_path!r} needs a ModelCheckpoint among the callbacks.")
         if ckpt_path == "best":
-            found = callback.best_model_path
+            path = callback.best_model_path
         else:
-            found = callback.newest_last()
-            if not found:
+            path = callback.newest_last()
+            if not path:
                 return None if callback.save_last else callback.best_model_path or None
-        if not found:
+        if not path:
             raise UsageError(f"ckpt_path={ckpt_path!r}: the ModelCheckpoint has saved none.")
-        return str(found)
+        return str(path)
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
         """Save now, as a folder of that name; nothing where `echelon prove` or `plan` looks on. Collective."""
@@ -489,8 +489,8 @@ class Trainer(trainer.Trainer):
     @property
     def received_sigterm(self) -> bool:
         """Whether the launcher has asked for a stop."""
-        found = self.session.loop_state if self.session is not None else None
-        return found is not None and bool(found.should_stop and not found.stopped_by_script)
+        loop_state = self.session.loop_state if self.session is not None else None
+        return loop_state is not None and bool(loop_state.should_stop and not loop_state.stopped_by_script)
 
     training, validating, testing, predicting = map(_in_stage, ("train", "validate", "test", "predict"))
 
@@ -501,8 +501,8 @@ class Trainer(trainer.Trainer):
     @property
     def is_last_batch(self) -> bool:
         """Whether the training batch under way is its epoch's last, or the last that a limit allows."""
-        found = self.session.loop_state if self.session is not None else None
-        return found is not None and step_under_way(found.train_state).is_last
+        loop_state = self.session.loop_state if self.session is not None else None
+        return loop_state is not None and step_under_way(loop_state.train_state).is_last
 
     @property
     def num_sanity_val_batches(self) -> list[float]:

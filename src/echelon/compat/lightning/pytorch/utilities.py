@@ -110,10 +110,10 @@ def grad_norm(module: torch.nn.Module, norm_type: float | int | str, group_separ
     """Norms of the gradients by parameter, and of all together, under Lightning's names. Collective if they are sharded."""
     kind = float(norm_type)
     named = {n: whole(p.grad).norm(kind) for n, p in module.named_parameters() if p.grad is not None}
-    found = {f"grad_{kind}_norm{group_separator}{name}": float(norm) for name, norm in named.items()}
+    norms = {f"grad_{kind}_norm{group_separator}{name}": float(norm) for name, norm in named.items()}
     if named:
-        found[f"grad_{kind}_norm_total"] = float(torch.stack(list(named.values())).norm(kind))
-    return found
+        norms[f"grad_{kind}_norm_total"] = float(torch.stack(list(named.values())).norm(kind))
+    return norms
 
 
 FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON = (float(np.finfo(kind).eps) for kind in (np.float16, np.float32, np.float64))

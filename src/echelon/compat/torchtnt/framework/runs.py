@@ -24,8 +24,8 @@ def told(entry: str, unit: Any, phases: tuple[str, ...], timer: Any, **limits: A
     try:
         yield
     except Exception as error:
-        found = {phase: getattr(unit, f"{phase}_progress", None) for phase in phases}
-        texts = {phase: each.get_progress_string() for phase, each in found.items() if isinstance(each, Progress)}
+        by_phase = {phase: getattr(unit, f"{phase}_progress", None) for phase in phases}
+        texts = {phase: each.get_progress_string() for phase, each in by_phase.items() if isinstance(each, Progress)}
         progress = " ".join(
             texts.values() if len(phases) == 1 else (f"{phase} progress: {each}" for phase, each in texts.items())
         )

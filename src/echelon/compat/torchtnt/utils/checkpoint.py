@@ -128,9 +128,9 @@ class CheckpointPath:
         """By epochs, then by steps; whatever clocks say."""
         if self.epoch != other.epoch:
             return self.epoch > other.epoch
-        mine, theirs = Phase.NONE not in self.step, Phase.NONE not in other.step
-        if mine != theirs:  # the steps of phases came later than the one number
-            return (sum(self.step.values()), mine) > (sum(other.step.values()), theirs)
+        by_phase, theirs = Phase.NONE not in self.step, Phase.NONE not in other.step
+        if by_phase != theirs:  # the steps of phases came later than the one number
+            return (sum(self.step.values()), by_phase) > (sum(other.step.values()), theirs)
         return self._age() > other._age()
 
     def _age(self) -> tuple[int, ...]:
@@ -144,14 +144,14 @@ class CheckpointPath:
         Raises:
             DifferentMetricsError: an AssertionError, as there.
         """
-        mine, theirs = self.metric_data, other.metric_data
-        if mine is None or theirs is None:
-            return self.newer_than(other) if mine is theirs else mine is not None
-        if mine.name != theirs.name:
+        own, theirs = self.metric_data, other.metric_data
+        if own is None or theirs is None:
+            return self.newer_than(other) if own is theirs else own is not None
+        if own.name != theirs.name:
             raise DifferentMetricsError(
                 f"Attempted to compare optimality of checkpoints tracking different metrics: {self} and {other}"
             )
-        return mine.value < theirs.value if mode == "min" else mine.value > theirs.value
+        return own.value < theirs.value if mode == "min" else own.value > theirs.value
 
     def __str__(self) -> str:
         return self.path
@@ -176,13 +176,13 @@ class CheckpointPath:
 
     def __setstate__(self, state: str) -> None:
         folder, slash, name = state.rstrip("/").rpartition("/")
-        found = _NAME.fullmatch(name)
-        if found is None or not (slash or found["before"]):
+        match = _NAME.fullmatch(name)
+        if match is None or not (slash or match["before"]):
             raise UsageError(f"Attempted to parse malformed checkpoint path: {state}.")
-        self.dirpath, self.epoch = (folder + slash + found["before"]).rstrip("/"), int(found["epoch"])
-        self.step = {phase: int(found[phase.value]) for phase in _PARTS if found[phase.value] is not None}
-        self.metric_data = MetricData(unquote(found["metric"]), float(found["value"])) if found["metric"] else None
-        self._value = found["value"] or ""  # as the folder has it, be it 1 or 1.0
+        self.dirpath, self.epoch = (folder + slash + match["before"]).rstrip("/"), int(match["epoch"])
+        self.step = {phase: int(match[phase.value]) for phase in _PARTS if match[phase.value] is not None}
+        self.metric_data = MetricData(unquote(match["metric"]), float(match["value"])) if match["metric"] else None
+        self._value = match["value"] or ""  # as the folder has it, be it 1 or 1.0
 
 
 def _quoted(name: str) -> str:
@@ -220,15 +220,15 @@ def get_checkpoint_dirpaths(
             raise CheckpointUnreadableError(f"{dirpath} is there but cannot be read: {error.strerror or error}.") from error
         if not names:
             logger.warning("Input dirpath doesn't contain any subdirectories: %s", dirpath)
-        found = []
+        paths = []
         for path in parsed(parent, names):
             if metric_name and (path.metric_data is None or path.metric_data.name != metric_name):
                 continue
             if metadata_fname and not _has_metadata(folder / path.path.rpartition("/")[2], metadata_fname):
                 logger.warning("Snapshot metadata (%s) missing from %s! Skipping this path", metadata_fname, path)
                 continue
-            found.append(path.path)
-        return found
+            paths.append(path.path)
+        return paths
 
     return [CheckpointPath.from_str(path) for path in commit.on_rank0(look, folder, process_group)]
 
@@ -237,8 +237,8 @@ def get_latest_checkpoint_path(
     dirpath: str, metadata_fname: Names = None, file_system: Any = None, process_group: Group = None
 ) -> str | None:
     """The newest checkpoint in a folder, by its name; None if there is none."""
-    found = get_checkpoint_dirpaths(dirpath, metadata_fname, None, file_system, process_group)
-    return found[-1].path if found else None
+    paths = get_checkpoint_dirpaths(dirpath, metadata_fname, None, file_system, process_group)
+    return paths[-1].path if paths else None
 
 
 def get_best_checkpoint_path(
@@ -250,8 +250,8 @@ def get_best_checkpoint_path(
     process_group: Group = None,
 ) -> str | None:
     """The checkpoint with the least, or greatest, metric; None if none has it."""
-    found = get_checkpoint_dirpaths(dirpath, metadata_fname, metric_name, file_system, process_group)
-    return best_first(found, mode)[0].path if found else None
+    paths = get_checkpoint_dirpaths(dirpath, metadata_fname, metric_name, file_system, process_group)
+    return best_first(paths, mode)[0].path if paths else None
 
 
 def does_checkpoint_exist(ckpt_path: str, metadata_fname: Names, file_system: Any = None, process_group: Group = None) -> bool:
@@ -270,11 +270,11 @@ def at(path: str, file_system: Any = None) -> Location:
 
 def parsed(parent: str, names: Sequence[str]) -> list[CheckpointPath]:
     """Those of the names that are names of checkpoints, oldest first."""
-    found = []
+    paths = []
     for name in names:
         with contextlib.suppress(ValueError):
-            found.append(CheckpointPath.from_str(f"{parent}/{name}"))
-    return sorted(found)
+            paths.append(CheckpointPath.from_str(f"{parent}/{name}"))
+    return sorted(paths)
 
 
 def best_first(paths: Sequence[CheckpointPath], mode: Literal["min", "max"]) -> list[CheckpointPath]:
@@ -322,9 +322,9 @@ class CheckpointManager:
         if keep_last_n_checkpoints:
             best = best_checkpoint_config
             metric = best.monitored_metric if best else None
-            found = get_checkpoint_dirpaths(self.dirpath, metadata_fnames, metric, file_system, process_group)
+            paths = get_checkpoint_dirpaths(self.dirpath, metadata_fnames, metric, file_system, process_group)
             # The worst first.
-            self._ckpt_paths = best_first(found, "max" if best.mode == "min" else "min") if best else found
+            self._ckpt_paths = best_first(paths, "max" if best.mode == "min" else "min") if best else paths
 
     def prune_surplus_checkpoints(self) -> None:
         """Remove what is more than `keep_last_n_checkpoints`, as a run begins: the oldest, or the worst."""
@@ -359,9 +359,9 @@ class CheckpointManager:
                 f"Attempted to get a checkpoint with metric '{metric_data.name}', "
                 f"but best checkpoint config is for '{best.monitored_metric}'"
             )
-        mine = CheckpointPath(self.dirpath, epoch, step, metric_data=metric_data)
-        first = agree.from_rank0(lambda: mine.path, process_group if process_group is not None else self._group)
-        return mine if first == mine.path else CheckpointPath.from_str(first)
+        path = CheckpointPath(self.dirpath, epoch, step, metric_data=metric_data)
+        first = agree.from_rank0(lambda: path.path, process_group if process_group is not None else self._group)
+        return path if first == path.path else CheckpointPath.from_str(first)
 
     def should_save_checkpoint(self, checkpoint: CheckpointPath) -> bool:
         """Whether it would stay."""

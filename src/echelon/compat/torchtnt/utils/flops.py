@@ -71,15 +71,15 @@ class _Parts:
 
 
 def _nodes(values: Any) -> list[Node]:
-    found: list[Node] = []
+    nodes: list[Node] = []
 
     def look(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-            found.append(value.grad_fn)
+            nodes.append(value.grad_fn)
         return value
 
     map_tensors(values, look)
-    return found
+    return nodes
 
 
 def counter_of(module: nn.Module) -> FlopCounterMode:
@@ -110,13 +110,13 @@ class FlopTensorDispatchMode:
     @property
     def flop_counts(self) -> defaultdict[str, defaultdict[str, int]]:
         """Submodule -> operation -> count, as of now; the module's own name is empty."""
-        found: defaultdict[str, defaultdict[str, int]] = defaultdict(_of_none)
+        by_module: defaultdict[str, defaultdict[str, int]] = defaultdict(_of_none)
         for name, counts in self._counter.get_flop_counts().items():
             if not name:  # the module itself; "" is all that was computed
                 continue
             for operation, count in counts.items():
-                found["" if name == "Global" else name][f"{operation.__name__}.default"] += count // 2
-        return found
+                by_module["" if name == "Global" else name][f"{operation.__name__}.default"] += count // 2
+        return by_module
 
     def reset(self) -> None:
         """Start counting again."""

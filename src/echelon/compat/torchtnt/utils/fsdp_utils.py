@@ -67,10 +67,10 @@ class MixedPrecision(fsdp.MixedPrecision):
 def _dtype(value: str | torch.dtype | None) -> torch.dtype | None:
     if value is None or isinstance(value, torch.dtype):
         return value
-    found = _SHORT.get(value, getattr(torch, value.removeprefix("torch."), None))
-    if not isinstance(found, torch.dtype):
+    dtype = _SHORT.get(value, getattr(torch, value.removeprefix("torch."), None))
+    if not isinstance(dtype, torch.dtype):
         raise UsageError(f"Precision {value} not supported. Use 'fp16', 'bf16', 'fp32', or a name of torch's such as 'float16'.")
-    return found
+    return dtype
 
 
 def _class(value: str | type) -> type:
@@ -79,7 +79,7 @@ def _class(value: str | type) -> type:
         return value
     module, _, name = value.rpartition(".")
     try:
-        found: type = getattr(importlib.import_module(module), name)
+        kind: type = getattr(importlib.import_module(module), name)
     except (AttributeError, ModuleNotFoundError, ValueError) as error:
         raise UsageError(f"Invalid module class '{value}': {error}") from None
-    return found
+    return kind

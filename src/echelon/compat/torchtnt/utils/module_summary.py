@@ -106,25 +106,25 @@ def get_module_summary(
 
 
 def _summary(name: str, module: nn.Module, observed: Mapping[str, ModuleSummary]) -> ModuleSummary:
-    found = copy.copy(observed.get(name)) or ModuleSummary()
-    found.module_name, found.module_type = name, type(module).__name__
+    summary = copy.copy(observed.get(name)) or ModuleSummary()
+    summary.module_name, summary.module_type = name, type(module).__name__
     known = [p for p in module.parameters() if not isinstance(p, UninitializedParameter)]
     buffers = [b for b in module.buffers() if not isinstance(b, UninitializedBuffer)]
-    found.num_parameters = sum(p.numel() for p in known)
-    found.num_trainable_parameters = sum(p.numel() for p in known if p.requires_grad)
-    found.size_bytes = sum(each.numel() * each.element_size() for each in (*known, *buffers))
-    found.has_uninitialized_param = len(known) < len(list(module.parameters()))
-    found.submodule_summaries = {
+    summary.num_parameters = sum(p.numel() for p in known)
+    summary.num_trainable_parameters = sum(p.numel() for p in known if p.requires_grad)
+    summary.size_bytes = sum(each.numel() * each.element_size() for each in (*known, *buffers))
+    summary.has_uninitialized_param = len(known) < len(list(module.parameters()))
+    summary.submodule_summaries = {
         path: _summary(path, child, observed)
         for path, child in ((f"{name}.{n}" if name else n, c) for n, c in module.named_children())
     }
     if observed and name not in observed:  # a list of modules, which is never called itself
-        parts = list(found.submodule_summaries.values())
-        found.flops_forward, found.flops_backward = (
+        parts = list(summary.submodule_summaries.values())
+        summary.flops_forward, summary.flops_backward = (
             _sum([p.flops_forward for p in parts]),
             _sum([p.flops_backward for p in parts]),
         )
-    return found
+    return summary
 
 
 def _sum(counts: list[int | str]) -> int | str:
@@ -148,20 +148,20 @@ def _observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             elif not isinstance(output, torch.Tensor):
                 warnings.warn("Backward FLOPs are only computed if the module's forward returns a tensor.", stacklevel=3)
         total = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
-        with _watching(module) as found, torch.no_grad():  # a pass of its own: the counter takes longer than the work
+        with _watching(module) as observed, torch.no_grad():  # a pass of its own: the counter takes longer than the work
             module(*args, **kwargs)
-    for path, summary in found.items():
+    for path, summary in observed.items():
         key = path or "Global"
         summary.flops_forward = forward.get(key, 0) // 2  # torch counts multiplications and additions
         if differentiable:
             summary.flops_backward = (total.get(key, 0) - forward.get(key, 0)) // 2
-    return found
+    return observed
 
 
 @contextlib.contextmanager
 def _watching(module: nn.Module) -> Iterator[dict[str, ModuleSummary]]:
     """Context in which each submodule's first pass leaves its shapes and its time."""
-    found: dict[str, ModuleSummary] = {}
+    observed: dict[str, ModuleSummary] = {}
     started: dict[str, float] = {}
     handles = []
 
@@ -170,9 +170,9 @@ def _watching(module: nn.Module) -> Iterator[dict[str, ModuleSummary]]:
             started.setdefault(path, _now())
 
         def after(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-            if path not in found:
+            if path not in observed:
                 milliseconds, given = (_now() - started[path]) * 1e3, [*inputs, *named.values()]
-                found[path] = ModuleSummary(
+                observed[path] = ModuleSummary(
                     in_size=_shapes(given[0] if len(given) == 1 else given),
                     out_size=_shapes(output),
                     forward_elapsed_time_ms=milliseconds,
@@ -185,7 +185,7 @@ def _watching(module: nn.Module) -> Iterator[dict[str, ModuleSummary]]:
         if not isinstance(part, torch.jit.ScriptModule):  # which takes no hooks
             watch(path, part)
     try:
-        yield found
+        yield observed
     finally:
         for handle in handles:
             handle.remove()

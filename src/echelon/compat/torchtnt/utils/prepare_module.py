@@ -101,13 +101,13 @@ def convert_str_to_strategy(strategy: str) -> Strategy:
     if strategy in (own := {"fsdp": FSDPStrategy, "fsdp2": FSDP2Strategy}):
         return own[strategy]()  # type: ignore[no-any-return]
     try:
-        found = resolve(strategy)
+        resolved = resolve(strategy)
     except UsageError as error:
         raise UsageError(
             f"Strategy {strategy} not supported. Please use one of ['ddp', 'fsdp', 'fsdp2', 'noop']. {error}"
         ) from None
-    assert found is not None
-    return found
+    assert resolved is not None
+    return resolved
 
 
 def prepare_module(
@@ -149,11 +149,11 @@ def refuse_arguments(where: str, given: dict[str, Any]) -> None:
         NotHereError: one is asked for. What it is by default is no error.
     """
     for name, value in given.items():
-        told = instead("arguments", name)
-        if told is None:
+        remedy = instead("arguments", name)
+        if remedy is None:
             raise TypeError(f"{where}() got an unexpected keyword argument {name!r}")
         if value:
-            raise NotHereError(f"{where}({name}=...) is not part of echelon.compat. Instead: {told}")
+            raise NotHereError(f"{where}({name}=...) is not part of echelon.compat. Instead: {remedy}")
 
 
 def prepare_ddp(module: nn.Module, device: torch.device, strategy: DDPStrategy | None = None) -> DistributedDataParallel:

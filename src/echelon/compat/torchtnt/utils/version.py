@@ -13,8 +13,8 @@ __all__ = ["is_torch_version_geq"]
 
 def is_torch_version_geq(version: str) -> bool:
     """Whether torch is at least this version."""
-    found: Any = torch.__version__  # compares as a version, not as text
-    return bool(found >= version)
+    installed: Any = torch.__version__  # compares as a version, not as text
+    return bool(installed >= version)
 
 
 __getattr__ = absent("utils.version")

@@ -173,8 +173,8 @@ class BaseCheckpointer(Callback, metaclass=ABCMeta):
 
     def _disable_ckpt_optimality_tracking(self) -> None:
         """Checkpoints of these entry points hold no weights, so none is better than another."""
-        told = {"best_checkpoint_config": "it is", "keep_last_n_checkpoints": "is"}
-        for name, verb in told.items():
+        verbs = {"best_checkpoint_config": "it is", "keep_last_n_checkpoints": "is"}
+        for name, verb in verbs.items():
             if getattr(self, f"_{name}") is not None:
                 logger.warning("Disabling %s, since %s not supported for eval or predict entrypoints.", name, verb)
                 setattr(self, f"_{name}", None)

@@ -75,8 +75,8 @@ class DistributedCheckpointSaver(BaseCheckpointer):
         check_group(process_group)
         without_effect("saver", knob_options=knob_options)
         if intervals.get("save_every_n_predict_steps") is not None:
-            told = instead("arguments", "save_every_n_predict_steps")
-            raise NotHereError(f"save_every_n_predict_steps is not part of echelon.compat. Instead: {told}")
+            remedy = instead("arguments", "save_every_n_predict_steps")
+            raise NotHereError(f"save_every_n_predict_steps is not part of echelon.compat. Instead: {remedy}")
         super().__init__(str(dirpath), process_group=process_group, **intervals)
         self._writer = _Writer(self._checkpoint_manager, async_checkpoint, options or SaveOptions())
 
@@ -156,8 +156,8 @@ class DistributedCheckpointSaver(BaseCheckpointer):
         Args:
             other: as of `restore`.
         """
-        found = get_checkpoint_dirpaths(str(dirpath), cls._metadata(), None, file_system, process_group)
-        ordered = [at(path.path, file_system) for path in reversed(found)] or commit.candidates(at(str(dirpath), file_system))
+        paths = get_checkpoint_dirpaths(str(dirpath), cls._metadata(), None, file_system, process_group)
+        ordered = [at(path.path, file_system) for path in reversed(paths)] or commit.candidates(at(str(dirpath), file_system))
         without_effect("restore", **other)
         return _restore_first(str(dirpath), ordered, unit, train_dataloader, restore_options, fall_back)
 
@@ -177,12 +177,12 @@ class DistributedCheckpointSaver(BaseCheckpointer):
         **other: Any,
     ) -> bool:
         """As `restore_from_latest`, of the checkpoints that have the metric the best; False if none has it."""
-        found = get_checkpoint_dirpaths(str(dirpath), cls._metadata(), metric_name, file_system, process_group)
-        if not found and agree.is_rank0():
+        paths = get_checkpoint_dirpaths(str(dirpath), cls._metadata(), metric_name, file_system, process_group)
+        if not paths and agree.is_rank0():
             logger.warning(
                 "No checkpoints with metric name %s were found in %s. Not loading any checkpoint.", metric_name, dirpath
             )
-        ordered = [at(path.path, file_system) for path in best_first(found, mode)]
+        ordered = [at(path.path, file_system) for path in best_first(paths, mode)]
         without_effect("restore", **other)
         return _restore_first(str(dirpath), ordered, unit, train_dataloader, restore_options, fall_back)
 

@@ -46,15 +46,19 @@ class TQDMProgressBar(Callback):
     _predict_progress_bar = property(lambda self: self._opened.get("predict"))
 
     def epoch_start(self, state: State, unit: Any, phase: str) -> None:
-        progress, here = progress_of(unit, phase), state_of(state, phase)
-        if here is not None:
+        progress, phase_state = progress_of(unit, phase), state_of(state, phase)
+        if phase_state is not None:
             before = progress.num_steps_completed - progress.num_steps_completed_in_epoch
-            ends = (known_length(here.dataloader), here.max_steps_per_epoch, here.max_steps and here.max_steps - before)
+            ends = (
+                known_length(phase_state.dataloader),
+                phase_state.max_steps_per_epoch,
+                phase_state.max_steps and phase_state.max_steps - before,
+            )
             self._open(unit, phase, min((end for end in ends if end is not None), default=None))
 
     def dataloader_iter_creation_end(self, state: State, unit: Any, phase: str) -> None:
-        here = state_of(state, phase)
-        left = here.feed.total if isinstance(here, PhaseState) and here.feed is not None else None
+        phase_state = state_of(state, phase)
+        left = phase_state.feed.total if isinstance(phase_state, PhaseState) and phase_state.feed is not None else None
         done = progress_of(unit, phase).num_steps_completed_in_epoch
         total = None if left is None else done + left
         if done:  # an epoch that is resumed has no start
