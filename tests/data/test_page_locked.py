@@ -66,8 +66,6 @@ def test_batches_are_locked_where_the_process_computes_on_cuda(cuda: None) -> No
         batches = list(loader)
         assert len(batches) == 2 and all(_is_locked(part) for each in batches for part in each), loader
         assert torch.equal(batches[1][0], torch.arange(4.0, 8.0)[:, None].expand(4, 2))
-    for pieces in ech.Loader(ROWS, 4).in_pieces(2):
-        assert all(_is_locked(part) for piece in pieces for part in piece)
     for loader in _loaders(pin_memory=False):
         assert not any(_is_locked(part) for each in loader for part in each)
 

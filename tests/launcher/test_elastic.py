@@ -7,7 +7,7 @@ import os
 import re
 import signal
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pytest
@@ -22,7 +22,6 @@ from echelon.contracts.overrides import Overrides, impose
 from echelon.contracts.restart_notes import note_loader, read_loaders
 from echelon.contracts.run_dir import RunDir
 from echelon.contracts.stopping import REQUEUE
-from echelon.data.parts import Padding, Pieces, joined
 from echelon.diagnosis.failure import Failure
 from echelon.launcher.functions import launch as functions
 from echelon.launcher.functions.launch import launch
@@ -156,7 +155,7 @@ def test_too_few_ranks_give_up_and_name_both_numbers(tmp_path: Path, monkeypatch
     assert outcome.restarts == 0 and not (run.path / "attempts/001").exists()
 
 
-# ---- a micro-batch in pieces --------------------------------------------------------------------------------------------------
+# ---- micro-batches that are no larger than was planned ---------------------------------------------------------------------
 
 SAMPLES, GLOBAL_BATCH, EPOCHS, CLIP = 37, 16, 2, 0.5  # the last global batch has 5 samples
 
@@ -172,12 +171,11 @@ def _token_loss(out: torch.Tensor, y: torch.Tensor, tokens: torch.Tensor) -> tor
 
 
 class Tokens(Regression):
-    """Weighs by tokens; remembers the largest batch that it computed, and what its hooks saw."""
+    """Weighs by tokens; remembers the largest batch that it computed."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(clip_grad_norm=CLIP, **options)
-        self.largest, self.losses, self.moved = 0, list[float](), 0
-        self.shown: list[list[float]] = []  # of each step's batch and outputs
+        self.largest, self.moved = 0, 0
 
     def weight(self, data: Any) -> torch.Tensor:
         return data[2].sum()
@@ -191,38 +189,30 @@ class Tokens(Regression):
         self.largest = max(self.largest, len(x))
         return _token_loss(self.module(x), y, tokens), tokens
 
-    def on_train_step_end(self, state: ech.State, data: Any, step: int, results: ech.units.TrainStepResults) -> None:
-        super().on_train_step_end(state, data, step, results)
-        assert torch.equal(results.outputs, data[2])
-        self.losses.append(float(results.loss))
-        self.shown.append([float(len(data[0])), *results.outputs.flatten().tolist()])
 
-
-def _train_in_pieces(layout: str | None, planned: int | None, accumulation: int) -> dict[str, Any]:
+def _train_in_parts(layout: str | None, planned: int | None, accumulation: int, **more: Any) -> dict[str, Any]:
     impose(Overrides(planned_ranks=planned))
     try:
         unit = Tokens(layout=layout, accumulate=accumulation)
         accumulate, reduced = unit.prepared.accumulate, list[bool]()
         unit.prepared.accumulate = lambda last: reduced.append(last) or accumulate(last)  # type: ignore[method-assign,func-returns-value]
         loader = ech.Loader(_data(), GLOBAL_BATCH, seed=5, accumulate=accumulation)
-        ech.train(unit, loader, max_epochs=EPOCHS)
+        ech.train(unit, loader, **({"max_epochs": EPOCHS} | more))
     finally:
         impose(None)
     return {
         "parameters": whole(unit.module),
         "norms": unit.norms,
-        "steps": unit.steps,
-        "losses": unit.losses,
-        "shown": unit.shown,
         "largest": unit.largest,
         "reduced": sum(reduced),
         "moved": unit.moved,
-        "done": unit.train_progress.num_steps_completed,
+        "updates": unit.train_progress.num_updates_completed,
+        "said": unit.gradient_accumulation_steps,
     }
 
 
-def _pieces_under_each(planned: int | None) -> dict[str, Any]:
-    return {s: _train_in_pieces(s, planned, 2) for s in ("ddp", "fsdp", "zero2")}
+def _under_each(planned: int | None) -> dict[str, Any]:
+    return {s: _train_in_parts(s, planned, 2) for s in ("ddp", "fsdp", "zero2")}
 
 
 def _plain() -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -243,55 +233,31 @@ def _plain() -> tuple[dict[str, torch.Tensor], list[float]]:
 @pytest.mark.full
 def test_fewer_ranks_than_planned_train_the_same_in_no_more_memory(ranks: Ranks) -> None:
     want, norms = _plain()
-    alone = {"alone": _train_in_pieces(None, 4, 2)}
-    two = ranks(2, _pieces_under_each, 4)[0]
+    alone = {"alone": _train_in_parts(None, 4, 2)}
+    two = ranks(2, _under_each, 4)[0]
     for name, got in {**alone, **two}.items():
         assert largest_difference(got["parameters"], want) < 1e-11, name
         assert got["norms"] == pytest.approx(norms, rel=1e-11), name
-        assert got["reduced"] == len(norms), name  # no gradient traffic before the last piece of an update
+        assert got["reduced"] == len(norms), name  # no gradient traffic before the last micro-batch of an update
         assert got["largest"] == GLOBAL_BATCH // 2 // 4, name  # what four ranks compute at once
     assert alone["alone"]["moved"] == 2 * two["ddp"]["moved"]
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_step_in_pieces_is_one_step(accumulation: int) -> None:
-    """Progress, hooks and the loss that they see are those of the whole micro-batch."""
-    pieces, plain = _train_in_pieces(None, 4, accumulation), _train_in_pieces(None, None, accumulation)
-    assert pieces["steps"] == plain["steps"] == list(range(accumulation * 3 * EPOCHS)) and pieces["done"] == plain["done"]
-    assert largest_difference(pieces["parameters"], plain["parameters"]) < 1e-11
-    assert pieces["losses"] == pytest.approx(plain["losses"], rel=1e-11)
-    assert pieces["largest"] < plain["largest"] and pieces["shown"] == plain["shown"]
+@pytest.mark.parametrize(("planned", "accumulation", "largest"), [(4, 1, 4), (4, 2, 2), (3, 1, 4), (16, 2, 1), (5, 4, 1)])
+def test_updates_stay_what_they_are(planned: int, accumulation: int, largest: int) -> None:
+    """Also where a micro-batch cannot be divided into as many alike parts: then they are smaller."""
+    parts, plain = _train_in_parts(None, planned, accumulation), _train_in_parts(None, None, accumulation)
+    assert parts["updates"] == plain["updates"] == 3 * EPOCHS and parts["said"] == plain["said"] == accumulation
+    assert largest_difference(parts["parameters"], plain["parameters"]) < 1e-11
+    assert parts["largest"] == largest
 
 
-class Pair(NamedTuple):
-    x: torch.Tensor
-    name: list[str]
-
-
-@pytest.mark.parametrize(
-    ("pieces", "whole"),
-    [
-        ([torch.ones(2, 3), torch.zeros(1, 3)], torch.tensor([[1.0] * 3, [1.0] * 3, [0.0] * 3])),
-        ([[torch.ones(2), torch.ones(2)], [torch.zeros(1), torch.zeros(1)]], [torch.tensor([1.0, 1, 0])] * 2),
-        ([[torch.ones(2), torch.ones(4)], [torch.ones(3)]], [torch.ones(2), torch.ones(4), torch.ones(3)]),
-        ([{"x": torch.ones(2), "n": 3.0}, {"x": torch.ones(1), "n": 0.0}], {"x": torch.ones(3), "n": 2.0}),
-        ([Pair(torch.ones(2), ["a", "b"]), Pair(torch.ones(1), ["c"])], Pair(torch.ones(3), ["a", "b", "c"])),
-        ([torch.tensor(3.0), torch.tensor(0.0)], torch.tensor(2.0)),
-        ([torch.ones(2, 4), torch.ones(1, 3)], [torch.ones(2, 4), torch.ones(1, 3)]),  # padded to other lengths
-        ([None, None], None),
-    ],
-)
-def test_what_belongs_to_pieces_is_put_together(pieces: list[Any], whole: Any) -> None:
-    assert str(joined(pieces, [2, 1])) == str(whole)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_pieces_are_equally_many_and_differ_by_one_sample_at_most(workers: int) -> None:
-    loader = ech.Loader(list(range(13)), 10, shuffle=False, options=ech.data.LoaderOptions(dp=(1, 2)), num_workers=workers)
-    first, tail = loader.in_pieces(3)
-    assert type(first) is Pieces and [piece.tolist() for piece in first] == [[5, 6], [7, 8], [9]]
-    assert [p.batch.tolist() if isinstance(p, Padding) else p.tolist() for p in tail] == [[12], [12], [12]]
-    assert [isinstance(piece, Padding) for piece in tail] == [False, True, True]
+def test_a_run_goes_on_in_mid_epoch_with_smaller_micro_batches_and_larger_ones_again(tmp_path: Path) -> None:
+    want = _train_in_parts(None, None, 2)
+    for planned, until in ((None, 1), (4, 4), (2, 5), (None, 6)):
+        found = _train_in_parts(None, planned, 2, checkpoints=tmp_path, max_updates=until)
+        assert found["updates"] == until
+    assert largest_difference(found["parameters"], want["parameters"]) < 1e-11
 
 
 class OwnStep(Tokens):
@@ -300,7 +266,7 @@ class OwnStep(Tokens):
 
 
 @pytest.mark.parametrize(("kind", "ours", "says"), [(OwnStep, True, "a step of its own"), (Tokens, False, "no echelon.Loader")])
-def test_what_cannot_be_in_pieces_is_said(caplog: pytest.LogCaptureFixture, kind: type[Tokens], ours: bool, says: str) -> None:
+def test_what_is_computed_whole_is_said(caplog: pytest.LogCaptureFixture, kind: type[Tokens], ours: bool, says: str) -> None:
     impose(Overrides(planned_ranks=4))
     try:
         unit = kind()
@@ -309,19 +275,7 @@ def test_what_cannot_be_in_pieces_is_said(caplog: pytest.LogCaptureFixture, kind
         impose(None)
     assert unit.largest == 16
     (said,) = [r.getMessage() for r in caplog.records if "planned ranks" in r.getMessage()]
-    assert says in said and "1 of 4" in said and "4 times the memory" in said
-
-
-def test_an_evaluation_between_epochs_in_pieces_is_whole(ranks: Ranks) -> None:
-    """Also over the very loader that training uses."""
-    loader = ech.Loader(_data(), 16)
-    impose(Overrides(planned_ranks=4))
-    try:
-        unit = Tokens()
-        ech.fit(unit, loader, loader, max_epochs=2, evaluate_every_n_epochs=1)
-    finally:
-        impose(None)
-    assert unit.largest == 16 and unit.eval_progress.num_steps_completed == 6
+    assert says in said and "4 planned ranks" in said and "4 times the memory" in said
 
 
 # ---- ending to go on later ----------------------------------------------------------------------------------------------------

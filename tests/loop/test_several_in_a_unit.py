@@ -77,7 +77,7 @@ def _trained(layout: str, kind: type[Gan] = Gan, planned: int | None = None) -> 
 @pytest.mark.full
 @pytest.mark.parametrize(("layout", "size"), [*((layout, 2) for layout in LAYOUTS), ("tp=2", 2), ("hsdp", 4)])
 def test_each_optimizer_of_a_unit_steps_on_its_own_loss(ranks: Ranks, layout: str, size: int) -> None:
-    """With fewer ranks than planned, too: in pieces of a micro-batch, a loss of the first would meet networks of before."""
+    """With fewer ranks than planned, too: in parts of a micro-batch, a loss of the first would meet networks of before."""
     want, _ = plainly()
     assert_same(ranks(size, _trained, layout), want)
     if layout == "ddp":

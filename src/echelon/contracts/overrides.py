@@ -36,7 +36,7 @@ class Overrides:
         accumulation: micro-batches per update on each rank, for unit and loader alike.
         compile: False leaves `compile` unused.
         parts: with bit-equal numbers, into how many micro-batches every global batch is split over all ranks.
-        planned_ranks: for how many ranks the memory of micro-batches was meant; with fewer, each computes its own in pieces.
+        planned_ranks: for how many ranks the memory of micro-batches was meant; with fewer, an update has more of them.
         observes: True to let mistakes happen and be seen, as `echelon prove` does, instead of refusing them; and to train from
             the script's beginning, whatever checkpoint is there, as `echelon plan` does, too.
     """

@@ -85,7 +85,7 @@ class BaseLoader(ABC):
         self.global_batch, self.tail = global_batch, tail
         self.samples_of_a_rank: int | None = None  # of an update, where the script said so and not the global batch
         self._accumulate = overrides().accumulation or accumulate  # what it was told; None leaves it to the unit or prepare
-        self.accumulation = self._accumulate or 1
+        self.accumulation, self._times = self._accumulate or 1, 1
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self.collate_fn = collate_fn or default_collate
         self._dp = options.dp
@@ -111,20 +111,21 @@ class BaseLoader(ABC):
             self._told = True
             self._tell_launcher(dp_size)
 
-    def take_accumulation(self, accumulate: int | None) -> None:
+    def take_accumulation(self, accumulate: int | None, times: int = 1) -> None:
         """The micro-batches per update that a unit or `prepare` was told, for a loader that was told nothing; None is one. What a
         launch command imposes goes before either.
 
+        Args:
+            times: each is divided into as many more, as where fewer ranks run than were planned.
         Raises:
             UsageError: the loader was told another number.
         """
-        if self._accumulate is None:
-            self.accumulation = accumulate or 1
-        elif accumulate not in (None, self._accumulate) and overrides().accumulation is None:
+        if self._accumulate is not None and accumulate not in (None, self._accumulate) and overrides().accumulation is None:
             raise LoaderError(
                 f"accumulate must be one number, got {self._accumulate} of the loader, which splits a global batch into as many "
                 f"micro-batches a rank, and {accumulate} of the unit or prepare(). Say it once: leave it out at the loader."
             )
+        self.accumulation, self._times = (self._accumulate or accumulate or 1) * times, times
 
     def split(self, accumulation: int, *, shares: int) -> None:
         """For bit-equal training, which decides into how many micro-batches a global batch is split, whatever was asked for.
@@ -140,11 +141,11 @@ class BaseLoader(ABC):
         world = World.current(torch.device("cpu"))
         if world.rank or world.size % dp_size:
             return
-        divisible = self.shares or self.global_batch // self.accumulation
+        said = self.accumulation // self._times
         note_loader(
             self.global_batch,
-            self.accumulation,
-            divisible=divisible,
+            said,
+            divisible=self.shares or self.global_batch // said,
             ranks_per_place=world.size // dp_size,
             fixed=self._fixed_ranks,
         )

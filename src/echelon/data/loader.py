@@ -195,17 +195,13 @@ class Loader(BaseLoader):
         return start + low, start + high
 
     def __iter__(self) -> Iterator[Any]:
-        return self.in_pieces(1)
-
-    def in_pieces(self, pieces: int) -> Iterator[Any]:
-        """Iterate over this rank's micro-batches, each as `Pieces` of so many nearly equal pieces; 1 gives plain batches."""
         dp_rank, _ = self.dp
         first, self.start, self._resumed = self.start, 0, None
         self.position = first
         shares = _Shares(self, first, len(self), dp_rank)
         words = (self.order.seed, self.epoch, dp_rank)
         board = Board(self.num_workers, self._where) if self.num_workers else None
-        reader = Reader(self.dataset, self.collate_fn, self._where, words, board, pieces)
+        reader = Reader(self.dataset, self.collate_fn, self._where, words, board)
         locking = locks(self.pin_memory)
         loader: DataLoader[Any] = DataLoader(
             reader,  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from echelon.common.errors import EchelonError
 from echelon.data.base import Combined
 from echelon.data.loader import Loader
-from echelon.data.parts import Padding, Pieces
+from echelon.data.parts import Padding
 from echelon.data.replayed import Replayed
 from echelon.data.stream import StreamLoader, of_all_ranks
 from echelon.world import rng
@@ -109,13 +109,6 @@ def _unknown(used: int) -> None:
     return None
 
 
-def _each(move: Callable[[Any, bool], Any], pieces: Pieces, non_blocking: bool) -> Pieces:
-    """Move the pieces one by one: what moves a batch knows only batches."""
-    return Pieces(
-        Padding(move(piece.batch, non_blocking)) if isinstance(piece, Padding) else move(piece, non_blocking) for piece in pieces
-    )
-
-
 def restored_state(loader: Any) -> dict[str, Any] | None:
     """The state of a loader that was not read from since it was restored; None for one without. Every rank calls it."""
     if isinstance(loader, StreamLoader):
@@ -136,7 +129,6 @@ class Feed(Iterator[Step[Any]]):
         limit: use at most so many batches.
         move: puts a batch on the device; None leaves it where it is.
         stream: side stream for the copies; with it, one batch is read and copied ahead.
-        pieces: of a micro-batch, see `Loader.in_pieces`; other loaders give 1 only.
         resumed: the loader resumes by a state of its own after so many batches of the epoch; its length is still that of a whole
             one. Until these should have come nothing is read ahead, so that random numbers are drawn in the order in which
             they would have been without the break; then only its end tells whether they were all.
@@ -153,12 +145,9 @@ class Feed(Iterator[Step[Any]]):
         limit: int | None = None,
         move: Callable[[Any, bool], Any] | None = None,
         stream: torch.cuda.Stream | None = None,
-        pieces: int = 1,
         resumed: int = 0,
         read: Callable[..., Any] = next,
     ) -> None:
-        if pieces > 1 and move is not None:
-            move = partial(_each, move)
         self._loader, self._limit, self._move, self._stream, self._take = loader, limit, move, stream, read
         self._start = loader.start if isinstance(loader, (Loader, StreamLoader)) else 0
         self._epoch = loader.epoch if isinstance(loader, Loader) else 0
@@ -170,7 +159,7 @@ class Feed(Iterator[Step[Any]]):
         # Reading ahead tells the last batch when no length does.
         self._ahead = stream is not None or self.length is None
         before = rng.states() if resumed else None
-        self._iterator = loader.in_pieces(pieces) if pieces > 1 and isinstance(loader, Loader) else iter(loader)
+        self._iterator = iter(loader)
         if before is not None:
             rng.put_back(before)  # what an iterator draws at its beginning was drawn before the break
         self._next: Any = None

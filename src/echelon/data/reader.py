@@ -17,7 +17,6 @@ from typing import Any
 from torch.utils.data import default_collate
 
 from echelon.common.errors import DataError
-from echelon.data.parts import Padding, Pieces, share
 from echelon.data.workers import Board, said, seed_worker
 
 __all__ = ["ReadFailure", "Reader"]
@@ -50,14 +49,11 @@ class Reader:
         where: epoch and data rank, for messages.
         stream: with the micro-batch's number it decides what augmentation draws in a worker.
         board: of the workers; None reads in this process.
-        pieces: into how many a micro-batch is collated.
     """
 
-    def __init__(
-        self, dataset: Any, collate: Callable[[list[Any]], Any], where: str, stream: Any, board: Board | None, pieces: int = 1
-    ) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], where: str, stream: Any, board: Board | None) -> None:
         self._dataset, self._collate, self._where, self._stream, self._board = dataset, collate, where, stream, board
-        self._pieces, self._latest = pieces, list[int]()  # the samples that were read last, whose batch is put together next
+        self._latest = list[int]()  # the samples that were read last, whose batch is put together next
         self._at_once = callable(getattr(dataset, "__getitems__", None))
 
     def __getitems__(self, item: tuple[int, list[int]]) -> list[Any] | ReadFailure:
@@ -74,26 +70,14 @@ class Reader:
         return values
 
     def collate(self, samples: list[Any] | ReadFailure) -> Any:
-        """Samples to a batch, or to `Pieces`; a ReadFailure stays one."""
+        """Samples to a batch; a ReadFailure stays one."""
         if isinstance(samples, ReadFailure):
             return samples
-        if self._pieces == 1:
-            return self._batch(samples, self._latest)
-        made = Pieces()
-        for piece in range(self._pieces):
-            low, high = share(len(samples), piece, self._pieces)
-            batch = self._batch(samples[low:high] if low < high else samples[:1], self._latest[low:high])
-            if isinstance(batch, ReadFailure):
-                return batch
-            made.append(batch if low < high else Padding(batch))
-        return made
-
-    def _batch(self, values: list[Any], samples: list[int]) -> Any:
         try:
-            return self._collate(values)
+            return self._collate(samples)
         except Exception as error:
-            differences, fields = _unlike(values, samples) if self._collate is default_collate else ("", {})
-            text = f"a batch of {len(values)} samples{self._where} could not be collated: {differences}{said(error)}"
+            differences, fields = _unlike(samples, self._latest) if self._collate is default_collate else ("", {})
+            text = f"a batch of {len(samples)} samples{self._where} could not be collated: {differences}{said(error)}"
             named = DataError(text, **fields)
             named.__cause__ = error
             if self._board is None:

@@ -327,9 +327,8 @@ def open_feed(stage: Stage) -> Feed:
         move = timed(timer, f"{name}.move_data_to_device", partial(move, stage.state))
         read = timed(timer, f"{name}.next(data_iter)", next)
     make = timed(timer, f"{stage.entry}.iter(dataloader)", Feed)
-    pieces = inner.pieces_of_step(stage.phase)
     here.step = NO_STEP
-    here.feed = feed = make(loader, limit=limit, move=move, stream=stream, pieces=pieces, resumed=resumed, read=read)
+    here.feed = feed = make(loader, limit=limit, move=move, stream=stream, resumed=resumed, read=read)
     stage.call(stage.hooks.iter_end)
     return feed
 

@@ -192,10 +192,6 @@ class Unit(AppStateMixin):
         """(move, stream) for the loop's iterator: how a batch gets to the device, and the stream to copy on."""
         return None, None
 
-    def pieces_of_step(self, phase: str) -> int:
-        """In how many pieces `echelon.Loader` gives a micro-batch, as `Pieces`; 1 gives it as it is."""
-        return 1
-
 
 def wants_iterator(step: Any) -> bool:
     """Whether a step's `data` is annotated as an Iterator: it then fetches its own batches."""

@@ -50,7 +50,6 @@ class Window:
         may_be_empty: of a worker by itself, which has padding alone where others have samples; its gradients are zeros then.
         group: the ranks to sum over, in host memory; None for this one alone.
         count: micro-batches so far in this window.
-        added: those and pieces of them whose losses were taken in.
         updates: updates so far in the run.
         reference: W0.
         latest_loss: this rank's mean loss of the latest micro-batch, without its graph.
@@ -67,7 +66,7 @@ class Window:
         self.fixed = fixed
         self.may_be_empty = self.is_nothing = False
         self.group: dist.ProcessGroup | None = None
-        self.count = self.added = self.updates = self.empty = self.passed_over = 0
+        self.count = self.updates = self.empty = self.passed_over = 0
         self.reference: float | None = None
         self.latest_loss: Any = None
         self.own_loss: Any = None
@@ -93,7 +92,7 @@ class Window:
 
     def discard(self) -> None:
         """Forget the micro-batches of an unfinished window."""
-        self.count, self.added, self._weight, self._loss, self._is_sum = 0, 0, 0, None, False
+        self.count, self._weight, self._loss, self._is_sum = 0, 0, None, False
         for guard in self.guards:
             guard.discard()
 
@@ -108,9 +107,8 @@ class Window:
             progress.rescale(self.size, old)
 
     def add(self, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
-        """Take in the mean loss, without its graph, of a micro-batch or a piece of one, and its weight."""
+        """Take in the mean loss, without its graph, of a micro-batch, and its weight."""
         self.latest_loss = loss
-        self.added += 1
         for guard in self.guards:
             guard.end_pass()
         if self._loss is None:
@@ -203,7 +201,7 @@ class Window:
         if self.may_be_empty:  # gradients of zeros stay so, whatever they are divided by
             usual = self.reference or 1.0
             weight = torch.where(weight > 0, weight, usual) if isinstance(weight, torch.Tensor) else weight or usual
-        self.count, self.added, self._loss = 0, 0, None
+        self.count, self._loss = 0, None
         self.updates += 1
         self.is_nothing = not isinstance(weight, torch.Tensor) and weight <= 0
         if self.is_nothing:

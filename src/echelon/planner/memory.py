@@ -146,7 +146,7 @@ class Setting:
         budget: bytes of a device.
         device: whose time is estimated.
         precision: "fp32", "bf16", "fp16" or "float8", in place of the script's own.
-        planned_ranks: for how many the memory of micro-batches is meant; with fewer, each computes its own in pieces.
+        planned_ranks: for how many the memory of micro-batches is meant; with fewer, an update has more of them.
         shapes: how many elements lines of the script choose, such as (("train.py:8", 64),), where only values say so.
     """
 

@@ -38,7 +38,7 @@ BUILT = frozenset({
     "clip_grad_norm", "clip_grad_value", "computes", "detect_anomaly", "device", "enable_prefetch", "eval_loss", "grad_scaler",
     "gradient_accumulation_steps", "has_eval_loss", "lr_interval", "module", "prepared", "retain_graph",
     "swa_model", "swa_params", "swa_scheduler", "test_loss", "training", "window", "zero_grad_at_train_step_start", "_bitwise",
-    "_copies", "_evaluation", "_held", "_left", "_options", "_pieces_of_step", "_plateau", "_takes_loaders", "_update",
+    "_copies", "_evaluation", "_held", "_left", "_options", "_plateau", "_takes_loaders", "_times", "_update",
 })
 # fmt: on
 

@@ -37,6 +37,9 @@ class TrainerUnit(AutoUnit[Any]):
         self._trainer = trainer
         self.history = trainer.history
 
+    def may_divide_batches(self) -> bool:
+        return False  # the Trainer's epochs are counted in batches
+
     def phase_started(self, state: State, phase: str) -> None:
         if phase == "train":
             self.module.train()  # all of it, as transformers' own does

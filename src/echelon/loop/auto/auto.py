@@ -19,12 +19,10 @@ import torch
 from torch import nn
 
 from echelon.common.errors import LoopError
-from echelon.data.parts import Pieces
 from echelon.loop.auto.averaged import SWAParams
 from echelon.loop.auto.optimized_unit import OptimizedUnit
 from echelon.loop.auto.prepared_unit import AutoPredictUnit
 from echelon.loop.auto.several import of_one, sum_of_losses
-from echelon.loop.auto.sub_batches import in_order, of_all, together
 from echelon.loop.auto.uncounted import check_parts, standing_in, uncounted
 from echelon.loop.auto.unit_options import AutoOptions, UnitOptions, options_from
 from echelon.loop.records import monitored
@@ -115,7 +113,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
 
     def build_from(self, module: nn.Module, options: AutoOptions) -> None:
         super().build_from(module, options)
-        self._held: list[list[MicroBatch[T]]] = []  # steps of the window under way, where the layout takes them at once
+        self._held: list[MicroBatch[T]] = []  # steps of the window under way, where the layout takes them at once
         self.eval_loss = self.test_loss = math.nan  # of the latest evaluation and test, over all ranks
         self.has_eval_loss = False  # whether the latest evaluation counted any
         self._evaluation = MeanOfAPhase()
@@ -183,73 +181,55 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         step = update.begin_step(self, state)
         self.has_updated = ends_window = update.is_last
         if self.prepared.batches.doubts:
-            check_parts(self, state, in_order(data, step.is_padding, None)[0][0] if isinstance(data, Pieces) else data)
-        micro_batches = self._micro_batches(data, step.samples, is_padding=step.is_padding, is_last=ends_window)
+            check_parts(self, state, data)
+        part = self.prepared.batches.part_of(data)
+        weight = 0 if step.is_padding else self.weight(part)
+        weight = summable(weight) if isinstance(weight, torch.Tensor) else weight
+        micro_batch = MicroBatch(part, weight, ends_window, step.is_padding, step.samples)
         if window.reference is None:
-            update.estimate(self, state, micro_batches)
+            update.estimate(self, state, micro_batch)
         if self.zero_grad_at_train_step_start and window.count == 1:
             self.zero_grad(state)
         if self.prepared.trains == "scheduled":
-            return self._take_into_window(state, micro_batches, ends_window)
-        losses, made = [], []
+            return self._take_into_window(state, micro_batch)
         try:
-            for micro_batch in micro_batches:
-                with update.passes(self, state, micro_batch):
-                    if self.several is not None:
-                        outputs = self.several.train(state, micro_batch)
-                    else:
-                        loss, outputs = update.forward(self, state, micro_batch)
-                        update.backward(self, state, loss, micro_batch, retain_graph=self.retain_graph)
-                losses.append(window.latest_loss)
-                made.append(outputs)
+            with update.passes(self, state, micro_batch):
+                if self.several is not None:
+                    outputs = self.several.train(state, micro_batch)
+                else:
+                    loss, outputs = update.forward(self, state, micro_batch)
+                    update.backward(self, state, loss, micro_batch, retain_graph=self.retain_graph)
         except BaseException as error:
             update.explain(self, error)
             raise
-        loss, outputs = losses[0], made[0]
-        if len(losses) > 1:
-            loss, outputs = together(losses, micro_batches), of_all(made, micro_batches)
+        detached = window.latest_loss
         norm = update.complete(self, state) if ends_window else None
         if self._reports_step:
             clock.enter(Part.OTHER)
-            batch = of_all([each.data for each in micro_batches], micro_batches)
-            self.on_train_step_end(state, batch, self.train_progress.num_steps_completed, TrainStepResults(loss, norm, outputs))
-        return loss, outputs
+            results = TrainStepResults(detached, norm, outputs)
+            self.on_train_step_end(state, part, self.train_progress.num_steps_completed, results)
+        return detached, outputs
 
-    def _take_into_window(self, state: State, micro_batches: list[MicroBatch[T]], ends_window: bool) -> tuple[Any, Any]:
+    def _take_into_window(self, state: State, micro_batch: MicroBatch[T]) -> tuple[Any, Any]:
         """A step under a layout that computes the micro-batches of an update at once: (None, None) before the window's last.
 
         `on_train_step_end` is called for all steps of the window then, in their order.
         """
-        self._held.append(micro_batches)
-        if not ends_window:
+        self._held.append(micro_batch)
+        if not micro_batch.is_last:
             return None, None
         steps, self._held = self._held, []
-        every = [micro_batch for step in steps for micro_batch in step]
-        ago = {id(each): back for back, step in enumerate(reversed(steps)) for each in step}
+        ago = {id(each): back for back, each in enumerate(reversed(steps))}
         forward = partial(self.through_stages, state, partial(self._forward_in_stages, state, ago))
-        made = self._update.run_window(self, state, every, forward, outputs=self._reports_step)
+        made = self._update.run_window(self, state, steps, forward, outputs=self._reports_step)
         norm, number = self._update.complete(self, state), self.train_progress.num_steps_completed
-        for back, step in zip(reversed(range(len(steps))), steps, strict=True):
-            of_step = [next(made) for _ in step]
-            loss, outputs = together([loss.detach() for loss, _ in of_step], step), of_all([each for _, each in of_step], step)
+        for back, step, (loss, outputs) in zip(reversed(range(len(steps))), steps, made, strict=True):
+            loss = loss.detach()
             if self._reports_step:
-                state.logged.weight = 0 if self.prepared.data.is_replica else step[-1].weight
+                state.logged.weight = 0 if self.prepared.data.is_replica else step.weight
                 found = TrainStepResults(loss, None if back else norm, outputs)
-                self.on_train_step_end(state, of_all([each.data for each in step], step), number - back, found)
+                self.on_train_step_end(state, step.data, number - back, found)
         return loss, outputs
-
-    def _micro_batches(self, data: Any, samples: int | None, *, is_padding: bool, is_last: bool) -> list[MicroBatch[T]]:
-        """A batch as one, or its pieces, of which only the last may end the window."""
-        if not isinstance(data, Pieces):
-            part, self.samples_given = self.prepared.batches.part_of(data), samples
-            weight = 0 if is_padding else self.weight(part)
-            weight = summable(weight) if isinstance(weight, torch.Tensor) else weight
-            return [MicroBatch(part, weight, is_last, is_padding, samples)]
-        made: list[MicroBatch[T]] = []
-        pieces = in_order(data, is_padding, samples)
-        for number, (piece, pads, in_piece) in enumerate(pieces, 1):
-            made += self._micro_batches(piece, in_piece, is_padding=pads, is_last=is_last and number == len(pieces))
-        return made
 
     def _forward_in_stages(self, state: State, ago: dict[int, int], micro_batch: MicroBatch[T]) -> tuple[torch.Tensor, Any]:
         """
@@ -335,7 +315,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         elif self.window.updates == 0 and agree.is_rank0() and not self.own_schedule:
             _tell_of_interval(self.lr_scheduler, self.lr_interval)
 
-    def computes_pieces(self) -> bool:
+    def may_divide_batches(self) -> bool:
         own = ("train_step", "get_next_train_batch")
         return not (self.has_several or any(_overrides(self, AutoUnit, name) for name in own))  # a loss meets steps before it
 

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from echelon.common.errors import LoopError
 from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, loaders_of
+from echelon.data.loader import Loader
 from echelon.loop.auto.averaged import AveragedWeights, swa_scheduler
 from echelon.loop.auto.bitwise import BitEqual
 from echelon.loop.auto.optimizer_checks import check_holds
 from echelon.loop.auto.prepared_unit import PreparedUnit
 from echelon.loop.auto.several import Several, configured
-from echelon.loop.auto.sub_batches import pieces_for
 from echelon.loop.auto.unit_options import AutoOptions, BuiltAtFirstUse
 from echelon.loop.auto.update import Update
 from echelon.loop.records.monitored import is_own_loop
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
     from echelon.loop.state import State
 
 __all__ = ["OptimizedUnit"]
+
+logger = logging.getLogger(__name__)
 
 
 class OptimizedUnit(PreparedUnit, TrainedUnit):
@@ -78,8 +83,8 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         self.swa_params = averaged = options.averaging
         self.swa_model = AveragedWeights(self.prepared, averaged) if averaged is not None and self.training else None
         self.swa_scheduler: Any = None
+        self._times = 1  # micro-batches for each that was said
         self._plateau = False  # whether the scheduler advances with evaluations
-        self._pieces_of_step = 1
         self._left: tuple[Any, list[nn.Parameter]] = (None, [])  # parameters that this optimizer, or all of several, lacks
 
     @property
@@ -219,40 +224,50 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         update.begin(self)
         loader: Any = getattr(state.train_state, "dataloader", None)
         if self._bitwise is None:
-            self._pieces_of_step = pieces_for(loader, not self.computes_pieces())
             rng.separate(self.prepared.data.rank)  # of bit-equal training, streams belong to samples and not to ranks
-        self.window.size = self.settle_accumulation(loader)
+        said = self.settle_accumulation(loader)
+        self.window.size = said * self._times
         self.window.rescale(self.train_progress)
+        if self._bitwise is None and not self._divides_batches_of(loader):
+            _tell_of_memory(by_unit=isinstance(loader, Loader))
 
     @property
     def steps_by_itself(self) -> bool:
         return False
 
-    def computes_pieces(self) -> bool:
-        """Whether a step may be given a micro-batch as pieces, of which it computes one after the other."""
+    def may_divide_batches(self) -> bool:
+        """Whether each of its micro-batches may become several, where fewer ranks run than were planned (`--ranks MIN:MAX`): so
+        a step takes no more memory than planned.
+        """
         return False
 
     def settle_accumulation(self, loader: Any) -> int:
-        """Agree with a training loader on the micro-batches of an update, before anything counts them.
+        """Agree with a training loader on the micro-batches of an update, before anything counts them. With fewer ranks than were
+        planned there are more: what is returned is their number as it was said.
 
         Raises:
             UsageError: both were told, and not the same.
         """
+        told, self._times = None if self._takes_loaders else self.gradient_accumulation_steps, 1
         for part in loaders_of(loader):
             if isinstance(part, BaseLoader) and self._bitwise is not None:
                 part.split(self._bitwise.accumulation, shares=self._bitwise.parts)
             elif isinstance(part, BaseLoader):
-                part.take_accumulation(None if self._takes_loaders else self.gradient_accumulation_steps)
+                part.take_accumulation(told)
         if self._takes_loaders:
             self.gradient_accumulation_steps = getattr(loader, "accumulation", None) or 1
+        if self._bitwise is None and _planned() > 1 and self._divides_batches_of(loader):
+            _, ranks = loader.options.dp or self.data_rank_and_size or (0, 1)
+            self._times = _parts_of(loader.global_batch // (ranks * self.gradient_accumulation_steps))
+            loader.take_accumulation(told, self._times)
         return self.gradient_accumulation_steps
+
+    def _divides_batches_of(self, loader: Any) -> bool:
+        return isinstance(loader, Loader) and self.may_divide_batches()
 
     def optimizer_grew(self) -> None:
         """While it trains, somebody has given the optimizer more parameters, on all ranks alike. Collective."""
         self._update.optimizer_grew(self)
-
-    def pieces_of_step(self, phase: str) -> int:
-        return self._pieces_of_step if phase == "train" else 1
 
     def epoch_closed(self, state: State, phase: str) -> None:
         state.logged.weight = 0 if self.prepared.data.is_replica else 1  # of no micro-batch
@@ -269,6 +284,29 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         if not self._takes_loaders:  # else once the loader is known
             self.window.rescale(self.train_progress)
         self._update.finite.forget()
+
+
+# --- with fewer ranks than planned (`echelon run --ranks 2:4`)
+
+
+def _planned() -> float:
+    """How many ranks were planned for each that runs."""
+    return (overrides().planned_ranks or 1) / (dist.get_world_size() if agree.is_joined() else 1)
+
+
+def _parts_of(samples: int) -> int:
+    """Into how many a micro-batch of so many samples is divided, alike: each is as large as was planned, or smaller."""
+    return next((n for n in range(math.ceil(_planned()), samples) if samples % n == 0), samples)
+
+
+def _tell_of_memory(*, by_unit: bool) -> None:
+    if (times := _planned()) > 1 and agree.is_rank0():
+        logger.warning(
+            "fewer of the %s planned ranks run, and micro-batches are computed whole, since %s: each takes %.3g times the memory",
+            overrides().planned_ranks,
+            "the unit has a step of its own, or several optimizers" if by_unit else "the loader is no echelon.Loader",
+            times,
+        )
 
 
 # --- what is refused before it trains

@@ -1,6 +1,6 @@
 """An update: a batch's way to the optimizer's step, read from top to bottom. AutoUnit goes it, and a loop of one's own.
 
-    begin_step              one more micro-batch, or the pieces of one
+    begin_step              one more micro-batch
     with passes(...):       no gradient traffic before the window's last micro-batch
         forward             compute_loss of the unit; a loop has its own
         backward            weighted; with the last, the sums over the ranks set out
@@ -139,7 +139,7 @@ class Update:
     # --- a micro-batch
 
     def begin_step(self, unit: Any, state: State) -> Step[Any]:
-        """Count one more micro-batch, or the pieces of one."""
+        """Count one more micro-batch."""
         window = unit.window
         if self.finite.is_long:  # here: callbacks such as RollBack have seen the update before, and may have gone back
             self.finite.raise_if_long(together=self.joined)
@@ -150,13 +150,13 @@ class Update:
         unit.samples_given = step.samples
         return step
 
-    def estimate(self, unit: Any, state: State, micro_batches: Sequence[MicroBatch[Any]]) -> None:
+    def estimate(self, unit: Any, state: State, micro_batch: MicroBatch[Any]) -> None:
         """Before the passes of the first step of a run, whose window has no reference yet. Collective."""
-        mine = 0.0 if unit.prepared.data.is_replica else float(sum(each.weight for each in micro_batches))
+        mine = 0.0 if unit.prepared.data.is_replica else float(micro_batch.weight)
         if unit.window.fixed or not self.joined:
             unit.window.estimate([mine])
             return
-        seen = checksum_of_first(state.train_state, micro_batches[0].data) if mine else None
+        seen = checksum_of_first(state.train_state, micro_batch.data) if mine else None
         weights, batches = zip(*agree.gather([mine, seen]), strict=True)
         unit.window.estimate(weights)
         warn_of_same_batches(batches)
@@ -263,7 +263,7 @@ class Update:
             if clock.running is not None:
                 clock.running.enter(BACKWARD)
         assert window.reference is not None
-        is_whole = micro_batch.is_last and not self.joined and window.count == window.added == 1  # of the global batch
+        is_whole = micro_batch.is_last and not self.joined and window.count == 1  # of the global batch
         if is_whole and not window.fixed and type(weight) in (int, float) and weight > 0:
             window.reference = float(weight)  # a hook sees its gradient as it is
         scale = weight * prepared.data.averaged_over / window.reference

@@ -79,7 +79,7 @@ class OwnWindow:
         weight = summable(weight) if isinstance(weight, torch.Tensor) else weight
         self._micro_batch = MicroBatch(session.batch, weight, self.is_last, step.is_padding, step.samples)
         if unit.window.reference is None:
-            unit.update.estimate(unit, self._state, [self._micro_batch])
+            unit.update.estimate(unit, self._state, self._micro_batch)
         passes = unit.update.passes(unit, self._state, self._micro_batch)
         self._contexts = (passes,) if unit.computes.dtype is None else (passes, unit.autocast())
         for context in self._contexts:

@@ -14,7 +14,7 @@ from echelon.compat.lightning.pytorch.hooks import Callback, ModuleHooks, overri
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.optimizers import LightningOptimizer, NoOptimizer, Schedules, configured
 from echelon.compat.lightning.pytorch.saving import Kept
-from echelon.compat.lightning.pytorch.steps import Moves, StepCaller, StepPieces
+from echelon.compat.lightning.pytorch.steps import Moves, StepCaller
 from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.unit_options import AutoOptions
 from echelon.loop.auto.update import Update
@@ -90,7 +90,6 @@ class AutomaticUnit(AutoUnit[Any]):
         self.moves = Moves(lightning_module, session.datamodule, self.device)
         self.batch: Any = None  # the latest, for the hook after its update
         self._steps = StepCaller(session, lambda: self.module, self.autocast)
-        self._pieces: StepPieces | None = None  # of the batch under way
         self._must_clear = self.before_step = False
         hears = overridden("on_before_zero_grad", lightning_module, ModuleHooks)
         self._hears_of_clearing = hears or any(
@@ -107,6 +106,9 @@ class AutomaticUnit(AutoUnit[Any]):
         unwrapped = self.prepared.unwrapped
         assert isinstance(unwrapped, LightningModule)
         return unwrapped
+
+    def may_divide_batches(self) -> bool:
+        return False  # hooks and limits count batches
 
     def app_state(self) -> dict[str, Any]:
         """What there is: the session builds the optimizer, once the weights that it is made of were restored."""
@@ -127,9 +129,10 @@ class AutomaticUnit(AutoUnit[Any]):
         return optimizers[0], None
 
     def compute_loss(self, state: State, data: Any) -> tuple[torch.Tensor, Any]:
-        self._pieces = pieces = StepPieces.of(state, data, self._pieces)
-        output = self._steps.train(state, self.train_progress, data, pieces)
-        self.batch = data if pieces is None else pieces.whole
+        weight = state.logged.weight
+        counts = not isinstance(weight, (int, float)) or weight > 0
+        output = self._steps.train(state, self.train_progress, data, counts=counts)
+        self.batch = data
         loss = output["loss"] if isinstance(output, Mapping) else output
         if not isinstance(loss, torch.Tensor):
             raise LossError(

@@ -78,19 +78,8 @@ class _One:
         self.weight: Any = 0
         self.dtype = torch.float32
 
-    def add(self, value: torch.Tensor, weight: float, *, goes_on: bool) -> None:
-        """
-        Args:
-            goes_on: it is of a further piece of a batch, whose value is that of all pieces.
-        """
-        if goes_on and self.fresh and self.latest is not None:
-            both = [[float(self.latest), float(self.latest_weight)], [float(value), float(weight)]]
-            if self.how.reduce == "mean":
-                both = [[number * share, share] for number, share in both]
-            self.latest = value.new_tensor(_together(self.how.reduce, both))
-            self.latest_weight += weight
-        else:
-            self.latest, self.latest_weight, self.fresh = value, weight, True
+    def add(self, value: torch.Tensor, weight: float) -> None:
+        self.latest, self.latest_weight, self.fresh = value, weight, True
         if value.dtype == torch.float64:
             self.dtype = torch.float64
         if not self.how.on_epoch:
@@ -158,21 +147,15 @@ class Results:
 
     def __init__(self, *, training: bool) -> None:
         self.training, self.meets = training, False
-        self._in_pieces = self._goes_on = False
         self.batch_size: Callable[[], float] = lambda: 1
         self.dataloader_idx: int | None = None
         self._all: dict[str, _One] = {}
         self._step = Numbers()
 
-    def begin_batch(self, batch_size: Callable[[], float], dataloader_idx: int | None, *, in_pieces: bool = False) -> None:
+    def begin_batch(self, batch_size: Callable[[], float], dataloader_idx: int | None) -> None:
         self.batch_size, self.dataloader_idx, self._step = batch_size, dataloader_idx, Numbers()
-        self._in_pieces, self._goes_on = in_pieces, False
         for each in self._all.values():
             each.fresh = False
-
-    def go_on(self, batch_size: Callable[[], float]) -> None:
-        """With a further piece of the batch."""
-        self.batch_size, self._goes_on = batch_size, True
 
     def log(self, hook: str, name: str, value: Any, how: How, batch_size: float | None, *, add_idx: bool) -> _One:
         """Take in a value.
@@ -196,9 +179,9 @@ class Results:
             return one
         tensor = _number(name, value)
         tensor = tensor if tensor.is_floating_point() else tensor.float()
-        needs = (how.on_epoch and how.reduce == "mean") or how.sync_dist or self._in_pieces
+        needs = (how.on_epoch and how.reduce == "mean") or how.sync_dist
         weight = (batch_size if batch_size is not None else self.batch_size()) if needs else 1
-        one.add(tensor.reshape(()), weight, goes_on=self._goes_on)
+        one.add(tensor.reshape(()), weight)
         return one
 
     def of_step(self) -> Numbers:

@@ -508,11 +508,9 @@ class Session:
         if (phase == "train" and how.on_step) if in_step else how.on_epoch:  # the same hook may read it; then that of all ranks
             self.trainer.callback_metrics.update(one.so_far(step=in_step))
 
-    def begin_batch(
-        self, phase: str, batch_size: Callable[[], float], dataloader_idx: int | None, *, in_pieces: bool = False
-    ) -> None:
+    def begin_batch(self, phase: str, batch_size: Callable[[], float], dataloader_idx: int | None) -> None:
         if phase in self.results:
-            self.results[phase].begin_batch(batch_size, dataloader_idx, in_pieces=in_pieces)
+            self.results[phase].begin_batch(batch_size, dataloader_idx)
 
     def publish(self, numbers: Numbers, *, write: bool, step: int | None = None) -> None:
         """Let callbacks, loggers and users see numbers.

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
-from echelon.data.parts import Padding, Pieces, joined
 from echelon.loop.auto.uncounted import forgetting
 from echelon.loop.samples import rows
 from echelon.loop.state import step_under_way
@@ -33,7 +31,7 @@ from echelon.world.device import copy_data_to_device
 if TYPE_CHECKING:
     from echelon.loop.state import State
 
-__all__ = ["Moves", "StepCaller", "StepPieces", "gather_when_alone"]
+__all__ = ["Moves", "StepCaller", "gather_when_alone"]
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -61,36 +59,6 @@ class Moves:
         else:
             batch = copy_data_to_device(batch, self.device, non_blocking=non_blocking)
         return after(batch, dataloader_idx) if after else batch
-
-
-@dataclass
-class StepPieces:
-    """Of a training step's batch, one piece.
-
-    Attributes:
-        whole: all pieces together.
-        samples: of the present piece; 0 of padding.
-    """
-
-    whole: Any
-    is_first: bool
-    samples: float
-    given: Any = None
-
-    @classmethod
-    def of(cls, state: Any, data: Any, before: StepPieces | None) -> StepPieces | None:
-        """None of a batch that is computed at once, and counts.
-
-        Args:
-            before: of the latest call.
-        """
-        batch, weight = step_under_way(state.train_state).batch, state.logged.weight
-        if not isinstance(batch, Pieces):
-            return cls(data, True, 0) if isinstance(weight, (int, float)) and weight == 0 else None
-        if before is not None and before.given is batch:
-            return cls(before.whole, False, weight, batch)
-        real = [each for each in batch if not isinstance(each, Padding)] or [batch[0].batch]
-        return cls(joined(real, [rows(each) for each in real]), True, weight, batch)
 
 
 class StepCaller:
@@ -130,26 +98,18 @@ class StepCaller:
         session.end_evaluation_batch(phase)
         return output
 
-    def train(self, state: State, progress: Any, batch: Any, pieces: StepPieces | None = None) -> Any:
-        """`training_step`, with the hook before it, which sees the whole batch.
+    def train(self, state: State, progress: Any, batch: Any, *, counts: bool = True) -> Any:
+        """`training_step`, with the hook before it.
 
         Args:
-            pieces: where `batch` is one of several pieces, or stands for none.
+            counts: the batch does not stand for none.
         """
         session, module = self._session, self.module
-        batch_idx = progress.num_steps_completed_in_epoch
-        if pieces is None:
-            samples = step_under_way(state.train_state).samples
-            session.begin_batch("train", lambda: rows(batch, samples), None)
-            session.call("on_train_batch_start", batch, batch_idx)
-        elif pieces.is_first:
-            session.begin_batch("train", lambda: pieces.samples, None, in_pieces=True)
-            session.call("on_train_batch_start", pieces.whole, batch_idx)
-        elif "train" in session.results:
-            session.results["train"].go_on(lambda: pieces.samples)
+        batch_idx, samples = progress.num_steps_completed_in_epoch, step_under_way(state.train_state).samples
+        session.begin_batch("train", lambda: rows(batch, samples) if counts else 0, None)
+        session.call("on_train_batch_start", batch, batch_idx)
         taken = self._arguments("training_step", module.training_step, batch, batch_idx, None)
-        without_trace = self._without_trace() if pieces is not None and not pieces.samples else nullcontext()
-        with session.hook("training_step"), without_trace:
+        with session.hook("training_step"), nullcontext() if counts else self._without_trace():
             return _through(self._wrapper(), module, module.training_step, *taken)
 
     @contextmanager

@@ -126,6 +126,9 @@ class AutoUnit(
         )
         super().__init__(module=as_module(module), options=chosen)
 
+    def may_divide_batches(self) -> bool:
+        return False  # limits count micro-batches
+
     def build_from(self, module: nn.Module, options: AutoOptions) -> None:
         params = options.averaging
         if params is None or params.use_in_evaluation:  # which only echelon's own averages can
