@@ -8,7 +8,7 @@ from echelon.common.arguments import check_hooks
 
 if TYPE_CHECKING:
     from echelon.loop.state import State
-    from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit, Unit
+    from echelon.loop.unit import Unit
 
 __all__ = ["Callback"]
 
@@ -48,122 +48,47 @@ class Callback:
     def on_exception(self, state: State, unit: Unit, exc: BaseException) -> None:
         """The run ends with this exception. Other ranks may still be at work: no collective here."""
 
-    def on_train_start(self, state: State, unit: TrainUnit[Any]) -> None:
+    # What a training has, an evaluation, a prediction and a test have as well, by the same words.
+
+    def on_train_start(self, state: State, unit: Any) -> None:
         """Before the first epoch."""
 
-    def on_train_epoch_start(self, state: State, unit: TrainUnit[Any]) -> None:
+    def on_train_epoch_start(self, state: State, unit: Any) -> None:
         """Before an epoch; not when resuming inside one."""
 
-    def on_train_dataloader_iter_creation_start(self, state: State, unit: TrainUnit[Any]) -> None:
+    def on_train_dataloader_iter_creation_start(self, state: State, unit: Any) -> None:
         """Before the loader is iterated."""
 
-    def on_train_dataloader_iter_creation_end(self, state: State, unit: TrainUnit[Any]) -> None:
+    def on_train_dataloader_iter_creation_end(self, state: State, unit: Any) -> None:
         """After the iterator was made."""
 
-    def on_train_get_next_batch_start(self, state: State, unit: TrainUnit[Any]) -> None:
+    def on_train_get_next_batch_start(self, state: State, unit: Any) -> None:
         """Before a batch is fetched; at an epoch's end without an `_end` to follow."""
 
-    def on_train_get_next_batch_end(self, state: State, unit: TrainUnit[Any]) -> None:
+    def on_train_get_next_batch_end(self, state: State, unit: Any) -> None:
         """After a batch was fetched."""
 
-    def on_train_step_start(self, state: State, unit: TrainUnit[Any]) -> None:
+    def on_train_step_start(self, state: State, unit: Any) -> None:
         """Before the step."""
 
-    def on_train_step_end(self, state: State, unit: TrainUnit[Any]) -> None:
+    def on_train_step_end(self, state: State, unit: Any) -> None:
         """After the step; the progress counts it already."""
 
-    def on_train_epoch_end(self, state: State, unit: TrainUnit[Any]) -> None:
+    def on_train_epoch_end(self, state: State, unit: Any) -> None:
         """After a whole epoch; the progress counts it already."""
 
-    def on_train_end(self, state: State, unit: TrainUnit[Any]) -> None:
+    def on_train_end(self, state: State, unit: Any) -> None:
         """After the last epoch."""
 
-    def on_eval_start(self, state: State, unit: EvalUnit[Any]) -> None:
-        """Before the first epoch."""
-
-    def on_eval_epoch_start(self, state: State, unit: EvalUnit[Any]) -> None:
-        """Before an epoch; not when resuming inside one."""
-
-    def on_eval_dataloader_iter_creation_start(self, state: State, unit: EvalUnit[Any]) -> None:
-        """Before the loader is iterated."""
-
-    def on_eval_dataloader_iter_creation_end(self, state: State, unit: EvalUnit[Any]) -> None:
-        """After the iterator was made."""
-
-    def on_eval_get_next_batch_start(self, state: State, unit: EvalUnit[Any]) -> None:
-        """Before a batch is fetched; at an epoch's end without an `_end` to follow."""
-
-    def on_eval_get_next_batch_end(self, state: State, unit: EvalUnit[Any]) -> None:
-        """After a batch was fetched."""
-
-    def on_eval_step_start(self, state: State, unit: EvalUnit[Any]) -> None:
-        """Before the step."""
-
-    def on_eval_step_end(self, state: State, unit: EvalUnit[Any]) -> None:
-        """After the step; the progress counts it already."""
-
-    def on_eval_epoch_end(self, state: State, unit: EvalUnit[Any]) -> None:
-        """After a whole epoch; the progress counts it already."""
-
-    def on_eval_end(self, state: State, unit: EvalUnit[Any]) -> None:
-        """After the last epoch."""
-
-    def on_predict_start(self, state: State, unit: PredictUnit[Any]) -> None:
-        """Before the first epoch."""
-
-    def on_predict_epoch_start(self, state: State, unit: PredictUnit[Any]) -> None:
-        """Before an epoch; not when resuming inside one."""
-
-    def on_predict_dataloader_iter_creation_start(self, state: State, unit: PredictUnit[Any]) -> None:
-        """Before the loader is iterated."""
-
-    def on_predict_dataloader_iter_creation_end(self, state: State, unit: PredictUnit[Any]) -> None:
-        """After the iterator was made."""
-
-    def on_predict_get_next_batch_start(self, state: State, unit: PredictUnit[Any]) -> None:
-        """Before a batch is fetched; at an epoch's end without an `_end` to follow."""
-
-    def on_predict_get_next_batch_end(self, state: State, unit: PredictUnit[Any]) -> None:
-        """After a batch was fetched."""
-
-    def on_predict_step_start(self, state: State, unit: PredictUnit[Any]) -> None:
-        """Before the step."""
-
-    def on_predict_step_end(self, state: State, unit: PredictUnit[Any]) -> None:
-        """After the step; the progress counts it already."""
-
-    def on_predict_epoch_end(self, state: State, unit: PredictUnit[Any]) -> None:
-        """After a whole epoch; the progress counts it already."""
-
-    def on_predict_end(self, state: State, unit: PredictUnit[Any]) -> None:
-        """After the last epoch."""
-
-    def on_test_start(self, state: State, unit: TestUnit[Any]) -> None:
-        """Before the first epoch."""
-
-    def on_test_epoch_start(self, state: State, unit: TestUnit[Any]) -> None:
-        """Before an epoch; not when resuming inside one."""
-
-    def on_test_dataloader_iter_creation_start(self, state: State, unit: TestUnit[Any]) -> None:
-        """Before the loader is iterated."""
-
-    def on_test_dataloader_iter_creation_end(self, state: State, unit: TestUnit[Any]) -> None:
-        """After the iterator was made."""
-
-    def on_test_get_next_batch_start(self, state: State, unit: TestUnit[Any]) -> None:
-        """Before a batch is fetched; at an epoch's end without an `_end` to follow."""
-
-    def on_test_get_next_batch_end(self, state: State, unit: TestUnit[Any]) -> None:
-        """After a batch was fetched."""
-
-    def on_test_step_start(self, state: State, unit: TestUnit[Any]) -> None:
-        """Before the step."""
-
-    def on_test_step_end(self, state: State, unit: TestUnit[Any]) -> None:
-        """After the step; the progress counts it already."""
-
-    def on_test_epoch_end(self, state: State, unit: TestUnit[Any]) -> None:
-        """After a whole epoch; the progress counts it already."""
-
-    def on_test_end(self, state: State, unit: TestUnit[Any]) -> None:
-        """After the last epoch."""
+    on_eval_start = on_predict_start = on_test_start = on_train_start
+    on_eval_epoch_start = on_predict_epoch_start = on_test_epoch_start = on_train_epoch_start
+    on_eval_dataloader_iter_creation_start = on_train_dataloader_iter_creation_start
+    on_predict_dataloader_iter_creation_start = on_test_dataloader_iter_creation_start = on_train_dataloader_iter_creation_start
+    on_eval_dataloader_iter_creation_end = on_train_dataloader_iter_creation_end
+    on_predict_dataloader_iter_creation_end = on_test_dataloader_iter_creation_end = on_train_dataloader_iter_creation_end
+    on_eval_get_next_batch_start = on_predict_get_next_batch_start = on_test_get_next_batch_start = on_train_get_next_batch_start
+    on_eval_get_next_batch_end = on_predict_get_next_batch_end = on_test_get_next_batch_end = on_train_get_next_batch_end
+    on_eval_step_start = on_predict_step_start = on_test_step_start = on_train_step_start
+    on_eval_step_end = on_predict_step_end = on_test_step_end = on_train_step_end
+    on_eval_epoch_end = on_predict_epoch_end = on_test_epoch_end = on_train_epoch_end
+    on_eval_end = on_predict_end = on_test_end = on_train_end

@@ -252,6 +252,10 @@ class TrainUnit(TrainedUnit, Generic[T], ABC):
         return _data_for(self.train_step, data_iter)
 
 
+def _hook(self: Unit, state: State) -> None:
+    """When its name says, before the callbacks' hooks of the same name."""
+
+
 class EvalUnit(Unit, Generic[T], ABC):
     """Evaluation: write `eval_step`."""
 
@@ -263,20 +267,10 @@ class EvalUnit(Unit, Generic[T], ABC):
     def eval_step(self, state: State, data: T) -> Any:
         """One step on one batch, without gradients."""
 
-    def on_eval_start(self, state: State) -> None:
-        """Before the evaluation."""
-
-    def on_eval_epoch_start(self, state: State) -> None:
-        """Before the pass over the loader."""
+    on_eval_start = on_eval_epoch_start = on_eval_epoch_end = on_eval_end = _hook
 
     def on_eval_step_end(self, state: State, *results: Any) -> None:
         """After a step, before the callbacks. AutoUnit passes more: (state, data, step, loss, outputs)."""
-
-    def on_eval_epoch_end(self, state: State) -> None:
-        """After the pass over the loader."""
-
-    def on_eval_end(self, state: State) -> None:
-        """After the evaluation."""
 
     def get_next_eval_batch(self, state: State, data_iter: Iterator[T]) -> Any:
         return _data_for(self.eval_step, data_iter)
@@ -293,20 +287,10 @@ class PredictUnit(Unit, Generic[T], ABC):
     def predict_step(self, state: State, data: T) -> Any:
         """One step on one batch, without gradients."""
 
-    def on_predict_start(self, state: State) -> None:
-        """Before the pass over the loader."""
-
-    def on_predict_epoch_start(self, state: State) -> None:
-        """Before the pass over the loader."""
+    on_predict_start = on_predict_epoch_start = on_predict_epoch_end = on_predict_end = _hook
 
     def on_predict_step_end(self, state: State, *results: Any) -> None:
         """After a step, before the callbacks. AutoUnit passes more: (state, data, step, outputs)."""
-
-    def on_predict_epoch_end(self, state: State) -> None:
-        """After the pass over the loader."""
-
-    def on_predict_end(self, state: State) -> None:
-        """After the pass over the loader."""
 
     def get_next_predict_batch(self, state: State, data_iter: Iterator[T]) -> Any:
         return _data_for(self.predict_step, data_iter)
@@ -325,20 +309,10 @@ class TestUnit(Unit, Generic[T], ABC):
     def test_step(self, state: State, data: T) -> Any:
         """One step on one batch, without gradients."""
 
-    def on_test_start(self, state: State) -> None:
-        """Before the pass over the loader."""
-
-    def on_test_epoch_start(self, state: State) -> None:
-        """Before the pass over the loader."""
+    on_test_start = on_test_epoch_start = on_test_epoch_end = on_test_end = _hook
 
     def on_test_step_end(self, state: State, *results: Any) -> None:
         """After a step, before the callbacks."""
-
-    def on_test_epoch_end(self, state: State) -> None:
-        """After the pass over the loader."""
-
-    def on_test_end(self, state: State) -> None:
-        """After the pass over the loader."""
 
     def get_next_test_batch(self, state: State, data_iter: Iterator[T]) -> Any:
         return _data_for(self.test_step, data_iter)
