@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +16,6 @@ import echelon as ech
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.policy import BestCheckpointConfig
 from echelon.common.errors import CheckpointError, CheckpointMismatchError
-from echelon.loop.progress import Progress
 from echelon.world import rng
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
@@ -209,74 +206,6 @@ def test_what_a_script_draws_before_it_resumes_changes_nothing(ranks: Ranks, tmp
     """Dropout was another after each restart, if anything was drawn between the restore and the first step."""
     once, again = (ranks(2, _drawing_before_it_trains, tmp_path, steps) for steps in ([8], [3, 8]))
     assert [largest_difference(a, b) for a, b in zip(once, again, strict=True)] == [0, 0]
-
-
-class InSteps(Progress):
-    """As it was before updates were counted: limits, and the names of checkpoints, were those of micro-batches."""
-
-    num_updates_completed = property(lambda self: self.num_steps_completed, lambda self, value: None)  # type: ignore[assignment]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in super().state_dict().items() if "updates" not in name}
-
-
-def _killed(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def _counted(
-    folder: Path,
-    accumulation: int,
-    updates: int,
-    *,
-    into: Path | None = None,
-    killed: bool = False,
-    layout: str = "none",
-    **saves: Any,
-) -> dict[str, torch.Tensor]:
-    """A run that goes on in its folder, or saves into another; with two micro-batches to an update, by the older version."""
-    ech.seed(3)
-    unit = Numbered(dropout=0.4, layout=layout, accumulate=accumulation)
-    if accumulation == 2:
-        unit.train_progress = InSteps()  # type: ignore[assignment]
-    loader = ech.Loader(DATA, 8, seed=1, accumulate=accumulation)
-    Saver.restore_from_latest(folder, unit, train_dataloader=loader)
-    torch.rand(3)
-    callbacks = [*([Hooks(on_train_step_end=_killed)] if killed else []), Saver(into or folder, **saves)]
-    with contextlib.suppress(KeyboardInterrupt):
-        ech.train(unit, loader, max_updates=updates, callbacks=callbacks)
-    return whole(unit.module)
-
-
-def _with_fewer_micro_batches(folder: Path, elsewhere: Path | None) -> dict[str, torch.Tensor]:
-    """Three updates of two micro-batches in an older version, then updates of one in this, in two runs."""
-    _counted(folder, 2, 6, layout="ddp", save_every_n_updates=2)
-    _counted(folder, 1, 4, layout="ddp", into=elsewhere, save_every_n_updates=1)
-    return _counted(elsewhere or folder, 1, 5, layout="ddp", save_every_n_updates=1)
-
-
-@pytest.mark.full
-def test_a_run_that_counted_micro_batches_goes_on_in_its_folder(ranks: Ranks, tmp_path: Path) -> None:
-    """What it called step 6 is update 3: the newest would be refused as ahead of the run."""
-    got = ranks(2, _with_fewer_micro_batches, tmp_path / "here", None)
-    wanted = ranks(2, _with_fewer_micro_batches, tmp_path / "there", tmp_path / "elsewhere")
-    assert [largest_difference(a, b) for a, b in zip(got, wanted, strict=True)] == [0, 0]
-    names = ["replaced-step-00000004", "replaced-step-00000006", *(f"step-{step:08d}" for step in (2, 3, 4, 5))]
-    assert sorted(path.name for path in (tmp_path / "here").glob("*step*")) == names
-    steps = [manifest.read(tmp_path / "here" / name)["config"]["data"]["accumulation"] for name in names]
-    assert steps == [2, 2, 2, 1, 1, 1]
-
-
-@pytest.mark.full
-def test_the_one_checkpoint_that_stays_is_the_one_that_is_counted_anew_with_its_own_streams(tmp_path: Path) -> None:
-    """It had the smaller number, and was removed as an older one; then the other was set aside, and nothing was left. And it
-    had what the script had drawn by then, so that the next run that began from it drew otherwise."""
-    keeps = {"save_every_n_updates": 2, "keep_last_n_checkpoints": 1}
-    _counted(tmp_path / "once", 2, 6, **keeps)
-    shutil.copytree(tmp_path / "once", tmp_path / "again")
-    _counted(tmp_path / "again", 1, 6, killed=True, **keeps)
-    assert {path.name for path in (tmp_path / "again").glob("*step*")} == {"replaced-step-00000006", "step-00000003"}
-    assert largest_difference(_counted(tmp_path / "again", 1, 6), _counted(tmp_path / "once", 1, 6)) == 0
 
 
 def test_a_run_that_takes_weights_only_sets_nothing_aside(tmp_path: Path) -> None:

@@ -48,7 +48,6 @@ class Progress:
         self.skipped: list[tuple[int, int]] = []
         self.latest_loss: float | None = None
         self.early_stopping: dict[str, list[float]] = {}
-        self._counts_steps_only = False
 
     def increment_step(self, *, updated: bool = False) -> None:
         """
@@ -85,13 +84,6 @@ class Progress:
         for name in _STEPS:
             setattr(self, name, getattr(self, name) * size // old)
 
-    def derive_updates(self, updates: int, size: int) -> None:
-        """Of a checkpoint from before updates were counted, whose unit has made so many, each of at most `size` steps."""
-        if self._counts_steps_only and updates:
-            self.num_updates_completed, self._counts_steps_only = updates, False
-            self.num_updates_completed_in_epoch = -(-self.num_steps_completed_in_epoch // size)
-            self.skipped = [(first // size, -(-stop // size)) for first, stop in self.skipped]
-
     def get_progress_string(self) -> str:
         return (
             f"completed epochs: {self.num_epochs_completed}, completed steps: {self.num_steps_completed}, "
@@ -99,7 +91,7 @@ class Progress:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        state = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        state = dict(vars(self))
         state["skipped"] = [list(each) for each in self.skipped]
         state["early_stopping"] = {name: list(seen) for name, seen in self.early_stopping.items()}
         return state
@@ -110,10 +102,8 @@ class Progress:
             CheckpointCorruptError: it is not what `state_dict` gives.
         """
         counts = {name: _whole(name, state_dict.get(name, 0)) for name in ("num_epochs_completed", *_STEPS)}
-        self._counts_steps_only = any(name not in state_dict for name in _UPDATES)  # a step is an update, unless a unit knows
-        for name in _UPDATES:
-            older = counts[name.replace("updates", "steps")]
-            counts[name] = older if self._counts_steps_only else _whole(name, state_dict[name])
+        for name in _UPDATES:  # of a progress without them, as another library's, a step is an update
+            counts[name] = _whole(name, state_dict.get(name, counts[name.replace("updates", "steps")]))
         skipped = state_dict.get("skipped", [])
         if not fits(skipped, [(int, int)]):
             raise CheckpointCorruptError(f"the skipped steps of a progress must be ranges, got {reprlib.repr(skipped)}.")

@@ -96,10 +96,6 @@ class Window:
         for guard in self.guards:
             guard.discard()
 
-    def derive_updates(self, progress: Progress) -> None:
-        """Count the updates of a restored run, if its checkpoint is older than their count."""
-        progress.derive_updates(self.updates, self._saved_size)
-
     def rescale(self, progress: Progress) -> None:
         """Count the steps of a restored run in micro-batches of today's size."""
         old, self._saved_size = self._saved_size, self.size

@@ -280,7 +280,6 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
 
     def restored(self) -> None:
         """After a checkpoint: steps are micro-batches, of which an update has another number if the accumulation changed."""
-        self.window.derive_updates(self.train_progress)
         if not self._takes_loaders:  # else once the loader is known
             self.window.rescale(self.train_progress)
         self._update.finite.forget()

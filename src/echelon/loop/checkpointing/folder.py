@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from echelon.checkpoint import commit, manifest
@@ -51,17 +50,15 @@ class RunFolder:
         restart: set checkpoints that are ahead of the run aside.
     Attributes:
         held: this run has the lease; the same on all ranks, though only rank 0 has it.
-        counts_anew: its owner calls `count_anew`.
         counts: what its numbers are.
     """
 
-    counts_anew, counts = True, "update"
+    counts = "update"
 
     def __init__(self, path: Location, keep: Keep, *, restart: bool) -> None:
         self._given, self.path, self.keep, self.restart = str(path), absolute(path), keep, restart
         self.held = False
         self._lease = Lease(self.path)
-        self._counted: set[str] = set()  # names of those that `count_anew` is about to set aside
 
     def take(self) -> None:
         """Hold the lease, and sweep up what a killed run left. Collective.
@@ -85,16 +82,13 @@ class RunFolder:
         self.held = False
         self._lease.release()
 
-    def take_over(self, unit: TrainedUnit, state: State) -> list[Location]:
+    def take_over(self, unit: TrainedUnit, state: State) -> None:
         """As `take`, at the beginning of a run: set aside what must not be there. Collective, once in a run.
 
         A run that is complete and saved has nothing to write: the folder may be read-only then.
-
-        Returns:
-            what is ahead of the run only because steps were smaller when it was saved: to be given to `count_anew`.
         """
         if self.held:
-            return []
+            return
         step, anew = self._now(unit), is_begun_anew(self.path)
         try:
             self.take()
@@ -104,31 +98,13 @@ class RunFolder:
                 raise
             logger.info("the run is complete, and its folder is left as it is: %s", error)
         restart = self.restart or anew
-        found = self._found()
-        source = next((saved for path, saved in found if self.counts_anew and str(path) == unit.restored_from), 0)
-        counted = [path for path, saved in found if step < saved <= source]
-        for path, saved in found:
-            if path in counted:
-                continue
+        for path, saved in self._found():
             # Another run's beginning is not this one's.
             if saved > step or (restart and step == 0):
                 self.meet_newer(path, step, restart)
         if anew:
             commit.on_rank0(note_begun, self.path)
             _begun.add(str(self.path))
-        return counted
-
-    def count_anew(self, counted: list[Location], step: int, save: Callable[[], object]) -> None:
-        """Save a run whose steps are larger now, under its present step, and only then set aside what has the old numbers."""
-        if not counted:
-            return
-        if self._is_saved(step):  # what was saved at this number was another step
-            commit.on_rank0(lambda: commit.set_aside(self.path / manifest.named(step), "replaced"))
-        self._counted = {path.name for path in counted}
-        save()
-        for path in counted:
-            commit.on_rank0(partial(commit.set_aside, path, "replaced"))
-        self._counted = set()
 
     def _now(self, unit: TrainedUnit) -> int:
         """Where a unit stands, counted as `_found` counts."""
@@ -174,7 +150,7 @@ class RunFolder:
             self._lease.refresh()
             if self.keep.count is None:
                 return
-            whole = {commit.step_of(p): p for p in commit.committed(self.path) if p.name not in self._counted}
+            whole = {commit.step_of(p): p for p in commit.committed(self.path)}
             if self.keep.spares_kept:
                 whole = {step: p for step, p in whole.items() if manifest.read(p).get("keep") is not None}
             metrics = {step: manifest.read(p).get("metrics", {}) for step, p in whole.items()} if self.keep.best else {}
@@ -191,7 +167,7 @@ class NamedFolder(RunFolder):
         now: where a unit stands, counted as `step_of` counts.
     """
 
-    counts_anew, counts = False, "step"
+    counts = "step"
 
     def __init__(
         self,

@@ -237,7 +237,7 @@ def train_as_saved(saved: Any, unit: Unit, path: Location, rename: Mapping[str, 
         rolls_back: the same run goes back to an earlier state, and freezes again what it has unfrozen since.
     """
     is_new = look_at_built(unit)
-    if saved is None or not (is_new or rolls_back):  # None: by an echelon that did not know
+    if saved is None or not (is_new or rolls_back):
         return
     built: _Built = vars(unit)["_built"]
     modules, now = unit.tracked_modules(), dict[str, nn.Parameter]()

@@ -112,7 +112,7 @@ class DistributedCheckpointSaver(Callback):
     def on_train_start(self, state: State, unit: TrainedUnit) -> None:
         if self._in_steps and state.train_state is not None:
             refuse_steps("DistributedCheckpointSaver", self._in_steps, OLDER, accumulation_of(unit, state.train_state.dataloader))
-        counted = self.folder.take_over(unit, state)
+        self.folder.take_over(unit, state)
         self._looked_at = self._began_at = _step(unit)
         if self.timetable is not None:
             self.timetable.begin()
@@ -120,7 +120,6 @@ class DistributedCheckpointSaver(Callback):
             self._frozen.begin(unit)
         for prepared in unit.prepared_modules().values():
             prepared.extras.keep()
-        self.folder.count_anew(counted, self._looked_at, lambda: self.save(state, unit))
 
     def on_train_step_end(self, state: State, unit: TrainedUnit) -> None:
         every, updates, before = self.every.updates, _step(unit), self._looked_at
