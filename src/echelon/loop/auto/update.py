@@ -20,6 +20,7 @@ batch weighs nothing, as where all labels are left out.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -154,6 +155,10 @@ class Update:
         """Before the passes of the first step of a run, whose window has no reference yet. Collective."""
         mine = 0.0 if unit.prepared.data.is_replica else float(micro_batch.weight)
         if unit.window.fixed or not self.joined:
+            if isinstance(
+                micro_batch.weight, torch.Tensor
+            ):  # it stays; workers that resume have rank 0's
+                mine = 2.0 ** round(math.log2(abs(mine) or 1.0))
             unit.window.estimate([mine])
             return
         seen = checksum_of_first(state.train_state, micro_batch.data) if mine else None
@@ -263,9 +268,9 @@ class Update:
             if clock.running is not None:
                 clock.running.enter(BACKWARD)
         assert window.reference is not None
-        is_whole = micro_batch.is_last and not self.joined and window.count == 1  # of the global batch
-        if is_whole and not window.fixed and type(weight) in (int, float) and weight > 0:
-            window.reference = float(weight)  # a hook sees its gradient as it is
+        if window.count == 1 and not (self.joined or window.fixed) and type(weight) in (int, float):
+            # Nothing of earlier windows decides; and of a whole global batch a hook sees the gradient as it is.
+            window.reference = float(weight if weight > 0 else 1) * (1 if micro_batch.is_last else window.size)
         scale = weight * prepared.data.averaged_over / window.reference
         scaled = loss if unit.grad_scaler is None else unit.grad_scaler.scale(loss)
         if scheduled and not loss.requires_grad:  # of another stage: it only counts, and has the scaler know its device

@@ -61,8 +61,6 @@ def take(
         "streams": unit.resumes_with or rng.states(),  # of one that has not trained since it was restored: as they were then
         "metrics": {name: share_of(metric) for name, metric in metrics.items()},
     }
-    if (reference := restoring.own_reference(unit)) is not None:
-        own["reference"] = {"window": reference}
     for name, prepared in unit.prepared_modules().items():
         for key, value in prepared.extras.state_dict().items():
             own.setdefault(key, {})[name] = value

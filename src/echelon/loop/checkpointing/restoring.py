@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -46,7 +45,7 @@ __all__ = ["BY_RANK", "chosen_of", "differs_by_rank", "read_on_beside", "restore
 logger = logging.getLogger(__name__)
 
 # Of what a rank writes for itself: what is not a layout's.
-_OWN = ("streams", "metrics", "others", "reference", "train_dataloader", "eval_dataloader", "predict_dataloader")
+_OWN = ("streams", "metrics", "others", "train_dataloader", "eval_dataloader", "predict_dataloader")
 
 
 def restore_first(
@@ -205,26 +204,6 @@ def _own(path: Location, manifest: dict[str, Any]) -> dict[str, Any] | None:
     return own
 
 
-def _trains_alone(unit: Unit) -> bool:
-    return getattr(getattr(unit, "prepared", None), "trains", None) == "alone"
-
-
-def own_reference(unit: Unit) -> float | None:
-    """What the updates of a worker that trains by itself are started with: its own latest weight; None of other units."""
-    found: float | None = unit.window.reference if _trains_alone(unit) else None  # type: ignore[attr-defined]
-    return found
-
-
-def _take_reference(path: Location, saved: Any, unit: Unit) -> None:
-    value = saved.get("window") if isinstance(saved, dict) else None
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise CheckpointCorruptError(
-            f"{path} holds a weight of a worker's latest update that is no number above 0.", path=str(path)
-        )
-    if _trains_alone(unit):
-        unit.window.reference = float(value)  # type: ignore[attr-defined]
-
-
 def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics: bool, by_rank: Any) -> None:
     """
     Args:
@@ -241,8 +220,6 @@ def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics
         others = unit.tracked_misc_statefuls()
         mine = [(others[name], state) for name, state in own.get("others", {}).items() if name in others]
         store.on_each(path, lambda: [each.load_state_dict(state) for each, state in mine])
-        if "reference" in own:
-            _take_reference(path, own["reference"], unit)
         for name, prepared in unit.prepared_modules().items():
             prepared.extras.load_state_dict({key: own[key][name] for key in own if key not in _OWN and name in own[key]})
     elif isinstance(unit, TrainedUnit):
