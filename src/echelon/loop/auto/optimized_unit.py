@@ -312,30 +312,16 @@ def _tell_of_memory(*, by_unit: bool) -> None:
 
 
 def _check_made(unit: str, made: Any) -> None:
-    """What `configure_optimizers_and_lr_scheduler` returned, if it is not what AutoUnit asks for; Lightning's forms by name."""
-    where = f"{unit}.configure_optimizers_and_lr_scheduler returned"
-    if not isinstance(made, tuple) or len(made) != 2:
-        keys = f" with {', '.join(map(repr, made))}" if isinstance(made, dict) else ""
+    """What `configure_optimizers_and_lr_scheduler` returned, if it is not what AutoUnit asks for, as Lightning's forms are not."""
+    is_pair = isinstance(made, tuple) and len(made) == 2
+    optimizer, scheduler = made if is_pair else (made, None)
+    can_step = scheduler is None or callable(getattr(scheduler, "step", None))
+    if not is_pair or not can_step or isinstance(optimizer, (list, tuple)):
+        shown = f"a pair of {type(optimizer).__name__} and {type(scheduler).__name__}" if is_pair else f"a {type(made).__name__}"
         raise LoopError(
-            f"{where} {type(made).__name__}{keys}. Return the pair (optimizer, scheduler or None); several optimizers, by "
-            "name, are returned by configure_optimizers_and_lr_schedulers."
-        )
-    optimizer, scheduler = made
-    for what, thing in (("optimizer", optimizer), ("scheduler", scheduler)):
-        if isinstance(thing, (list, tuple)):
-            raise LoopError(
-                f"{where} a {type(thing).__name__} in the {what}'s place. Return the pair of one optimizer and one scheduler or "
-                "None; for several optimizers write configure_optimizers_and_lr_schedulers and compute_losses."
-            )
-    if isinstance(scheduler, dict):
-        interval = "update" if scheduler.get("interval") == "step" else "epoch"
-        raise LoopError(
-            f"{where} Lightning's dict for a scheduler. Write\n    return optimizer, scheduler\nthere, and among AutoUnit's "
-            f"arguments options=echelon.UnitOptions(lr_interval={interval!r})."
-        )
-    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-        raise LoopError(
-            f"{where} a scheduler of type {type(scheduler).__name__}, which has no step(). For no scheduler return None."
+            f"{unit}.configure_optimizers_and_lr_scheduler must return the pair (optimizer, scheduler or None), got {shown}. "
+            "How often a scheduler steps is said by options=echelon.UnitOptions(lr_interval=...); several optimizers, by name, are "
+            "returned by configure_optimizers_and_lr_schedulers."
         )
 
 

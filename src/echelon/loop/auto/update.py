@@ -155,9 +155,7 @@ class Update:
         """Before the passes of the first step of a run, whose window has no reference yet. Collective."""
         mine = 0.0 if unit.prepared.data.is_replica else float(micro_batch.weight)
         if unit.window.fixed or not self.joined:
-            if isinstance(
-                micro_batch.weight, torch.Tensor
-            ):  # it stays; workers that resume have rank 0's
+            if isinstance(micro_batch.weight, torch.Tensor):  # it stays; workers that resume have rank 0's
                 mine = 2.0 ** round(math.log2(abs(mine) or 1.0))
             unit.window.estimate([mine])
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,7 +13,6 @@ from echelon.common.errors import LossError, OwnLoopError
 from echelon.common.numbers import number
 from echelon.data import workers
 from echelon.loop.auto.several import Turn
-from echelon.loop.own.loop_unit import LoopUnit
 from echelon.loop.samples import problem_with, summable
 from echelon.loop.state import State
 from echelon.parallel.gradients import clip
@@ -21,25 +20,6 @@ from echelon.parallel.prepared import NO_CONTEXT, MicroBatch
 from echelon.world.clock import Part, enter
 
 __all__ = ["OwnWindow"]
-
-
-class _Session(Protocol):
-    """What a window asks of the session that it belongs to; see `session.py`."""
-
-    unit: LoopUnit
-    batch: Any
-    accumulates: bool
-
-    @property
-    def state(self) -> State: ...
-
-    def enter(self, window: OwnWindow) -> None: ...
-
-    def goes_back(self) -> None: ...
-
-    def went_back(self) -> None: ...
-
-    def failed(self, error: BaseException) -> None: ...
 
 
 class OwnWindow:
@@ -54,7 +34,7 @@ class OwnWindow:
         update: which update of the run this batch is for, from 0.
     """
 
-    def __init__(self, session: _Session, weight: float | torch.Tensor | None) -> None:
+    def __init__(self, session: Any, weight: float | torch.Tensor | None) -> None:
         self._session, self._weight = session, weight
         self._micro_batch: MicroBatch[Any] | None = None
         self._contexts: tuple[AbstractContextManager[Any], ...] = ()
@@ -180,7 +160,8 @@ class OwnWindow:
             return None
         unit = self._session.unit
         if unit.several is not None:
-            return unit.several.clip(unit.several.asked(of), max_norm, norm_type)
+            norm: torch.Tensor | None = unit.several.clip(unit.several.asked(of), max_norm, norm_type)
+            return norm
         self._norm = unit.prepared.clip_grad_norm_(max_norm, norm_type)
         return self._norm
 

@@ -6,8 +6,7 @@ import functools
 import logging
 import types
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -74,10 +73,10 @@ class Session:
     # --- which session something belongs to
 
     def adopt(self, modules: Sequence[torch.nn.Module], copies: Sequence[torch.nn.Module], *objects: Any) -> None:
-        for module in modules:
-            _keep(self, module, (*modules, *objects))
-        for copy in copies:
-            _keep_for_copy(self, copy)
+        for each in (*modules, *objects):
+            vars(each)[_OF] = _Kept(self)
+        for copy in copies:  # which a later session may have as well, such as a teacher that another one has trained
+            vars(copy)[_OF_COPY] = _Kept(self)
 
     @staticmethod
     def of(thing: Any, asked_by: str) -> Session:
@@ -85,7 +84,7 @@ class Session:
         Raises:
             UsageError: `prepare` has not seen it.
         """
-        found: Session | None = kept_for(thing) or _kept_for_copy(thing)
+        found: Session | None = kept_for(thing) or kept_for(thing, _OF_COPY)
         if found is None:
             compiled = isinstance(thing, nn.Module) and kept_for(without_compile(thing)) is not None
             remedy = " Compile by prepare(compile=True), or compile the model that prepare is given." if compiled else ""
@@ -504,15 +503,14 @@ def knowing(original: Callable[..., Any], by: Callable[..., Any], bound_to: Any 
     return method
 
 
-# --- which session a model, an optimizer or a loader belongs to, as long as it lives
+# --- which session a model, an optimizer or a loader belongs to: an attribute says it, as long as the object lives
 
 
-# By what `prepare` has returned. A session holds all of that, so it must not be held here: they would stay for good.
-_sessions: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+_OF, _OF_COPY = "_echelon_session", "_echelon_session_of_copy"
 
 
 class _Kept:
-    """Keeps a session as long as its model; a copy of the model has none."""
+    """An attribute's session; a copy of the object has none."""
 
     def __init__(self, session: Any = None) -> None:
         self.session = session
@@ -524,28 +522,7 @@ class _Kept:
         return _Kept, ()
 
 
-def _keep(session: Any, module: nn.Module, things: Iterable[Any]) -> None:
-    """Remember the session by each of the things; it lives as long as the module does, at least."""
-    for each in things:
-        _sessions[each] = weakref.ref(session)
-    vars(module)["_echelon_session"] = _Kept(session)
-
-
-def _keep_for_copy(session: Any, copy: nn.Module) -> None:
-    """Of a copy that a session has, which a later one may have as well, such as a teacher that another session has trained."""
-    vars(copy)["_echelon_session_of_copy"] = _Kept(session)
-
-
-def _kept_for_copy(thing: Any) -> Any:
-    """The latest session that has it as a copy; None for what is none."""
-    kept = vars(thing).get("_echelon_session_of_copy") if isinstance(thing, nn.Module) else None
-    return None if kept is None else kept.session
-
-
-def kept_for(thing: Any) -> Any:
+def kept_for(thing: Any, name: str = _OF) -> Any:
     """The session, None for what belongs to none."""
-    try:
-        kept = _sessions.get(thing)
-    except TypeError:  # what has no weak references or hashes was not made by `prepare`
-        return None
-    return None if kept is None else kept()
+    kept = getattr(thing, "__dict__", {}).get(name)
+    return None if kept is None else kept.session
