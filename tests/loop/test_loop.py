@@ -467,13 +467,6 @@ def test_training_without_an_end_must_be_asked_for() -> None:
         assert unit.train_progress.num_steps_completed == 5
 
 
-class NoLoss(ech.AutoUnit[Any]):
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any: ...
-
-
-class NoStep(ech.TrainUnit[Any]): ...
-
-
 class OnlyTrains(ech.TrainUnit[int]):
     def train_step(self, state: ech.State, data: int) -> None: ...
 
@@ -492,9 +485,6 @@ WRONG: dict[str, tuple[type[EchelonError], Any]] = {
     "a number": (LoopError, lambda: ech.train(Plain(), 3, max_epochs=1)),  # type: ignore[arg-type]
     "a dict": (LoopError, lambda: ech.train(Plain(), {"a": LOADER, "b": LOADER}, max_epochs=1)),  # trained on the names
     "every zeroth step": (LoopError, lambda: ech.fit(Plain(), [1], [1], max_epochs=1, evaluate_every_n_updates=0)),
-    "no loss": (UnitError, lambda: NoLoss(module=net())),  # type: ignore[abstract]
-    "no step": (UnitError, lambda: NoStep()),  # type: ignore[abstract]
-    "nothing": (UnitError, lambda: type("Nothing", (ech.TrainUnit,), {})()),
     "no step of evaluate": (UnitError, lambda: ech.evaluate(OnlyTrains(), [1])),  # type: ignore[arg-type]
     "no step of fit": (UnitError, lambda: ech.fit(OnlyTrains(), [1], [1], max_epochs=1)),
     "no super().__init__()": (UnitError, lambda: ech.train(Forgets(), [1], max_epochs=1)),
@@ -502,7 +492,7 @@ WRONG: dict[str, tuple[type[EchelonError], Any]] = {
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_arguments_in_anothers_place_and_units_without_what_they_must_define_are_named(what: str) -> None:
+def test_arguments_in_anothers_place_are_named(what: str) -> None:
     kind, call = WRONG[what]
     with refused(kind):
         call()

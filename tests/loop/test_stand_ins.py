@@ -105,27 +105,6 @@ def test_nor_does_it_in_a_loop_of_ones_own(ranks: Ranks) -> None:
             torch.testing.assert_close(ours[name], value, rtol=1e-11, atol=1e-12, msg=name)
 
 
-class Rows(nn.Module):
-    """One value of a channel in each row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.all = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.all(x)
-        return out
-
-
-@pytest.mark.parametrize("own", [False, True])
-def test_batch_norm_of_one_sample_names_the_tail(own: bool) -> None:
-    loader = ech.Loader(_rows(), BATCH, shuffle=False)
-    with pytest.raises(ech.EchelonError) as caught:
-        own_loop(Rows(), loader, layout="none") if own else ech.train(Unit(module=Rows()), loader, max_epochs=1)
-    assert 'tail="drop"' in str(caught.value)
-
-
 def _metric_in_a_module() -> tuple[float, list[str]]:
     class Counts(Columns):
         def __init__(self) -> None:

@@ -197,7 +197,6 @@ def _steps() -> dict[str, tuple[str, str]]:
             "Looked has gradients that are sparse tensors",
         ),
         "Adafactor": (Regression(layout="fsdp", optimizer="Adafactor"), "Adafactor cannot step parameters that are split over"),
-        "LBFGS": (Regression(layout="fsdp", optimizer="LBFGS"), "the LBFGS needs a closure, which computes the loss again"),
         "LBFGS of several": (
             Own(split, torch.optim.LBFGS(split.parameters(), lr=0.1), closure=True),
             "LBFGS makes one vector of all parameters",

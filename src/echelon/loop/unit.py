@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_origin, get_type_hints
 
 import torch
 from torch import nn
 
 from echelon.checkpoint.layout import Stateful
 from echelon.common.arguments import check_hooks
-from echelon.common.errors import UnitError
 from echelon.loop.progress import Progress
 from echelon.parallel.names import Kind, kind_of, without_compile
 from echelon.parallel.prepared import Prepared
@@ -120,13 +118,6 @@ class Unit(AppStateMixin):
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         check_hooks(cls)
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        missing = sorted(getattr(cls, "__abstractmethods__", ()))
-        if missing:
-            named = ", ".join(f"{name}{inspect.signature(getattr(cls, name))}" for name in missing)
-            raise UnitError(f"{cls.__name__} must define {named}.")
-        return super().__new__(cls)
 
     def on_exception(self, state: State, exc: BaseException) -> None:
         """The run ends with this exception. No collective here: the other ranks may not have it."""

@@ -37,20 +37,16 @@ _HOOKS = [name for name in dir(Callback) if name.startswith("on_")]
 def check_unit(unit: Any, phase: str, entry: str, dataloader: Any) -> None:
     """
     Raises:
-        UnitError: what is no unit for this phase; or an argument in another's place, or a class in an object's.
+        UnitError: what is no unit for this phase, or a class in an object's place.
     """
     kind, name = KINDS[phase], type(unit).__name__
     if isinstance(unit, type):
         raise UnitError(f"the unit of {entry}() must be an object, got the class {unit.__name__}. Write {unit.__name__}(...).")
-    if not isinstance(unit, Unit) and isinstance(dataloader, Unit):
-        raise UnitError(f"{entry}({name}, {type(dataloader).__name__}): the unit comes first, then the loader.")
     if not isinstance(unit, kind) and (isinstance(unit, Unit) or not has_shape(unit, phase)):
         raise UnitError(f"the unit of {entry}() must inherit from {kind.__name__}, which has {phase}_step, got {name}.")
     if not isinstance(getattr(unit, f"{phase}_progress", None), Progress):
         remedy = "call super().__init__() in its __init__" if is_real(unit) else f"set its {phase}_progress = Progress()"
         raise UnitError(f"{name} has no {phase}_progress: {remedy}.")
-    if isinstance(dataloader, Unit):
-        raise UnitError(f"{entry}() was given two units and no loader: {name}, {type(dataloader).__name__}.")
     check_loader(dataloader, entry)
 
 
@@ -116,14 +112,10 @@ def callbacks_of(given: Iterable[Any] | None) -> list[Any]:
         raise LoopError(f"callbacks must be a list, got {name}. Write callbacks=[...].")
     found = list(given)
     for i, callback in enumerate(found):
-        if isinstance(callback, type):
+        if isinstance(callback, type) or not any(callable(getattr(callback, hook, None)) for hook in _HOOKS):
             raise LoopError(
-                f"callbacks[{i}] must be an object, got the class {callback.__name__}. Write {callback.__name__}(...)."
-            )
-        if not any(callable(getattr(callback, hook, None)) for hook in _HOOKS):
-            raise LoopError(
-                f"callbacks[{i}] must be a Callback, or have a hook of one such as on_train_step_end(state, unit), "
-                f"got {type(callback).__name__}."
+                f"callbacks[{i}] must be a Callback, or an object with a hook of one such as on_train_step_end(state, unit), "
+                f"got {f'the class {callback.__name__}' if isinstance(callback, type) else type(callback).__name__}."
             )
     return found
 

@@ -36,7 +36,7 @@ from echelon.parallel.recipe.compilation import Compile
 from echelon.parallel.recipe.float8 import Float8
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.strategy import Strategy
-from echelon.world import agree, clock
+from echelon.world import clock
 from echelon.world.clock import Part
 
 if TYPE_CHECKING:
@@ -312,8 +312,6 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         self.own_schedule = self.has_own_schedule()
         if self._plateau:
             _check_plateau(state)
-        elif self.window.updates == 0 and agree.is_rank0() and not self.own_schedule:
-            _tell_of_interval(self.lr_scheduler, self.lr_interval)
 
     def may_divide_batches(self) -> bool:
         own = ("train_step", "get_next_train_batch")
@@ -362,7 +360,7 @@ def _overrides(unit: object, base: type, name: str) -> bool:
     return name in vars(unit) or getattr(type(unit), name) is not getattr(base, name)
 
 
-# --- what is wrong with a schedule, and what is said of one
+# --- what is wrong with a schedule
 
 
 def _check_plateau(state: State) -> None:
@@ -370,15 +368,6 @@ def _check_plateau(state: State) -> None:
         raise LoopError(
             "ReduceLROnPlateau needs a number of evaluations, and this run has none. Give train(..., eval=loader), or override "
             "step_lr_scheduler and call self.lr_scheduler.step(metric) there."
-        )
-
-
-def _tell_of_interval(scheduler: Any, interval: str) -> None:
-    if scheduler is not None:
-        other = "epoch" if interval == "update" else "update"
-        logger.info(
-            "%s advances after every %s, in which its lengths count. UnitOptions(lr_interval=%r) takes it after every %s",
-            *(type(scheduler).__name__, interval, other, other),
         )
 
 

@@ -312,7 +312,7 @@ def _tell_of_memory(*, by_unit: bool) -> None:
 
 
 def _check_made(unit: str, made: Any) -> None:
-    """What `configure_optimizers_and_lr_scheduler` returned, if it is not what AutoUnit asks for, as Lightning's forms are not."""
+    """What `configure_optimizers_and_lr_scheduler` returned, if it is another form, such as Lightning's."""
     is_pair = isinstance(made, tuple) and len(made) == 2
     optimizer, scheduler = made if is_pair else (made, None)
     can_step = scheduler is None or callable(getattr(scheduler, "step", None))
@@ -320,7 +320,7 @@ def _check_made(unit: str, made: Any) -> None:
         shown = f"a pair of {type(optimizer).__name__} and {type(scheduler).__name__}" if is_pair else f"a {type(made).__name__}"
         raise LoopError(
             f"{unit}.configure_optimizers_and_lr_scheduler must return the pair (optimizer, scheduler or None), got {shown}. "
-            "How often a scheduler steps is said by options=echelon.UnitOptions(lr_interval=...); several optimizers, by name, are "
+            "When a scheduler steps is said by options=echelon.UnitOptions(lr_interval=...); several optimizers, by name, are "
             "returned by configure_optimizers_and_lr_schedulers."
         )
 
@@ -339,8 +339,6 @@ def _check_trainable(unit: Any, *, together: bool, has_layout: bool) -> None:
     Args:
         together: the ranks train one model, or there is one rank only.
     """
-    if not unit.training:
-        raise LoopError(f"{type(unit).__name__} was built with training=False, so it has no optimizer to train with.")
     if not together and not has_layout:
         raise LoopError(
             "layout must be given for several ranks; without one each would train its own model. Pass layout='ddp' or "

@@ -54,14 +54,6 @@ def check_holds(unit: PreparedUnit, optimizer: Any) -> None:
     if overrides().observes or not isinstance(optimizer, torch.optim.Optimizer):
         return
     what = f"{_before(unit)}the {type(optimizer).__name__}"
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise OptimizerError(
-            f"{what} needs a closure, which computes the loss again and again in one step, and "
-            f"{'a window' if is_own_loop(unit) else 'an AutoUnit'} computes it once. Write an echelon.TrainUnit, whose "
-            "train_step calls optimizer.step(closure), and whose module is "
-            "echelon.layouts.prepare_module(module, device, layout='ddp')."
-        )
     held = parameters_of(optimizer)
     problem = _stale(what, held)
     if problem is None:

@@ -100,8 +100,6 @@ class Several:
         self._loss: Any = None  # the sum of the passes of this micro-batch
         self._earlier: float = 0  # what the window's earlier micro-batches weigh on this rank
         self._weight: float = 0  # and this one
-        self.count = 0  # micro-batches so far in this window
-        self._ended = False  # the window has
         self.total: float | None = None  # what the window's global batch weighs, once the ranks have met
         self._witnesses: dict[Turn, nn.Parameter | None] = {}  # of whose gradients it is seen that the script changes them
         self._seen_versions: dict[Turn, int] = {}  # after the latest pass
@@ -153,13 +151,13 @@ class Several:
     # --- a micro-batch
 
     def begin(self, weight: float) -> None:
-        if self._ended:
+        if self._unit.window.count == 1:
             self.discard()
-        self._loss, self._weight, self.count = None, weight, self.count + 1
+        self._loss, self._weight = None, weight
 
     def discard(self) -> None:
-        """The micro-batches of an unfinished window are left out."""
-        self._loss, self._earlier, self._weight, self.total, self.count, self._ended = None, 0, 0, None, 0, False
+        """What is left of the window before, or of an unfinished one."""
+        self._loss, self._earlier, self._weight, self.total = None, 0, 0, None
         for turn in self.turns:
             turn.reset()
 
@@ -207,7 +205,7 @@ class Several:
 
     def keep(self, turn: Turn) -> None:
         """The step of an optimizer in a micro-batch that is not the window's last."""
-        if turn.times_kept == self.count:
+        if turn.times_kept == self._unit.window.count:
             raise _twice(turn)
         self._tell_of_change(turn)
         turn.times_kept += 1
@@ -219,12 +217,12 @@ class Several:
             return self.total != 0
         window, prepared = self._unit.window, self._unit.prepared
         assert isinstance(prepared, Networks) and window.reference is not None
-        if self.count > 1 and turn.stepped:
+        if window.count > 1 and turn.stepped:
             raise _twice(turn)
-        if turn.times_kept != self.count - 1:
+        if turn.times_kept != window.count - 1:
             raise LoopError(
                 f"step() of {turn} must be called in each batch of an update, got it in {turn.times_kept + 1} of "
-                f"{self.count}: it steps in the last one, and tells before which gradients are to be kept. Do not ask for "
+                f"{window.count}: it steps in the last one, and tells before which gradients are to be kept. Do not ask for "
                 "window.is_last before it; what happens in some updates only, choose by window.update, in a unit by "
                 "train_progress.num_updates_completed."
             )
@@ -357,7 +355,6 @@ class Several:
         Raises:
             UsageError: no optimizer has stepped, or one whose gradients were kept has not.
         """
-        self._ended = True
         missed = next((turn for turn in self.turns if turn.times_kept and not turn.stepped), None)
         stepped = any(turn.stepped for turn in self.turns)
         number = 0 if missed is None and stepped else len(self.turns) + 1

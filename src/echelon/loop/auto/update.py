@@ -191,7 +191,6 @@ class Update:
         Raises:
             UsageError: in the place of torch's error, which is its cause, if that says nothing of what is wrong.
         """
-        _explain_one_sample(error)
         for guard in unit.prepared.guards:
             if (said := guard.explain(error)) is not None:
                 raise said.with_traceback(error.__traceback__) from error  # whose line it is
@@ -514,17 +513,3 @@ class Update:
             self.finite.finish(window.updates, together=self.joined)
             if unit.swa_model is not None and agree.is_rank0():
                 unit.swa_model.warn_if_unused()
-
-
-def _explain_one_sample(error: BaseException) -> None:
-    """
-    Raises:
-        UsageError: in the place of torch's error, which is its cause: batch norm over one value.
-    """
-    if isinstance(error, ValueError) and "more than 1 value per channel" in str(error):
-        raise LoopError(
-            "batch norm must have more than one value per channel in training, got a batch of one sample on this rank, as at the "
-            'short end of an epoch. Leave that out by echelon.Loader(..., tail="drop") or a DataLoader\'s drop_last=True, choose '
-            "another global batch, or take statistics over all ranks: echelon.DDPStrategy(sync_batchnorm=True). torch says: "
-            f"{error}"
-        ) from error
