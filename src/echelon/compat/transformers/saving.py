@@ -11,12 +11,12 @@ from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.location import Location, absolute, location
 from echelon.checkpoint.policy import Keep
 from echelon.common.errors import CheckpointError, UsageError
+from echelon.compat.named_saver import NamedFolder, NamedSaver
 from echelon.compat.trainer.rank import kept, planned
 from echelon.loop.checkpointing import restoring
 from echelon.loop.checkpointing.changes import command_here
-from echelon.loop.checkpointing.folder import NamedFolder, is_begun_anew, left_alone
+from echelon.loop.checkpointing.folder import is_begun_anew, left_alone
 from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
-from echelon.loop.checkpointing.saver import NamedSaver
 
 __all__ = ["Saver", "newest", "ranks_that_share", "resume", "was_cut_short"]
 

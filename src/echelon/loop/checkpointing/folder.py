@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from echelon.checkpoint import commit, manifest
@@ -19,7 +18,7 @@ from echelon.world import agree
 if TYPE_CHECKING:
     from echelon.loop.state import State
 
-__all__ = ["NamedFolder", "RunFolder", "is_begun_anew", "left_alone"]
+__all__ = ["RunFolder", "is_begun_anew", "left_alone"]
 
 logger = logging.getLogger(__name__)
 
@@ -89,16 +88,16 @@ class RunFolder:
         """
         if self.held:
             return
-        step, anew = self._now(unit), is_begun_anew(self.path)
+        step, anew = self.now(unit), is_begun_anew(self.path)
         try:
             self.take()
         except CheckpointWriteError as error:
             here = state.train_state
-            if here is None or not here.is_complete(unit.train_progress) or not self._is_saved(step):
+            if here is None or not here.is_complete(unit.train_progress) or not self.is_saved(step):
                 raise
             logger.info("the run is complete, and its folder is left as it is: %s", error)
         restart = self.restart or anew
-        for path, saved in self._found():
+        for path, saved in self.found():
             # Another run's beginning is not this one's.
             if saved > step or (restart and step == 0):
                 self.meet_newer(path, step, restart)
@@ -106,15 +105,15 @@ class RunFolder:
             commit.on_rank0(note_begun, self.path)
             _begun.add(str(self.path))
 
-    def _now(self, unit: TrainedUnit) -> int:
-        """Where a unit stands, counted as `_found` counts."""
+    def now(self, unit: TrainedUnit) -> int:
+        """Where a unit stands, counted as `found` counts."""
         return unit.train_progress.num_updates_completed
 
-    def _found(self) -> list[tuple[Location, int]]:
+    def found(self) -> list[tuple[Location, int]]:
         """What is named like a checkpoint, and its step, newest first. Collective."""
         return [(path, commit.step_of(path)) for path in commit.candidates(self.path)]
 
-    def _is_saved(self, step: int) -> bool:
+    def is_saved(self, step: int) -> bool:
         return commit.is_saved(self.path, step)
 
     def meet_newer(self, path: Location, step: int, restart: bool) -> None:
@@ -157,45 +156,3 @@ class RunFolder:
             commit.retire(self.path, [whole[step].name for step in self.keep.to_delete(list(whole), metrics)])
         except Exception as error:  # the save itself is committed
             logger.error("%s is saved; older checkpoints could not be removed: %s", newest, error)
-
-
-class NamedFolder(RunFolder):
-    """A folder whose checkpoints have names of another library. Those that it wrote itself, without a manifest, are left alone.
-
-    Args:
-        step_of: the step that a name says; None if it is no name of a training's checkpoint.
-        now: where a unit stands, counted as `step_of` counts.
-    """
-
-    counts = "step"
-
-    def __init__(
-        self,
-        path: Location,
-        keep: Keep,
-        *,
-        restart: bool,
-        step_of: Callable[[str], int | None],
-        now: Callable[[TrainedUnit], int],
-    ) -> None:
-        super().__init__(path, keep, restart=restart)
-        self._step_of, self._stands_at = step_of, now
-
-    def _now(self, unit: TrainedUnit) -> int:
-        return self._stands_at(unit)
-
-    def named(self) -> list[tuple[str, int]]:
-        """Names and steps of those that have a manifest, newest first. Rank 0's view."""
-        names = [each.name for each in (self.path.iterdir() if self.path.is_dir() else ())]
-        found = [(name, step) for name in names if (step := self._step_of(name)) is not None]
-        found.sort(key=lambda each: each[1], reverse=True)
-        return [(name, step) for name, step in found if (self.path / name / manifest.MANIFEST).exists()]
-
-    def _found(self) -> list[tuple[Location, int]]:
-        return [(self.path / name, step) for name, step in commit.on_rank0(self.named, self.path)]
-
-    def _is_saved(self, step: int) -> bool:
-        def look() -> bool:
-            return any(manifest.is_whole(self.path / name) for name, saved in self.named() if saved == step)
-
-        return commit.on_rank0(look, self.path)

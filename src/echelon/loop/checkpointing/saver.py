@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
@@ -22,7 +22,7 @@ from echelon.common.errors import CheckpointError, CheckpointOptionError, Checkp
 from echelon.common.older_words import translated
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import contents, restoring
-from echelon.loop.checkpointing.folder import NamedFolder, RunFolder, left_alone
+from echelon.loop.checkpointing.folder import RunFolder, left_alone
 from echelon.loop.checkpointing.frozen import Frozen
 from echelon.loop.checkpointing.options import OLDER, RestoreOptions, SaveOptions, check_group
 from echelon.loop.records import monitored
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from echelon.loop.state import State
 
-__all__ = ["BestCheckpointConfig", "DistributedCheckpointSaver", "NamedSaver", "RestoreOptions", "Timetable"]
+__all__ = ["BestCheckpointConfig", "DistributedCheckpointSaver", "RestoreOptions", "Timetable"]
 
 logger = logging.getLogger(__name__)
 
@@ -443,48 +443,6 @@ class DistributedCheckpointSaver(Callback):
         if not ordered:
             logger.warning("no checkpoint in %s has a metric %r: nothing is restored", folder, metric_name)
         return restoring.restore_first(folder, ordered, unit, train_dataloader, options, fall_back)
-
-
-class NamedSaver(DistributedCheckpointSaver):
-    """The same under the names of another library, which says when: no interval is set, and `write` saves.
-
-    Args:
-        folder: that knows these names.
-        name_of: the step and the name of the checkpoint that is taken now, of a unit.
-    """
-
-    def __init__(
-        self,
-        folder: NamedFolder,
-        name_of: Callable[[Any], tuple[int, str]],
-        *,
-        async_checkpoint: bool = False,
-        options: SaveOptions | None = None,
-    ) -> None:
-        super().__init__(str(folder.path), async_checkpoint=async_checkpoint, options=options)
-        self.folder: RunFolder = folder
-        self._name_of = name_of
-        self._background = Background(folder.retire)
-
-    def place(self, unit: Any) -> tuple[int, str]:
-        return self._name_of(unit)
-
-    def write(self, state: State, unit: Any) -> bool:
-        """Save in the middle of a run, or begin to; if the storage fails, it goes on, and this is False. Collective."""
-        if self.async_checkpoint:
-            self.folder.take()
-        failures, before = self.failures, self._pending
-        self._save(state, unit)
-        return self._pending is not before if self.async_checkpoint else self.failures == failures
-
-    @contextlib.contextmanager
-    def ending(self, state: State) -> Iterator[None]:
-        """Context of the last save of a run, after which the folder is free again."""
-        try:
-            yield
-            self.look_after(state, wait=True)
-        finally:
-            self._release()
 
 
 def _ends_epoch(state: State, unit: TrainedUnit) -> bool:

@@ -16,6 +16,7 @@ from echelon.checkpoint.snapshot import Snapshot
 from echelon.checkpoint.store import Report
 from echelon.common.arguments import options_of
 from echelon.common.errors import NotHereError
+from echelon.compat.named_saver import NamedFolder, NamedSaver
 from echelon.compat.torchtnt.absent import instead
 from echelon.compat.torchtnt.framework.callbacks.base_checkpointer import BaseCheckpointer
 from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import KnobOptions
@@ -28,9 +29,8 @@ from echelon.compat.torchtnt.utils.checkpoint import (
     get_checkpoint_dirpaths,
 )
 from echelon.loop.checkpointing import contents, restoring
-from echelon.loop.checkpointing.folder import NamedFolder, left_alone
+from echelon.loop.checkpointing.folder import left_alone
 from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions, check_group
-from echelon.loop.checkpointing.saver import NamedSaver
 from echelon.loop.state import State
 from echelon.loop.unit import Unit
 from echelon.world import agree

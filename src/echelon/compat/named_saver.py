@@ -1,0 +1,105 @@
+"""Checkpoints under the names of another library, which says when and where: TorchTNT's and transformers' are saved so."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from echelon.checkpoint import commit, manifest
+from echelon.checkpoint.background import Background
+from echelon.checkpoint.location import Location
+from echelon.checkpoint.policy import Keep
+from echelon.loop.checkpointing.folder import RunFolder
+from echelon.loop.checkpointing.options import SaveOptions
+from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
+from echelon.loop.unit import TrainedUnit
+
+if TYPE_CHECKING:
+    from echelon.loop.state import State
+
+__all__ = ["NamedFolder", "NamedSaver"]
+
+
+class NamedFolder(RunFolder):
+    """A folder whose checkpoints have names of another library. Those that it wrote itself, without a manifest, are left alone.
+
+    Args:
+        step_of: the step that a name says; None if it is no name of a training's checkpoint.
+        now: where a unit stands, counted as `step_of` counts.
+    """
+
+    counts = "step"
+
+    def __init__(
+        self,
+        path: Location,
+        keep: Keep,
+        *,
+        restart: bool,
+        step_of: Callable[[str], int | None],
+        now: Callable[[TrainedUnit], int],
+    ) -> None:
+        super().__init__(path, keep, restart=restart)
+        self._step_of, self._stands_at = step_of, now
+
+    def now(self, unit: TrainedUnit) -> int:
+        return self._stands_at(unit)
+
+    def named(self) -> list[tuple[str, int]]:
+        """Names and steps of those that have a manifest, newest first. Rank 0's view."""
+        names = [each.name for each in (self.path.iterdir() if self.path.is_dir() else ())]
+        found = [(name, step) for name in names if (step := self._step_of(name)) is not None]
+        found.sort(key=lambda each: each[1], reverse=True)
+        return [(name, step) for name, step in found if (self.path / name / manifest.MANIFEST).exists()]
+
+    def found(self) -> list[tuple[Location, int]]:
+        return [(self.path / name, step) for name, step in commit.on_rank0(self.named, self.path)]
+
+    def is_saved(self, step: int) -> bool:
+        def look() -> bool:
+            return any(manifest.is_whole(self.path / name) for name, saved in self.named() if saved == step)
+
+        return commit.on_rank0(look, self.path)
+
+
+class NamedSaver(DistributedCheckpointSaver):
+    """The same under the names of another library, which says when: no interval is set, and `write` saves.
+
+    Args:
+        folder: that knows these names.
+        name_of: the step and the name of the checkpoint that is taken now, of a unit.
+    """
+
+    def __init__(
+        self,
+        folder: NamedFolder,
+        name_of: Callable[[Any], tuple[int, str]],
+        *,
+        async_checkpoint: bool = False,
+        options: SaveOptions | None = None,
+    ) -> None:
+        super().__init__(str(folder.path), async_checkpoint=async_checkpoint, options=options)
+        self.folder: RunFolder = folder
+        self._name_of = name_of
+        self._background = Background(folder.retire)
+
+    def place(self, unit: Any) -> tuple[int, str]:
+        return self._name_of(unit)
+
+    def write(self, state: State, unit: Any) -> bool:
+        """Save in the middle of a run, or begin to; if the storage fails, it goes on, and this is False. Collective."""
+        if self.async_checkpoint:
+            self.folder.take()
+        failures, before = self.failures, self._pending
+        self._save(state, unit)
+        return self._pending is not before if self.async_checkpoint else self.failures == failures
+
+    @contextlib.contextmanager
+    def ending(self, state: State) -> Iterator[None]:
+        """Context of the last save of a run, after which the folder is free again."""
+        try:
+            yield
+            self.look_after(state, wait=True)
+        finally:
+            self._release()
