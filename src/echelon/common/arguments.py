@@ -6,12 +6,13 @@ import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from functools import partial
 from typing import Any, TypeVar
 
 from echelon.common.errors import UnitError, UsageError, require
-from echelon.common.numbers import plain
+from echelon.common.numbers import number, plain, whole
 
-__all__ = ["check_hooks", "flags", "flags_of", "is_list", "is_path", "mapping", "options_of", "several"]
+__all__ = ["Given", "check_hooks", "flags", "flags_of", "is_list", "is_path", "mapping", "options_of", "several"]
 
 T = TypeVar("T")
 
@@ -63,6 +64,16 @@ def several(
     wrong = [each for each in items if not holds(each)]
     require(not wrong, name, what, wrong, kind=kind)
     return items
+
+
+class Given:
+    """The checks of what is given, with errors of one kind: `_given = Given(LoopError)`, then `_given.whole("skip", skip)`."""
+
+    def __init__(self, kind: type[UsageError]) -> None:
+        self.require = partial(require, kind=kind)
+        self.whole, self.number = partial(whole, kind=kind), partial(number, kind=kind)
+        self.flags, self.flags_of = partial(flags, kind=kind), partial(flags_of, kind=kind)
+        self.several = partial(several, kind=kind)
 
 
 def is_list(value: Any) -> bool:

@@ -17,14 +17,15 @@ from typing import Any, Literal
 import torch
 from torch.optim.swa_utils import SWALR, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from echelon.common.arguments import flags_of
-from echelon.common.errors import LoopError, require
-from echelon.common.numbers import number, whole
+from echelon.common.arguments import Given
+from echelon.common.errors import LoopError
 from echelon.parallel.names import plain_buffers
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.shards import local
 
 __all__ = ["AveragedWeights", "SWALRParams", "SWAParams", "swa_scheduler"]
+
+_given = Given(LoopError)
 
 logger = logging.getLogger(__name__)
 
@@ -45,18 +46,10 @@ class SWALRParams:
 
     def __post_init__(self) -> None:
         _whole(self, "anneal_steps_or_epochs", at_least=0)
-        require(
-            self.anneal_strategy in ("linear", "cos"),
-            "anneal_strategy",
-            "'linear' or 'cos'",
-            self.anneal_strategy,
-            kind=LoopError,
-        )
+        _given.require(self.anneal_strategy in ("linear", "cos"), "anneal_strategy", "'linear' or 'cos'", self.anneal_strategy)
         rates = self.swa_lrs if isinstance(self.swa_lrs, (list, tuple)) else [self.swa_lrs]
         for rate in rates:
-            number(
-                "swa_lrs", rate, "a rate of at least 0, or a list of these", lambda found: 0 <= found < math.inf, kind=LoopError
-            )
+            _given.number("swa_lrs", rate, "a rate of at least 0, or a list of these", lambda found: 0 <= found < math.inf)
 
 
 @dataclass(frozen=True)
@@ -87,26 +80,20 @@ class SWAParams:
     use_in_evaluation: bool = False
 
     def __post_init__(self) -> None:
-        flags_of(self, kind=LoopError)
+        _given.flags_of(self)
         _whole(self, "warmup_steps_or_epochs", at_least=0)
         _whole(self, "step_or_epoch_update_freq", at_least=1)
-        require(
-            self.averaging_method in ("ema", "swa"), "averaging_method", "'ema' or 'swa'", self.averaging_method, kind=LoopError
-        )
-        number("ema_decay", self.ema_decay, "between 0 and 1", lambda decay: 0 <= decay <= 1, kind=LoopError)
-        require(
-            isinstance(self.swalr_params, SWALRParams | None),
-            "swalr_params",
-            "SWALRParams(...) or None",
-            self.swalr_params,
-            kind=LoopError,
+        _given.require(self.averaging_method in ("ema", "swa"), "averaging_method", "'ema' or 'swa'", self.averaging_method)
+        _given.number("ema_decay", self.ema_decay, "between 0 and 1", lambda decay: 0 <= decay <= 1)
+        _given.require(
+            isinstance(self.swalr_params, SWALRParams | None), "swalr_params", "SWALRParams(...) or None", self.swalr_params
         )
         grows = self.use_lit and self.averaging_method != "ema"
-        require(not grows, "averaging_method", "'ema' if use_lit is set", self.averaging_method, kind=LoopError)
+        _given.require(not grows, "averaging_method", "'ema' if use_lit is set", self.averaging_method)
 
 
 def _whole(params: SWAParams | SWALRParams, name: str, *, at_least: int) -> None:
-    object.__setattr__(params, name, whole(name, getattr(params, name), at_least=at_least, kind=LoopError))
+    object.__setattr__(params, name, _given.whole(name, getattr(params, name), at_least=at_least))
 
 
 class AveragedWeights:
@@ -120,8 +107,8 @@ class AveragedWeights:
     keyed_by_name = True
 
     def __init__(self, prepared: Prepared[Any], params: SWAParams) -> None:
-        require(isinstance(prepared, Prepared), "prepared", "what a layout made of a module", prepared, kind=LoopError)
-        require(isinstance(params, SWAParams), "params", "SWAParams(...)", params, kind=LoopError)
+        _given.require(isinstance(prepared, Prepared), "prepared", "what a layout made of a module", prepared)
+        _given.require(isinstance(params, SWAParams), "params", "SWAParams(...)", params)
         self._prepared, self.params = prepared, params
         self.n_averaged = self.passed = 0
         self.applied_now = False

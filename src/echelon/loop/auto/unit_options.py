@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import torch
 
-from echelon.common.arguments import flags_of
-from echelon.common.errors import LoopError, require
-from echelon.common.numbers import number, plain, whole
+from echelon.common.arguments import Given
+from echelon.common.errors import LoopError
+from echelon.common.numbers import plain
 from echelon.common.older_words import translated, unknown
 from echelon.loop.auto.averaged import SWAParams
 from echelon.parallel.layouts import resolve
@@ -21,6 +21,8 @@ from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.strategy import Strategy
 
 __all__ = ["OLDER_WORDS", "AutoOptions", "BuiltAtFirstUse", "UnitOptions", "changes_of", "options_from"]
+
+_given = Given(LoopError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,28 +66,18 @@ class UnitOptions:
     training: bool = True
 
     def __post_init__(self) -> None:
-        flags_of(self, kind=LoopError)
+        _given.flags_of(self)
         is_device = isinstance(self.device, torch.device | None)
-        require(
-            is_device, "device", "a torch.device or None", self.device, "By default init_from_env() picks it.", kind=LoopError
-        )
-        require(self.lr_interval in ("update", "epoch"), "lr_interval", "'update' or 'epoch'", self.lr_interval, kind=LoopError)
+        _given.require(is_device, "device", "a torch.device or None", self.device, "By default init_from_env() picks it.")
+        _given.require(self.lr_interval in ("update", "epoch"), "lr_interval", "'update' or 'epoch'", self.lr_interval)
         is_name = self.lr_monitor is None or (isinstance(self.lr_monitor, str) and self.lr_monitor != "")
-        require(
-            is_name, "lr_monitor", "the name of a number, or None for the loss of evaluations", self.lr_monitor, kind=LoopError
-        )
+        _given.require(is_name, "lr_monitor", "the name of a number, or None for the loss of evaluations", self.lr_monitor)
         _limit("clip_grad_value", self.clip_grad_value)
-        require(
-            isinstance(self.averaging, SWAParams | None), "averaging", "SWAParams(...) or None", self.averaging, kind=LoopError
-        )
-        require(self.deterministic in (None, "bitwise"), "deterministic", "'bitwise' or None", self.deterministic, kind=LoopError)
+        _given.require(isinstance(self.averaging, SWAParams | None), "averaging", "SWAParams(...) or None", self.averaging)
+        _given.require(self.deterministic in (None, "bitwise"), "deterministic", "'bitwise' or None", self.deterministic)
         if self.stop_after_nonfinite_losses is not None:
-            whole(
-                "stop_after_nonfinite_losses",
-                self.stop_after_nonfinite_losses,
-                at_least=1,
-                or_none="to go on regardless",
-                kind=LoopError,
+            _given.whole(
+                "stop_after_nonfinite_losses", self.stop_after_nonfinite_losses, at_least=1, or_none="to go on regardless"
             )
 
 
@@ -103,7 +95,7 @@ class AutoOptions(UnitOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.accumulate is not None:
-            whole("accumulate", self.accumulate, at_least=1, or_none="for the loader's", kind=LoopError)
+            _given.whole("accumulate", self.accumulate, at_least=1, or_none="for the loader's")
         _limit("clip_grad_norm", self.clip_grad_norm)
         object.__setattr__(self, "compile", TorchCompileParams.of(self.compile, "compile"))
         object.__setattr__(self, "recompute", ActivationCheckpointParams.of(self.recompute, "recompute"))
@@ -113,7 +105,7 @@ class AutoOptions(UnitOptions):
 
 def _limit(name: str, value: Any) -> None:
     if value is not None:
-        number(name, value, "above 0, or None for no clipping", lambda most: most > 0, kind=LoopError)
+        _given.number(name, value, "above 0, or None for no clipping", lambda most: most > 0)
 
 
 _NESTED = tuple(field.name for field in fields(UnitOptions))
@@ -143,7 +135,7 @@ def options_from(function: str, options: UnitOptions | None, older: Mapping[str,
     Raises:
         UsageError: a name that it does not know; two values for one thing.
     """
-    require(isinstance(options, UnitOptions | None), "options", "UnitOptions(...) or None", options, kind=LoopError)
+    _given.require(isinstance(options, UnitOptions | None), "options", "UnitOptions(...) or None", options)
     for name in older:
         if name in _NESTED and name not in _MOVED:
             raise unknown(function, name, (), f"Write options=UnitOptions({name}=...).")
@@ -158,7 +150,7 @@ def changes_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """`Trainer(unit_options=...)` by the names of AutoOptions: arguments of AutoUnit and of UnitOptions, and older ones."""
     found = {name: value for name, value in given.items() if name in (*_OWN, *_NESTED, "ema")}
     options, older = given.get("options"), {name: value for name, value in given.items() if name not in (*found, "options")}
-    require(isinstance(options, UnitOptions | None), "options", "UnitOptions(...) or None", options, kind=LoopError)
+    _given.require(isinstance(options, UnitOptions | None), "options", "UnitOptions(...) or None", options)
     if options is not None:
         found = {**{field.name: getattr(options, field.name) for field in fields(options)}, **found}
     known = (*_OWN, "ema", "options", *_NESTED)
@@ -183,13 +175,7 @@ def _with_averages(words: dict[str, Any]) -> dict[str, Any]:
     if words.get("averaging") is not None:
         raise LoopError("ema and averaging both say which averages of the weights to keep. Give one of them.")
     if not isinstance(ema, SWAParams):
-        number(
-            "ema",
-            ema,
-            "a decay from 0 to below 1, such as 0.999, or SWAParams(...)",
-            lambda decay: 0 <= decay < 1,
-            kind=LoopError,
-        )
+        _given.number("ema", ema, "a decay from 0 to below 1, such as 0.999, or SWAParams(...)", lambda decay: 0 <= decay < 1)
         # From the first update on, with a smaller decay at first: an average of few is not to remember the beginning.
         ema = SWAParams(0, 1, averaging_method="ema", ema_decay=float(plain(ema)), use_lit=True, use_in_evaluation=True)
     return {**words, "averaging": ema}

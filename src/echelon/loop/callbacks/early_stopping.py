@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from echelon.common.arguments import flags
-from echelon.common.errors import CallbackError, UsageError, require
-from echelon.common.numbers import number, whole
+from echelon.common.arguments import Given
+from echelon.common.errors import CallbackError, UsageError
 from echelon.loop.callback import Callback
 from echelon.loop.records import monitored
 from echelon.loop.records.monitored import Unknown, mode_of
 from echelon.loop.state import State
 
 __all__ = ["EarlyStopping"]
+
+_given = Given(CallbackError)
 
 
 class EarlyStopping(Callback):
@@ -52,16 +53,10 @@ class EarlyStopping(Callback):
         patience: int | None = None,
         min_delta: float | None = None,
     ) -> None:
-        require(interval in ("step", "epoch"), "interval", "'step' or 'epoch'", interval, kind=CallbackError)
-        require(phase in ("train", "eval", None), "phase", "'train' or 'eval'", phase, kind=CallbackError)
+        _given.require(interval in ("step", "epoch"), "interval", "'step' or 'epoch'", interval)
+        _given.require(phase in ("train", "eval", None), "phase", "'train' or 'eval'", phase)
         is_name = isinstance(monitored_attr, str) and monitored_attr != ""
-        require(
-            is_name,
-            "monitored_attr",
-            "the name of a number that is logged, or of an attribute",
-            monitored_attr,
-            kind=CallbackError,
-        )
+        _given.require(is_name, "monitored_attr", "the name of a number that is logged, or of an attribute", monitored_attr)
         self.remembers = early_stop_checker is None
         if early_stop_checker is None:
             mode = mode_of(monitored_attr, mode)
@@ -73,24 +68,16 @@ class EarlyStopping(Callback):
             phase = "train" if phase is None and interval == "step" else phase
         else:
             decides = callable(getattr(early_stop_checker, "check", None))
-            require(
-                decides,
-                "early_stop_checker",
-                "an EarlyStopChecker, or none with mode=... and patience=...",
-                early_stop_checker,
-                kind=CallbackError,
+            _given.require(
+                decides, "early_stop_checker", "an EarlyStopChecker, or none with mode=... and patience=...", early_stop_checker
             )
             given = {"mode": mode, "patience": patience, "min_delta": min_delta}
             twice = [name for name, value in given.items() if value is not None]
-            require(
-                not twice,
-                "early_stop_checker",
-                f"left out with {', '.join(twice)}, which it has itself",
-                early_stop_checker,
-                kind=CallbackError,
+            _given.require(
+                not twice, "early_stop_checker", f"left out with {', '.join(twice)}, which it has itself", early_stop_checker
             )
             phase = phase or "train"
-        interval_freq = whole("interval_freq", interval_freq, at_least=1, kind=CallbackError)
+        interval_freq = _given.whole("interval_freq", interval_freq, at_least=1)
         self.monitored_attr, self.checker = monitored_attr, early_stop_checker
         self.interval, self.phase, self.interval_freq = interval, phase, interval_freq
         self.may_stop = interval == "step" and phase == "train"
@@ -183,14 +170,14 @@ class EarlyStopChecker:
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
     ) -> None:
-        require(mode in ("min", "max"), "mode", "'min' or 'max'", mode, kind=CallbackError)
-        require(threshold_mode in ("abs", "rel"), "threshold_mode", "'abs' or 'rel'", threshold_mode, kind=CallbackError)
-        patience = whole("patience", patience, at_least=0, kind=CallbackError)
-        number("min_delta", min_delta, "a number of at least 0", lambda delta: delta >= 0, kind=CallbackError)
-        flags(check_finite=check_finite, kind=CallbackError)
+        _given.require(mode in ("min", "max"), "mode", "'min' or 'max'", mode)
+        _given.require(threshold_mode in ("abs", "rel"), "threshold_mode", "'abs' or 'rel'", threshold_mode)
+        patience = _given.whole("patience", patience, at_least=0)
+        _given.number("min_delta", min_delta, "a number of at least 0", lambda delta: delta >= 0)
+        _given.flags(check_finite=check_finite)
         for name, threshold in (("stopping_threshold", stopping_threshold), ("divergence_threshold", divergence_threshold)):
             if threshold is not None:
-                number(name, threshold, "a number or None", kind=CallbackError)
+                _given.number(name, threshold, "a number or None")
         self.mode, self.patience, self.min_delta, self.check_finite = mode, patience, min_delta, check_finite
         self.threshold_mode = threshold_mode
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold

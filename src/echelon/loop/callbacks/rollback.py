@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from echelon.checkpoint import commit
-from echelon.common.errors import CallbackError, CheckpointOptionError, DivergedError, require
-from echelon.common.numbers import number, whole
+from echelon.common.arguments import Given
+from echelon.common.errors import CallbackError, CheckpointOptionError, DivergedError
 from echelon.data.loader import Loader
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import restoring
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from echelon.loop.state import State
 
 __all__ = ["RollBack"]
+
+_given = Given(CallbackError)
 
 logger = logging.getLogger(__name__)
 
@@ -68,19 +70,13 @@ class RollBack(Callback):
         at_most: int = 3,
         watch: Callable[[State, Any], float] | None = None,
     ) -> None:
-        require(
-            hasattr(saver, "settle") and not isinstance(saver, type),
-            "saver",
-            "a DistributedCheckpointSaver",
-            saver,
-            kind=CallbackError,
-        )
-        history = whole("history", history, at_least=_ENOUGH, kind=CallbackError)
-        skip = whole("skip", skip, at_least=1, kind=CallbackError)
-        at_most = whole("at_most", at_most, at_least=1, kind=CallbackError)
+        _given.require(hasattr(saver, "settle") and not isinstance(saver, type), "saver", "a DistributedCheckpointSaver", saver)
+        history = _given.whole("history", history, at_least=_ENOUGH)
+        skip = _given.whole("skip", skip, at_least=1)
+        at_most = _given.whole("at_most", at_most, at_least=1)
         if deviations is not None:
-            number("deviations", deviations, "above 0, or None", lambda found: found > 0, kind=CallbackError)
-        require(watch is None or callable(watch), "watch", "a function of (state, unit), or None", watch, kind=CallbackError)
+            _given.number("deviations", deviations, "above 0, or None", lambda found: found > 0)
+        _given.require(watch is None or callable(watch), "watch", "a function of (state, unit), or None", watch)
         self.saver, self.deviations, self.skip, self.at_most, self.watch = saver, deviations, skip, at_most, watch
         self._losses: deque[tuple[int, float]] = deque(maxlen=history)
         self._limit, self._limit_is_good_for = math.inf, 0

@@ -10,9 +10,8 @@ from typing import Any, Literal
 
 from echelon.checkpoint.location import location
 from echelon.checkpoint.policy import BestCheckpointConfig, Keep
-from echelon.common.arguments import flags_of, options_of
-from echelon.common.errors import CheckpointOptionError, UsageError, require
-from echelon.common.numbers import whole
+from echelon.common.arguments import Given, options_of
+from echelon.common.errors import CheckpointOptionError, UsageError
 from echelon.contracts.overrides import overrides
 from echelon.launcher.job import parse_duration
 from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions
@@ -21,6 +20,8 @@ from echelon.loop.records.monitored import mode_of
 from echelon.loop.unit import TrainedUnit
 
 __all__ = ["Checkpoints", "saver_of", "take_up"]
+
+_given = Given(CheckpointOptionError)
 
 _EVERY_S, _SHARE = 600.0, 0.05  # by default
 
@@ -59,18 +60,16 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         location(self.folder, "folder")
-        flags_of(self, kind=CheckpointOptionError)
+        _given.flags_of(self)
         options_of(SaveOptions, "save_options", self.save_options, kind=CheckpointOptionError)
         options_of(RestoreOptions, "restore_options", self.restore_options, kind=CheckpointOptionError)
         if self.keep is not None:
-            object.__setattr__(self, "keep", whole("keep", self.keep, at_least=1, or_none="for all", kind=CheckpointOptionError))
+            object.__setattr__(self, "keep", _given.whole("keep", self.keep, at_least=1, or_none="for all"))
         if isinstance(self.every, str):
             self._seconds()
         elif self.every is not None:
             object.__setattr__(
-                self,
-                "every",
-                whole("every", self.every, at_least=1, or_none="for about every ten minutes", kind=CheckpointOptionError),
+                self, "every", _given.whole("every", self.every, at_least=1, or_none="for about every ten minutes")
             )
         self._best()
 
@@ -90,7 +89,7 @@ class Checkpoints:
             return None
         name, mode = (self.best, None) if isinstance(self.best, str) else tuple(self.best) if _is_pair(self.best) else ("", None)
         wanted = "the name of a number, or a pair of it and 'min' or 'max'"
-        require(isinstance(name, str) and name != "", "best", wanted, self.best, kind=CheckpointOptionError)
+        _given.require(isinstance(name, str) and name != "", "best", wanted, self.best)
         if (found := mode_of(name, mode, kind=CheckpointOptionError)) is None:
             raise CheckpointOptionError(
                 f"best must be a pair such as ({name!r}, 'max'), got {self.best!r}, which does not say what is better."
@@ -137,13 +136,7 @@ def saver_of(checkpoints: Any, *, own_loop: bool = False) -> DistributedCheckpoi
     if isinstance(checkpoints, Checkpoints):
         return checkpoints.saver(own_loop=own_loop)
     is_folder = isinstance(checkpoints, (str, os.PathLike)) and str(checkpoints) != ""
-    require(
-        is_folder,
-        "checkpoints",
-        "a folder, a Checkpoints(folder, ...) or a DistributedCheckpointSaver",
-        checkpoints,
-        kind=CheckpointOptionError,
-    )
+    _given.require(is_folder, "checkpoints", "a folder, a Checkpoints(folder, ...) or a DistributedCheckpointSaver", checkpoints)
     return Checkpoints(checkpoints).saver(own_loop=own_loop)
 
 

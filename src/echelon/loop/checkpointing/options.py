@@ -8,12 +8,13 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from echelon.common.arguments import flags_of, several
-from echelon.common.errors import CheckpointOptionError, require
-from echelon.common.numbers import whole
+from echelon.common.arguments import Given
+from echelon.common.errors import CheckpointOptionError
 from echelon.common.older_words import translated
 
 __all__ = ["OLDER", "RestoreOptions", "SaveOptions", "check_group"]
+
+_given = Given(CheckpointOptionError)
 
 # Arguments of a saver that counted micro-batches, and those of today.
 OLDER = {"save_every_n_train_steps": "save_every_n_updates", "keep_every_n_train_steps": "keep_every_n_updates"}
@@ -48,11 +49,11 @@ class SaveOptions:
             own = {"keep_every_n_updates": self.keep_every_n_updates}
             for name, value in translated("SaveOptions", self.in_steps, OLDER, own).items():
                 object.__setattr__(self, name, value)
-        flags_of(self, kind=CheckpointOptionError)
-        require(self.on_busy in ("wait", "skip"), "on_busy", "'wait' or 'skip'", self.on_busy, kind=CheckpointOptionError)
-        whole("tolerated_failures", self.tolerated_failures, at_least=0, kind=CheckpointOptionError)
+        _given.flags_of(self)
+        _given.require(self.on_busy in ("wait", "skip"), "on_busy", "'wait' or 'skip'", self.on_busy)
+        _given.whole("tolerated_failures", self.tolerated_failures, at_least=0)
         if self.keep_every_n_updates is not None:
-            whole("keep_every_n_updates", self.keep_every_n_updates, at_least=1, or_none="for none", kind=CheckpointOptionError)
+            _given.whole("keep_every_n_updates", self.keep_every_n_updates, at_least=1, or_none="for none")
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,11 @@ class RestoreOptions:
     show_changes: bool = True
 
     def __post_init__(self) -> None:
-        flags_of(self, kind=CheckpointOptionError)
-        names = several(
-            "allow_changes", self.allow_changes, "a list of names", lambda name: isinstance(name, str), kind=CheckpointOptionError
-        )
+        _given.flags_of(self)
+        names = _given.several("allow_changes", self.allow_changes, "a list of names", lambda name: isinstance(name, str))
         object.__setattr__(self, "allow_changes", names)
         renames = isinstance(self.rename, Mapping) and all(isinstance(name, str) for pair in self.rename.items() for name in pair)
-        require(renames, "rename", "a dict from names in the checkpoint to names here", self.rename, kind=CheckpointOptionError)
+        _given.require(renames, "rename", "a dict from names in the checkpoint to names here", self.rename)
 
     @classmethod
     def weights_only(cls, *, strict: bool = True) -> RestoreOptions:
@@ -107,7 +106,7 @@ def check_group(process_group: dist.ProcessGroup | None) -> None:
     if process_group is None:
         return
     is_group = isinstance(process_group, dist.ProcessGroup) or process_group == dist.GroupMember.NON_GROUP_MEMBER
-    require(is_group, "process_group", "None or a group of all ranks", process_group, kind=CheckpointOptionError)
+    _given.require(is_group, "process_group", "None or a group of all ranks", process_group)
     size, all_ranks = dist.get_world_size(process_group), dist.get_world_size()
     if size != all_ranks:
         raise CheckpointOptionError(f"process_group must be None or a group of all {all_ranks} ranks, got one of {max(size, 0)}.")
