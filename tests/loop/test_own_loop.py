@@ -526,12 +526,6 @@ def _strange_model() -> None:
         pass
 
 
-def _searched() -> None:
-    model, _, _, loader = _parts()
-    model, _, loader = ech.prepare(model, torch.optim.LBFGS(model.parameters()), loader)
-    next(iter(loader))
-
-
 def _sampled(size: int, sampler: Any = None) -> Any:
     model, optimizer, *_ = _parts()
     return ech.prepare(model, optimizer, DataLoader(DATA, size, sampler=sampler))
@@ -570,7 +564,6 @@ CALLS: dict[str, Callable[[], Any]] = {
     "must have a model and an optimizer.* write an EvalUnit": _given("optimizer", "loader"),
     "that of an optimizer among the objects": _given("model", "optimizer", "another's scheduler", "loader"),
     "each parameter must be in one optimizer": _given("model", "optimizer", "a second optimizer", "loader"),
-    "a window computes it once. Write an echelon.TrainUnit": _searched,
     "must have the training loader.* into its dataset": _given("model", "optimizer"),
     "got int": _given("model", "optimizer", "loader", "a number"),
 }

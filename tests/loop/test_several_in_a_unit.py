@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import echelon as ech
-from echelon.common.errors import LayoutError, RanksDisagreeError, UnitError, UsageError
+from echelon.common.errors import LayoutError, RanksDisagreeError, UsageError
 from echelon.contracts.events import read_lines
 from echelon.contracts.overrides import Overrides, impose
 from tests.conftest import Ranks
@@ -354,7 +354,7 @@ def test_losses_of_one_graph_are_told_to_be_yielded_together_and_one_optimizers_
     with pytest.raises(RuntimeError) as caught:
         ech.train(SharedGraph(module=mlp(4, 2), layout="none"), _loader(), max_updates=1)
     assert "the sum of both losses" in caught.value.__notes__[0]
-    with refused(UnitError):
+    with pytest.raises(TypeError, match="configure_optimizers_and_lr_scheduler"):
         Neither(module=networks())  # type: ignore[abstract]
 
 

@@ -87,8 +87,7 @@ def train(
             continues from the newest there. Or a DistributedCheckpointSaver.
         callbacks: called in order.
         timer: times the waits for data ("train.next(data_iter)"; where the unit moves batches, reading and moving by themselves,
-            too), the unit's steps, all hooks of unit and callbacks, and within `fit` the same of evaluations; on top of the
-            durations that are always kept in `state.train_state.iteration_timer`.
+            too), the unit's steps, all hooks of unit and callbacks, and within `fit` the same of evaluations.
         older: `max_steps` and `max_steps_per_epoch`, which counted micro-batches.
     Returns:
         the latest numbers of this call over all ranks, by their names in metrics.jsonl: "loss", what `state.log` was given, and

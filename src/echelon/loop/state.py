@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum, auto
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from echelon.common.errors import LoopError, require
@@ -24,7 +21,7 @@ if TYPE_CHECKING:
     from echelon.loop.records.record import Recorder
     from echelon.observe.sinks.progress import Notes
 
-__all__ = ["ActivePhase", "EntryPoint", "IterationTimer", "PhaseState", "State", "TimerProtocol", "step_under_way"]
+__all__ = ["ActivePhase", "EntryPoint", "PhaseState", "State", "TimerProtocol", "step_under_way"]
 
 
 class EntryPoint(Enum):
@@ -58,35 +55,6 @@ class TimerProtocol(Protocol):
     """What may be passed as `timer`: it times named stages."""
 
     def time(self, action_name: str) -> AbstractContextManager[Any]: ...
-
-
-class Series(deque[float]):
-    """The latest durations, oldest first. Slices are lists."""
-
-    def __getitem__(self, at: Any) -> Any:
-        return list(self)[at] if isinstance(at, slice) else super().__getitem__(at)
-
-
-class IterationTimer:
-    """Durations of the latest iterations in seconds, by name. Bounded, so that a long run does not grow."""
-
-    def __init__(self, keep: int = 5000) -> None:
-        self.recorded_durations: dict[str, Any] = defaultdict(partial(Series, maxlen=keep))
-
-    def series(self, name: str) -> Any:
-        """The durations under a name, made when first asked for; append to it to record one."""
-        return self.recorded_durations[name]
-
-    @contextlib.contextmanager
-    def time(self, action_name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.series(action_name).append(time.perf_counter() - start)
-
-    def reset(self) -> None:
-        self.recorded_durations.clear()
 
 
 @dataclass
@@ -125,7 +93,6 @@ class PhaseState:
         evaluate_every_n_updates, evaluate_every_n_steps, evaluate_every_n_epochs: of training, and within `fit` the same in both
             phases' states.
         step_output: what the step returned, between the step and the end of `on_*_step_end`.
-        iteration_timer: durations "<phase>_iteration_time" and "data_wait_time".
         step: the batch under way, or the latest: whether it is the epoch's last, whether it is padding.
         feed: the loop's iterator over the present epoch.
     """
@@ -138,7 +105,6 @@ class PhaseState:
     max_steps: int | None = None
     max_steps_per_epoch: int | None = None
     step_output: Any = None
-    iteration_timer: Any = None
 
     evaluate_every_n_updates, evaluate_every_n_steps, evaluate_every_n_epochs = _EveryN(), _EveryN(), _EveryN()
 
@@ -168,7 +134,6 @@ class PhaseState:
         self.evaluate_every_n_steps = evaluate_every_n_steps
         self.evaluate_every_n_epochs = evaluate_every_n_epochs
         self.step_output = None
-        self.iteration_timer = IterationTimer()
         self.step: Step[Any] = NO_STEP
         self.feed: Feed | None = None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -60,8 +59,6 @@ class Steps:
         self.cuts = None if stage.trains or state.alone else agreements.CutShort(state, together=meets)
         self.given_up = False
         self.left_out = 0  # micro-batches of an update that is left out
-        timer = stage.here.iteration_timer
-        self.waits, self.durations = timer.series("data_wait_time"), timer.series(f"{phase}_iteration_time")
         # For whoever watches this rank: updates that were made, and micro-batches of the next; steps of an evaluation.
         self.trained, self.within = (stage.progress, Progress()) if stage.trains else (_trained(stage.unit), stage.progress)
 
@@ -86,7 +83,7 @@ class Steps:
         state, inner, hooks, here, progress = stage.state, stage.inner, stage.hooks, stage.here, stage.progress
         trains, before_step = stage.trains, hooks.next_end + hooks.step_start
         evaluate, next_start, within = self.between.evaluate, hooks.next_start, self.within
-        waits, durations, now, running, at = self.waits, self.durations, time.perf_counter, clock.running, pulse.at
+        running, at = clock.running, pulse.at
         (fetching, stepping, _), (in_data, in_step), trained = _BEATS[trains], _PARTS[trains], self.trained
         meets, most, per_epoch, enough = self.between != Between(), here.max_updates, here.updates_per_epoch, False
         pulse.begin()
@@ -95,7 +92,6 @@ class Steps:
             at(fetching, trained.num_updates_completed, within.num_steps_completed_in_epoch)
             if running is not None:
                 running.enter(in_data)
-            start = now()
             try:
                 if fetch is not None:
                     data = fetch()
@@ -109,9 +105,7 @@ class Steps:
             if progress.skipped and trains and progress.skips:
                 self._leave_out(data, progress)
                 continue
-            fetched = now()
             at(stepping, trained.num_updates_completed, within.num_steps_completed_in_epoch)
-            waits.append(fetched - start)
             if before_step:
                 stage.call(before_step)
             if running is not None:
@@ -127,7 +121,6 @@ class Steps:
             elif trains:
                 within.num_steps_completed_in_epoch += 1
             evaluates = evaluate is not None and evaluation_after_step(here, progress, updated=updated)
-            durations.append(now() - fetched)
             if running is not None:
                 running.step_ended(progress.num_updates_completed)
             if meets or hooks.step_end:  # looked up here: a loop of one's own has hooks from its first update on

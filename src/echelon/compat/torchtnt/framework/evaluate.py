@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from echelon.compat.torchtnt.framework.runs import told
+from echelon.compat.torchtnt.framework.runs import told, with_durations
 from echelon.loop import run
 
 __all__ = ["evaluate"]
@@ -22,4 +22,4 @@ def evaluate(
     """As `echelon.evaluate`."""
     limits = {"max_steps_per_epoch": max_steps_per_epoch}
     with told("evaluate", eval_unit, ("eval",), timer, **limits):
-        run.evaluate(eval_unit, eval_dataloader, callbacks=callbacks, timer=timer, **limits)
+        run.evaluate(eval_unit, eval_dataloader, callbacks=with_durations(callbacks), timer=timer, **limits)

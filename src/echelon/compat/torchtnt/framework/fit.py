@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from echelon.common.errors import UnitError
-from echelon.compat.torchtnt.framework.runs import told
+from echelon.compat.torchtnt.framework.runs import told, with_durations
 from echelon.loop import run
 from echelon.loop.state import PhaseState
 from echelon.loop.unit import EvalUnit, TrainUnit
@@ -60,4 +60,4 @@ def fit(
             evaluate_every_n_epochs=evaluate_every_n_epochs or None,
         )
         eval_state = PhaseState(dataloader=eval_dataloader, max_steps_per_epoch=max_eval_steps_per_epoch)
-        run.run_training(unit, train_state, eval_state, callbacks, timer)
+        run.run_training(unit, train_state, eval_state, with_durations(callbacks), timer)

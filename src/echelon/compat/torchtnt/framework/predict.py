@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from echelon.compat.torchtnt.framework.runs import told
+from echelon.compat.torchtnt.framework.runs import told, with_durations
 from echelon.loop import run
 
 __all__ = ["predict"]
@@ -22,4 +22,4 @@ def predict(
     """As `echelon.predict`."""
     limits = {"max_steps_per_epoch": max_steps_per_epoch}
     with told("predict", predict_unit, ("predict",), timer, **limits):
-        run.predict(predict_unit, predict_dataloader, callbacks=callbacks, timer=timer, **limits)
+        run.predict(predict_unit, predict_dataloader, callbacks=with_durations(callbacks), timer=timer, **limits)

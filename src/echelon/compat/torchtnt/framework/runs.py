@@ -7,12 +7,18 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from echelon.compat.torchtnt.framework.durations import Durations
 from echelon.compat.torchtnt.framework.mocks import gives_batches
 from echelon.compat.torchtnt.framework.state import check_limits
 from echelon.compat.torchtnt.utils.timer import get_timer_summary
 from echelon.loop.progress import Progress
+from echelon.loop.validate import callbacks_of
 
-__all__ = ["told"]
+__all__ = ["told", "with_durations"]
+
+
+def with_durations(callbacks: Any) -> list[Any]:
+    return [Durations(), *callbacks_of(callbacks)]
 
 
 @contextlib.contextmanager

@@ -40,6 +40,8 @@ def check_limits(**limits: Any) -> None:
 class PhaseState(state.PhaseState, metaclass=_Core):
     """As echelon's; an evaluation after every 0 steps or epochs is never."""
 
+    iteration_timer: Any = None
+
     def __init__(
         self,
         *,
