@@ -92,6 +92,19 @@ def test_a_rank_without_a_sample_gets_padding_and_equal_length() -> None:
     assert all(loader.pads for loader in loaders)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_tail_that_is_filled_leaves_no_rank_without_a_sample(accumulate: int) -> None:
+    """Of lengths with no tail, one that is too short, and one that is long enough."""
+    for length in range(24, 32):
+        options = [ech.data.LoaderOptions(dp=(r, 3)) for r in range(3)]
+        loaders = [ech.Loader(Numbers(length), 12, shuffle=False, accumulate=accumulate, options=each) for each in options]
+        for loader in loaders:
+            loader.fills_tail = True
+        batches = [_batches(loader) for loader in loaders]
+        assert all(len(each) > 0 for rank in batches for each in rank)
+        assert [i for each in zip(*batches, strict=True) for rank in each for i in rank] == list(range(length))
+
+
 @given(at=st.integers(0, 5), epoch=st.integers(0, 3))
 def test_a_restored_loader_goes_on_where_the_saved_one_stood(at: int, epoch: int) -> None:
     """In the middle of a global batch on as many ranks, between two on any."""

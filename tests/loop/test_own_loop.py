@@ -190,12 +190,31 @@ def test_a_data_loader_is_shared_by_the_ranks(ranks: Ranks) -> None:
     assert ranks(2, _loaded, "distributed") == [([0, 1, 2, 3, 8, 9, 10, 11], 2), ([4, 5, 6, 7, 12, 13, 14, 15], 2)]
 
 
-def _evaluated(layout: str, rows: int) -> float:
-    model, optimizer, _, loader = _parts()
-    held_out = TensorDataset(*batch(rows, 2))
-    model, optimizer, loader, held_out = ech.prepare(model, optimizer, loader, DataLoader(held_out, 3), layout=layout)
+class _Moved(nn.Module):
+    """Moves its input by a buffer, which a training step makes another on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("by", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.by += ech.rank() + 1
+        return x + self.by
+
+
+def _evaluated(layout: str, rows: int, batch_size: int, own: bool = False) -> float:
+    model = nn.Sequential(_Moved(), net()).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loader, held_out = DataLoader(DATA, 4), DataLoader(TensorDataset(*batch(rows, 2)), batch_size)
+    model, optimizer, loader, held_out = ech.prepare(model, optimizer, loader, held_out, layout=layout)
+    for x, y in loader:
+        with ech.window(model) as window:
+            window.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
     mean = ech.Mean()
-    with ech.evaluating(model):
+    with torch.no_grad() if own else ech.evaluating(model):
+        model.eval()
         for x, y in held_out:
             mean.update(nn.functional.mse_loss(model(x), y), len(x))
     return mean.compute()
@@ -210,18 +229,19 @@ def _only_prepared(layout: str, rows: int, global_batch: int, said: str = "") ->
 
 def test_an_evaluation_that_the_ranks_cannot_divide_is_refused_by_prepare(ranks: Ranks) -> None:
     """It was when the loader was iterated over, after the first epoch."""
-    ranks(2, _only_prepared, "fsdp", 9, 4, "must have a sample for each rank")
+    ranks(2, _only_prepared, "fsdp", 9, 2, "must have a sample for each rank")
     ranks(2, _only_prepared, "ddp", 9, 3, "global_batch 3 cannot be divided by 2 ranks")
-    for layout, rows in (("ddp", 9), ("fsdp", 10)):
+    for layout, rows in (("ddp", 9), ("fsdp", 9)):
         ranks(2, _only_prepared, layout, rows, 4)
 
 
 def test_an_evaluation_counts_each_sample_once(ranks: Ranks) -> None:
-    for rows in (8, 9):
-        one = _evaluated("none", rows)
-        for layout in ("ddp", "fsdp"):
-            if (layout, rows) != ("fsdp", 9):
-                assert ranks(2, _evaluated, layout, rows) == pytest.approx([one, one], rel=1e-12)
+    """Also where the last batch has one sample: it gets one of the batch before it, if that has enough; else a rank has none."""
+    for rows, size in ((8, 4), (9, 4), (9, 2)):
+        one = pytest.approx([_evaluated("none", rows, size)] * 2, rel=1e-12)
+        for layout, own in (("ddp", False), ("ddp", True), ("fsdp", False)):
+            if (layout, size) != ("fsdp", 2):
+                assert ranks(2, _evaluated, layout, rows, size, own) == one
 
 
 # --- resumption and stops

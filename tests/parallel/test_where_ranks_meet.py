@@ -93,7 +93,7 @@ REASONS = {
     "test_of_the_last_update_they_are_told_at_the_end": "SameCalls.settle",
     "test_other_numbers_of_batches_are_told_to_all": "Window._compare_batches",
     "test_other_shapes_are_refused_on_all_ranks": "_rows",
-    "test_ranks_have_the_same_buffers_when_training_has_ended": "DDPPrepared.end_training",
+    "test_ranks_have_the_same_buffers_when_training_has_ended": "DDPPrepared.before_evaluation",
     "test_ranks_of_the_same_samples_are_told_of_other_rows": "ParallelPrepared._compare",
     "test_ranks_that_call_other_blocks_are_told_before_the_update": "SameCalls._compare",
     "test_ranks_that_each_train_a_model_of_their_own_are_told": "_warn_of_own_models",

@@ -102,6 +102,7 @@ class Loader(BaseLoader):
         self.keeps_seed = True  # False: nobody has said one
         self._check_length()
         self.multiple = 1  # samples that are too few for one more time so many are left out
+        self.fills_tail = False  # with samples of the batch before it, which an evaluation, but no training, may do
         self.worker_init_fn: Callable[[int], Any] | None = None  # of a torch DataLoader that this one stands for
         self.start = 0  # the micro-batch at which the next iteration begins; only `seek` and `load_state_dict` set it
         self.position = 0
@@ -147,6 +148,18 @@ class Loader(BaseLoader):
         return whole + (1 if rest else 0)
 
     @property
+    def whole_batches(self) -> int:
+        """How many global batches are whole: all, but perhaps the last, or the last two."""
+        return self.samples // self.global_batch - (1 if self._moved else 0)
+
+    @property
+    def _moved(self) -> int:
+        """Samples that the last global batch has of the one before it, so that each micro-batch of both holds one."""
+        rest, least = self.samples % self.global_batch, self.dp[1] * self.accumulation
+        lacks = least - rest if self.fills_tail and 0 < rest < least else 0
+        return lacks if self.samples > self.global_batch >= least + lacks else 0
+
+    @property
     def pads(self) -> bool:
         """Whether the last global batch is too short for every micro-batch of every rank to hold a sample."""
         return 0 < self._tail_samples < self.dp[1] * self.accumulation
@@ -158,7 +171,7 @@ class Loader(BaseLoader):
 
     @property
     def _tail_samples(self) -> int:
-        return self.samples % self.global_batch
+        return self.samples % self.global_batch + self._moved
 
     def __len__(self) -> int:
         return self.global_batches * self.accumulation
@@ -188,10 +201,11 @@ class Loader(BaseLoader):
     def positions_of(self, micro: int, dp_rank: int) -> tuple[int, int]:
         """The positions, from and to, of a micro-batch of one data-parallel rank; an empty range if it is padding."""
         batch, m = divmod(micro, self.accumulation)
-        start = batch * self.global_batch
-        count = min(self.global_batch, self.samples - start)
+        start, stop = batch * self.global_batch, min((batch + 1) * self.global_batch, self.samples)
+        if batch >= self.whole_batches and (moved := self._moved):
+            start, stop = (start, stop - moved) if batch == self.whole_batches else (start - moved, stop)
         # Micro-batch by micro-batch over the ranks, so that a short batch leaves late micro-batches empty, not a rank.
-        low, high = share(count, m * self.dp[1] + dp_rank, self.accumulation * self.dp[1])
+        low, high = share(stop - start, m * self.dp[1] + dp_rank, self.accumulation * self.dp[1])
         return start + low, start + high
 
     def __iter__(self) -> Iterator[Any]:
@@ -312,7 +326,7 @@ class _Shares:
         return self._last - self._first
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        loader, whole = self._loader, self._loader.samples // self._loader.global_batch * self._loader.accumulation
+        loader, whole = self._loader, self._loader.whole_batches * self._loader.accumulation
         for begin in range(self._first, min(whole, self._last), _AT_ONCE):
             yield from self._whole(begin, min(begin + _AT_ONCE, whole, self._last))
         for micro in range(max(self._first, whole), self._last):

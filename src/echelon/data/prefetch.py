@@ -83,7 +83,7 @@ def _sizes(loader: Any, start: int) -> tuple[int | None, float, Callable[[int], 
         usual = loader.global_batch // (loader.dp[1] * loader.accumulation)
         if isinstance(loader, StreamLoader):  # whose last batches may be shorter
             return usual, math.inf, _unknown
-        alike = loader.samples // loader.global_batch * loader.accumulation - start
+        alike = loader.whole_batches * loader.accumulation - start
         return usual, alike, partial(_of_tail, loader, start)
     if isinstance(loader, Replayed):
         loader = loader.loader

@@ -96,7 +96,7 @@ class Networks(Prepared[nn.Module]):
         """Whatever `last` says: an optimizer's gradients are averaged by `average_`, and a shard's in every pass."""
         for part in self.parts:
             if isinstance(part, DDPPrepared):
-                part.before_evaluation()  # rank 0's buffers are sent with the next forward pass
+                part.parameters_written()  # rank 0's buffers are sent with the next forward pass
         return combined(*(part.accumulate(part.form.kind != "own") for part in self.parts))
 
     def before_backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
@@ -130,9 +130,9 @@ class Networks(Prepared[nn.Module]):
         for part in self.parts:
             part.parameters_written()
 
-    def before_evaluation(self) -> None:
-        for part in self.parts:
-            part.before_evaluation()
+    def before_evaluation(self) -> bool:
+        in_step = [part.before_evaluation() for part in self.parts]
+        return any(in_step)
 
     def end_training(self) -> None:
         for part in self.parts:

@@ -189,7 +189,7 @@ class Prepared(Generic[M]):
 
     Attributes:
         module: what the user calls; may be a wrapper.
-        forward_is_collective: every rank must call the module equally often, also to evaluate.
+        forward_is_collective: every rank must call the module equally often.
         form: of its parameters.
         data: which share of every global batch this rank works on, and over which ranks gradients are averaged.
         trains: "together", micro-batch by micro-batch; "scheduled": `forward_backward_window` takes those of an update at once,
@@ -364,8 +364,13 @@ class Prepared(Generic[M]):
     def parameters_written(self) -> None:
         """After writing into parameters otherwise than by a step: forget what was gathered; UsageError if that cannot be."""
 
-    def before_evaluation(self) -> None:
-        """The ranks are about to evaluate, in step if `forward_is_collective`: they do so with the same buffers."""
+    def before_evaluation(self) -> bool:
+        """The ranks are about to evaluate: they do so with the same buffers. Collective.
+
+        Returns:
+            whether `forward_is_collective` in eval mode and without gradients, too.
+        """
+        return self.forward_is_collective
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that the norm of the whole model's gradient is at most `max_norm`. Collective over the ranks

@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 _TOO_FEW = (
     "an evaluation loader's last batch must have a sample for each rank, since every rank must call the model under this "
     "layout, got fewer. "
-    "Choose another batch size, or drop the last batch."
+    "Iterate in eval mode and without gradients, as in `with echelon.evaluating(model):`, choose another batch size, or drop the "
+    "last batch."
 )
 
 
@@ -86,16 +87,26 @@ class EvaluationBatches(_Batches):
         self._is_read_beside = False  # an iteration that began with gradients, so in the middle of training, is under way
         self._at: tuple[int, int] | None = None  # epoch and position of such a one, at the end of the latest window
         self._saved: dict[str, Any] | None = None  # where it stood in a run that was restored
-        self._check()
+        self._check(gradients=False, trains=False)
 
-    def _check(self) -> None:
-        """On all ranks, before any of them waits for another in the model."""
+    def _check(self, gradients: bool, trains: bool) -> bool:
+        """On all ranks, before any of them waits for another in the model.
+
+        Args:
+            gradients, trains: how the model is called.
+        Returns:
+            whether each rank must call it as often as the others.
+        """
         if isinstance(self.loader, Loader):
+            self.loader.fills_tail = not (gradients and trains)
             self.loader.take_length()
         if isinstance(self.loader, BaseLoader):
             _ = self.loader.dp  # which says so if the ranks cannot divide its batches
-        if self._unit.forward_is_collective and getattr(self.loader, "pads", False):
+        prepared = self._unit.prepared
+        in_step = prepared.forward_is_collective and (gradients or trains or prepared.before_evaluation())
+        if in_step and getattr(self.loader, "pads", False):
             raise OwnLoopError(_TOO_FEW)
+        return in_step
 
     @staticmethod
     def _divided(loader: Any, unit: LoopUnit, number: int) -> Any:
@@ -111,8 +122,8 @@ class EvaluationBatches(_Batches):
         return loader
 
     def __iter__(self) -> Iterator[Any]:
-        unit, together = self._unit, self._unit.forward_is_collective
-        self._check()  # its dataset may have changed
+        unit = self._unit
+        in_step = self._check(torch.is_grad_enabled(), unit.module.training)  # its dataset may have changed
         self._begin()
         samples = samples_by_batch(self.loader)
         if isinstance(self.loader, Loader) and self.loader.samples < self.loader.dp[1]:
@@ -123,7 +134,7 @@ class EvaluationBatches(_Batches):
                     unit.evaluated = batch = copy_data_to_device(batch, unit.device)
                     unit.samples_given, unit.has_evaluated = samples(number), True
                     yield batch
-                elif together:  # of a loader that cannot tell before
+                elif in_step:  # of a loader that cannot tell before
                     raise OwnLoopError(_TOO_FEW)
         finally:
             unit.evaluated = unit.samples_given = None

@@ -297,22 +297,25 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
 
     @property
     def forward_is_collective(self) -> bool:  # type: ignore[override]
-        """Before a forward, rank 0's buffers go to all, in evaluations too."""
+        """Before a forward, rank 0's buffers go to all."""
         return bool(self.module.broadcast_buffers) and any(True for _ in self.module.buffers())
 
-    def before_evaluation(self) -> None:
-        # torch sends none after a forward pass that only accumulated: in the middle of a window each rank would have its own.
-        self.module.require_forward_param_sync = True
+    def before_evaluation(self) -> bool:
+        """Sends what the next forward pass would send, so that none without gradients does."""
+        group, ignored = self.module.process_group, self.module.parameters_to_ignore
+        for name, buffer in self.module.module.named_buffers() if self.forward_is_collective else ():
+            if name not in ignored:
+                dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
+        self.module.require_forward_param_sync = False
+        return False
 
     def end_training(self) -> None:
         super().end_training()
         self.before_evaluation()
-        group = self.module.process_group
-        for buffer in self.module.buffers() if self.forward_is_collective else ():  # as a forward pass would send them
-            dist.broadcast(buffer, dist.get_global_rank(group, 0), group=group)
 
     def parameters_written(self) -> None:
-        self.before_evaluation()  # averages have taken the place of the buffers, too
+        # Averages have taken the place of the buffers, too. torch sends none after a forward pass that only accumulated.
+        self.module.require_forward_param_sync = True
 
     def fix_order(self) -> None:
         super().fix_order()

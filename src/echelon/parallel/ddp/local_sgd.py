@@ -362,8 +362,9 @@ class WorkerPrepared(Prepared[Worker]):
     def end_training(self) -> None:
         self.module.meet()
 
-    def before_evaluation(self) -> None:
+    def before_evaluation(self) -> bool:
         self.module.show_common()
+        return False
 
     def fix_order(self) -> None:
         raise OptimizerError(

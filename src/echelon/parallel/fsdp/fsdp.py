@@ -170,9 +170,9 @@ class FSDPPrepared(Prepared[nn.Module]):
             reshard(self.module)
             self.guards.append(SameCalls(self.module, reduces=not self._order_is_fixed))
 
-    def before_evaluation(self) -> None:
-        super().before_evaluation()
+    def before_evaluation(self) -> bool:
         self._compare_calls()
+        return super().before_evaluation()
 
     def end_training(self) -> None:
         super().end_training()
