@@ -42,6 +42,11 @@ def test_repeated_blocks_are_sharded_and_single_layers_are_not() -> None:
     assert [name for name, _ in blocks_to_shard(nested)] == ["1.0", "1.1"]  # outermost
     lists = nn.ModuleList(nn.ModuleList(net().blocks) for _ in range(2))  # stages of blocks, as in a funnel
     assert [name for name, _ in blocks_to_shard(lists)] == ["0.0", "0.1", "1.0", "1.1"]
+    pairs = [nn.ModuleList([nn.Sequential(nn.Linear(2, 2)), net(), nn.Linear(2, 2)]) for _ in range(2)]  # a layer is a list
+    assert [name for name, _ in blocks_to_shard(nn.ModuleList(pairs))] == ["0.0", "0.1", "1.0", "1.1"]
+    layer = net()
+    twice = nn.ModuleList(nn.ModuleList([layer, net()]) for _ in range(2))
+    assert [name for name, _ in blocks_to_shard(twice)] == ["0.0", "0.1", "1.1"]
 
 
 def _chosen_blocks(blocks: Any) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,32 +14,44 @@ from echelon.parallel.names import names_of_each
 __all__ = ["blocks_by_policy", "blocks_to_shard", "chosen_blocks", "without_shared"]
 
 Blocks = list[tuple[str, nn.Module]]
+_LISTS = (nn.ModuleList, nn.ModuleDict)  # which nobody calls
 
 
 def blocks_to_shard(module: nn.Module) -> Blocks:
-    """The repeated blocks of a model: children of a ModuleList, ModuleDict or Sequential that share a class, outermost first,
-    and are no lists themselves, which nobody calls.
+    """The repeated blocks of a model: children of a ModuleList, ModuleDict or Sequential that share a class, outermost first.
+    Lists in it, which nobody calls, count as what is in them: a layer may be a list of its attention and its MLP.
 
     Sharding layer by layer would cost a collective each; sharding only the root would gather the whole model at once.
     """
     blocks: Blocks = []
+    seen: set[nn.Module] = set()  # one that is registered in several places stands at the first
 
     def visit(name: str, parent: nn.Module) -> None:
-        children = [(f"{name}.{n}" if name else n, c) for n, c in parent.named_children()]
-        if isinstance(parent, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            kinds = [type(c) for _, c in children]
-            for child_name, child in children:
-                own = any(True for _ in child.parameters()) and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
-                if own and kinds.count(type(child)) > 1 and any(True for _ in child.children()):
-                    blocks.append((child_name, child))
-                else:
-                    visit(child_name, child)
-            return
-        for child_name, child in children:
-            visit(child_name, child)
+        children: Blocks = []
+        for within, child in _called(name, parent):
+            if child not in seen:
+                seen.add(child)
+                children.append((within, child))
+        kinds = [type(child) for _, child in children if isinstance(parent, (*_LISTS, nn.Sequential))]
+        for within, child in children:
+            repeats = kinds.count(type(child)) > 1 and any(True for _ in child.parameters())
+            if repeats and any(True for _ in child.children()):
+                blocks.append((within, child))
+            else:
+                visit(within, child)
 
     visit("", module)
     return blocks
+
+
+def _called(name: str, parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Its children, and in place of those that are lists theirs."""
+    for child_name, child in parent.named_children():
+        within = f"{name}.{child_name}" if name else child_name
+        if isinstance(child, _LISTS) and isinstance(parent, (*_LISTS, nn.Sequential)):
+            yield from _called(within, child)
+        else:
+            yield within, child
 
 
 def chosen_blocks(module: nn.Module, chosen: Iterable[str | type[nn.Module]], option: str) -> Blocks:
