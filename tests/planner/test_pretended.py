@@ -80,6 +80,18 @@ def test_views_of_a_copied_module_are_no_memory_of_their_own() -> None:
                 assert f"{torch.arange(3).max()}" == "2"
 
 
+def test_data_may_be_a_tensor_that_has_memory() -> None:
+    """As where a constructor draws a weight and puts it into a layer: `self.conv.weight.data = q`."""
+    q = torch.linalg.qr(torch.randn(4, 4))[0].t()
+    with pretended_world(2) as mode:
+        layer = nn.Linear(4, 4)
+        without_values(layer, mode)
+        layer.weight.data = q
+        assert layer.weight.stride() == q.stride()
+        with mode:
+            assert layer(torch.randn(2, 4)).shape == (2, 4)
+
+
 def test_what_ranks_are_asked_for_later_is_what_this_one_says() -> None:
     """A tensor without values would be read as 1: as if some rank had raised."""
     with pretended_world(4) as mode, mode:

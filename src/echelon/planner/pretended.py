@@ -162,6 +162,9 @@ def _formatted(tensor: torch.Tensor, how: str) -> str:
 
 def _set_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """`tensor.data = other`, which would make a plain meta tensor of it."""
+    if not isinstance(other, FakeTensor):
+        with tensor.fake_mode:  # type: ignore[attr-defined]
+            other = torch.empty_strided(other.shape, other.stride(), dtype=other.dtype)
     with torch.no_grad():
         tensor.set_(other.detach())  # type: ignore[call-overload]
 
