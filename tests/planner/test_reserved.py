@@ -111,3 +111,17 @@ def test_a_reduction_of_shards_is_allocated_in_a_stream_of_its_own() -> None:
         result = trace.result()
         trace.close()
     assert again.nbytes == 32 * MIB and result.reserved == result.peak == 96 * MIB
+
+
+@pytest.mark.parametrize(("options", "made"), [({}, 4), ({"fused": True}, 0), ({"foreach": False}, 3)])
+def test_an_optimizer_steps_all_parameters_together_where_it_would_on_a_gpu(options: dict[str, bool], made: int) -> None:
+    with pretended_world(2) as mode, stand_ins(mode, gpus=1), mode, Trace() as trace:
+        parameters = [nn.Parameter(torch.zeros(MIB // 4)) for _ in range(4)]
+        optimizer = torch.optim.AdamW(parameters, **options)
+        trace.watch(nn.ParameterList(parameters), [optimizer])
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        peak, read = trace.result().peak, mode.read
+        trace.close()
+    assert peak == (4 * 4 + made) * MIB + 4 * 512 and read == 0  # with counts of steps

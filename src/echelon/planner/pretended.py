@@ -62,6 +62,8 @@ aten = torch.ops.aten
 without_overrides = torch._C.DisableTorchFunction  # a context in which no TorchFunctionMode answers for tensors
 _ECHELON, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 
+_HERE, _OPTIMIZERS = str(Path(__file__).parent), str(Path(_TORCH, "optim"))
+
 _NOTHING = "_echelon_is_nothing"  # an attribute of tensors whose value is 0
 
 
@@ -233,6 +235,16 @@ def _line() -> str:
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "the script"
 
 
+def _is_asked_by_optimizer() -> bool:
+    """Which counts its steps in a tensor, and reads it: whatever its number is, the same is computed."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(_OPTIMIZERS):
+        if not frame.f_code.co_filename.startswith((_TORCH, _HERE)):
+            return False
+        frame = frame.f_back
+    return frame is not None
+
+
 class NoMemory(FakeTensorMode):
     """Tensors with a shape and no memory. Who reads a value that is not known (`Values`) gets 1, as of a loss or of `all()`; of
     `any()`, and of a count of infs, 0.
@@ -317,6 +329,8 @@ class NoMemory(FakeTensorMode):
         Raises:
             PlanError: a line reads values without end.
         """
+        if _is_asked_by_optimizer():
+            return
         self.read += 1
         self._read_at[line := _line()] += 1
         if self._read_at[line] > _MOST_READ:

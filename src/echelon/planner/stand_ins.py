@@ -73,6 +73,7 @@ def stand_ins(mode: NoMemory, *, gpus: int, device: Device | None = None, memory
             mock.patch.object(torch.autocast, "__init__", _autocast),
             _loaded("transformers.modeling_utils", _leave_weights_out),
             mock.patch.dict(vars(F), _KERNELS if gpus else {}),
+            mock.patch.object(torch.optim.Optimizer, "add_param_group", _add_group if gpus else _real_add_group),
             _Here(),
         ):
             yield
@@ -242,6 +243,17 @@ def _attention(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> torch.Tenso
     """It draws its dropout anew in the backward pass."""
     args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
     return _real_attention(*args, **kwargs)
+
+
+_real_add_group = torch.optim.Optimizer.add_param_group
+
+
+def _add_group(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
+    """Where nothing else is asked for, optimizers step all parameters together on a GPU, which makes as large a tensor of each."""
+    _real_add_group(optimizer, param_group)
+    group = optimizer.param_groups[-1]
+    if "foreach" in group and not any(group.get(name) is not None for name in ("foreach", "fused")):
+        group["foreach"] = not group.get("differentiable", False)
 
 
 _KERNELS: dict[str, Any] = {"rms_norm": _rms_norm, "dropout": _dropout, "scaled_dot_product_attention": _attention}
