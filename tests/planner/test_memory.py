@@ -138,6 +138,29 @@ def test_recomputed_blocks_hold_less_and_a_search_tries_them(plan: Callable[...,
     assert searched.returncode == 0 and "(with recompute='blocks')" in searched.stdout, searched.stdout + searched.stderr
 
 
+RESIDUAL = """
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(96, 4096), torch.nn.Linear(4096, 96)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+ech.train(Fit(module=torch.nn.Sequential(*(Block() for _ in range(8))), layout="fsdp"), loader, max_updates=2)
+"""
+
+
+def test_a_search_that_finds_nothing_tries_the_hosts_memory(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    options = ("--gpus", "4", "--device", "h100-sxm", "--search", "--budget", "14MiB")
+    done = plan(UNIT + RESIDUAL, *options)
+    assert "fsdp, recompute, offload" in done.stdout and "at risk" in done.stdout, done.stdout + done.stderr
+    assert "(with recompute='blocks', layout=FSDPStrategy(cpu_offload=True))" in done.stdout
+    (row,) = [line for line in done.stdout.splitlines() if line.startswith("fsdp, recompute, offload")]
+    assert row.split()[5:7] == ["0", "0"], "no parameters, no gradients"
+    assert "host" in done.stdout.partition("fsdp: ")[2].splitlines()[0], "that takes time"
+
+
 @pytest.mark.full
 def test_collectives_of_the_scripts_own_are_traced(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     calls = (

@@ -13,6 +13,7 @@ from torch import nn
 from echelon.planner.allocator import Allocator, expands
 from echelon.planner.pretended import pretended_world
 from echelon.planner.stand_ins import stand_ins
+from echelon.planner.steps import Operator
 from echelon.planner.trace import Trace, Traced
 
 KIB, MIB = 2**10, 2**20
@@ -73,6 +74,7 @@ def _traced(step: Callable[[torch.Tensor], torch.Tensor], *, gpus: int) -> Trace
         try:
             with mode:
                 x = torch.empty(4, 1024, 512, requires_grad=True)
+            mode.on_host = trace.on_host
             with mode, trace:
                 step(x).sum().backward()
             return trace.result()
@@ -100,6 +102,21 @@ def test_a_kernel_keeps_what_that_of_a_gpu_keeps(step: Callable[[torch.Tensor], 
     on_gpus = _traced(step, gpus=1)
     assert on_gpus.peak <= (most + 0.5) * MIB < _traced(step, gpus=0).peak
     assert on_gpus.peak <= on_gpus.reserved <= 2 * on_gpus.peak
+
+
+def test_what_is_saved_on_the_host_is_not_on_the_device() -> None:
+    def layers(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(6):
+            x = x.sin()
+        return x
+
+    def on_host(x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return layers(x)
+
+    there, here = _traced(on_host, gpus=1), _traced(layers, gpus=1)
+    assert there.peak <= 40.5 * MIB < 64 * MIB <= here.peak
+    assert [step.host for step in there.steps if isinstance(step, Operator) and step.host] == [8 * MIB] * 12  # there and back
 
 
 def test_a_reduction_of_shards_is_allocated_in_a_stream_of_its_own() -> None:

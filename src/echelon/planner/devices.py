@@ -47,6 +47,7 @@ class Device:
         node: bytes/s that a device sends within its node, by collectives.
         network: bytes/s that a device sends to other nodes, all devices of a node at a time.
         domain: devices that `node` joins; a node's, if 0.
+        host: bytes/s between a device and its host's memory, each way; 0 if nothing is offloaded, as on a CPU.
         overlaps: collectives run beside operators. On a CPU they take turns.
         capability: of a CUDA device, as a script is told.
         contention: how many times as long an operator takes beside a collective, which has some of the processors and of the
@@ -70,6 +71,7 @@ class Device:
     node: float = 0.0
     network: float = 0.0
     domain: int = 0
+    host: float = 54.5e9
     overlaps: bool = True
     capability: tuple[int, int] = (9, 0)
     contention: float = 1.189
@@ -162,6 +164,9 @@ def _device(name: str, mib: int, tflops: tuple[float, ...], tb_s: float, **more:
 # (src/graph/topo.h); else PCIe 4 or 5 of 16 lanes. network: an adapter of 200, 400 or 100 Gbit/s for each device, of which
 # 94 to 97% is data (SimAI's table of busbw: 23.5 and 48.5 GB/s).
 
+# host: 54.5 GB/s to and from pinned memory over PCIe 5 of 16 lanes, as we measured it on an H100 (BENCHMARKS.md), 85% of the
+# link's 64; as much of PCIe 4's 32, and of the 450 of a GB200's NVLink-C2C (NVIDIA's data sheets).
+
 # TFLOP/s of attention with a causal mask, forward and backward together, by kernel and dimension of a head: of 512, 1024, ...,
 # 16384 tokens. Source: Dao-AILab/flash-attention, assets/flash2_a100_fwd_bwd_benchmark.png and flash2_h100_fwd_bwd_benchmark.png.
 # aten is FlashAttention-2, torch's since 2.2; flash_attn_triton its predecessor in Triton. On an H100 that one was not measured,
@@ -197,12 +202,13 @@ _AMPERE: dict[str, Any] = {
     "processors": 108,
     "node": 240e9,
     "network": 23.5e9,
+    "host": 27e9,
 }
 _HOPPER: dict[str, Any] = {"reached": 0.803, "processors": 132, "node": 370.8e9, "network": 48.5e9}
 _EIGHT_BITS: dict[str, Any] = {"products": (("float8", 1e12, 1280e12),)}
 _OF_500_W: dict[str, Any] = {"reached": 0.631, "products": (("float8", 1e12, 1006e12),)}
 _BLACKWELL: dict[str, Any] = {"capability": (10, 0), "reached": 0.776, "processors": 148, "node": 721.8e9, "network": 48.5e9}
-_ADA: dict[str, Any] = {"capability": (8, 9), "attention": (0.73, 0.63), "node": 24e9, "network": 11.8e9}
+_ADA: dict[str, Any] = {"capability": (8, 9), "attention": (0.73, 0.63), "node": 24e9, "network": 11.8e9, "host": 27e9}
 DEVICES = {
     each.name: each
     for each in (
@@ -217,7 +223,7 @@ DEVICES = {
         _device("h100-96", 97_871, (989.4, 494.7, 66.9, 1978.9), 2.41, **(_HOPPER | _OF_500_W), attentions=_attentions("h100")),
         _device("h200", 143_771, (989.4, 494.7, 66.9, 1978.9), 4.8, **(_HOPPER | _EIGHT_BITS), attentions=_attentions("h100")),
         _device("b200", 183_359, (2250, 1125, 75, 4500), 7.7, **_BLACKWELL),
-        _device("gb200", 189_471, (2500, 1250, 80, 5000), 8.0, **(_BLACKWELL | {"reached": 0.729, "domain": 72})),
+        _device("gb200", 189_471, (2500, 1250, 80, 5000), 8.0, **(_BLACKWELL | {"reached": 0.729, "domain": 72, "host": 383e9})),
         _device("l40s", 46_068, (362.05, 183, 91.6, 733), 0.864, reached=0.743, processors=142, **_ADA),
         _device("rtx4090", 24_564, (165.2, 82.6, 82.6, 330.3), 1.008, reached=1.0, processors=128, **_ADA),
     )
@@ -245,7 +251,7 @@ def device_named(name: str) -> Device:
 # --- files
 
 
-_NUMBERS = ("bandwidth", "reached", "copied", "least", "contention", "node", "network")
+_NUMBERS = ("bandwidth", "reached", "copied", "least", "contention", "node", "network", "host")
 _TABLES = {
     "products": ("dtype", "flop", "rate"),
     "attentions": ("kernel", "head", "keys", "rate"),

@@ -91,6 +91,7 @@ class Answer:
         parameter_bytes: of the whole model.
         experts: the largest number that divides the experts of each layer that has some.
         recompute: repeated blocks were computed again in the backward pass, in place of what the script recomputes.
+        offload: shards of the state lay in the host's memory, in place of what the script says.
         stages: of a pipeline, the peak of each; the one shown is the fullest, and times are means over all.
         dtype: of most products and attention.
         verdict: fits, at risk, does not fit; "" without a budget.
@@ -121,6 +122,7 @@ class Answer:
     parameter_bytes: int = 0
     experts: int = 0
     recompute: bool = False
+    offload: bool = False
     stages: list[int] | None = None
     dtype: str = ""
     verdict: str = ""
@@ -204,6 +206,7 @@ class Job:
         layout: None is the script's own.
         accumulation: micro-batches of an update, in place of the script's own.
         recompute: repeated blocks are computed again in the backward pass, in place of what the script recomputes.
+        offload: shards of the state lie in the host's memory, in place of what the script says.
         rank: as which.
     """
 
@@ -212,6 +215,7 @@ class Job:
     setting: Setting
     accumulation: int | None = None
     recompute: bool = False
+    offload: bool = False
     rank: int = 0
 
 
@@ -348,6 +352,7 @@ def _trace(there: Connection, job: Job) -> None:
                 per_node=setting.per_node,
                 accumulation=job.accumulation,
                 recompute=job.recompute,
+                offload=job.offload,
                 precision=setting.precision,
                 planned_ranks=setting.planned_ranks,
                 shapes=dict(setting.shapes),
@@ -468,7 +473,8 @@ def lines(answers: Sequence[Answer], ranks: int, device: str, budget: int | None
     table[0] += ["verdict"] if budget else []
     for each in known:
         sizes = [(each.by_kind or {}).get(kind, 0) for kind in kinds]
-        name = f"{each.layout}{' (yours)' if each.is_own else ', recompute' if each.recompute else ''}"
+        more = (", recompute" if each.recompute and not each.is_own else "") + (", offload" if each.offload else "")
+        name = f"{each.layout}{' (yours)' if each.is_own else more}"
         table.append([name, size(each.peak), *map(size, sizes), *[size(each.reserved)] * reserves, size(each.sent)])
         if timed:
             table[-1] += [duration(each.seconds), f"{each.rate / ranks:,.4g}", f"{each.mfu:.1%}", _most_waited(each)]

@@ -254,12 +254,14 @@ class NoMemory(FakeTensorMode):
     Attributes:
         read: how many values were.
         values: those that are known.
+        on_host: is told of what was just made in the host's memory.
     """
 
     def __init__(self, shapes: Mapping[str, int] | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.shapes, self.read = shapes or {}, 0
         self.values = Values(lambda tensor: isinstance(tensor, FakeTensor), _place_in_group, _disable_current_modes)
+        self.on_host: Callable[[torch.Tensor], None] = lambda tensor: None
         self._read_at: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: Any) -> NoMemory:

@@ -1,5 +1,5 @@
 """Which layout trains fastest on a cluster, of those that fit: each with the fewest micro-batches that its memory allows, and
-with recomputed blocks where that is faster, or all that fits.
+with recomputed blocks where that is faster, or all that fits; where nothing does, with the state in the host's memory.
 """
 
 from __future__ import annotations
@@ -86,7 +86,28 @@ def search(target: Target, setting: Setting) -> tuple[list[Answer], list[Answer]
         found = iter(all_traced([Job(target, layout, setting, many, recompute) for layout, many, recompute in wanted]))
         return [first if each == known else replace(next(found), layout=each[0], recompute=each[2]) for each in tries]
 
-    return found_best(first, setting, trace)
+    fit, out = found_best(first, setting, trace)
+    if not fit and setting.ranks > 1 and first.samples % setting.ranks == 0:
+        found = _offloaded(target, setting, first.samples // setting.ranks)
+        (out if found.why or found.verdict == "does not fit" else fit).append(found)
+    return fit, out
+
+
+def _offloaded(target: Target, setting: Setting, rows: int) -> Answer:
+    """With shards of the state in the host's memory, and with recomputed blocks, if there are some: where nothing else fits."""
+
+    def looked_at(recompute: bool) -> Answer:
+        looks = _fewest("fsdp", rows, 1, setting.budget or 0, recompute=recompute)
+        layout, many, _ = next(looks)
+        while True:
+            found = all_traced([Job(target, layout, setting, many, recompute, offload=True)])[0]
+            try:
+                layout, many, _ = looks.send(found)
+            except StopIteration:
+                return replace(found, layout=layout, recompute=recompute, offload=True)
+
+    found = looked_at(recompute=True)
+    return looked_at(recompute=False) if found.why else found
 
 
 def found_best(first: Answer, setting: Setting, trace: Trace) -> tuple[list[Answer], list[Answer]]:
@@ -177,6 +198,7 @@ def options_of(best: Answer, precision: str | None = None) -> str:
     """What the script has to give beside the command, for people."""
     given = [f"accumulate={best.micro_batches}"] if best.micro_batches > 1 else []
     given += ["recompute='blocks'"] if best.recompute else []
+    given += ["layout=FSDPStrategy(cpu_offload=True)"] if best.offload else []
     return ", ".join([*given, f"precision={precision!r}"] if precision else given)
 
 

@@ -8,6 +8,7 @@ weights, it gets the model of their configuration, and nothing of the weights is
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import re
 import sys
@@ -73,6 +74,7 @@ def stand_ins(mode: NoMemory, *, gpus: int, device: Device | None = None, memory
             mock.patch.object(torch.autocast, "__init__", _autocast),
             _loaded("transformers.modeling_utils", _leave_weights_out),
             mock.patch.dict(vars(F), _KERNELS if gpus else {}),
+            mock.patch.object(torch.autograd.graph, "save_on_cpu", functools.partial(_OnHost, mode) if gpus else _real_on_host),
             mock.patch.object(torch.optim.Optimizer, "add_param_group", _add_group if gpus else _real_add_group),
             _Here(),
         ):
@@ -245,11 +247,26 @@ def _attention(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> torch.Tenso
     return _real_attention(*args, **kwargs)
 
 
+_real_on_host = torch.autograd.graph.save_on_cpu
+
+
+class _OnHost(torch.autograd.graph.saved_tensors_hooks):
+    """What is saved goes to the host's memory, and comes back as another tensor."""
+
+    def __init__(self, mode: NoMemory, pin_memory: bool = False, device_type: str = "cuda") -> None:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            there = tensor.clone()
+            mode.on_host(there)
+            return there
+
+        super().__init__(pack, torch.clone)
+
+
 _real_add_group = torch.optim.Optimizer.add_param_group
 
 
 def _add_group(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
-    """Where nothing else is asked for, optimizers step all parameters together on a GPU, which makes as large a tensor of each."""
+    """Where nothing else is asked for, a GPU steps all parameters together, which makes as large a tensor of each."""
     _real_add_group(optimizer, param_group)
     group = optimizer.param_groups[-1]
     if "foreach" in group and not any(group.get(name) is not None for name in ("foreach", "fused")):

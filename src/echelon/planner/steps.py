@@ -32,6 +32,7 @@ class Operator:
         shape: of a product: (batch, m, n, k), if its name says it; of attention (batch, queries, keys, head), of a causal mask
             with half the keys.
         is_repeated: computed again, for activation checkpointing.
+        host: bytes that go over the link between the device and its host's memory.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Operator:
     dtype: str = ""
     shape: tuple[int, ...] = ()
     is_repeated: bool = False
+    host: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,8 @@ class Timeline:
 
 def operator_seconds(step: Operator, device: Device) -> float:
     moved = step.size / (device.bandwidth * device.copied)
+    if step.host and device.host:  # what an optimizer changes there is taken to be as far away
+        return (step.size if step.moment == "optimizer" else step.host) / device.host
     least = device.least
     if step.moment == "optimizer" and device.overlaps:
         least = 0.0  # on a GPU one kernel for many parameters; traced on a CPU, where each has its own
@@ -146,7 +148,7 @@ def fused(steps: Sequence[Step]) -> list[Step]:
 
 
 def _is_pointwise(step: Step) -> bool:
-    return isinstance(step, Operator) and not step.flops and step.size > 0 and step.name.startswith("aten::")
+    return isinstance(step, Operator) and not step.flops and not step.host and step.size > 0 and step.name.startswith("aten::")
 
 
 def simulate(steps: Iterable[Step], device: Device, links: Links) -> Timeline:
@@ -231,8 +233,9 @@ class _Simulation:
         began = self._now
         self._compute(seconds)
         if step.size:
-            self._made.busy[step.kind or "memory"] += seconds
-            self._made.spans.append((began, self._now, step.kind or "memory", False))
+            kind = "host" if step.host else step.kind or "memory"
+            self._made.busy[kind] += seconds
+            self._made.spans.append((began, self._now, kind, False))
         for number in step.writes:
             self._written[number] = self._now
         if step.name == _REDUCE_IN:

@@ -37,6 +37,9 @@ BINS = 240  # parts of an update, for a picture of it
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "kept", "activations", "gathered", "communication", "temporary")
 
 
+_HOST = "host"  # of what lies in the host's memory
+
+
 @dataclass
 class Traced:
     """What happened on a rank in an update.
@@ -158,6 +161,7 @@ class Trace(TorchDispatchMode):
         # What has how many bytes more, at which moment, in which module, after how many steps.
         self._changes: list[tuple[_Storage, int, str, str, int]] = []
         self._begins = 0  # the latest update, among these
+        self._offloads = False
         self._numbers: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._count_storages = itertools.count()
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -169,8 +173,15 @@ class Trace(TorchDispatchMode):
 
     # --- who is who
 
-    def watch(self, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer], kept: Iterable[Any] = ()) -> None:
-        """What is there already: parameters, buffers, and what else is `kept`."""
+    def watch(
+        self, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer], kept: Iterable[Any] = (), *, offloads: bool = False
+    ) -> None:
+        """What is there already: parameters, buffers, and what else is `kept`.
+
+        Args:
+            offloads: shards of parameters, their gradients and the optimizer's state lie in the host's memory.
+        """
+        self._offloads = offloads
         self._names.update((part, name) for name, part in module.named_modules())
         for each in kept:  # of which the module may have some
             self._label(each, "kept")
@@ -185,6 +196,7 @@ class Trace(TorchDispatchMode):
     def _label(self, tensor: Any, kind: str) -> None:
         if isinstance(tensor, torch.Tensor):
             mine = local(tensor)
+            kind = _HOST if self._offloads and mine is not tensor else kind
             self._see(mine, kind)
             self._storages[mine.untyped_storage()].kind = kind
 
@@ -199,6 +211,13 @@ class Trace(TorchDispatchMode):
         for state in optimizer.state.values():
             for value in state.values():
                 self._label(value, "optimizer")
+
+    def on_host(self, tensor: torch.Tensor) -> None:
+        """What was just made lies in the host's memory."""
+        self._label(tensor, _HOST)
+        last = self._counts.steps[-1]
+        if isinstance(last, Operator):
+            self._counts.steps[-1] = replace(last, host=tensor.nbytes)
 
     # --- when
 
@@ -294,7 +313,8 @@ class Trace(TorchDispatchMode):
         is_repeated = bool(self._inside) and is_backward()  # a module's forward pass within the backward one
         step = operator_of(op, made, args, kwargs, self._moment, self._number, is_repeated)
         if step is not None:
-            self._counts.steps.append(step)
+            far = sum(known.size for known in self._known(args, tuple(kwargs.values())) if known.kind == _HOST)
+            self._counts.steps.append(replace(step, host=far) if far else step)
         if flops := flops_of(op, made, args, kwargs):
             self._counts.flops += flops
             self._counts.types[step.dtype if step else ""] += flops
@@ -362,8 +382,8 @@ class Trace(TorchDispatchMode):
     def result(self) -> Traced:
         """Of the latest update; the peak is that of all, since the first may hold more than others."""
         held, peak, at = 0, 0, 0
-        for number, (_, more, _, _, _) in enumerate(self._changes):
-            held += more
+        for number, (known, more, _, _, _) in enumerate(self._changes):
+            held += more if known.kind != _HOST else 0
             if held > peak:
                 peak, at = held, number
         by_kind: Counter[str] = Counter()
@@ -386,6 +406,8 @@ class Trace(TorchDispatchMode):
         allocator, sizes, blocks = Allocator(expands()), Counter[_Storage](), dict[_Storage, Block]()
         for known, more, _, _, _ in self._changes:
             sizes[known] += more
+            if known.kind == _HOST:
+                continue
             if known in blocks:
                 allocator.give(blocks.pop(known))
             if sizes[known]:
@@ -404,6 +426,6 @@ class Trace(TorchDispatchMode):
                 made.append(fullest)
                 now, fullest = now + 1, [held[kind] for kind in KINDS]
             held[known.kind] += more
-            if sum(held.values()) > sum(fullest):
+            if sum(held[kind] for kind in KINDS) > sum(fullest):
                 fullest = [held[kind] for kind in KINDS]
         return [*made, fullest] + [[held[kind] for kind in KINDS]] * (BINS - 1 - now)

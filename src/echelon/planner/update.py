@@ -23,6 +23,7 @@ from echelon.loop.samples import samples_of
 from echelon.loop.state import State
 from echelon.loop.target import Enough, Target
 from echelon.parallel.experts.distribute import count, stacked_experts
+from echelon.parallel.fsdp.fsdp import FSDPStrategy, offloads
 from echelon.parallel.layouts import resolve, with_options_of
 from echelon.parallel.prepared import MicroBatch, Prepared
 from echelon.parallel.recipe.activation import ActivationCheckpointParams
@@ -119,6 +120,7 @@ def trace_update(
     rounding: int = 512,
     accumulation: int | None = None,
     recompute: bool = False,
+    offload: bool = False,
     precision: str | None = None,
     planned_ranks: int | None = None,
     shapes: Mapping[str, int] | None = None,
@@ -137,6 +139,7 @@ def trace_update(
         rounding: see `Trace`.
         accumulation: micro-batches of an update on each rank, in place of the script's own.
         recompute: repeated blocks are computed again in the backward pass, in place of what the script recomputes.
+        offload: shards of the state lie in the host's memory.
         precision: in place of the script's own.
         planned_ranks: of `echelon run --ranks MIN:MAX`, the most.
         shapes: see `NoMemory`.
@@ -147,37 +150,28 @@ def trace_update(
         UsageError: what training would be refused for.
     """
     here = min(per_node, ranks)
+    gpus = here if device is None or device.overlaps else 0
     info = RankInfo(rank=rank, local_rank=rank % here, world_size=ranks, local_world_size=here, run_id="plan")
-    no_run = {"WANDB_MODE": "disabled"}  # nor does it wait for a tracker's server
-    os.environ.update({**info.to_env(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", **no_run})
+    os.environ.update({**info.to_env(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    os.environ["WANDB_MODE"] = "disabled"  # nor does it wait for a tracker's server
     with pretended_world(ranks, rank, shapes) as mode:
         chosen: list[_WithoutValues] = []
 
         def choose(own: Strategy | None) -> Strategy:
             given = resolve(layout)
             real = with_options_of(own, given) if given is not None else own or NOOPStrategy()
+            real, watcher.offloads = _offloading(real, offload, gpus)
             chosen.append(_WithoutValues(real, mode, recompute, tell))
             return chosen[-1]
 
         watcher = _Watcher(mode, rounding)
         try:
             overrides = Overrides(choose, precision, accumulation, compile=False, planned_ranks=planned_ranks, observes=True)
-            gpus = here if device is None or device.overlaps else 0
             with stand_ins(mode, gpus=gpus, device=device, memory=budget):
                 target.run_until_enough(overrides, watcher.look_at)
         finally:
             watcher.close()
-        model = chosen[-1].model if chosen else None
-        if model is None:
-            raise PlanError(
-                f"{target.script} gave echelon no module that is not parallel already, so there is nothing to plan. It must "
-                "reach echelon's train, fit or prepare."
-            )
-        if watcher.updates < 2:
-            raise PlanError(
-                f"{target.script} must train for 2 updates or more to be planned, got {watcher.updates}: the first one makes the "
-                "optimizer's state. Give it more updates or a smaller global batch."
-            )
+        model = _found(chosen[-1].model if chosen else None, watcher.updates, target)
         return Planned(
             model,
             ranks,
@@ -192,11 +186,38 @@ def trace_update(
         )
 
 
+def _found(model: Model | None, updates: int, target: Target) -> Model:
+    """
+    Raises:
+        PlanError: there is none; it trains for no two updates.
+    """
+    if model is None:
+        raise PlanError(
+            f"{target.script} gave echelon no module that is not parallel already, so there is nothing to plan. It must "
+            "reach echelon's train, fit or prepare."
+        )
+    if updates < 2:
+        raise PlanError(
+            f"{target.script} must train for 2 updates or more to be planned, got {updates}: the first one makes the "
+            "optimizer's state. Give it more updates or a smaller global batch."
+        )
+    return model
+
+
+def _offloading(layout: Strategy, asked: bool, gpus: int) -> tuple[Strategy, bool]:
+    """A layout, which offloads if that is asked for; and whether something then lies elsewhere than on the device."""
+    if asked and isinstance(layout, FSDPStrategy):
+        layout = layout.but(cpu_offload=True)
+    shards = layout if isinstance(layout, FSDPStrategy) else getattr(layout, "fsdp", None)
+    return layout, gpus > 0 and shards is not None and offloads(shards.cpu_offload, "cpu_offload")[0]
+
+
 class _Watcher(Callback):
     """Traces what lies between the beginning of a step and its end; the loader's work lies between steps, with real tensors."""
 
     def __init__(self, mode: NoMemory, rounding: int) -> None:
         self.trace, self.updates = Trace(rounding), 0
+        self.offloads = False
         self.is_compiled = False
         self.pipeline: tuple[int, ...] = ()
         self._begin_update()
@@ -222,7 +243,8 @@ class _Watcher(Callback):
         self._seen = unit.train_progress.num_updates_completed  # a loop that counts its epochs itself begins with each
         kept = [tensor for each in unit.tracked_modules().values() for tensor in (*each.parameters(), *each.buffers())]
         kept += unit.swa_model.state_dict().values() if unit.swa_model is not None else ()
-        self.trace.watch(unit.prepared.unwrapped, unit.optimizers, kept)
+        self.trace.watch(unit.prepared.unwrapped, unit.optimizers, kept, offloads=self.offloads)
+        self._mode.on_host = self.trace.on_host
         self.is_compiled = unit._options.compile is not None
         update, passes, run_window = unit._update, unit._update.passes, unit._update.run_window
         forward, backward = update.forward, update.backward
