@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench._mpt import MPT, MPT_SHAPES
-from bench.gpu.llama import SIZES, Llama, Size
+from bench.gpu.llama import SIZES, Attention, Block, Llama, Size, rotated
 
 import echelon as ech
 
@@ -38,6 +41,38 @@ SHAPES = SIZES | {
     "nanotron-8.9b": Size(width=4096, depth=32, heads=32, kv_heads=32, hidden=14_336, vocabulary=131_072, context=4096),
     "nanotron-80b": Size(width=8192, depth=80, heads=64, kv_heads=64, hidden=28_672, vocabulary=131_072, context=4096),
 }
+
+
+TITAN = tuple(f"titan-{name}" for name in ("8B", "70B", "405B", "2-13B", "2-70B"))
+
+
+class TitanNorm(nn.RMSNorm):
+    """torchtitan's of 2024, in operators of torch: several kernels, unless it is compiled (torchtitan/models/norms.py)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        whole = x.float()
+        return (whole * torch.rsqrt(whole.pow(2).mean(-1, keepdim=True) + 1e-5)).type_as(x) * self.weight
+
+
+class TitanAttention(Attention):
+    """torchtitan's, which repeats k and v for all heads (torchtitan/models/llama/model.py)."""
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        q, k, v = (project(x).unflatten(2, (-1, self.head)) for project in (self.q, self.k, self.v))
+        q, k = rotated(q.transpose(1, 2), cos, sin), rotated(k.transpose(1, 2), cos, sin)
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v.transpose(1, 2)))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def titan(shape: Size, *, compiled: bool) -> Llama:
+    """With torchtitan's attention and norms."""
+    model = Llama(shape)
+    for module in list(model.modules()):
+        if type(module) is nn.RMSNorm and not compiled:
+            module.__class__ = TitanNorm
+        elif type(module) is Attention:
+            module.__class__ = TitanAttention
+    return model
 
 
 def every_second_product() -> Any:
@@ -68,6 +103,15 @@ def with_split_sequences(layout: str) -> Any:
     return ech.Layout(**axes, plan=plan, sequence_parallel=True) if axes else layout
 
 
+def of_torchtitan(layout: str) -> Any:
+    """Shards are gathered and computed with in bfloat16, as `fully_shard` has it, in place of autocast, which makes a copy of its
+    input for each product; gradients are added up in float32 (torchtitan/parallelisms/parallelize_llama.py).
+    """
+    if layout != "fsdp":
+        return with_split_sequences(layout)
+    return ech.layouts.FSDPStrategy(blocks=[Block], mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+
+
 Float8 = ech.layouts.Float8
 PRECISIONS = {
     "bf16": "bf16",
@@ -86,7 +130,7 @@ RECOMPUTES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=[*SHAPES, *MPT_SHAPES], default="8B")
+    parser.add_argument("--size", choices=[*SHAPES, *MPT_SHAPES, *TITAN], default="8B")
     parser.add_argument("--context", type=int, default=8192, help="tokens of a sequence")
     parser.add_argument("--sequences", type=int, default=8, help="of an update, on all ranks")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of an update on each rank")
@@ -97,17 +141,20 @@ def main() -> None:
     given = parser.parse_args()
     ech.init_from_env()
     with ech.on_meta():
-        shape = replace((SHAPES | MPT_SHAPES)[given.size], context=given.context)
-        model = (
-            MPT(shape)
-            if given.size in MPT_SHAPES
-            else Llama(shape, ech.nn.linear_cross_entropy if "tp=" in given.layout else None)
-        )
+        shape = replace((SHAPES | MPT_SHAPES)[given.size.removeprefix("titan-")], context=given.context)
+        if given.size in MPT_SHAPES:
+            model = MPT(shape)
+        elif "tp=" in given.layout:
+            model = Llama(shape, ech.nn.linear_cross_entropy)
+        else:
+            model = titan(shape, compiled=given.compile) if given.size in TITAN else Llama(shape)
     rows = torch.zeros(1, dtype=torch.int64).expand(2 * given.sequences, given.context)
     unit = Unit(
         module=model,
-        layout=with_split_sequences(given.layout),
-        precision=PRECISIONS[given.precision],
+        layout=of_torchtitan(given.layout) if given.size in TITAN else with_split_sequences(given.layout),
+        precision="fp32"
+        if given.size in TITAN and given.layout == "fsdp" and given.precision == "bf16"
+        else PRECISIONS[given.precision],
         recompute=RECOMPUTES[given.recompute],
         compile="blocks" if given.compile else None,
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
+import os
 import subprocess
 import sys
 from collections import defaultdict
@@ -29,12 +30,20 @@ from bench._timing import emit, machine, median, options, versions
 
 @dataclass(frozen=True)
 class Run:
-    """A row of the file. `sequences` are of a micro-batch, `memory` is in GiB or 0."""
+    """A row of the file.
+
+    Args:
+        method: of a finetuning: full, lora, adapter or adapter_v2; "" of what is trained from the beginning.
+        sequences: of a micro-batch.
+        tokens: a second on a device; 0 if that was not given, as of `memory`, in GiB.
+        kind: of that: "allocated" or "reserved".
+    """
 
     name: str
     group: str
     cluster: str
     model: str
+    method: str
     context: int
     sequences: int
     accumulate: int
@@ -44,6 +53,7 @@ class Run:
     compiled: bool
     tokens: float
     memory: float
+    kind: str
 
     @property
     def ranks(self) -> int:
@@ -59,15 +69,25 @@ class Run:
 
 @dataclass(frozen=True)
 class Found:
-    """Of a plan: tokens a second on each device, GiB."""
+    """Of a plan: tokens a second on each device, GiB at the peak and reserved."""
 
     run: Run
     tokens: float
     peak: float
+    reserved: float
 
     @property
     def off(self) -> float:
         return self.tokens / self.run.tokens - 1
+
+    @property
+    def memory(self) -> float:
+        """Of the kind that was published."""
+        return self.reserved if self.run.kind == "reserved" else self.peak
+
+    @property
+    def memory_off(self) -> float:
+        return self.memory / self.run.memory - 1
 
 
 def published() -> list[Run]:
@@ -78,6 +98,7 @@ def published() -> list[Run]:
                 row["group"],
                 row["cluster"],
                 row["model"],
+                row["method"],
                 int(row["context"]),
                 int(row["sequences"]),
                 int(row["accumulate"]),
@@ -85,8 +106,9 @@ def published() -> list[Run]:
                 row["precision"],
                 row["recompute"],
                 row["compiled"] == "yes",
-                float(row["tokens"]),
+                float(row["tokens"] or 0),
                 float(row["memory"] or 0),
+                row["kind"],
             )
             for row in csv.DictReader(lines)
         ]
@@ -95,18 +117,21 @@ def published() -> list[Run]:
 def planned(run: Run) -> Found | str:
     """Or why there is no plan."""
     sequences = run.sequences * run.accumulate * run.data_ranks
-    words = ["--size", run.model, "--context", str(run.context), "--sequences", str(sequences), "--layout", run.layout]
+    words = ["--model", run.model, "--method", run.method] if run.method else ["--size", run.model, "--precision", run.precision]
+    words += ["--context", str(run.context), "--sequences", str(sequences), "--layout", run.layout]
     words += ["--accumulate", str(run.accumulate), "--recompute", run.recompute]
-    words += ["--precision", run.precision, *(["--compile"] if run.compiled else [])]
-    command = [sys.executable, "-m", "echelon", "plan", "--cluster", run.cluster, "--layout", run.layout, "--json"]
-    script = str(Path(__file__).with_name("plan_models.py"))
-    done = subprocess.run([*command, script, *words], capture_output=True, text=True, check=False)
+    words += ["--compile"] if run.compiled else []
+    command = [sys.executable, "-m", "echelon", "plan", "--cluster", run.cluster, "--only", "yours", "--json"]
+    script = str(Path(__file__).with_name("plan_finetunes.py" if run.method else "plan_models.py"))
+    # torchtitan's script, which torchao's runs start, too, asks for this.
+    titan = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if run.model.startswith("titan-") else {}
+    done = subprocess.run([*command, script, *words], capture_output=True, text=True, check=False, env=os.environ | titan)
     if not done.stdout:
         return done.stderr.strip()
     found = json.loads(done.stdout)["layouts"][0]
     if not found["peak"]:
         return str(found["why"])
-    return Found(run, found["tokens"] / found["seconds"] / run.ranks, found["peak"] / 2**30)
+    return Found(run, found["tokens"] / found["seconds"] / run.ranks, found["peak"] / 2**30, found["reserved"] / 2**30)
 
 
 def order(found: Sequence[Found]) -> tuple[int, int]:
@@ -124,15 +149,16 @@ def order(found: Sequence[Found]) -> tuple[int, int]:
 
 
 def summary(group: str, found: Sequence[Found]) -> list[str]:
-    offs = [abs(each.off) for each in found]
-    memory = [abs(each.peak / each.run.memory - 1) for each in found if each.run.memory]
-    right, pairs = order(found)
+    timed = [each for each in found if each.run.tokens]
+    offs = [abs(each.off) for each in timed]
+    memory = [abs(each.memory_off) for each in found if each.run.memory]
+    right, pairs = order(timed)
     return [
         group,
-        str(len(found)),
-        f"{median(offs):.1%}",
-        f"{median(each.off for each in found):+.1%}",
-        f"{sum(off <= 0.3 for off in offs) / len(offs):.0%}",
+        str(len(timed)),
+        f"{median(offs):.1%}" if timed else "-",
+        f"{median(each.off for each in timed):+.1%}" if timed else "-",
+        f"{sum(off <= 0.3 for off in offs) / len(offs):.0%}" if timed else "-",
         f"{2 * right / pairs - 1:.2f} of {pairs}" if pairs else "-",
         f"{median(memory):.1%} of {len(memory)}" if memory else "-",
         f"{sum(off <= 0.1 for off in memory) / len(memory):.0%}" if memory else "-",
@@ -156,14 +182,18 @@ def main() -> None:
             failed[run.name] = found
             continue
         groups[run.group].append(found)
-        memory = [f"{run.memory:.1f}", f"{found.peak / run.memory - 1:+.0%}"] if run.memory else ["-", "-"]
+        memory = [f"{run.memory:.1f} {run.kind}", f"{found.memory_off:+.0%}"] if run.memory else ["-", "-"]
         where = f"{run.ranks} {run.cluster.split('x', 2)[2]}"
         batch = f"{run.accumulate} x {run.sequences} x {run.context}"
         how = f"{run.layout}, {run.precision}, {run.recompute}{', compiled' if run.compiled else ''}"
-        rates = [f"{run.tokens:,.0f}", f"{found.tokens:,.0f}", f"{found.off:+.0%}"]
-        rows.append([run.name, run.model, where, batch, how, *rates, f"{found.peak:.1f}", *memory])
+        rates = (
+            [f"{run.tokens:,.0f}", f"{found.tokens:,.0f}", f"{found.off:+.0%}"]
+            if run.tokens
+            else ["-", f"{found.tokens:,.0f}", "-"]
+        )
+        rows.append([run.name, run.model, where, batch, how, *rates, f"{found.memory:.1f}", *memory])
     everything = [found for group in groups.values() for found in group]
-    header = ["run", "model", "devices", "batch", "how", "published/s", "planned/s", "off", "peak, GiB", "published", "off"]
+    header = ["run", "model", "devices", "batch", "how", "published/s", "planned/s", "off", "GiB", "published", "off"]
     facts = {"failed": failed, "machine": machine(), "versions": versions("torch")}
     emit(arguments, "echelon plan and published runs", header, rows, facts=facts)
     if everything and not arguments.json:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["SIZES", "Llama", "Size", "flops_per_token"]
+__all__ = ["SIZES", "Attention", "Llama", "Size", "flops_per_token", "rotated"]
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         b, t, _ = x.shape
         q, k, v = (project(x).view(b, t, -1, self.head).transpose(1, 2) for project in (self.q, self.k, self.v))  # (B, H, T, D/H)
-        q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.out(attended.transpose(1, 2).flatten(2))
 
 
-def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary positions (arXiv 2104.09864) on halves of the head: x (B, H, T, E), cos and sin (T, E)."""
     one, other = x.chunk(2, dim=-1)
     return x * cos.to(x.dtype) + torch.cat((-other, one), dim=-1) * sin.to(x.dtype)
