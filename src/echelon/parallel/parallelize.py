@@ -69,12 +69,12 @@ def parallelize(
     """Make a module parallel over the ranks of the default group.
 
     Args:
-        module: as built, or as the user wrapped it; with layout None a wrapped module is taken as it is.
-        layout: a word, axes, a value, or None.
+        module: as built, or as the user wrapped it.
+        layout: a word, axes, a value, or None. A wrapped module has its own: None, or the word for that, takes it as it is.
         device: where this rank computes.
         overridden: takes the place of `layout` for a module that is not wrapped already; a function makes it from `layout`.
     Raises:
-        UsageError: an unknown layout; a layout for a module that is wrapped already.
+        UsageError: an unknown layout; another layout for a module that is wrapped already.
     """
     check_module(module)
     require(
@@ -104,10 +104,10 @@ def parallelize(
         scales_after_step(prepared, float8)
         tell_routers(prepared)
         return prepared
-    if chosen is not None and not is_plain:
+    if chosen is not None and not is_plain and layout != kind.name:
         raise LayoutError(
             f"layout {chosen.name!r} for a {type(module).__name__} that is made parallel already. "
-            "Pass the plain module, or no layout."
+            "Pass the plain module, or layout=None."
         )
     refuse_wrapped(module, float8)
     given = Prepared.of(module, world)

@@ -92,6 +92,7 @@ class Answer:
         experts: the largest number that divides the experts of each layer that has some.
         recompute: repeated blocks were computed again in the backward pass, in place of what the script recomputes.
         offload: shards of the state lay in the host's memory, in place of what the script says.
+        by_hand: the script itself made its modules parallel, so that it has this layout alone.
         stages: of a pipeline, the peak of each; the one shown is the fullest, and times are means over all.
         dtype: of most products and attention.
         verdict: fits, at risk, does not fit; "" without a budget.
@@ -123,6 +124,7 @@ class Answer:
     experts: int = 0
     recompute: bool = False
     offload: bool = False
+    by_hand: bool = False
     stages: list[int] | None = None
     dtype: str = ""
     verdict: str = ""
@@ -192,8 +194,8 @@ def plan_memory(target: Target, setting: Setting, *, layouts: Sequence[str] = ()
     if only is not None:
         return [traced(target, None if only == "yours" else only, setting)]
     own = traced(target, None, setting)
-    if own.why and not own.model:
-        return [own]  # the script ended before it gave a module: under each layout it would say so once more
+    if (own.by_hand and not layouts) or (own.why and not own.model):
+        return [own]  # a script that ended before it gave a module would say so once more under each layout
     others = [layout for layout in layouts or layouts_for(setting.ranks, setting.per_node, own.experts) if layout != own.layout]
     return [own, *all_traced([Job(target, layout, setting) for layout in others])]
 
@@ -340,6 +342,7 @@ def _trace(there: Connection, job: Job) -> None:
             parameters=model.parameters,
             parameter_bytes=model.parameter_bytes,
             experts=model.experts,
+            by_hand=model.by_hand,
             state=state_by_formula(model.layout, setting, model.parameter_bytes),
         )
 

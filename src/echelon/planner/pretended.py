@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from echelon.common.errors import PlanError
+from echelon.parallel.shards import local
 from echelon.planner.values import SHAPED_BY_WHOLE, Values
 from echelon.world import agree
 
@@ -48,6 +49,7 @@ __all__ = [
     "FakeTensor",
     "NoMemory",
     "TorchDispatchMode",
+    "buckets_of",
     "collective_ops",
     "is_backward",
     "is_plain",
@@ -114,7 +116,7 @@ def without_values(module: nn.Module, mode: NoMemory) -> None:
     for part in module.modules():
         for tensors in (part._parameters, part._buffers):
             for name, tensor in tensors.items():
-                if tensor is not None and not isinstance(tensor, FakeTensor):
+                if tensor is not None and not isinstance(local(tensor), FakeTensor):
                     tensors[name] = of(tensor)
 
 
@@ -397,6 +399,12 @@ class Chunks:
         return self._tensor.narrow(self._dim, begin, min(self._each, self._tensor.shape[self._dim] - begin))
 
 
+def buckets_of(module: nn.Module) -> Sequence[torch.Tensor]:
+    """Those in which a DistributedDataParallel sends gradients."""
+    reducer = getattr(module, "reducer", None)
+    return reducer.buckets if isinstance(reducer, _Reducer) else ()
+
+
 class _Reducer:
     """What DistributedDataParallel's reducer, which is C++ and needs memory, holds and sends: gradients become views of buckets,
     or are copied into them, and a bucket that is full is sent. In a pass that is not to be reduced gradients lie beside them.
@@ -417,7 +425,7 @@ class _Reducer:
     ) -> None:
         self._group, self._as_view, self._reduces = group, as_view, False
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
-        self._buckets, self._sizes, self._waits = [], [len(bucket) for bucket in buckets], [0] * len(buckets)
+        self.buckets, self._sizes, self._waits = [], [len(bucket) for bucket in buckets], [0] * len(buckets)
         for number, bucket in enumerate(buckets):
             at = 0
             for parameter in (parameters[index] for index in bucket):
@@ -425,7 +433,7 @@ class _Reducer:
                 at += parameter.numel()
                 parameter.register_post_accumulate_grad_hook(self._is_ready)
             with mode:
-                self._buckets.append(torch.zeros(at, dtype=parameters[bucket[0]].dtype))
+                self.buckets.append(torch.zeros(at, dtype=parameters[bucket[0]].dtype))
 
     def prepare_for_backward(self, outputs: Any) -> None:
         self._reduces, self._waits = True, list(self._sizes)
@@ -434,7 +442,7 @@ class _Reducer:
         if not self._reduces or parameter.grad is None:
             return
         number, at = self._places[parameter]  # type: ignore[index]
-        bucket = self._buckets[number]
+        bucket = self.buckets[number]
         view = bucket[at : at + parameter.numel()].view_as(parameter)
         if parameter.grad.untyped_storage() is not bucket.untyped_storage():
             view.copy_(parameter.grad)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -67,6 +68,7 @@ def stand_ins(mode: NoMemory, *, gpus: int, device: Device | None = None, memory
             mock.patch.multiple(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing, mark=_nothing),
             mock.patch.object(dist, "init_process_group", _nothing),  # there is one already
             mock.patch.object(PreparedUnit, "_prepare", _prepare_here),
+            mock.patch.object(DistributedDataParallel, "__init__", _wrap_here),
             mock.patch.object(torch, "Generator", _Generator),
             mock.patch.object(torch, "set_default_device", _set_default_device),
             mock.patch.object(torch, "save", _save),
@@ -193,6 +195,22 @@ _real_prepare: Any = PreparedUnit._prepare
 def _prepare_here(unit: PreparedUnit, module: nn.Module, options: AutoOptions) -> None:
     """A unit computes here, whatever device it is given."""
     _real_prepare(unit, module, replace(options, device=None))
+
+
+_real_wrap: Any = DistributedDataParallel.__init__
+
+
+@functools.wraps(_real_wrap)  # what a version of torch takes is read off it
+def _wrap_here(
+    wrapper: DistributedDataParallel,
+    module: nn.Module,
+    device_ids: Any = None,
+    output_device: Any = None,
+    *args: Any,
+    **options: Any,
+) -> None:
+    """A module that a script wraps by hand lies here, whatever devices are named."""
+    _real_wrap(wrapper, module, None, None, *args, **options)
 
 
 _real_default = torch.set_default_device

@@ -151,6 +151,7 @@ class Trace(TorchDispatchMode):
         rounding: bytes of which every allocation is a multiple: CUDA's allocator has 512, a CPU's about 64.
     Attributes:
         leaves_out: whether what happens now is to be left out, as what ranks learn of each other in the first update is.
+        has_stepped: an optimizer has made its step in the update under way.
     """
 
     def __init__(self, rounding: int = 512) -> None:
@@ -166,7 +167,7 @@ class Trace(TorchDispatchMode):
         self._count_storages = itertools.count()
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._inside: list[str] = []
-        self._steps = False
+        self._steps = self.has_stepped = False
         self._is_over = False
         self._counts = Traced()
         self._undo: list[Any] = []
@@ -174,9 +175,15 @@ class Trace(TorchDispatchMode):
     # --- who is who
 
     def watch(
-        self, module: nn.Module, optimizers: Iterable[torch.optim.Optimizer], kept: Iterable[Any] = (), *, offloads: bool = False
+        self,
+        module: nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer],
+        kept: Iterable[Any] = (),
+        communication: Iterable[torch.Tensor] = (),
+        *,
+        offloads: bool = False,
     ) -> None:
-        """What is there already: parameters, buffers, and what else is `kept`.
+        """What is there already: parameters, buffers, what else is `kept`, and buffers of collectives.
 
         Args:
             offloads: shards of parameters, their gradients and the optimizer's state lie in the host's memory.
@@ -185,6 +192,8 @@ class Trace(TorchDispatchMode):
         self._names.update((part, name) for name, part in module.named_modules())
         for each in kept:  # of which the module may have some
             self._label(each, "kept")
+        for each in communication:
+            self._label(each, "communication")
         for parameter in module.parameters():
             self._label(parameter, "parameters")
         for buffer in module.buffers():
@@ -207,7 +216,7 @@ class Trace(TorchDispatchMode):
                 self._label(parameter.grad, "gradients")
 
     def _step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._steps = False
+        self._steps, self.has_stepped = False, True
         for state in optimizer.state.values():
             for value in state.values():
                 self._label(value, "optimizer")
@@ -227,7 +236,7 @@ class Trace(TorchDispatchMode):
 
     def next_update(self) -> None:
         """One is over, and the next begins."""
-        self._counts, self._begins = Traced(), len(self._changes)
+        self._counts, self._begins, self.has_stepped = Traced(), len(self._changes), False
 
     @property
     def _moment(self) -> str:

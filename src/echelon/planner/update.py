@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,12 +26,13 @@ from echelon.loop.target import Enough, Target
 from echelon.parallel.experts.distribute import count, stacked_experts
 from echelon.parallel.fsdp.fsdp import FSDPStrategy, offloads
 from echelon.parallel.layouts import resolve, with_options_of
+from echelon.parallel.names import class_name
 from echelon.parallel.prepared import MicroBatch, Prepared
 from echelon.parallel.recipe.activation import ActivationCheckpointParams
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import NOOPStrategy, Strategy
 from echelon.planner.devices import Device
-from echelon.planner.pretended import NoMemory, pretended_world, ranks_of, without_values
+from echelon.planner.pretended import NoMemory, buckets_of, pretended_world, ranks_of, without_values
 from echelon.planner.stand_ins import stand_ins
 from echelon.planner.steps import tensors_in
 from echelon.planner.trace import Trace, Traced
@@ -76,13 +78,22 @@ class Model:
         name: the module's class.
         parameters, parameter_bytes: of the whole of it.
         experts: the largest number that divides the experts of each of its layers that has some; 0 without.
+        by_hand: the script itself made it parallel, so that no other layout can take its place.
     """
 
     layout: str
     name: str
     parameters: int
     parameter_bytes: int
-    experts: int
+    experts: int = 0
+    by_hand: bool = False
+
+    @classmethod
+    def of(cls, layout: str, modules: Sequence[nn.Module], **more: Any) -> Model:
+        """Of what is trained together, named after its first."""
+        parameters = {id(p): p for module in modules for p in module.parameters()}.values()
+        size = sum(p.numel() * p.element_size() for p in parameters)
+        return cls(layout, class_name(modules[0]), sum(p.numel() for p in parameters), size, **more)
 
 
 @dataclass
@@ -93,18 +104,13 @@ class _WithoutValues(Strategy):
     mode: NoMemory
     recompute: bool
     tell: Callable[[Model], None]
-    model: Model | None = None
 
     @property
     def name(self) -> str:  # type: ignore[override]
         return self.real.name
 
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
-        parameters = list(module.parameters())
-        size = sum(p.numel() * p.element_size() for p in parameters)
-        experts = math.gcd(*map(count, stacked_experts(module).values()))
-        self.model = Model(self.name, type(module).__name__, sum(p.numel() for p in parameters), size, experts)
-        self.tell(self.model)
+        self.tell(Model.of(self.name, [module], experts=math.gcd(*map(count, stacked_experts(module).values()))))
         without_values(module, self.mode)
         if self.recompute:
             recipe = replace(recipe, activation_checkpoint=ActivationCheckpointParams.of("blocks", "recompute"))
@@ -155,23 +161,21 @@ def trace_update(
     os.environ.update({**info.to_env(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
     os.environ["WANDB_MODE"] = "disabled"  # nor does it wait for a tracker's server
     with pretended_world(ranks, rank, shapes) as mode:
-        chosen: list[_WithoutValues] = []
+        watcher = _Watcher(mode, rounding, layout, tell)
 
         def choose(own: Strategy | None) -> Strategy:
             given = resolve(layout)
             real = with_options_of(own, given) if given is not None else own or NOOPStrategy()
             real, watcher.offloads = _offloading(real, offload, gpus)
-            chosen.append(_WithoutValues(real, mode, recompute, tell))
-            return chosen[-1]
+            return _WithoutValues(real, mode, recompute, watcher.take)
 
-        watcher = _Watcher(mode, rounding)
         try:
             overrides = Overrides(choose, precision, accumulation, compile=False, planned_ranks=planned_ranks, observes=True)
             with stand_ins(mode, gpus=gpus, device=device, memory=budget):
                 target.run_until_enough(overrides, watcher.look_at)
         finally:
             watcher.close()
-        model = _found(chosen[-1].model if chosen else None, watcher.updates, target)
+        model = _found(watcher.model, watcher.updates, target)
         return Planned(
             model,
             ranks,
@@ -193,8 +197,8 @@ def _found(model: Model | None, updates: int, target: Target) -> Model:
     """
     if model is None:
         raise PlanError(
-            f"{target.script} gave echelon no module that is not parallel already, so there is nothing to plan. It must "
-            "reach echelon's train, fit or prepare."
+            f"{target.script} gave echelon no module to train, so there is nothing to plan. It must reach echelon's train, "
+            "fit or prepare."
         )
     if updates < 2:
         raise PlanError(
@@ -213,11 +217,18 @@ def _offloading(layout: Strategy, asked: bool, gpus: int) -> tuple[Strategy, boo
 
 
 class _Watcher(Callback):
-    """Traces what lies between the beginning of a step and its end; the loader's work lies between steps, with real tensors."""
+    """Traces what lies between the beginning of a step and its end; the loader's work lies between steps, with real tensors.
 
-    def __init__(self, mode: NoMemory, rounding: int) -> None:
+    Attributes:
+        model: what is trained, as soon as that is known.
+    """
+
+    def __init__(self, mode: NoMemory, rounding: int, layout: str | None, tell: Callable[[Model], None]) -> None:
         self.trace, self.updates = Trace(rounding), 0
         self.offloads = False
+        self.model: Model | None = None
+        self._layout, self._tell = layout, tell
+        self._by_hand_steps = False  # a `train_step` by hand may step its optimizer in some steps only
         self.is_compiled = False
         self.pipeline: tuple[int, ...] = ()
         self._begin_update()
@@ -232,19 +243,58 @@ class _Watcher(Callback):
         self._made: Any = None  # by the latest forward pass
 
     def look_at(self, unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
-        if not isinstance(unit, OptimizedUnit):
-            raise PlanError(
-                f"{type(unit).__name__} must be an AutoUnit, or the loop one of echelon.prepare: a train_step by hand is not "
-                "traced."
-            )
         return [self]
+
+    def take(self, model: Model) -> None:
+        self.model = model
+        self._tell(model)
 
     def on_train_start(self, state: State, unit: Any) -> None:
         self._seen = unit.train_progress.num_updates_completed  # a loop that counts its epochs itself begins with each
+        parts = list(unit.prepared_modules().values())
+        if self.model is None and parts:
+            self._take_by_hand(parts)
         kept = [tensor for each in unit.tracked_modules().values() for tensor in (*each.parameters(), *each.buffers())]
-        kept += unit.swa_model.state_dict().values() if unit.swa_model is not None else ()
-        self.trace.watch(unit.prepared.unwrapped, unit.optimizers, kept, offloads=self.offloads)
+        is_optimized = isinstance(unit, OptimizedUnit)
+        if is_optimized and unit.swa_model is not None:
+            kept += unit.swa_model.state_dict().values()
+        optimizers = unit.optimizers if is_optimized else unit.tracked_optimizers().values()
+        self.trace.watch(nn.Module(), optimizers, kept, offloads=self.offloads)
+        for each in [unit.prepared] if is_optimized else parts:
+            self.trace.watch(each.unwrapped, (), (), buckets_of(each.module), offloads=self.offloads)
         self._mode.on_host = self.trace.on_host
+        if is_optimized:
+            self._watch_update(unit)
+        else:
+            self._watch_steps(unit)
+
+    def _take_by_hand(self, parts: Sequence[Prepared[Any]]) -> None:
+        """Modules that no layout of echelon's has made parallel, or single: they stay as they are."""
+        layout = ", ".join(dict.fromkeys(each.describe()["layout"] or "none" for each in parts))
+        if self._layout is not None:
+            raise PlanError(
+                f"a script must leave it to echelon to make modules parallel, to be given a layout, got {layout} by hand."
+            )
+        self.take(Model.of(layout, [each.unwrapped for each in parts], by_hand=True))
+        for each in parts:
+            without_values(each.module, self._mode)
+
+    def _watch_steps(self, unit: Any) -> None:
+        """Of a `train_step` by hand: an update is what ends with a step of an optimizer."""
+        step, size = unit.train_step, (unit.data_rank_and_size or (0, 1))[1]
+        self._by_hand_steps = bool(unit.tracked_optimizers())
+
+        def count(data: Any) -> Any:
+            self._count(data, None, 1, size)
+            return data
+
+        @functools.wraps(step)  # it may ask for an iterator
+        def counted(state: State, data: Any) -> Any:
+            return step(state, map(count, data) if isinstance(data, Iterator) else count(data))
+
+        unit.train_step = counted
+
+    def _watch_update(self, unit: Any) -> None:
         self.is_compiled = unit._options.compile is not None
         update, passes, run_window = unit._update, unit._update.passes, unit._update.run_window
         forward, backward = update.forward, update.backward
@@ -255,7 +305,7 @@ class _Watcher(Callback):
             self.trace.leaves_out = lambda: unit.prepared.batches.dry_run
 
         def seen(unit: Any, state: State, micro_batch: MicroBatch[Any]) -> Any:
-            self._count(unit, micro_batch.data)
+            self._count_of(unit, micro_batch.data)
             self.counted += 1
             self._repeats = repeats and self._is_as_the_second(micro_batch)
             return passes(unit, state, micro_batch)
@@ -276,7 +326,7 @@ class _Watcher(Callback):
         def window(unit: Any, state: State, micro_batches: Sequence[MicroBatch[Any]], *args: Any, **options: Any) -> Any:
             """A pipeline that is full repeats itself, unless no backward pass begins before the last forward one."""
             for each in micro_batches:
-                self._count(unit, each.data)
+                self._count_of(unit, each.data)
             pipeline = unit.prepared.pipeline
             few = pipeline.cut.count + (len(self.pipeline) if self.updates else 0)  # of the first, the optimizer's state matters
             if pipeline.kind.name == "gpipe":
@@ -309,12 +359,15 @@ class _Watcher(Callback):
             found.repeat(self._marks[1], self._marks[2], self._times)
         return found
 
-    def _count(self, unit: Any, data: Any) -> None:
+    def _count_of(self, unit: Any, data: Any) -> None:
+        self._count(data, unit.samples_given, unit.prepared.place.part[1], unit.prepared.data.size)
+
+    def _count(self, data: Any, samples: int | None, parts: int, size: int) -> None:
         """A micro-batch of this rank; others have as many, but for those that have a part of the same samples."""
-        tokens, (_, parts) = tokens_of(data), unit.prepared.place.part
+        tokens = tokens_of(data)
         self.micro_batches += 1
-        self.samples += samples_of(data, unit.samples_given)[0] * unit.prepared.data.size
-        self.tokens += (tokens.numel() if tokens is not None else 0) * parts * unit.prepared.data.size
+        self.samples += samples_of(data, samples)[0] * size
+        self.tokens += (tokens.numel() if tokens is not None else 0) * parts * size
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
         for mode in self._modes:
@@ -323,7 +376,7 @@ class _Watcher(Callback):
     def on_train_step_end(self, state: State, unit: Any) -> None:
         self._step.close()
         before, self._seen = self._seen, unit.train_progress.num_updates_completed
-        if self._seen > before:
+        if self._seen > before and (self.trace.has_stepped or not self._by_hand_steps):
             self.updates += 1
             if self.updates >= 2:
                 raise Enough
