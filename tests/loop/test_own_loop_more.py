@@ -311,20 +311,6 @@ def test_a_second_prepare_takes_another_optimizer(ranks: Ranks, layout: str) -> 
     assert a == b
 
 
-def _wrapped_by_hand(wraps: bool) -> list[float]:
-    model = net()
-    given = nn.parallel.DistributedDataParallel(model) if wraps else model
-    given, optimizer, loader = ech.prepare(given, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA, 8))
-    for x, y in loader:
-        step(given, optimizer, x, y)
-    return [float(p.sum()) for p in model.parameters()]
-
-
-def test_a_model_that_its_author_wrapped_needs_no_word_for_that(ranks: Ranks) -> None:
-    """The default layout was refused for it."""
-    assert ranks(2, _wrapped_by_hand, True) == ranks(2, _wrapped_by_hand, False)
-
-
 # --- what stays
 
 

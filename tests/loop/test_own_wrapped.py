@@ -87,3 +87,17 @@ def _of_a_copy(layout: str) -> None:
 @pytest.mark.parametrize("layout", ["none", "fsdp"])
 def test_words_about_its_optimizer_are_of_the_loop(ranks: Ranks, layout: str) -> None:
     ranks(1 if layout == "none" else 2, _of_a_copy, layout)
+
+
+def _wrapped_by_hand(wraps: bool) -> list[float]:
+    model = net()
+    given = nn.parallel.DistributedDataParallel(model) if wraps else model
+    given, optimizer, loader = ech.prepare(given, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA, 8))
+    for x, y in loader:
+        step(given, optimizer, x, y)
+    return [float(p.sum()) for p in model.parameters()]
+
+
+def test_a_model_that_its_author_wrapped_needs_no_word_for_that(ranks: Ranks) -> None:
+    """The default layout was refused for it."""
+    assert ranks(2, _wrapped_by_hand, True) == ranks(2, _wrapped_by_hand, False)
