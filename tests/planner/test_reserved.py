@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from echelon.planner.allocator import Allocator, expands
-from echelon.planner.pretended import pretended_world
+from echelon.planner.pretended import pretended_world, without_values
 from echelon.planner.stand_ins import stand_ins
 from echelon.planner.steps import Operator
 from echelon.planner.trace import Trace, Traced
@@ -142,3 +142,21 @@ def test_an_optimizer_steps_all_parameters_together_where_it_would_on_a_gpu(opti
         peak, read = trace.result().peak, mode.read
         trace.close()
     assert peak == (4 * 4 + made) * MIB + 4 * 512 and read == 0  # with counts of steps
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_model_of_transformers_attends_as_on_a_gpu(padded: bool) -> None:
+    """It had a mask of its own where nothing was to be hidden, and twice the work of a causal one."""
+    tf = pytest.importorskip("transformers")
+    size = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = tf.LlamaForCausalLM(tf.LlamaConfig(**size, use_cache=False))
+    tokens, mask = torch.zeros(2, 32, dtype=torch.int64), torch.ones(2, 32, dtype=torch.int64)
+    mask[0, 20:] = 0
+    with pretended_world(2) as mode, stand_ins(mode, gpus=1):
+        without_values(model, mode)
+        with mode, Trace() as trace:
+            model(input_ids=tokens + 0, attention_mask=mask + 0 if padded else None)
+        steps = trace.so_far().steps
+        trace.close()
+    attends = [step.shape for step in steps if isinstance(step, Operator) and step.kind == "attention"]
+    assert attends == [(2 * 4, 32, 32 if padded else 16, 16)] * 2

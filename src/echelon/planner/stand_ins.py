@@ -75,6 +75,7 @@ def stand_ins(mode: NoMemory, *, gpus: int, device: Device | None = None, memory
             mock.patch.object(torch, "load", _load),
             mock.patch.object(torch.autocast, "__init__", _autocast),
             _loaded("transformers.modeling_utils", _leave_weights_out),
+            _loaded("transformers.masking_utils", _look_at_masks),
             mock.patch.dict(vars(F), _KERNELS if gpus else {}),
             mock.patch.object(torch.autograd.graph, "save_on_cpu", functools.partial(_OnHost, mode) if gpus else _real_on_host),
             mock.patch.object(torch.optim.Optimizer, "add_param_group", _add_group if gpus else _real_add_group),
@@ -366,5 +367,15 @@ def _leave_weights_out(modeling: ModuleType) -> Callable[[], Any]:
                 logging.enable_progress_bar()
 
     patch = mock.patch.object(base, "from_pretrained", classmethod(from_pretrained))
+    patch.start()
+    return patch.stop
+
+
+def _look_at_masks(masks: ModuleType) -> Callable[[], Any]:
+    """Of tensors without memory it takes no mask for one that hides nothing, and attention would compute the whole square of a
+    causal one. A plan knows the values of masks and positions.
+    """
+    real = masks.is_tracing
+    patch = mock.patch.object(masks, "is_tracing", lambda tensor=None: real())
     patch.start()
     return patch.stop
