@@ -191,45 +191,107 @@ class LoRALinear(nn.Linear):
         return super().forward(x) + 2.0 * self.lora_b(self.lora_a(x))
 
 
-class Tuned(Llama):
-    """Tokens (B, T) -> the mean loss in eight parts. LoRA is in all products but those of k and of the head."""
+@dataclass(frozen=True)
+class Tuning:
+    """
+    Args:
+        tied: the head's weight is the embedding's.
+        rank: of LoRA.
+        places: the products that have it.
+        chunks: parts of the loss.
+    """
 
-    def __init__(self, size: Size, *, tied: bool, rank: int, compiled: bool) -> None:
-        super().__init__(size)
-        if tied:
+    size: Size
+    tied: bool = False
+    rank: int = 8
+    places: tuple[str, ...] = ("q", "v", "out", "gate", "up", "down")
+    chunks: int = 8
+
+
+class Tuned(Llama):
+    """Tokens (B, T) -> the mean loss in parts."""
+
+    def __init__(self, tuning: Tuning, method: str, *, compiled: bool) -> None:
+        super().__init__(tuning.size)
+        if tuning.tied:
             self.head.weight = self.tokens.weight
-        self.loss = compiled_cross_entropy if compiled else F.cross_entropy
-        if rank:
+        self.chunks, self.compiled = tuning.chunks, compiled
+        if method == "lora":
             self.requires_grad_(False)
             for block in self.blocks:
-                for part, name in [(block.attention, "q"), (block.attention, "v"), (block.attention, "out")] + [
-                    (block.mlp, each) for each in ("gate", "up", "down")
-                ]:
-                    made = LoRALinear(getattr(part, name), rank)
-                    made.weight.requires_grad_(False)
-                    setattr(part, name, made)
+                for part in (block.attention, block.mlp):
+                    for name in {*tuning.places} & {*dict(part.named_children())}:
+                        made = LoRALinear(getattr(part, name), tuning.rank)
+                        made.weight.requires_grad_(False)
+                        setattr(part, name, made)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         h = self.tokens(tokens)
         for block in self.blocks:
             h = block(h, self.cos, self.sin)
-        parts = [self.head(part).flatten(0, 1) for part in self.norm(h).tensor_split(_CHUNKS, dim=1)]
-        targets = [part.flatten() for part in tokens.tensor_split(_CHUNKS, dim=1)]
-        return torch.stack(
-            [
-                self.loss(a.float(), b) if self.loss is F.cross_entropy else self.loss(a, b)
-                for a, b in zip(parts, targets, strict=True)
-            ]
-        ).mean()
+        parts = [self.head(part).flatten(0, 1) for part in self.norm(h).tensor_split(self.chunks, dim=1)]
+        targets = [part.flatten() for part in tokens.tensor_split(self.chunks, dim=1)]
+        losses = [
+            compiled_cross_entropy(a, b) if self.compiled else F.cross_entropy(a.float(), b)
+            for a, b in zip(parts, targets, strict=True)
+        ]
+        return torch.stack(losses).mean()
 
 
-# Of torchtune's configurations: the rank of LoRA, and whether the head is tied to the embedding.
-TUNED = {"torchtune-3b": (SIZES["3B"], 64, True), "torchtune-8b": (SIZES["8B"], 8, False), "2-13B": (SHAPES["2-13B"], 0, False)}
+# Of torchtune's configurations, and of NVIDIA-NeMo/Automodel's (examples/llm_benchmark/qwen/qwen2_5_7b_peft_benchmark.yaml).
+TUNED = {
+    "torchtune-3b": Tuning(SIZES["3B"], tied=True, rank=64),
+    "torchtune-8b": Tuning(SIZES["8B"]),
+    "2-13B": Tuning(SHAPES["2-13B"]),
+    "qwen2.5-7b": Tuning(
+        Size(width=3584, depth=28, heads=28, kv_heads=4, hidden=18_944, vocabulary=152_064, context=4096),
+        rank=16,
+        places=("q", "k", "v", "out", "gate", "up", "down"),
+        chunks=1,
+    ),
+}
+
+
+class Qwen3MoE(nn.Module):
+    """Tokens (B, T) -> the mean loss, by transformers' model of Qwen/Qwen3-30B-A3B."""
+
+    def __init__(self) -> None:
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        super().__init__()
+        config = Qwen3MoeConfig(
+            vocab_size=151_936,
+            hidden_size=2048,
+            intermediate_size=6144,
+            moe_intermediate_size=768,
+            num_hidden_layers=48,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+            use_cache=False,
+        )
+        self.model = Qwen3MoeForCausalLM(config)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.model(input_ids=tokens).logits
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())  # not in float32: `fp32_upcast: false`
+
+
+def built(name: str, method: str, context: int, *, compiled: bool) -> nn.Module:
+    if name in GPTS:
+        return GPT(GPTS[name], method, context)
+    if name in TUNED:
+        tuning = TUNED[name]
+        return Tuned(replace(tuning, size=replace(tuning.size, context=context)), method, compiled=compiled)
+    return Qwen3MoE()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=[*GPTS, *TUNED], default="litgpt-llama-7b")
+    parser.add_argument("--model", choices=[*GPTS, *TUNED, "qwen3-30b-a3b"], default="litgpt-llama-7b")
     parser.add_argument("--method", choices=_TRAINS, default="lora")
     parser.add_argument("--context", type=int, default=1304, help="tokens of a sequence")
     parser.add_argument("--sequences", type=int, default=1, help="of an update, on all ranks")
@@ -240,12 +302,7 @@ def main() -> None:
     given = parser.parse_args()
     ech.init_from_env()
     with ech.on_meta():
-        if given.model in GPTS:
-            model = GPT(GPTS[given.model], given.method, given.context)
-        else:
-            size, rank, tied = TUNED[given.model]
-            rank = rank if given.method == "lora" else 0
-            model = Tuned(replace(size, context=given.context), tied=tied, rank=rank, compiled=given.compile)
+        model = built(given.model, given.method, given.context, compiled=given.compile)
         model = model.to(torch.bfloat16)
     rows = torch.zeros(1, dtype=torch.int64).expand(2 * given.sequences, given.context)
     unit = Unit(
