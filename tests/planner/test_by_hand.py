@@ -109,3 +109,10 @@ def test_a_wrapped_model_of_a_loop_has_its_own_layout_alone(plan: Callable[..., 
     own, asked = plan(LOOP, "--layout", "fsdp")
     assert (own["layout"], own["by_hand"]) == ("ddp", True) and own["by_kind"]["communication"] >= 4 * PARAMETERS
     assert asked["layout"] == "fsdp" and "got ddp by hand" in asked["why"]
+
+
+def test_what_flattens_parameters_is_refused_by_name(plan: Callable[..., list[dict[str, Any]]]) -> None:
+    (found,) = plan(
+        "from torch.distributed.fsdp import FullyShardedDataParallel\nFullyShardedDataParallel(net, device_id=device)\n"
+    )
+    assert "got a Sequential that FullyShardedDataParallel flattens" in found["why"]

@@ -23,11 +23,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from echelon.common.errors import PlanError
 from echelon.loop.auto.prepared_unit import PreparedUnit
 from echelon.loop.auto.unit_options import AutoOptions
 from echelon.planner.devices import Device, device_named
@@ -69,6 +71,7 @@ def stand_ins(mode: NoMemory, *, gpus: int, device: Device | None = None, memory
             mock.patch.object(dist, "init_process_group", _nothing),  # there is one already
             mock.patch.object(PreparedUnit, "_prepare", _prepare_here),
             mock.patch.object(DistributedDataParallel, "__init__", _wrap_here),
+            mock.patch.object(FullyShardedDataParallel, "__init__", _refuse_fsdp1),
             mock.patch.object(torch, "Generator", _Generator),
             mock.patch.object(torch, "set_default_device", _set_default_device),
             mock.patch.object(torch, "save", _save),
@@ -212,6 +215,14 @@ def _wrap_here(
 ) -> None:
     """A module that a script wraps by hand lies here, whatever devices are named."""
     _real_wrap(wrapper, module, None, None, *args, **options)
+
+
+@functools.wraps(FullyShardedDataParallel.__init__)
+def _refuse_fsdp1(wrapper: FullyShardedDataParallel, module: nn.Module, *args: Any, **options: Any) -> None:
+    raise PlanError(
+        "a module must be plain, or wrapped by DistributedDataParallel or fully_shard, to be planned, got a "
+        f"{type(module).__name__} that FullyShardedDataParallel flattens. layout='fsdp' shards the plain one."
+    )
 
 
 _real_default = torch.set_default_device
