@@ -97,15 +97,6 @@ class PhaseState:
         feed: the loop's iterator over the present epoch.
     """
 
-    # Of the class as well, so that a mock with this class for its spec has them.
-    dataloader: Iterable[Any] = ()
-    max_epochs: int | None = None
-    max_updates: int | None = None
-    updates_per_epoch: int | None = None
-    max_steps: int | None = None
-    max_steps_per_epoch: int | None = None
-    step_output: Any = None
-
     evaluate_every_n_updates, evaluate_every_n_steps, evaluate_every_n_epochs = _EveryN(), _EveryN(), _EveryN()
 
     def __init__(
@@ -133,7 +124,7 @@ class PhaseState:
         self.evaluate_every_n_updates = evaluate_every_n_updates
         self.evaluate_every_n_steps = evaluate_every_n_steps
         self.evaluate_every_n_epochs = evaluate_every_n_epochs
-        self.step_output = None
+        self.step_output: Any = None
         self.step: Step[Any] = NO_STEP
         self.feed: Feed | None = None
 
@@ -235,21 +226,6 @@ def _limit(name: str, value: Any, *, at_least: int = 0) -> int | None:
 class State:
     """Handed to every hook and step. Users read it; they write through `stop`."""
 
-    # Of the class as well, so that a mock with this class for its spec has them.
-    entry_point: EntryPoint = EntryPoint.TRAIN
-    active_phase: ActivePhase = ActivePhase.TRAIN
-    timer: TimerProtocol | None = None
-    train_state: PhaseState | None = None
-    eval_state: PhaseState | None = None
-    predict_state: PhaseState | None = None
-    test_state: PhaseState | None = None
-    should_stop = False  # on all ranks alike: the loop will stop
-    recorder: Recorder | None = None
-    notes: Notes | None = None
-    stop_requested = False  # by this rank
-    logged: Any = None
-    settle_logged: Callable[[], None] | None = None
-
     def __init__(
         self,
         *,
@@ -266,12 +242,15 @@ class State:
         self.train_state, self.eval_state = train_state, eval_state
         self.predict_state, self.test_state = predict_state, test_state
         self.active_phase = ActivePhase.TRAIN if entry_point is EntryPoint.FIT else ActivePhase[entry_point.name]
-        self.recorder, self.notes, self.logged = None, None, Logged()
-        self.settle_logged = None  # while an epoch's end is called: takes the numbers logged so far together. Collective
+        self.recorder: Recorder | None = None
+        self.notes: Notes | None = None
+        self.logged = Logged()
+        # While an epoch's end is called: takes the numbers logged so far together. Collective.
+        self.settle_logged: Callable[[], None] | None = None
         self.alone = True  # a world of one; the loop knows better
-        self.stop_requested = False
+        self.stop_requested = False  # by this rank
         self.stopped_by_script = False  # on this rank: not by a signal, so that the run is to end and not to resume later
-        self.should_stop = False
+        self.should_stop = False  # on all ranks alike: the loop will stop
         self.rolled_back = False  # on all ranks alike: a callback restored an older state, from which the loop continues
 
     def log(self, name: str, value: Any, weight: Any = None, *, reduce: str = "mean") -> None:

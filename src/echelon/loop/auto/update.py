@@ -166,20 +166,17 @@ class Update:
 
     def passes(self, unit: Any, state: State, micro_batch: MicroBatch[Any]) -> AbstractContextManager[Any]:
         """Context of the forward and the backward pass over a micro-batch."""
-        prepared, bitwise, weight, last = unit.prepared, self.bitwise, micro_batch.weight, micro_batch.is_last
-        unit.samples_given = micro_batch.samples
+        prepared, bitwise = unit.prepared, self.bitwise
         if clock.running is not None:
             clock.running.enter(FORWARD)
         if bitwise is not None:
             bitwise.begin(unit.window.updates, unit.window.count - 1)
-        for listener in self._listeners:
-            listener.begin_forward(weight)
         if unit.several is not None:
-            unit.several.begin(float(weight))
-        state.logged.begins(0 if prepared.data.is_replica else weight)
+            unit.several.begin(float(micro_batch.weight))
+        self.begin_forward(unit, state, micro_batch)
         if state.recorder is not None and state.recorder.counts_flops:
             state.recorder.count_flops(unit, micro_batch.data)
-        accumulates: AbstractContextManager[Any] = prepared.accumulate(last or bitwise is not None)
+        accumulates: AbstractContextManager[Any] = prepared.accumulate(micro_batch.is_last or bitwise is not None)
         if unit.detect_anomaly is None and not micro_batch.is_padding:
             return accumulates
         anomaly = NO_CONTEXT if unit.detect_anomaly is None else torch.autograd.set_detect_anomaly(unit.detect_anomaly)
@@ -213,7 +210,7 @@ class Update:
         self._left = {}
 
     def begin_forward(self, unit: Any, state: State, micro_batch: MicroBatch[Any]) -> None:
-        """In `run_window`. What is counted and logged in the pass counts as much as its micro-batch."""
+        """What is counted and logged in the pass counts as much as its micro-batch."""
         unit.samples_given = micro_batch.samples
         for listener in self._listeners:
             listener.begin_forward(micro_batch.weight)
@@ -329,13 +326,9 @@ class Update:
 
     def complete(self, unit: Any, state: State) -> torch.Tensor | None:
         """What follows the last backward pass. Returns the gradient norm, if it is clipped."""
-        norm = None
-        if unit.several is not None:
-            updated = self.finish_several(unit, state)
-        else:
-            self.finish(unit, state)
-            norm = None if unit.window.is_nothing else self.clip(unit)
-            updated = self.step(unit, state, norm)
+        self.finish(unit, state)
+        norm = None if unit.window.is_nothing or unit.several is not None else self.clip(unit)
+        updated = self.step(unit, state, norm)
         if unit.window.is_nothing:
             return None
         if not unit.zero_grad_at_train_step_start:
@@ -348,8 +341,12 @@ class Update:
         return norm
 
     def finish(self, unit: Any, state: State) -> None:
-        """The gradients become those of the global batch."""
+        """The gradients become those of the global batch. Several optimizers have stepped by now, each in its turn."""
         window, prepared, scaler = unit.window, unit.prepared, unit.grad_scaler
+        if unit.several is not None:
+            unit.several.meet_at_end()
+            if self.joined:
+                window.start_reduction(state.stop_requested, state.logged.signature())
         if self.joined:
             clock.enter(Part.WAIT)
         micro_batches, (weight, loss, stop) = window.count, window.close()
@@ -403,19 +400,19 @@ class Update:
 
     def step(self, unit: Any, state: State, norm: torch.Tensor | None) -> bool:
         """The optimizer's, and what follows from it. False if it was left out: by fp16's scaler, or of a batch without weight."""
-        prepared = unit.prepared
+        prepared, alone = unit.prepared, unit.several is None
         if unit.window.is_nothing:
             self._leave_out(unit, state)
             return False
-        self.latest, lr = (self.loss, norm), unit.optimizer.param_groups[0].get("lr")
-        updated = self.step_optimizer(unit)
+        self.latest, lr = (self.loss, norm), unit.optimizer.param_groups[0].get("lr") if alone else None
+        updated = self.step_optimizer(unit) if alone else True
         for listener in self._listeners:
             listener.end_window(updated=updated)
         if updated:
             if self._first_look is not None:
                 self._first_look.remove()
                 self._first_look = None
-            if prepared.after_step(state.stop_requested):
+            if alone and prepared.after_step(state.stop_requested):
                 state.agree_to_stop()
             if unit.swa_model is not None:
                 unit.swa_model.step()
@@ -432,23 +429,6 @@ class Update:
         updated = self._shards.update_with(scaler)
         self.finite.take_skip(not updated, scaler)
         return updated
-
-    def finish_several(self, unit: Any, state: State) -> bool:
-        """The end of an update whose optimizers have stepped, each in its turn. False if its global batch weighs nothing."""
-        unit.several.meet_at_end()
-        if self.joined:
-            unit.window.start_reduction(state.stop_requested, state.logged.signature())
-        self.finish(unit, state)
-        if unit.window.is_nothing:
-            self._leave_out(unit, state)
-            return False
-        if unit.swa_model is not None:
-            unit.swa_model.step()
-        self.latest = (self.loss, None)
-        for listener in self._listeners:
-            listener.end_window(updated=True)
-        self._record(unit, state, None, None)
-        return True
 
     def _record(self, unit: Any, state: State, lr: Any, norm: torch.Tensor | None) -> None:
         if state.recorder is None:

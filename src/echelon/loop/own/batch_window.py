@@ -97,7 +97,8 @@ class OwnWindow:
         unit.several.end_micro_batch(replica=bool(unit.prepared.data.is_replica))
         if self.is_last:
             unit.has_updated = True
-            unit.update.finish_several(unit, self._state)
+            unit.update.finish(unit, self._state)
+            unit.update.step(unit, self._state, None)
             self.loss = unit.update.latest[0]
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool | None = None) -> None:

@@ -41,6 +41,7 @@ class PhaseState(state.PhaseState, metaclass=_Core):
     """As echelon's; an evaluation after every 0 steps or epochs is never."""
 
     iteration_timer: Any = None
+    locals().update(dict.fromkeys(("dataloader", "max_epochs", "max_steps", "max_steps_per_epoch", "step_output")))  # for a mock
 
     def __init__(
         self,
@@ -61,8 +62,10 @@ class PhaseState(state.PhaseState, metaclass=_Core):
 
 
 class State(state.State, metaclass=_Core):
-    """As echelon's."""
+    """As echelon's. A mock with this class for its spec has what its objects have."""
 
+    locals().update(dict.fromkeys(("train_state", "eval_state", "predict_state", "logged", "recorder", "notes", "settle_logged")))
+    locals().update(dict.fromkeys(("entry_point", "active_phase", "timer", "should_stop", "stop_requested")))
     locals().update(
         private_names("entry_point", "active_phase", "timer", "train_state", "eval_state", "predict_state", "should_stop")
     )
