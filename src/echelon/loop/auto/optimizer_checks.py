@@ -36,9 +36,12 @@ if TYPE_CHECKING:
 
 __all__ = ["add_again", "are_alike", "check_holds", "check_tracked", "look_at_first_update", "not_the_modules", "when_it_grows"]
 
-_REMEDY = "Nothing would be trained. Make the optimizer after the module is made parallel, from the parameters that it has then"
+_REMEDY = (
+    "Nothing would be trained. Make the optimizer after the module is made parallel, from the parameters that it has then: of an "
+    "AutoUnit in configure_optimizers_and_lr_scheduler(module), from module.parameters()."
+)
 _IN_A_LOOP = (
-    "Nothing would be trained. Make the optimizer from the parameters of the models that prepare() is given with it, before it"
+    "Nothing would be trained. Make the optimizer from the parameters of the models that prepare() is given with it, before it."
 )
 
 
@@ -53,15 +56,10 @@ def check_holds(unit: PreparedUnit, optimizer: Any) -> None:
         hooked(optimizer)
     if overrides().observes or not isinstance(optimizer, torch.optim.Optimizer):
         return
+    trains = any(p.requires_grad for p in unit.prepared.module.parameters())
+    # Beside others, one may have what is no module's, such as a temperature.
     what = f"{_before(unit)}the {type(optimizer).__name__}"
-    held = parameters_of(optimizer)
-    problem = _stale(what, held)
-    if problem is None:
-        mine = list(unit.prepared.module.parameters())
-        trains = any(p.requires_grad for p in mine)
-        # Beside others, one may have what is no module's, such as a temperature.
-        if trains and held and not unit.has_several and len(_strangers(unit, held)) == len(held):
-            problem = f"{what} holds {_count(held)}, none of them the module's, which has {len(mine)} (first: {_shown(held[0])})."
+    problem = _wrong_with(unit, what, parameters_of(optimizer), (), must_hold_some=trains and not unit.has_several)
     if problem is not None:
         raise OptimizerError(f"{problem} {_remedy(unit)}")
 
@@ -97,9 +95,7 @@ def _before(unit: Any) -> str:
 
 
 def _remedy(unit: Any) -> str:
-    if is_own_loop(unit):
-        return f"{_IN_A_LOOP}."
-    return f"{_REMEDY}: in configure_optimizers_and_lr_scheduler(module), from module.parameters()."
+    return _IN_A_LOOP if is_own_loop(unit) else _REMEDY
 
 
 def _strangers(unit: Any, held: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -114,7 +110,7 @@ def _left(module: nn.Module, held: Iterable[nn.Parameter]) -> list[nn.Parameter]
     return [p for p in module.parameters() if p.requires_grad and id(p) not in ids]
 
 
-def _are_shaped_as(strangers: list[nn.Parameter], left: list[nn.Parameter]) -> bool:
+def _are_shaped_as(strangers: Sequence[nn.Parameter], left: Sequence[nn.Parameter]) -> bool:
     """Whether they are what is left, as it was before it was sharded, or in a copy of the module."""
     return any(p.numel() > 1 for p in strangers) and not Counter(p.shape for p in strangers) - Counter(p.shape for p in left)
 
@@ -187,7 +183,7 @@ def check_tracked(unit: Any) -> list[Guard]:
     """
     optimizers, modules = unit.tracked_optimizers(), unit.tracked_modules()
     problem = None if overrides().observes else _problem(unit, optimizers, modules)
-    agree.raise_on_all(f"{problem} {_IN_A_LOOP if is_own_loop(unit) else _REMEDY}." if problem else None)
+    agree.raise_on_all(f"{problem} {_remedy(unit)}" if problem else None)
     for optimizer in optimizers.values():
         hooked(optimizer)
         if any(is_split(p) for p in parameters_of(optimizer)):
@@ -243,30 +239,33 @@ def _problem(unit: Any, optimizers: Mapping[str, Any], modules: Mapping[str, nn.
         if each.form.kind != "own":
             left += (mine := _left(each.module, everywhere))
             flat = flat or (bool(mine) and each.form.kind == "flat")
-    for name, parameters in held.items():
-        what = f"the {type(optimizers[name]).__name__}" if is_own_loop(unit) else f"{type(unit).__name__}.{name}"
-        problem = _stale(what, parameters)
-        if problem is not None:
-            return problem
-        strangers = _strangers(unit, parameters)
-        if _are_shaped_as(strangers, left) or (flat and len(strangers) == len(parameters) > 0):
-            whose = "no model of the loop" if is_own_loop(unit) else "no module of the unit"
-            return (
-                f"{what} holds {_count(strangers)} that {whose} has (first: {_shown(strangers[0])}), and no optimizer holds "
-                f"{_count(len(left))} of its sharded modules."
-            )
-    return None
+    own = is_own_loop(unit)
+    called = {name: f"the {type(o).__name__}" if own else f"{type(unit).__name__}.{name}" for name, o in optimizers.items()}
+    found = (_wrong_with(unit, called[name], each, left, must_hold_some=flat) for name, each in held.items())
+    return next((problem for problem in found if problem is not None), None)
 
 
-def _stale(what: str, parameters: list[nn.Parameter]) -> str | None:
-    old = [name for p in parameters if (name := name_before(p)) is not None]
+def _wrong_with(
+    unit: Any, what: str, held: list[nn.Parameter], left: Sequence[nn.Parameter], *, must_hold_some: bool
+) -> str | None:
+    """What is wrong with the parameters of an optimizer.
+
+    Args:
+        what: the optimizer's name.
+        left: of the unit's sharded modules, what no optimizer holds.
+        must_hold_some: of the unit's, if it holds any.
+    """
+    old = [name for p in held if (name := name_before(p)) is not None]
     if old:
-        held = _count(parameters)
-        return f"{what} holds {held}, {len(old)} of which are from before the module was sharded (first: {old[0]})."
-    whole = [p for p in parameters if p.numel() and not is_split(p) and not p.is_meta]
+        return f"{what} holds {_count(held)}, {len(old)} of which are from before the module was sharded (first: {old[0]})."
+    whole = [p for p in held if p.numel() and not is_split(p) and not p.is_meta]
     gone = [p for p in whole if p.untyped_storage().size() == 0]
     if gone:
         return f"{what} holds {_count(gone)} that were gathered for a forward pass and are gone (first: {_shown(gone[0])})."
+    strangers = _strangers(unit, held)
+    if _are_shaped_as(strangers, left) or (must_hold_some and len(strangers) == len(held) > 0):
+        whose = "no model of the loop" if is_own_loop(unit) else "no module of the unit"
+        return f"{what} holds {_count(strangers)} that {whose} has (first: {_shown(strangers[0])})."
     return None
 
 
@@ -288,9 +287,8 @@ def are_alike(held: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> b
     return Counter(p.shape for p in held) == Counter(p.shape for p in others)
 
 
-def _count(parameters: list[nn.Parameter] | int) -> str:
-    number = parameters if isinstance(parameters, int) else len(parameters)
-    return "one parameter" if number == 1 else f"{number} parameters"
+def _count(parameters: Sequence[nn.Parameter]) -> str:
+    return "one parameter" if len(parameters) == 1 else f"{len(parameters)} parameters"
 
 
 def _shown(parameter: nn.Parameter) -> str:
