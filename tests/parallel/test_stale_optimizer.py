@@ -93,7 +93,9 @@ def test_an_optimizer_over_another_model_is_refused_under_every_strategy(ranks: 
         first, second = ranks(2, _copies, layout)
         assert first == second
         assert "holds 12 parameters that no module of the unit has (first: float64 (8, 4))" in first[0], layout
-        assert "holds 2 parameters that no module of the unit has" in first[1] and "has a gradient in the first update" in first[2]
+        assert (
+            "holds 2 parameters that no module of the unit has" in first[1] and "has a gradient in the first update" in first[2]
+        )
     assert all(isinstance(said, str) for said in _copies(None))
 
 

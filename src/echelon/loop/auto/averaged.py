@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -116,12 +116,13 @@ class AveragedWeights:
         # Once: sharded parameters are found under their names only while they are not gathered.
         self._parameters = {f"parameters.{n}": p for n, p in prepared.named_parameters()}
         self._groups = _by_kind({n: p for n, p in self._parameters.items() if _can_be_averaged(p)})
-        self._averages = {n: t.detach().clone() for n, t in {**self._parameters, **self._buffers()}.items()}
+        self._averages = {n: t.detach().clone() for n, t in {**self._parameters, **_buffers_of(prepared)}.items()}
         self._exchanged: list[str] = []
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """As they are now: modules may replace one, make it as late as in a forward pass, or let it grow."""
-        return {f"buffers.{n}": b for n, b in plain_buffers(self._prepared.module)}
+        """As they are now: modules may replace one. What a forward pass makes later, or lets grow, is the module's own."""
+        found, averages = _buffers_of(self._prepared), self._averages
+        return {n: b for n, b in found.items() if n in averages and averages[n].shape == b.shape}
 
     @property
     def begun(self) -> bool:
@@ -151,16 +152,11 @@ class AveragedWeights:
         count, params, buffers = self.n_averaged, self.params, self._buffers()
         self.n_averaged += 1
         sources = {**self._parameters, **buffers}
-        for name in self._averages.keys() - sources.keys():
-            del self._averages[name]
-        going_on = {}
-        if count and params.use_buffers:
-            going_on = {n: b for n, b in buffers.items() if self._fits(n, b) and _can_be_averaged(b)}
+        going_on = {n: b for n, b in buffers.items() if _can_be_averaged(b)} if params.use_buffers else {}
         groups = [*self._groups, *_by_kind(going_on)] if count else []
         averaged = {name for names in groups for name in names}
-        for name, source in sources.items():
-            if name not in averaged:
-                self._take(name, source)
+        for name in sources.keys() - averaged:
+            local(self._averages[name]).copy_(local(sources[name]))
         if params.averaging_method == "swa":
             bring_forward = get_swa_multi_avg_fn()
         else:
@@ -168,17 +164,6 @@ class AveragedWeights:
             bring_forward = get_ema_multi_avg_fn(min(params.ema_decay, lit))
         for names in groups:
             bring_forward([local(self._averages[n]) for n in names], [local(sources[n]) for n in names], count)
-
-    def _fits(self, name: str, tensor: torch.Tensor) -> bool:
-        average = self._averages.get(name)
-        return average is not None and average.shape == tensor.shape
-
-    def _take(self, name: str, value: torch.Tensor) -> None:
-        """One average as it is; of a buffer that is new or has another shape the average begins anew."""
-        if not self._fits(name, value):
-            self._averages[name] = value.detach().clone()
-        elif value is not self._averages[name]:  # a checkpoint is read in place
-            local(self._averages[name]).copy_(local(value))
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -200,7 +185,7 @@ class AveragedWeights:
         # By value: others hold on to the parameters' memory, and so do compiled graphs. What an evaluation made stays.
         sources = {**self._parameters, **self._buffers()}
         names = self._exchanged if self.applied_now else sources
-        self._exchanged = [n for n in names if n in sources and self._fits(n, sources[n])]
+        self._exchanged = [n for n in names if n in sources]
         for name in self._exchanged:
             mine, average = local(sources[name]), local(self._averages[name])
             kept = mine.clone()
@@ -234,24 +219,14 @@ class AveragedWeights:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name in self._averages.keys() | {n for n, value in state_dict.items() if isinstance(value, torch.Tensor)}:
-            self._take(name, state_dict[name])
+        for name, average in self._averages.items():
+            if state_dict[name] is not average:  # a checkpoint is read in place
+                local(average).copy_(local(state_dict[name]))
         self.n_averaged, self.passed = state_dict["n_averaged"], state_dict["passed"]
 
-    def room(self, me: str, saved: Mapping[str, tuple[torch.dtype, list[int]]]) -> dict[str, torch.Tensor]:
-        """Tensors to be filled from a checkpoint: averages of buffers that had another shape there, or are not here yet.
 
-        Args:
-            me: this state's name in the checkpoint.
-        """
-        found, like = {}, next(iter(self._averages.values()))
-        for key, (dtype, shape) in saved.items():
-            name = key.removeprefix(f"{me}.")
-            if name != key and name.startswith("buffers."):
-                average = self._averages.get(name)
-                if average is None or list(average.shape) != shape:
-                    found[name] = torch.empty(shape, dtype=dtype, device=like.device)
-        return found
+def _buffers_of(prepared: Prepared[Any]) -> dict[str, torch.Tensor]:
+    return {f"buffers.{n}": b for n, b in plain_buffers(prepared.module)}
 
 
 def _can_be_averaged(tensor: torch.Tensor) -> bool:

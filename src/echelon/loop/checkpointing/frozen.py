@@ -166,7 +166,7 @@ class _Part:
         return {name: value for name, value in self._state.state_dict().items() if name not in self._left}
 
     def room(self, me: str, saved: Any) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = self._state.room(me, saved)
+        found: dict[str, torch.Tensor] = self._state.room(me, saved) if isinstance(self._state, ModuleState) else {}
         return {name: value for name, value in found.items() if name not in self._left}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
