@@ -17,16 +17,13 @@ from echelon.data.loader import Loader
 from echelon.data.prefetch import Feed
 from echelon.loop.callback import Callback
 from echelon.loop.progress import Progress
-from echelon.loop.state import EntryPoint, PhaseState, State
+from echelon.loop.state import COUNTS, EntryPoint, PhaseState, State
 from echelon.loop.unit import Unit
 from echelon.world import agree, rng
 
 __all__ = ["CutShort", "on_end", "on_lengths", "on_limits"]
 
 logger = logging.getLogger(__name__)
-
-
-_LIMITS = ("max_epochs", "max_updates", "updates_per_epoch", "max_steps", "max_steps_per_epoch")
 
 
 def on_limits(phase: PhaseState, progress: Progress, callbacks: Iterable[Callback], window: Any) -> None:
@@ -40,7 +37,7 @@ def on_limits(phase: PhaseState, progress: Progress, callbacks: Iterable[Callbac
         "Give all ranks the same callbacks, without `if rank == 0`: who writes is decided within them.",
     )
     limits = {
-        **{name: getattr(phase, name) for name in _LIMITS},
+        **{name: getattr(phase, name) for name in COUNTS},
         "accumulate": getattr(window, "size", None),
         "seed of the order": _seeds(phase.dataloader),
         "epochs done": progress.num_epochs_completed,

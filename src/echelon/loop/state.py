@@ -21,7 +21,17 @@ if TYPE_CHECKING:
     from echelon.loop.records.record import Recorder
     from echelon.observe.sinks.progress import Notes
 
-__all__ = ["ActivePhase", "EntryPoint", "PhaseState", "State", "TimerProtocol", "step_under_way"]
+__all__ = ["COUNTS", "ActivePhase", "EntryPoint", "PhaseState", "State", "TimerProtocol", "step_under_way"]
+
+
+# The limits of a phase, and the counts of its progress that they are of.
+COUNTS = {
+    "max_epochs": "num_epochs_completed",
+    "max_updates": "num_updates_completed",
+    "updates_per_epoch": "num_updates_completed_in_epoch",
+    "max_steps": "num_steps_completed",
+    "max_steps_per_epoch": "num_steps_completed_in_epoch",
+}
 
 
 class EntryPoint(Enum):
@@ -138,9 +148,7 @@ class PhaseState:
 
     def has_whole_epoch(self, progress: Progress) -> bool:
         """Whether the loader's length, or a limit on an epoch, is reached."""
-        if self.updates_per_epoch is not None and progress.num_updates_completed_in_epoch >= self.updates_per_epoch:
-            return True
-        if self.max_steps_per_epoch is not None and progress.num_steps_completed_in_epoch >= self.max_steps_per_epoch:
+        if min(self._left(progress, "updates_per_epoch", "max_steps_per_epoch"), default=1) <= 0:
             return True
         return self.feed is not None and self.feed.length is not None and self.feed.used >= self.feed.length
 
@@ -151,23 +159,18 @@ class PhaseState:
 
     def has_all(self, progress: Progress) -> bool:
         """Whether a limit on the updates, or steps, of the whole run is reached."""
-        if self.max_updates is not None and progress.num_updates_completed >= self.max_updates:
-            return True
-        return self.max_steps is not None and progress.num_steps_completed >= self.max_steps
+        return min(self._left(progress, "max_updates", "max_steps"), default=1) <= 0
+
+    def _left(self, progress: Progress, *limits: str) -> list[int]:
+        """What is left of these, as far as they are limits."""
+        return [most - getattr(progress, COUNTS[name]) for name in limits if (most := getattr(self, name)) is not None]
 
     def steps_left(self, progress: Progress, unit: Any) -> int | None:
         """How many steps the limits leave for this epoch; None is no limit. Of an epoch that ends within an update, more than
         there are.
         """
-        steps, updates = [], []
-        if self.max_steps_per_epoch is not None:
-            steps.append(self.max_steps_per_epoch - progress.num_steps_completed_in_epoch)
-        if self.max_steps is not None:
-            steps.append(self.max_steps - progress.num_steps_completed)
-        if self.updates_per_epoch is not None:
-            updates.append(self.updates_per_epoch - progress.num_updates_completed_in_epoch)
-        if self.max_updates is not None:
-            updates.append(self.max_updates - progress.num_updates_completed)
+        steps = self._left(progress, "max_steps_per_epoch", "max_steps")
+        updates = self._left(progress, "updates_per_epoch", "max_updates")
         if updates:
             steps.append(unit.steps_until(updates=max(0, min(updates))))
         return max(0, min(steps)) if steps else None
@@ -202,14 +205,12 @@ class PhaseState:
 
     def is_complete(self, progress: Progress) -> bool:
         """Whether a limit on the whole run is reached."""
-        return (self.max_epochs is not None and progress.num_epochs_completed >= self.max_epochs) or self.has_all(progress)
+        return min(self._left(progress, "max_epochs", "max_updates", "max_steps"), default=1) <= 0
 
     def limit_of(self, progress: Progress) -> str:
         """The limit that is reached, as it was given."""
-        done = (progress.num_epochs_completed, progress.num_updates_completed, progress.num_steps_completed)
-        given = {"max_epochs": self.max_epochs, "max_updates": self.max_updates, "max_steps": self.max_steps}
-        limits = zip(given.items(), done, strict=True)
-        return next((f"{name}={limit}" for (name, limit), here in limits if limit is not None and here >= limit), "")
+        reached = (n for n in ("max_epochs", "max_updates", "max_steps") if min(self._left(progress, n), default=1) <= 0)
+        return next((f"{name}={getattr(self, name)}" for name in reached), "")
 
 
 def step_under_way(here: PhaseState | None) -> Step[Any]:

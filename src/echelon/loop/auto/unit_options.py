@@ -11,7 +11,7 @@ import torch
 from echelon.common.arguments import Given
 from echelon.common.errors import LoopError
 from echelon.common.numbers import plain
-from echelon.common.older_words import translated, unknown
+from echelon.common.older_words import translated
 from echelon.loop.auto.averaged import SWAParams
 from echelon.parallel.layouts import resolve
 from echelon.parallel.recipe.activation import ActivationCheckpointParams, Preset
@@ -122,11 +122,6 @@ OLDER_WORDS = {
     "zero_grad_at_train_step_start": "zero_grad_first",
     "loss_backward_retain_graph": "retain_graph",
 }
-# Arguments of AutoUnit before, which have the same names among its options.
-_MOVED = {
-    name: name
-    for name in ("device", "detect_anomaly", "clip_grad_value", "training", "deterministic", "stop_after_nonfinite_losses")
-}
 
 
 def options_from(function: str, options: UnitOptions | None, older: Mapping[str, Any], **own: Any) -> AutoOptions:
@@ -136,13 +131,11 @@ def options_from(function: str, options: UnitOptions | None, older: Mapping[str,
         UsageError: a name that it does not know; two values for one thing.
     """
     _given.require(isinstance(options, UnitOptions | None), "options", "UnitOptions(...) or None", options)
-    for name in older:
-        if name in _NESTED and name not in _MOVED:
-            raise unknown(function, name, (), f"Write options=UnitOptions({name}=...).")
     base = {field.name: getattr(options, field.name) for field in fields(options)} if options is not None else {}
     said = {field.name: base[field.name] for field in fields(options) if base[field.name] != field.default} if options else {}
     said |= {name: value for name, value in own.items() if value is not None}
-    words = translated(function, _in_values(older), OLDER_WORDS | _MOVED, said, others=(*own, "module", "options"), where=_where)
+    known = OLDER_WORDS | {name: name for name in _NESTED}
+    words = translated(function, _in_values(older), known, said, others=(*own, "module", "options"), where=_where)
     return AutoOptions(**{**base, **_with_averages(words)})
 
 
