@@ -64,6 +64,17 @@ def _lazy_in_a_loop() -> None:
     ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, layout="ddp")
 
 
+def _clips_by_torch() -> None:
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(8, 0)), 8)
+    model: Any = net()
+    model, optimizer, loader = ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, layout="tp=2")
+    for x, y in loader:
+        with ech.window(model) as window:
+            window.backward(nn.functional.mse_loss(model(x), y))
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+
 CASES: dict[str, tuple[Callable[[], None], str]] = {
     "a static graph": (
         lambda: _trained(layout=ech.DDPStrategy(static_graph=True), accumulate=2),
@@ -74,6 +85,7 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     "lazy, in a loop": (_lazy_in_a_loop, "has no shape before a first batch"),
     "in place": (lambda: _trained(module=Changes().double(), layout="fsdp"), "changes in place what it is given"),
     "a part that is called": (_decodes, "must come from a call of Net itself"),
+    "clipping by torch": (_clips_by_torch, "Clip by window.clip_grad_norm_(max_norm)"),
     "a weight that is read": (
         lambda: _trained(module=Reads().double(), layout="tp"),
         "reads a parameter that is split over the ranks",

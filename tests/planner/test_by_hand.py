@@ -28,7 +28,7 @@ import echelon as ech
 device = ech.init_from_env()
 devices = [device.index] if device.type == "cuda" else None
 net = nn.Sequential(nn.Linear({WIDTH}, {WIDTH}), nn.BatchNorm1d({WIDTH}, affine=False), nn.Linear({WIDTH}, {WIDTH})).to(device)
-loader = ech.Loader(torch.utils.data.TensorDataset(torch.randn(64, {WIDTH})), global_batch=8)
+loader = ech.Loader(torch.utils.data.TensorDataset(torch.randn(64, {WIDTH})), global_batch=16)
 """
 
 # A step of the optimizer comes every third step, and the step fetches its own batches.
@@ -93,7 +93,7 @@ def plan(echelon_command: Command, tmp_path: Path) -> Callable[..., list[dict[st
 def test_an_update_ends_with_a_step_of_the_optimizer(plan: Callable[..., list[dict[str, Any]]]) -> None:
     (found,) = plan(ACCUMULATES)
     assert (found["layout"], found["by_hand"], found["model"], found["parameters"]) == ("ddp", True, "Sequential", PARAMETERS)
-    assert (found["micro_batches"], found["samples"]) == (3, 3 * 8) and found["seconds"] > 0
+    assert (found["micro_batches"], found["samples"]) == (3, 3 * 16) and found["seconds"] > 0
     kinds = found["by_kind"]
     assert all(4 * PARAMETERS <= kinds[each] < 4 * PARAMETERS + 4096 for each in ("parameters", "gradients", "optimizer"))
     assert "communication" not in kinds, "gradients are views of the buckets"
@@ -109,6 +109,14 @@ def test_a_wrapped_model_of_a_loop_has_its_own_layout_alone(plan: Callable[..., 
     own, asked = plan(LOOP, "--layout", "fsdp")
     assert (own["layout"], own["by_hand"]) == ("ddp", True) and own["by_kind"]["communication"] >= 4 * PARAMETERS
     assert asked["layout"] == "fsdp" and "got ddp by hand" in asked["why"]
+
+
+def test_gradients_that_a_loop_clips_by_itself_are_there(plan: Callable[..., list[dict[str, Any]]]) -> None:
+    """A look at their values said that they had been dropped in the middle of the update."""
+    clips = "            nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n            optimizer.step()"
+    script = LOOP.replace("            optimizer.step()", clips).replace("DistributedDataParallel(net, devices)", "net")
+    (found,) = plan(script.replace("loader)", "loader, accumulate=2)", 1), "--only", "ddp")
+    assert (found["why"], found["micro_batches"]) == ("", 2)
 
 
 def test_what_flattens_parameters_is_refused_by_name(plan: Callable[..., list[dict[str, Any]]]) -> None:

@@ -85,7 +85,7 @@ class Cleared:
         return not torch.allclose(local(self._witness.grad), before, rtol=0, atol=0, equal_nan=True)
 
     def _was_changed(self, gradient: torch.Tensor | None) -> None:
-        if gradient is None or not gradient.any():
+        if gradient is None or not float(gradient.abs().sum()):
             raise OwnLoopError(
                 "the gradients of an update must be kept until its last batch, but something has dropped them in the middle. "
                 "Clear them by zero_grad() of the optimizer that prepare() returned, which knows when."

@@ -119,6 +119,12 @@ def meaning(module: nn.Module, text: str) -> str | None:
             "(ModelEmaV3(foreach=False), AveragedModel(use_buffers=False)). What parameter.new_zeros(...) makes outside of "
             "forward is a DTensor: make it by torch.zeros(..., device=...)."
         )
+    if "must have the same mesh" in text:
+        return (
+            f"parameters of {name} are split over different ranks, so that no operation takes several of them together, as "
+            "torch.nn.utils.clip_grad_norm_ does. Clip by window.clip_grad_norm_(max_norm), or clip_grad_norm= of an AutoUnit; "
+            "sum up anything else parameter by parameter, from full_tensor()."
+        )
     half = vars(module).get("_gathered_in")
     if half in _IN_WORDS and _IN_WORDS[half] in text and any(each in text for each in _TYPES):
         return (
