@@ -111,6 +111,21 @@ def test_a_wrapped_model_of_a_loop_has_its_own_layout_alone(plan: Callable[..., 
     assert asked["layout"] == "fsdp" and "got ddp by hand" in asked["why"]
 
 
+def test_networks_of_a_loop_are_counted_together(plan: Callable[..., list[dict[str, Any]]]) -> None:
+    """The latest alone was what a plan said, and what a search took for the whole."""
+    of_two = "ech.prepare(net[0], net[2], *(torch.optim.SGD(net[i].parameters(), lr=0.1) for i in (0, 2)), loader)"
+    loop = """
+first, second, one, other, loader = OF_TWO
+for (x,) in loader:
+    with ech.window(first, second) as window:
+        window.backward(second(first(x)).square().mean())
+        one.step(), other.step()
+        one.zero_grad(), other.zero_grad()
+"""
+    (found,) = plan(loop.replace("OF_TWO", of_two), "--only", "fsdp")
+    assert (found["model"], found["parameters"], found["why"]) == ("Linear, Linear", PARAMETERS, "")
+
+
 def test_gradients_that_a_loop_clips_by_itself_are_there(plan: Callable[..., list[dict[str, Any]]]) -> None:
     """A look at their values said that they had been dropped in the middle of the update."""
     clips = "            nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n            optimizer.step()"

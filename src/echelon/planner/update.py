@@ -88,6 +88,16 @@ class Model:
     experts: int = 0
     by_hand: bool = False
 
+    def beside(self, other: Model) -> Model:
+        """Both, as one."""
+        return replace(
+            self,
+            name=f"{self.name}, {other.name}",
+            parameters=self.parameters + other.parameters,
+            parameter_bytes=self.parameter_bytes + other.parameter_bytes,
+            experts=math.gcd(self.experts, other.experts),
+        )
+
     @classmethod
     def of(cls, layout: str, modules: Sequence[nn.Module], **more: Any) -> Model:
         """Of what is trained together, named after its first."""
@@ -246,8 +256,9 @@ class _Watcher(Callback):
         return [self]
 
     def take(self, model: Model) -> None:
-        self.model = model
-        self._tell(model)
+        """One of several where they train together."""
+        self.model = model if self.model is None else self.model.beside(model)
+        self._tell(self.model)
 
     def on_train_start(self, state: State, unit: Any) -> None:
         self._seen = unit.train_progress.num_updates_completed  # a loop that counts its epochs itself begins with each
