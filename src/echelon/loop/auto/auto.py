@@ -118,15 +118,6 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         self.has_eval_loss = False  # whether the latest evaluation counted any
         self._evaluation = MeanOfAPhase()
 
-    @property
-    def step_lr_interval(self) -> str:
-        """`lr_interval` in TorchTNT's words."""
-        return "epoch" if self.lr_interval == "epoch" else "step"
-
-    @step_lr_interval.setter
-    def step_lr_interval(self, interval: str) -> None:
-        self.lr_interval = "epoch" if interval == "epoch" else "update"
-
     # --- what the user writes, beside the optimizers and `weight`, which are OptimizedUnit's
 
     @abstractmethod

@@ -126,6 +126,15 @@ class AutoUnit(
         )
         super().__init__(module=as_module(module), options=chosen)
 
+    @property
+    def step_lr_interval(self) -> str:
+        """`lr_interval` in steps."""
+        return "epoch" if self.lr_interval == "epoch" else "step"
+
+    @step_lr_interval.setter
+    def step_lr_interval(self, interval: str) -> None:
+        self.lr_interval = "epoch" if interval == "epoch" else "update"
+
     def may_divide_batches(self) -> bool:
         return False  # limits count micro-batches
 
