@@ -61,6 +61,11 @@ def test_ls_shows_what_there_is_and_what_is_wrong(saved: Any, tmp_path: Path, ca
     text = _run(capsys, "ls", folder)[1]
     assert "no: a file is missing or cut off" in text and "no: " in text.splitlines()[2] and "manifest.json" in text
     assert _run(capsys, "ls", tmp_path) == (0, f"{tmp_path} holds no checkpoint.\n")
+    attempt = tmp_path / "other" / "attempts" / "000"  # of a run that saved there
+    attempt.mkdir(parents=True)
+    event = {"event": "checkpoint_saved", "path": str(folder / "step-00000004")}
+    (attempt / "events.rank0.jsonl").write_text(json.dumps(event) + "\n")
+    assert _run(capsys, "ls", tmp_path / "other")[1] == text
     assert _run(capsys, "ls", tmp_path / "absent")[0] == 1
 
 

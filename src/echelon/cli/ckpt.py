@@ -6,12 +6,15 @@ import argparse
 import re
 import sys
 import time
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from echelon.common.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError, CommandError, UsageError
 from echelon.common.terminal import columns, one_line, printable
-from echelon.contracts.run_dir import find_run
+from echelon.contracts.events import read_lines
+from echelon.contracts.run_dir import RunDir, find_run
 
 __all__ = ["add_arguments", "execute"]
 
@@ -52,7 +55,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _found(where: str) -> list[Any]:
-    """What is named like a checkpoint at a path: itself, in it, or in its `checkpoints`."""
+    """What is named like a checkpoint at a path: itself, in it, or in its `checkpoints`; of a run, also where it saved others."""
     from echelon.checkpoint import manifest
     from echelon.checkpoint.location import location
 
@@ -66,8 +69,21 @@ def _found(where: str) -> list[Any]:
             raise CheckpointNotFoundError(
                 f"{where} does not exist; give a checkpoint, a folder of checkpoints, or a run's name or folder.", path=str(where)
             ) from None
-    inside = (path, path / "checkpoints")
+    inside = chain((path, path / "checkpoints"), _elsewhere(path))
     return next((folders for each in inside if (folders := manifest.named_folders(each) or _of_other_names(each))), [])
+
+
+def _elsewhere(path: Any) -> Iterator[Any]:
+    """The folder in which a run saved last, as its events say."""
+    from echelon.checkpoint.location import location
+
+    if not isinstance(path, Path):
+        return
+    run = RunDir(path)
+    for attempt in reversed(run.attempts()):
+        events = read_lines(attempt / run.events(0).name)
+        saved = [str(event["path"]) for event in events if event.get("event") == "checkpoint_saved" and "path" in event]
+        yield from (location(each.rpartition("/")[0]) for each in saved[-1:])
 
 
 def _of_other_names(folder: Any) -> list[Any]:
