@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Tens
 
 import echelon as ech
 from echelon.common.errors import EchelonError
+from echelon.contracts.overrides import Overrides, impose
 from echelon.contracts.stopping import REQUEUE
 from echelon.loop.target import Target
 from echelon.prover.matrix import matrix
@@ -220,6 +221,14 @@ def _evaluated(layout: str, rows: int, batch_size: int, own: bool = False) -> fl
     return mean.compute()
 
 
+def _evaluated_under_another_accumulation(*how: Any) -> float:
+    impose(Overrides(accumulation=2))
+    try:
+        return _evaluated(*how)
+    finally:
+        impose(None)
+
+
 def _only_prepared(layout: str, rows: int, global_batch: int, said: str = "") -> None:
     model, optimizer, _, loader = _parts()
     held_out = ech.Loader(TensorDataset(*batch(rows, 2)), global_batch, shuffle=False)
@@ -242,6 +251,8 @@ def test_an_evaluation_counts_each_sample_once(ranks: Ranks) -> None:
         for layout, own in (("ddp", False), ("ddp", True), ("fsdp", False)):
             if (layout, size) != ("fsdp", 2):
                 assert ranks(2, _evaluated, layout, rows, size, own) == one
+    one = pytest.approx([_evaluated_under_another_accumulation("none", 8, 2)] * 2, rel=1e-12)
+    assert ranks(2, _evaluated_under_another_accumulation, "fsdp", 8, 2) == one
 
 
 # --- resumption and stops

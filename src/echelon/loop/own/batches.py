@@ -117,6 +117,7 @@ class EvaluationBatches(_Batches):
             batch = per_rank * ranks if is_distributed(loader) else math.ceil(per_rank / ranks) * ranks
             why = "cannot be divided between the ranks, each of which would see all samples"
             loader = as_loader(loader, batch, 1, why, number=number)
+            loader.accumulation = 1  # whatever a launch command imposes on updates
         if isinstance(loader, (BaseLoader, Combined)) and size is not None:
             loader.set_data_rank(*size)
         return loader
