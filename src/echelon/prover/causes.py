@@ -490,24 +490,23 @@ def _by_rank(mistakes: Mapping[str, Any], records: list[RankRecord], update: int
         return None
     rank, loss, recorded = wrong[0]
     seen = f"rank {rank}: {recorded:.6g}, one process on its samples: {loss:.6g}"
-    variables = sorted(p.removeprefix(VARIABLE) for p in records[0].updates[update][0].state if p.startswith(VARIABLE))
-    if update and variables:
-        return (
-            _KEEPS,
-            f"update {update}: {seen}; each process has its own of {VARIABLE}{', '.join(variables)}, from the pass before",
-        )
+    firsts = {each[0]: each for each in reversed(known)}  # of each rank
+    if not any(each in wrong for each in firsts.values()):
+        return _KEEPS, f"update {update}, a later micro-batch: {seen}; each rank's first was right"
+    if (kept := of_variables(records, update, f"{seen}; ")) is not None:
+        return kept
     if update and len(wrong) == len(known):  # the updates before it left each rank, and one process, something of their own
         return _KEEPS, f"update {update}: {seen}; the updates before it were right"
     apart = [f"; {name} is not the same on all ranks as training begins" for name in _unlike([r.kept for r in records])]
     return "a loss that depends on the rank", seen + "".join(apart[:1])
 
 
-def of_variables(records: list[RankRecord], update: int) -> Cause | None:
+def of_variables(records: list[RankRecord], update: int, seen: str = "") -> Cause | None:
     """A loop's variables that go from one pass to the next, if there was one before: nobody can set those of one process."""
     names = sorted(p.removeprefix(VARIABLE) for p in records[0].updates[update][0].state if p.startswith(VARIABLE))
     if not update or not names:
         return None
-    return _KEEPS, f"update {update}: each process has its own of {VARIABLE}{', '.join(names)}, from the pass before"
+    return _KEEPS, f"update {update}: {seen}each process has its own of {VARIABLE}{', '.join(names)}, from the pass before"
 
 
 def _of_parts(mistakes: Mapping[str, Any], batch_norms: list[str], first: Difference) -> Cause:
