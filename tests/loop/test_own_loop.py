@@ -591,6 +591,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "must hold parameters of the Net.": _given("model", "another's optimizer on rank 1", "loader"),
     "WeightedRandomSampler has an order": lambda: _sampled(2, WeightedRandomSampler(torch.ones(ROWS), ROWS)),
     "batch_size must be a multiple of the 2 ranks that share each batch, got 3": lambda: _sampled(3),
+    "shuffle=True draws without": lambda: _sampled(2, RandomSampler(DATA, replacement=True, num_samples=10**9)),
     "RandomSampler must draw every sample, got 8 of 22": lambda: _sampled(4, RandomSampler(DATA, num_samples=8)),
     "must have a model and an optimizer.* write an EvalUnit": _given("optimizer", "loader"),
     "that of an optimizer among the objects": _given("model", "optimizer", "another's scheduler", "loader"),

@@ -43,6 +43,8 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
         own = loader.dataset if sampler is None else loader.batch_sampler if loader.batch_size is None else sampler
         what = "batch_size=None" if own is None else type(own).__name__
         first = "Give it Subset(dataset, indices), of torch.utils.data, and shuffle=True. Or use" if _chooses(sampler) else "Use"
+        if _is(sampler, RandomSampler) and sampler.replacement:
+            what, first = f"{what}(replacement=True)", "shuffle=True draws without, epoch after epoch. Or use"
         if loader.batch_size is None and own is not None and sampler is not None:
             first = (
                 "Of batches that are equally large, echelon.Loader(Subset(dataset, [i for batch in batches for i in batch]), "
