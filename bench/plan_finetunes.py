@@ -242,6 +242,7 @@ class Tuned(Llama):
 TUNED = {
     "torchtune-3b": Tuning(SIZES["3B"], tied=True, rank=64),
     "torchtune-8b": Tuning(SIZES["8B"]),
+    "torchtune-70b": Tuning(SHAPES["70B"]),
     "2-13B": Tuning(SHAPES["2-13B"]),
     "qwen2.5-7b": Tuning(
         Size(width=3584, depth=28, heads=28, kv_heads=4, hidden=18_944, vocabulary=152_064, context=4096),
@@ -280,18 +281,49 @@ class Qwen3MoE(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())  # not in float32: `fp32_upcast: false`
 
 
+# Of transformers: width, depth, heads, hidden, words. NeMo Automodel's have LoRA of rank 16 in all products but the head's
+# (examples/llm_benchmark/llama3_3 and qwen).
+DENSE = {"llama3.3-70b": ("Llama", 8192, 80, 64, 28_672, 128_256), "qwen2.5-32b": ("Qwen2", 5120, 64, 40, 27_648, 152_064)}
+
+
+class WithPEFT(nn.Module):
+    """Tokens (B, T) -> the mean loss, by a model of transformers with LoRA of PEFT."""
+
+    def __init__(self, shape: tuple[str, int, int, int, int, int]) -> None:
+        import transformers as tf
+        from peft import LoraConfig, get_peft_model
+
+        super().__init__()
+        kind, width, depth, heads, hidden, vocabulary = shape
+        config = getattr(tf, f"{kind}Config")(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            intermediate_size=hidden,
+            num_hidden_layers=depth,
+            num_attention_heads=heads,
+            num_key_value_heads=8,
+            use_cache=False,
+        )
+        lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+        self.model = get_peft_model(getattr(tf, f"{kind}ForCausalLM")(config), lora)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.model(input_ids=tokens).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
 def built(name: str, method: str, context: int, *, compiled: bool) -> nn.Module:
     if name in GPTS:
         return GPT(GPTS[name], method, context)
     if name in TUNED:
         tuning = TUNED[name]
         return Tuned(replace(tuning, size=replace(tuning.size, context=context)), method, compiled=compiled)
-    return Qwen3MoE()
+    return Qwen3MoE() if name == "qwen3-30b-a3b" else WithPEFT(DENSE[name])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=[*GPTS, *TUNED, "qwen3-30b-a3b"], default="litgpt-llama-7b")
+    parser.add_argument("--model", choices=[*GPTS, *TUNED, *DENSE, "qwen3-30b-a3b"], default="litgpt-llama-7b")
     parser.add_argument("--method", choices=_TRAINS, default="lora")
     parser.add_argument("--context", type=int, default=1304, help="tokens of a sequence")
     parser.add_argument("--sequences", type=int, default=1, help="of an update, on all ranks")
@@ -307,7 +339,7 @@ def main() -> None:
     rows = torch.zeros(1, dtype=torch.int64).expand(2 * given.sequences, given.context)
     unit = Unit(
         module=model,
-        layout=given.layout,
+        layout=ech.layouts.FSDPStrategy(cpu_offload=True) if given.layout == "fsdp-offload" else given.layout,
         recompute=RECOMPUTES[given.recompute],
         compile="blocks" if given.compile else None,
     )

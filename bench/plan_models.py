@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -149,7 +149,7 @@ def main() -> None:
         else:
             model = titan(shape, compiled=given.compile) if given.size in TITAN else Llama(shape)
     rows = torch.zeros(1, dtype=torch.int64).expand(2 * given.sequences, given.context)
-    unit = Unit(
+    unit = (TitanUnit if given.size in TITAN else Unit)(
         module=model,
         layout=of_torchtitan(given.layout) if given.size in TITAN else with_split_sequences(given.layout),
         precision="fp32"
@@ -157,18 +157,25 @@ def main() -> None:
         else PRECISIONS[given.precision],
         recompute=RECOMPUTES[given.recompute],
         compile="blocks" if given.compile else None,
+        clip_grad_norm=1.0 if given.size in TITAN else None,
     )
     loader = ech.Loader(torch.utils.data.TensorDataset(rows), global_batch=given.sequences, accumulate=given.accumulate)
     ech.train(unit, loader, max_updates=2)
 
 
 class Unit(ech.AutoUnit[Any]):
+    options: ClassVar[dict[str, bool]] = {"fused": True}  # of the optimizer
+
     def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
         (tokens,) = data
         return self.module(tokens, tokens), None
 
     def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, None]:
-        return torch.optim.AdamW(module.parameters(), lr=3e-4, fused=True), None
+        return torch.optim.AdamW(module.parameters(), lr=3e-4, **self.options), None
+
+
+class TitanUnit(Unit):
+    options: ClassVar[dict[str, bool]] = {"foreach": True}
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
     python bench/plan_published.py [--only torchao-013 ...] [--group mosaic ...] [--every 5] [--json]
 
 `published_runs.csv` has the rows: tokens a second on each device, and the peak in GiB where it was given, as the sources print
-them (pytorch/ao docs/source/workflows/training.md and torchao/prototype/float8nocompile; pytorch/torchtitan benchmarks/ and
-docs/performance.md of 2024; foundation-model-stack/fms-fsdp README.md; mosaicml/llm-foundry scripts/train/benchmarking;
-InternLM/InternEvo doc/en/train_performance.md; huggingface/nanotron docs/benchmark_summary.svg, whose rates follow from the
-utilisation that it prints, and nanotron/old_bench on Hugging Face). The peak is what torch's allocator
-reserved or allocated; a plan's peak is what is allocated.
+them (pytorch/ao docs/source/workflows/training.md and torchao/prototype/float8nocompile; pytorch/torchtitan benchmarks/,
+docs/performance.md of 2024 and pull request 808; foundation-model-stack/fms-fsdp README.md; mosaicml/llm-foundry
+scripts/train/benchmarking; InternLM/InternEvo doc/en/train_performance.md; huggingface/nanotron docs/benchmark_summary.svg, whose
+rates follow from the utilisation that it prints, and nanotron/old_bench on Hugging Face; Lightning-AI/litgpt
+tutorials/resource-tables.md; pytorch/torchtune README.md; NVIDIA-NeMo/Automodel docs/performance-summary.mdx). A peak is what
+torch's allocator reserved or allocated. torchao's are torchtitan's GiB, though its page says GB: the pull request prints the same
+47.65 as 50.16% of a card of 95 GiB.
 """
 
 from __future__ import annotations
