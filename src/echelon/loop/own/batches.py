@@ -34,10 +34,9 @@ logger = logging.getLogger(__name__)
 
 _TOO_FEW = (
     "an evaluation loader's last batch must have a sample for each rank, since every rank must call the model under this "
-    "layout, got fewer. "
-    "Iterate in eval mode and without gradients, as in `with echelon.evaluating(model):`, choose another batch size, or drop the "
-    "last batch."
+    "layout, got fewer. Choose a batch size of two or more for each rank, or drop the last batch."
 )
+_APART = " In eval mode and without gradients, as in `with echelon.evaluating(model):`, it gets some of the batch before it."
 
 
 class _Batches:
@@ -105,7 +104,7 @@ class EvaluationBatches(_Batches):
         prepared = self._unit.prepared
         in_step = prepared.forward_is_collective and (gradients or trains or prepared.before_evaluation())
         if in_step and getattr(self.loader, "pads", False):
-            raise OwnLoopError(_TOO_FEW)
+            raise OwnLoopError(_TOO_FEW + (_APART if gradients or trains else ""))
         return in_step
 
     @staticmethod
