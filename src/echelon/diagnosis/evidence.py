@@ -111,7 +111,7 @@ class Evidence:
 class _Reader:
     def __init__(self, run: RunDir) -> None:
         self.run, self.notes, self._left = run, list[str](), _ALL_BYTES
-        self.here = run.attempt_path if is_folder(run.attempt_path.parent) and is_folder(run.attempt_path) else None
+        self.attempt_path = run.attempt_path if is_folder(run.attempt_path.parent) and is_folder(run.attempt_path) else None
         dumps = run.dumps / run.attempt_path.name
         self.dumps = dumps if is_folder(run.dumps) and is_folder(dumps) else None
 
@@ -123,7 +123,7 @@ class _Reader:
         ranks: dict[int, RankEvidence] = {}
         for record in records:
             add_record(ranks, record, self.run)
-        own = {number: self._own(path) for number, path in self._files(self.here, "exit.rank")}
+        own = {number: self._own(path) for number, path in self._files(self.attempt_path, "exit.rank")}
         last_ns = _last_failure_ns(ranks, own) if whole and len(records) == 1 else None
         for number, own_record in own.items():
             if last_ns is None or own_record.get("time_ns", 0) <= last_ns or _has_failed(ranks, number):
@@ -190,9 +190,9 @@ class _Reader:
 
     def _exit_records(self) -> tuple[list[dict[str, Any]], bool]:
         """The attempt's own first, then its nodes'; and whether its own is there and could be read."""
-        if self.here is None:
+        if self.attempt_path is None:
             return [], False
-        paths = [self.here / "exit.json", *(path for _, path in self._files(self.here, "exit.node"))]
+        paths = [self.attempt_path / "exit.json", *(path for _, path in self._files(self.attempt_path, "exit.node"))]
         records = {path: self._record(path, exit_record, _OF_END) for path in paths if is_file(path)}
         self.notes += [f"{path.name} {_why_none(path)}" for path, record in records.items() if record is None]
         return [record for record in records.values() if record is not None], records.get(paths[0]) is not None

@@ -78,13 +78,13 @@ def on_end(phase: str, used: int, *, ended: bool, is_last: bool, drops: bool) ->
     """
     if not agree.any_rank(ended or is_last):
         return None
-    told = agree.gather([used, ended, is_last, drops])
-    if all(each[1:3] == told[0][1:3] for each in told):
+    states = agree.gather([used, ended, is_last, drops])
+    if all(each[1:3] == states[0][1:3] for each in states):
         return None
-    if all(each[3] for each in told):
-        return not any(each[1] for each in told)
+    if all(each[3] for each in states):
+        return not any(each[1] for each in states)
     shown = ", ".join(
-        f"rank {r}: {'ended after' if e else 'has only' if last else 'has batch'} {n}" for r, (n, e, last, _) in enumerate(told)
+        f"rank {r}: {'ended after' if e else 'has only' if last else 'has batch'} {n}" for r, (n, e, last, _) in enumerate(states)
     )
     raise RanksDisagreeError(
         f"ranks disagree about the end of the {phase} epoch: {shown}. Give every rank equally many batches; "
@@ -123,16 +123,16 @@ class CutShort:
 
 def warn_of_same_samples(loader: Any, unit: Unit) -> None:
     """Where ranks train one model on other data, as far as a look at the dataset tells. Collective."""
-    told = agree.kinds(seen_of(loader))
+    samples_of_all = agree.kinds(seen_of(loader))
     if isinstance(loader, Loader):
-        if len(told) > 1 and None not in told and agree.is_rank0():
+        if len(samples_of_all) > 1 and None not in samples_of_all and agree.is_rank0():
             logger.warning(
                 "ranks give the Loader datasets with other samples, of which each reads its share only: what was divided before, "
                 "as by split_dataset_by_node, Subset or Dataset.shard, is divided twice, and the rest is never trained on. Give "
                 "every rank the whole dataset"
             )
         return
-    if len(told) > 1 or told[0] is None or not agree.is_rank0():
+    if len(samples_of_all) > 1 or samples_of_all[0] is None or not agree.is_rank0():
         return
     size = 1
     with contextlib.suppress(UsageError):  # nothing says which ranks have other samples
@@ -142,14 +142,14 @@ def warn_of_same_samples(loader: Any, unit: Unit) -> None:
             "each of %s ranks trains on all %s samples of the DataLoader in every epoch, instead of its share: nothing divides "
             "them. Give echelon.Loader(dataset, global_batch=%s), or a DataLoader with a DistributedSampler",
             size,
-            told[0][0],
+            samples_of_all[0][0],
             size * (loader.batch_size or 1),
         )
 
 
-def checksum_of_first(here: PhaseState | None, batch: Any) -> int | None:
+def checksum_of_first(number_of_rank: PhaseState | None, batch: Any) -> int | None:
     """Of the first batch of a run, where nothing else tells whether ranks have samples of their own: of an iterable."""
-    loader = here.dataloader if isinstance(here, PhaseState) else ()
+    loader = number_of_rank.dataloader if isinstance(number_of_rank, PhaseState) else ()
     divided = isinstance(loader, Loader) or getattr(loader, "shards", None) == "stride"
     if divided or overrides().observes or seen_of(loader) is not None:
         return None
@@ -204,9 +204,9 @@ def _first(dataset: Any) -> int | None:
 def _part(dataset: Any) -> list[int] | None:
     """[length, checksum] of a dataset whose samples are at hand; None of any other, which is not read before its turn."""
     if type(dataset) is Subset:
-        found = checksum(list(dataset.indices))
+        sums = checksum(list(dataset.indices))
     elif type(dataset) is TensorDataset or hasattr(dataset, "_fingerprint"):  # or a table of the library datasets
-        found = _first(dataset) if len(dataset) else 0
+        sums = _first(dataset) if len(dataset) else 0
     else:
         return None
-    return None if found is None else [len(dataset), found]
+    return None if sums is None else [len(dataset), sums]

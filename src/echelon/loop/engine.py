@@ -77,14 +77,14 @@ class Run:
     def train(self) -> None:
         """Train from where the unit's progress stands until a limit is reached, or a stop is agreed on."""
         state, stage = self.state, self._stages["train"]
-        here, progress = stage.here, stage.progress
-        if not here.has_limit and not here.endless:
+        phase_state, progress = stage.phase_state, stage.progress
+        if not phase_state.has_limit and not phase_state.endless:
             raise no_end(state.entry_point.name.lower())
         with self._training(), torch.enable_grad(), in_mode(self._inner, "train"):
             self._begin_training(stage)
             self._inner.resumes_with = None
             self._evaluate_if_due()  # the state that was restored was saved before an evaluation
-            while not state.should_stop and not here.is_complete(progress):
+            while not state.should_stop and not phase_state.is_complete(progress):
                 if not self._train_epoch(stage):
                     break
             leaves = self._end_training(stage)
@@ -99,11 +99,11 @@ class Run:
             yield
 
     def _begin_training(self, stage: Stage) -> None:
-        state, here, progress = self.state, stage.here, stage.progress
+        state, phase_state, progress = self.state, stage.phase_state, stage.progress
         check_same_setup()
         if stop.asked() is not None:  # before this loop began
             state.stop_for_signal()
-        agreements.on_limits(here, progress, self.callbacks, getattr(self._inner, "window", None))
+        agreements.on_limits(phase_state, progress, self.callbacks, getattr(self._inner, "window", None))
         self._begin(stage)
         if state.eval_state is not None:
             check_evaluation(self._stages["eval"])
@@ -112,8 +112,8 @@ class Run:
         self._agree_on_agreeing()
         self._agree_to_stop()
         self._take_up_streams()
-        total = here.total_updates(self._inner.steps_until(updates=1))
-        self._reporting.training_begins(total, progress.num_updates_completed, reached=here.limit_of(progress))
+        total = phase_state.total_updates(self._inner.steps_until(updates=1))
+        self._reporting.training_begins(total, progress.num_updates_completed, reached=phase_state.limit_of(progress))
 
     def _take_up_streams(self) -> None:
         """Of a unit that was restored: as they were when it was saved, whatever the script has drawn since."""
@@ -122,7 +122,7 @@ class Run:
 
     def _let_go(self) -> None:
         for each in self._stages.values():  # their loaders' workers end here, and not when somebody collects cycles
-            each.here.feed = None
+            each.phase_state.feed = None
 
     def _end_training(self, stage: Stage) -> bool:
         """True if the process should exit with 75 and be started again."""
@@ -142,7 +142,7 @@ class Run:
         if heard is None:
             return False
         stop.asked_elsewhere(heard)
-        complete = stage.here.is_complete(stage.progress) and not (
+        complete = stage.phase_state.is_complete(stage.progress) and not (
             self.state.eval_state is not None and stage.progress.evaluation_due
         )
         if self.state.stopped_by_script or complete:
@@ -168,7 +168,7 @@ class Run:
         self._inner.phase_started(self.state, stage.phase)
         if stage.trains:
             look_at_built(self._inner)
-        loader = stage.here.dataloader
+        loader = stage.phase_state.dataloader
         # Ranks that compute the same samples together, as with tensor parallelism, must be given the same. Other loaders are
         # divided by whoever made them, so nobody has to know how.
         if isinstance(loader, (BaseLoader, Combined)) and (rank_and_size := self._inner.data_rank_and_size) is not None:
@@ -219,7 +219,7 @@ class Run:
         progress.increment_epoch()
         self._inner.epoch_closed(self.state, stage.phase)
         if within_fit and stage.trains:
-            evaluation_after_epoch(stage.here, progress)
+            evaluation_after_epoch(stage.phase_state, progress)
         elif within_fit:
             self.unit.train_progress.evaluation_due = False
         self.state.settle_logged = partial(self._settle_logged, stage)
@@ -232,13 +232,13 @@ class Run:
         """The numbers that were logged in this epoch and are not written yet."""
         state, phase = self.state, stage.phase
         together = stage.trains or state.entry_point is EntryPoint.FIT or self._inner.meets_at_end(phase)
-        found = state.logged.end_phase(phase, together=together)
+        numbers = state.logged.end_phase(phase, together=together)
         progress = self.unit.train_progress if isinstance(self.unit, TrainedUnit) else stage.progress
         if phase == "eval":
             state.logged.evaluated_at = progress.num_steps_completed
-        if state.recorder is not None and found:
+        if state.recorder is not None and numbers:
             prefix = "" if stage.trains else f"{phase}_"
-            state.recorder.numbers(progress.num_updates_completed, {prefix + name: value for name, value in found.items()})
+            state.recorder.numbers(progress.num_updates_completed, {prefix + name: value for name, value in numbers.items()})
 
     # --- an evaluation, a prediction, a test
 
@@ -345,6 +345,6 @@ def _tell_of_nothing(stage: Stage) -> None:
     Raises:
         UsageError: only batches would ever end this training.
     """
-    if stage.trains and stage.here.max_epochs is None:
+    if stage.trains and stage.phase_state.max_epochs is None:
         raise LoopError("the loader gave no batch, and without max_epochs training would never end. Is it a used-up iterator?")
     logger.warning("No steps completed during %s epoch! The loader gave no batch. Is it a used-up iterator?", stage.entry)

@@ -109,14 +109,14 @@ def _with_given(data: Any, given: int, read: list[set[int]], common: set[int], i
         return given, None
     if of_samples and items is not None and not common:
         return items, None
-    found = _most_frequent(read, common)
-    is_likely = found < given and 2 * sum(found in sizes for sizes in read) > len(read)  # two edges of a graph have 2, too
-    return (found if is_likely else given), _shown(read)
+    count = _most_frequent(read, common)
+    is_likely = count < given and 2 * sum(count in sizes for sizes in read) > len(read)  # two edges of a graph have 2, too
+    return (count if is_likely else given), _shown(read)
 
 
 def _most_frequent(read: list[set[int]], common: set[int]) -> int:
-    found = Counter(size for sizes in read for size in sorted(sizes, reverse=True) if not common or size in common)
-    return found.most_common(1)[0][0]
+    counts = Counter(size for sizes in read for size in sorted(sizes, reverse=True) if not common or size in common)
+    return counts.most_common(1)[0][0]
 
 
 def _shown(read: list[set[int]]) -> str:
@@ -157,8 +157,8 @@ def _sizes(value: Any, depth: int) -> set[int]:
         return {int(value.batch_sizes[0])}
     if isinstance(shape := getattr(value, "shape", None), tuple):  # of arrays and tables
         return {int(shape[0])} if shape else set()
-    if (said := _said(value)) is not None:
-        return {said}
+    if (size := _said(value)) is not None:
+        return {size}
     fields = _fields(value, depth)
     if fields is None:
         return set()
@@ -174,9 +174,9 @@ def _said(value: Any) -> int | None:
     """What an object says by itself, as batches of graphs and TensorDicts do."""
     if isinstance(value, (Mapping, Sequence)):
         return None
-    said = getattr(value, "batch_size", None)
-    said = said[0] if isinstance(said, tuple) and said else said
-    return said if isinstance(said, int) and not isinstance(said, bool) else None
+    size = getattr(value, "batch_size", None)
+    size = size[0] if isinstance(size, tuple) and size else size
+    return size if isinstance(size, int) and not isinstance(size, bool) else None
 
 
 def _is_list(value: Any) -> bool:
@@ -199,8 +199,8 @@ def _fields(value: Any, depth: int) -> list[Any] | None:
     if depth and not hasattr(value, "__attrs_attrs__"):
         return None
     slots = [name for kind in type(value).__mro__ for name in slots_of(kind)]
-    found = [*vars(value).values()] if hasattr(value, "__dict__") else []
-    return [*found, *(getattr(value, name, None) for name in slots)] or None
+    values = [*vars(value).values()] if hasattr(value, "__dict__") else []
+    return [*values, *(getattr(value, name, None) for name in slots)] or None
 
 
 def slots_of(kind: type) -> list[str]:

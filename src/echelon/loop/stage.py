@@ -32,9 +32,9 @@ class Stage:
     hooks: Hooks
 
     @property
-    def here(self) -> PhaseState:
-        here: PhaseState = getattr(self.state, f"{self.phase}_state")
-        return here
+    def phase_state(self) -> PhaseState:
+        phase_state: PhaseState = getattr(self.state, f"{self.phase}_state")
+        return phase_state
 
     @property
     def progress(self) -> Progress:
@@ -76,13 +76,13 @@ class Hooks:
 
         def of(name: str, *, with_unit: bool = True) -> tuple[Hook, ...]:
             hook = f"on_{phase}_{name}"
-            found: list[Hook] = []
+            hooks: list[Hook] = []
             if with_unit and hasattr(base, hook) and not keeps(unit, hook, base):
-                found.append(timed(timer, f"{type(unit).__name__}.{hook}", _as_callback(getattr(unit, hook))))
+                hooks.append(timed(timer, f"{type(unit).__name__}.{hook}", _as_callback(getattr(unit, hook))))
             for callback in callbacks:
                 if has_hook(callback, hook):
-                    found.append(timed(timer, f"callback.{_name_of(callback)}.{hook}", getattr(callback, hook)))
-            return tuple(found)
+                    hooks.append(timed(timer, f"callback.{_name_of(callback)}.{hook}", getattr(callback, hook)))
+            return tuple(hooks)
 
         self.start, self.end = of("start"), of("end")
         self.epoch_start, self.epoch_end = of("epoch_start"), of("epoch_end")

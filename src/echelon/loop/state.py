@@ -87,11 +87,11 @@ class _EveryN:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name, self._of = name, name.removeprefix("evaluate_every_n_")
 
-    def __get__(self, here: Any, owner: type | None = None) -> Any:
-        return self if here is None else getattr(here.evaluations, self._of)
+    def __get__(self, phase_state: Any, owner: type | None = None) -> Any:
+        return self if phase_state is None else getattr(phase_state.evaluations, self._of)
 
-    def __set__(self, here: Any, value: float | None) -> None:
-        setattr(here.evaluations, self._of, _limit(self._name, value, at_least=1))
+    def __set__(self, phase_state: Any, value: float | None) -> None:
+        setattr(phase_state.evaluations, self._of, _limit(self._name, value, at_least=1))
 
 
 class PhaseState:
@@ -213,9 +213,9 @@ class PhaseState:
         return next((f"{name}={getattr(self, name)}" for name in reached), "")
 
 
-def step_under_way(here: PhaseState | None) -> Step[Any]:
+def step_under_way(phase_state: PhaseState | None) -> Step[Any]:
     """The batch under way; outside a loop, and with a mock for a state, one that is neither the last nor padding."""
-    return here.step if isinstance(here, PhaseState) else NO_STEP
+    return phase_state.step if isinstance(phase_state, PhaseState) else NO_STEP
 
 
 def _limit(name: str, value: Any, *, at_least: int = 0) -> int | None:
@@ -305,5 +305,5 @@ class State:
         self.should_stop = True
 
     def active_phase_state(self) -> PhaseState | None:
-        found: PhaseState | None = getattr(self, f"{self.active_phase}_state")
-        return found
+        phase_state: PhaseState | None = getattr(self, f"{self.active_phase}_state")
+        return phase_state

@@ -47,12 +47,12 @@ class Steps:
         state, phase = stage.state, stage.phase
         self.stage, self.between = stage, between
         self.feed = open_feed(stage)
-        self.batches = Batches(self.feed, stage.here, stage.progress, stage.inner)
+        self.batches = Batches(self.feed, stage.phase_state, stage.progress, stage.inner)
         self.take = timed(state.timer, f"{stage.entry}.next(data_iter)", self.feed.__next__)
         meets = stage.inner.forward_is_collective or any(getattr(c, "meets_in_steps", False) is True for c in stage.callbacks)
-        meets = meets or getattr(stage.here.dataloader, "meets_in_steps", False)
+        meets = meets or getattr(stage.phase_state.dataloader, "meets_in_steps", False)
         unsized = not state.alone and (stage.trains or meets) and agreements.on_lengths(phase, self.feed, stage.unit)
-        loader = stage.here.dataloader
+        loader = stage.phase_state.dataloader
         self._drops = isinstance(loader, StreamLoader) and loader.tail == "drop"
         fetch = own_fetch(stage, self.batches, always=unsized)
         self.fetch = partial(self._fetch_agreed, fetch) if unsized and fetch is not None else fetch
@@ -65,11 +65,11 @@ class Steps:
     def run(self) -> bool:
         """All of them; True if the epoch came to its end, False if it was cut short."""
         stage, steps = self.stage, self.each()
-        state, here, name = stage.state, stage.here, f"{stage.phase}_step"
+        state, phase_state, name = stage.state, stage.phase_state, f"{stage.phase}_step"
         step = timed(state.timer, f"{type(stage.unit).__name__}.{name}", getattr(stage.unit, name))
         for data in steps:
             try:
-                here.step_output = step(state, data)
+                phase_state.step_output = step(state, data)
             except StopIteration as stop:
                 self._check_iterates(data, stop)
                 break
@@ -80,12 +80,12 @@ class Steps:
         is done. `close` tells the rest.
         """
         stage, fetch, take, cuts = self.stage, self.fetch, self.take, self.cuts
-        state, inner, hooks, here, progress = stage.state, stage.inner, stage.hooks, stage.here, stage.progress
+        state, inner, hooks, phase_state, progress = stage.state, stage.inner, stage.hooks, stage.phase_state, stage.progress
         trains, before_step = stage.trains, hooks.next_end + hooks.step_start
         evaluate, next_start, within = self.between.evaluate, hooks.next_start, self.within
         running, at = clock.running, pulse.at
         (fetching, stepping, _), (in_data, in_step), trained = _BEATS[trains], _PARTS[trains], self.trained
-        meets, most, per_epoch, enough = self.between != Between(), here.max_updates, here.updates_per_epoch, False
+        meets, most, per_epoch, enough = self.between != Between(), phase_state.max_updates, phase_state.updates_per_epoch, False
         pulse.begin()
         while not enough and not (state.should_stop and (inner.at_boundary or not trains)) and (cuts is None or not cuts.asked()):
             stage.call(next_start)
@@ -96,11 +96,11 @@ class Steps:
                 if fetch is not None:
                     data = fetch()
                 else:
-                    here.step = taken = take()
+                    phase_state.step = taken = take()
                     data = taken.batch
             except StopIteration:
                 # By a get_next_*_batch of the unit's own, not by a limit.
-                self.given_up = self.feed.used < (self.feed.total or 0) and here.steps_left(progress, inner) != 0
+                self.given_up = self.feed.used < (self.feed.total or 0) and phase_state.steps_left(progress, inner) != 0
                 break
             if progress.skipped and trains and progress.skips:
                 self._leave_out(data, progress)
@@ -120,12 +120,12 @@ class Steps:
                 enough = at_limit and self.feed.used != self.feed.total
             elif trains:
                 within.num_steps_completed_in_epoch += 1
-            evaluates = evaluate is not None and evaluation_after_step(here, progress, updated=updated)
+            evaluates = evaluate is not None and evaluation_after_step(phase_state, progress, updated=updated)
             if running is not None:
                 running.step_ended(progress.num_updates_completed)
             if meets or hooks.step_end:  # looked up here: a loop of one's own has hooks from its first update on
                 self._follow(evaluates)
-            here.step_output = None
+            phase_state.step_output = None
             if state.rolled_back:
                 break
 
@@ -134,7 +134,7 @@ class Steps:
         stage, between = self.stage, self.between
         pulse.at(_BEATS[stage.trains][2], self.trained.num_updates_completed, self.within.num_steps_completed_in_epoch)
         stage.call(stage.hooks.step_end)
-        stage.here.step_output = None
+        stage.phase_state.step_output = None
         if stage.state.rolled_back:
             return
         if between.agree_to_stop is not None and stage.inner.at_boundary:
@@ -144,19 +144,19 @@ class Steps:
 
     def _fetch_agreed(self, fetch: Callable[[], Any]) -> Any:
         """Where no loader has a length: all ranks have one more batch, or none has."""
-        feed, here, phase, drops = self.feed, self.stage.here, self.stage.phase, self._drops
+        feed, phase_state, phase, drops = self.feed, self.stage.phase_state, self.stage.phase, self._drops
         try:
             data = fetch()
         except StopIteration:
             agreements.on_end(phase, feed.used, ended=True, is_last=False, drops=drops)
             raise
         before = clock.enter(Part.WAIT)
-        is_last = data is not self.batches and here.step.is_last  # a step that fetches for itself has not yet
+        is_last = data is not self.batches and phase_state.step.is_last  # a step that fetches for itself has not yet
         with_it = agreements.on_end(phase, feed.used, ended=False, is_last=is_last, drops=drops)
         clock.enter(before)
         if with_it is not None:
             feed.end(after=feed.used if with_it else feed.used - 1)
-            here.step = here.step._replace(is_last=True)
+            phase_state.step = phase_state.step._replace(is_last=True)
             if not with_it:
                 raise StopIteration
         return data
@@ -166,11 +166,11 @@ class Steps:
         if data is self.batches:  # a step that fetches for itself
             next(self.batches, None)
         self.left_out += 1
-        here = self.stage.here
-        updated = here.step.is_last or self.left_out >= self.stage.inner.steps_until(updates=1)
+        phase_state = self.stage.phase_state
+        updated = phase_state.step.is_last or self.left_out >= self.stage.inner.steps_until(updates=1)
         self.left_out = 0 if updated else self.left_out
         progress.increment_step(updated=updated)
-        if self.between.evaluate is not None and evaluation_after_step(here, progress, updated=updated):
+        if self.between.evaluate is not None and evaluation_after_step(phase_state, progress, updated=updated):
             self.between.evaluate()
 
     def _check_iterates(self, data: Any, stop: StopIteration) -> None:
@@ -183,14 +183,17 @@ class Steps:
 
     def close(self) -> bool:
         """After the last batch: True if the epoch came to its end, False if it was cut short."""
-        here, progress = self.stage.here, self.stage.progress
+        phase_state, progress = self.stage.phase_state, self.stage.progress
         pulse.at(Phase.BETWEEN, self.trained.num_updates_completed, self.within.num_steps_completed_in_epoch)
         if self.cuts is not None:
             self.cuts.settle()
         self.fetch = None  # which may be a method of this object: a cycle would keep the loader's workers
         ended = self.stage.state.rolled_back or self.given_up or _ended(self.stage, self.feed, progress)
         if ended:
-            here.feed, here.step = None, NO_STEP  # one that was cut short keeps it: a checkpoint at the end wants its position
+            phase_state.feed, phase_state.step = (
+                None,
+                NO_STEP,
+            )  # one that was cut short keeps it: a checkpoint at the end wants its position
         return ended
 
 
@@ -213,16 +216,16 @@ def _trained(unit: Any) -> Progress:
 
 def _ended(stage: Stage, feed: Feed, progress: Progress) -> bool:
     """Whether the epoch came to its end, rather than being cut short by a stop or by a limit on the whole run."""
-    here = stage.here
-    if here.has_whole_epoch(progress):
+    phase_state = stage.phase_state
+    if phase_state.has_whole_epoch(progress):
         return True
-    return feed.length is None and not (stage.state.should_stop or here.has_all(progress))
+    return feed.length is None and not (stage.state.should_stop or phase_state.has_all(progress))
 
 
 # When an evaluation is due within `fit`.
 
 
-def evaluation_after_step(here: PhaseState, progress: Progress, *, updated: bool) -> bool:
+def evaluation_after_step(phase_state: PhaseState, progress: Progress, *, updated: bool) -> bool:
     """Note an evaluation that belongs after this step, before a checkpoint is written at it; True if it comes at once.
 
     The last of all that `max_updates` or `max_steps` allows is evaluated, too: where it ends an epoch, once that is closed.
@@ -230,23 +233,27 @@ def evaluation_after_step(here: PhaseState, progress: Progress, *, updated: bool
     Args:
         updated: the step made an update.
     """
-    at_once = _is_multiple(here, progress, updated=updated)
-    if at_once or ((updated or here.max_steps is not None) and here.has_all(progress) and here.evaluations != EvaluateEvery()):
+    at_once = _is_multiple(phase_state, progress, updated=updated)
+    if at_once or (
+        (updated or phase_state.max_steps is not None)
+        and phase_state.has_all(progress)
+        and phase_state.evaluations != EvaluateEvery()
+    ):
         progress.evaluation_due = True
     return at_once
 
 
-def _is_multiple(here: PhaseState, progress: Progress, *, updated: bool) -> bool:
-    every = here.evaluations
+def _is_multiple(phase_state: PhaseState, progress: Progress, *, updated: bool) -> bool:
+    every = phase_state.evaluations
     by_updates = updated and every.updates is not None and progress.num_updates_completed % every.updates == 0
     return by_updates or (every.steps is not None and progress.num_steps_completed % every.steps == 0)
 
 
-def evaluation_after_epoch(here: PhaseState, progress: Progress) -> None:
+def evaluation_after_epoch(phase_state: PhaseState, progress: Progress) -> None:
     """Note one that belongs after the epoch that was just counted, before a checkpoint is written at its end."""
-    epochs, done = here.evaluate_every_n_epochs, progress.num_epochs_completed
-    is_due = (epochs and done % epochs == 0) or (here.evaluations.at_end and done == here.max_epochs)
-    if is_due and not _is_multiple(here, progress, updated=True):
+    epochs, done = phase_state.evaluate_every_n_epochs, progress.num_epochs_completed
+    is_due = (epochs and done % epochs == 0) or (phase_state.evaluations.at_end and done == phase_state.max_epochs)
+    if is_due and not _is_multiple(phase_state, progress, updated=True):
         progress.evaluation_due = True
 
 
@@ -259,8 +266,8 @@ logger = logging.getLogger(__name__)
 class Batches(Iterator[Any]):
     """The batches of a feed as the unit's code gets them, any number for a step; where each stands is in the phase's `step`."""
 
-    def __init__(self, feed: Feed, here: PhaseState, progress: Progress, unit: Unit) -> None:
-        self._feed, self._here, self._progress, self._unit = feed, here, progress, unit
+    def __init__(self, feed: Feed, phase_state: PhaseState, progress: Progress, unit: Unit) -> None:
+        self._feed, self._here, self._progress, self._unit = feed, phase_state, progress, unit
 
     def __next__(self) -> Any:
         step = self._feed.__next__()
@@ -304,11 +311,11 @@ def _fetches(stage: Stage) -> bool:
 
 def open_feed(stage: Stage) -> Feed:
     """The iterator of the coming epoch, from where progress says that it continues. Hooks run around its making."""
-    here, progress, inner = stage.here, stage.progress, stage.inner
+    phase_state, progress, inner = stage.phase_state, stage.progress, stage.inner
     own = wants_iterator(getattr(stage.unit, f"{stage.phase}_step", None)) or _fetches(stage)
-    limit = None if own else here.steps_left(progress, inner)  # a step of its own may take several batches
-    _seek(here.dataloader, progress)
-    for part in loaders_of(here.dataloader):
+    limit = None if own else phase_state.steps_left(progress, inner)  # a step of its own may take several batches
+    _seek(phase_state.dataloader, progress)
+    for part in loaders_of(phase_state.dataloader):
         if isinstance(part, Loader):
             _check_tail(stage, part)
     loader, resumed = _resumed(stage)
@@ -320,8 +327,8 @@ def open_feed(stage: Stage) -> Feed:
         move = timed(timer, f"{name}.move_data_to_device", partial(move, stage.state))
         read = timed(timer, f"{name}.next(data_iter)", next)
     make = timed(timer, f"{stage.entry}.iter(dataloader)", Feed)
-    here.step = NO_STEP
-    here.feed = feed = make(loader, limit=limit, move=move, stream=stream, resumed=resumed, read=read)
+    phase_state.step = NO_STEP
+    phase_state.feed = feed = make(loader, limit=limit, move=move, stream=stream, resumed=resumed, read=read)
     stage.call(stage.hooks.iter_end)
     return feed
 
@@ -339,7 +346,7 @@ def _seek(loader: Any, progress: Progress) -> None:
 
 def _resumed(stage: Stage) -> tuple[Any, int]:
     """What to iterate over, and after how many batches of the epoch it resumes by a state of its own."""
-    loader, done = stage.here.dataloader, stage.progress.num_steps_completed_in_epoch
+    loader, done = stage.phase_state.dataloader, stage.progress.num_steps_completed_in_epoch
     if not stage.trains or done == 0 or isinstance(loader, BaseLoader):
         return loader, 0
     if hasattr(loader, "load_state_dict"):
@@ -360,10 +367,10 @@ def check_evaluation(stage: Stage) -> None:
     Raises:
         UsageError: on all ranks: they cannot divide the loader.
     """
-    here = stage.here
-    if here.evaluations == EvaluateEvery():
+    phase_state = stage.phase_state
+    if phase_state.evaluations == EvaluateEvery():
         return
-    loader, rank_and_size = here.dataloader, stage.inner.data_rank_and_size
+    loader, rank_and_size = phase_state.dataloader, stage.inner.data_rank_and_size
     if isinstance(loader, (BaseLoader, Combined)) and rank_and_size is not None:
         loader.set_data_rank(*rank_and_size)
     for part in loaders_of(loader):

@@ -168,8 +168,8 @@ class Unit(AppStateMixin):
     @property
     def data_rank_and_size(self) -> tuple[int, int] | None:
         """(rank, size) among the ranks that see different data; None if the modules do not say."""
-        said = (prepared.data.rank_and_size for prepared in self.prepared_modules().values())
-        return next((each for each in said if each is not None), None)
+        sizes = (prepared.data.rank_and_size for prepared in self.prepared_modules().values())
+        return next((each for each in sizes if each is not None), None)
 
     def prepared_modules(self) -> dict[str, Prepared[Any]]:
         """Each module among the attributes as its layout has it, by the attribute's name. Each is recognised once."""

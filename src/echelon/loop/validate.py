@@ -91,8 +91,8 @@ class _ByShape(Unit):
         self._of = getattr(unit, "tracked_modules", dict)
 
     def tracked_modules(self) -> dict[str, nn.Module]:
-        found: Any = self._of()
-        return found if isinstance(found, dict) else {}  # a mock's answer that nobody has set
+        tracked: Any = self._of()
+        return tracked if isinstance(tracked, dict) else {}  # a mock's answer that nobody has set
 
 
 def inner_of(unit: Any) -> Unit:
@@ -110,14 +110,14 @@ def callbacks_of(given: Iterable[Any] | None) -> list[Any]:
     if isinstance(given, (Callback, type)) or not isinstance(given, Iterable):
         name = given.__name__ if isinstance(given, type) else type(given).__name__
         raise LoopError(f"callbacks must be a list, got {name}. Write callbacks=[...].")
-    found = list(given)
-    for i, callback in enumerate(found):
+    callbacks = list(given)
+    for i, callback in enumerate(callbacks):
         if isinstance(callback, type) or not any(callable(getattr(callback, hook, None)) for hook in _HOOKS):
             raise LoopError(
                 f"callbacks[{i}] must be a Callback, or an object with a hook of one such as on_train_step_end(state, unit), "
                 f"got {f'the class {callback.__name__}' if isinstance(callback, type) else type(callback).__name__}."
             )
-    return found
+    return callbacks
 
 
 def has_hook(callback: Any, hook: str) -> bool:
@@ -140,8 +140,8 @@ def accumulation_of(unit: Any, loader: Any) -> int:
     settle = getattr(unit, "settle_accumulation", None)
     if settle is not None:
         return int(settle(loader))
-    found = getattr(loader, "accumulation", None) or getattr(unit, "gradient_accumulation_steps", None)
-    return found if isinstance(found, int) else 1
+    accumulation = getattr(loader, "accumulation", None) or getattr(unit, "gradient_accumulation_steps", None)
+    return accumulation if isinstance(accumulation, int) else 1
 
 
 def refuse_steps(of: str, older: Mapping[str, Any], words: Mapping[str, str], size: int) -> None:

@@ -127,9 +127,9 @@ class Window:
         in_doubt = bool(doubting) or self.passed_over > 0
         always, news = self._signatures()
         has_more = wants_stop or any(logged) or any(guard.has_news for guard in self.guards)
-        told = _IN_DOUBT if in_doubt else None
+        own_word = _IN_DOUBT if in_doubt else None
         more = (*news, *logged)
-        self._reduction = _Reduction(self._weight, self._weighted_sum(), wants_stop, more, has_more, always, self.group, told)
+        self._reduction = _Reduction(self._weight, self._weighted_sum(), wants_stop, more, has_more, always, self.group, own_word)
         if in_doubt:
             if not self._reduction.all_told(_IN_DOUBT):
                 raise self._differs("the others trained on") if self.passed_over else doubting[0].differs_from_some()
@@ -154,8 +154,8 @@ class Window:
         """
         if self.group is not None and (left or self.passed_over):
             none = [0.0] * sum(guard.numbers for guard in self.guards if guard.is_always_told)
-            told = _Reduction(0.0, torch.zeros((), dtype=torch.float64), False, (), False, none, self.group, _IN_DOUBT)
-            if not told.all_told(_IN_DOUBT):
+            reduction = _Reduction(0.0, torch.zeros((), dtype=torch.float64), False, (), False, none, self.group, _IN_DOUBT)
+            if not reduction.all_told(_IN_DOUBT):
                 raise self._differs("the others go on with" if left else "the others trained on")
             self._compare_batches(f"at the end of an epoch, after update {self.updates}")
         self.passed_over = 0

@@ -31,11 +31,11 @@ class Goal:
         Raises:
             PlanError: it has another form.
         """
-        found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?) ?([kmbt]?) ?(tokens|samples|updates)", text.strip().lower(), re.ASCII)
-        amount = float(found[1]) * _UNITS[found[2]] if found else 0.0
-        if found is None or not amount:
+        match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?) ?([kmbt]?) ?(tokens|samples|updates)", text.strip().lower(), re.ASCII)
+        amount = float(match[1]) * _UNITS[match[2]] if match else 0.0
+        if match is None or not amount:
             raise PlanError(f"--goal must be an amount of tokens, samples or updates, such as '300B tokens', got {text!r}.")
-        return cls(amount, found[3])
+        return cls(amount, match[3])
 
 
 @dataclass(frozen=True)

@@ -31,21 +31,21 @@ def calibrate(ranks: int, name: str, *, quick: bool = False) -> Device:
         name: of the device.
         quick: small tensors only: numbers that are there, and mean little.
     """
-    found = launch(_measure, ranks=ranks, args=(quick,), quiet=True)[0]
-    rates = found["products"]
+    device = launch(_measure, ranks=ranks, args=(quick,), quiet=True)[0]
+    rates = device["products"]
     peak = {dtype: max(rate for kind, _, rate in rates if kind == dtype) for dtype in sorted({row[0] for row in rates})}
     return Device(
         name,
-        found["memory"],
+        device["memory"],
         peak,
-        found["bandwidth"],
+        device["bandwidth"],
         reached=1.0,
         copied=1.0,
-        attention=tuple(rate / peak[found["attends in"]] for rate in found["attention"]),
-        least=found["least"],
-        overlaps=found["overlaps"],
+        attention=tuple(rate / peak[device["attends in"]] for rate in device["attention"]),
+        least=device["least"],
+        overlaps=device["overlaps"],
         products=tuple(sorted(rates)),
-        collectives=tuple(Measured(*row) for row in found["collectives"]),
+        collectives=tuple(Measured(*row) for row in device["collectives"]),
     )
 
 
@@ -124,7 +124,7 @@ def _collectives(
     ranks: int, device: torch.device, seconds: Callable[..., float], most: int
 ) -> list[tuple[str, int, float, float]]:
     """Of the first 2, 4, ... ranks; the others wait for them. A small tensor tells the latency, a large one the bandwidth."""
-    found = []
+    measured = []
     counts = sorted({*(1 << bit for bit in range(1, ranks.bit_length())), ranks} - {1})
     for count in counts:
         group = dist.new_group(list(range(count)))
@@ -134,8 +134,8 @@ def _collectives(
                 seconds(_call(kind, elements, count, group, device) if takes_part else _nothing) for elements in (1 << 10, most)
             )
             sent = 4 * (most - (1 << 10))
-            found.append((kind, count, small, sent / max(large - small, 1e-9)))
-    return found
+            measured.append((kind, count, small, sent / max(large - small, 1e-9)))
+    return measured
 
 
 def _nothing() -> None:

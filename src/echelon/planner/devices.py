@@ -240,12 +240,12 @@ def device_named(name: str) -> Device:
     if name.endswith(".toml"):
         return _from_file(Path(name))
     word = name.strip().lower()
-    if (found := DEVICES.get(_SHORT.get(word, word))) is None:
+    if (device := DEVICES.get(_SHORT.get(word, word))) is None:
         raise PlanError(
             f"device must be one of {', '.join(DEVICES)}, or a file such as mine.toml, got {name!r}. For another one give its "
             "memory: --budget 64GiB."
         )
-    return found
+    return device
 
 
 # --- files
@@ -261,23 +261,23 @@ _TABLES = {
 
 def _from_file(path: Path) -> Device:
     try:
-        said = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise PlanError(f"--device must be a TOML file that can be read, got {str(path)!r}: {error}.") from error
     known = [each.name for each in fields(Device)]
-    for name, value in said.items():
+    for name, value in values.items():
         if name not in known:
             raise PlanError(f"{path}: a key must be one of {', '.join(known)}, got {name!r}.")
         _check(path, name, value)
-    if "memory" in said:
-        said["memory"] = bytes_of(str(said["memory"]), "memory")
-    said |= {name: tuple(said[name]) for name in ("attention", "capability") if name in said}
+    if "memory" in values:
+        values["memory"] = bytes_of(str(values["memory"]), "memory")
+    values |= {name: tuple(values[name]) for name in ("attention", "capability") if name in values}
     measured = {
-        name: tuple(sorted(tuple(row[each] for each in _TABLES[name]) for row in said.pop(name, ())))
+        name: tuple(sorted(tuple(row[each] for each in _TABLES[name]) for row in values.pop(name, ())))
         for name in ("products", "attentions")
     }
-    collectives = tuple(Measured(**row) for row in said.pop("collectives", ()))
-    return Device(**({"name": path.stem} | said | measured), collectives=collectives)
+    collectives = tuple(Measured(**row) for row in values.pop("collectives", ()))
+    return Device(**({"name": path.stem} | values | measured), collectives=collectives)
 
 
 def _check(path: Path, name: str, value: Any) -> None:
@@ -352,10 +352,10 @@ class Cluster:
         Raises:
             PlanError: it has another form, or names no device that is known.
         """
-        found = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,3})x(\S+)", text.strip(), re.IGNORECASE | re.ASCII)
-        if found is None:
+        match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,3})x(\S+)", text.strip(), re.IGNORECASE | re.ASCII)
+        if match is None:
             raise PlanError(f"--cluster must be NODESxDEVICESxNAME, such as 16x8xH100, got {text!r}.")
-        return cls(int(found[1]), int(found[2]), device_named(found[3]))
+        return cls(int(match[1]), int(match[2]), device_named(match[3]))
 
 
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -367,7 +367,7 @@ def bytes_of(text: str, name: str) -> int:
     Raises:
         PlanError: it is none of these, or 0.
     """
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?) ?([kmgt]i?b)?", text.strip().lower(), re.ASCII)
-    if found is None or (size := int(float(found[1]) * _UNITS[found[2] or ""])) <= 0:
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?) ?([kmgt]i?b)?", text.strip().lower(), re.ASCII)
+    if match is None or (size := int(float(match[1]) * _UNITS[match[2] or ""])) <= 0:
         raise PlanError(f"{name} must be a size such as 80GiB, got {text!r}.")
     return size

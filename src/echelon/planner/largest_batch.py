@@ -131,8 +131,8 @@ def _tried(
 
 
 def _samples(file: Path, many: int) -> int:
-    told = parse_object(file.read_text()) or {}
-    return int(told["samples"]) // many
+    record = parse_object(file.read_text()) or {}
+    return int(record["samples"]) // many
 
 
 def _out_of_memory(error: RankFailedError) -> str | None:

@@ -175,13 +175,13 @@ def layouts_for(ranks: int, per_node: int, experts: int = 0) -> list[str]:
     """
     if ranks == 1:
         return []
-    found = ["ddp", "zero1", "zero2", "fsdp"]
+    layouts = ["ddp", "zero1", "zero2", "fsdp"]
     if ranks > per_node and ranks % per_node == 0:
-        found.append("hsdp")
-    found += [f"dp_shard={ranks // tp},tp={tp}" for tp in (2, 4, 8) if tp <= per_node and ranks % tp == 0 and ranks > tp]
+        layouts.append("hsdp")
+    layouts += [f"dp_shard={ranks // tp},tp={tp}" for tp in (2, 4, 8) if tp <= per_node and ranks % tp == 0 and ranks > tp]
     if (ep := math.gcd(ranks, per_node, experts)) > 1 and experts:
-        found.append(f"ep={ep}")
-    return found
+        layouts.append(f"ep={ep}")
+    return layouts
 
 
 def plan_memory(target: Target, setting: Setting, *, layouts: Sequence[str] = (), only: str | None = None) -> list[Answer]:
@@ -259,40 +259,40 @@ class _Rank:
         return self.answer.micro_batches / self.counted if self.counted else 1.0
 
 
-def _answer(job: Job, found: list[_Rank]) -> Answer:
-    if failed := next((each.answer for each in found if each.answer.why), None):
+def _answer(job: Job, ranks: list[_Rank]) -> Answer:
+    if failed := next((each.answer for each in ranks if each.answer.why), None):
         return failed
-    made = max((each.answer for each in found), key=lambda answer: answer.peak)
-    if found[0].timeline is not None:
-        made = _timed(made, job.setting, found)
-    if len(found) > 1:
+    made = max((each.answer for each in ranks), key=lambda answer: answer.peak)
+    if ranks[0].timeline is not None:
+        made = _timed(made, job.setting, ranks)
+    if len(ranks) > 1:
         made = replace(
             made,
-            stages=[each.answer.peak for each in found],
-            sent=int(found[0].times * max(each.answer.sent for each in found)),
-            flops=int(found[0].times * max(each.answer.flops for each in found)),
+            stages=[each.answer.peak for each in ranks],
+            sent=int(ranks[0].times * max(each.answer.sent for each in ranks)),
+            flops=int(ranks[0].times * max(each.answer.flops for each in ranks)),
         )
     return replace(made, verdict=_verdict(made.peak, job.setting.budget)) if job.setting.budget and made.peak else made
 
 
-def _timed(answer: Answer, setting: Setting, found: list[_Rank]) -> Answer:
+def _timed(answer: Answer, setting: Setting, ranks: list[_Rank]) -> Answer:
     """Of several stages the means."""
-    timelines = [each.timeline for each in found if each.timeline is not None]
-    more = found[0].times
+    timelines = [each.timeline for each in ranks if each.timeline is not None]
+    more = ranks[0].times
     busy: defaultdict[str, float] = defaultdict(float)
     waits: defaultdict[str, float] = defaultdict(float)
     for timeline in timelines:
         for sums, parts in ((busy, timeline.busy), (waits, timeline.waits)):
             for kind, much in parts.items():
-                sums[kind] += much * more / len(found)
+                sums[kind] += much * more / len(ranks)
     seconds = timelines[0].seconds
-    if len(found) > 1:
-        together = run_together(dict(zip(found[0].pipeline, timelines, strict=True)), _links(setting))
+    if len(ranks) > 1:
+        together = run_together(dict(zip(ranks[0].pipeline, timelines, strict=True)), _links(setting))
         # Once a pipeline is full, a micro-batch takes as long as the slowest stage needs for one.
-        slowest = max(timeline.passes for timeline in timelines) / found[0].counted
-        seconds = together + slowest * (answer.micro_batches - found[0].counted)
+        slowest = max(timeline.passes for timeline in timelines) / ranks[0].counted
+        seconds = together + slowest * (answer.micro_batches - ranks[0].counted)
         waits["other stages"] = max(0.0, seconds - sum((*busy.values(), *waits.values())))
-    own, available = more * sum(each.own_flops for each in found), seconds * sum(each.peak_flops for each in found)
+    own, available = more * sum(each.own_flops for each in ranks), seconds * sum(each.peak_flops for each in ranks)
     mfu = own / available if available else 0.0
     return replace(answer, seconds=seconds, busy=dict(busy), waits=dict(waits), mfu=mfu)
 
@@ -301,31 +301,31 @@ def _in_processes(jobs: Sequence[Job]) -> list[_Rank]:
     """Each in one of its own, since what a script began stays begun; as many at a time as there are cores."""
     context, waiting = multiprocessing.get_context("fork"), list(enumerate(jobs))
     running: dict[Connection, tuple[int, Any]] = {}
-    found: dict[int, _Rank] = {}
+    answers: dict[int, _Rank] = {}
     while waiting or running:
         while waiting and len(running) < min(usable_cores(), _MOST_AT_A_TIME):
             number, job = waiting.pop(0)
-            here, there = context.Pipe(duplex=False)
+            receiver, there = context.Pipe(duplex=False)
             child = context.Process(target=_trace, args=(there, job))  # no daemon: its loader may have workers
             with warnings.catch_warnings(action="ignore"):  # threads of torch's, which the child does not use
                 child.start()
             there.close()
-            running[here] = number, child
+            running[receiver] = number, child
         ready = connection.wait(list(running))
-        for here in [each for each in running if each in ready]:
-            number, child = running.pop(here)
+        for receiver in [each for each in running if each in ready]:
+            number, child = running.pop(receiver)
             try:
-                found[number] = here.recv()
+                answers[number] = receiver.recv()
             except EOFError:
                 child.join()
                 why = f"its process ended with exit code {child.exitcode}, as the kernel's OOM killer ends one with -9"
-                found[number] = _Rank(Answer(jobs[number].layout or "", jobs[number].layout is None, why=why))
+                answers[number] = _Rank(Answer(jobs[number].layout or "", jobs[number].layout is None, why=why))
             child.join()
-    return [found[number] for number in range(len(jobs))]
+    return [answers[number] for number in range(len(jobs))]
 
 
 def _trace(there: Connection, job: Job) -> None:
-    told: _Rank
+    result: _Rank
     die_with_parent(signal.SIGKILL)  # nobody would hear of it
     os.dup2(2, 1)  # what the script prints is not the plan
     warnings.simplefilter("ignore")
@@ -364,37 +364,37 @@ def _trace(there: Connection, job: Job) -> None:
                 rank=job.rank,
                 tell=tell,
             )
-        found = planned.traced
+        counted = planned.traced
         made = replace(
             blank,
-            peak=found.peak,
-            reserved=found.reserved if setting.is_gpu else 0,
-            by_kind=found.by_kind,
-            largest=list(found.by_module.items())[:3],
-            moment=f"{found.moment} pass" + (f" of {found.module}" if found.module else ""),
-            flops=found.flops,
-            sent=int(found.sent()),
+            peak=counted.peak,
+            reserved=counted.reserved if setting.is_gpu else 0,
+            by_kind=counted.by_kind,
+            largest=list(counted.by_module.items())[:3],
+            moment=f"{counted.moment} pass" + (f" of {counted.module}" if counted.module else ""),
+            flops=counted.flops,
+            sent=int(counted.sent()),
             read=planned.read,
             samples=planned.samples,
             tokens=planned.tokens,
             micro_batches=planned.micro_batches,
-            dtype=found.types.most_common(1)[0][0] if found.types else "",
+            dtype=counted.types.most_common(1)[0][0] if counted.types else "",
         )
         shares: dict[tuple[str, bool], list[float]] = {}
-        told = _Rank(made, planned.pipeline, planned.counted)
+        result = _Rank(made, planned.pipeline, planned.counted)
         if setting.device is not None and setting.device.is_timed:
-            steps = fused(found.steps) if planned.is_compiled else found.steps
+            steps = fused(counted.steps) if planned.is_compiled else counted.steps
             peak = setting.device.peak_of(made.dtype) if made.dtype else 0.0
             timeline = simulate(steps, setting.device, _links(setting))
             shares = dict(timeline.shares(BINS))
             timeline.spans.clear()
-            told = replace(told, timeline=timeline, own_flops=found.flops - found.repeated, peak_flops=peak)
-        told = replace(told, answer=replace(made, picture=Picture(found.curve, shares)))
+            result = replace(result, timeline=timeline, own_flops=counted.flops - counted.repeated, peak_flops=peak)
+        result = replace(result, answer=replace(made, picture=Picture(counted.curve, shares)))
     except EchelonError as error:
-        told = _Rank(replace(blank, why=str(error)))
+        result = _Rank(replace(blank, why=str(error)))
     except BaseException as error:  # the script's own
-        told = _Rank(replace(blank, why=_said(error)))
-    there.send(told)
+        result = _Rank(replace(blank, why=_said(error)))
+    there.send(result)
     there.close()
     os._exit(0)  # no exit function of a script's runs with tensors that have no memory
 

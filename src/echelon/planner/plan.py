@@ -77,8 +77,8 @@ class Plan:
 
     def __str__(self) -> str:
         device = self.setting.device.name if self.setting.device else ""
-        told = lines([*self.layouts, *self.left_out], self.setting.ranks, device, self.setting.budget)
-        return "\n".join([*told, *(bill_lines(self.bill, self.goal, self.layouts[0].layout) if self.bill else [])])
+        rows = lines([*self.layouts, *self.left_out], self.setting.ranks, device, self.setting.budget)
+        return "\n".join([*rows, *(bill_lines(self.bill, self.goal, self.layouts[0].layout) if self.bill else [])])
 
 
 def setting_of(
@@ -98,11 +98,11 @@ def setting_of(
     alone = gpus is None and nodes is None and device is None
     require(alone or not cluster, "cluster", "given without gpus, nodes and device, which it says", cluster, kind=PlanError)
     all_of_it = Cluster.of(cluster) if cluster else None
-    found = all_of_it.device if all_of_it else device_named(device) if device else None
-    most = bytes_of(budget, "budget") if budget else (found.memory or None) if found else None
+    chosen = all_of_it.device if all_of_it else device_named(device) if device else None
+    most = bytes_of(budget, "budget") if budget else (chosen.memory or None) if chosen else None
     if all_of_it:
         ranks, per_node = all_of_it.nodes * all_of_it.per_node, all_of_it.per_node
-        return Setting(ranks, per_node, most, found, precision, shapes=tuple((shapes or {}).items()))
+        return Setting(ranks, per_node, most, chosen, precision, shapes=tuple((shapes or {}).items()))
     if gpus is None:
         raise PlanError(
             "plan must know the devices, got none. Give gpus=8 (--gpus 8), or cluster='16x8xH100' (--cluster 16x8xH100)."
@@ -110,7 +110,7 @@ def setting_of(
     gpus = whole("gpus", gpus, at_least=1, kind=PlanError)
     nodes = -(-gpus // 8) if nodes is None else whole("nodes", nodes, at_least=1, kind=PlanError)
     require(gpus % nodes == 0, "gpus", f"the same number on each of {nodes} nodes", gpus, kind=PlanError)
-    return Setting(gpus, gpus // nodes, most, found, precision, shapes=tuple((shapes or {}).items()))
+    return Setting(gpus, gpus // nodes, most, chosen, precision, shapes=tuple((shapes or {}).items()))
 
 
 def plan(
@@ -202,21 +202,21 @@ def plan_of(
     goal = Goal.of(spending.goal) if spending else None
     out: list[Answer] = []
     if not searches:
-        found = plan_memory(target, setting, layouts=layouts, only=only)
+        answers = plan_memory(target, setting, layouts=layouts, only=only)
     elif setting.budget is None or setting.device is None or not setting.device.is_timed:
         got = setting.device.name if setting.device else None
         raise PlanError(
             f"a search must know a device's memory and speed, got {got}. Give device= (--device), or cluster= (--cluster)."
         )
     else:
-        found, out = searched(target, setting)
-    bill = _bill(goal, spending, found, setting.ranks) if goal and spending and found else None
-    return Plan(setting, found, out, bill, spending.goal if spending else "")
+        answers, out = searched(target, setting)
+    bill = _bill(goal, spending, answers, setting.ranks) if goal and spending and answers else None
+    return Plan(setting, answers, out, bill, spending.goal if spending else "")
 
 
-def _bill(goal: Goal, spending: Spending, found: Sequence[Answer], ranks: int) -> Bill:
+def _bill(goal: Goal, spending: Spending, answers: Sequence[Answer], ranks: int) -> Bill:
     """Of the first layout."""
-    best = next((each for each in found if each.seconds), None)
+    best = next((each for each in answers if each.seconds), None)
     if best is None:
         raise PlanError(
             "a goal must have a layout that could be timed, got none. Give device= (--device), or cluster= (--cluster)."

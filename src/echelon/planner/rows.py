@@ -173,20 +173,20 @@ def _rows(module: nn.Module, axes: Mapping[str, Callable[[str, nn.Module], str]]
         if not own:
             continue
         name = plain_name(full)
-        told = {axis: tell(name, layer) for axis, tell in axes.items()}
+        notes = {axis: tell(name, layer) for axis, tell in axes.items()}
         template, numbers = _template(name)
         size = sum(p.numel() for p in own if p not in counted)
         counted.update(own)
         shapes = tuple(tuple(p.shape) for p in own)
-        alike.setdefault((template, class_name(layer), shapes, size > 0, tuple(told.items())), []).append((numbers, size))
+        alike.setdefault((template, class_name(layer), shapes, size > 0, tuple(notes.items())), []).append((numbers, size))
     return [
         Row(
             _name(template, [numbers for numbers, _ in those]),
             kind,
             sum(size for _, size in those),
-            {axis: _each(text, [numbers for numbers, _ in those]) if axis == _GATHERED else text for axis, text in told},
+            {axis: _each(text, [numbers for numbers, _ in those]) if axis == _GATHERED else text for axis, text in notes},
         )
-        for (template, kind, _, _, told), those in alike.items()
+        for (template, kind, _, _, notes), those in alike.items()
     ]
 
 

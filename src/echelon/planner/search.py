@@ -40,7 +40,7 @@ def candidates(ranks: int, per_node: int, experts: int = 0) -> list[Candidate]:
     several nodes also pp x dp_shard, with layers whole or over all of a node. Experts, if a layer has so many, are also divided
     over 2, 4, ... of the ranks that shard, with pipelines over a node's.
     """
-    found = [Candidate("ddp", 1, 1, ranks), Candidate("zero1", 1, ranks, ranks)] if ranks > 1 else []
+    layouts = [Candidate("ddp", 1, 1, ranks), Candidate("zero1", 1, ranks, ranks)] if ranks > 1 else []
     tensor = [tp for tp in (1, 2, 4, 8) if tp <= per_node and ranks % tp == 0 and ranks > tp]
     for tp in tensor:
         ways = ranks // tp
@@ -48,21 +48,21 @@ def candidates(ranks: int, per_node: int, experts: int = 0) -> list[Candidate]:
         for shard in sorted(shards, reverse=True):
             axes = {"dp_replicate": ways // shard, "dp_shard": shard, "tp": tp}
             words = ",".join(f"{axis}={many}" for axis, many in axes.items() if many > 1)
-            found.append(Candidate("fsdp" if shard == ranks else words, shard * tp, shard * tp, ways))
+            layouts.append(Candidate("fsdp" if shard == ranks else words, shard * tp, shard * tp, ways))
     for pp in [each for each in _PIPELINES if ranks > per_node and ranks % (each * per_node) == 0]:
         for tp in sorted({1, min(8, per_node)}):
             axes = {"pp": pp, "dp_shard": ranks // pp // tp, "tp": tp}
             words = ",".join(f"{axis}={many}" for axis, many in axes.items() if many > 1)
-            found.append(Candidate(words, ranks, ranks, ranks // pp // tp, pp))
+            layouts.append(Candidate(words, ranks, ranks, ranks // pp // tp, pp))
             if tp == 1 and experts and (ep := math.gcd(axes["dp_shard"], per_node, experts)) > 1:
-                found.append(Candidate(f"{words},ep={ep}", ranks, ranks, ranks // pp, pp))
+                layouts.append(Candidate(f"{words},ep={ep}", ranks, ranks, ranks // pp, pp))
     divided = math.gcd(ranks, experts) if experts else 1
-    found += [Candidate(f"ep={ep}", ranks, ranks, ranks) for ep in _powers_of_two(divided)]
+    layouts += [Candidate(f"ep={ep}", ranks, ranks, ranks) for ep in _powers_of_two(divided)]
     if ranks > per_node and ranks % per_node == 0:
         copies = f"dp_replicate={ranks // per_node},dp_shard={per_node}"
         within = _powers_of_two(math.gcd(per_node, divided))
-        found += [Candidate(f"{copies},ep={ep}", per_node, per_node, ranks) for ep in within[-1:]]
-    return found
+        layouts += [Candidate(f"{copies},ep={ep}", per_node, per_node, ranks) for ep in within[-1:]]
+    return layouts
 
 
 def _powers_of_two(most: int) -> list[int]:
@@ -83,13 +83,13 @@ def search(target: Target, setting: Setting) -> tuple[list[Answer], list[Answer]
 
     def trace(tries: Sequence[Try]) -> list[Answer]:
         wanted = [each for each in tries if each != known]
-        found = iter(all_traced([Job(target, layout, setting, many, recompute) for layout, many, recompute in wanted]))
-        return [first if each == known else replace(next(found), layout=each[0], recompute=each[2]) for each in tries]
+        answers = iter(all_traced([Job(target, layout, setting, many, recompute) for layout, many, recompute in wanted]))
+        return [first if each == known else replace(next(answers), layout=each[0], recompute=each[2]) for each in tries]
 
     fit, out = found_best(first, setting, trace)
     if not fit and setting.ranks > 1 and first.samples % setting.ranks == 0:
-        found = _offloaded(target, setting, first.samples // setting.ranks)
-        (out if found.why or found.verdict == "does not fit" else fit).append(found)
+        answers = _offloaded(target, setting, first.samples // setting.ranks)
+        (out if answers.why or answers.verdict == "does not fit" else fit).append(answers)
     return fit, out
 
 
@@ -100,14 +100,14 @@ def _offloaded(target: Target, setting: Setting, rows: int) -> Answer:
         looks = _fewest("fsdp", rows, 1, setting.budget or 0, recompute=recompute)
         layout, many, _ = next(looks)
         while True:
-            found = all_traced([Job(target, layout, setting, many, recompute, offload=True)])[0]
+            answer = all_traced([Job(target, layout, setting, many, recompute, offload=True)])[0]
             try:
-                layout, many, _ = looks.send(found)
+                layout, many, _ = looks.send(answer)
             except StopIteration:
-                return replace(found, layout=layout, recompute=recompute, offload=True)
+                return replace(answer, layout=layout, recompute=recompute, offload=True)
 
-    found = looked_at(recompute=True)
-    return looked_at(recompute=False) if found.why else found
+    answer = looked_at(recompute=True)
+    return looked_at(recompute=False) if answer.why else answer
 
 
 def found_best(first: Answer, setting: Setting, trace: Trace) -> tuple[list[Answer], list[Answer]]:
@@ -141,9 +141,9 @@ def found_best(first: Answer, setting: Setting, trace: Trace) -> tuple[list[Answ
             looked_at[each.layout] = _better(each.layout, rows, least, budget)
             continue
         out.append(Answer(each.layout, False, why=why))
-    found = _together(looked_at, trace)
-    out += [each for each in found if each.why or each.verdict == "does not fit"]
-    fit = [each for each in found if each not in out]
+    answers = _together(looked_at, trace)
+    out += [each for each in answers if each.why or each.verdict == "does not fit"]
+    fit = [each for each in answers if each not in out]
     if not any(each.is_own for each in (*fit, *out)):
         (out if first.verdict == "does not fit" else fit).append(first)
     return sorted(fit, key=_order), out
@@ -157,39 +157,39 @@ Looks = Generator[Try, Answer, Answer]  # at a layout, until it is known how it 
 
 
 def _together(looked_at: Mapping[str, Looks], trace: Trace) -> list[Answer]:
-    found: dict[str, Answer] = {}
+    answers: dict[str, Answer] = {}
     asks = {layout: next(looks) for layout, looks in looked_at.items()}
     while asks:
-        told, asks = zip(asks, trace(list(asks.values())), strict=True), {}
-        for layout, answer in told:
+        results, asks = zip(asks, trace(list(asks.values())), strict=True), {}
+        for layout, answer in results:
             try:
                 asks[layout] = looked_at[layout].send(answer)
             except StopIteration as end:
-                found[layout] = end.value
-    return [found[layout] for layout in looked_at]
+                answers[layout] = end.value
+    return [answers[layout] for layout in looked_at]
 
 
 def _better(layout: str, rows: int, least: int, budget: int) -> Looks:
     """With or without recomputed blocks."""
-    found = yield from _fewest(layout, rows, least, budget, recompute=False)
-    if found.why or (found.micro_batches == least and found.verdict == "fits"):
-        return found
+    answer = yield from _fewest(layout, rows, least, budget, recompute=False)
+    if answer.why or (answer.micro_batches == least and answer.verdict == "fits"):
+        return answer
     again = yield from _fewest(layout, rows, least, budget, recompute=True)
     # A model without repeated blocks has none to recompute, and a script may do so already.
-    return found if again.why or _order(found) <= _order(again) else again
+    return answer if again.why or _order(answer) <= _order(again) else again
 
 
 def _fewest(layout: str, rows: int, least: int, budget: int, *, recompute: bool) -> Looks:
     many = least
     while True:
-        found = yield layout, many, recompute
-        if found.why or found.verdict != "does not fit" or many == rows:
-            return found
-        kinds = found.by_kind or {}
+        answer = yield layout, many, recompute
+        if answer.why or answer.verdict != "does not fit" or many == rows:
+            return answer
+        kinds = answer.by_kind or {}
         scales = sum(kinds.get(kind, 0) for kind in PASSING)
-        room = budget - (found.peak - scales)
+        room = budget - (answer.peak - scales)
         if room <= 0:
-            return found
+            return answer
         wanted = -(-scales * many // room)
         many = equal_parts(rows, max(many + 1, wanted))
 

@@ -314,16 +314,16 @@ class _Simulation:
 
 def _beside(steps: Sequence[Step]) -> set[int]:
     """Places of the operators that fill the buffers of `fully_shard`'s gathers, and of the casts just before them."""
-    found: set[int] = set()
+    places: set[int] = set()
     for at, step in enumerate(steps):
         if isinstance(step, Operator) and step.name == COPY_IN:
-            found.add(at)
+            places.add(at)
             needed, before = set(step.reads), at - 1
             while before >= 0 and _writes_only(steps[before], needed):
-                found.add(before)
+                places.add(before)
                 needed.update(steps[before].reads)
                 before -= 1
-    return found
+    return places
 
 
 def _writes_only(step: Step, needed: set[int]) -> bool:

@@ -204,10 +204,10 @@ class Trace(TorchDispatchMode):
 
     def _label(self, tensor: Any, kind: str) -> None:
         if isinstance(tensor, torch.Tensor):
-            mine = local(tensor)
-            kind = _HOST if self._offloads and mine is not tensor else kind
-            self._see(mine, kind)
-            self._storages[mine.untyped_storage()].kind = kind
+            shard = local(tensor)
+            kind = _HOST if self._offloads and shard is not tensor else kind
+            self._see(shard, kind)
+            self._storages[shard.untyped_storage()].kind = kind
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._steps = True

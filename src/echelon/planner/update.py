@@ -165,9 +165,9 @@ def trace_update(
         PlanError: the script gives echelon no module to train, or trains for no two updates.
         UsageError: what training would be refused for.
     """
-    here = min(per_node, ranks)
-    gpus = here if device is None or device.overlaps else 0
-    info = RankInfo(rank=rank, local_rank=rank % here, world_size=ranks, local_world_size=here, run_id="plan")
+    on_node = min(per_node, ranks)
+    gpus = on_node if device is None or device.overlaps else 0
+    info = RankInfo(rank=rank, local_rank=rank % on_node, world_size=ranks, local_world_size=on_node, run_id="plan")
     os.environ.update({**info.to_env(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
     os.environ["WANDB_MODE"] = "disabled"  # nor does it wait for a tracker's server
     with pretended_world(ranks, rank, shapes) as mode:
@@ -365,10 +365,10 @@ class _Watcher(Callback):
 
     def result(self) -> Traced:
         """Of the latest update."""
-        found = self.trace.result()
+        traced = self.trace.result()
         if self._times:
-            found.repeat(self._marks[1], self._marks[2], self._times)
-        return found
+            traced.repeat(self._marks[1], self._marks[2], self._times)
+        return traced
 
     def _count_of(self, unit: Any, data: Any) -> None:
         self._count(data, unit.samples_given, unit.prepared.place.part[1], unit.prepared.data.size)

@@ -183,8 +183,8 @@ class Values:
 @functools.cache
 def _changed(op: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Which arguments an operator changes, by place and by name."""
-    said = [(at, each) for at, each in enumerate(op._schema.arguments) if each.alias_info and each.alias_info.is_write]
-    return tuple(at for at, each in said if not each.kwarg_only), tuple(each.name for _, each in said)
+    written = [(at, each) for at, each in enumerate(op._schema.arguments) if each.alias_info and each.alias_info.is_write]
+    return tuple(at for at, each in written if not each.kwarg_only), tuple(each.name for _, each in written)
 
 
 def changed_by(op: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:

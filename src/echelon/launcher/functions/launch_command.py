@@ -168,7 +168,7 @@ class _Command:
     end_at_once = staticmethod(kill_children)
 
     def __init__(self, spec: JobSpec, attempt_dir: RunDir, meeting: Meeting, asked: ExpectedWorld) -> None:
-        self.spec, self.meeting, self.here, self.asked = spec, meeting, attempt_dir, asked
+        self.spec, self.meeting, self.attempt_dir, self.asked = spec, meeting, attempt_dir, asked
         self.folder = attempt_dir.attempt_path
         self.log = self.folder / f"node{meeting.node}.log"
         self.pids: dict[int, int] = {}
@@ -194,7 +194,7 @@ class _Command:
 
     def record_silence(self, why: str) -> None:
         """That another node is silent, for which the ranks were ended and are worth another start; from any thread."""
-        write_exit(self.meeting.exit_path(self.here), REQUEUE, stopped=why)
+        write_exit(self.meeting.exit_path(self.attempt_dir), REQUEUE, stopped=why)
 
     def run(self, words: Sequence[str], env: Mapping[str, str]) -> tuple[Outcome, list[Failure]]:
         adopt_orphans()
@@ -348,7 +348,7 @@ class _Command:
             ]
             if culprits := [f for f in failures if not f.is_victim]:
                 return culprits
-            if all(self.here.node_exit(n).exists() for n in others):
+            if all(self.attempt_dir.node_exit(n).exists() for n in others):
                 break
             time.sleep(_POLL_S)
         return []

@@ -218,8 +218,8 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
             loss = loss.detach()
             if self._reports_step:
                 state.logged.weight = 0 if self.prepared.data.is_replica else step.weight
-                found = TrainStepResults(loss, None if back else norm, outputs)
-                self.on_train_step_end(state, step.data, number - back, found)
+                step_results = TrainStepResults(loss, None if back else norm, outputs)
+                self.on_train_step_end(state, step.data, number - back, step_results)
         return loss, outputs
 
     def _forward_in_stages(self, state: State, ago: dict[int, int], micro_batch: MicroBatch[T]) -> tuple[torch.Tensor, Any]:

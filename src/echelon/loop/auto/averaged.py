@@ -187,9 +187,9 @@ class AveragedWeights:
         names = self._exchanged if self.applied_now else sources
         self._exchanged = [n for n in names if n in sources]
         for name in self._exchanged:
-            mine, average = local(sources[name]), local(self._averages[name])
-            kept = mine.clone()
-            mine.copy_(average)
+            own, average = local(sources[name]), local(self._averages[name])
+            kept = own.clone()
+            own.copy_(average)
             average.copy_(kept)
         self.applied_now = not self.applied_now
         self._prepared.parameters_written()

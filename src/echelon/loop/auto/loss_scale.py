@@ -80,8 +80,8 @@ def tell_of_labels(loss: torch.Tensor, samples: int, sizes: set[int]) -> None:
     if samples < 2 or not agree.is_rank0():
         return
     means = _means_with_targets(loss)
-    found = [node for node in means if _is_over_labels(node)] or means
-    if len(found) != 1 or is_split(targets := _saved(found[0], "target")):
+    over_labels = [node for node in means if _is_over_labels(node)] or means
+    if len(over_labels) != 1 or is_split(targets := _saved(over_labels[0], "target")):
         return
     if (rows := targets.size(0)) % samples and rows in sizes:
         logger.warning(
@@ -91,8 +91,8 @@ def tell_of_labels(loss: torch.Tensor, samples: int, sizes: set[int]) -> None:
             rows,
             samples,
         )
-    elif targets.numel() % samples == 0 and _is_over_labels(found[0]):
-        _tell_of_counts(found[0], targets.flatten(), samples)
+    elif targets.numel() % samples == 0 and _is_over_labels(over_labels[0]):
+        _tell_of_counts(over_labels[0], targets.flatten(), samples)
 
 
 def _tell_of_counts(node: Any, labels: torch.Tensor, samples: int) -> None:
@@ -170,11 +170,11 @@ def _is_divided(node: Any, number: int) -> bool:
 
 def _terms(node: Any, most: int) -> Iterator[Any]:
     """What is added up in it, from the left; at most so many."""
-    found, left = [node], 0
-    while found and left < most:
-        node = _through(found.pop())
+    terms, left = [node], 0
+    while terms and left < most:
+        node = _through(terms.pop())
         if _name(node) in _TERMS:
-            found.extend(inner for inner, _ in reversed(node.next_functions) if inner is not None)
+            terms.extend(inner for inner, _ in reversed(node.next_functions) if inner is not None)
         else:
             left += 1
             yield node
@@ -193,14 +193,14 @@ def _sums(node: Any, samples: int) -> bool:
 
 def _is_of_means(node: Any) -> bool:
     """Whether what is summed up are losses already, each a mean over the samples, with whatever factors: as those of tasks."""
-    found, looked = [node], 0
-    while found and looked < _MOST:
-        node, looked = _through(found.pop()), looked + 1
+    nodes, looked = [node], 0
+    while nodes and looked < _MOST:
+        node, looked = _through(nodes.pop()), looked + 1
         dims = _saved(node, "dim") or ()
         if _name(node) in _LISTS or (_name(node) == "MeanBackward1" and 0 in dims):
             return True
         if _name(node) in _TERMS | _FACTORS:
-            found += [inner for inner, _ in node.next_functions if inner is not None]
+            nodes += [inner for inner, _ in node.next_functions if inner is not None]
     return False
 
 

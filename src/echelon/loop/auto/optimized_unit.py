@@ -70,10 +70,10 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         self.training, self.lr_interval = options.training, options.lr_interval
         parts = overrides().parts or (self.bitwise_parts if options.deterministic == "bitwise" else None)
         self._bitwise = BitEqual(parts, self.prepared) if parts and self.training else None
-        said = self._bitwise.accumulation if self._bitwise is not None else overrides().accumulation
-        said = said or options.accumulate
-        self._takes_loaders = said is None
-        self.gradient_accumulation_steps = steps = said or 1
+        accumulation = self._bitwise.accumulation if self._bitwise is not None else overrides().accumulation
+        accumulation = accumulation or options.accumulate
+        self._takes_loaders = accumulation is None
+        self.gradient_accumulation_steps = steps = accumulation or 1
         self.window = Window(steps, fixed=self._bitwise is not None)
         self._update = self.kind_of_update(self, self._bitwise, options.stop_after_nonfinite_losses)
         self.clip_grad_norm, self.clip_grad_value = options.clip_grad_norm, options.clip_grad_value
@@ -225,8 +225,8 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         loader: Any = getattr(state.train_state, "dataloader", None)
         if self._bitwise is None:
             rng.separate(self.prepared.data.rank)  # of bit-equal training, streams belong to samples and not to ranks
-        said = self.settle_accumulation(loader)
-        self.window.size = said * self._times
+        accumulation = self.settle_accumulation(loader)
+        self.window.size = accumulation * self._times
         self.window.rescale(self.train_progress)
         if self._bitwise is None and not self._divides_batches_of(loader):
             _tell_of_memory(by_unit=isinstance(loader, Loader))
@@ -248,18 +248,18 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         Raises:
             UsageError: both were told, and not the same.
         """
-        told, self._times = None if self._takes_loaders else self.gradient_accumulation_steps, 1
+        of_unit, self._times = None if self._takes_loaders else self.gradient_accumulation_steps, 1
         for part in loaders_of(loader):
             if isinstance(part, BaseLoader) and self._bitwise is not None:
                 part.split(self._bitwise.accumulation, shares=self._bitwise.parts)
             elif isinstance(part, BaseLoader):
-                part.take_accumulation(told)
+                part.take_accumulation(of_unit)
         if self._takes_loaders:
             self.gradient_accumulation_steps = getattr(loader, "accumulation", None) or 1
         if self._bitwise is None and _planned() > 1 and self._divides_batches_of(loader):
             _, ranks = loader.options.dp or self.data_rank_and_size or (0, 1)
             self._times = _parts_of(loader.global_batch // (ranks * self.gradient_accumulation_steps))
-            loader.take_accumulation(told, self._times)
+            loader.take_accumulation(of_unit, self._times)
         return self.gradient_accumulation_steps
 
     def _divides_batches_of(self, loader: Any) -> bool:

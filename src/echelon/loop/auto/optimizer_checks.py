@@ -198,8 +198,8 @@ def check_tracked(unit: Any) -> list[Guard]:
 
 def _searches_together(unit: Any, optimizer: torch.optim.Optimizer) -> None:
     """LBFGS decides by the loss whether it computes once more: by that of all ranks, whose gradients are averaged as well."""
-    mine = {id(p) for p in parameters_of(optimizer)}
-    trained = [p for p in unit.prepared_modules().values() if any(id(each) in mine for each in p.module.parameters())]
+    ids = {id(p) for p in parameters_of(optimizer)}
+    trained = [p for p in unit.prepared_modules().values() if any(id(each) in ids for each in p.module.parameters())]
     if not trained or trained[0].data.averaged_over == 1:
         return
     groups = trained[0].data.groups
@@ -237,8 +237,8 @@ def _problem(unit: Any, optimizers: Mapping[str, Any], modules: Mapping[str, nn.
     flat = False
     for each in prepared:
         if each.form.kind != "own":
-            left += (mine := _left(each.module, everywhere))
-            flat = flat or (bool(mine) and each.form.kind == "flat")
+            left += (left_here := _left(each.module, everywhere))
+            flat = flat or (bool(left_here) and each.form.kind == "flat")
     own = is_own_loop(unit)
     called = {name: f"the {type(o).__name__}" if own else f"{type(unit).__name__}.{name}" for name, o in optimizers.items()}
     found = (_wrong_with(unit, called[name], each, left, must_hold_some=flat) for name, each in held.items())

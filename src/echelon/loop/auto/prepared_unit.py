@@ -68,9 +68,9 @@ class PreparedUnit(Unit):
         return phase != "predict" or self.forward_is_collective  # else the loss is a mean over the ranks
 
     def prepared_modules(self) -> dict[str, Prepared[Any]]:
-        mine, modules = self.prepared, self.tracked_modules()
-        others = self._recognise({name: module for name, module in modules.items() if without_compile(module) is not mine.module})
-        return {name: others.get(name, mine) for name in modules}
+        own, modules = self.prepared, self.tracked_modules()
+        others = self._recognise({name: module for name, module in modules.items() if without_compile(module) is not own.module})
+        return {name: others.get(name, own) for name in modules}
 
     @property
     def data_rank_and_size(self) -> tuple[int, int] | None:

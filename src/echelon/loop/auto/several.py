@@ -136,13 +136,13 @@ class Several:
         Raises:
             UsageError: it is none of these; None is the only one.
         """
-        found = [turn for turn in self.turns if turn.optimizer is optimizer or (optimizer is None and len(self.turns) == 1)]
-        if not found:
+        turns = [turn for turn in self.turns if turn.optimizer is optimizer or (optimizer is None and len(self.turns) == 1)]
+        if not turns:
             raise LoopError(
                 f"of must be one of the optimizers, whose gradients are clipped each by itself, got a "
                 f"{type(optimizer).__name__}. Write window.clip_grad_norm_(1.0, of=optimizer)."
             )
-        return found[0]
+        return turns[0]
 
     def clear(self) -> None:
         for turn in self.turns:
@@ -183,9 +183,9 @@ class Several:
         for turn in self.turns:
             if (
                 turn not in self._witnesses
-                and (found := next((p for p in turn.parameters if p.grad is not None), None)) is not None
+                and (stale := next((p for p in turn.parameters if p.grad is not None), None)) is not None
             ):
-                self._witnesses[turn] = None if is_split(found) else found  # of shards each pass is averaged by itself
+                self._witnesses[turn] = None if is_split(stale) else stale  # of shards each pass is averaged by itself
             if (witness := self._witnesses.get(turn)) is not None:
                 self._seen_versions[turn] = gradients.times_changed(witness)
 
@@ -373,12 +373,12 @@ class Several:
     def _meet(self, number: int, what: str) -> float:
         """The weight of the window so far over the ranks; RanksDisagreeError, on all, if they have come to other places."""
         window, prepared = self._unit.window, self._unit.prepared
-        mine = self._earlier + (0 if prepared.data.is_replica else self._weight)
+        own_weight = self._earlier + (0 if prepared.data.is_replica else self._weight)
         if window.group is None:
-            return mine
-        told = torch.tensor([mine, number, number * number, 1.0], dtype=torch.float64)
-        dist.all_reduce(told, group=window.group)
-        total, numbers, squares, ranks = told.tolist()
+            return own_weight
+        sums = torch.tensor([own_weight, number, number * number, 1.0], dtype=torch.float64)
+        dist.all_reduce(sums, group=window.group)
+        total, numbers, squares, ranks = sums.tolist()
         if ranks * squares != numbers * numbers:
             every = agree.gather(what)
             other = next(rank for rank, each in enumerate(every) if each != every[0])

@@ -132,22 +132,22 @@ def options_from(function: str, options: UnitOptions | None, older: Mapping[str,
     """
     _given.require(isinstance(options, UnitOptions | None), "options", "UnitOptions(...) or None", options)
     base = {field.name: getattr(options, field.name) for field in fields(options)} if options is not None else {}
-    said = {field.name: base[field.name] for field in fields(options) if base[field.name] != field.default} if options else {}
-    said |= {name: value for name, value in own.items() if value is not None}
+    values = {field.name: base[field.name] for field in fields(options) if base[field.name] != field.default} if options else {}
+    values |= {name: value for name, value in own.items() if value is not None}
     known = OLDER_WORDS | {name: name for name in _NESTED}
-    words = translated(function, _in_values(older), known, said, others=(*own, "module", "options"), where=_where)
+    words = translated(function, _in_values(older), known, values, others=(*own, "module", "options"), where=_where)
     return AutoOptions(**{**base, **_with_averages(words)})
 
 
 def changes_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """`Trainer(unit_options=...)` by the names of AutoOptions: arguments of AutoUnit and of UnitOptions, and older ones."""
-    found = {name: value for name, value in given.items() if name in (*_OWN, *_NESTED, "ema")}
-    options, older = given.get("options"), {name: value for name, value in given.items() if name not in (*found, "options")}
+    changes = {name: value for name, value in given.items() if name in (*_OWN, *_NESTED, "ema")}
+    options, older = given.get("options"), {name: value for name, value in given.items() if name not in (*changes, "options")}
     _given.require(isinstance(options, UnitOptions | None), "options", "UnitOptions(...) or None", options)
     if options is not None:
-        found = {**{field.name: getattr(options, field.name) for field in fields(options)}, **found}
+        changes = {**{field.name: getattr(options, field.name) for field in fields(options)}, **changes}
     known = (*_OWN, "ema", "options", *_NESTED)
-    return _with_averages(translated("unit_options", _in_values(older), OLDER_WORDS, found, others=known))
+    return _with_averages(translated("unit_options", _in_values(older), OLDER_WORDS, changes, others=known))
 
 
 def _in_values(given: Mapping[str, Any]) -> dict[str, Any]:

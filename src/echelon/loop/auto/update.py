@@ -153,14 +153,14 @@ class Update:
 
     def estimate(self, unit: Any, state: State, micro_batch: MicroBatch[Any]) -> None:
         """Before the passes of the first step of a run, whose window has no reference yet. Collective."""
-        mine = 0.0 if unit.prepared.data.is_replica else float(micro_batch.weight)
+        own_weight = 0.0 if unit.prepared.data.is_replica else float(micro_batch.weight)
         if unit.window.fixed or not self.joined:
             if isinstance(micro_batch.weight, torch.Tensor):  # it stays; workers that resume have rank 0's
-                mine = 2.0 ** round(math.log2(abs(mine) or 1.0))
-            unit.window.estimate([mine])
+                own_weight = 2.0 ** round(math.log2(abs(own_weight) or 1.0))
+            unit.window.estimate([own_weight])
             return
-        seen = checksum_of_first(state.train_state, micro_batch.data) if mine else None
-        weights, batches = zip(*agree.gather([mine, seen]), strict=True)
+        seen = checksum_of_first(state.train_state, micro_batch.data) if own_weight else None
+        weights, batches = zip(*agree.gather([own_weight, seen]), strict=True)
         unit.window.estimate(weights)
         warn_of_same_batches(batches)
 
@@ -189,8 +189,8 @@ class Update:
             UsageError: in the place of torch's error, which is its cause, if that says nothing of what is wrong.
         """
         for guard in unit.prepared.guards:
-            if (said := guard.explain(error)) is not None:
-                raise said.with_traceback(error.__traceback__) from error  # whose line it is
+            if (explanation := guard.explain(error)) is not None:
+                raise explanation.with_traceback(error.__traceback__) from error  # whose line it is
 
     def put_left_aside(self, optimizer: torch.optim.Optimizer) -> None:
         """Before the first backward pass of an update, where a loop may leave gradients of earlier ones: these are right already,

@@ -110,8 +110,8 @@ class EarlyStopping(Callback):
         return self.phase or ("eval" if state.eval_state is not None else "train")
 
     def _memory(self, unit: Any) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = unit.train_progress.early_stopping
-        return found
+        memory: dict[str, list[float]] = unit.train_progress.early_stopping
+        return memory
 
     def _check(self, state: State, unit: Any, count: int) -> None:
         if count % self.interval_freq:
@@ -125,8 +125,8 @@ class EarlyStopping(Callback):
         # Every rank's checker sees the same number, so that all remember the same.
         stops = self.checker.check(value)
         if self.remembers:
-            said = self.checker.state_dict()
-            self._memory(unit)[self.monitored_attr] = [said["patience_count"], said["best_value"]]
+            checker_state = self.checker.state_dict()
+            self._memory(unit)[self.monitored_attr] = [checker_state["patience_count"], checker_state["best_value"]]
         if stops:
             self._stop(state, unit, getattr(self.checker, "why", "") or f"{value:g}")
 

@@ -133,9 +133,9 @@ class RollBack(Callback):
         progress = unit.train_progress
         now = progress.num_updates_completed
         first = now - 1  # the update that has just ended; one that was left out gives no loss
-        told = "; ".join(f"rank {r}: {each}" for r, each in enumerate(agree.gather(problem)) if each)
+        problems = "; ".join(f"rank {r}: {each}" for r, each in enumerate(agree.gather(problem)) if each)
         samples = _samples(state, unit)
-        what = f"update {first}: {told}" + (f" (samples {samples})" if samples else "")
+        what = f"update {first}: {problems}" + (f" (samples {samples})" if samples else "")
         if len(progress.skipped) >= self.at_most:
             raise DivergedError(
                 f"{what}. {len(progress.skipped)} updates were left out before, and at_most is {self.at_most}; "
@@ -161,7 +161,7 @@ class RollBack(Callback):
         back, self._limit_is_good_for = progress.num_updates_completed, 0
         while self._losses and self._losses[-1][0] > back:
             self._losses.pop()
-        state.event("rolled_back", step=now, to=back, why=told, skipped=list(skipped[-1]), samples=samples)
+        state.event("rolled_back", step=now, to=back, why=problems, skipped=list(skipped[-1]), samples=samples)
         if agree.is_rank0():
             logger.warning(
                 "%s; rolled back to update %s, and training on without updates %s to %s", what, back, first, skipped[-1][1] - 1
@@ -176,5 +176,5 @@ def _samples(state: State, unit: TrainedUnit) -> list[int]:
         return []
     start = (unit.train_progress.num_updates_completed_in_epoch - 1) * loader.global_batch
     positions = np.arange(start, min(start + min(loader.global_batch, 256), loader.samples), dtype=np.int64)
-    found: list[int] = loader.order.at(loader.epoch, positions).tolist()
-    return found
+    samples: list[int] = loader.order.at(loader.epoch, positions).tolist()
+    return samples

@@ -89,7 +89,7 @@ def _layout(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> str | Non
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter group's options as the script gave them, as far as a schedule has not moved them."""
-    found = {}
+    options = {}
     for key, value in group.items():
         moved = next((group[k] for k in _SCHEDULED.get(key, ()) if k in group), None)
         if key in HOW or key in ("params", "initial_lr") or (moved is not None and key != "lr"):
@@ -97,8 +97,8 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
         plain = moved if moved is not None else value
         plain = plain.item() if isinstance(plain, torch.Tensor) and plain.numel() == 1 else plain
         if _is_plain(plain):
-            found[key] = json.loads(json.dumps(plain))  # as it will be read: tuples are lists
-    return found
+            options[key] = json.loads(json.dumps(plain))  # as it will be read: tuples are lists
+    return options
 
 
 def _parts(scheduler: Any) -> list[Any]:
@@ -146,8 +146,8 @@ def _users(unit: Unit) -> dict[str, Any]:
     elif not isinstance(config, Mapping):
         config = getattr(config, "__dict__", {})
     plain = {str(key): json.loads(json.dumps(value)) for key, value in config.items() if _is_plain(value)}
-    found: dict[str, Any] = redacted_fields(plain)  # whoever reads checkpoints reads it
-    return found
+    fields: dict[str, Any] = redacted_fields(plain)  # whoever reads checkpoints reads it
+    return fields
 
 
 def _is_plain(value: Any) -> bool:
@@ -203,13 +203,13 @@ def check(
                 rows += [(c.name, c.saved, c.now, c.meaning, c.harmful) for c in resume.changes(saved["data"], now["data"])]
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:  # it is not what `facts` gave
         problem = repr(error)
-    told = agree.kinds([rows, sorted(allowed), problem])
-    if odd := next((text for *_, text in told if text is not None), None):
+    facts_of_all = agree.kinds([rows, sorted(allowed), problem])
+    if odd := next((text for *_, text in facts_of_all if text is not None), None):
         raise CheckpointCorruptError(f"what the checkpoint says of its run is not what echelon writes: {odd}.")
-    everyones = dict.fromkeys(tuple(row) for each, *_ in told for row in each)
+    everyones = dict.fromkeys(tuple(row) for each, *_ in facts_of_all for row in each)
     if not everyones:
         return "", set()
-    allowed = {name for _, each, _ in told for name in each}
+    allowed = {name for _, each, _ in facts_of_all for name in each}
     shown = [
         (name, a, b, meaning if not harmful else f"{'allowed' if name in allowed else 'NOT harmless'}: {meaning}")
         for name, a, b, meaning, harmful in sorted(everyones, key=lambda row: (row[4], row[0]))

@@ -90,11 +90,11 @@ class Checkpoints:
         name, mode = (self.best, None) if isinstance(self.best, str) else tuple(self.best) if _is_pair(self.best) else ("", None)
         wanted = "the name of a number, or a pair of it and 'min' or 'max'"
         _given.require(isinstance(name, str) and name != "", "best", wanted, self.best)
-        if (found := mode_of(name, mode, kind=CheckpointOptionError)) is None:
+        if (checked_mode := mode_of(name, mode, kind=CheckpointOptionError)) is None:
             raise CheckpointOptionError(
                 f"best must be a pair such as ({name!r}, 'max'), got {self.best!r}, which does not say what is better."
             )
-        return BestCheckpointConfig(name, found)
+        return BestCheckpointConfig(name, checked_mode)
 
     def saver(self, *, own_loop: bool = False) -> DistributedCheckpointSaver:
         """The callback that does it.

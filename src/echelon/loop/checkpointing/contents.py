@@ -91,8 +91,8 @@ def take(
         averages: Any = getattr(unit, "swa_model", None)
         averaged = state.eval_state is not None and averages is not None and averages.params.use_in_evaluation
         # What was evaluated; before the warm-up is over, there are no averages yet.
-        told = {"state": "swa_model" if averages.n_averaged else "module"} if averaged else {}
-        facts["best"] = {"name": best.monitored_metric, "mode": best.mode, **told}
+        best_of = {"state": "swa_model" if averages.n_averaged else "module"} if averaged else {}
+        facts["best"] = {"name": best.monitored_metric, "mode": best.mode, **best_of}
     if left:
         facts["frozen"] = left
     if (beside := getattr(unit, "beside", None)) is not None and (where := beside.where()):
@@ -118,8 +118,10 @@ def _others(objects: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
                 states[name] = value.state_dict()
     states = {name: value for name, value in states.items() if isinstance(value, dict)}
     sums = {name: _checksum(value) for name, value in states.items()}
-    told = agree.kinds(sums)
-    differ = {name for name in sums if all(name in each for each in told) and len({each[name] for each in told}) > 1}
+    sums_of_all = agree.kinds(sums)
+    differ = {
+        name for name in sums if all(name in each for each in sums_of_all) and len({each[name] for each in sums_of_all}) > 1
+    }
     by_rank = {name: states.pop(name) for name in sorted(differ)}
     return by_rank, states
 

@@ -92,8 +92,8 @@ class RunFolder:
         try:
             self.take()
         except CheckpointWriteError as error:
-            here = state.train_state
-            if here is None or not here.is_complete(unit.train_progress) or not self.is_saved(step):
+            phase_state = state.train_state
+            if phase_state is None or not phase_state.is_complete(unit.train_progress) or not self.is_saved(step):
                 raise
             logger.info("the run is complete, and its folder is left as it is: %s", error)
         restart = self.restart or anew

@@ -79,8 +79,8 @@ class Frozen:
             left[name] = {n: known[n] for n in sorted(names) if n in known}
             if getattr(states.get(name), "is_cut", False):  # the manifest, which rank 0 writes, names those of all stages
                 left[name] = {n: facts for each in agree.gather(left[name]) for n, facts in sorted(each.items())}
-        left = {name: found for name, found in left.items() if found}
-        return _without(states, {name: set(found) for name, found in left.items()}, unit), left
+        left = {name: names_left for name, names_left in left.items() if names_left}
+        return _without(states, {name: set(names_left) for name, names_left in left.items()}, unit), left
 
 
 def without_frozen(states: dict[str, Any], saved: Any, unit: Unit, path: Location, *, strict: bool, note: bool) -> dict[str, Any]:
@@ -127,13 +127,13 @@ def _facts(state: ModuleState, names: set[str]) -> dict[str, Facts]:
     Each rank computes the checksums of some, beside the others.
     """
     rank, size = this_rank()
-    mine: dict[str, Facts] = {}
+    own_facts: dict[str, Facts] = {}
     values = state.state_dict()
     for number, name in enumerate(n for n in values if n in names and isinstance(values[n], torch.Tensor)):
         value = whole(values[name])
         if state.is_cut or number % size == rank:
-            mine[name] = [str(value.dtype), list(value.shape), zlib.crc32(flat_bytes(value.cpu()).numpy().data)]
-    return {name: facts for each in agree.gather(mine) for name, facts in each.items()}
+            own_facts[name] = [str(value.dtype), list(value.shape), zlib.crc32(flat_bytes(value.cpu()).numpy().data)]
+    return {name: facts for each in agree.gather(own_facts) for name, facts in each.items()}
 
 
 def _shown(facts: Facts | None, other: Facts | None) -> str:
@@ -146,12 +146,12 @@ def _shown(facts: Facts | None, other: Facts | None) -> str:
 def _without(states: dict[str, Any], names: Mapping[str, set[str]], unit: Unit) -> dict[str, Any]:
     every = set().union(*names.values()) if names else set()
     averages = {n for n, value in unit.tracked_misc_statefuls().items() if isinstance(value, AveragedWeights)}
-    found = dict(states)
+    kept = dict(states)
     for name, state in states.items():
         left = {f"parameters.{n}" for n in every} if name in averages else names.get(name, set())
         if left and (name in averages or isinstance(state, ModuleState)):
-            found[name] = _Part(state, left)
-    return found
+            kept[name] = _Part(state, left)
+    return kept
 
 
 class _Part:
@@ -166,8 +166,8 @@ class _Part:
         return {name: value for name, value in self._state.state_dict().items() if name not in self._left}
 
     def room(self, me: str, saved: Any) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = self._state.room(me, saved) if isinstance(self._state, ModuleState) else {}
-        return {name: value for name, value in found.items() if name not in self._left}
+        tensors: dict[str, torch.Tensor] = self._state.room(me, saved) if isinstance(self._state, ModuleState) else {}
+        return {name: value for name, value in tensors.items() if name not in self._left}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         whole = self._state.state_dict()
@@ -263,11 +263,11 @@ def train_as_saved(saved: Any, unit: Unit, path: Location, rename: Mapping[str, 
         return
     for key, trains in (("unfrozen", True), ("frozen", False)):
         names = [moved(f"{owner}.{name}", rename or {}) for owner, every in saved[key].items() for name in every]
-        found = [now[name] for name in names if name in now]
-        for parameter in found:
+        parameters = [now[name] for name in names if name in now]
+        for parameter in parameters:
             parameter.requires_grad_(trains)
-        if found and agree.is_rank0():
-            logger.info("%s parameters are %s, as they were in %s", len(found), key, path)
+        if parameters and agree.is_rank0():
+            logger.info("%s parameters are %s, as they were in %s", len(parameters), key, path)
     _add_groups(saved["added"], unit, now, rename or {})
 
 

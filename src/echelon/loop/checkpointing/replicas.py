@@ -105,7 +105,7 @@ def _floats(prepared: Prepared[Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _copies(prepared: Prepared[Any]) -> dict[Any, list[tuple[str, torch.Tensor]]]:
     """By group of ranks, what each of them has of the same parameters."""
-    found: dict[Any, list[tuple[str, torch.Tensor]]] = {}
+    copies: dict[Any, list[tuple[str, torch.Tensor]]] = {}
     of_name = dict(prepared.named_parameters())
     for name, piece in _floats(prepared):
         parameter, groups = of_name[name], list[Any](prepared.data.groups)
@@ -113,8 +113,8 @@ def _copies(prepared: Prepared[Any]) -> dict[Any, list[tuple[str, torch.Tensor]]
             mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
             groups = [mesh.get_group(axis) for axis, placed in enumerate(placements) if placed.is_replicate()]
         for group in groups:
-            found.setdefault(group, []).append((name, piece))
-    return found
+            copies.setdefault(group, []).append((name, piece))
+    return copies
 
 
 def _differing(parameters: list[tuple[str, torch.Tensor]], group: dist.ProcessGroup | None) -> list[str]:

@@ -218,8 +218,8 @@ def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics
             if metrics and name in own["metrics"]:
                 load_share(metric, own["metrics"][name])
         others = unit.tracked_misc_statefuls()
-        mine = [(others[name], state) for name, state in own.get("others", {}).items() if name in others]
-        store.on_each(path, lambda: [each.load_state_dict(state) for each, state in mine])
+        own_states = [(others[name], state) for name, state in own.get("others", {}).items() if name in others]
+        store.on_each(path, lambda: [each.load_state_dict(state) for each, state in own_states])
         for name, prepared in unit.prepared_modules().items():
             prepared.extras.load_state_dict({key: own[key][name] for key in own if key not in _OWN and name in own[key]})
     elif isinstance(unit, TrainedUnit):
@@ -401,7 +401,7 @@ def _naming(renames: Mapping[str, str], states: Mapping[str, Any]) -> Naming:
             olds = {moved(each, back).partition(".")[0] for each in full.values()}
             # An optimizer's names have their module's in front only if it has several.
             before = f"{olds.pop()}." if len(olds) == 1 else ""
-            fronts[name] = before, next((each.removesuffix(here) for here, each in full.items()), "")
+            fronts[name] = before, next((each.removesuffix(name_here) for name_here, each in full.items()), "")
 
     def now(name: str) -> str:
         state, _, key = moved(name, renames).partition(".")

@@ -197,21 +197,21 @@ class _Weights:
         firsts = {name: names[0] for names in state.tied() for name in names}
         tensors = [[n, str(v.dtype), list(v.shape), firsts.get(n, n)] for n, v in self._values.items()]
         self.is_cut = state.is_cut
-        mine = [self.is_cut, tensors]
-        told = agree.kinds(mine)
-        self._refuse(told)
-        self._stage = told.index(mine)
+        facts = [self.is_cut, tensors]
+        facts_of_all = agree.kinds(facts)
+        self._refuse(facts_of_all)
+        self._stage = facts_of_all.index(facts)
         stages = agree.gather(self._stage)
-        self._speakers = [stages.index(stage) for stage in range(len(told))]
+        self._speakers = [stages.index(stage) for stage in range(len(facts_of_all))]
         self.entries: dict[str, _Entry] = {}
-        for stage, (_, listed) in enumerate(told):
+        for stage, (_, listed) in enumerate(facts_of_all):
             for name, dtype, shape, same in listed:
                 if name not in self.entries:
                     self.entries[name] = _Entry(name, dtype_of(dtype), torch.Size(shape), stage, same)
 
-    def _refuse(self, told: list[Any]) -> None:
-        if len(told) > 1 and not all(is_cut for is_cut, _ in told):
-            kept = [{name: rest for name, *rest in listed} for _, listed in told]
+    def _refuse(self, facts_of_all: list[Any]) -> None:
+        if len(facts_of_all) > 1 and not all(is_cut for is_cut, _ in facts_of_all):
+            kept = [{name: rest for name, *rest in listed} for _, listed in facts_of_all]
             odd = next((n for one in kept for n in one if any(other.get(n) != one[n] for other in kept)), "their order")
             raise CheckpointOptionError(
                 f"save_pretrained: ranks hold different weights: {odd}. Build the same model on every rank."

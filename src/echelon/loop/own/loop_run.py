@@ -36,8 +36,8 @@ class LoopRun(Run):
         ended: how, if it has: the loop has "left" it in the middle, for now or for good; it is "finished", or has "failed".
     """
 
-    def __init__(self, unit: LoopUnit, here: PhaseState, callbacks: Sequence[Callback], logged: Logged) -> None:
-        state = State(entry_point=EntryPoint.TRAIN, train_state=here)
+    def __init__(self, unit: LoopUnit, phase_state: PhaseState, callbacks: Sequence[Callback], logged: Logged) -> None:
+        state = State(entry_point=EntryPoint.TRAIN, train_state=phase_state)
         state.logged = logged
         super().__init__(state, unit, list(callbacks), ["train"])
         self.stage, self._window = self._stages["train"], unit.window

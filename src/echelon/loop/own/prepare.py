@@ -278,22 +278,22 @@ class _Parts:
 
     @classmethod
     def of(cls, objects: Sequence[Any]) -> _Parts:
-        found: dict[str, list[Any]] = {kind: [] for kind in ("model", "optimizer", "scheduler", "loader", "stateful")}
+        by_kind: dict[str, list[Any]] = {kind: [] for kind in ("model", "optimizer", "scheduler", "loader", "stateful")}
         for each in objects:
-            found[_kind(each)].append(each)
+            by_kind[_kind(each)].append(each)
         given = [type(each).__name__ for each in objects]
-        held = {p for optimizer in found["optimizer"] for group in optimizer.param_groups for p in group["params"]}
-        trained = [model for model in found["model"] if any(p in held for p in model.parameters())]
-        models = trained or found["model"][:1]
-        copies = [model for model in found["model"] if all(model is not each for each in models)]
-        if not models or not found["optimizer"]:
+        held = {p for optimizer in by_kind["optimizer"] for group in optimizer.param_groups for p in group["params"]}
+        trained = [model for model in by_kind["model"] if any(p in held for p in model.parameters())]
+        models = trained or by_kind["model"][:1]
+        copies = [model for model in by_kind["model"] if all(model is not each for each in models)]
+        if not models or not by_kind["optimizer"]:
             raise OwnLoopError(
                 f"objects must have a model and an optimizer over its parameters, got {', '.join(given)}. To evaluate or predict "
                 "only, write an EvalUnit or a PredictUnit."
             )
         schedulers: dict[int, Any] = {}
-        for scheduler in found["scheduler"]:
-            if all(scheduler.optimizer is not optimizer for optimizer in found["optimizer"]):
+        for scheduler in by_kind["scheduler"]:
+            if all(scheduler.optimizer is not optimizer for optimizer in by_kind["optimizer"]):
                 raise OwnLoopError(
                     f"a scheduler must be that of an optimizer among the objects, got a {type(scheduler).__name__} of another "
                     f"{type(scheduler.optimizer).__name__}. Give prepare() both."
@@ -304,14 +304,14 @@ class _Parts:
                     "torch.optim.lr_scheduler.SequentialLR or ChainedScheduler."
                 )
             schedulers[id(scheduler.optimizer)] = scheduler
-        if not found["loader"]:
+        if not by_kind["loader"]:
             raise OwnLoopError(
                 f"objects must have the training loader, a torch DataLoader or an echelon.Loader, got {', '.join(given)}. Put "
                 "samples that the loop makes itself into its dataset, which may hold others in each epoch."
             )
-        first, *others = found["loader"]
-        optimizers = [(optimizer, schedulers.get(id(optimizer))) for optimizer in found["optimizer"]]
-        return cls(models, optimizers, first, copies, others, found["stateful"])
+        first, *others = by_kind["loader"]
+        optimizers = [(optimizer, schedulers.get(id(optimizer))) for optimizer in by_kind["optimizer"]]
+        return cls(models, optimizers, first, copies, others, by_kind["stateful"])
 
 
 def _kind(thing: Any) -> str:

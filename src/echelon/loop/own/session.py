@@ -84,15 +84,15 @@ class Session:
         Raises:
             UsageError: `prepare` has not seen it.
         """
-        found: Session | None = kept_for(thing) or kept_for(thing, _OF_COPY)
-        if found is None:
+        session: Session | None = kept_for(thing) or kept_for(thing, _OF_COPY)
+        if session is None:
             compiled = isinstance(thing, nn.Module) and kept_for(without_compile(thing)) is not None
             remedy = " Compile by prepare(compile=True), or compile the model that prepare is given." if compiled else ""
             raise OwnLoopError(
                 f"{asked_by} must be given what echelon.prepare(...) returned, its model, optimizer or training loader, got a "
                 f"{type(thing).__name__} that it did not.{remedy}"
             )
-        return found
+        return session
 
     # --- the run
 
@@ -129,8 +129,8 @@ class Session:
         if self.run is None:
             if not self._is_observed:  # once, though a loop that counts its epochs itself has a run for each
                 self._is_observed, self.callbacks = True, observed(self.unit, self.loader, self.callbacks) or []
-            here = self._limited or PhaseState(dataloader=self.loader)
-            self.run = LoopRun(self.unit, here, self.callbacks, self.logged)
+            phase_state = self._limited or PhaseState(dataloader=self.loader)
+            self.run = LoopRun(self.unit, phase_state, self.callbacks, self.logged)
             self.take_over()  # a layout that divides the optimizer has put a `zero_grad` of its own in its place
         return self.run
 

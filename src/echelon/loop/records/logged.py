@@ -195,25 +195,25 @@ class Logged:
         a, b = (1 + int.from_bytes(digest[at : at + 4], "little") % ((1 << 18) - 1) for at in (0, 4))
         return 1.0, float(a), float(a * a), float(b), float(b * b)
 
-    def end_window(self, told: Sequence[float] | None, device: torch.device | None = None) -> None:
+    def end_window(self, shares: Sequence[float] | None, device: torch.device | None = None) -> None:
         """Settle what was logged since the latest update. Collective if the ranks told each other in its message that one did.
 
         Args:
-            told: the sum of all ranks' signatures, and how many these are; None where no rank was asked.
+            shares: the sum of all ranks' signatures, and how many these are; None where no rank was asked.
             device: where sums over ranks are made without waiting for it; None is host memory.
         Raises:
             RanksDisagreeError: on every rank, with the names that each has logged.
         """
-        if told is None and not self._totals:  # as a rule
+        if shares is None and not self._totals:  # as a rule
             self._takes_part.discard("train")
             self._settled = {}
             return
         totals, takes_part = self._totals.pop("train", {}), self._took_part("train")
-        if told is None:
+        if shares is None:
             self._settled = _settle(totals, None, None) if totals else {}
             self.latest["train"] = {**self.latest.get("train", {}), **self._settled}
             return
-        loggers, a, aa, b, bb, ranks = map(round, told)
+        loggers, a, aa, b, bb, ranks = map(round, shares)
         if not loggers:
             self._settled = {}
         elif loggers == ranks and ranks * aa == a * a and ranks * bb == b * b:
@@ -231,16 +231,16 @@ class Logged:
             RanksDisagreeError: on every rank, with the names that each has logged.
         """
         totals, metrics = self._totals.pop(phase, {}), self._metrics.pop(phase, {})
-        takes_part, found = self._took_part(phase), {}
+        takes_part, numbers = self._took_part(phase), {}
         together = together or bool(totals or metrics)  # an evaluation whose ranks need not meet: those that log do
         what = f"was logged in the {phase} epoch"
         if together and (agree.unless_same(f"what {what}", sorted(_kinds(totals, metrics).items())) is not None or totals):
-            found = _gathered(what, totals, metrics, takes_part=takes_part)
+            numbers = _gathered(what, totals, metrics, takes_part=takes_part)
         for name in sorted(metrics):  # on all ranks alike: each value is taken together over them
-            found[name] = float(metrics[name].compute())
+            numbers[name] = float(metrics[name].compute())
             metrics[name].reset()
-        self.latest[phase] = {**self.latest.get(phase, {}), **found}
-        return found
+        self.latest[phase] = {**self.latest.get(phase, {}), **numbers}
+        return numbers
 
     def _took_part(self, phase: str) -> bool:
         """Whether this rank did; the next update or epoch begins."""
@@ -312,8 +312,8 @@ def _over(values: list[Any], op: Any, group: dist.ProcessGroup, device: torch.de
     if device is None:
         host = torch.tensor([float(v) for v in values], dtype=torch.float64)
         dist.all_reduce(host, op=op, group=group)
-        found: list[Any] = host.tolist()
-        return found
+        sums: list[Any] = host.tolist()
+        return sums
     made = torch.stack([_on(device, v).double() for v in values])
     dist.all_reduce(made, op=op, group=group)
     return list(made.unbind())
@@ -332,34 +332,34 @@ def _gathered(what: str, totals: Mapping[str, _Total], metrics: Mapping[str, Any
         takes_part: whether this rank computes a loss.
     """
     shares = {name: [list(map(float, parts)) for parts in total.parts()] for name, total in totals.items()}
-    told = agree.gather([takes_part, _kinds(totals, metrics), shares])
-    kinds = _agreed(what, [(part, kinds) for part, kinds, _ in told])
-    found: dict[str, float] = {}
+    shares_of_all = agree.gather([takes_part, _kinds(totals, metrics), shares])
+    kinds = _agreed(what, [(part, kinds) for part, kinds, _ in shares_of_all])
+    numbers: dict[str, float] = {}
     for name, reduce in sorted(kinds.items()):
         if reduce == _METRIC:
             continue
-        of_ranks = [shares[name] for *_, shares in told if name in shares]
+        of_ranks = [shares[name] for *_, shares in shares_of_all if name in shares]
         sums, greatest = ([list(parts) for parts in zip(*each, strict=True)] for each in zip(*of_ranks, strict=True))
-        found[name] = float(_new(reduce).result([sum(parts) for parts in sums], [max(parts) for parts in greatest]))
-    return found
+        numbers[name] = float(_new(reduce).result([sum(parts) for parts in sums], [max(parts) for parts in greatest]))
+    return numbers
 
 
-def _agreed(what: str, told: Sequence[tuple[bool, dict[str, str]]]) -> dict[str, str]:
+def _agreed(what: str, logged_by: Sequence[tuple[bool, dict[str, str]]]) -> dict[str, str]:
     """What the ranks have logged, if it is the same, but for ranks that compute no loss, as of a pipeline's first stages.
 
     Args:
-        told: by rank, whether it takes part, and what it has logged.
+        logged_by: by rank, whether it takes part, and what it has logged.
     """
-    speaking = [kinds for part, kinds in told if part] or [kinds for _, kinds in told]
+    speaking = [kinds for part, kinds in logged_by if part] or [kinds for _, kinds in logged_by]
     metrics = {name for name, kind in speaking[0].items() if kind == _METRIC}
-    alike = all(k == speaking[0] for k in speaking) and all(k.items() <= speaking[0].items() for _, k in told)
-    everywhere = all(metrics <= k.keys() for _, k in told)
+    alike = all(k == speaking[0] for k in speaking) and all(k.items() <= speaking[0].items() for _, k in logged_by)
+    everywhere = all(metrics <= k.keys() for _, k in logged_by)
     if alike and everywhere:
         return speaking[0]
     same_names = all(set(kinds) == set(speaking[0]) for kinds in speaking)
     shown = []
-    for rank, (_, kinds) in list(enumerate(told))[:16]:
+    for rank, (_, kinds) in list(enumerate(logged_by))[:16]:
         names = [f"{name} ({kind})" if same_names else name for name, kind in sorted(kinds.items())]
         shown.append(f"rank {rank}: {', '.join(names) or 'nothing'}")
-    rest = ", ..." if len(told) > 16 else ""
+    rest = ", ..." if len(logged_by) > 16 else ""
     raise RanksDisagreeError(f"ranks disagree about what {what}: {', '.join(shown)}{rest}. {_OF_A_METRIC if alike else _REMEDY}")

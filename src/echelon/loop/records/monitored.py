@@ -48,22 +48,24 @@ def number(name: str, state: Any, unit: Any, phase: str | None = None) -> tuple[
     Raises:
         Unknown: on all ranks, with the names that there are.
     """
-    mine = _look(name, state, unit, phase)  # on each: a metric is computed by all of them together
-    told = agree.from_rank0(lambda: mine)
-    if isinstance(told, str):
-        raise Unknown(told)
-    return float(told[0]), told[1]
+    own_number = _look(name, state, unit, phase)  # on each: a metric is computed by all of them together
+    rank0_number = agree.from_rank0(lambda: own_number)
+    if isinstance(rank0_number, str):
+        raise Unknown(rank0_number)
+    return float(rank0_number[0]), rank0_number[1]
 
 
 def numbers(state: Any, unit: Any) -> dict[str, float]:
     """The latest numbers of a call, by the names that they have in metrics.jsonl, over all ranks and the same on each."""
     latest = state.logged.latest if isinstance(state.logged, Logged) else {}
-    found = {("" if phase == "train" else f"{phase}_") + name: value for phase in latest for name, value in latest[phase].items()}
+    by_name = {
+        ("" if phase == "train" else f"{phase}_") + name: value for phase in latest for name, value in latest[phase].items()
+    }
     if state.train_state is not None and (loss := getattr(unit, "latest_update", (None, None))[0]) is not None:
-        found["loss"] = loss
+        by_name["loss"] = loss
     if state.eval_state is not None and getattr(unit, "has_eval_loss", False):
-        found["eval_loss"] = unit.eval_loss
-    return {name: float(value) for name, value in found.items()}
+        by_name["eval_loss"] = unit.eval_loss
+    return {name: float(value) for name, value in by_name.items()}
 
 
 def _look(name: str, state: Any, unit: Any, phase: str | None) -> list[Any] | str:
@@ -116,12 +118,12 @@ def _is_fresh(state: Any, unit: Any) -> bool:
 
 def _names(latest: dict[str, dict[str, Any]], unit: Any) -> str:
     """What could be monitored, for a person."""
-    found = {f"{_EVAL}{name}" if phase == "eval" else name for phase, numbers in latest.items() for name in numbers}
+    names = {f"{_EVAL}{name}" if phase == "eval" else name for phase, numbers in latest.items() for name in numbers}
     if getattr(unit, "latest_update", (None, None))[0] is not None:
-        found.add("loss")
+        names.add("loss")
     for name, value in list(vars(unit).items()):
         is_number = isinstance(value, float) and not math.isnan(value)  # whole ones are mostly settings
         if not name.startswith("_") and (is_number or callable(getattr(value, "compute", None))):
-            found.add(name)
-    shown = sorted(found)
+            names.add(name)
+    shown = sorted(names)
     return (", ".join(shown[:_SHOWN]) + (", ..." if len(shown) > _SHOWN else "")) or "none"

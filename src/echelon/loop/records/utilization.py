@@ -70,8 +70,8 @@ class Utilization:
         """None without a known peak. More than 1 says that the peak is another than was looked up: None, too."""
         if not flops or not self._peak or seconds <= 0:
             return None
-        found = flops / seconds / self._peak
-        return found if found <= 1 else None
+        share = flops / seconds / self._peak
+        return share if share <= 1 else None
 
     def memory(self) -> dict[str, int]:
         """Of this rank's GPU, as torch's allocator counts on the host; on a CPU, of this process."""
@@ -165,7 +165,7 @@ def tokens_of(data: Any) -> torch.Tensor | None:
         data = list(data.values())
     elif not isinstance(data, Sequence) or isinstance(data, (str, bytes)):
         data = list(vars(data).values()) if hasattr(data, "__dict__") else []
-    return next((found for value in data if (found := tokens_of(value)) is not None), None)
+    return next((tokens for value in data if (tokens := tokens_of(value)) is not None), None)
 
 
 # Peak rates of known devices, by torch's name for them. What is not listed is not guessed: then there is no MFU.

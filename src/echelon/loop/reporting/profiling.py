@@ -32,18 +32,18 @@ _traces: dict[tuple[int, Profile, Path], _Trace] = {}  # by process, as a fork t
 
 def asked_for() -> list[Callback]:
     """The callbacks of a training run that does what its command asked for; as a rule none."""
-    wanted, found = Profile.from_env(), list[Callback]()
+    wanted, callbacks = Profile.from_env(), list[Callback]()
     run = RunDir.current()
     if run is None:
-        return found
+        return callbacks
     if wanted is not None and (wanted.ranks is None or agree.rank() in wanted.ranks):
         key = (os.getpid(), wanted, run.attempt_path)
         if key not in _traces:
             _traces[key] = _Trace(wanted, run)
-        found.append(_traces[key])
+        callbacks.append(_traces[key])
     if wants_memory_snapshot():
-        found.append(_Memory(run))
-    return found
+        callbacks.append(_Memory(run))
+    return callbacks
 
 
 class _Trace(Callback):
@@ -126,17 +126,17 @@ class _Trace(Callback):
 
     def _write(self, last: int) -> None:
         """The trace and its table. What goes wrong is said; the training goes on."""
-        found, self._profile, self._has_traced = self._profile, None, True
-        assert found is not None
-        found.stop()
+        profile, self._profile, self._has_traced = self._profile, None, True
+        assert profile is not None
+        profile.stop()
         rank, first = agree.rank(), self._first
         name = f"steps-{first}-{max(first, last)}.rank{rank}"
         by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
 
         def write(folder: Path) -> None:
-            table = found.key_averages().table(sort_by=by, row_limit=_ROWS, max_name_column_width=80)
+            table = profile.key_averages().table(sort_by=by, row_limit=_ROWS, max_name_column_width=80)
             write_whole(folder / f"{name}.txt", f"rank {rank}, steps {first} to {max(first, last)}\n{table}\n")
-            _in_place(folder / f"{name}.json.gz", found.export_chrome_trace)
+            _in_place(folder / f"{name}.json.gz", profile.export_chrome_trace)
 
         _write_into(self._run, write, "the trace")
 

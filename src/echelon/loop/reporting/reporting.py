@@ -89,7 +89,7 @@ class Reporting:
     def _tell(self, error: BaseException) -> None:
         """Report the error to all sinks, callbacks and the unit. One that fails is logged, and the others still hear it."""
         leaves = isinstance(error, SystemExit) and error.code == REQUEUE and stop.asked() is not None
-        told: list[Callable[[], None]] = [
+        reports: list[Callable[[], None]] = [
             lambda: (
                 self.state.event("stopped", signal=stop.asked(), saved=False)
                 if leaves
@@ -99,7 +99,7 @@ class Reporting:
             *(partial(c.on_exception, self.state, self.unit, error) for c in self.callbacks if has_hook(c, "on_exception")),
             self.close,
         ]
-        for tell in told:
+        for tell in reports:
             try:
                 tell()
             except Exception:

@@ -263,9 +263,9 @@ def _share(seen: Seen, part: int, kind: Kind, unknown: float) -> float:
 
 def _shown(seen: Seen, part: int) -> dict[int, float]:
     """The parts that frames have shown while the clock was at one, waits left out: each with its share of the looks."""
-    found: dict[int, float] = {}
+    seconds: dict[int, float] = {}
     for (at, shown, kind), n in seen.items():
         if at == part and kind != "wait":
-            found[shown] = found.get(shown, 0.0) + n
-    total = sum(found.values())
-    return {shown: n / total for shown, n in found.items()} if total else {int(part): 1.0}
+            seconds[shown] = seconds.get(shown, 0.0) + n
+    total = sum(seconds.values())
+    return {shown: n / total for shown, n in seconds.items()} if total else {int(part): 1.0}
