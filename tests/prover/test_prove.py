@@ -279,6 +279,7 @@ UNUSUAL = (
     *("right_graphs", "right_padded_labels", "right_worker_seeds", "right_generators_of_workers", "right_calls_of_a_loop"),
     *("right_noise_of_a_loop", "right_noise_of_weights", "right_drawn_mask", "right_ramp_of_a_loop", "right_copied_teacher"),
     *("right_nodes_of_graphs", "right_data_objects", "right_jagged", "right_packed_loop", "right_drawn_in_float64"),
+    "right_networks_with_noise",
 )
 
 

@@ -336,8 +336,12 @@ class Proving:
             return
         speaks = any(r.communicates for r in records)
         unsure = result.verdict == "not possible"
-        if drew and result.verdict == "DIFFERS":  # collectives, and a loop's variables, are not repeated as they were
-            unsure = speaks or any(name.startswith(VARIABLE) for name in self._references.state(ran, seen.reference))
+        if drew and result.verdict == "DIFFERS":
+            # Collectives, and a loop's variables, are not repeated as they were; and the losses of a loop that follow a step of
+            # its first optimizer are computed before that for all micro-batches but the last.
+            in_turn = records[0].kind is UnitKind.LOOP_OF_SEVERAL
+            state = () if speaks or in_turn else self._references.state(ran, seen.reference)
+            unsure = speaks or in_turn or any(name.startswith(VARIABLE) for name in state)
         why = "batches cannot be joined into one"
         if not drew and speaks and result.verdict == "DIFFERS" and not seen.is_recorded:
             result.verdict, result.first, result.causes = "undecided", None, []
