@@ -26,14 +26,14 @@ from echelon.checkpoint.background import Background
 from echelon.checkpoint.layout import own_file, tensors_file
 from echelon.checkpoint.snapshot import Planned
 from echelon.checkpoint.tensors import Files, Tensors
-from echelon.contracts.pulse import Phase, Standing
+from echelon.contracts.pulse import Phase, RankProgress
 from echelon.contracts.rank import RankInfo
 from echelon.diagnosis import Evidence, RankEvidence, explain
 from echelon.diagnosis.failure import Failure
 from echelon.parallel.axes import Axis, speaks_for
 from echelon.parallel.state.partition import assign
 from echelon.world import agree, rng
-from echelon.world.handshake import Said
+from echelon.world.handshake import RankSetup
 from echelon.world.meeting import Facts, meet
 from echelon.world.mesh import ParallelDims
 
@@ -250,7 +250,7 @@ def _await_others(ranks: int) -> Callable[[], Any]:
 def _meet(ranks: int) -> Callable[[], Any]:
     """All run the same, but for modules that every second rank has imported: one of those tells the whole."""
     store = dist.HashStore()
-    kinds = [Said("all", {"torch": "2.13.0", **({"module plots": "abc"} if odd else {})}, {}) for odd in range(2)]
+    kinds = [RankSetup("all", {"torch": "2.13.0", **({"module plots": "abc"} if odd else {})}, {}) for odd in range(2)]
     for rank in range(ranks):
         about = {"device": "cuda", "gpu": f"GPU-{rank}", "nccl": True, "host": f"node{rank // 8}", "world_size": ranks}
         about |= {"digest": kinds[rank % 2].digest, "other_digest": kinds[0].other_digest}
@@ -261,7 +261,7 @@ def _meet(ranks: int) -> Callable[[], Any]:
 
     def join() -> None:
         store.delete_key("came/0")
-        meet(store, info, mine, timedelta(seconds=60), fresh=True, said=kinds[0])
+        meet(store, info, mine, timedelta(seconds=60), fresh=True, setup=kinds[0])
 
     return join
 
@@ -290,7 +290,7 @@ def _loader(ranks: int) -> Callable[[], Any]:
 
 def _failures(ranks: int) -> Callable[[], Any]:
     failures = [Failure(rank, 1, rank, "DistBackendError", "Connection reset by peer") for rank in range(ranks)]
-    known = {f.rank: RankEvidence(f.rank, f, standing=Standing(9 if f.rank else 8, Phase.STEP)) for f in failures}
+    known = {f.rank: RankEvidence(f.rank, f, standing=RankProgress(9 if f.rank else 8, Phase.STEP)) for f in failures}
     return lambda: explain(Evidence(ranks, ranks=known, exit_code=1))
 
 
