@@ -364,32 +364,32 @@ def _trace(there: Connection, job: Job) -> None:
                 rank=job.rank,
                 tell=tell,
             )
-        counted = planned.traced
+        trace = planned.traced
         made = replace(
             blank,
-            peak=counted.peak,
-            reserved=counted.reserved if setting.is_gpu else 0,
-            by_kind=counted.by_kind,
-            largest=list(counted.by_module.items())[:3],
-            moment=f"{counted.moment} pass" + (f" of {counted.module}" if counted.module else ""),
-            flops=counted.flops,
-            sent=int(counted.sent()),
+            peak=trace.peak,
+            reserved=trace.reserved if setting.is_gpu else 0,
+            by_kind=trace.by_kind,
+            largest=list(trace.by_module.items())[:3],
+            moment=f"{trace.moment} pass" + (f" of {trace.module}" if trace.module else ""),
+            flops=trace.flops,
+            sent=int(trace.sent()),
             read=planned.read,
             samples=planned.samples,
             tokens=planned.tokens,
             micro_batches=planned.micro_batches,
-            dtype=counted.types.most_common(1)[0][0] if counted.types else "",
+            dtype=trace.types.most_common(1)[0][0] if trace.types else "",
         )
         shares: dict[tuple[str, bool], list[float]] = {}
         result = _Rank(made, planned.pipeline, planned.counted)
         if setting.device is not None and setting.device.is_timed:
-            steps = fused(counted.steps) if planned.is_compiled else counted.steps
+            steps = fused(trace.steps) if planned.is_compiled else trace.steps
             peak = setting.device.peak_of(made.dtype) if made.dtype else 0.0
             timeline = simulate(steps, setting.device, _links(setting))
             shares = dict(timeline.shares(BINS))
             timeline.spans.clear()
-            result = replace(result, timeline=timeline, own_flops=counted.flops - counted.repeated, peak_flops=peak)
-        result = replace(result, answer=replace(made, picture=Picture(counted.curve, shares)))
+            result = replace(result, timeline=timeline, own_flops=trace.flops - trace.repeated, peak_flops=peak)
+        result = replace(result, answer=replace(made, picture=Picture(trace.curve, shares)))
     except EchelonError as error:
         result = _Rank(replace(blank, why=str(error)))
     except BaseException as error:  # the script's own

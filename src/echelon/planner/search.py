@@ -88,8 +88,8 @@ def search(target: Target, setting: Setting) -> tuple[list[Answer], list[Answer]
 
     fit, out = found_best(first, setting, trace)
     if not fit and setting.ranks > 1 and first.samples % setting.ranks == 0:
-        answers = _offloaded(target, setting, first.samples // setting.ranks)
-        (out if answers.why or answers.verdict == "does not fit" else fit).append(answers)
+        answer = _offloaded(target, setting, first.samples // setting.ranks)
+        (out if answer.why or answer.verdict == "does not fit" else fit).append(answer)
     return fit, out
 
 
