@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.compat.fairscale.grad_scaler import GradScaler, ShardedGradScaler
+from echelon.compat.fairscale.grad_scaler import ShardedGradScaler
 from echelon.compat.fairscale.nn import FullyShardedDataParallel, ShardedDataParallel, checkpoint_wrapper
 from tests.compat.fairscale import mine, oss, updates, values
 from tests.conftest import Ranks
@@ -65,19 +65,6 @@ def _fused() -> tuple[bool, float]:
 
 def test_a_fused_optimizer_skips_with_the_others(ranks: Ranks) -> None:
     assert ranks(2, _fused) == [(True, 2.0), (True, 2.0)]
-
-
-def test_the_plain_scaler_takes_fairscales_arguments_and_half_gradients() -> None:
-    weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
-    optimizer = torch.optim.SGD([weight], lr=0.5)
-    scaler = GradScaler(4.0, 8.0, 0.25, 1)
-    for gradient in (torch.full_like(weight, 4.0), torch.full_like(weight, float("inf"))):
-        scaler.scale(weight.sum())  # type: ignore[no-untyped-call]
-        weight.grad = gradient
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-    assert weight.tolist() == [0.5, 0.5] and scaler.get_scale() == 8.0  # 4 * 8 * 0.25
 
 
 def test_the_scaler_works_without_a_group() -> None:

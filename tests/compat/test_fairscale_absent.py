@@ -28,7 +28,7 @@ def test_import_lines_of_what_is_not_here_work_and_uses_say_what_to_take() -> No
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        ("optim", "AdaScale AdaScaleWrapper Adam Precision"),
+        ("optim", "AdaScale AdaScaleWrapper Adam GradScaler Precision"),
         ("nn", "FlattenParamsWrapper MOELayer Pipe Top2Gate"),
         ("nn.misc", "FlattenParamsWrapper ParamBucket"),
         ("nn.checkpoint", "is_checkpointing is_recomputing"),

@@ -48,6 +48,7 @@ TESTED: dict[str, str] = {
     "the ranks of FullyShardedDataParallel start": f"{FSDP}::test_fsdp_trains_what_one_process_trains",
     "weights shared by modules in wrappers": f"{LOCAL}::test_weights_that_wrappers_would_share_are_refused",
     "`local_state_dict` has equal parts": f"{LOCAL}::test_local_state_dicts_come_back_and_make_the_whole",
+    "two forward passes of FullyShardedDataParallel": f"{LOCAL}::test_a_second_backward_after_two_forwards_is_torchs_error",
     "ShardedGradScaler is switched off on CPUs": "compat/test_fairscale.py::test_the_scaler_works_without_a_group",
     "`optim.layerwise_gradient_scaler`": NOT_THERE,
     "`optim.AdaScale`": NOT_THERE,

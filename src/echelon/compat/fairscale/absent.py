@@ -55,6 +55,7 @@ NAMES: dict[str, dict[str, str]] = {
         "AdaScale": _ADASCALE,
         "AdaScaleWrapper": _ADASCALE,
         "Adam": "torch.optim.Adam(fused=True) on a GPU.",
+        "GradScaler": "torch.amp.GradScaler.",
         "Precision": "echelon.AutoUnit(precision='fp16'), or torch.autocast.",
     },
 }

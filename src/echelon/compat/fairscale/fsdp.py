@@ -21,13 +21,10 @@ from echelon.compat.fairscale import fsdp_states
 from echelon.compat.fairscale.absent import METHODS, absent
 from echelon.compat.fairscale.groups import clip_owned_, outlive
 from echelon.compat.fairscale.torch_fsdp import (
-    around_conversion,
     claim,
     claimed,
-    forwards_may_precede_backwards,
     is_summoned,
     plain,
-    without_messages,
     wrappers,
 )
 from echelon.world.init import World, ensure_group
@@ -131,11 +128,10 @@ class FullyShardedDataParallel(TorchFSDP):
         given = Options(*args, **options)
         device = given.compute_device
         assert device is not None
-        if is_real := process_group is None or isinstance(process_group, dist.ProcessGroup):
-            ensure_group(device)
-            outlive(process_group)
+        ensure_group(device)
+        outlive(process_group)
         given.check(module, device.type == "cpu")
-        self._build(module, process_group, given, device, is_real)
+        self._build(module, process_group, given, device)
         both = ("mixed_precision", "cpu_offload", "compute_device")  # which torch's class has as well, with more in them
         vars(self).update({name: value for name, value in vars(given).items() if name not in both})
         self.state_dict_device = given.state_dict_device or device
@@ -149,10 +145,10 @@ class FullyShardedDataParallel(TorchFSDP):
             config = FullStateDictConfig(offload_to_cpu=on_cpu, rank0_only=given.state_dict_on_rank_0_only)
             TorchFSDP.set_state_dict_type(self, StateDictType.FULL_STATE_DICT, config)
 
-    def _build(self, module: nn.Module, group: Any, given: Options, device: torch.device, is_real: bool) -> None:
+    def _build(self, module: nn.Module, group: Any, given: Options, device: torch.device) -> None:
         """As torch's class."""
         on_cpu = device.type == "cpu"
-        if on_cpu and is_real:  # where torch's `sync_module_states` refuses to work
+        if on_cpu:  # where torch's `sync_module_states` refuses to work
             _send_from_rank0(module, group)
         super().__init__(
             module,
@@ -165,19 +161,16 @@ class FullyShardedDataParallel(TorchFSDP):
                 buffer_dtype=given.torch_buffer_dtype,
             ),
             device_id=device,
-            sync_module_states=not on_cpu and is_real,
+            sync_module_states=not on_cpu,
             use_orig_params=True,
         )
-        if not is_real:
-            without_messages(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if is_summoned(self):
             raise LayoutError("FullyShardedDataParallel must run outside of summon_full_params, got a forward within it.")
         if self.force_input_to_fp32 and self.low is None:
             args, kwargs = _in_float32(args), _in_float32(kwargs)
-        with forwards_may_precede_backwards(self):
-            outputs = super().forward(*args, **kwargs)
+        outputs = super().forward(*args, **kwargs)
         if self.clear_autocast_cache:
             torch.clear_autocast_cache()
         return outputs
@@ -189,16 +182,6 @@ class FullyShardedDataParallel(TorchFSDP):
         """By the unwrapped module's names, where parameters are whole or not flattened."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield (name if self.__dict__.get("flatten_parameters", True) else plain(name)), parameter
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """`half()`, `float()`, `to(...)`: unless in mixed precision, it computes in the parameters' new type."""
-        before = {p.dtype for p in self.parameters()}
-        with around_conversion(self):
-            super()._apply(*args, **kwargs)
-        after = {p.dtype for p in self.parameters()}
-        if self.low is None and after != before and len(after) == 1:
-            self.compute_dtype = after.pop()
-        return self
 
     @contextmanager
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:  # type: ignore[override]

@@ -9,39 +9,27 @@ import torch.distributed as dist
 from torch.amp import GradScaler as TorchGradScaler
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchShardedGradScaler
 
-__all__ = ["GradScaler", "ShardedGradScaler"]
-
+__all__ = ["ShardedGradScaler"]
 
 # Of torch.amp.GradScaler, in FairScale's order.
 _ORDER = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled", "process_group")
-
-
-class GradScaler(TorchGradScaler):  # type: ignore[misc, unused-ignore]
-    """torch's scaler with FairScale's arguments; half-precision gradients, which torch's refuses, are unscaled as well.
-
-    Args:
-        args, options: init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.amp.GradScaler.
-        device: where the loss is; by default a GPU if there is one.
-    """
-
-    def __init__(self, *args: Any, device: str | None = None, **options: Any) -> None:
-        super().__init__(_device(device), **dict(zip(_ORDER[: len(args)], args, strict=True)), **options)
-
-    def _unscale_grads_(self, optimizer: Any, inv_scale: Any, found_inf: Any, allow_fp16: bool) -> Any:
-        """torch (2.13) has no public way to allow it."""
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
 
 
 class ShardedGradScaler(TorchShardedGradScaler):  # type: ignore[misc, unused-ignore]
     """torch's scaler of this name, with FairScale's order of arguments: an inf or nan on one rank makes all ranks skip.
 
     Args:
-        args, options: as of GradScaler; and process_group, the ranks that hold parts of one model, by default all.
+        args, options: init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.amp.GradScaler; and
+            process_group, the ranks that hold parts of one model, by default all.
         device: where the loss is; by default a GPU if there is one.
     """
 
     def __init__(self, *args: Any, device: str | None = None, **options: Any) -> None:
-        super().__init__(_device(device), **dict(zip(_ORDER[: len(args)], args, strict=True)), **options)
+        super().__init__(
+            device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            **dict(zip(_ORDER[: len(args)], args, strict=True)),
+            **options,
+        )
         self._unscaled: set[torch.optim.Optimizer] = set()
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -60,7 +48,3 @@ class ShardedGradScaler(TorchShardedGradScaler):  # type: ignore[misc, unused-ig
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         self._unscaled.clear()
         super().update(new_scale)
-
-
-def _device(given: str | None) -> str:
-    return given or ("cuda" if torch.cuda.is_available() else "cpu")

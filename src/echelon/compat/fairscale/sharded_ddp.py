@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.common.errors import LayoutError, UsageError
+from echelon.common.errors import LayoutError
 from echelon.compat.fairscale.groups import clip_owned_
 from echelon.compat.fairscale.oss import OSS
 from echelon.compat.fairscale.to_owners import ToOwners
@@ -50,8 +50,7 @@ class ShardedDataParallel(nn.Module):
         reduce_fp16: send gradients in half precision: half the traffic, and their rounding.
         warn_on_trainable_params_changed: say so when that is noticed.
     Raises:
-        UsageError: an optimizer that is not divided; another process group than the optimizers'; parameters on several types
-            of devices.
+        LayoutError: an optimizer that is not divided; another process group than the optimizers'.
     """
 
     module: nn.Module
@@ -69,9 +68,6 @@ class ShardedDataParallel(nn.Module):
         warn_on_trainable_params_changed: bool = True,
     ) -> None:
         super().__init__()
-        kinds = {p.device.type for p in module.parameters()}
-        if len(kinds) > 1:
-            raise UsageError(f"ShardedDataParallel's input module must be on the same type of devices, not on {sorted(kinds)}.")
         self.module = module
         optimizers = [sharded_optimizer] if isinstance(sharded_optimizer, torch.optim.Optimizer) else list(sharded_optimizer)
         self.sharded_optimizers = optimizers
@@ -95,7 +91,6 @@ class ShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._gradients.restart()
-        self._check_gradients()
         if self.auto_refresh_trainable and torch.is_grad_enabled() and self._form_now() != self._form:
             if self.warn_on_trainable_params_changed:
                 logger.warning(
@@ -112,8 +107,6 @@ class ShardedDataParallel(nn.Module):
         """Take up what was frozen, unfrozen, added to the optimizers or moved since. Collective."""
         for partition in self.partitions:
             partition.refresh()
-        self._is_new = True
-        self._check_gradients()
         before, self._gradients = self._gradients, self._laid_out()
         self._gradients.succeed(before)
 
@@ -158,9 +151,6 @@ class ShardedDataParallel(nn.Module):
         """Give all ranks rank 0's buffers. Collective; it always waits."""
         self._send(*self.module.buffers())
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.module.zero_grad(set_to_none)
-
     def to(self, *args: Any, **kwargs: Any) -> ShardedDataParallel:
         """As a module's `to`. Collective."""
         super().to(*args, **kwargs)
@@ -180,7 +170,7 @@ class ShardedDataParallel(nn.Module):
         loose = [n for n, p in self.module.named_parameters() if p.requires_grad and p not in owners]
         if loose and dist.get_rank() == 0:
             logger.warning("in no optimizer of this ShardedDataParallel, so never reduced: %s", ", ".join(loose))
-        self._form, self._is_new = self._form_now(), True
+        self._form = self._form_now()
         dtype = torch.float16 if self.reduce_fp16 else None
         return ToOwners(self.module.parameters(), owners, self.process_group, bucket_size=self.buffer_max_size, dtype=dtype)
 
@@ -201,11 +191,6 @@ class ShardedDataParallel(nn.Module):
         if self._accumulated and self._gradients.is_pending:
             self._gradients.finish()
         self._accumulated = False
-
-    def _check_gradients(self) -> None:
-        if self._is_new and any(p.grad is not None and p.grad.requires_grad for p in self.module.parameters()):
-            raise RuntimeError("ShardedDataParallel only works with gradients that don't require grad")
-        self._is_new = False
 
 
 class ShardedDDPPrepared(WrapperPrepared[ShardedDataParallel]):

@@ -1,37 +1,30 @@
 """What torch's FullyShardedDataParallel keeps to itself, and programs of FairScale's class ask for.
 
 torch has no public way to learn which elements of its parameters a rank holds without a collective, or to forget whole
-parameters that are still in memory; and its class runs one forward for each backward. Tried with torch 2.13;
-`test_torchs_private_names` in tests/compat/test_fairscale_local.py notices when a name goes.
+parameters that are still in memory. Tried with torch 2.13; `test_torchs_private_names` in tests/compat/test_fairscale_local.py
+notices when a name goes.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, is_dataclass
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
-from torch.distributed.fsdp._runtime_utils import _post_backward_hook
 
 __all__ = [
     "Piece",
-    "around_conversion",
     "claim",
     "claimed",
     "forget_whole",
-    "forwards_may_precede_backwards",
     "is_summoned",
     "length",
     "pieces",
     "plain",
     "shared_names",
-    "without_messages",
     "wrappers",
 ]
 
@@ -122,73 +115,6 @@ def forget_whole(wrapper: TorchFSDP) -> None:
     handle: Any = wrapper._handle
     if handle is not None and handle.uses_sharded_strategy:
         handle.reshard(True)
-
-
-@contextmanager
-def around_conversion(wrapper: TorchFSDP) -> Iterator[None]:
-    """Parameters are cast or moved inside; what they are gathered into later has their type and device."""
-    handle: Any = wrapper._handle
-    has_run = handle is not None and hasattr(handle.flat_param, "_local_shard")
-    if has_run:
-        forget_whole(wrapper)
-    yield
-    if has_run:
-        handle.init_flat_param_attributes()
-
-
-def without_messages(wrapper: TorchFSDP) -> None:
-    """A stand-in for a group of one rank: gradients are whole already."""
-    if wrapper.world_size == 1:
-        vars(wrapper)["_comm_hook"] = lambda state, gradient: None
-
-
-@contextmanager
-def forwards_may_precede_backwards(wrapper: TorchFSDP) -> Iterator[None]:
-    """Around a forward: after the first of several backwards, torch's class forgets that there are others.
-
-    It neither gathers the parameters again, which is an error, nor reduces the gradients.
-    """
-    reference = weakref.ref(wrapper)
-
-    def before_backward(accumulates: Any, views: list[Any], gradient: torch.Tensor) -> None:
-        wrapper = reference()
-        handle: Any = wrapper._handle if wrapper is not None else None
-        if handle is None or handle._ran_pre_backward_hook or hasattr(handle.flat_param, "_post_backward_hook_state"):
-            return
-        handle._needs_pre_backward_unshard = True
-        handle.flat_param._tensors = views
-        if accumulates is not None:
-            reduce = accumulates.register_hook(partial(_post_backward_hook, wrapper, handle))
-            handle.flat_param._post_backward_hook_state = (accumulates, reduce)
-
-    def after_forward(module: nn.Module, inputs: Any, outputs: Any) -> None:
-        handle: Any = wrapper._handle if (wrapper := reference()) is not None else None
-        if handle is None or not torch.is_grad_enabled():
-            return
-        # This forward's: another one has its own in low precision, and a frozen parameter none.
-        flat = handle.flat_param
-        node = torch.autograd.graph.get_gradient_edge(flat).node if flat.requires_grad else None
-        for tensor in _tensors(outputs):  # before torch puts its own hook on the same ones
-            if tensor.requires_grad:
-                tensor.register_hook(partial(before_backward, node, list(flat._tensors)))
-
-    hook = wrapper.module.register_forward_hook(after_forward)
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors(list(value.values()))
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from _tensors(list(vars(value).values()))
 
 
 def _name_plainly(wrapper: TorchFSDP) -> None:

@@ -61,7 +61,6 @@ class ConfigAutoWrap:
     in_autowrap_context: ClassVar[bool] = False
     wrapper_cls: ClassVar[Callable[..., nn.Module] | None] = None
     auto_wrap_policy: ClassVar[WrapPolicy | None] = None
-    move_module_cuda_half: ClassVar[bool] = False
     kwargs: ClassVar[dict[str, Any]] = {}
 
 
@@ -71,8 +70,7 @@ def enable_wrap(auto_wrap_policy: WrapPolicy | None = None, **wrapper_kwargs: An
 
     Args:
         auto_wrap_policy: for `auto_wrap` without a policy of its own.
-        wrapper_kwargs: `wrapper_cls`, by default FullyShardedDataParallel, and its arguments. `move_module_cuda_half=True` moves
-            modules to the GPU in half precision first.
+        wrapper_kwargs: `wrapper_cls`, by default FullyShardedDataParallel, and its arguments.
     """
     if ConfigAutoWrap.in_autowrap_context:
         raise UsageError(
@@ -80,13 +78,12 @@ def enable_wrap(auto_wrap_policy: WrapPolicy | None = None, **wrapper_kwargs: An
             "Leave the inner enable_wrap out."
         )
     ConfigAutoWrap.wrapper_cls = wrapper_kwargs.pop("wrapper_cls", FullyShardedDataParallel)
-    ConfigAutoWrap.move_module_cuda_half = wrapper_kwargs.pop("move_module_cuda_half", False)
     ConfigAutoWrap.auto_wrap_policy, ConfigAutoWrap.kwargs = auto_wrap_policy or default_auto_wrap_policy, wrapper_kwargs
     ConfigAutoWrap.in_autowrap_context = True
     try:
         yield
     finally:
-        ConfigAutoWrap.in_autowrap_context, ConfigAutoWrap.move_module_cuda_half = False, False
+        ConfigAutoWrap.in_autowrap_context = False
         ConfigAutoWrap.wrapper_cls, ConfigAutoWrap.auto_wrap_policy, ConfigAutoWrap.kwargs = None, None, {}
 
 
@@ -95,8 +92,6 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
     `enable_wrap`'s."""
     if (wrapper := ConfigAutoWrap.wrapper_cls) is None:
         return module
-    if ConfigAutoWrap.move_module_cuda_half:
-        module = module.cuda().half()
     return wrapper(module, **{**ConfigAutoWrap.kwargs, **getattr(module, "wrapper_config", {}), **wrap_overrides})
 
 
