@@ -1,4 +1,4 @@
-"""`echelon cancel`: end a submitted job. It saves if it can, and is not started again."""
+"""`echelon cancel`: end a submitted job. The job saves if it can, and is not queued again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _cancel(job: FolderJob) -> str:
-    job.verified()  # before anything is made of its id
+    job.verified()  # before its id is used
     state = job.state()
     if state.has_ended:
         return f"job {job.id} has ended: {state.value}"

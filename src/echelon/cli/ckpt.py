@@ -1,4 +1,4 @@
-"""`echelon ckpt`: look at checkpoints, check them, compare them, and hand their weights to other programs."""
+"""`echelon ckpt`: list, verify and compare checkpoints, and export their weights to other programs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from echelon.contracts.run_dir import RunDir, find_run
 
 __all__ = ["add_arguments", "execute"]
 
-_TORCH = (".pt", ".pth", ".bin")  # what torch.load's files are called
+_TORCH = (".pt", ".pth", ".bin")  # suffixes of torch.load's files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,23 +30,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     diff = verbs.add_parser("diff", help="compare the tensors of two checkpoints; exit code 1 if they differ")
     diff.add_argument(
         "a",
-        help="a checkpoint, a folder of them (its newest), or weights: .safetensors, .pt, model.safetensors.index.json's folder",
+        help="a checkpoint, a folder of checkpoints (the newest is taken), or weights: .safetensors, .pt, a folder with "
+        "model.safetensors.index.json",
     )
     diff.add_argument("b")
     diff.add_argument("--tolerance", type=float, default=0.0, help="largest relative difference that counts as equal")
-    export = verbs.add_parser("export", help="weights for other programs")
-    export.add_argument("path", help="a checkpoint, or a folder of checkpoints: its newest")
+    export = verbs.add_parser("export", help="write weights for other programs")
+    export.add_argument("path", help="a checkpoint, or a folder of checkpoints (the newest is taken)")
     export.add_argument("out", help="a folder for safetensors, or a file NAME.pt for torch.load")
-    take = verbs.add_parser("import", help="weights of another program as safetensors, which a unit can restore")
+    take = verbs.add_parser("import", help="convert another program's weights to safetensors, which a unit can restore")
     take.add_argument("path", help="a file .pt, .pth, .bin, .ckpt or .safetensors")
     take.add_argument("out", help="a folder")
-    take.add_argument("--trust-pickle", action="store_true", help="let the file run code: only if you trust whoever made it")
+    take.add_argument("--trust-pickle", action="store_true", help="let the file run code: only if you trust its author")
     for each in (export, take):
-        each.add_argument("--shard-size", default="5GB", help="of a safetensors file, such as 500MB or 5GB")
+        each.add_argument("--shard-size", default="5GB", help="largest size of a safetensors file, such as 500MB or 5GB")
     export.add_argument("--state", help="which attribute of the unit, if several hold weights")
-    export.add_argument(
-        "--best", action="store_true", help="of a folder the best, by Checkpoints(best=...), in place of the newest"
-    )
+    export.add_argument("--best", action="store_true", help="of a folder, take the best by Checkpoints(best=...), not the newest")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -55,7 +54,10 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _found(where: str) -> list[Any]:
-    """What is named like a checkpoint at a path: itself, in it, or in its `checkpoints`; of a run, also where it saved others."""
+    """Folders named like checkpoints: the path itself, those in it, or those in its `checkpoints`.
+
+    For a run, also those where it saved elsewhere.
+    """
     from echelon.checkpoint import manifest
     from echelon.checkpoint.location import location
 
@@ -87,7 +89,7 @@ def _elsewhere(path: Any) -> Iterator[Any]:
 
 
 def _of_other_names(folder: Any) -> list[Any]:
-    """Checkpoints as other libraries' callbacks call them, such as "epoch=1-step=20.ckpt", oldest first."""
+    """Checkpoints under other libraries' names, such as "epoch=1-step=20.ckpt", oldest first."""
     from echelon.checkpoint import manifest
 
     if not folder.is_dir():
@@ -101,12 +103,12 @@ def _time_of(path: Any) -> float:
 
     try:
         return float(manifest.read(path)["time"])
-    except CheckpointError:  # which whoever reads it will say
+    except CheckpointError:  # whoever reads the checkpoint reports it
         return 0.0
 
 
 def _newest(where: str) -> Any:
-    """The checkpoint at a path, or the newest in a folder of them: never silently an older one."""
+    """The checkpoint at a path, or the newest in a folder: an error if that is incomplete, never silently an older one."""
     from echelon.checkpoint import manifest
     from echelon.checkpoint.location import location
 
@@ -117,7 +119,7 @@ def _newest(where: str) -> Any:
         earlier = next((path for path in reversed(checkpoints[:-1]) if manifest.is_whole(path)), None)
         raise CheckpointCorruptError(
             f"{checkpoints[-1]} is incomplete: a file is missing or cut off."
-            + (f" The one before is {earlier}; to use that one, name it." if earlier else "")
+            + (f" The one before is {earlier}; to use it, give its path." if earlier else "")
         )
     if str(checkpoints[-1]) != str(location(where)):
         print(f"{checkpoints[-1]}", file=sys.stderr)
@@ -125,9 +127,9 @@ def _newest(where: str) -> Any:
 
 
 def _best(checkpoints: list[Any]) -> tuple[Any, str | None]:
-    """Of checkpoints, oldest first, the best by what the newest run there kept the best of; None if none has the number.
+    """The best of checkpoints, oldest first, by the metric of the newest run there; None if none has this metric.
 
-    And the state that was evaluated, where it was not the only one that could be.
+    Also the name of the state that was evaluated, if there were several.
     """
     from echelon.checkpoint import manifest
     from echelon.checkpoint.policy import BestCheckpointConfig
@@ -141,20 +143,20 @@ def _best(checkpoints: list[Any]) -> tuple[Any, str | None]:
     )
     if not ordered:
         return None, None
-    its_own = facts[ordered[0]].get("best")  # the newest may have been saved by a run with other averages
+    its_own = facts[ordered[0]].get("best")  # the newest checkpoint may come from a run with other averages
     state = its_own.get("state") if isinstance(its_own, dict) else None
     return checkpoints[ordered[0]], state if isinstance(state, str) else None
 
 
 def _chosen(where: str, *, best: bool, state: str | None) -> tuple[Any, str | None]:
-    """The checkpoint, and which of its states is meant."""
+    """The checkpoint, and the name of the state to export."""
     if not best:
         return _newest(where), state
     path, evaluated = _best(_found(where))
     if path is None:
         raise CheckpointNotFoundError(
-            f"{where} holds no checkpoint that is known as the best. Checkpoints(..., best=NAME) says by which number; without "
-            "--best the newest is taken.",
+            f"{where} has no best checkpoint. Checkpoints(..., best=NAME) names the metric that decides. Without "
+            "--best, the newest is taken.",
             path=str(where),
         )
     if evaluated is not None and state is None:
@@ -266,7 +268,7 @@ def _import(arguments: argparse.Namespace) -> int:
 
 
 def _folder_or_torch(text: str, *, torch: bool = True) -> Path:
-    """Where to write: a folder is not made under a name that others take for a file of weights."""
+    """The output path. A folder is refused under a name that other programs take for a file of weights."""
     out = Path(text)
     if out.suffix in (".safetensors", ".ckpt", *([] if torch else _TORCH)) and not out.is_dir():
         file = f", or a file NAME{', NAME'.join(_TORCH)} for torch.load" if torch else ""

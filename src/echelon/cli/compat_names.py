@@ -1,7 +1,7 @@
-"""What `echelon.compat` has of another library, and what it says to take in place of the rest: read from its files.
+"""Which names of another library `echelon.compat` has, and what it suggests for the rest, read from its files.
 
-Importing compat would import torch. The files are read as syntax; their tables of what is not here, which need no torch, are
-executed by themselves. `tests/cli/test_move.py` compares both with what an import gives.
+Importing compat would import torch. So the files are parsed; only the tables of absent names, which need no torch, are executed
+by themselves. `tests/cli/test_move.py` compares both with the result of an import.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 __all__ = ["LIBRARIES", "Answer", "find", "library_of", "moved"]
 
 _COMPAT = Path(__file__).parents[1] / "compat"
-# As the library's programs write it -> below `echelon.compat`.
+# A library's import name -> its module below `echelon.compat`.
 LIBRARIES = {
     "dragon": "dragon",
     "fairscale": "fairscale",
@@ -29,13 +29,13 @@ LIBRARIES = {
     "torchtnt": "torchtnt",
     "transformers": "transformers",
 }
-# The files with a function `instead(module, name)`, and what their modules are called from.
+# Files with a function `instead(module, name)`, which suggests a replacement for a name that compat lacks.
 _TABLES = {
     "fairscale": "fairscale/absent.py",
     "lightning": "lightning/pytorch/absent.py",
     "torchtnt": "torchtnt/absent.py",
 }
-# Of these only some names are compat's: all others are the library's own, also where the same line imports both.
+# Compat has only some names of these libraries; the others stay the library's own, even on the same import line.
 _SOME = ("dragon", "nntool", "transformers")
 # Where transformers defines its Trainers and their arguments; compat has them at its top.
 _TRAINERS = ("", "trainer", "trainer_seq2seq", "training_args", "training_args_seq2seq")
@@ -43,11 +43,11 @@ _TRAINERS = ("", "trainer", "trainer_seq2seq", "training_args", "training_args_s
 
 @dataclass(frozen=True)
 class Answer:
-    """What becomes of a name.
+    """What happens to an imported name.
 
     Args:
-        module: of echelon that has it, or that refuses its use; "" if the line stays as it is.
-        instead: what to take in its place, as compat says it; None if it is here, or is not compat's to have.
+        module: the module of echelon that has the name, or that refuses it; "" if the line stays as it is.
+        instead: compat's suggestion for a name that it lacks; None if it has the name, or leaves it to the library.
         is_known: False for a name that compat does not know at all.
     """
 
@@ -57,22 +57,22 @@ class Answer:
 
 
 def library_of(module: str) -> str | None:
-    """The library that a module belongs to, if compat has its names."""
+    """The library of a module, if compat has names of it."""
     root = module.partition(".")[0]
     return root if root in LIBRARIES else None
 
 
 def moved(module: str) -> str:
-    """What a module is called below `echelon.compat`."""
+    """The name of a module below `echelon.compat`."""
     root, point, rest = module.partition(".")
     return f"echelon.compat.{LIBRARIES[root]}{point}{rest}"
 
 
 def find(module: str, name: str = "") -> Answer:
-    """What becomes of `from module import name`, or of `import module`.
+    """What happens to `from module import name`, or to `import module`.
 
     Args:
-        module: whose library compat has.
+        module: a module of a library in `LIBRARIES`.
     """
     root, _, rest = moved(module).removeprefix("echelon.compat.").partition(".")
     if root == "transformers":
@@ -123,7 +123,7 @@ def _told(library: str, module: str, name: str = "") -> str | None:
 
 
 def _aliases(library: str) -> dict[str, str]:
-    """Modules that are another one of compat's, by the same library's names."""
+    """Modules of compat that are aliases of another, under the library's names."""
     below = "pytorch." if library == "lightning" else ""
     aliases = getattr(_table(library), "ALIASES", {})
     return {f"{below}{name}": f"{below}{same}".rstrip(".") for name, same in aliases.items()}
@@ -135,12 +135,12 @@ def _is_alias(library: str, module: str) -> bool:
 
 @functools.cache
 def _names(library: str, module: str) -> frozenset[str]:
-    """What a module has."""
+    """The names in a module."""
     file = _file(library, _aliases(library).get(module, module))
     names = set(_bound(file)) if file is not None else set()
     table = _table(library)
     if library == "lightning" and (file is not None or module.removeprefix("pytorch.") in table.MODULES):
-        # Each module there answers for what the others have.
+        # Each module of compat.lightning also has the names of the others.
         homes = [_file(library, f"pytorch{home}") for home in table.HOMES]
         names |= {name for home in homes if home is not None for name in _exported(home)} | {*table.DISPLAYS}
         if module.startswith("pytorch.plugins"):
@@ -149,7 +149,7 @@ def _names(library: str, module: str) -> frozenset[str]:
 
 
 def _bound(file: Path) -> Iterator[str]:
-    """Names that a file binds at its top, and keys of its `_HOMES`, which are loaded when they are asked for."""
+    """Names that a file binds at its top level, and the keys of its `_HOMES`, which are loaded on first use."""
     for statement in _statements(ast.parse(file.read_text())):
         if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
             yield statement.name
@@ -164,7 +164,7 @@ def _bound(file: Path) -> Iterator[str]:
 
 
 def _homes(table: ast.Dict | ast.DictComp) -> Iterator[str]:
-    """Keys of `{"Trainer": "trainer", ...}`, or of one that is made of `{"trainer": "Trainer ...", ...}`."""
+    """Keys of `{"Trainer": "trainer", ...}`, or of a comprehension over `{"trainer": "Trainer ...", ...}`."""
     if isinstance(table, ast.Dict):
         yield from (str(key.value) for key in table.keys if isinstance(key, ast.Constant))
         return
@@ -174,7 +174,7 @@ def _homes(table: ast.Dict | ast.DictComp) -> Iterator[str]:
 
 
 def _exported(file: Path) -> Iterator[str]:
-    """Names in a file's `__all__`, but those that it takes from elsewhere by a star."""
+    """Names in a file's `__all__`, except those that it adds by a star."""
     for statement in ast.parse(file.read_text()).body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
             yield from (str(each.value) for each in ast.walk(statement.value) if isinstance(each, ast.Constant))

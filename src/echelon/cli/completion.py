@@ -1,7 +1,7 @@
-"""`echelon completion`: a script that makes a shell complete commands, options, their values, and files.
+"""`echelon completion`: print a script with which a shell completes commands, options, their values, and files.
 
-shtab, an optional package (`pip install 'echelon[completion]'`), makes it from the parsers themselves. It knows what this version
-has; a shell that reads it anew at each start stays up to date.
+shtab, an optional package (`pip install 'echelon[completion]'`), makes the script from the parsers. A shell that runs this
+command at each start has the options of the installed version.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ fish: echelon completion fish | source           in ~/.config/fish/config.fish
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="whose script is printed")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
     parser.epilog, parser.formatter_class = f"where it goes:\n{_HOW}", argparse.RawDescriptionHelpFormatter
 
 
@@ -35,7 +35,7 @@ def execute(arguments: argparse.Namespace) -> int:
         raise EchelonError("`echelon completion` needs shtab. Install it: pip install 'echelon[completion]'") from None
 
     class Completed(Parser):
-        """Says of each argument whether it is a file: a folder by its metavar, else every word that is no option."""
+        """Marks each argument for completion: a folder by its metavar, every other positional argument as a file."""
 
         def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
             action = super().add_argument(*names, **options)
@@ -50,7 +50,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def every_parser(kind: type[Parser]) -> argparse.ArgumentParser:
-    """The whole command line as one parser, whose subparsers, of this class, are the verbs'."""
+    """The whole command line as one parser. Its subparsers, of class `kind`, are those of the commands."""
     root = root_parser()
     verbs = root.add_subparsers(parser_class=kind, metavar="COMMAND")
     for verb, text in VERBS.items():

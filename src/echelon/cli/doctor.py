@@ -1,4 +1,4 @@
-"""`echelon doctor`: look at this machine, or at the nodes of a Slurm allocation, before a run does."""
+"""`echelon doctor`: check this machine, or the nodes of a Slurm allocation, before a run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         default="auto",
         metavar="N|auto",
-        help="processes to start, in a Slurm allocation on each of its nodes; auto: one per GPU, else two here and one a node",
+        help="processes to start, in a Slurm allocation on each node; auto: one per GPU, else two here or one per node",
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="what ranks compute on (default: a GPU each, if there are any)")
-    parser.add_argument("--quick", action="store_true", help="small messages and matrices: is it right, not how fast it is")
-    parser.add_argument("--time-limit", default="3m", metavar="TIME", help="of all together (default: 3m)")
-    parser.add_argument("--here", action="store_true", help="this machine alone, also in a Slurm allocation")
-    parser.add_argument("--script", metavar="FILE", help="is this script, with the sources beside it, the same on all hosts?")
-    parser.add_argument("--json", action="store_true", help="what every rank found, for programs")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="device of the ranks (default: one GPU each, if there are any)")
+    parser.add_argument("--quick", action="store_true", help="small messages and matrices: check results, not speed")
+    parser.add_argument("--time-limit", default="3m", metavar="TIME", help="limit of the whole check (default: 3m)")
+    parser.add_argument("--here", action="store_true", help="check this machine alone, even in a Slurm allocation")
+    parser.add_argument(
+        "--script", metavar="FILE", help="also check that this script, and the sources beside it, are the same on all hosts"
+    )
+    parser.add_argument("--json", action="store_true", help="print what every rank found as JSON")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -60,10 +62,10 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _ranks(text: str, nodes: list[str]) -> int:
-    """How many on this machine, or on each node.
+    """Number of ranks on this machine, or on each node.
 
     Raises:
-        UsageError: no number of ranks.
+        UsageError: not a number of ranks.
     """
     if text != "auto":
         return parse_ranks(text)

@@ -1,4 +1,4 @@
-"""`echelon explain`: why a run stopped, from its folder alone. It may still run, and on another machine."""
+"""`echelon explain`: say why a run stopped, from its folder alone. The run may still be running, and on another machine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["add_arguments", "execute"]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Say why a run stopped: which rank is to blame, and for what. Exit code 1 means that nothing tells, 0 that the cause is "
-        "known or the run is well. Of an error's code, such as E-LAYOUT, say what it means."
+        "Say why a run stopped: which rank failed first, and why. Exit code 0: the cause is known, or the run is well; 1: the "
+        "cause is unknown. With an error's code, such as E-LAYOUT, say what the error means."
     )
     parser.add_argument("run", metavar="RUN", help="a run's name or its folder, or the code of an error")
-    parser.add_argument("--attempt", type=int, metavar="N", help="of this start only (default: all, the last in full)")
+    parser.add_argument("--attempt", type=int, metavar="N", help="only this start of the ranks (default: all, the last in full)")
     parser.add_argument("--json", action="store_true", help="as JSON, for programs")
     parser.add_argument("--runs", type=runs_folder, default="runs", metavar="FOLDER", help="the folder of runs (default: runs)")
 

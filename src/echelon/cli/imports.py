@@ -1,6 +1,6 @@
-"""A script's import lines, changed so that names of other libraries are `echelon.compat`'s; nothing else of it changes.
+"""Change a script's import lines so that names of other libraries come from `echelon.compat`. Nothing else changes.
 
-libcst keeps every other character. What is here and what is not says `compat_names`.
+libcst keeps every other character. `compat_names` says which names compat has.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _T = TypeVar("_T", cst.SimpleStatementLine, cst.SimpleStatementSuite)
 
 @dataclass(frozen=True, order=True)
 class Note:
-    """A name that stays, or whose use is refused.
+    """A name that stays as it is, or whose use is refused.
 
     Args:
-        line: where, from 1 on.
+        line: from 1.
         name: with its module.
         why: what to do.
     """
@@ -39,13 +39,13 @@ class Note:
 
 @dataclass
 class Moved:
-    """A script, changed.
+    """A changed script.
 
     Args:
-        text: the new one.
-        encoding: that of both.
-        names: how many imported names are echelon's now.
-        notes: what is not.
+        text: after the change.
+        encoding: of the text before and after.
+        names: number of imported names that are now echelon's.
+        notes: the names that are not.
     """
 
     text: bytes
@@ -55,10 +55,11 @@ class Moved:
 
 
 def move(text: bytes) -> Moved:
-    """
+    """Change the import lines of a script.
+
     Raises:
-        libcst.ParserSyntaxError: it is no Python; with the line.
-        SyntaxError: it would not stay as it is.
+        libcst.ParserSyntaxError: the text is not Python; has the line.
+        SyntaxError: libcst would change other characters.
     """
     before = cst.parse_module(text)
     if before.bytes != text:
@@ -72,15 +73,15 @@ def move(text: bytes) -> Moved:
 
 
 class _Uses(cst.CSTVisitor):
-    """What is used by attribute of modules that are imported whole, anywhere in the script."""
+    """Attributes that the script uses of modules it imports whole."""
 
     METADATA_DEPENDENCIES = (PositionProvider,)
 
     def __init__(self) -> None:
-        self.bound: dict[str, str] = {}  # name -> module, of modules that are imported whole
+        self.bound: dict[str, str] = {}  # name -> module, for modules that are imported whole
         self.chains: dict[str, int] = {}  # such as "fairscale.nn.Pipe" -> its first line
-        self.of_transformers: set[str] = set()  # names of that module, of which what compat has is used
-        self.is_moved: set[str] = set()  # names that a line binds to compat's module already
+        self.of_transformers: set[str] = set()  # names bound to that module, from which the script uses what compat has
+        self.is_moved: set[str] = set()  # names already bound to compat's module
         self.notes: list[Note] = []
 
     def _line(self, node: cst.CSTNode) -> int:
@@ -91,7 +92,7 @@ class _Uses(cst.CSTVisitor):
             module, bound = _name(each.name), _bound_by(each)
             if library_of(module) is not None:
                 self.bound[bound] = module if each.asname is not None else module.partition(".")[0]
-            else:  # `pl` may be another library's in the next function
+            else:  # the next function may bind `pl` to another library
                 self.bound.pop(bound, None)
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
@@ -122,9 +123,9 @@ class _Uses(cst.CSTVisitor):
         if isinstance(value, cst.SimpleString) and isinstance(module := value.evaluated_value, str) and library_of(module):
             is_here = module == "transformers" or find(module).module
             why = (
-                f"Here it is {moved(module)}."
+                f"In echelon it is {moved(module)}."
                 if is_here
-                else f"It is {library_of(module)}'s, of which echelon.compat has other names."
+                else f"It stays {library_of(module)}'s; echelon.compat has other names of it."
             )
             self.notes.append(Note(self._line(node), f'{called}("{module}")', f"a name in a string stays. {why}"))
 
@@ -152,7 +153,7 @@ class _Uses(cst.CSTVisitor):
             if find(module, name).module:
                 if module == "transformers":
                     self.of_transformers |= {bound} - self.is_moved
-                else:  # other names of that module are used, too, which compat does not have
+                else:  # a submodule: compat has only some names of it
                     why = f"import it by its name, as `from echelon.compat.transformers import {name}`."
                     self.notes.append(Note(line, f"{module}.{name}", why))
                 return
@@ -199,7 +200,7 @@ class _Change(cst.CSTTransformer):
             module = _name(each.name)
             library, bound = library_of(module), _bound_by(each)
             if library == "transformers" and bound in self.uses.of_transformers:
-                if module != "transformers":  # a module below it, which is loaded as before
+                if module != "transformers":  # a submodule, which is loaded as before
                     stay.append(each)
                 made.append(_binding("transformers", each.asname))
                 self.names += 1
@@ -212,7 +213,7 @@ class _Change(cst.CSTTransformer):
                 continue
             self.names += 1
             if each.asname is None and "." in module:
-                made.append(_import_of(moved(module)))  # loads it; the other binds the name
+                made.append(_import_of(moved(module)))  # loads the submodule; the next statement binds the name
             made.append(_binding(module if each.asname is not None else module.partition(".")[0], each.asname))
         if not made:
             return [node]
@@ -226,7 +227,7 @@ class _Change(cst.CSTTransformer):
         if isinstance(node.names, cst.ImportStar):
             answer = find(module, "*")
             if not answer.module or answer.instead is not None:
-                why = answer.instead or "name what the script uses of it: with a star it is not seen what that is."
+                why = answer.instead or "import by name what the script uses: a star does not show which names those are."
                 self.notes.append(Note(line, f"{module}.*", why))
             return [_from(node, answer.module) if answer.module else node]
         stay: list[cst.ImportAlias] = []
@@ -247,7 +248,7 @@ class _Change(cst.CSTTransformer):
 
 
 def _on_its_line(node: _T, made: Sequence[cst.BaseSmallStatement]) -> _T:
-    """With these statements: as many on the line as there were, or more."""
+    """The line with these statements, which may be more than it had."""
     if len(made) != len(node.body):
         made = [each.with_changes(semicolon=cst.MaybeSentinel.DEFAULT) for each in made]
     changed: _T = node.with_changes(body=made)
@@ -266,7 +267,7 @@ def _name(node: cst.BaseExpression) -> str:
 
 
 def _module_of(node: cst.ImportFrom) -> str:
-    """Of an import that is not relative; else ""."""
+    """The module of an absolute import; "" for a relative one."""
     return _name(node.module) if node.module is not None and not node.relative else ""
 
 
@@ -276,7 +277,7 @@ def _bound_by(alias: cst.ImportAlias) -> str:
 
 
 def _is_chain(node: cst.BaseExpression) -> bool:
-    """a.b.c and nothing else."""
+    """Whether this is a dotted name, such as a.b.c."""
     return isinstance(node, cst.Name) or (isinstance(node, cst.Attribute) and _is_chain(node.value))
 
 
@@ -290,7 +291,7 @@ def _import_of(module: str) -> cst.Import:
 
 
 def _binding(module: str, asname: cst.AsName | None) -> cst.BaseSmallStatement:
-    """What binds the name that `import module` would."""
+    """The statement that binds the name `import module` would bind."""
     home = moved(module)
     if asname is not None:
         return cst.Import([cst.ImportAlias(_dotted(home), asname)])
@@ -300,10 +301,10 @@ def _binding(module: str, asname: cst.AsName | None) -> cst.BaseSmallStatement:
 
 
 def _with(node: cst.Import | cst.ImportFrom, names: Sequence[cst.ImportAlias]) -> cst.BaseSmallStatement:
-    """The same statement with some of its names; each keeps the comments behind it and above it."""
+    """The same statement with only these names; each keeps its comments, behind it and above it."""
     assert not isinstance(node.names, cst.ImportStar)
     given, lpar = node.names, node.lpar if isinstance(node, cst.ImportFrom) else None
-    # What stands before each name: above it what is said of it, behind a comma what is said of the one before.
+    # gaps[i] is the text before name i: comments above it, and behind the comma those on the previous name.
     gaps = [lpar.whitespace_after if lpar is not None else cst.SimpleWhitespace(""), *map(_behind, given)]
     places = [place for place, each in enumerate(given) if each in names]
     made = [
@@ -317,7 +318,7 @@ def _with(node: cst.Import | cst.ImportFrom, names: Sequence[cst.ImportAlias]) -
     if last is was_last:
         return node.with_changes(names=[*made, last])
     if isinstance(node, cst.ImportFrom) and node.rpar is not None and isinstance(space, cst.ParenthesizedWhitespace):
-        # A name a line: what stands behind it, as a comment, stays, and the bracket follows on the next line.
+        # One name per line: keep the comment behind the name, and put the bracket on the next line.
         closing = cst.Comma(whitespace_after=space.with_changes(empty_lines=[], last_line=cst.SimpleWhitespace("")))
         rpar = node.rpar if isinstance(was_last.comma, cst.Comma) else cst.RightParen()
         return node.with_changes(names=[*made, last.with_changes(comma=closing)], rpar=rpar)
@@ -331,7 +332,7 @@ def _behind(name: cst.ImportAlias) -> cst.BaseParenthesizableWhitespace:
 def _gap(
     behind: cst.BaseParenthesizableWhitespace, above: cst.BaseParenthesizableWhitespace
 ) -> cst.BaseParenthesizableWhitespace:
-    """Between two names that had others between them: of the first what stands behind it, of the second what is above it."""
+    """The text between two names whose neighbours went: comments behind the first, and above the second."""
     if not isinstance(above, cst.ParenthesizedWhitespace):
         return behind.with_changes(empty_lines=[]) if isinstance(behind, cst.ParenthesizedWhitespace) else behind
     if isinstance(behind, cst.ParenthesizedWhitespace):

@@ -1,4 +1,4 @@
-"""`echelon jobs`: what was submitted, where it is, how far it came; of a sweep, a table of its results."""
+"""`echelon jobs`: list submitted jobs with state and progress; for a sweep, a table of its results."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def execute(arguments: argparse.Namespace) -> int:
         raise CommandError(jobs[0])
     keys = list(dict.fromkeys(key for job in jobs if not isinstance(job, str) for key, _ in job.said.get("sweep", ())))
     shown = [["run", "job", "state", "ranks", "starts", *keys, "step", "loss", ""]]
-    with ThreadPoolExecutor(_AT_ONCE) as pool:  # a controller may take its time, and all users ask it
+    with ThreadPoolExecutor(_AT_ONCE) as pool:  # Slurm's controller may be slow, and serves all users
         shown += pool.map(lambda path, job: _row(path, job, keys), paths, jobs)
     print("\n".join(columns([[_cell(text) for text in row] for row in shown])))
     return 0
 
 
 def _job(path: Path) -> FolderJob | str:
-    """The job of a folder; or an error as text, so that one bad folder does not hide the others."""
+    """The job of a folder, or its error as text, so that one bad folder does not hide the other jobs."""
     from echelon.launcher.cluster.jobs import job_of
 
     try:
@@ -67,7 +67,7 @@ def _row(path: Path, job: FolderJob | str, keys: Sequence[str]) -> list[str]:
     try:
         job_state, why = job.look()
         state = job_state.value
-    except (EchelonError, OSError) as error:  # a controller that does not answer: the folder still tells the rest
+    except (EchelonError, OSError) as error:  # the controller does not answer: the other columns come from the folder
         state, why = "?", str(error)
     last = _last_record(job.run)
     ranks = f"{job.spec.nodes}x{job.spec.ranks}" if job.spec.nodes > 1 else str(job.spec.ranks)
@@ -78,19 +78,19 @@ def _row(path: Path, job: FolderJob | str, keys: Sequence[str]) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    """In one line, of a sensible length: the files may be another's."""
+    """One line of limited length: the files may be another user's."""
     text = one_line(text)
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
 
 
 def _last_record(run: RunDir) -> dict[str, object]:
-    """The newest training record of metrics.jsonl, read from its end: the file may be large."""
+    """The newest training record of metrics.jsonl. Reads the end of the file only, as it may be large."""
     try:
         tail = read_end(run.metrics)
     except OSError:
         return {}
     for line in reversed(tail.splitlines()):
-        record = parse_object(line)  # none where it is cut off, at either end
+        record = parse_object(line)  # None for a line that is cut off
         if record is not None and "loss" in record:
             return record
     return {}

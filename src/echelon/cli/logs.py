@@ -1,4 +1,4 @@
-"""`echelon logs`: the output of a rank, in the newest attempt, on whatever node it ran."""
+"""`echelon logs`: show a rank's output of the newest attempt, on whichever node it ran."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ASK_EVERY_S = 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run's name or its folder; submitted or not")
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="whose output (default: 0)")
-    parser.add_argument("--job", action="store_true", help="the output of the batch script instead, and the launchers' own words")
-    parser.add_argument("--follow", action="store_true", help="go on showing until the job has ended, through all of its starts")
+    parser.add_argument("run", metavar="RUN", help="a run's name or its folder")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank whose output is shown (default: 0)")
+    parser.add_argument("--job", action="store_true", help="show the output of the batch script and the launchers instead")
+    parser.add_argument("--follow", action="store_true", help="keep showing output until the job has ended, across its restarts")
     parser.add_argument("--runs", type=runs_folder, default="runs", metavar="FOLDER", help="the folder of runs (default: runs)")
 
 
@@ -39,7 +39,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if not os.path.lexists(path / "job"):
         return _of_this_machine(RunDir(path), arguments)
     job = job_of(RunDir(path))
-    job.log(arguments.rank)  # a rank that does not exist is refused before anything is waited for
+    job.log(arguments.rank)  # refuses an unknown rank before waiting
 
     def file() -> Path:
         return path / "job" / "output.log" if arguments.job else job.log(arguments.rank)
@@ -55,13 +55,14 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _of_this_machine(run: RunDir, arguments: argparse.Namespace) -> int:
-    """Of a run that was not submitted, whose output was on a terminal."""
+    """Show a rank's log of a run that was not submitted: its output also went to the terminal."""
     attempts = run.attempts()
     path = (attempts[-1] if attempts else run.attempt_path) / f"rank{arguments.rank}.log"
     if arguments.job or arguments.follow:
         option = "--job" if arguments.job else "--follow"
         raise CommandError(
-            f"{option} is for submitted runs, and {run.path} is none. `tail -F {path}` follows its rank {arguments.rank}."
+            f"{option} is for submitted runs, and {run.path} was not submitted. Use `tail -F {path}` to follow rank "
+            f"{arguments.rank}."
         )
     if not os.path.lexists(path):
         raise CommandError(f"rank {arguments.rank} of {run.path} has written no {path}.")
@@ -72,7 +73,7 @@ def _of_this_machine(run: RunDir, arguments: argparse.Namespace) -> int:
 
 
 def _follow(job: FolderJob, file: Callable[[], Path]) -> int:
-    """Show what comes until the job has ended; a new start begins a new file."""
+    """Show output as it comes until the job has ended. A restart begins a new file."""
     at, offset, ask_at, screen = file(), 0, 0.0, _Screen()
     while True:
         ended = False
@@ -93,16 +94,16 @@ def _follow(job: FolderJob, file: Callable[[], Path]) -> int:
 
 
 class _Screen:
-    """Standard output: as the ranks wrote it into a file or a pipe; on a terminal, without what would do more than show text."""
+    """Standard output: unchanged into a file or a pipe; on a terminal, without escape sequences that do more than show text."""
 
     def __init__(self) -> None:
         self._filter = OutputFilter() if sys.stdout.isatty() else None
 
     def copy(self, path: Path, offset: int) -> int:
-        """Show a file from `offset` on; where it ended.
+        """Show a file from `offset` on; returns the offset where it ended.
 
         Raises:
-            UsageError: it is not a file that can be read.
+            UsageError: not a readable file.
         """
         try:
             with open(open_file(path), "rb") as file:
@@ -126,7 +127,7 @@ class _Screen:
         sys.stdout.flush()
 
     def end(self) -> None:
-        """A file has been shown."""
+        """Called after each file."""
         if self._filter is not None:
             sys.stdout.buffer.write(self._filter.end().encode())
             sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""`echelon`: finds the verb and hands over."""
+"""`echelon`: finds the command and hands over to its module."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from echelon.contracts.run_dir import FULL_DISK
 
 __all__ = ["VERBS", "command", "main", "root_parser"]
 
-# A person's files are not as they should be: its name says more than a traceback.
+# Errors about a user's files: the file's name helps more than a traceback.
 _OF_FILES = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ESTALE)
 
-# What these have done is done, whether or not anybody read of it.
+# Their work counts, whether or not their output could be written.
 _ACTS = ("run", "submit", "cancel", "dragon", "move")
 
-# Ranks come out of these processes.
+# Commands whose process starts ranks.
 _STARTS_RANKS = ("run", "prove", "dragon")
 
-# A verb is a module of this package with `add_arguments(parser)` and `execute(arguments) -> exit code`.
+# A command is a module of this package with `add_arguments(parser)` and `execute(arguments) -> exit code`.
 VERBS = {
     "run": "run a script on ranks of this machine",
     "submit": "run a script on a Slurm cluster, or in the background",
@@ -34,26 +34,26 @@ VERBS = {
     "cancel": "end a submitted job",
     "dragon": "run a script on Dragon's runtime, and leave nothing behind",
     "prove": "run a script under every layout and compare each step with one process",
-    "plan": "show what a layout does with each layer of a script's module, before it trains",
-    "explain": "say why a run stopped: which rank, and for what",
+    "plan": "show what a layout does with each layer of a script's module, before training",
+    "explain": "say why a run stopped: which rank failed, and why",
     "report": "write a run's report.html again, or compare several runs on one page",
-    "top": "show a run as it is now, until you leave",
-    "doctor": "look at this machine, or the nodes of a Slurm allocation, for what would stop a run",
+    "top": "show a running run live, until you leave",
+    "doctor": "check this machine, or the nodes of a Slurm allocation, for faults that would stop a run",
     "ckpt": "list, verify, compare and export checkpoints",
     "move": "change the import lines of another library's script to echelon.compat's",
-    "completion": "print what makes a shell complete these commands and their options",
+    "completion": "print a script with which a shell completes these commands and their options",
 }
 
 
 def command() -> int:
-    """`main` of a process of its own."""
+    """Run `main` as the whole process."""
     if sys.argv[1:2] and sys.argv[1] in _STARTS_RANKS:
         fix_hash_seed()
     return main()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code. 2 means that the command or a value in it makes no sense."""
+    """Run the command line and return its exit code. 2 is a usage error: an unknown command or a bad value."""
     open_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     verb = arguments[0] if arguments else ""
@@ -111,26 +111,26 @@ def _run(verb: str, arguments: Sequence[str]) -> int:
             return 1
         if error.errno not in FULL_DISK:
             raise
-        lost = flush_streams() is not None or verb not in _ACTS  # a buffer that was too small has nothing left to flush
+        lost = flush_streams() is not None or verb not in _ACTS  # a write too large for the buffer has nothing left to flush
         what = error.filename or ("standard output" if lost else "a file")
         print(printable(f"echelon: {what} cannot be written: {error.strerror}"), file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # before or after the ranks: while they run, the launcher hears it itself
+    except KeyboardInterrupt:  # before or after the ranks run: meanwhile the launcher handles it
         print("echelon: stopped by SIGINT", file=sys.stderr)
         return 130
 
 
 def root_parser() -> argparse.ArgumentParser:
-    """What stands before a verb, and the help that lists the verbs."""
+    """The parser of the options before a command, with the help that lists the commands."""
     width = max(map(len, VERBS))
     commands = "\n".join(f"  {verb:<{width}}  {text}" for verb, text in VERBS.items())
     parser = argparse.ArgumentParser(
         prog="echelon",
         usage="echelon [--version [--verbose]] COMMAND ...",
         description="Train PyTorch models on many processes.",
-        epilog=f"commands:\n{commands}\n\n`echelon COMMAND --help` says more.",
+        epilog=f"commands:\n{commands}\n\n`echelon COMMAND --help` shows its options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="show the version")
-    parser.add_argument("--verbose", action="store_true", help="with --version: what a report of a fault needs")
+    parser.add_argument("--verbose", action="store_true", help="with --version: also the versions that a bug report needs")
     return parser

@@ -1,4 +1,4 @@
-"""`echelon move`: a script of another library, with import lines that name `echelon.compat`."""
+"""`echelon move`: change a script's import lines from another library to `echelon.compat`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["add_arguments", "execute"]
 
 _ABOUT = """\
 Names of TorchTNT, FairScale, nntool, Dragon, Lightning and of transformers' Trainer become those of echelon.compat: in
-import lines, nowhere else. Shows the difference; --write makes it. What echelon.compat does not have is named with what to
-take instead. The exit code is 1 if there is such a name, 2 if a file is no Python.
+import lines, nowhere else. Shows the difference; --write changes the files. A name that echelon.compat does not have is
+listed with its replacement. The exit code is 1 if there is such a name, 2 if a file is not Python.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = _ABOUT
-    parser.add_argument("files", nargs="+", metavar="FILE", help="a script, or a file that it imports; all that use the library")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="the script, and all files it imports that use the library")
     parser.add_argument("--write", action="store_true", help="change the files")
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Run the command; returns 1 if a name is not here. No file is changed before all are understood."""
+    """Run the command; returns 1 if compat lacks a name. No file is changed before all have been parsed."""
     moved = {path: _moved(path) for path in dict.fromkeys(map(Path, arguments.files))}
     names = changed = 0
     notes: list[tuple[Path, Note]] = []
@@ -55,10 +55,10 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _moved(path: Path) -> tuple[bytes, Moved]:
-    """A file's bytes, and what becomes of them.
+    """A file's bytes, and the changed script.
 
     Raises:
-        CommandError: it is no file, a link, no Python, or would not be kept as it is; or libcst is not installed.
+        CommandError: it is not a file, is a link, is not Python, or would change elsewhere; or libcst is not installed.
     """
     try:
         from libcst import ParserSyntaxError
@@ -68,7 +68,7 @@ def _moved(path: Path) -> tuple[bytes, Moved]:
 
     if path.is_symlink():
         raise CommandError(f"{path} must be a file, got a link to {os.readlink(path)}. Name that file.")
-    if path.suffix == ".ipynb":  # whose text happens to be an expression of Python
+    if path.suffix == ".ipynb":  # JSON, which may parse as a Python expression
         raise CommandError(f"{path} must be a script, got a notebook. Save it as one: jupyter nbconvert --to script {path}")
     try:
         text = read_bytes(path)
@@ -79,9 +79,13 @@ def _moved(path: Path) -> tuple[bytes, Moved]:
     except ParserSyntaxError as error:
         what = text.splitlines()[error.raw_line - 1 : error.raw_line]
         shown = shortly(b"".join(what).decode(errors="replace"))
-        raise CommandError(f"{path}:{error.raw_line} must be Python 3, got {shown}. Mend it first.") from None
-    except (UnicodeDecodeError, SyntaxError, LookupError) as error:  # another encoding than the file says, old line ends
-        raise CommandError(f"{path} must be text in the encoding that it names, got {error}. Save it anew.") from None
+        raise CommandError(f"{path}:{error.raw_line} must be Python 3, got {shown}. Fix it first.") from None
+    except (
+        UnicodeDecodeError,
+        SyntaxError,
+        LookupError,
+    ) as error:  # not in the encoding that the file declares, or old line ends
+        raise CommandError(f"{path} must be text in the encoding that it names, got {error}. Save it in that encoding.") from None
 
 
 def _show(path: Path, before: bytes, after: Moved) -> None:
@@ -91,13 +95,15 @@ def _show(path: Path, before: bytes, after: Moved) -> None:
 
 
 def _write(path: Path, before: bytes, text: bytes) -> None:
-    """In one step: whoever reads the file meanwhile has the old or the new one. Its mode stays.
+    """Replace a file in one step: a reader sees the old or the new text. Its mode stays.
 
     Raises:
-        CommandError: somebody, such as an editor, has saved it since it was read.
+        CommandError: the file has changed since it was read, for example in an editor.
     """
     mode = stat.S_IMODE(path.stat().st_mode)
     if read_bytes(path) != before:
-        raise CommandError(f"{path} must be as it was read, got another text, saved meanwhile. Run the command again.")
+        raise CommandError(
+            f"{path} must not change while `echelon move` runs, got another text, saved meanwhile. Run the command again."
+        )
     write_whole(path, text, durable=True)
     path.chmod(mode)

@@ -1,7 +1,7 @@
-"""The command's own standard streams: closed from the beginning, gone in the middle, or on a full disk.
+"""The command's own standard streams, which may be closed at the start, lose their reader, or lie on a full disk.
 
-A reader that goes away (`echelon jobs | head -1`) ends a command that only shows something, quietly and with the exit code that a
-shell gives a program which SIGPIPE ended. What was done stays done: a run continues, a job is submitted.
+If the reader goes away (`echelon jobs | head -1`), a command that only shows something ends quietly, with the exit code that a
+shell gives for SIGPIPE. A command that acts keeps its effect: the run continues, the job is submitted.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ READER_GONE = 141  # 128 + SIGPIPE
 
 
 def open_streams() -> None:
-    """Point whichever of the three is closed at nothing: the next file that is opened would else be taken for it."""
+    """Open closed standard streams on /dev/null: otherwise the next opened file would get their descriptor."""
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor
     if sys.stdout is None:
         sys.stdout = open(1, "w", closefd=False)
     if sys.stderr is None:
@@ -31,7 +31,7 @@ def open_streams() -> None:
 
 
 def reader_has_gone() -> bool:
-    """Whether standard output or error is a pipe that nobody will read any more."""
+    """Whether standard output or error is a pipe without a reader."""
     poll = select.poll()
     for fd in (1, 2):
         poll.register(fd, 0)
@@ -39,10 +39,10 @@ def reader_has_gone() -> bool:
 
 
 def flush_streams() -> OSError | None:
-    """Flush the buffers; what cannot be written is dropped, instead of failing again at exit.
+    """Flush standard output and error. Output that cannot be written is dropped, so that it does not fail again at exit.
 
     Returns:
-        Why standard output could not be written.
+        The error of standard output, if it could not be written.
     """
     why: OSError | None = None
     for stream, fd in ((sys.stdout, 1), (sys.stderr, 2)):
@@ -51,7 +51,7 @@ def flush_streams() -> OSError | None:
         except OSError as error:
             why = error if fd == 1 else why
             _to_nothing(stream, fd)
-        except ValueError:  # closed by the code that replaced it
+        except ValueError:  # closed by code that replaced the stream
             pass
     return why
 

@@ -1,4 +1,4 @@
-"""The parser of every verb: what it does about options that are nearly right, or that stand in the wrong place."""
+"""The parser of every command: suggestions for misspelt options, and for options in the wrong place."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["Parser", "runs_folder"]
 
 
 def runs_folder(text: str) -> str:
-    """Of --runs. A shell leaves the ~ of `--runs=~/runs` to the program."""
+    """Type of --runs. A shell does not expand the ~ of `--runs=~/runs`."""
     if not text:
-        raise argparse.ArgumentTypeError("must be a folder, got ''; the present one is .")
+        raise argparse.ArgumentTypeError("must be a folder, got ''; the current one is .")
     return os.path.expanduser(text)
 
 
 class Parser(argparse.ArgumentParser):
-    """Options are written in full: `--rank 2`, taken for `--ranks`, would be an option of some scripts.
+    """A parser without abbreviations: `--rank 2` may be an option of the script, so it must not match `--ranks`.
 
-    Words after a SCRIPT are the script's. One of them that echelon knows, and that was not given to echelon too, is mentioned
-    on standard error, unless the script's own text has it.
+    All words after SCRIPT belong to the script. If one of them is an option of echelon that was not also given before SCRIPT,
+    a line on standard error says so, unless the script's source contains that option.
 
     Attributes:
-        needs_one_of: options of which the verb needs one. If those that were given all stand after the SCRIPT, as in
-            `echelon plan train.py --cluster 2x8xH100 --lr 0.1`, so do others of echelon's: they are taken from the script's
-            words up to a `--`, unless the script's own text has them.
+        needs_one_of: options of which the command needs at least one. If all that were given stand after SCRIPT, as in
+            `echelon plan train.py --cluster 2x8xH100 --lr 0.1`, echelon's options up to a `--` are taken from the script's
+            words, except those that the script's source contains.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         unknown = message.removeprefix("unrecognized arguments: ")
         near = difflib.get_close_matches(unknown.partition(" ")[0].partition("=")[0], self._known, n=1)
         hint = f". Did you mean {near[0]}?" if unknown != message and near else ""
-        # Without the usage, whose dozen lines would hide the one that matters.
+        # Without the usage: its dozen lines would hide the error.
         self.exit(2, f"{self.prog}: error: {message}{hint}\n`{self.prog} --help` shows all options.\n")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
@@ -68,16 +68,16 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def _late(self, script: str, its: Sequence[str], given: set[str]) -> set[str]:
-        """Options of echelon's among the script's words, which its own text does not have."""
+        """Echelon's options that stand among the script's words and that the script's source does not contain."""
         late = {_name(word) for word in _before_dashes(its) if word.startswith("--")} & set(self._known) - given
         try:
             text = read_bytes(os.path.realpath(script)).decode(errors="replace") if late else ""
-        except OSError:  # a module, or no file at all, which is refused elsewhere
+        except OSError:  # a module, or a missing file, which another check refuses
             text = ""
         return {name for name in late if name not in text}
 
     def _taken(self, its: Sequence[str], late: set[str]) -> tuple[list[str], list[str]]:
-        """Echelon's words, each with its value, and those that stay the script's."""
+        """Split into echelon's options, each with its value, and the words that stay the script's."""
         own_words: list[str] = []
         left: list[str] = []
         words = iter(_before_dashes(its))

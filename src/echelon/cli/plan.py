@@ -1,4 +1,4 @@
-"""`echelon plan`: what training will do, before it does it."""
+"""`echelon plan`: predict memory and time of a training before it runs."""
 
 from __future__ import annotations
 
@@ -29,57 +29,65 @@ __all__ = ["add_arguments", "execute", "found_batch", "refuse_unfit"]
 
 def add_arguments(parser: Parser) -> None:
     parser.needs_one_of = frozenset({"--gpus", "--ranks", "--cluster", "--layers", "--find-batch"})
-    parser.add_argument("--gpus", "--ranks", dest="ranks", type=int, metavar="N", help="on how many devices, a rank on each")
-    parser.add_argument("--nodes", type=int, metavar="N", help="on how many machines these are (default: 8 devices on each)")
-    parser.add_argument("--device", metavar="NAME", help="a device that is known: a100-80, h100-sxm, h200, ...; or FILE.toml")
+    parser.add_argument("--gpus", "--ranks", dest="ranks", type=int, metavar="N", help="number of devices, one rank on each")
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="number of machines with these devices (default: 8 devices on each)"
+    )
+    parser.add_argument("--device", metavar="NAME", help="a known device: a100-80, h100-sxm, h200, ...; or FILE.toml")
     parser.add_argument("--cluster", metavar="NODESxDEVICESxNAME", help="all three in a word: 16x8xH100")
-    parser.add_argument("--budget", metavar="SIZE", help="memory of a device, such as 80GiB; goes before --device")
+    parser.add_argument("--budget", metavar="SIZE", help="memory of a device, such as 80GiB; overrides the memory of --device")
     parser.add_argument(
         "--layout",
         metavar="LAYOUT",
         action="append",
-        help="to be tried beside the script's own, a word such as fsdp, or axes such as dp_shard=2,tp=4; may be given "
-        "again (default: those that these devices allow)",
+        help="also plan this layout: a word such as fsdp, or axes such as dp_shard=2,tp=4; may be "
+        "repeated (default: the script's own and those that these devices allow)",
     )
     parser.add_argument("--strategy", dest="layout", action="append", help=argparse.SUPPRESS)  # the older word
-    parser.add_argument("--only", metavar="LAYOUT", help="this layout alone; 'yours' is the script's own")
-    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16", "float8"], help="in place of the script's own")
+    parser.add_argument("--only", metavar="LAYOUT", help="plan this layout alone; 'yours' is the script's own")
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16", "float8"], help="instead of the script's own")
     parser.add_argument(
         "--shape",
         metavar="FILE:LINE=N",
         action="append",
-        help="how many elements a line of the script chooses where only values say so, as of x[mask]; may be given again",
+        help="number of elements that a line of the script selects by value, as in x[mask]; may be repeated",
     )
     parser.add_argument(
         "--search",
         action="store_true",
-        help="all layouts of these devices, each with the fewest micro-batches that fit: the fastest first, and its command",
+        help="plan all layouts of these devices, each with the fewest micro-batches that fit; fastest first, with its command",
     )
     parser.add_argument(
         "--find-batch",
         action="store_true",
-        help="the largest micro-batch that fits, tried for real on --gpus ranks of this machine (default: all GPUs, else 1)",
+        help="find the largest micro-batch that fits by running it on --gpus ranks of this machine (default: all GPUs, else 1)",
     )
-    parser.add_argument("--goal", metavar="AMOUNT", help="the whole training, such as '300B tokens': days, device-hours")
-    parser.add_argument("--price", type=float, metavar="P", help="of a device for an hour: what the goal costs")
-    parser.add_argument("--mtbf", type=float, metavar="HOURS", help="between failures of a device: how many there will be")
     parser.add_argument(
-        "--save-time", type=float, default=60.0, metavar="S", help="for which a save holds training up (default: 60)"
+        "--goal", metavar="AMOUNT", help="length of the whole training, such as '300B tokens'; adds days and device-hours"
     )
-    parser.add_argument("--json", action="store_true", help="for programs")
-    parser.add_argument("--page", metavar="FILE.html", help="also leave a page with pictures: memory, and an update over time")
-    parser.add_argument("--into", metavar="FILE.json", help=argparse.SUPPRESS)  # for `run --plan`, as --json
-    parser.add_argument("--planned-ranks", type=int, metavar="N", help=argparse.SUPPRESS)  # of its --ranks MIN:MAX
-    parser.add_argument("--layers", action="store_true", help="what the layout does with each layer, in place of memory")
+    parser.add_argument("--price", type=float, metavar="P", help="price of a device for an hour; adds the cost of --goal")
+    parser.add_argument(
+        "--mtbf", type=float, metavar="HOURS", help="mean time between failures of a device; adds the number of failures"
+    )
+    parser.add_argument(
+        "--save-time", type=float, default=60.0, metavar="S", help="seconds that training waits for a checkpoint (default: 60)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+    parser.add_argument("--page", metavar="FILE.html", help="also write a page with charts: memory, and an update over time")
+    parser.add_argument("--into", metavar="FILE.json", help=argparse.SUPPRESS)  # for `run --plan`: the JSON of --json
+    parser.add_argument("--planned-ranks", type=int, metavar="N", help=argparse.SUPPRESS)  # MAX of its --ranks MIN:MAX
+    parser.add_argument("--layers", action="store_true", help="show what the layout does with each layer, not memory")
     parser.add_argument(
         "--calibrate",
         metavar="FILE.toml",
         help="measure this machine with --gpus ranks (default: 1), for --device FILE.toml; no script is needed",
     )
     parser.add_argument(
-        "script", nargs="?", help="a script that gives echelon a module to train; two updates of it are traced, without memory"
+        "script",
+        nargs="?",
+        help="a script that trains a module with echelon; two of its updates are traced, without allocating tensors",
     )
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's arguments")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -99,7 +107,7 @@ def execute(arguments: argparse.Namespace) -> int:
         not (arguments.only and others), "--only", "given without --layout, --search, --layers", arguments.only, kind=PlanError
     )
     if arguments.script is None:
-        raise PlanError("plan needs a script, got none. Only --calibrate FILE.toml goes without.")
+        raise PlanError("plan needs a script, got none. Only --calibrate FILE.toml works without one.")
     check_script(arguments.script)
     if arguments.find_batch:
         return _find_batch(arguments)
@@ -116,7 +124,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     ranks = arguments.ranks or 1
     device = calibrate(ranks, file.stem)
     write_whole(file, written(device), 0o644)
-    print(f"{arguments.calibrate}: as each of {ranks} ranks has it, computing at a time")
+    print(f"{arguments.calibrate}: rates of each of {ranks} ranks, all computing at once")
     for dtype, rate in device.peak.items():
         print(f"  products in {dtype}: {rate / 1e9:,.1f} GFLOP/s")
     print(f"  memory: {device.bandwidth / 1e9:,.1f} GB/s")
@@ -126,7 +134,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _check_folder(option: str, file: str) -> None:
-    """Before the work whose result is to be written there."""
+    """Check the folder before the work whose result goes there."""
     require(Path(file).parent.is_dir(), option, "a file in a folder that exists", file, kind=PlanError)
 
 
@@ -165,7 +173,7 @@ def _memory(arguments: argparse.Namespace) -> int:
         if fastest and command:
             given = options_of(fastest, arguments.precision)
             print(printable(f"\nThe fastest that fits: {shlex.join(command)}" + (f"  (with {given})" if given else "")))
-    if arguments.page:  # after the numbers, which a full disk does not cost
+    if arguments.page:  # after the numbers: a full disk must not lose them
         sys.stdout.flush()
         write_whole(Path(arguments.page), plan.to_html(f"echelon plan {Path(arguments.script).name}"), 0o644)
     traced = [each.verdict for each in (*plan.layouts, *plan.left_out) if each.peak]
@@ -196,43 +204,41 @@ def _find_batch(arguments: argparse.Namespace) -> int:
     command = ["echelon", "run", "--ranks", str(ranks), *layouts, "--find-batch", arguments.script, *arguments.args]
     last = (
         f"The largest micro-batch that fits has {best.samples} samples on each of {ranks} ranks: "
-        f"accumulate={best.micro_batches}. To find it anew and train with it: {shlex.join(command)}"
+        f"accumulate={best.micro_batches}. To find it again and train with it: {shlex.join(command)}"
     )
     print(printable("\n".join([*trial_lines(trials), "", last])))
     return 0
 
 
 def found_batch(layout: str | None, ranks: int, script: str, args: Sequence[str]) -> int:
-    """For `run --find-batch`, which loads no torch: micro-batches of an update, as a process of its own finds them.
+    """For `run --find-batch`, which must not load torch: number of micro-batches per update, found by a separate process.
 
     Raises:
-        PlanError: none fits, or the script fails; it has said why.
+        PlanError: none fits, or the script fails. The process has printed why.
     """
     words = [sys.executable, "-m", "echelon", "plan", "--find-batch", "--json", "--gpus", str(ranks)]
     words += ["--only", layout or "yours", script, *args]
     done = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=False)
     answer = parse_object(done.stdout) if done.returncode == 0 else None
     if answer is None:
-        raise PlanError(
-            "the script must train with some micro-batch, got what is said above. Mend that, or leave out --find-batch."
-        )
+        raise PlanError("the script must train with some micro-batch, got the error above. Fix that, or leave out --find-batch.")
     return int(answer["accumulate"])
 
 
 def refuse_unfit(
     device: str, layout: str | None, ranks: int, nodes: int, script: str, args: Sequence[str], *, planned_ranks: int | None = None
 ) -> dict[str, object]:
-    """For `--plan DEVICE` of commands that start ranks, and load no torch: shows the plan, which a process of its own makes.
+    """For `--plan DEVICE` of commands that start ranks and must not load torch: show the plan, made by a separate process.
 
     Args:
         device: a name, a file or a size.
-        layout: None is the script's own.
+        layout: None for the script's own.
         ranks: on all nodes.
-        planned_ranks: if these are fewer than the micro-batches are meant for.
+        planned_ranks: the number of ranks for which the micro-batches are meant, if `ranks` are fewer.
     Returns:
-        What a run's folder keeps of it: the layout, bytes of a rank, seconds, tokens and samples of an update.
+        The entries for run.json: layout, bytes per rank, and seconds, tokens and samples per update.
     Raises:
-        PlanError: it does not fit, or nothing could be traced.
+        PlanError: the layout does not fit, or nothing could be traced.
     """
     given = ["--budget" if device[:1].isdigit() else "--device", device, "--only", layout or "yours"]
     given += [] if planned_ranks is None else ["--planned-ranks", str(planned_ranks)]
@@ -247,7 +253,7 @@ def refuse_unfit(
             f"the layout must fit on {device} with {ranks} ranks, got the plan above. Choose another, or leave out --plan."
         )
     if code or plan is None:
-        raise PlanError("the run must be one that can be planned, got what is said above. Mend that, or leave out --plan.")
+        raise PlanError("the run must be one that can be planned, got the error above. Fix that, or leave out --plan.")
     answer = plan["layouts"][0]
     return {"device": device} | {name: answer[name] for name in ("layout", "peak", "seconds", "tokens", "samples")}
 
@@ -259,10 +265,10 @@ def _layers(arguments: argparse.Namespace) -> int:
 
     layouts = arguments.layout or [None]
     require(len(layouts) == 1, "--layout", "given once with --layers", layouts, kind=PlanError)
-    # As a rank of a launcher: a script that would start ranks itself where there are none goes on in this process.
+    # Pretend to be a launched rank: a script that starts ranks itself then continues in this process.
     os.environ.update({**RankInfo(rank=0, world_size=1, run_id="plan").to_env(), "MASTER_PORT": str(free_port())})
     target = Target(script=arguments.script, args=tuple(arguments.args), device="cpu")
-    with contextlib.redirect_stdout(sys.stderr):  # what the script prints is not the plan
+    with contextlib.redirect_stdout(sys.stderr):  # keep the script's output out of the plan
         layers = plan_layers(target, layouts[0], arguments.ranks)
     print(printable("\n\n".join("\n".join(lines(each)) for each in layers)))
     return 0

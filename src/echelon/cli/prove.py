@@ -21,8 +21,9 @@ _INTERRUPTED = 130
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
-        "exit code: 0 all rows agree; 1 the script's own configuration differs or fails; 2 usage; 3 nothing differs, and some "
-        "rows could not be compared, or in part; 4 nothing was compared; 5 only other rows than the script's own differ or fail"
+        "exit code: 0 all rows agree; 1 the script's own configuration differs or fails; 2 usage; 3 nothing differs, but some "
+        "rows could not be compared, or only in part; 4 nothing was compared; 5 only other rows than the script's own differ or "
+        "fail"
     )
     parser.add_argument(
         "--layouts", metavar="LAYOUTS", help="comma-separated, axes joined by +: cp=2,dp_shard=2+tp=2; default: all that fit"
@@ -37,24 +38,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        help="what every rank computes on (default: a GPU each if there are enough for the largest of --ranks, else the CPU)",
+        help="device of every rank (default: one GPU each if there are enough for the largest of --ranks, else the CPU)",
     )
     parser.add_argument("--float64", action="store_true", help="compare in float64, to 1e-11")
-    parser.add_argument("--no-sgd", action="store_true", help="leave out the rows with SGD in place of the script's optimizer")
+    parser.add_argument("--no-sgd", action="store_true", help="leave out the rows with SGD instead of the script's optimizer")
     parser.add_argument("--bitwise", action="store_true", help="also prove the bit-equal mode")
     parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
     parser.add_argument("--bf16", action="store_true", help="also compare in bf16, with one process under autocast")
-    parser.add_argument("--eager", action="store_true", help="never compile, also where the script does: faster, and proves less")
-    parser.add_argument("--seed", type=int, default=0, help="of every process before the script begins (default: 0)")
+    parser.add_argument("--eager", action="store_true", help="never compile, even if the script does: faster, but proves less")
+    parser.add_argument("--seed", type=int, default=0, help="seed of every process when the script begins (default: 0)")
     parser.add_argument(
         "--timeout", type=float, default=600.0, metavar="S", help="seconds after which a row is stopped and failed (default: 600)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.add_argument(
-        "--runs", type=runs_folder, default="runs", metavar="FOLDER", help="where the page is left (default: runs)"
-    )
+    parser.add_argument("--runs", type=runs_folder, default="runs", metavar="FOLDER", help="folder for the page (default: runs)")
     parser.add_argument("script", help="a script that calls echelon's train or fit")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's arguments")
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -113,7 +112,7 @@ def execute(arguments: argparse.Namespace) -> int:
         for named, text in show.blocks(proof.results):
             print("\n    ".join([f"\n{named}", *text]))
         print("\n".join(["", *show.summary(proof)]), flush=True)
-    write_json(run.path / "prove.json", facts)  # after the verdict, which a full disk does not cost
+    write_json(run.path / "prove.json", facts)  # after the verdict: a full disk must not lose it
     write_whole(run.path / "prove.html", show.page(proof, f"echelon prove {script.name}"))
     if not arguments.json:
         print(f"page {run.path / 'prove.html'}", file=sys.stderr)

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="the page to write (default: the run's report.html; of several runs comparison.html in the first one's folder)",
+        help="the page to write (default: the run's report.html; for several runs comparison.html in the folder of the first)",
     )
 
 
@@ -32,7 +32,7 @@ def execute(arguments: argparse.Namespace) -> int:
     page = runs[0].report if len(runs) == 1 else folders[0] / "comparison.html"
     if arguments.output is not None:
         page = Path(arguments.output)
-        # A page takes the place of what has its name: of a device, or of the name of standard output, too.
+        # Writing replaces the file of this name, even if that is a device or standard output.
         special = os.path.abspath(page).startswith(("/dev/", "/proc/")) or (os.path.lexists(page) and not page.is_file())
         if not page.parent.is_dir() or special:
             raise CommandError(f"--output must be a file in a folder that exists, got {page}.")
@@ -41,7 +41,7 @@ def execute(arguments: argparse.Namespace) -> int:
             report.write(runs[0])
         else:
             report.compare(runs, page)
-    except OSError as error:  # somebody else's folder, one that is mounted to be read, a full disk
-        raise EchelonError(f"{page} cannot be written: {error.strerror}. --output FILE writes it elsewhere.") from None
+    except OSError as error:  # another user's folder, a read-only mount, a full disk
+        raise EchelonError(f"{page} cannot be written: {error.strerror}. --output FILE writes the page elsewhere.") from None
     print(printable(str(page)))
     return 0

@@ -1,4 +1,4 @@
-"""`echelon run`: start a script on ranks of this machine, show how it goes, leave a run folder and a report."""
+"""`echelon run`: start a script on ranks of this machine, show its progress, leave a run folder and a report."""
 
 from __future__ import annotations
 
@@ -52,30 +52,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks",
         default="auto",
         metavar="N|auto|MIN:MAX",
-        help="processes to start; auto: one per GPU, else per core; MIN:MAX starts MAX, and a restart goes on with those left",
+        help="processes to start; auto: one per GPU, else per core; MIN:MAX starts MAX, and restarts with the ranks left",
     )
     parser.add_argument(
         "--bind",
         default="none",
         metavar="cores|devices|both|none",
         choices=("cores", "devices", "both", "none"),
-        help="cores: each rank has cores of its own, of its GPU's NUMA node, for a machine that no other job uses; devices: each "
-        "sees one GPU only, by CUDA_VISIBLE_DEVICES (default: none: it sees all, and LOCAL_RANK picks one)",
+        help="cores: each rank has its own cores, on its GPU's NUMA node, for a machine without other jobs; devices: each rank "
+        "sees only its GPU, by CUDA_VISIBLE_DEVICES (default: none: it sees all, and LOCAL_RANK picks one)",
     )
-    parser.add_argument("--name", metavar="NAME", help="the run's folder below runs/; an existing one gets one more attempt")
+    parser.add_argument("--name", metavar="NAME", help="the run's folder below runs/; if it exists, it gets one more attempt")
     parser.add_argument(
         "--grace", type=float, default=30.0, metavar="S", help="seconds between asking ranks to stop and killing them"
     )
     parser.add_argument(
-        "--stop-after", metavar="TIME", help="save and end with exit code 75 after so long, such as 55m; the same command goes on"
+        "--stop-after",
+        metavar="TIME",
+        help="save and end with exit code 75 after this time, such as 55m; the same command continues",
     )
     parser.add_argument(
-        "--restart", action="store_true", help="start over although the run's folder shows progress, which is set aside"
+        "--restart", action="store_true", help="start over even if the run's folder has progress, and set that aside"
     )
     parser.add_argument(
         "--find-batch",
         action="store_true",
-        help="first find the largest micro-batch that fits, by trying, and train with it; the global batch stays what it is",
+        help="first find the largest micro-batch that fits, by trying, and train with it; the global batch stays the same",
     )
     parser.add_argument(
         "--metrics-port", type=int, metavar="PORT", help="serve the run's numbers to Prometheus at /metrics; 0 takes a free port"
@@ -84,78 +86,76 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--metrics-bind",
         default="127.0.0.1",
         metavar="ADDRESS",
-        help="where: by default only this machine can ask (default: 127.0.0.1)",
+        help="address for --metrics-port; the default serves this machine only (default: 127.0.0.1)",
     )
     add_shared(parser)
 
 
 def add_shared(parser: argparse.ArgumentParser) -> None:
-    """What `submit` has, too; last, since the script and its arguments are among them."""
+    """Add the options that `run` and `submit` share. Call it last: it also adds the script and its arguments."""
     parser.add_argument(
-        "--max-restarts", type=int, default=0, metavar="N", help="start all ranks again up to N times after a failure"
+        "--max-restarts", type=int, default=0, metavar="N", help="restart all ranks up to N times after a failure"
     )
     parser.add_argument(
         "--stall-after",
         metavar="TIME",
-        help="without a step for so long, say which rank is behind and where (default: $ECHELON_STALL_AFTER, else 60s; more for "
-        "slow steps, first ones, checkpoints)",
+        help="without a step for so long, say which rank is behind and where (default: $ECHELON_STALL_AFTER, else 60s; longer "
+        "for slow steps, first ones, checkpoints)",
     )
     parser.add_argument(
         "--hang-timeout",
         metavar="TIME|none",
-        help="end the ranks, as failed, when nothing has moved for so long (default: $ECHELON_HANG_TIMEOUT, else 10m; more for "
-        "slow steps, first ones, evaluations, checkpoints)",
+        help="end the ranks as failed after this time without any progress (default: $ECHELON_HANG_TIMEOUT, else 10m; longer "
+        "for slow steps, first ones, evaluations, checkpoints)",
     )
     parser.add_argument(
         "--layout",
         metavar="LAYOUT",
-        help="how ranks share the model, in place of what the script says: a word such as fsdp, or axes such as dp_shard=2,tp=4; "
-        "what a script wraps by hand stays as it is",
+        help="layout of the model over the ranks, instead of the script's: a word such as fsdp, or axes such as dp_shard=2,tp=4; "
+        "modules that the script wraps by hand stay as they are",
     )
     parser.add_argument("--strategy", dest="layout", help=argparse.SUPPRESS)  # the older word
     parser.add_argument(
         "--plan",
         metavar="DEVICE",
-        help="first plan a rank's memory on it (h100-sxm, FILE.toml, a size such as 80GiB), and start nothing that cannot fit",
+        help="first plan a rank's memory on this device (h100-sxm, FILE.toml, a size such as 80GiB); start only if it fits",
     )
-    parser.add_argument(
-        "--bitwise", action="store_true", help="the same bits in every parameter on any number of ranks that divides --parts"
-    )
+    parser.add_argument("--bitwise", action="store_true", help="bit-equal parameters on any number of ranks that divides --parts")
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
-        help="what every rank computes on, whatever the script asks for (default: the script's choice, else a GPU each where "
-        "there are any)",
+        help="device of every rank, whatever the script asks for (default: the script's choice, else one GPU per rank, if "
+        "there are GPUs)",
     )
     traces.add_arguments(parser)
     parser.add_argument(
         "--track",
         metavar="NAMES",
-        help="where the run's numbers also go: tensorboard, wandb, mlflow, trackio, csv, or several with commas between them",
+        help="also send the run's numbers to tensorboard, wandb, mlflow, trackio or csv; several with commas between them",
     )
     parser.add_argument(
         "--check-collectives",
         action="store_true",
-        help="before every collective, compare what the ranks call: a mismatch that would hang, or give wrong numbers silently, "
-        "is an error that names the ranks; a collective then takes some ten times as long (TORCH_DISTRIBUTED_DEBUG=DETAIL)",
+        help="before every collective, compare the calls of the ranks: a mismatch that would hang or give wrong numbers silently "
+        "becomes an error that names the ranks; a collective takes about ten times as long (TORCH_DISTRIBUTED_DEBUG=DETAIL)",
     )
     parser.add_argument("--parts", type=int, default=4, metavar="N", help="with --bitwise: micro-batches per update (default: 4)")
     parser.add_argument(
-        "--runs", type=runs_folder, default="runs", metavar="FOLDER", help="where run folders are made (default: runs)"
+        "--runs", type=runs_folder, default="runs", metavar="FOLDER", help="folder in which run folders are made (default: runs)"
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in `python -m`")
     parser.add_argument("script", help="the training script")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's arguments")
 
 
 def stem_of(arguments: argparse.Namespace) -> str:
-    """How the name of a run begins that was given none."""
+    """First part of the name of a run that was given none."""
     return str(arguments.script).rpartition(".")[2] if arguments.module else Path(arguments.script).stem
 
 
 def execute(arguments: argparse.Namespace) -> int:
     least, ranks = parse_rank_range(arguments.ranks)
-    planned = plan_first(arguments, ranks, least=least)  # of the script alone: nobody tracks or traces that
+    planned = plan_first(arguments, ranks, least=least)  # before the environment is set: the plan neither tracks nor traces
     os.environ.update(device_in_env(arguments.device) | track_in_env(arguments.track) | traces.in_env(arguments, ranks))
     require(arguments.max_restarts >= 0, "--max-restarts", "at least 0", arguments.max_restarts, kind=CommandError)
     if least is not None and arguments.max_restarts == 0:
@@ -169,9 +169,9 @@ def execute(arguments: argparse.Namespace) -> int:
         over_its_head = replace(over_its_head, accumulation=_found_batch(arguments, ranks))
     if over_its_head != Overrides():
         os.environ.update(over_its_head.to_env())
-    with _endpoint(arguments) as serve:  # before there is a folder: a port that is taken leaves none behind
+    with _endpoint(arguments) as serve:  # before the run's folder: a port in use must leave no folder behind
         if wrong := missing_interface(os.environ):
-            say(wrong)  # no refusal: a script that opens no connection needs none
+            say(wrong)  # only a warning: a script may open no connection
         run = RunDir.create(arguments.runs, arguments.name, stem=stem_of(arguments), begin=False)
         run.hold()
         run = run.next_attempt()
@@ -192,7 +192,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if outcome.note:
         _say(f"echelon: {outcome.note}")
     if outcome.exit_code == REQUEUE and outcome.failure is None:
-        _say_why(run, "")  # if a rank was asked, and not the launcher
+        _say_why(run, "")  # a rank may have got the signal, not the launcher
         _say_how_to_go_on(run, named=arguments.name is not None, restart=job.restart)
     finish(run)
     return outcome.exit_code
@@ -200,7 +200,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _endpoint(arguments: argparse.Namespace) -> Iterator[Callable[[RunDir], None]]:
-    """Context with an endpoint for Prometheus, where one is asked for; what it gives is told the run's folder."""
+    """Serve metrics in this context, if --metrics-port is given. Yields a function that takes the run's folder."""
     if arguments.metrics_port is None:
         yield lambda _: None
         return
@@ -258,7 +258,7 @@ def _job(arguments: argparse.Namespace, least: int | None, ranks: int) -> JobSpe
 
 
 def _say_why(run: RunDir, shown: str) -> None:
-    """In one paragraph, what the evidence of all ranks says together, unless it was shown."""
+    """Print the `explained` line of exit.json, the cause found in the evidence of all ranks, unless `shown` has it."""
     explained = (exit_record(run.exit_json) or {}).get("explained")
     if explained and explained not in shown:
         _say(f"why: {one_line(explained)}")
@@ -268,7 +268,10 @@ def _say_how_to_go_on(run: RunDir, *, named: bool, restart: bool) -> None:
     same, stopped = _same_command(run, named=named, restart=False), _latest(run, "stopped")
     where = f" after update {stopped['step']}" if "step" in stopped else ""
     if "step" in stopped and not stopped.get("saved", True) and isinstance(stopped.get("latest"), str):
-        _say(f"echelon: stopped{where}, last saved as {one_line(stopped['latest'])}: {same} goes on from there if it names it")
+        _say(
+            f"echelon: stopped{where}, last saved as {one_line(stopped['latest'])}: {same} goes on from there if the script "
+            "restores it"
+        )
     elif "step" in stopped and not stopped.get("saved", True):
         _say(f"echelon: stopped{where}, and nothing was saved (no DistributedCheckpointSaver): {same} starts over")
     else:
@@ -282,11 +285,11 @@ def _same_command(run: RunDir, *, named: bool, restart: bool) -> str:
 def plan_first(
     arguments: argparse.Namespace, ranks: int, nodes: int = 1, *, least: int | None = None
 ) -> dict[str, object] | None:
-    """What --plan asks for, before there is a run's folder or a job; None if nothing is asked.
+    """Plan memory as --plan asks, before there is a run folder or a job. None without --plan.
 
     Args:
         ranks: on all nodes.
-        least: with how many the run may go on after a restart.
+        least: the fewest ranks with which the run may continue after a restart.
     """
     if arguments.plan is None:
         return None
@@ -303,21 +306,21 @@ def plan_first(
 
 
 def _found_batch(arguments: argparse.Namespace, ranks: int) -> int:
-    """Before there is a run's folder."""
+    """Find the accumulation of the largest micro-batch that fits, before there is a run folder."""
     fits = not (arguments.module or arguments.bitwise)
     require(fits, "--find-batch", "given with the file of a script, and without --bitwise", True, kind=CommandError)
     from echelon.cli.plan import found_batch
 
     many = found_batch(arguments.layout, ranks, arguments.script, arguments.args)
-    _say(f"echelon: the largest micro-batch that fits is that of accumulate={many}")
+    _say(f"echelon: the largest micro-batch that fits needs accumulate={many}")
     return many
 
 
 def decided(arguments: argparse.Namespace, planned_ranks: int | None = None) -> Overrides:
-    """What --layout, --bitwise and --parts decide over a script's head.
+    """The settings of --layout, --bitwise and --parts, which override the script's own.
 
     Raises:
-        UsageError: a number of parts that is no power of two.
+        UsageError: the number of parts is not a power of two.
     """
     if arguments.bitwise and (arguments.parts < 1 or arguments.parts & (arguments.parts - 1)):
         raise CommandError(f"--parts must be a power of two, such as 4, got {arguments.parts}.")
@@ -325,15 +328,15 @@ def decided(arguments: argparse.Namespace, planned_ranks: int | None = None) -> 
 
 
 def device_in_env(device: str | None) -> dict[str, str]:
-    """The variable by which --device reaches the ranks."""
+    """The variable that carries --device to the ranks."""
     return {} if device is None else {DEVICE_VARIABLE: device}
 
 
 def track_in_env(track: str | None) -> dict[str, str]:
-    """The variable by which --track reaches the ranks.
+    """The variable that carries --track to the ranks.
 
     Raises:
-        UsageError: a tracker that is not known.
+        UsageError: an unknown tracker.
     """
     if track is None:
         return {}
@@ -343,17 +346,17 @@ def track_in_env(track: str | None) -> dict[str, str]:
 
 
 def checks_in_env(arguments: argparse.Namespace) -> dict[str, str]:
-    """What --check-collectives says to torch in the ranks."""
+    """The variable that makes torch check collectives in the ranks, for --check-collectives."""
     return {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"} if arguments.check_collectives else {}
 
 
 def describe(
     job: JobSpec, run: RunDir, launcher: str = "local", *, planned: dict[str, object] | None = None
 ) -> dict[str, object]:
-    """What run.json holds.
+    """The contents of run.json.
 
     Args:
-        planned: what --plan found.
+        planned: the result of --plan.
     """
     versions = {"python": platform.python_version(), "echelon": __version__}
     versions |= {name: package_version(name) for name in ("torch", "numpy")}
@@ -374,7 +377,7 @@ def describe(
 
 
 def _git(folder: Path) -> dict[str, object] | None:
-    """Commit and whether files differ from it; None outside a repository or without git."""
+    """The commit, and whether files differ from it; None outside a repository or without git."""
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5, check=True)
         status = subprocess.run(
@@ -386,14 +389,14 @@ def _git(folder: Path) -> dict[str, object] | None:
 
 
 def _latest(run: RunDir, name: str) -> dict[str, Any]:
-    """The latest event of this name in the last attempt, as rank 0 wrote it; empty if it did not get so far."""
+    """The last event of this name that rank 0 wrote in the last attempt; empty if there is none."""
     attempts = run.attempts()
     events = read_lines(attempts[-1] / run.events(0).name) if attempts else []
     return next((event for event in reversed(list(events)) if event.get("event") == name), {})
 
 
 def finish(run: RunDir) -> None:
-    """Say where everything is. A report that cannot be written does not turn a good run into a bad one."""
+    """Print the paths of the run, its checkpoint and its report. A report that cannot be written does not fail the run."""
     from echelon.observe import report
 
     lines = [f"run        {run.path}"]
@@ -405,14 +408,14 @@ def finish(run: RunDir) -> None:
         lines.append(f"report     {report.write(run)}")
     except (OSError, EchelonError) as error:
         lines.append(f"report     not written: {error}")
-    except Exception as error:  # a fault of ours, which is no reason to lose the run's exit code
+    except Exception as error:  # a bug in the report must not cost the run's exit code
         lines.append(
-            f"report     not written: {error!r}. Nothing of the run is lost. `echelon report {run.path}` tries it again: please "
-            "report what it says."
+            f"report     not written: {error!r}. Nothing of the run is lost. `echelon report {run.path}` tries again: report "
+            "its error as a bug."
         )
     _say("\n".join(lines))
 
 
 def _say(text: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal may have gone, and the run with it
+    with contextlib.suppress(OSError):  # the terminal may be closed
         print(printable(text), file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Whether what is to be run is there, and is Python: before any rank starts."""
+"""Check that a script or module exists and is Python, before any rank starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from echelon.common.terminal import say
 
 __all__ = ["check_module", "check_script"]
 
-# Each process has a file of its own behind these names.
+# Paths that name another file in each process.
 _STREAM = re.compile(r"/dev/(stdin|fd/|stdout|stderr)|/proc/[^/]+/fd/")
 _MOST_BYTES = 64 << 20
 _NEVER = {f"__name__ == {name!r}" for name in ("main", "_main_", "__main", "main__")}
@@ -30,7 +30,7 @@ def check_script(script: str) -> None:
     """
     source = _source_of(script)
     try:
-        with warnings.catch_warnings(action="ignore"):  # the rank says them
+        with warnings.catch_warnings(action="ignore"):  # the ranks will show them
             compile(source, script, "exec", dont_inherit=True)
             program = ast.parse(source)
     except SyntaxError as error:
@@ -46,7 +46,7 @@ def check_script(script: str) -> None:
 
 
 def _source_of(script: str) -> bytes:
-    """The text of a script. What can be read only once is refused: read here, it would be empty for the ranks."""
+    """The script's source. A pipe or a stream can be read only once, so the ranks would find it empty: it is refused."""
     path = Path(script)
     try:
         kind = path.stat().st_mode
@@ -54,8 +54,8 @@ def _source_of(script: str) -> bytes:
             raise ScriptError(f"script {script} is a folder. Give the Python file to run, or a module with -m.")
         if not stat.S_ISREG(kind) or _STREAM.match(os.path.abspath(path)):
             raise ScriptError(
-                f"script {script} must be a file, got {'standard input' if stat.S_ISREG(kind) else _kind(kind)}: each rank reads "
-                "it, and so does each restart. Write the program to a file, and give that."
+                f"script {script} must be a file, got {'standard input' if stat.S_ISREG(kind) else _kind(kind)}: every rank and "
+                "every restart reads it. Write the program to a file, and give that file."
             )
         with path.open("rb") as file:
             source = file.read(_MOST_BYTES + 1)
@@ -74,14 +74,14 @@ def _kind(mode: int) -> str:
 
 
 def _warn_of_guard(program: ast.Module, script: str) -> None:
-    """`if __name__ == "main":`, as on Dragon's page, is never true of a script: it ends well and does nothing."""
+    """Warn of `if __name__ == "main":`, as on Dragon's page: it is never true in a script, which then does nothing."""
     for node in program.body:
         if not isinstance(node, ast.If) or ast.unparse(node.test) not in _NEVER:
             continue
         inside = {n.id if isinstance(n, ast.Name) else n.attr for n in ast.walk(node) if isinstance(n, (ast.Name, ast.Attribute))}
         made = " No CollectiveGroup is made there." if "CollectiveGroup" in inside else ""
         say(
-            f"{script}, line {node.lineno}: {ast.unparse(node.test)} is never true of a script, so what is behind it "
+            f"{script}, line {node.lineno}: {ast.unparse(node.test)} is never true of a script, so its body "
             f'does not run.{made} Write `if __name__ == "__main__":`.'
         )
 

@@ -1,4 +1,4 @@
-"""`echelon submit`: the same script on a cluster, or in the background of this machine; a folder, and a batch script to read."""
+"""`echelon submit`: run a script on a cluster or in the background of this machine. Leaves a folder with the batch script."""
 
 from __future__ import annotations
 
@@ -56,27 +56,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="processes on each (default: one per GPU, else 1)")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="devices of each node")
     parser.add_argument("--cpus-per-rank", type=int, metavar="N", help="cores of each process (default: 4 with GPUs, else 1)")
-    parser.add_argument("--time", metavar="TIME", help="limit of each start, such as 2h or 1d12h; afterwards it is started again")
-    parser.add_argument("--warn", default="2m", metavar="TIME", help="save so long before the limit (default: 2m)")
-    parser.add_argument("--no-requeue", action="store_true", help="do not start again after the limit, preemption, a lost node")
+    parser.add_argument("--time", metavar="TIME", help="limit of each start, such as 2h or 1d12h; then the job is queued again")
+    parser.add_argument("--warn", default="2m", metavar="TIME", help="save this long before the limit (default: 2m)")
+    parser.add_argument(
+        "--no-requeue", action="store_true", help="do not queue the job again after the limit, preemption or a lost node"
+    )
     parser.add_argument("--exclusive", action="store_true", help="share no node with other jobs")
     for name in _SLURM:
         parser.add_argument(f"--{name}", metavar=name[0].upper(), help=_HELP.get(name, f"Slurm's {name}"))
     parser.add_argument(
-        "--env", action="append", default=[], metavar="NAME", help="a variable that the job also gets from your environment"
+        "--env", action="append", default=[], metavar="NAME", help="a variable of your environment to pass to the job as well"
     )
     parser.add_argument(
         "--sweep",
         action="append",
         default=[],
         metavar="KEY=A,B",
-        help="one run for each value, given as --KEY; several: all pairs",
+        help="one run for each value, passed as --KEY; repeated: all combinations",
     )
-    parser.add_argument("--name", metavar="NAME", help="the run's folder below runs/; an existing one goes on")
-    parser.add_argument("--no-snapshot", action="store_true", help="run the code as it is when the job starts, not as it is now")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the batch script, and what Slurm says to it; submit nothing"
-    )
+    parser.add_argument("--name", metavar="NAME", help="the run's folder below runs/; if it exists, the run continues")
+    parser.add_argument("--no-snapshot", action="store_true", help="do not copy the code: run it as it is when the job starts")
+    parser.add_argument("--dry-run", action="store_true", help="print the batch script, and Slurm's answer to it; submit nothing")
     add_shared(parser)
 
 
@@ -150,7 +150,7 @@ def job_spec(arguments: argparse.Namespace, target: str) -> JobSpec:
 
 
 def parse_sweep(given: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
-    """All combinations of the values of each "KEY=A,B", the last changing fastest; none without any.
+    """All combinations of the values of each "KEY=A,B"; the last key changes fastest. Empty without a sweep.
 
     Raises:
         UsageError: no key, no value, or a key twice.
@@ -170,10 +170,10 @@ def parse_sweep(given: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
 
 @contextlib.contextmanager
 def _folder(arguments: argparse.Namespace) -> Iterator[tuple[RunDir, bool]]:
-    """Context in which the run's folder is this submission's alone: the folder, and whether it is new.
+    """Reserve the run's folder for this submission. Yields the folder, and whether it is new.
 
     Raises:
-        UsageError: a run is under way in it, or was submitted and has not ended.
+        UsageError: a run is active in it, or one was submitted and has not ended.
     """
     named = Path(arguments.runs) / arguments.name if arguments.name else None
     made = named is None or not named.exists()
@@ -182,7 +182,7 @@ def _folder(arguments: argparse.Namespace) -> Iterator[tuple[RunDir, bool]]:
     if why := why_untrusted(run.path, run.path.stat()):
         raise CommandError(why)
     with run.submitting():
-        # Another submission may have made its job since we looked whether there is a folder.
+        # Another submission may have created its job since `made` was read.
         new = made and not (run.path / "job").exists() and not (run.path / "attempts").exists()
         if not new:
             _refuse_unless_ended(run, arguments)
@@ -209,7 +209,7 @@ def _refuse_unless_ended(run: RunDir, arguments: argparse.Namespace) -> None:
 
 
 def _with_copy(spec: JobSpec, run: RunDir, arguments: argparse.Namespace) -> JobSpec:
-    """The job, run from a copy of its code in the run's folder. A module that is installed is not copied."""
+    """The job with its code copied into the run's folder. An installed module is not copied."""
     from echelon.launcher.cluster.snapshot import snapshot
 
     if arguments.no_snapshot:
@@ -230,9 +230,7 @@ def _submit_here(spec: JobSpec, arguments: argparse.Namespace, planned: dict[str
 
     if other := [n for n in (*_SLURM, "time", "exclusive", "no_requeue", "sweep", "dry_run") if getattr(arguments, n)]:
         option = other[0].replace("_", "-")
-        raise CommandError(
-            f"--{option} is for Slurm only; --to {arguments.to} starts one run at once, with what this session has."
-        )
+        raise CommandError(f"--{option} is for Slurm only; --to {arguments.to} starts one run at once, in this session.")
     launcher = DragonLauncher() if arguments.to == "dragon" else LocalLauncher()
     launcher.check(spec)
     with _folder(arguments) as (run, _):
@@ -253,7 +251,7 @@ def _dry_run(launcher: SlurmLauncher, spec: JobSpec, sweep: Sequence[object], ar
     if commands.available():
         say(f"Slurm: {commands.would_start(script, launcher.options.export)}")
     else:
-        say("there is no sbatch here to ask; the script is as it would be submitted")
+        say("there is no sbatch here to ask; this is the script that would be submitted")
     return 0
 
 
@@ -262,7 +260,7 @@ def _say_where(run: RunDir, jobs: Sequence[FolderJob], arguments: argparse.Names
     number = jobs[0].id.partition("_")[0]
     many = f", {len(jobs)} runs" if len(jobs) > 1 else ""
     follow = f"echelon logs{where} {run.name} --follow\n" if len(jobs) == 1 else ""
-    with contextlib.suppress(OSError):  # the job is submitted, whether or not anybody reads of it
+    with contextlib.suppress(OSError):  # the job is submitted, even if nothing can be printed
         print(printable(f"job {number}{many}: {run.path}"), flush=True)
         print(printable(f"{follow}echelon jobs{where}\nechelon cancel{where} {run.name}"), file=sys.stderr)
     return 0

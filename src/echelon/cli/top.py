@@ -1,4 +1,4 @@
-"""`echelon top`: a run as it is now, redrawn until it is left; from its folder, so also while a cluster runs it."""
+"""`echelon top`: show a run live, redrawn until `q`. It reads the run's folder, so the run may be on a cluster."""
 
 from __future__ import annotations
 
@@ -28,9 +28,13 @@ _ASK_EVERY_S = 10.0  # a scheduler serves many users
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's name or its folder")
-    parser.add_argument("--once", action="store_true", help="print how it is now and end; so also without a terminal")
-    parser.add_argument("--every", type=float, default=1.0, metavar="S", help="seconds between two looks (default: 1)")
-    parser.add_argument("--rank", type=int, metavar="R", help="whose output to show (default: the rank that failed, else 0)")
+    parser.add_argument("--once", action="store_true", help="print the present state and exit; the default without a terminal")
+    parser.add_argument(
+        "--every", type=float, default=1.0, metavar="S", help="seconds between updates of the screen (default: 1)"
+    )
+    parser.add_argument(
+        "--rank", type=int, metavar="R", help="rank whose output is shown (default: the rank that failed, else 0)"
+    )
     parser.add_argument("--runs", type=runs_folder, default="runs", metavar="FOLDER", help="the folder of runs (default: runs)")
 
 
@@ -51,7 +55,7 @@ def execute(arguments: argparse.Namespace) -> int:
             wide = shutil.get_terminal_size()
             now = watch.look()
             shown = lines(now, width=wide.columns, height=wide.lines - 1, job=job.state(), gone=_is_left(path))
-            # Line by line over the old ones, and the rest cleared: clearing all first would flicker.
+            # Overwrite line by line and clear the rest: clearing the screen first would flicker.
             sys.stdout.write("\x1b[H" + "".join(f"{line}\x1b[K\r\n" for line in [*shown, "q leaves"][: wide.lines]) + "\x1b[J")
             sys.stdout.flush()
             if _left(arguments.every):
@@ -60,7 +64,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _is_left(path: Path) -> bool:
-    """Whether the launcher of a run on this machine has gone: its lock is free. Of another machine's, nothing is known here."""
+    """Whether the launcher of a run on this machine has ended, so that its lock is free. False for a run on another machine."""
     from echelon.diagnosis.folder import is_file
 
     run, lock = RunDir(path), path / ".lock"
@@ -69,7 +73,7 @@ def _is_left(path: Path) -> bool:
 
 
 class _Job:
-    """What the scheduler says of a run that was submitted; asked now and then."""
+    """The scheduler's state of a submitted run, asked now and then."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._said, self._ask_at = path, "", 0.0
@@ -83,7 +87,7 @@ class _Job:
                 job = job_of(RunDir(self._path))
                 state, why = job.look()
                 self._said = one_line(f"job {job.id} {state.value} {why}".strip())
-            except (EchelonError, OSError):  # one that does not answer: the folder still tells the rest
+            except (EchelonError, OSError):  # the scheduler does not answer: the folder tells the rest
                 self._said = ""
             self._ask_at = time.monotonic() + _ASK_EVERY_S
         return self._said
@@ -91,7 +95,7 @@ class _Job:
 
 @contextlib.contextmanager
 def _screen() -> Iterator[None]:
-    """The terminal's other screen, with keys that are heard at once; afterwards all is as it was."""
+    """Use the terminal's alternate screen, with keys read at once; restore both afterwards."""
     keys = sys.stdin.fileno() if sys.stdin.isatty() else None
     before = termios.tcgetattr(keys) if keys is not None else None
     sys.stdout.write("\x1b[?1049h\x1b[?25l")
@@ -109,7 +113,7 @@ def _screen() -> Iterator[None]:
 
 
 def _left(seconds: float) -> bool:
-    """Wait; whether `q` was pressed meanwhile."""
+    """Wait `seconds`; returns whether `q` was pressed."""
     until = time.monotonic() + seconds
     while (rest := until - time.monotonic()) > 0:
         if not sys.stdin.isatty():

@@ -1,4 +1,4 @@
-"""`--profile` and `--memory-snapshot` of `run` and `submit`: what they say to the ranks, and where these have written it."""
+"""`--profile` and `--memory-snapshot` of `run` and `submit`: the variables for the ranks, and where the files are."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile",
         metavar="steps=A:B[,ranks=0+3]",
-        help="trace these steps, of rank 0 or of these ranks or of all: profiles/ in the run's folder",
+        help="trace these steps, on rank 0 or on these ranks or all; into profiles/ of the run's folder",
     )
     parser.add_argument(
-        "--memory-snapshot", action="store_true", help="write down what each GPU's memory was used for: profiles/, too"
+        "--memory-snapshot", action="store_true", help="record what each GPU's memory is used for, into profiles/"
     )
 
 
 def in_env(arguments: argparse.Namespace, ranks: int) -> dict[str, str]:
-    """The variables by which they reach the ranks.
+    """The variables that carry both options to the ranks.
 
     Raises:
-        UsageError: steps or ranks that there are not.
+        UsageError: steps or ranks that do not exist.
     """
     variables = {MEMORY_VARIABLE: "1"} if arguments.memory_snapshot else {}
     if arguments.profile is not None:
@@ -37,11 +37,11 @@ def in_env(arguments: argparse.Namespace, ranks: int) -> dict[str, str]:
 
 
 def written(run: RunDir) -> list[str]:
-    """A line on the files of the latest attempt; none if nothing was asked for."""
+    """A line about the files of the latest attempt; empty if neither option is set."""
     if not os.environ.get(VARIABLE) and not os.environ.get(MEMORY_VARIABLE):
         return []
     attempts = run.attempts()
     folder = run.profiles / (attempts[-1] if attempts else run.attempt_path).name
     count = len(list(folder.glob("[!.]*")))
-    none = "none: training through echelon did not come to these steps, or the rank's log says what went wrong"
+    none = "none: training through echelon did not reach these steps, or tracing failed, as the rank's log says"
     return [f"profiles   {f'{folder} ({count} files)' if count else none}"]

@@ -1,7 +1,7 @@
-"""`echelon --version --verbose`: what a report of a fault needs, as plain lines.
+"""`echelon --version --verbose`: the facts that a bug report needs, as plain lines.
 
-Nothing is imported here that may be broken: torch is asked in a process of its own, which may crash. Variables are given by
-name only, since their values may be secret; folders of the user's home begin with `~`.
+Nothing that may be broken is imported here: a separate process asks torch, and may crash. Variables are listed by name only,
+since values may be secret; the user's home is written as `~`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LAUNCHERS = re.compile(
     r"|(?:CUDA|DRAGON|ECHELON|FI|GLOO|HYDRA|KMP|KUBERNETES|MPI|MV2|NCCL|NVIDIA|OMP|OMPI|PALS|PMI|PMIX|PYTORCH|SLURM|TORCH|TORCHELASTIC|UCX)_"
 )
 
-# Of torch's public names; what a build lacks is None.
+# Public names of torch only; None for what a build lacks.
 _ASK_TORCH = """
 import json, torch
 cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None
@@ -45,14 +45,14 @@ print(json.dumps({
 
 
 def lines() -> list[str]:
-    """Name and value of each fact, aligned."""
+    """The name and value of each fact, aligned."""
     facts = [*_of_python(), *_of_torch(), *_of_packages(), *_of_machine(), *_of_gpus(), *_of_launchers()]
     width = max(len(name) for name, _ in facts)
     return [f"{one_line(name).ljust(width)}  {one_line(_without_home(value))}".rstrip() for name, value in facts]
 
 
 def _without_home(text: str) -> str:
-    """`text` without the name of the user that the paths of a home have."""
+    """`text` with the home folder, which contains the user's name, replaced by `~`."""
     home = os.path.expanduser("~").rstrip("/")
     return re.sub(rf"{re.escape(home)}(?=/|$)", "~", text) if home.count("/") > 1 else text
 
@@ -84,8 +84,8 @@ def _of_torch() -> Iterator[tuple[str, str]]:
 
 
 def _told_by_torch() -> tuple[dict[str, Any] | None, str]:
-    """What a process with torch says; else why it does not."""
-    # -P: a file torch.py in the folder where one happens to stand is not torch.
+    """The answer of a process that imports torch, or the reason why there is none."""
+    # -P: a file torch.py in the current folder is not torch.
     try:
         done = subprocess.run([sys.executable, "-P", "-c", _ASK_TORCH], capture_output=True, timeout=TORCH_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -120,7 +120,7 @@ def _of_packages() -> Iterator[tuple[str, str]]:
 
 
 def _requirements() -> tuple[list[str], dict[str, list[str]]]:
-    """Names of what echelon needs, and of what each extra adds; both empty for a copy that is not installed."""
+    """Names of echelon's requirements, and of those of each extra; both empty if echelon is not installed as a package."""
     try:
         texts = importlib.metadata.requires("echelon") or []
     except importlib.metadata.PackageNotFoundError:
@@ -129,11 +129,11 @@ def _requirements() -> tuple[list[str], dict[str, list[str]]]:
     for text in texts:
         name = re.match(r"[\w.-]+", text)
         extra = re.search(r"""extra *== *['"]([\w.-]+)['"]""", text)
-        if name is None or name[0] == "echelon":  # an extra of extras, which stand for themselves
+        if name is None or name[0] == "echelon":  # an extra made of other extras, which are listed themselves
             continue
         if extra is None:
             required.append(name[0])
-        elif extra[1] not in ("dev", "test", "bench"):  # of those who work on echelon itself
+        elif extra[1] not in ("dev", "test", "bench"):  # for work on echelon itself
             extras.setdefault(extra[1], []).append(name[0])
     return required, extras
 
@@ -159,7 +159,7 @@ def _distribution() -> str:
 
 
 def _of_gpus() -> Iterator[tuple[str, str]]:
-    """By NVIDIA's own tool, which needs no torch."""
+    """GPUs by nvidia-smi, which needs no torch."""
     listed = _said_by("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     for number, line in enumerate(listed or ()):
         name, _, rest = line.partition(",")
@@ -178,12 +178,12 @@ def _of_launchers() -> Iterator[tuple[str, str]]:
 
 
 def launcher_variables(environment: Mapping[str, str]) -> list[str]:
-    """The names, never the values, of variables by which launchers, torch and its libraries are told something."""
+    """Names, never values, of variables that configure launchers, torch and its libraries."""
     return sorted(name for name in environment if _LAUNCHERS.match(name))
 
 
 def _said_by(tool: str, *arguments: str) -> Sequence[str] | None:
-    """The lines that a program of this machine prints; None if there is no such program, or it fails."""
+    """The lines that a program prints; None if it is missing or fails."""
     path = shutil.which(tool)
     if path is None:
         return None
