@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 from echelon.contracts.version import __version__ as __version__
 
 # The public names: what each is for, and where below `echelon.` it lives. They are imported when they are first used, so that
-# `import echelon` costs nothing and the command line works without torch. Type checkers read the imports below in its place.
+# `import echelon` costs nothing and the command line works without torch. Type checkers read the imports further below instead.
 _PAGE = """
 A loop of your own:
     prepare                     make model, optimizer and loaders parallel, in a loop of your own  [loop.own.prepare]
-    epochs                      the epochs of a run, from where a restored run stands  [loop.own.prepare]
+    epochs                      the epochs of a run; a restored run continues at its own  [loop.own.prepare]
     window                      the context of one batch: forward pass, backward pass, optimizer step  [loop.own.prepare]
     evaluating                  evaluation in such a loop  [loop.own.prepare]
 
 Units and loops:
     AutoUnit                    one module and its loss; precision, accumulation, clipping and layout are values  [loop.auto.auto]
-    UnitOptions                 what few units need besides, such as a schedule by epochs  [loop.auto.unit_options]
+    UnitOptions                 rarer options of a unit, such as a schedule by epochs  [loop.auto.unit_options]
     TrainUnit                   a training step of your own  [loop.unit]
     EvalUnit                    an evaluation step of your own  [loop.unit]
     PredictUnit                 a prediction step of your own  [loop.unit]
@@ -30,7 +30,7 @@ Units and loops:
     predict                     predict with a unit  [loop.run]
     Trainer                     start ranks from a plain script and train a unit in them  [compat.trainer.trainer]
     State                       what a loop knows: phases, stop(), log()  [loop.state]
-    Callback                    hooks around all that a loop does  [loop.callback]
+    Callback                    hooks at each point of a loop  [loop.callback]
     EarlyStopping               stop when a number no longer improves  [loop.callbacks]
     Mean                        a weighted mean over steps and ranks  [loop.records.metrics]
     count_tokens                how many labels of a batch count  [loop.samples]
@@ -47,15 +47,15 @@ Layouts:
     DDPStrategy                 a copy of the model on each rank  [parallel.ddp.ddp]
     FSDPStrategy                parameters, gradients and optimizer state split over the ranks  [parallel.fsdp.fsdp]
     Strategy                    the base of layouts; write your own  [parallel.strategy]
-    on_meta                     build a model without memory, to be filled where it is split  [parallel.meta.deferred]
+    on_meta                     build a model without memory; its shards are filled later  [parallel.meta.deferred]
     gather                      the rows of all ranks, with gradients  [parallel.over_ranks]
-    gathered_rows               where this rank's rows are among them  [parallel.over_ranks]
+    gathered_rows               where this rank's rows are in the result of gather  [parallel.over_ranks]
     all_mean                    a weighted mean over the ranks  [parallel.over_ranks]
 
 Checkpoints:
-    Checkpoints                 where a run is saved, when, and what stays; restored by itself  [loop.checkpointing.checkpoints]
+    Checkpoints                 where and when to save a run, and what to keep; restores it  [loop.checkpointing.checkpoints]
     DistributedCheckpointSaver  the callback that saves and restores  [loop.checkpointing.saver]
-    save_pretrained             the whole weights as a model of transformers, or as one file  [loop.checkpointing.save_pretrained]
+    save_pretrained             write the whole weights, as a transformers model or one file  [loop.checkpointing.save_pretrained]
 
 Evidence:
     prove                       does a script train what one process trains?  [prover.prove]
@@ -70,20 +70,20 @@ Evidence:
 Launch:
     launch                      run a function on local ranks  [launcher.functions.launch]
     slurm_fn                    run a function as a Slurm job  [launcher.cluster.slurm_fn]
-    SlurmConfig                 what that job asks for  [launcher.cluster.slurm_config]
+    SlurmConfig                 the resources of such a job  [launcher.cluster.slurm_config]
     init_from_env               pick the device and join the ranks  [world.init]
     RankInfo                    this process's place among the ranks  [contracts.rank]
-    rank                        its number  [world.init]
-    world_size                  how many there are  [world.init]
+    rank                        this process's rank  [world.init]
+    world_size                  the number of ranks  [world.init]
     is_main                     whether it is rank 0  [world.init]
     seed                        seed all random number generators alike  [world.rng]
 
 More, by subject:
-    echelon.nn                  experts, losses of large vocabularies, sequences in parts
+    echelon.nn                  experts, losses of large vocabularies, sequences split over ranks
     echelon.data                loaders' options, token files, views of datasets
     echelon.units               states and counts of loops, averaged weights, other phases
     echelon.callbacks           all callbacks, and the options of saving and restoring
-    echelon.loggers             where numbers go besides the run's folder
+    echelon.loggers             destinations of numbers besides the run's folder
     echelon.layouts             all layouts and their options, modules made parallel by hand
     echelon.errors              all errors
     echelon.evidence            what commands find in run folders, as values
@@ -159,9 +159,9 @@ if TYPE_CHECKING:
     from echelon.world.init import world_size as world_size
     from echelon.world.rng import seed as seed
 
-# Names that were here, and that no module of the page has.
+# Former names of this module that no module above has.
 _OLDER = dict.fromkeys(("FSDP2Strategy", "NOOPStrategy", "prepare_fsdp2"), "compat.torchtnt.utils.prepare_module")
-_TRANSLATED = ("HSDPStrategy", "Parallel", "TPStrategy", "ZeROStrategy")  # which make what has taken their place, and say so
+_TRANSLATED = ("HSDPStrategy", "Parallel", "TPStrategy", "ZeROStrategy")  # each warns and makes the layout that replaced it
 
 
 def __getattr__(name: str) -> Any:
@@ -171,7 +171,7 @@ def __getattr__(name: str) -> Any:
     if home is None:
         now = _place(name)
         text = f"echelon.{name} is now echelon.{now}.{name}" if now else f"module 'echelon' has no attribute {name!r}"
-        # `from echelon import NAME` would hide an AttributeError behind a text of its own.
+        # `from echelon import NAME` replaces the text of an AttributeError, but not that of an ImportError.
         imports = now and sys._getframe(1).f_globals.get("__name__") == "importlib._bootstrap"
         raise ImportError(text) if imports else AttributeError(text)
     value = getattr(importlib.import_module(f"echelon.{home}"), name)
@@ -180,7 +180,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _place(name: str) -> str | None:
-    """The module that has a name which is not, or no longer, at the root."""
+    """The module that has a name that the root lacks; None if none has."""
     if name.startswith("_"):
         return None
     has = (each for each in _MODULES if name in getattr(importlib.import_module(f"echelon.{each}"), "__all__", ()))
@@ -192,7 +192,7 @@ def __dir__() -> list[str]:
 
 
 def _print_uncaught(*exception: Any) -> None:
-    from echelon.common.traces import print_uncaught  # only a script that fails pays for it
+    from echelon.common.traces import print_uncaught  # imported only when a script fails
 
     print_uncaught(*exception)
 

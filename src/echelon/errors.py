@@ -1,4 +1,4 @@
-"""The errors that echelon raises: each is an EchelonError, and the builtin exception that it resembles."""
+"""The errors that echelon raises: each is an EchelonError and also subclasses the builtin exception that it resembles."""
 
 from echelon.common.errors import *  # noqa: F403
 from echelon.common.errors import __all__ as _names

@@ -1,4 +1,4 @@
-"""Ways to start ranks for programs written for other systems, and what a rank knows of the others."""
+"""Ways to start ranks for programs written for other systems, and `World`, a rank's place among all ranks."""
 
 from echelon.launcher.dragon.group import CollectiveGroup
 from echelon.launcher.dragon.system import Policy, System

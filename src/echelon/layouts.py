@@ -1,4 +1,4 @@
-"""How a model lies over the ranks: every layout with its options, precision and recomputation, modules made parallel by hand."""
+"""All layouts with their options, precision and activation checkpointing, and functions that make a module parallel by hand."""
 
 from echelon.parallel import (
     DDPStrategy,

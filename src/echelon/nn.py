@@ -1,4 +1,4 @@
-"""Layers and losses that know how they are split: mixtures of experts, the loss of a large vocabulary, sequences in parts."""
+"""Layers and losses that work when split over ranks: mixtures of experts, the loss of a large vocabulary, split sequences."""
 
 from echelon.parallel.context.attention import positions, whole_sequence
 from echelon.parallel.experts import GroupedExperts, MoE, auxiliary_loss, balance_experts, expert_loads

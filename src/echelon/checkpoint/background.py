@@ -1,7 +1,7 @@
-"""Saves that the loop does not wait for: a thread writes this rank's files; rank 0's commits when all are there.
+"""Background saves: a thread on each rank writes that rank's files; rank 0's thread commits when all files are there.
 
-No collective runs in a thread. Each rank's thread writes its files and then a small `.done-N` beside them; rank 0's waits for all
-of these, and commits. Whether a save is still under way, done or failed, the ranks agree in the loop's thread, in `poll`.
+No collective runs in a thread. Each rank's thread writes its files and then a small `.done-N` beside them; rank 0's thread waits
+for all of these and commits. In the loop's thread, `poll` makes the ranks agree whether a save is under way, done or failed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _LOOK_S = 0.01
 
 
 class SaveFailure(str):
-    """What went wrong, on which rank."""
+    """What went wrong in a save, and on which rank."""
 
 
 class Background:
-    """One save under way at most. All methods but `busy` are collective.
+    """Runs at most one save at a time. Methods are collective, except `busy` and `abandon`.
 
     Args:
         committed: called by rank 0's thread after the commit, to retire older checkpoints.
@@ -46,7 +46,7 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is under way that `poll` or `wait` has not reported on; the same on all ranks."""
+        """Whether a save was started whose end `poll` or `wait` has not reported yet; the same on all ranks."""
         return self._thread is not None
 
     def start(
@@ -59,7 +59,7 @@ class Background:
         facts: dict[str, Any],
         name: str | None = None,
     ) -> None:
-        """Write a snapshot that nothing else changes, once `copied` has returned. `name`: as of `commit.stage`."""
+        """Write a snapshot in a thread, once `copied` has returned. Nothing else may change it. `name`: as in `commit.stage`."""
         assert not self.busy
         self._written, self._given_up = threading.Event(), threading.Event()
         self._failure, self._staged, self._is_committed = None, staged, False
@@ -88,7 +88,7 @@ class Background:
         files: dict[str, Any] = {}
         rank = 0
         while not self._given_up.is_set():
-            # In turn: one look at a time, however many ranks there are, and a shared file system is asked for little.
+            # One file at a time, however many ranks there are: this spares a shared file system.
             while rank < ranks and (path := staged / f".done-{rank:05d}").exists():
                 files |= _done(path)
                 path.unlink()
@@ -99,7 +99,7 @@ class Background:
         return None
 
     def poll(self) -> tuple[bool, SaveFailure | None]:
-        """(whether the save has ended, what failed). To be called at every step while a save is under way."""
+        """(whether the save has ended, its failure or None). Call it at every step while a save is under way."""
         if self._thread is None:
             return False, None
         if agree.any_rank(self._failure is not None):
@@ -109,13 +109,13 @@ class Background:
         return True, self.wait()
 
     def wait(self) -> SaveFailure | None:
-        """Wait for the end of a save under way; what failed, if anything did."""
+        """Wait for the end of the save under way. Returns its failure, or None."""
         if self._thread is None:
             return None
         self._written.wait()
         if agree.any_rank(self._failure is not None):
             return self._give_up()
-        self._thread.join()  # only rank 0's still works: it commits
+        self._thread.join()  # only rank 0's thread still runs: it commits
         if agree.any_rank(self._failure is not None):
             return self._give_up()
         self._thread = None
@@ -130,10 +130,10 @@ class Background:
         return SaveFailure("; ".join(text for text in failures if text is not None))
 
     def abandon(self) -> bool:
-        """End this rank's part without the others: for a run that ends by an error. Not collective.
+        """End this rank's part of a save without the other ranks, when a run ends by an error. Not collective.
 
         Returns:
-            whether it was under way, and this rank has committed it all the same.
+            whether a save was under way and this rank committed it nevertheless.
         """
         self._given_up.set()
         was_busy = self.busy
@@ -144,12 +144,12 @@ class Background:
 
 
 def _say_done(staged: Location, rank: int, files: dict[str, Any]) -> None:
-    # Whole or not at all: rank 0 reads it as soon as it is there.
+    # Written atomically: rank 0 reads the file as soon as it exists.
     replace_file(staged / f".done-{rank:05d}", json.dumps(files).encode())
 
 
 def _done(path: Location) -> dict[str, Any]:
-    """What a rank says that it has written."""
+    """The files that a rank reports to have written."""
     try:
         return manifests.check_files(strict.loads(read_file(path, strict.JSON_BYTES)))
     except Wrong as error:

@@ -1,8 +1,8 @@
 """Host memory for the copies of a rank's tensors, kept from save to save, in a few large pieces.
 
-Copies of a GPU's tensors need page-locked memory, and locking it takes time: made tensor by tensor in the loop, it stopped
-training at the first save. So a thread makes all of it before. Not in one piece, since torch rounds each page-locked one up to a
-power of two: 12 GB would become 16. Pieces are such a power themselves.
+Copies of a GPU's tensors need page-locked memory, and locking takes time: when it was allocated tensor by tensor in the loop,
+training stopped at the first save. So a thread allocates it beforehand, in several pieces: torch rounds each page-locked
+allocation up to a power of two, which would turn 12 GB into 16. The size limit of a piece is such a power.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from echelon.world.device import in_thread
 __all__ = ["Buffers"]
 
 _PIECE_BYTES = 256 << 20
-_ALIGNED = 512  # of every view's beginning: any type's size divides it
+_ALIGNED = 512  # every view begins at a multiple of this; the size of any dtype divides it
 
 
 class _Kind(NamedTuple):
@@ -39,10 +39,10 @@ class _Kind(NamedTuple):
 
 
 class Buffers:
-    """Memory like that of given tensors, by key. Empty until it is prepared or asked for.
+    """Host memory for copies of tensors, by key. Empty until `prepare` or `of` is called.
 
     Attributes:
-        begun: for whoever prepares it: it was tried. `clear` takes it back.
+        begun: set by the caller of `prepare`, so that it prepares only once. `clear` resets it.
     """
 
     begun = False
@@ -52,20 +52,20 @@ class Buffers:
         self._thread: threading.Thread | None = None
 
     def prepare(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Begin to make the memory for these, in a thread."""
-        kinds = {key: _Kind.of(tensor) for key, tensor in tensors.items()}  # and not the tensors, which would live on
+        """Start to allocate the memory for these tensors, in a thread."""
+        kinds = {key: _Kind.of(tensor) for key, tensor in tensors.items()}  # the thread must not keep the tensors alive
 
         def work() -> None:
             try:
                 self._views.update(_made(kinds))
-            except (RuntimeError, MemoryError):  # there is not so much: the save says so, if that is still true then
+            except (RuntimeError, MemoryError):  # too little memory: the save raises if this is still so then
                 return
 
         self._thread = threading.Thread(target=in_thread(work), name="echelon-buffers", daemon=True)
         self._thread.start()
 
     def of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The memory for these; what is not there yet, or was for another shape or type, is made now."""
+        """The memory for these tensors. Memory that is missing, or has another shape or dtype, is allocated now."""
         self._settle()
         kinds = {key: _Kind.of(tensor) for key, tensor in tensors.items()}
         views = self._views
@@ -89,7 +89,7 @@ class Buffers:
 def _made(kinds: Mapping[str, _Kind]) -> dict[str, torch.Tensor]:
     views: dict[str, torch.Tensor] = {}
     for locked in (True, False):
-        pieces: list[dict[str, int]] = []  # where each begins in its piece
+        pieces: list[dict[str, int]] = []  # for each piece, where the views begin in it
         ends: list[int] = []
         for key, kind in kinds.items():
             if kind.locked is not locked:

@@ -1,9 +1,8 @@
 """CRC-32 of files, block by block: by the fastest implementation that is installed, and on several threads.
 
-Every implementation computes the same polynomial, zlib's, so that any of them reads what another wrote. zlib-ng does it with the
-processor's carry-less multiplication, at three times the speed of zlib where it was measured (BENCHMARKS.md); it is the extra
-`echelon[fast]`. Blocks have checksums of their own, so threads need nothing from each other, and both libraries let go of the
-interpreter.
+Every implementation uses zlib's polynomial, so each can verify what another wrote. zlib-ng uses the processor's carry-less
+multiplication, which was measured at three times zlib's speed (BENCHMARKS.md); it is the extra `echelon[fast]`. Each block has a
+checksum of its own, so threads work independently, and both libraries release the GIL.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from echelon.contracts.rank import RankInfo
 
 __all__ = ["BLOCK_BYTES", "Sums", "crc32", "fastest", "threads"]
 
-# Of a file that one checksum covers: ranks and threads share the verification of a file by blocks.
+# The part of a file that one checksum covers. Ranks and threads divide the verification of a file by blocks.
 BLOCK_BYTES = 64 << 20
 
 _MOST = 4  # threads: with zlib-ng two are faster than any disk
-_CHECK = (b"123456789", 0xCBF43926)  # the value by which implementations of this CRC are known
+_CHECK = (b"123456789", 0xCBF43926)  # the standard check value of this CRC
 
 
 def fastest() -> Callable[..., int]:
@@ -41,7 +40,7 @@ crc32 = fastest()
 
 
 def threads() -> int:
-    """How many this rank may use: its share of the node's cores, up to four."""
+    """How many threads this rank may use: its share of the node's cores, up to four."""
     try:
         ranks = RankInfo.from_env().local_world_size
     except LauncherEnvironmentError:
@@ -50,18 +49,18 @@ def threads() -> int:
 
 
 class Sums:
-    """The checksums of a stream's blocks. Context that ends its threads, which begin with the first whole block.
+    """The checksums of a stream's blocks. A context: threads start at the first whole block and end with the context.
 
     Args:
-        most: threads beside the caller's; 0 computes at once. What is added must then stay as it is until `entry`.
+        most: threads besides the caller's; 0 computes in `add`. With threads, added data must stay unchanged until `entry`.
     """
 
     def __init__(self, most: int = 0) -> None:
         self.size = 0
         self._most = most
         self._pool: ThreadPoolExecutor | None = None
-        self._block: list[memoryview] = []  # of the block under way, what is not summed up yet
-        self._now = 0  # its checksum so far
+        self._block: list[memoryview] = []  # parts of the current block that are not summed up yet
+        self._now = 0  # the current block's checksum so far
         self._done: list[int | Future[int]] = []
         self._waiting: deque[Future[int]] = deque()
 
@@ -87,9 +86,9 @@ class Sums:
 
     def _submitted(self) -> Future[int]:
         if self._pool is None:
-            from echelon.world.device import in_thread  # here: listing and verifying need no torch
+            from echelon.world.device import in_thread  # imported here: listing and verifying need no torch
 
-            # The last to hold a tensor may be such a thread, and page-locked memory is given back to its device.
+            # Such a thread may hold the last reference to a tensor, and frees page-locked memory on the device of that memory.
             self._pool = ThreadPoolExecutor(self._most, initializer=in_thread(lambda: None))
         if len(self._waiting) > self._most:  # else a slow checksum would keep the copies of all tensors alive
             self._waiting.popleft().result()
@@ -97,7 +96,7 @@ class Sums:
         return self._waiting[-1]
 
     def entry(self) -> dict[str, Any]:
-        """What a manifest says of a file that holds the stream."""
+        """The manifest entry of a file that holds the stream."""
         whole = [each.result() if isinstance(each, Future) else each for each in self._done]
         rest = [_of(self._block, self._now)] if self.size % BLOCK_BYTES else []
         return {"size": self.size, "crc32": [f"{value:08x}" for value in [*whole, *rest]]}

@@ -1,10 +1,10 @@
 """Commit a checkpoint so that a kill at any moment leaves the old ones and either the new one or nothing of it.
 
-Ranks write into a private folder `.staged-step-N`, each its own files, synced; when all have, rank 0 writes `manifest.json`
-with every file's size and checksums, syncs the folder, and publishes it as `step-N` by one rename. In an object store, where
-nothing can be renamed, they write to `step-N` itself, and the manifest, written last, is the commit. A folder without a manifest
+Each rank writes and syncs its own files in a private folder `.staged-step-N`. When all have, rank 0 writes `manifest.json`
+with every file's size and checksums, syncs the folder, and publishes it as `step-N` by one rename. An object store cannot
+rename: there, ranks write to `step-N` itself, and the manifest, written last, is the commit. A folder without a manifest
 is no checkpoint. Nothing is ever overwritten or removed before something newer is committed.
-Collective, where nothing else is said: only rank 0 looks at the folder, the others believe it.
+Functions are collective unless they say otherwise: only rank 0 looks at the folder, and tells the other ranks.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ _STAGED, _REMOVED = ".staged-", ".staged-removed-"
 
 
 def on_rank0(act: Callable[[], T], folder: Location | None = None, group: dist.ProcessGroup | None = None) -> T:
-    """As `agree.from_rank0`, but an error of checkpoints is the same error on every rank.
+    """Like `agree.from_rank0`, but every rank raises rank 0's CheckpointError; an OSError becomes a CheckpointWriteError.
 
     Args:
-        folder: where it is done, for the text of an error of the storage.
-        group: whose first rank acts; by default all ranks.
+        folder: where `act` works; it is named in the text of an OSError.
+        group: its first rank acts; by default all ranks.
     """
 
     def guarded() -> Any:
@@ -90,9 +90,9 @@ def on_rank0(act: Callable[[], T], folder: Location | None = None, group: dist.P
 
 
 def sweep(dirpath: Location) -> None:
-    """Remove what killed saves left. Rank 0 alone, and only while it holds the folder's lease: no live save is hit.
+    """Remove what killed saves left. Rank 0 alone, and only while it holds the folder's lease, which protects live saves.
 
-    What cannot be removed stays, with a warning: nothing that lies in the folder keeps a run from starting.
+    What cannot be removed stays, with a warning: leftovers never keep a run from starting.
     """
     if not dirpath.is_dir():
         return
@@ -110,13 +110,13 @@ def is_saved(dirpath: Location, step: int, name: str | None = None) -> bool:
     """Whether a step is committed already, the same on all ranks. Writes nothing.
 
     Args:
-        name: of its folder, here and below; by default it is named after the step.
+        name: the checkpoint's folder, here and below; by default it is named after the step.
     """
     return on_rank0(lambda: is_whole(dirpath / (name or named(step))), dirpath)
 
 
 def stage(dirpath: Location, step: int, name: str | None = None) -> Location | None:
-    """A fresh folder for the ranks to write to; None if this step is committed already."""
+    """Make an empty folder for the ranks to write to. Returns None if this step is committed already."""
     called = name or named(step)
 
     def prepare() -> str | None:
@@ -134,7 +134,7 @@ def stage(dirpath: Location, step: int, name: str | None = None) -> Location | N
 
 
 def _fresh(staged: Location) -> Location:
-    """An empty folder by that name, or by one like it if what has the name cannot be removed."""
+    """Make an empty folder of that name; with a random suffix if the present owner of the name cannot be removed."""
     for name in (staged.name, f"{staged.name}-{secrets.token_hex(8)}"):
         path = staged.parent / name
         try:
@@ -173,7 +173,7 @@ def commit(staged: Location, step: int, files: dict[str, Any], facts: dict[str, 
         file.flush()
         os.fsync(file.fileno())
     sync(staged)
-    if exists(final):  # not whole, or `stage` would have said so
+    if exists(final):  # it is not whole: otherwise `stage` had returned None
         set_aside(final, "corrupt")
     os.rename(staged, str(final))
     sync(staged.parent)
@@ -183,13 +183,13 @@ def commit(staged: Location, step: int, files: dict[str, Any], facts: dict[str, 
 def note_metrics(folder: Location, metrics: dict[str, float]) -> None:
     """Write numbers into the manifest of a checkpoint that was committed without them. Rank 0 alone, while it holds the lease.
 
-    The manifest is replaced as a whole: a kill leaves the one or the other. Those that it has stay as they are.
+    The manifest is replaced atomically: a kill leaves the old or the new one. Metrics that it has already keep their values.
     """
     note(folder, "metrics", {**metrics, **manifests.read(folder).get("metrics", {})})
 
 
 def note(folder: Location, name: str, value: Any) -> None:
-    """Write a fact into the manifest of a checkpoint that was committed before it was known. As `note_metrics`."""
+    """Add a fact to the manifest of a checkpoint that was committed without it. As in `note_metrics`."""
     facts = manifests.read(folder)
     facts.pop("format")
     if facts.get(name) != value:
@@ -199,7 +199,7 @@ def note(folder: Location, name: str, value: Any) -> None:
 def discard(staged: Location) -> None:
     """Give up a staged folder. Rank 0 alone; what cannot be removed now is swept later."""
     try:
-        if exists(staged):  # else it was renamed, and what failed came after that
+        if exists(staged):  # if it does not, it was renamed, and something later failed
             remove_tree(staged)
     except OSError as error:
         logger.warning("could not remove %s: %s", staged, error)
@@ -223,10 +223,10 @@ def set_aside(path: Location, why: str) -> None:
 
 
 def candidates(dirpath: Location) -> list[Location]:
-    """Everything named like a checkpoint, newest first, the same on all ranks.
+    """All folders named like a checkpoint, newest first, the same on all ranks.
 
     Raises:
-        CheckpointUnreadableError: the folder is there and cannot be read.
+        CheckpointUnreadableError: the folder exists but cannot be read.
     """
     names = on_rank0(lambda: [p.name for p in reversed(named_folders(dirpath))])
     return [dirpath / name for name in names]
@@ -240,7 +240,7 @@ def latest(dirpath: Path | str | Location) -> Location | None:
 
 
 def verify(folder: Location) -> dict[str, Any]:
-    """Compare every file with its checksums in the manifest, and with the format, each rank its share. Returns the manifest.
+    """Check all files against their checksums and against the format; ranks share the work. Returns the manifest.
 
     Raises:
         CheckpointNotFoundError, CheckpointUnreadableError, CheckpointCorruptError: names the file.
@@ -254,7 +254,7 @@ def verify(folder: Location) -> dict[str, Any]:
         wrong += structure.problems(folder, manifest, rank, size)
     except errors.CheckpointUnreadableError as error:
         unreadable = str(error)
-    except Exception as error:  # libraries of object stores have errors of their own: no rank may wait for this one
+    except Exception as error:  # object stores' libraries have their own errors; other ranks must not wait
         unreadable = f"{folder} is there but cannot be read: {error!r}."
     problems = agree.kinds([unreadable, wrong])
     for text, _ in problems:
@@ -270,10 +270,10 @@ def verify(folder: Location) -> dict[str, Any]:
 
 
 def _refuse_other_storage(folder: Location, manifest: dict[str, Any]) -> None:
-    """Where a checkpoint is not whole: it may be so for some ranks alone, whose machines see another folder. Collective.
+    """Refuse an incomplete checkpoint that is whole for other ranks, because machines see different folders. Collective.
 
     Raises:
-        CheckpointCorruptError: on all ranks, if they see other files.
+        CheckpointCorruptError: on all ranks, if they do not see the same files.
     """
     missing: list[list[str]] = agree.gather([name for name in manifest["files"] if not (folder / name).exists()][:_MOST_SHOWN])
     if all(each == missing[0] for each in missing):
@@ -281,7 +281,7 @@ def _refuse_other_storage(folder: Location, manifest: dict[str, Any]) -> None:
     nowhere: set[str] = min(map(set, missing), key=len)
     lost = {r: sorted(set(each) - nowhere) for r, each in enumerate(missing) if set(each) - nowhere}
     raise CheckpointCorruptError(
-        f"{folder} must be the same folder for all ranks, and is another one for {rank_ranges(lost)}, without files that others "
+        f"{folder} must be the same folder for all ranks, but is another one for {rank_ranges(lost)}, without files that others "
         f"see: {', '.join(next(iter(lost.values())))}. Put it on storage that all machines share, or copy it to each.",
         path=str(folder),
     )

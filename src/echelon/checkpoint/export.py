@@ -34,7 +34,7 @@ _AT_ONCE = 1 << 24  # elements that are compared at once
 
 
 def _chosen(saved: Tensors, state: str | None, path: Location) -> dict[str, str]:
-    """Names in the export -> names in the checkpoint: those of one state, without its name before them."""
+    """Name in the export -> name in the checkpoint, of one state's tensors. The export drops the state's name."""
     if state is None:
         modules = sorted({name.split(".", 1)[0] for name in saved.index if ".state." not in name})
         if len(modules) != 1:
@@ -57,9 +57,9 @@ def export_safetensors(path: Location, to: Path, *, state: str | None = None, sh
 
     Args:
         state: which attribute of the unit; may be left out if only one has tensors.
-        shard_bytes: a file holds at most so many, or one tensor.
+        shard_bytes: size limit of a file; a larger tensor gets a file of its own.
     Raises:
-        CheckpointCorruptError: what was exported is not what was saved; nothing is left of it.
+        CheckpointCorruptError: the checkpoint's files are not what was saved; the export is removed.
     """
     with tensors_of(path) as saved:
         chosen = _chosen(saved, state, path)
@@ -71,7 +71,7 @@ def export_torch(path: Location, to: Path, *, state: str | None = None) -> Path:
     with tensors_of(path) as saved:
         chosen = _chosen(saved, state, path)
         with _published(to.parent, [to.name]) as aside, _checked(path, saved, chosen.values()):
-            # Everything in one piece in a file: torch then reads it from there while it writes.
+            # First all tensors whole in one file: torch.save then reads them from its mapping while it writes.
             _write(aside / "parts", saved, chosen)
             whole = TensorFile(aside / "parts")
             types = {short: (dtype_of(saved.index[name]["dtype"]), saved.shape(name)) for short, name in chosen.items()}
@@ -84,7 +84,7 @@ def convert(path: Path, to: Path, *, shard_bytes: int = 5 << 30, trust_pickle: b
     """Write another program's weights as safetensors, which `restore` takes.
 
     Raises:
-        CheckpointError: a file that only unpickling code could read, and it is not trusted.
+        CheckpointError: a file can be read only by unpickling code, and is not trusted.
     """
     with tensors_of(path, trust_pickle) as saved:
         return _in_shards(path, saved, {name: name for name in saved.index}, to, shard_bytes)
@@ -92,10 +92,10 @@ def convert(path: Path, to: Path, *, shard_bytes: int = 5 << 30, trust_pickle: b
 
 @contextlib.contextmanager
 def _published(to: Path, names: list[str]) -> Iterator[Path]:
-    """Context with a folder that only we can look into; what lies in it under these names in the end is put into `to`.
+    """Context with a private folder. At its end, the files of these names are moved from there into `to`.
 
     Raises:
-        UsageError: one of them is there already. Nothing is ever overwritten.
+        UsageError: a file of such a name exists already. Nothing is ever overwritten.
     """
     if there := [str(to / name) for name in names if exists(to / name)]:
         raise CheckpointOptionError(f"{there[0]} exists already. Choose another name.")
@@ -114,7 +114,7 @@ def _published(to: Path, names: list[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _checked(path: Location, saved: Tensors, names: Iterable[str]) -> Iterator[None]:
-    """Context in which files are written from a checkpoint, whose checksums are compared beside it.
+    """Context that verifies a checkpoint's checksums in a thread, while files are written from it.
 
     Raises:
         CheckpointCorruptError: a file of the checkpoint is not what was saved.
@@ -147,7 +147,7 @@ def _in_shards(path: Location, saved: Tensors, chosen: dict[str, str], to: Path,
         raise CheckpointOptionError(f"{there[0]} exists already. Choose another folder.")
     count = len(groups)
     files = [ONE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-    names = [*files, *([INDEX] if count > 1 else [])]  # the index last: what it lists is there
+    names = [*files, *([INDEX] if count > 1 else [])]  # the index comes last, after the files that it lists
     with _published(to, names) as aside, _checked(path, saved, chosen.values()):
         for file, group in zip(files, groups, strict=True):
             _write(aside / file, saved, {name: chosen[name] for name in group})
@@ -164,7 +164,7 @@ def _write(path: Path, saved: Tensors, names: dict[str, str]) -> None:
         span = saved.span(name)
         if span is not None:
             return span
-        saved.forget()  # what was read before: the memory is one tensor's
+        saved.forget()  # frees what was read before, so that one tensor is in memory
         return saved.whole(name)
 
     sources = [
@@ -178,8 +178,8 @@ def differences(a: Location, b: Location) -> tuple[list[tuple[str, float, str]],
     """Compare two checkpoints, or weights, tensor by tensor.
 
     Returns:
-        (name, largest difference relative to the largest value, what else differs) of those in both; the names only in a, and
-        those only in b.
+        for each tensor in both (name, largest difference relative to the largest value, a note if the shapes differ); the names
+        only in `a`, and those only in `b`.
     """
     with tensors_of(a) as one, tensors_of(b) as other:
         rows = []

@@ -1,6 +1,6 @@
 """Weights of other programs: safetensors, in one file or in several with an index, and torch's own files.
 
-A file of torch's is read without unpickling code, unless the caller trusts it.
+torch's files are read without unpickling code, unless the caller trusts them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = ["INDEX", "ONE", "is_weights", "read_weights", "tensors_of"]
 logger = logging.getLogger(__name__)
 
 INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
-# As many, one within the other, as a saved module has at most: DistributedDataParallel's, compile's.
+# Most wrappers around a saved module, one inside the other, such as DistributedDataParallel's and torch.compile's.
 _WRAPPERS = 3
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 
 
 def is_weights(path: Path) -> bool:
-    """Whether a path is weights of some program, rather than a checkpoint of ours."""
+    """Whether a path holds another program's weights, rather than a checkpoint of ours."""
     return path.is_file() or (path / INDEX).is_file() or (path / ONE).is_file()
 
 
@@ -73,7 +73,7 @@ class _Foreign(Tensors):
         self._name(prefix, "")
 
     def _name(self, prefix: str, outer: str) -> None:
-        """The file's names with `prefix` instead of `outer`, where they have that."""
+        """Name the tensors as the file does, with `prefix` in place of a leading `outer`."""
         self._in_file = {prefix + name.removeprefix(outer): name for name in self._shapes}
         self.index = {
             name: {"dtype": dtype, "shape": shape, "pieces": [[[0 for _ in shape], shape, ""]]}
@@ -82,11 +82,11 @@ class _Foreign(Tensors):
 
     @property
     def held(self) -> dict[str, Held]:
-        """What the files hold, by their names."""
+        """The dtype and shape of each tensor in the files, by its name there."""
         return {name: Held(dtype, list(shape)) for name, (dtype, shape) in self._shapes.items()}
 
     def lay_out(self, prefix: str, blocks: dict[str, Block], computed: dict[str, Computed], unused: set[str]) -> None:
-        """Take tensors for what a layout says that they are; what it does not speak of keeps its name."""
+        """Build tensors from the files' tensors as a layout says. Tensors that it does not mention keep their names."""
         self._blocks = {prefix + name: block for name, block in blocks.items()}
         self._computed = {prefix + name: each for name, each in computed.items()}
         used = unused | {piece.source for block in blocks.values() for piece in block.pieces}
@@ -98,7 +98,7 @@ class _Foreign(Tensors):
             self.index[name] = {"dtype": each.dtype, "shape": each.shape, "pieces": [[[0 for _ in each.shape], each.shape, ""]]}
 
     def unwrap(self, prefix: str, wanted: Collection[str]) -> None:
-        """Of a module that was saved with a wrapper's prefix, as DistributedDataParallel's "module.", take the names within."""
+        """Drop the prefix of a wrapper with which the module was saved, such as DistributedDataParallel's "module."."""
         if any(prefix + name in self.index for name in wanted):
             return
         parts = [name.split(".") for name in self._shapes]
@@ -116,7 +116,7 @@ class _Foreign(Tensors):
     def _map(self, paths: list[Path], listed: Mapping[str, object] | None = None) -> None:
         """
         Args:
-            listed: by tensor the name of its file, for those that several hold.
+            listed: tensor name -> file name; it decides for tensors that several files hold.
         """
         for path in paths:
             if not path.exists():
@@ -180,10 +180,10 @@ def _load_torch(path: Path, trust_pickle: bool) -> dict[str, torch.Tensor]:
     try:
         loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust_pickle)
     except Exception as error:
-        hint = "" if trust_pickle else " If it needs more than tensors and you trust whoever made it: --trust-pickle."
+        hint = "" if trust_pickle else " If it holds more than tensors and you trust its author, pass --trust-pickle."
         why = printable((str(error) or repr(error)).splitlines()[0])
         raise CheckpointError(f"{path} could not be read: {why}.{hint}") from error
-    for key in ("state_dict", "model"):  # where others keep the weights beside other things
+    for key in ("state_dict", "model"):  # some programs keep the weights under such a key
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
             loaded = loaded[key]
     if not isinstance(loaded, dict) or not all(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in loaded.items()):
@@ -192,7 +192,7 @@ def _load_torch(path: Path, trust_pickle: bool) -> dict[str, torch.Tensor]:
     for name, tensor in loaded.items():
         if tensor.layout != torch.strided or tensor.is_meta or str(tensor.dtype) not in SIZES:
             raise CheckpointError(f"{path} holds {short(name)} as a {tensor.layout} of {tensor.dtype} on {tensor.device}.")
-        if tensor.nbytes > size:  # a view that repeats what little there is
+        if tensor.nbytes > size:  # an expanded view of a small storage
             raise CheckpointError(f"{path} has {size} bytes, fewer than the {tensor.nbytes} of {short(name)} in it.")
     return dict(loaded)
 
@@ -205,19 +205,19 @@ def _named(
     rename: Mapping[str, str] | None,
     is_cut: bool,
 ) -> Layout:
-    """Give the tensors of the files the names of the state. Collective.
+    """Rename the files' tensors to the names of the state. Collective.
 
     Args:
-        is_cut: ranks hold different parts of the module, as stages do.
+        is_cut: ranks hold different parts of the module, as pipeline stages do.
     """
     layout = Layout()
-    # Of the whole module, whatever this rank holds: all ranks must come to the same names.
+    # Shapes of the whole module, not of this rank's part alone: all ranks must arrive at the same names.
     shapes = {k: list(v.size()) for k, v in values.items() if isinstance(v, torch.Tensor)}
     if is_cut:
         shapes = {k: shape for each in agree.kinds(shapes) for k, shape in each.items()}
     if lays is not None:
         layout = on_each(path, lambda: lays(saved.held, shapes))
-        if is_cut:  # a buffer that makes a tensor useless may lie on one rank
+        if is_cut:  # the buffer that makes a saved tensor useless may be on one rank only
             layout.unused.update(name for each in agree.kinds(sorted(layout.unused)) for name in each)
     if layout.blocks or layout.computed:
         saved.lay_out("module.", layout.blocks, layout.computed, layout.unused)
@@ -241,18 +241,18 @@ def read_weights(
 ) -> Report:
     """Fill a module's state, however it is sharded or cut into stages, from a file of another program. Collective.
 
-    Names are judged over all ranks: what one stage does not ask for may be another's.
+    Missing and unexpected names are judged over all ranks: a tensor that one stage does not want may belong to another.
 
     Args:
-        lays: says where the state's tensors lie in the files, if not under their own names.
-        keeps: is told the names that the files will give no value and are not expected to, before anything is read.
+        lays: finds where the state's tensors are in the files, if not under their own names.
+        keeps: called before anything is read, with the names for which the files need not have a value.
     Raises:
         CheckpointMismatchError: names or shapes differ, with a table.
     """
     saved = on_each(path, lambda: _Foreign(path, "module.", trust_pickle))
     values = on_each(path, lambda: dict(module.state_dict()))
     layout = _named(saved, values, path, lays, rename, getattr(module, "is_cut", False))
-    # Others keep one name of a tied parameter, or all.
+    # Other programs save a tied parameter under one of its names, or under all.
     for names in getattr(module, "tied", list)():
         without_prefix = [n for n in names if f"module.{n}" in saved.index]
         values |= {n: values[without_prefix[0]] for n in names if without_prefix and n not in without_prefix}

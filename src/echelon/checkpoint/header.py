@@ -1,4 +1,4 @@
-"""The head of a tensor file in the safetensors layout: what it holds, and where. Works without torch.
+"""The header of a tensor file in the safetensors layout: which tensors it holds, and where. Works without torch.
 
 8 bytes  length of the header
 header   JSON: name -> dtype, shape, data_offsets; "__metadata__": strings
@@ -17,7 +17,7 @@ from echelon.checkpoint.strict import Wrong, short
 
 __all__ = ["FOREIGN_BYTES", "NAMES", "OTHERS", "SIZES", "Entry", "Header", "parse", "read", "size_of_all"]
 
-# Bytes of one element, by torch's name: what tensors in a checkpoint can be. A type that is missing here is not saved.
+# Dtypes that a checkpoint can hold, by torch's name, with the bytes of one element. Tensors of other dtypes are not saved.
 SIZES = {
     "torch.bool": 1,
     "torch.uint8": 1,
@@ -42,12 +42,12 @@ SIZES = {
     "torch.float8_e8m0fnu": 1,
     "torch.float4_e2m1fn_x2": 1,
 }
-# Types that no tensor in a checkpoint has, and that a state may name.
+# Dtypes that a state may name, although no tensor in a checkpoint has them.
 OTHERS = {f"torch.{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)} | {
     f"torch.{name}"
     for name in ("qint8", "qint32", "quint8", "quint4x2", "quint2x4", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2")
 }
-# What safetensors calls them. The others are written as bytes; the checkpoint's index has their real type.
+# The names of dtypes in safetensors. Other dtypes are written as bytes; the checkpoint's index has their real dtype.
 NAMES = {
     "torch.bool": "BOOL",
     "torch.uint8": "U8",
@@ -67,7 +67,7 @@ NAMES = {
 }
 _TYPES = {name: dtype for dtype, name in NAMES.items()}
 _METADATA = "__metadata__"
-# Of another program's header: the limit of the safetensors library.
+# Size limit of another program's header: that of the safetensors library.
 FOREIGN_BYTES = 100_000_000
 _MOST_DIMS = 64  # torch's own limit
 
@@ -106,10 +106,10 @@ def size_of_all(dtype: str, shape: list[int]) -> int:
 
 
 def read(file: IO[bytes], size: int, most: int = strict.JSON_BYTES) -> Header:
-    """The header of an open file of that many bytes.
+    """Read the header of an open file of `size` bytes.
 
     Raises:
-        Wrong: it is no tensor file, or its header promises what the file does not have.
+        Wrong: it is no tensor file, or its header promises more than the file has.
     """
     raw = file.read(8)
     if len(raw) < 8:

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, for those who write it and those who read it: names of files and pieces, and states."""
+"""What writers and readers of a checkpoint share: the names of files and pieces, and the protocols of states."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ __all__ = ["Lease"]
 logger = logging.getLogger(__name__)
 
 LEASE = ".lease"
-# A run that ends releases its lease at once, but a killed one may still be dying when its restart is there.
+# A run releases its lease when it ends, but a killed run may still be exiting when its restart begins.
 _PATIENCE_S = 2.0
-# An object store has no file that only one can make: who finds its own text after so long was the last to write.
+# An object store cannot create a file exclusively: a run that still finds its own text after so long was the last to write.
 _SETTLE_S = 1.0
 _TEXT_BYTES = 1 << 16
 _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.EINVAL)
@@ -65,10 +65,10 @@ class Lease:
             self._lock = None
 
     def refresh(self) -> None:
-        """Say that the run is alive, for those who cannot see its lock.
+        """Record that the run is alive, for processes that cannot see its lock.
 
         Raises:
-            CheckpointInUseError: there are no locks here, and another run took the folder, as after a pause of many minutes.
+            CheckpointInUseError: the storage has no locks, and another run took the folder, as after a pause of many minutes.
         """
         if self._lock is not None:
             try:
@@ -86,12 +86,12 @@ class Lease:
             if holder.run:
                 whose = f"{whose}, of the run in {printable(holder.run)}"
         return CheckpointInUseError(
-            f"{self._path.parent} is being written by another run: {whose}. End that one{how}, or save to another folder."
+            f"{self._path.parent} is being written by another run: {whose}. End that run{how}, or save to another folder."
         )
 
 
 class _Object:
-    """The text of a lease in an object store: the last that wrote it has it."""
+    """The text of a lease in an object store: the last run that wrote it holds the lease."""
 
     def __init__(self, where: Remote) -> None:
         self._where = where

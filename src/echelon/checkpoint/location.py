@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a folder of this machine (a Path), or an fsspec URL (a Remote that answers like one)."""
+"""Where checkpoints are stored: a folder of this machine (a Path), or an fsspec URL (a Remote, with some methods of Path)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
     "sync",
 ]
 
-# What leads nowhere, or to something that is no file, as nobody but a stranger could have left it.
+# Errors of opening something other than a file, such as a circular link. A run never leaves such a thing.
 _NO_FILE = (errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO, errno.EISDIR, errno.ENODEV)
 
 
@@ -80,7 +80,7 @@ class Remote:
     def size(self) -> int:
         """
         Raises:
-            CheckpointCorruptError: there is something, and it is no file.
+            CheckpointCorruptError: it exists, but is not a file.
         """
         known = self._fs.info(self._path)
         if known.get("type", "file") != "file" or not isinstance(known.get("size"), int):
@@ -117,17 +117,17 @@ Location = Path | Remote
 
 
 def absolute(folder: Location) -> Location:
-    """The same folder, wherever the program goes from here."""
+    """The same folder, even if the program changes its working directory."""
     return folder.absolute() if isinstance(folder, Path) else folder
 
 
 def location(where: str | os.PathLike[str] | Remote, name: str = "dirpath") -> Location:
-    """A Path, or a Remote for a URL such as "s3://bucket/run". One of this machine's files, file:///runs/a, is a Path.
+    """A Path, or a Remote for a URL such as "s3://bucket/run". A URL of local files, such as file:///runs/a, gives a Path.
 
     Args:
         name: of the parameter, for the message.
     Raises:
-        UsageError: no path; a URL, and fsspec or its part for that protocol is not installed.
+        UsageError: it is no path; or it is a URL, and fsspec or its package for that protocol is not installed.
     """
     if isinstance(where, (Path, Remote)):
         return where
@@ -144,7 +144,7 @@ def location(where: str | os.PathLike[str] | Remote, name: str = "dirpath") -> L
     except (ImportError, ValueError) as error:
         raise CheckpointOptionError(f"{where} cannot be opened: {error}") from error
     if "file" in ([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol):
-        return Path(path)  # with renames, locks and links, which the library of URLs does not know
+        return Path(path)  # a Path has renames, locks and links, which fsspec lacks
     return Remote(fs, path, where.split("://", 1)[0])
 
 
@@ -152,7 +152,7 @@ def size_of(where: Location) -> int:
     """The size of a file.
 
     Raises:
-        CheckpointCorruptError: there is something, and it is no file.
+        CheckpointCorruptError: it exists, but is not a regular file.
     """
     if isinstance(where, Remote):
         return where.size()
@@ -175,10 +175,10 @@ def _no_file_is_corrupt(where: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_file(where: Location) -> Iterator[tuple[IO[bytes], int]]:
-    """Context with a file that is read, and its size. What is no file is not opened: a pipe would wait for ever.
+    """Context with a file open for reading, and its size. Opens regular files only: opening a pipe would wait for ever.
 
     Raises:
-        CheckpointCorruptError: there is something, and it is no file.
+        CheckpointCorruptError: it exists, but is not a regular file.
     """
     size = size_of(where)
     if isinstance(where, Remote):
@@ -186,7 +186,7 @@ def open_file(where: Location) -> Iterator[tuple[IO[bytes], int]]:
             yield stream, size
         return
     with _no_file_is_corrupt(where):
-        # Without waiting: since it was looked at, a pipe may have taken its place.
+        # Non-blocking: a pipe may have taken the file's place since the check above.
         opened = os.open(where, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     with open(opened, "rb") as file:
         status = os.fstat(opened)
@@ -199,7 +199,7 @@ def read_file(where: Location, limit: int) -> bytes:
     """All bytes of a file.
 
     Raises:
-        CheckpointCorruptError: it is no file, or larger than `limit`.
+        CheckpointCorruptError: it is not a regular file, or is larger than `limit`.
     """
     with open_file(where) as (file, size):
         data = file.read(limit + 1) if size <= limit else b""
@@ -209,19 +209,19 @@ def read_file(where: Location, limit: int) -> bytes:
 
 
 def create(where: Path) -> IO[bytes]:
-    """A new file, to be written: never one that is there already, nor one where a link leads to.
+    """Create a file to write. Never opens an existing file, nor follows a link.
 
     Raises:
-        FileExistsError: there is something by that name.
+        FileExistsError: something has that name.
     """
     return open(files.open_file(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb")
 
 
 def replace_file(where: Location, data: bytes, *, durable: bool = False) -> None:
-    """Put a small file in the place of whatever has its name, as a whole; a link is replaced and not followed.
+    """Write a small file atomically, in place of whatever has its name. A link is replaced, not followed.
 
     Args:
-        durable: a power cut, too, leaves the old file or the new one.
+        durable: a power cut also leaves the old file or the new one.
     """
     if isinstance(where, Remote):
         where.write_bytes(data)
@@ -230,12 +230,12 @@ def replace_file(where: Location, data: bytes, *, durable: bool = False) -> None
 
 
 def exists(where: Location) -> bool:
-    """Whether there is anything by that name, be it a link that leads nowhere."""
+    """Whether anything has that name, even a broken link."""
     return os.path.lexists(where) if isinstance(where, Path) else where.exists()
 
 
 def make_folder(where: Location) -> None:
-    """Make a folder and those above it, each known to the disk: what lies in a folder that a power cut undoes is lost with it."""
+    """Make a folder and its parents, and sync each to disk: if a power cut undoes a folder, all files in it are lost."""
     if not isinstance(where, Path):
         where.mkdir()
         return
@@ -256,7 +256,7 @@ def remove_tree(where: Location) -> None:
 
 
 def explain(error: BaseException, folder: Location) -> str:
-    """An error of writing with what one needs to know to mend it."""
+    """The text of a write error, with the folder and its free space."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(folder, Path):
         try:
@@ -269,11 +269,11 @@ def explain(error: BaseException, folder: Location) -> str:
 
 
 def explain_for_rank(rank: int, error: BaseException, staged: Location) -> str:
-    """As `explain`, of a rank that could not write into the folder that rank 0 made for all."""
+    """Like `explain`, for a rank that writes into the folder that rank 0 made; says so if the rank does not see it."""
     if isinstance(error, FileNotFoundError) and not exists(staged):
         return (
-            f"rank {rank}: {staged.parent} must be the same folder for all ranks, and this one does not see the {staged.name} "
-            "that rank 0 made there. Put it on storage that all machines share, and give its whole path if ranks work in other "
-            "folders"
+            f"rank {rank}: {staged.parent} must be the same folder for all ranks, but this rank does not see {staged.name}, "
+            "which rank 0 made there. Put it on storage that all machines share, and give an absolute path if ranks work in "
+            "different folders"
         )
     return f"rank {rank}: {explain(error, staged.parent)}"

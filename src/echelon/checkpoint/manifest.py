@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what it must consist of, byte by byte. Works without torch.
+"""The manifest of a checkpoint: its files with their sizes and checksums. Works without torch.
 
 `manifest.json` is written last. It lists every file with its size and the checksums of its blocks, and ends with a checksum
-of itself, so that no byte of a checkpoint is trusted unseen.
+of itself, so that no byte of a checkpoint is trusted unverified.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ __all__ = [
 ]
 
 MANIFEST, INDEX, STATE = "manifest.json", "index.json", "state.safetensors"
-# Under which a tensor file with a nested state has it among its metadata.
+# The metadata key of the nested state in a tensor file.
 STATE_KEY = "state"
 FORMAT = 2
-# Of a manifest: 300 TB of files. What a run says of itself is cut down to a small part of it.
+# Size limit of a manifest: enough for 300 TB of files. A run's facts about itself are cut to a small part of it.
 _MANIFEST_BYTES = 128 << 20
 _NAME = re.compile(r"step-([0-9]{8,18})")
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -79,21 +79,21 @@ def is_named(path: Location) -> bool:
 
 
 def _step_in(name: str) -> int | None:
-    """The step that a name is that of: one name for each, so that no two folders are one step."""
+    """The step in a folder's name, or None. Each step has exactly one name, so no two folders have the same step."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match is not None and named(int(match[1])) == name else None
 
 
 def in_file(name: str, offsets: tuple[int, ...]) -> str:
-    """What a piece is called in its file: by its name alone if it begins where the tensor does."""
+    """A piece's name in its file: the tensor's name, with the offsets unless the piece begins where the tensor does."""
     return f"{name}@{','.join(map(str, offsets))}" if any(offsets) else name
 
 
 def render(facts: dict[str, Any]) -> bytes:
-    """The bytes of a manifest, with a checksum of themselves at the end.
+    """The bytes of a manifest, which end with their own checksum.
 
     Raises:
-        CheckpointError: what nobody could read again.
+        CheckpointError: it would be too large to be read again.
     """
     body = json.dumps({"format": FORMAT, **facts}, indent=1)
     assert body.endswith("\n}")
@@ -104,11 +104,11 @@ def render(facts: dict[str, Any]) -> bytes:
 
 
 def read(folder: Location) -> dict[str, Any]:
-    """The manifest of a checkpoint, whose own checksum is right. The files it lists are not looked at.
+    """Read a checkpoint's manifest and verify its own checksum. Does not look at the files that it lists.
 
     Raises:
-        CheckpointNotFoundError, CheckpointUnreadableError, CheckpointCorruptError: three different answers.
-        CheckpointError: of a format that is newer than this echelon.
+        CheckpointNotFoundError, CheckpointUnreadableError, CheckpointCorruptError: it is missing, cannot be read, or is damaged.
+        CheckpointError: its format is newer than this echelon.
     """
     path = folder / MANIFEST
     try:
@@ -125,13 +125,13 @@ def read(folder: Location) -> dict[str, Any]:
     body = head + "\n}"
     if tail != f'{zlib.crc32(body.encode()):08x}"\n}}\n':
         raise CheckpointCorruptError(f"{path} is not what was written: its checksum differs.", path=str(path))
-    # Sealed in the same way in every format: else a flipped bit of the number would pass for a newer echelon's.
+    # Checked after the checksum, which is the same in every format: a flipped bit must not pass for a newer format.
     version = _format_of(text)
     if version is not None and version > FORMAT:
         raise CheckpointError(f"{folder} has format {version}, but this echelon reads formats up to {FORMAT}. Update echelon.")
     try:
         return _checked(strict.loads(body), _step_in(folder.name))
-    except Wrong as error:  # only somebody who means harm writes one
+    except Wrong as error:  # its checksum is right, so only an attacker can have written it
         raise CheckpointCorruptError(
             f"{path} is not what echelon writes: {error}. Do not use this checkpoint.", path=str(path)
         ) from None
@@ -148,7 +148,7 @@ def _format_of(text: str) -> int | None:
 def _checked(fields: Any, step: int | None) -> dict[str, Any]:
     """
     Args:
-        step: that the folder is named after, if it is.
+        step: the one in the folder's name, or None.
     """
     manifest = strict.mapping(fields, MANIFEST)
     if manifest.get("format") != FORMAT or isinstance(manifest["format"], bool):
@@ -173,10 +173,10 @@ def _checked(fields: Any, step: int | None) -> dict[str, Any]:
 
 
 def check_files(files: Any) -> dict[str, Any]:
-    """What a manifest says of files: by name, size and checksums.
+    """Check a manifest's list of files: name -> size and checksums.
 
     Raises:
-        Wrong: anything else, or a file name that no checkpoint has.
+        Wrong: it has another form, or a file name that no checkpoint has.
     """
     for name, entry in strict.mapping(files, "files").items():
         if not _FILE.fullmatch(name) or name == MANIFEST:
@@ -190,7 +190,7 @@ def check_files(files: Any) -> dict[str, Any]:
 
 
 def is_whole(folder: Location) -> bool:
-    """Whether a folder has a manifest, and every file is there in full size. Reads no file but the manifest."""
+    """Whether a folder has a manifest and all its files in full size. Reads no file but the manifest."""
     try:
         files = read(folder)["files"]
         return all(size_of(folder / name) == entry["size"] for name, entry in files.items())
@@ -199,15 +199,15 @@ def is_whole(folder: Location) -> bool:
 
 
 def committed(dirpath: Location) -> list[Location]:
-    """All whole checkpoints in a folder, oldest first. Looks at this machine's view of the folder: for rank 0."""
+    """All whole checkpoints in a folder, oldest first, as this machine sees it: call it on rank 0."""
     return [path for path in named_folders(dirpath) if is_whole(path)]
 
 
 def named_folders(dirpath: Location) -> list[Location]:
-    """What is named like a checkpoint, whole or not, oldest first.
+    """All folders named like a checkpoint, whole or not, oldest first.
 
     Raises:
-        CheckpointUnreadableError: there is a folder, and the system does not let us look into it.
+        CheckpointUnreadableError: the folder exists but cannot be read.
     """
     try:
         inside = dirpath.iterdir() if dirpath.is_dir() else ()
@@ -225,12 +225,12 @@ def problems(
     threads: int = 1,
     only: dict[str, set[int]] | None = None,
 ) -> list[str]:
-    """What is wrong with the files of a checkpoint, one line each: reads this part's share of all blocks.
+    """What is wrong with the files of a checkpoint, one line a file. Reads this part's share of all blocks.
 
     Args:
-        only: the blocks of interest, by file.
+        only: the blocks to check, by file; by default all.
     Raises:
-        CheckpointUnreadableError: a file that the system does not let us read.
+        CheckpointUnreadableError: a file exists but cannot be read.
     """
     files: dict[str, Any] = manifest["files"]
     blocks = [(name, block) for name, entry in files.items() for block in range(len(entry["crc32"]) or 1)]
@@ -281,6 +281,6 @@ def _checksum(pieces: Iterator[bytes]) -> int:
 
 
 def checksums(data: bytes | mmap.mmap) -> list[str]:
-    """Those of a whole file that is in memory, or mapped, block by block."""
+    """The checksums of the blocks of a file that is in memory or mapped."""
     whole = memoryview(data)
     return [f"{crc32(whole[at : at + BLOCK_BYTES]):08x}" for at in range(0, len(whole), BLOCK_BYTES)]

@@ -18,23 +18,23 @@ __all__ = ["decode", "dtype_of", "encode"]
 _TAG = "~"
 _PAIRS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 _MANY: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset", torch.Size: "size"}
-# What the values of a defaultdict may begin as.
+# The factories that a defaultdict may have.
 _FACTORIES: dict[Any, str] = {None: "None"} | {each: each.__name__ for each in (bool, int, float, str, list, tuple, dict, set)}
 _BY_NAME = {name: factory for factory, name in _FACTORIES.items()}
 _ALLOWED = "tensors, arrays, numbers, strings, bytes, None, and lists, tuples, sets and dicts of these"
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor], where: str = "", depth: int = 0) -> Any:
-    """JSON for a value; its tensors are added to `tensors`, under new names.
+    """Encode a value as JSON; its tensors are added to `tensors`, under new names.
 
     Args:
-        depth: of the JSON around it.
+        depth: of the JSON around the value.
     Raises:
-        CheckpointError: something that only pickle could write, or that is nested too deep; says where it is.
+        CheckpointError: a part of it needs pickle or is nested too deeply; the text says where.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
-    if depth > DEPTH - 4:  # so many lists and objects may stand for one value
+    if depth > DEPTH - 4:  # one value is encoded as up to four nested lists and objects
         raise CheckpointError(f"{where.lstrip('.')[:60]}... is nested too deeply, or contains itself")
     if type(value) is list:
         return [encode(v, tensors, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
@@ -74,7 +74,7 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], where: str = "", depth:
 
 
 def decode(value: Any, tensors: Any) -> Any:
-    """What was encoded, as `structure.state_of` has checked it. `tensors(name, dtype, shape)` gives the tensors."""
+    """Decode a value that `structure.state_of` has checked. `tensors(name, dtype, shape)` gives its tensors."""
     if isinstance(value, list):
         return [decode(v, tensors) for v in value]
     if not isinstance(value, dict):

@@ -53,8 +53,8 @@ class BestCheckpointConfig:
         require(self.mode in ("min", "max"), "mode", "'min' or 'max'", self.mode, kind=CheckpointOptionError)
 
     def best_first(self, metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
-        """The steps whose checkpoints have the metric, best first; the older of equals first: a newer one may
-        only repeat a number that was not measured since."""
+        """The steps whose checkpoints have the metric, best first. Of equal ones the older comes first: the newer may
+        only repeat a number that was not measured again."""
         sign = 1 if self.mode == "min" else -1
         known = [(sign * values[self.monitored_metric], step) for step, values in metrics.items() if self._has(values)]
         return [step for _, step in sorted(known)]
@@ -70,10 +70,10 @@ class Keep:
 
     Args:
         count: the newest n, or with `best` the best n; None keeps all.
-        every_updates: those of every k-th update stay for ever.
+        every_updates: the checkpoints of every k-th update stay for ever.
         best: what "best" means.
-        spares_kept: nobody has asked for `count`: what was saved by a run that removed none stays, and does not count.
-        newest: `count` are the newest in any case, and beside them the best one stays.
+        spares_kept: checkpoints of a run that removed none stay, and do not count.
+        newest: the newest `count` stay in any case, and the best one besides.
     """
 
     count: int | None = None
@@ -93,12 +93,12 @@ class Keep:
         require(is_known, "best_checkpoint_config", "a BestCheckpointConfig", self.best, kind=CheckpointOptionError)
 
     def to_delete(self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
-        """Of the whole checkpoints' steps, those that go, oldest first."""
+        """The steps of checkpoints to remove, oldest first. `steps` are those of all whole checkpoints."""
         if self.count is None:
             return []
         steps = sorted(steps)
         kept = {*steps[-1:], *(s for s in steps if self.every_updates and s % self.every_updates == 0)}
-        # Those without the metric fill what is left, newest first.
+        # Checkpoints without the metric take the places that are left, newest first.
         best = self.best.best_first(metrics) if self.best else []
         if self.newest:
             kept |= {*steps[-self.count :], *best[:1]}

@@ -1,7 +1,7 @@
-"""Part of a tensor out of a file, into memory that waits for it: only its own bytes are read, by plain read calls.
+"""Read a part of a tensor from a file into given memory: few bytes besides its own, by plain read calls.
 
-Reading instead of mapping: a file that is cut off while it is read is an error, where a mapped one would kill the process; and
-what is read can be counted.
+Reading, not mapping: if the file is cut off meanwhile, a read raises, while a mapping would kill the process; and reads can be
+counted.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from echelon.world.tensor_bytes import flat_bytes
 
 __all__ = ["Stored"]
 
-# What is read at once for a target that is not the file's bytes as they are: of another type, on a device, with gaps.
+# Limit of one read for a target that cannot take the file's bytes directly: it has another dtype or gaps, or is on a device.
 _AT_ONCE_BYTES = 8 << 20
-# Of bytes that lie apart by less, those between them are read, too: a read call takes as long as a few kilobytes.
+# Runs shorter than this are read together with the bytes between them: a read call takes as long as a few kilobytes.
 _RUN_BYTES = 512
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor that lies in a file row by row.
+    """A row-major tensor in a file.
 
     Args:
         file: an open file's descriptor.
@@ -72,7 +72,7 @@ class Stored:
             self.read_part([*begins[:dim], begins[dim] + at[1], *begins[dim + 1 :]], narrowed, part)
 
     def _run(self, lengths: Sequence[int]) -> tuple[int, int]:
-        """How many elements of a part lie side by side, and the innermost dimension of which it has not all; -1 if it has all."""
+        """(elements in each contiguous run of a part, the innermost dimension that the part does not cover, or -1)."""
         run, dim = 1, len(self.shape) - 1
         while dim >= 0 and lengths[dim] == self.shape[dim]:
             run *= self.shape[dim]
@@ -103,7 +103,7 @@ class Stored:
 
 
 def _halves(lengths: Sequence[int]) -> Iterator[tuple[tuple[int, int], list[int]]]:
-    """The first dimension that can be divided, and where each half begins in it; the lengths of each."""
+    """Both halves of a part, cut along its first dimension that can be divided: ((that dimension, begin in it), lengths)."""
     dim = next(d for d, n in enumerate(lengths) if n > 1)
     first = lengths[dim] // 2
     for begin, length in ((0, first), (first, lengths[dim] - first)):

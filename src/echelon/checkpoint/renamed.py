@@ -1,4 +1,4 @@
-"""Layers that were renamed since the save: which could be the same, and how old names map to new ones."""
+"""Layers that were renamed since the save: apply a mapping of names, or suggest one by equal shapes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from echelon.common.errors import CheckpointMismatchError
 
 __all__ = ["Naming", "by_old", "check", "hint", "moved", "rename", "state_in", "suggest"]
 
-# What a name in a checkpoint is called now.
+# From a name in a checkpoint to its present name.
 Naming = Callable[[str], str]
 
 Shapes = Mapping[str, list[int]]
 
 
 def moved(name: str, renames: Mapping[str, str]) -> str:
-    """A dotted name with the longest of its beginnings that is renamed replaced."""
+    """A dotted name whose longest prefix in `renames` is replaced."""
     for old in sorted(renames, key=len, reverse=True):
         if name == old or name.startswith(f"{old}."):
             return renames[old] + name[len(old) :]
@@ -30,15 +30,15 @@ def moved(name: str, renames: Mapping[str, str]) -> str:
 
 
 def state_in(name: str) -> str:
-    """The state that a dotted name begins with: a module may be a part of another one now."""
+    """The name of the state, with which a dotted name begins."""
     return name.partition(".")[0]
 
 
 def by_old(names: Iterable[str], naming: Naming) -> dict[str, str]:
-    """New name by old.
+    """Old name -> new name.
 
     Raises:
-        CheckpointMismatchError: two would have the same.
+        CheckpointMismatchError: two names would become the same.
     """
     made = {name: naming(name) for name in names}
     twice = [new for new, count in Counter(made.values()).items() if count > 1]
@@ -54,7 +54,7 @@ def _of_one_name(olds: Sequence[str], new: str) -> CheckpointMismatchError:
 def check(renames: Mapping[str, str], names: Sequence[str]) -> None:
     """
     Raises:
-        CheckpointMismatchError: a name that the checkpoint does not have.
+        CheckpointMismatchError: `renames` has a name that the checkpoint lacks.
     """
     for old in renames:
         if not any(name == old or name.startswith(f"{old}.") for name in names):
@@ -68,16 +68,16 @@ def check(renames: Mapping[str, str], names: Sequence[str]) -> None:
 def rename(
     rest: Mapping[str, Any], saved: Any, states: Mapping[str, Any], renames: Mapping[str, str], naming: Naming
 ) -> dict[str, Any]:
-    """Give tensors, states, and what states hold by parameter name the names that they have now.
+    """Give tensors, states, and entries of states that are keyed by parameter name their present names.
 
     Args:
-        rest, saved: the nested states of a checkpoint, and its `tensors.Tensors`, which are changed.
-        states: what will be restored, by its present names.
+        rest, saved: the nested states of a checkpoint, and its `tensors.Tensors`, which are renamed in place.
+        states: the states to restore, by their present names.
     Returns:
         the nested states by their present names.
     """
     check(renames, [*rest, *saved.index])
-    homes: dict[str, set[str]] = {}  # of a state's tensors: a module's parts may be several now, or it a part of another one
+    homes: dict[str, set[str]] = {}  # old state -> new states: a module may have been split, or be part of another
     for name in saved.index:
         homes.setdefault(state_in(name), set()).add(state_in(naming(name)))
     saved.rename(naming)
@@ -98,7 +98,7 @@ def rename(
 def hint(
     states: Mapping[str, Any], wanted: Mapping[str, Any], saved: Shapes, missing: Sequence[str], unexpected: Sequence[str]
 ) -> str:
-    """A sentence with the mapping that may be meant; "" if nothing that is left over has the shape of anything that is missing.
+    """A sentence that suggests a mapping; "" if no leftover tensor has the shape of a missing one.
 
     Args:
         wanted, saved: all tensors, and all shapes, by name.
@@ -118,7 +118,7 @@ def suggest(saved: Shapes, now: Shapes) -> dict[str, str]:
     """Match saved names with present ones by equal shapes: whole submodules first, then tensors of a unique shape.
 
     Args:
-        saved, now: shapes by name, of what was saved and nobody asks for, and of what is asked for and was not saved.
+        saved, now: shapes by name, of tensors that were saved and are not wanted, and of those wanted and not saved.
     """
     saved, now = dict(saved), dict(now)
     mapping: dict[str, str] = {}
@@ -138,7 +138,7 @@ def suggest(saved: Shapes, now: Shapes) -> dict[str, str]:
 
 
 def _under(prefix: str, shapes: Shapes) -> dict[str, list[int]]:
-    """Shapes by the rest of the name."""
+    """The shapes of names that begin with a prefix, by the rest of the name."""
     return {k[len(prefix) :]: v for k, v in shapes.items() if k == prefix or k.startswith(f"{prefix}.")}
 
 

@@ -1,9 +1,9 @@
-"""Take the states of all ranks, divided over them, and write them without pickle.
+"""Take a snapshot of all states, divide the writing over the ranks, and write without pickle.
 
-What is keyed by parameter name is cut into the pieces that the ranks hold: the planner of torch.distributed.checkpoint says which
-rank has which. Each rank writes one `tensors-N.safetensors`; `index.json` has every tensor's type, shape and pieces. The rest is
-small, equal on all ranks and written once (`state.safetensors`); what belongs to one rank only, such as its RNGs, lies
-in `rank-N.safetensors`. Planning is collective; writing is each rank's own.
+States keyed by parameter name consist of the pieces that ranks hold: the planner of torch.distributed.checkpoint says which
+rank has which. Each rank writes one `tensors-N.safetensors`; `index.json` has every tensor's dtype, shape and pieces. The rest is
+small, equal on all ranks and written once (`state.safetensors`). State of one rank alone, such as its RNG state, is
+in `rank-N.safetensors`. Planning is collective; each rank writes by itself.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Snapshot:
 
     Attributes:
         pieces: by name in the file, this rank's share of all tensors.
-        index: of all tensors of all ranks, which rank 0 writes; elsewhere empty.
-        rest, own: encoded states and their tensors.
+        index: of all ranks' tensors, on rank 0, which writes it; empty on other ranks.
+        rest, own: what all ranks share and what this rank alone has: the encoded state and its tensors.
     """
 
     rank: int
@@ -45,10 +45,10 @@ class Snapshot:
     own: tuple[Any, dict[str, torch.Tensor]]
 
     def copy(self, buffers: Buffers) -> Callable[[], None]:
-        """Take copies in host memory instead of the living tensors; `buffers` holds them from save to save.
+        """Replace the living tensors by copies in host memory; `buffers` keeps that memory from save to save.
 
         Returns:
-            what waits until they are there; see `staging.copy`. The program may change everything when `copy` returns.
+            a function that waits for the copies; see `staging.copy`. The program may change its tensors once `copy` returns.
         """
         views = buffers.of(self._keyed())
         work = []
@@ -60,7 +60,7 @@ class Snapshot:
         return staging.copy(work)
 
     def prepare(self, buffers: Buffers) -> None:
-        """Begin to make the memory that `copy` needs for such a snapshot."""
+        """Start to allocate the memory that `copy` needs for such a snapshot."""
         buffers.prepare(self._keyed())
 
     def _keyed(self) -> dict[str, torch.Tensor]:
@@ -73,12 +73,12 @@ class Snapshot:
         """Write this rank's files. Returns their entries for the manifest. Not collective.
 
         Raises:
-            CheckpointError: another thread never let the living tensors rest.
+            CheckpointError: another thread kept changing the living tensors.
         """
         living = [tensor for _, tensors in self._groups() for tensor in tensors.values()]
         before = staging.versions(living)
         files = self._write(folder)
-        if staging.versions(living) != before:  # by another thread: what lies there is neither what was nor what is
+        if staging.versions(living) != before:  # another thread changed them: the files mix old and new values
             self.copy(Buffers())()
             for name in files:
                 (folder / name).unlink()
@@ -107,7 +107,7 @@ class Snapshot:
 
 
 class Planned:
-    """Who writes what, remembered from save to save: it is agreed again only if a rank's pieces have changed."""
+    """Which rank writes which pieces, kept from save to save: agreed again only if the pieces of some rank have changed."""
 
     def __init__(self) -> None:
         self._listing: list[Any] | None = None
@@ -115,13 +115,13 @@ class Planned:
         self._index: dict[str, Any] = {}
 
     def assign(self, listing: list[Any]) -> tuple[set[Piece], dict[str, Any]]:
-        """The pieces that this rank writes; and on rank 0 the index of all. Collective.
+        """The pieces that this rank writes; and on rank 0 the index of all pieces. Collective.
 
-        Rank 0 decides: it gets each different listing once, and answers each rank with one bit a piece.
+        Rank 0 decides: it gets each distinct listing once, and answers each rank with one bit a piece.
 
         Args:
-            listing: name, offsets, sizes, type, shape of each piece that this rank could write, and whether ranks may hold other
-                values, of which the first rank's count.
+            listing: for each piece that this rank could write: name, offsets, sizes, dtype, the tensor's shape, and whether ranks
+                may hold different values, of which the first rank's are saved.
         """
         if agree.any_rank(listing != self._listing):
             assignment, index = rank0.gather(listing), dict[str, Any]()
@@ -140,10 +140,10 @@ class Planned:
 
 
 def snapshot(states: dict[str, Stateful], rank_state: dict[str, Any], planned: Planned | None = None) -> Snapshot:
-    """What is to be written of all states, divided over the ranks. Collective.
+    """Take a snapshot of all states; ranks share the writing. Collective.
 
     Raises:
-        CheckpointError: on every rank: a state that only pickle could write, or whose own `state_dict` fails, here or elsewhere.
+        CheckpointError: on every rank, if on any rank a state needs pickle, or its `state_dict` fails.
     """
     taken = _taken(states)
     failure, cause = taken.failure, taken.cause
@@ -177,9 +177,9 @@ class _Taken:
     """The states as they are now.
 
     Attributes:
-        tensors: of states that are keyed by parameter name; `rest` is everything else.
-        of_first: names of those of which the first rank's values count.
-        failure, cause: of the first state that could not be had.
+        tensors: those of states that are keyed by parameter name; `rest` is everything else.
+        of_first: names of the tensors of which the first rank's values are saved.
+        failure, cause: why the first failing state could not be read.
     """
 
     tensors: dict[str, Any] = field(default_factory=dict)
@@ -194,10 +194,10 @@ def _taken(states: dict[str, Stateful]) -> _Taken:
     for name, stateful in states.items():
         try:
             values = stateful.state_dict()
-        except Exception as error:  # a user's own: the other ranks must not wait for this one
+        except Exception as error:  # of a user's state_dict: the other ranks must not wait for this one
             if isinstance(stateful, NamedState):
                 raise
-            taken.failure = taken.failure or f"the state of {name} cannot be had: {type(error).__name__}: {error}"
+            taken.failure = taken.failure or f"the state_dict of {name} failed: {type(error).__name__}: {error}"
             taken.cause, values = error, {}
         if isinstance(stateful, NamedState):
             taken.tensors |= {f"{name}.{k}": v for k, v in values.items() if isinstance(v, torch.Tensor)}
@@ -209,14 +209,14 @@ def _taken(states: dict[str, Stateful]) -> _Taken:
 
 
 def _listed(planner: DefaultSavePlanner, of_first: set[str]) -> tuple[dict[Piece, Any], list[Any]]:
-    """The pieces that this rank could write: torch's item of each, and what `Planned.assign` must know of it."""
+    """The pieces that this rank could write: torch's write item of each, and the listing for `Planned.assign`."""
     items: dict[Piece, Any] = {}
     listing = []
     for item in planner.create_local_plan().items:
         data = item.tensor_data
         assert data is not None
         if data.size.numel() and not data.chunk.sizes.numel():
-            continue  # a rank that got nothing of a small tensor
+            continue  # this rank holds nothing of a small tensor
         name, offsets = item.index.fqn, tuple(data.chunk.offsets)
         items[name, offsets] = item
         dtype = str(data.properties.dtype)

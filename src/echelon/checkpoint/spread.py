@@ -1,6 +1,6 @@
-"""Which rank writes which piece of a checkpoint's tensors: each piece one of those that hold it, all about equally much.
+"""Divide the writing of a checkpoint's pieces over the ranks that hold them; all ranks write about equally much.
 
-Linear in the pieces and the ranks, but for logarithms: ranks whose listings are equal are looked at together.
+The time is linear in pieces and ranks, up to logarithms: ranks with equal listings are handled together.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ Piece = tuple[str, tuple[int, ...]]
 
 
 def spread(listings: Iterable[list[Any]], of: Sequence[int]) -> tuple[list[bytes], dict[str, Any]]:
-    """Of equal pieces, one is written; large ones first, each by the rank that has least to write so far, or else the first.
+    """Assign each piece to one of the ranks that hold it, large pieces first: to the first rank where its values are to be saved,
+    otherwise to the rank with least to write so far.
 
     Args:
-        listings: what ranks could write, as `Planned.assign` says: the different ones, by the first rank that has it.
-        of: by rank which of the listings it has.
+        listings: the distinct listings of ranks, as in `Planned.assign`, in the order of the first rank that has each.
+        of: by rank, the number of its listing.
     Returns:
-        for each rank a bit for each piece of its listing, lowest first, set if it is to write that piece; and the index of all.
+        for each rank one bit a piece of its listing, lowest first, set if it writes that piece; and the index of all tensors.
     """
     ranks: list[list[int]] = []
     for rank, kind in enumerate(of):
         if kind == len(ranks):
             ranks.append([])
         ranks[kind].append(rank)
-    # By piece: what it is, and the listings that have it, each with the place there. What pieces share is kept once.
+    # By piece: its form, and the listings that have it, each with the piece's position there. Equal forms are kept once.
     held: dict[Piece, tuple[_Form, list[int]]] = {}
     forms: dict[Any, _Form] = {}
     names: dict[str, str] = {}
@@ -73,7 +74,7 @@ class _Form(NamedTuple):
 
 
 class _Least:
-    """The rank that has least to write among those with certain listings; of equals the first.
+    """Finds the rank with least to write among those with certain listings; of equal ones the first.
 
     Args:
         ranks: by listing, the ranks that have it.
@@ -81,11 +82,11 @@ class _Least:
 
     def __init__(self, ranks: list[list[int]], size: int) -> None:
         self._ranks, self._load = ranks, [0] * size
-        # By listings, their ranks with what each had to write when it was last looked at: never more than now.
+        # By listings, a heap of their ranks, each with its load when it was last looked at: never more than its present load.
         self._heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
 
     def take(self, kinds: tuple[int, ...], size: int, writer: int | None) -> int:
-        """Who writes so many bytes: `writer`, or the one with least."""
+        """Choose the rank that writes `size` bytes, and add to its load: `writer`, or the rank with least to write."""
         if writer is None:
             writer = self._least(kinds)
         self._load[writer] += size

@@ -1,12 +1,12 @@
 """Copies of tensors in host memory, so that a thread can write them while training continues.
 
-Whatever the program does next may change them, and by ways that leave no trace: through `.data`, a numpy view, a storage. So
-nothing is left to be copied later. Tensors in host memory are copied when `copy` returns. A GPU's are copied by its current
-stream, in which whatever changes them comes afterwards: the program need not wait for these, only whoever reads the copies.
+The program may change tensors without a trace: through `.data`, a numpy view, a storage. So no copy is put off. Tensors in host
+memory are copied when `copy` returns. A GPU's tensors are copied on its current stream, where later changes queue behind the
+copies: the program need not wait, only a reader of the copies must.
 
-Another thread of the program can still write while this one copies. What it changes by torch's operations is noticed by torch's
-count of changes in place, `Tensor._version`, and copied again. There is no public name for that count. Used with torch 2.13; a
-test in tests/checkpoint/test_checkpoint_async.py notices a change.
+Another thread of the program can still write during the copies. torch counts the in-place changes that its operations make, in
+`Tensor._version`; if the count has changed, all is copied again. There is no public name for that count. Used with torch 2.13; a
+test in tests/checkpoint/test_checkpoint_async.py notices if torch changes it.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ logger = logging.getLogger(__name__)
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
-# A thread that averages weights, say, is busy for a part of a step: the second copy is whole as a rule.
+# A thread that averages weights, for example, is busy for a part of a step, so the second copy usually succeeds.
 _TRIES = 5
 
 
 def copy(pairs: Pairs) -> Callable[[], None]:
-    """Copy each second tensor into the first, as they are now.
+    """Copy the second tensor of each pair into the first.
 
     Returns:
-        what waits, in any thread, until all copies are there.
-    Raises (the call of what is returned, so that ranks meet the error together):
+        a function that waits, in any thread, until all copies are done.
+    Raises (from the returned function, so that all ranks learn of the error together):
         CheckpointError: another thread changed a tensor during each of several tries.
     """
     living = [tensor for _, tensor in pairs]
@@ -57,12 +57,12 @@ def copy(pairs: Pairs) -> Callable[[], None]:
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """How often each was changed in place so far; those made in inference mode are not counted, and give 0."""
+    """How often each tensor was changed in place so far; 0 for tensors made in inference mode, which have no count."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _refuse() -> None:
     raise CheckpointError(
-        f"another thread changed the state during all {_TRIES} attempts to copy it. Pause it while a checkpoint is taken: "
-        "wait for it in on_train_step_end of a callback before the saver, or in the state_dict of what it changes."
+        f"another thread changed the state during all {_TRIES} attempts to copy it. Pause that thread while a checkpoint is "
+        "taken: wait for it in on_train_step_end of a callback before the saver, or in the state_dict of the changed object."
     )

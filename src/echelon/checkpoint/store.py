@@ -1,7 +1,7 @@
 """Read what `snapshot` wrote into states, at any number of ranks, under any layout.
 
-The planner of torch.distributed.checkpoint says which parts of which pieces this rank wants; they are copied out of the mapped
-files, so that no rank ever holds more than its own tensors. Reading is each rank's own; what fails on one is told to all.
+The planner of torch.distributed.checkpoint says which parts of which pieces this rank wants; only these are read, into its
+tensors, so that no rank ever holds more than its own tensors. Each rank reads by itself; a failure on one is raised on all.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Report:
     """What a load could not restore exactly as it was saved.
 
     Attributes:
-        missing, unexpected: left alone by a load that is not strict: states and tensors that the checkpoint lacks, and those
-            that nobody asked for. Of a tied parameter, of which several names were saved with different values, the first name's
-            are taken, and the others are unexpected.
-        cast: tensors that were saved in another type than they have now: name -> (type saved, type now).
+        missing, unexpected: what a load with strict=False left alone: states and tensors that the checkpoint lacks, and saved
+            ones that no rank wanted. If a tied parameter was saved under several names with different values, the first name's
+            values are taken, and the other names are unexpected.
+        cast: tensors that were saved with another dtype than they have now: name -> (saved dtype, present dtype).
     """
 
     missing: list[str] = field(default_factory=list)
@@ -60,15 +60,15 @@ def read_states(
     """Read what a snapshot wrote into the given states, whatever number of ranks wrote it. Collective.
 
     Args:
-        forgotten: of the saved states' names, those that are left over, an error when strict, and those that are only listed.
-            By default what is not asked for is no matter.
-        may_begin: states that may be missing: they stay as they are.
-        rename, naming: what was asked for, and what it makes of the name of a state or a tensor.
+        forgotten: takes the names of saved states; returns those that are left over, an error when strict, and those that are
+            only reported. By default, saved states that are not wanted are ignored.
+        may_begin: states that the checkpoint may lack: they stay as they are.
+        rename, naming: the user's mapping, and the function that applies it to the name of a state or a tensor.
         manifest: the checkpoint's, if it was read already.
     Raises:
-        CheckpointCorruptError: it is not what was written; nothing was changed yet, but perhaps some tensors.
+        CheckpointCorruptError: the files are not what was written; at most some tensors were changed.
         CheckpointMismatchError: a state or a parameter is missing, left over, or has another shape; with a table. With
-            strict=False the missing and the left over are left alone, and returned. Ranks that do not ask for the same.
+            strict=False, missing and leftover ones are left alone, and reported. Also if ranks want different states.
     """
     _same_states(states)
     with contextlib.ExitStack() as stack:
@@ -88,10 +88,10 @@ def read_states(
 def fill(
     folder: Location, states: dict[str, Stateful], rest: dict[str, Any], saved: Tensors, *, strict: bool, over: Sequence[str] = ()
 ) -> Report:
-    """Fill states with what was read already, and with tensors that are read now. Collective.
+    """Fill states from `rest`, and with tensors that are read now. Collective.
 
     Args:
-        rest: by state what of it is no tensor.
+        rest: by state, its values that are not tensors.
         over: saved states that are left over.
     """
     named = {n: s for n, s in states.items() if isinstance(s, NamedState) and n in rest}
@@ -133,7 +133,7 @@ def _same_states(states: dict[str, Stateful]) -> None:
 def _targets(
     folder: Location, named: dict[str, Any], saved: Tensors, rest: dict[str, Any]
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """By state what is to be filled, and what of it the checkpoint does not know. An optimizer's depend on what was saved."""
+    """By state, the values to fill; and the names that the checkpoint lacks. An optimizer's values depend on what was saved."""
     if odd := [name for name in named if not isinstance(rest[name], dict)]:
         raise CheckpointCorruptError(
             f"{folder / STATE} is not what echelon writes: {odd[0]!r} is not a dict.", path=str(folder / STATE)
@@ -156,13 +156,13 @@ def _plans(stateful: Any) -> bool:
 
 
 def _untrained(stateful: Any, values: Any) -> list[str]:
-    """What an optimizer held when it was saved, and does not hold now."""
+    """Names of what an optimizer held when it was saved, and does not hold now."""
     untrained = getattr(stateful, "untrained", None)
     return [] if untrained is None else untrained(values)
 
 
 def on_each(folder: Location, act: Callable[[], T]) -> T:
-    """What every rank does by itself; if one fails, all do, with the first one's error. Collective."""
+    """Run `act` on every rank; if it fails on one, all ranks raise the first one's error. Collective."""
     problem: list[Any] | None = None
     value, own = None, None
     try:
@@ -180,7 +180,7 @@ def on_each(folder: Location, act: Callable[[], T]) -> T:
 
 
 def untied(groups: Sequence[Sequence[str]], wanted: Mapping[str, Any], saved: Tensors) -> dict[str, str]:
-    """Names of tied parameters under which other values were saved than under the first one: by name that first one.
+    """Names of tied parameters that were saved with other values than the first name of the same parameter: name -> first name.
 
     Each rank compares what it holds. Nothing is changed.
 
@@ -203,7 +203,7 @@ def untied(groups: Sequence[Sequence[str]], wanted: Mapping[str, Any], saved: Te
 
 
 def _parts_here(tensor: Any) -> list[torch.Tensor]:
-    """What this rank holds of a tensor, whatever divides it."""
+    """This rank's parts of a tensor, however it is sharded."""
     if hasattr(tensor, "local_shards"):  # of the older FullyShardedDataParallel
         return [shard.tensor for shard in tensor.local_shards()]
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor]
@@ -220,7 +220,7 @@ def compare(
     over: Sequence[str] = (),
     lost: Mapping[str, str] = MappingProxyType({}),
 ) -> Report:
-    """What does not fit, before anything is changed. Collective: ranks of a divided optimizer each want a part.
+    """Compare what is wanted with what was saved, before anything is changed. Collective: ranks may want different parts.
 
     Args:
         lost: as `untied` gives them.
@@ -254,9 +254,9 @@ def compare(
         rows += [(k, "-", _shape_of(wanted.get(k))) for k in missing]
         rows += [(k, str(tuple(saved.shape(k))) if k in saved.index else "saved", "-") for k in unexpected]
         rows += [(k, "other values", f"is {first}") for k, first in sorted(tied.items())]
-        # Weights are cast on purpose; an optimizer's averages that lose their last bits stand still.
+        # Weights are cast on purpose, but an optimizer's averages stop moving if they lose their last bits.
         rows += [(k, a, b) for k, (a, b) in sorted(cast.items()) if ".state." in k and _loses(a, b)]
-    rows.sort(key=lambda row: ".state." in row[0] or ".param_groups." in row[0])  # what an optimizer knows of them comes last
+    rows.sort(key=lambda row: ".state." in row[0] or ".param_groups." in row[0])  # an optimizer's rows come last
     if rows:
         hint = "A new run starts in another folder, or an empty one."
         hint += "" if shapes else " RestoreOptions(strict=False) leaves these alone, and casts."
@@ -288,19 +288,19 @@ def _shape_of(value: Any) -> str:
 
 
 def _loses(saved: str, now: str) -> bool:
-    """Whether a type cannot hold all values of the one that was saved."""
+    """Whether a dtype cannot hold all values of the saved one."""
     return torch.promote_types(plain.dtype_of(saved), plain.dtype_of(now)) != plain.dtype_of(now)
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], most: int = 12) -> str:
-    """Rows in columns; of many the first few and how many more. They may be of a file that somebody else wrote."""
+    """Rows in columns: the first `most`, and how many more. Made printable, since an untrusted file may be their source."""
     shown = [head, *(tuple(map(one_line, row)) for row in rows[:most])]
     more = [f"and {len(rows) - most} more"] if len(rows) > most else []
     return "".join(f"  {line}\n" for line in [*columns(shown), *more])
 
 
 def read_rank(folder: Location, manifest: dict[str, Any]) -> dict[str, Any] | None:
-    """What this rank wrote for itself; None if the checkpoint was written by another number of ranks."""
+    """This rank's own state; None if the checkpoint was written by another number of ranks."""
     rank, size = this_rank()
     written = sum(name.startswith("rank-") for name in manifest["files"])
     if written != size:

@@ -1,6 +1,6 @@
-"""Strict parsing of untrusted JSON: only what it should say is taken, and everything else is `Wrong`.
+"""Strict parsing of untrusted JSON: whatever does not have the expected form raises `Wrong`.
 
-Works without torch. The reader of a file adds its name when it turns `Wrong` into an error of the checkpoint.
+Works without torch. The reader of a file adds its name when it turns `Wrong` into a CheckpointError.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ __all__ = [
     "whole",
 ]
 
-# Of one JSON text in a checkpoint, and of the values in it. A value takes up to a hundred bytes of memory, and may be written
-# in two: a text that is made of such values would take fifty times its size. With 8,192 ranks and 400 tensors it is a third.
+# Limits of one JSON text in a checkpoint, and of its values. A value takes up to a hundred bytes of memory and may be written
+# in two: a text of such values would take fifty times its size. 8,192 ranks and 400 tensors need a third of the limits.
 JSON_BYTES = 512 << 20
 JSON_VALUES = 1 << 26
-# Lists and objects one within the other. What is written is no deeper, either.
+# Limit of nested lists and objects, when reading and when writing.
 DEPTH = 200
 
 
 class Wrong(ValueError):
-    """What is said cannot be. The text says what, without the file's name."""
+    """Content that cannot be right. The text says what is wrong, without the file's name."""
 
 
 def loads(data: bytes | str) -> Any:
-    """The value of a JSON text, in which no name comes twice in an object.
+    """Parse a JSON text in which no object has a name twice.
 
     Raises:
-        Wrong: it is no such text, nested too deep, or longer than what is written.
+        Wrong: it is no such text, is nested too deeply, or exceeds the limits of `check_size`.
     """
     check_size(data)
     try:
@@ -58,10 +58,10 @@ def loads(data: bytes | str) -> Any:
 
 
 def check_size(data: bytes | str, values: int = JSON_VALUES) -> None:
-    """For a text that is to be read, before it takes memory, and for one that is to be written.
+    """Check the size of a JSON text before it is parsed, which takes memory, or written.
 
     Raises:
-        Wrong: it has more bytes or values than are read.
+        Wrong: it has too many bytes or values.
     """
     if len(data) > JSON_BYTES:
         raise Wrong(f"it must be at most {JSON_BYTES} bytes of JSON, got {len(data)}")
@@ -81,15 +81,15 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def check_depth(value: Any) -> None:
     """
     Raises:
-        Wrong: a value of JSON is nested deeper than what is written.
+        Wrong: the JSON value is nested deeper than DEPTH.
     """
     if is_deeper(value, DEPTH):
         raise Wrong(f"its JSON is nested deeper than {DEPTH} levels")
 
 
 def fits(value: Any, form: Any) -> bool:
-    """Whether a value has a form: a type; [form] of all items of a list, (form, form) of one with so many; {str: form} of all
-    values of an object, {"name": form, ...} of those of one that has these, among others.
+    """Whether a value has a form. A form is a type; `[form]`: a list whose items have that form; `(form, form)`: a list of that
+    length; `{str: form}`: an object whose values have that form; `{"name": form, ...}`: an object with at least these names.
     """
     if isinstance(form, list):
         return isinstance(value, (list, tuple)) and all(fits(each, form[0]) for each in value)
@@ -128,7 +128,7 @@ def listing(value: Any, what: str, length: int | None = None) -> list[Any]:
 def mapping(value: Any, what: str, names: set[str] | None = None) -> dict[str, Any]:
     """
     Args:
-        names: all that it has.
+        names: exactly those that it must have.
     """
     if not isinstance(value, dict) or (names is not None and value.keys() != names):
         shown = f" with {', '.join(sorted(names))}" if names is not None else ""
@@ -137,5 +137,5 @@ def mapping(value: Any, what: str, names: set[str] | None = None) -> dict[str, A
 
 
 def short(value: Any) -> str:
-    """A value in few characters, none of which does anything to a terminal."""
+    """A value in few characters, none of which controls a terminal."""
     return reprlib.repr(value)

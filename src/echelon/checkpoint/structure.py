@@ -4,7 +4,7 @@
     tensors-N           exactly the pieces that the index says, of that type and shape; together they fill their tensors
     state, rank-N       a nested state (`plain`), whose tensors are exactly those of the file
 
-Works without torch, so that `echelon ckpt verify` and a restore agree. Nothing here is a matter of the model.
+Works without torch, so that `echelon ckpt verify` and a restore make the same checks. They do not depend on the model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["problems", "read_index", "state_of"]
 
 Index = dict[str, dict[str, Any]]
 
-# Dimensions in which a tensor is cut: no mesh has as many axes.
+# Limit of dimensions along which a tensor is sharded: no mesh has so many axes.
 _MOST_CUT = 8
 _NUMPY = re.compile(r"[<>|]([biufc])(\d{1,2})")
 _NUMPY_SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8, 16), "c": (8, 16, 32)}
@@ -37,10 +37,10 @@ _DEVICE = re.compile(r"[a-z_]{1,32}(:\d{1,9})?")
 
 
 def problems(folder: Location, manifest: Mapping[str, Any], part: int = 0, parts: int = 1) -> list[str]:
-    """What is wrong with the files of a checkpoint, one line each: this part's share of them.
+    """What is wrong with the files of a checkpoint, one line a file. Checks this part's share of the files.
 
     Raises:
-        CheckpointUnreadableError: a file that the system does not let us read.
+        CheckpointUnreadableError: a file exists but cannot be read.
     """
     wrong: list[str] = []
     index: Index = {}
@@ -81,7 +81,7 @@ def _check_file(path: Location, pieces: Mapping[str, tuple[str, list[int]]], nam
 
 
 def read_index(folder: Location, manifest: Mapping[str, Any]) -> Index:
-    """The index of a checkpoint, from bytes that its checksums are right for.
+    """Read a checkpoint's index, after verifying its checksums.
 
     Raises:
         Wrong, CheckpointCorruptError: it is not what was written, or its pieces do not make up the tensors.
@@ -99,7 +99,7 @@ def read_index(folder: Location, manifest: Mapping[str, Any]) -> Index:
 
 
 def _by_file(index: Index) -> dict[str, dict[str, tuple[str, list[int]]]]:
-    """By file the pieces that it holds, by their names in it: (type, sizes)."""
+    """File -> {name of a piece in it: (dtype, sizes)}."""
     pieces_of: dict[str, dict[str, tuple[str, list[int]]]] = {}
     for name, tensor in index.items():
         for offsets, sizes, file in tensor["pieces"]:
@@ -135,10 +135,10 @@ def _check_tensor(name: str, tensor: Any, files: Mapping[str, Any]) -> None:
 
 
 def _fill(shape: list[int], boxes: list[tuple[list[int], list[int]]]) -> bool:
-    """Whether boxes fill a shape, each element once.
+    """Whether boxes cover each element of a shape exactly once.
 
-    The corners of a box, with alternating signs, are the derivative of "lies in it" along all dimensions. So boxes fill the
-    shape if and only if their corners add up to those of the shape: linear in the number of boxes.
+    The corners of a box, with alternating signs, are the derivative of its indicator function along all dimensions. So boxes fill
+    the shape if and only if their corners add up to those of the shape. Linear in the number of boxes.
     """
     if 0 in shape:
         return bool(boxes) and all(0 in sizes for _, sizes in boxes)
@@ -159,7 +159,7 @@ def _fill(shape: list[int], boxes: list[tuple[list[int], list[int]]]) -> bool:
 
 
 def state_of(header: Header) -> dict[str, Any]:
-    """The nested state in a file, as JSON that `plain.decode` can turn into what it stands for.
+    """The nested state in a file, as JSON that `plain.decode` can decode.
 
     Raises:
         Wrong: it is not a nested state, or its tensors are not those of the file.
@@ -180,8 +180,8 @@ def state_of(header: Header) -> dict[str, Any]:
 def _check_value(value: Any, header: Header, missing: set[str], hashable: bool = False) -> None:
     """
     Args:
-        missing: names of tensors that nothing has stood for yet.
-        hashable: it is in a set, or a key.
+        missing: names of tensors that no value has used yet.
+        hashable: the value is in a set, or is a key.
     """
     if not isinstance(value, (list, dict)):
         return
@@ -221,7 +221,7 @@ def _array(value: dict[str, Any], header: Header, missing: set[str], _: bool) ->
         raise Wrong(f"a number has the shape {short(value['shape'])}")
     name = _claimed(value["v"], missing)
     entry = header.entries[name]
-    if entry.dtype != "torch.uint8" or entry.shape != [size or 1]:  # nothing is written as one byte
+    if entry.dtype != "torch.uint8" or entry.shape != [size or 1]:  # an empty array is written as one byte
         raise Wrong(f"the array {short(name)} of {size} bytes is {short(list(entry[:2]))}")
 
 

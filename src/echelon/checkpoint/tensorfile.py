@@ -1,6 +1,6 @@
-"""Tensor files in the safetensors layout: written as a stream with the checksums of their blocks, read by mapping them.
+"""Tensor files in the safetensors layout: written as a stream with the checksums of their blocks, read by mapping or in parts.
 
-What the layout is, and what may be in it, says `header`.
+`header` describes the layout.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ _PIECE_BYTES = 8 << 20
 
 
 class Span(NamedTuple):
-    """Values that lie in a file as they are to be written."""
+    """Bytes of a file that can be copied as they are."""
 
     path: Path
     offset: int
     size: int
 
 
-# Name, type, shape, and what gives the values when their turn comes.
+# Name, dtype, shape, and a function that gives the values when they are to be written.
 Source = tuple[str, torch.dtype, Iterable[int], Callable[[], torch.Tensor | Span]]
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """A tensor's values in host memory, as they are written."""
+    """A tensor's bytes in host memory, as they are written."""
     return memoryview(flat_bytes(tensor.resolve_conj().resolve_neg().cpu()).numpy())  # type: ignore[arg-type]
 
 
 def write(path: Location, sources: Iterable[Source], metadata: dict[str, str] | None = None) -> dict[str, Any]:
-    """Write tensors one by one; to the disk, if it is a local file. Returns its entry in the manifest: size and checksums.
+    """Write tensors one by one into a new file; a local one is synced to disk. Returns its manifest entry: size and checksums.
 
     Raises:
-        FileExistsError: nothing is ever overwritten.
+        FileExistsError: the file exists; nothing is ever overwritten.
     """
     sources = list(sources)
     text, sizes = _header(sources, metadata)
@@ -74,7 +74,7 @@ def write(path: Location, sources: Iterable[Source], metadata: dict[str, str] | 
 
 @contextlib.contextmanager
 def _summed(path: Location) -> Iterator[tuple[Callable[[memoryview], None], dict[str, Any]]]:
-    """Context with a function that writes into a new file, and with its entry in the manifest, which is filled at the end."""
+    """Context with a function that writes into a new file, and the file's manifest entry, which is filled at the end."""
     entry = dict[str, Any]()
     with create(path) if isinstance(path, Path) else path.open("wb") as file, Sums(threads()) as sums:
 
@@ -90,7 +90,7 @@ def _summed(path: Location) -> Iterator[tuple[Callable[[memoryview], None], dict
 
 
 def assemble(path: Path, sources: Iterable[Source], metadata: dict[str, str] | None = None) -> None:
-    """As `write`, without checksums: what lies in a file as it should is copied by the system."""
+    """Like `write`, without checksums; the system copies values that are given as a Span."""
     sources = list(sources)
     text, _ = _header(sources, metadata)
     with create(path) as file:
@@ -144,20 +144,20 @@ def _header(sources: list[Source], metadata: dict[str, str] | None) -> tuple[byt
 
 
 def write_text(path: Location, text: str) -> dict[str, Any]:
-    """Write a text file, and to the disk. Returns its entry in the manifest."""
+    """Write a text file; a local one is synced to disk. Returns its manifest entry."""
     with _summed(path) as (put, entry):
         put(memoryview(text.encode()))
     return entry
 
 
 class TensorFile:
-    """A tensor file, mapped: tensors are views of it, and only what is touched is read. The file is never changed.
+    """A mapped tensor file: tensors are views of it, and only pages that are accessed are read. The file is never changed.
 
     Args:
-        entry: what the manifest says of it, its size and checksums; None for a file of another program.
-        verify: compare all of it with its checksums, for a small file.
+        entry: its manifest entry, size and checksums; None for a file of another program.
+        verify: compare the whole file with its checksums; for small files.
     Raises:
-        CheckpointCorruptError: it is no tensor file, or not the one that the manifest says.
+        CheckpointCorruptError: it is no tensor file, or not the one in the manifest.
     """
 
     def __init__(self, path: Path, entry: dict[str, Any] | None = None, *, verify: bool = False) -> None:
@@ -179,7 +179,7 @@ class TensorFile:
             raise CheckpointCorruptError(f"{path} is not what was written: its checksum differs.", path=str(path))
 
     def tensor(self, name: str, dtype: torch.dtype | None = None, shape: list[int] | None = None) -> torch.Tensor:
-        """A tensor by name. Give type and shape for what may have been written as bytes.
+        """A tensor by name. Give dtype and shape if it may have been written as bytes.
 
         Raises:
             CheckpointCorruptError: it is missing, or has another dtype or shape.
@@ -205,10 +205,10 @@ class TensorFile:
         shape: list[int] | None = None,
         viewed: Sequence[int] | None = None,
     ) -> None:
-        """Fill a tensor with a part of one by name, of which no other bytes are read; type and shape as in `tensor`.
+        """Fill `into` with a part of the tensor `name`, and read only that part; dtype and shape as in `tensor`.
 
         Args:
-            viewed: the shape, of as many elements, in which the part begins and ends where it is said to.
+            viewed: another shape of the same elements, to which `begins` and `lengths` refer.
         """
         entry = self._entry(name, dtype, shape)
         kind, dims = (dtype, shape) if dtype is not None and shape is not None else (dtype_of(entry.dtype), viewed or entry.shape)
@@ -221,7 +221,7 @@ class TensorFile:
             ) from None
 
     def span(self, name: str, dtype: torch.dtype | None = None, shape: list[int] | None = None) -> Span:
-        """Where a tensor lies in the file; as `tensor`."""
+        """Where a tensor's bytes are in the file; arguments as in `tensor`."""
         entry = self._entry(name, dtype, shape)
         return Span(self.path, self.header.start + entry.begin, entry.end - entry.begin)
 
@@ -232,5 +232,5 @@ class TensorFile:
         return entry
 
     def forget(self) -> None:
-        """Release the memory of what was read so far; it is read again when it is accessed."""
+        """Release the memory of what was read so far; later accesses read it again."""
         self._map.madvise(mmap.MADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint, opened one by one, and the tensors that lie in them: what there is, and any part of it."""
+"""The files of a checkpoint, opened as they are needed, and the tensors in them: their index, and reads of any part."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["Files", "Tensors", "local_files"]
 
 @contextlib.contextmanager
 def local_files(folder: Location, manifest: dict[str, Any] | None = None) -> Iterator[Files]:
-    """Context with the files of a checkpoint on this machine: those of a Remote are fetched when they are first asked for.
+    """Context with the files of a checkpoint on this machine; a Remote's files are fetched on first use.
 
     Args:
         manifest: the checkpoint's, if it was read already.
@@ -76,7 +76,7 @@ class Files:
 
 
 def _fetch(source: Remote, entry: dict[str, Any], to: Path) -> None:
-    """Copy a file here, as far as it is what the manifest says: what was verified may have been exchanged since."""
+    """Copy a remote file here and compare it with the manifest: it may have been replaced since it was verified."""
     sums = Sums()
     with open_file(source) as (stream, _), create(to) as file:
         while sums.size <= entry["size"] and (piece := stream.read(4 << 20)):
@@ -88,7 +88,7 @@ def _fetch(source: Remote, entry: dict[str, Any], to: Path) -> None:
 
 
 class Tensors:
-    """The tensors of a checkpoint: what there is, and any part of it."""
+    """The tensors of a checkpoint: their index, and reads of any part."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -99,14 +99,14 @@ class Tensors:
                 f"{files.folder / INDEX} is not what echelon writes: {error}.", path=str(files.folder / INDEX)
             ) from None
         self._written_as: dict[str, str] = {}
-        # Of the tensor that was read last: its pieces by where they begin.
+        # The name of the tensor that was read last, and its pieces by their offsets.
         self._begins: tuple[str, dict[tuple[int, ...], list[Any]]] = ("", {})
 
     def rename(self, naming: Naming) -> None:
-        """Call tensors by other names from now on.
+        """Rename tensors, for all later calls.
 
         Raises:
-            CheckpointMismatchError: two would have the same.
+            CheckpointMismatchError: two names would become the same.
         """
         names = renamed.by_old(self.index, naming)
         self._written_as = {new: self._written_as.get(old, old) for old, new in names.items()}
@@ -122,7 +122,7 @@ class Tensors:
         return shape
 
     def metadata(self, names: list[str]) -> Metadata:
-        """As torch's planners want it."""
+        """The index of these tensors in the form of torch's planners."""
         known: dict[str, Any] = {}
         for name in names:
             entry = self.index[name]
@@ -148,12 +148,12 @@ class Tensors:
     def _piece_at(self, name: str, offsets: torch.Size | None) -> list[Any]:
         if offsets is None:
             return self.index[name]["pieces"][0]  # type: ignore[no-any-return]
-        if self._begins[0] != name:  # few ranks read the many pieces of a tensor one after the other
+        if self._begins[0] != name:  # few ranks that restore read the many pieces of a tensor in a row
             self._begins = name, {tuple(piece[0]): piece for piece in self.index[name]["pieces"]}
         return self._begins[1][tuple(offsets)]
 
     def read_into(self, tensors: dict[str, Any]) -> None:
-        """Fill tensors, or what this rank holds of them, with what the checkpoint has under their names."""
+        """Fill tensors, or this rank's parts of them, from the checkpoint's tensors of the same names."""
         planner = DefaultLoadPlanner(flatten_state_dict=False)
         planner.set_up_planner(tensors, self.metadata(list(tensors)))
         for item in planner.create_local_plan().items:
@@ -175,7 +175,7 @@ class Tensors:
         return made
 
     def spans(self, name: str) -> list[tuple[Span, str]]:
-        """Where the pieces of a tensor lie, and in which of the checkpoint's files."""
+        """Where the pieces of a tensor are, and in which of the checkpoint's files."""
         dtype, written_as = plain.dtype_of(self.index[name]["dtype"]), self._written_as.get(name, name)
         return [
             (self._files.open(written_in).span(in_file(written_as, tuple(offsets)), dtype, sizes), written_in)
@@ -183,7 +183,7 @@ class Tensors:
         ]
 
     def span(self, name: str) -> Span | None:
-        """Where a tensor lies, if it was written in one piece."""
+        """Where a tensor is, if it was written in one piece."""
         spans = self.spans(name)
         return spans[0][0] if len(spans) == 1 else None
 
