@@ -230,17 +230,17 @@ def _by_note(self: Any, y: torch.Tensor, early: torch.Tensor) -> torch.Tensor:
 REFUSED: list[tuple[type[Base], str]] = [
     (
         _model("ByCount", after=lambda self, y, early: self.last(y * (early > 0) if self.epoch else y)),
-        "stage 1 of ByCount uses what first gave",
+        "stage 1 of ByCount uses outputs of first",
     ),
     (
         _model("WrittenByCount", between=lambda self, block, x: block(x).add_(1) if self.epoch else block(x)),
-        "WrittenByCount writes into what",
+        "WrittenByCount writes in place into an output of",
     ),
     (_model("Measured", block=lambda self: Measuring(), between=_multiplies_by_the_mean), "returned"),
     (_model("Noted", block=lambda self: Noting("tensor"), after=_by_note), "blocks.0.note"),
     (_model("NotedNumbers", block=lambda self: Noting("number"), after=_by_note), "blocks.0.note"),
     (_model("Listed", block=lambda self: Noting("list"), after=_reads_a_list), "blocks.0.note"),
-    (CountingLate, "counts its passes in epoch, in 1 of 2 stages"),
+    (CountingLate, "counts its passes in epoch, but only in 1 of 2 stages"),
     (Averaging, "the buffer Averaging.mean"),
     (_model("PastTorch", between=_writes_past_torch), "past torch"),
     (_model("Counting", between=_counts_passes), "counts its passes in epoch"),

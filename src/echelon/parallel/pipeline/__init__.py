@@ -1,7 +1,7 @@
-"""Pipeline parallelism: ranks have other layers, and pass on activations.
+"""Pipeline parallelism: each rank has some of the layers and sends activations to the next.
 
-`stages` says where a module is cut, `gates` runs the author's own forward pass for one stage, `walk` finds out what passes
-between stages, `schedules` has the orders, which are torch's, `pipeline` the steps.
+`stages` says where a module is cut, `gates` runs the author's own forward pass for one stage, `walk` finds out which tensors the
+stages exchange, `schedules` builds torch's schedules, `pipeline` runs an update.
 """
 
 from echelon.parallel.pipeline.pipeline import Pipeline

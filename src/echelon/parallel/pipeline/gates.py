@@ -1,14 +1,14 @@
 """The author's own forward pass and the user's own loss, run for one stage.
 
-Every rank has the whole module, but keeps the parameters of its own stages only. Every unit is given a gate: a subclass of its
-own class, whose call looks at the stage that is being computed.
+Every rank has the whole module, but keeps only the parameters of its own stages. Every unit gets a gate: a subclass of the
+unit's class. A call of the unit then depends on the stage that is being computed:
 
-    unit of this stage       is computed
-    unit of an earlier one   gives what was received of it; what was not received is absent (`values.py`)
-    unit of a later one      ends the pass: an exception leaves the author's forward and the user's loss
+    unit of this stage        is computed
+    unit of an earlier stage  returns its received outputs; outputs not received are absent tensors (`values.py`)
+    unit of a later stage     ends the pass: an exception leaves the author's forward and the user's loss
 
-So what an author does between the units (positions, masks, residual sums) happens in each stage, and needs no rewriting. What is
-drawn there is alike in all stages: see `Draws`. What is written in place: see `passes.py`.
+So the author's code between the units (positions, masks, residual sums) runs in every stage, and needs no rewriting. Random
+numbers drawn there are the same in all stages: see `Draws`. For writes in place see `passes.py`.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class Gate:
 
 
 class Cut:
-    """A module that is cut into stages, of which this rank has some.
+    """A module that is cut into stages. This rank has some of them.
 
     Attributes:
-        units: all of them, in order.
+        units: the units of all stages, in order.
         own: the stages of this rank.
         run: the forward pass under way.
     """
@@ -64,9 +64,9 @@ class Cut:
         self.stage_of = {unit.name: unit.stage for unit in units}
         self.run: Run | Shapes | None = None
         self.draws = Draws(device)
-        self.kept: dict[str, dict[tuple[str, str], tuple[Any, ...]]] = {}  # by unit, tensors that it keeps as attributes
+        self.kept: dict[str, dict[tuple[str, str], tuple[Any, ...]]] = {}  # by unit, the tensors it keeps as attributes
         self._taken: list[tuple[nn.Module, str]] = []  # parameters and buffers that other ranks have
-        self._listed: list[tuple[nn.Module, str]] = []  # of these, the parameters that may be trained
+        self._listed: list[tuple[nn.Module, str]] = []  # the floating-point parameters in `_taken`
         self._hidden: list[tuple[nn.Module, str, Any]] = []  # attributes that are absent in the pass under way
 
     def __deepcopy__(self, memo: Any) -> Cut:  # a copy of the module is cut alike
@@ -74,7 +74,7 @@ class Cut:
 
     @contextlib.contextmanager
     def listed(self) -> Iterator[None]:
-        """Context in which `parameters()` gives what stands for other ranks' parameters, too, and not this rank's alone."""
+        """Context in which `parameters()` also lists the absent tensors that stand for other ranks' parameters."""
         for part, name in self._listed:
             vars(part)["_parameters"][name] = vars(part)[name].detach().requires_grad_()
         try:
@@ -85,8 +85,8 @@ class Cut:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Context in which this rank has all stages, with any values: for a world whose other ranks do not exist, where nobody
-        else says what theirs give.
+        """Context in which this rank has all stages, with uninitialised parameters. For a world whose other ranks do not exist
+        (`echelon plan`) and so cannot report what their stages return.
         """
         own, self.own = self.own, list(range(self.count))
         before = [vars(part)[name] for part, name in self._taken]
@@ -101,7 +101,7 @@ class Cut:
                 vars(part)[name] = absent
 
     def take(self, part: nn.Module, name: str, stand_in: torch.Tensor) -> None:
-        """Put it in the place of a parameter or buffer that another rank has."""
+        """Replace a parameter or buffer of another rank by `stand_in`."""
         if name in vars(part)["_parameters"] and stand_in.dtype.is_floating_point:
             self._listed.append((part, name))
         self._taken.append((part, name))
@@ -109,57 +109,59 @@ class Cut:
         vars(part)[name] = stand_in
 
     def stand_in(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """What takes the place of a parameter or buffer that another rank has."""
+        """The absent tensor for a parameter or buffer of another rank."""
         return Absent.of(tensor.shape, tensor.dtype, self.device, Sources(weights={name}, is_weight=True), self)
 
-    # --- asked by what is absent
+    # --- called by absent tensors
 
     @property
     def within(self) -> bool:
-        """Whether a unit of the stage is being computed: all that it takes is needed."""
+        """Whether a unit of the stage is being computed. It needs the values of all its inputs."""
         return self.run is not None and self.run.within > 0
 
     def may_write(self, tensor: torch.Tensor) -> bool:
         return isinstance(self.run, Shapes) and id(tensor) in self.run.buffers
 
     def needs(self, sources: Sources, writes: bool = False) -> None:
-        """What is made of these is asked for its values. Returns if zeros will do, as the pass will not count.
+        """Handle a request for the values of an absent tensor. Returns if zeros will do, because the pass will not count.
 
         Args:
-            writes: no values, but somebody writes into it.
+            sources: what the absent tensor is computed from.
+            writes: the request is a write into the tensor, not a read.
 
         Raises:
-            Needed: the pass begins anew, with these.
+            Needed: the pass must begin again, with these sources.
             UsageError: it cannot.
         """
         run = self.run
         if writes and isinstance(run, Run):
             run.fails(
                 PipelineError(
-                    f"{self.kind} writes into a parameter of another stage than stage {run.stage}, where it is not: "
-                    f"{sorted(sources.weights)[0]}. Let each module write into its own, within its forward."
+                    f"{self.kind} writes into a parameter of another stage than stage {run.stage}: "
+                    f"{sorted(sources.weights)[0]}. Let each module write only into its own parameters, within its forward."
                 )
             )
         elif run is None:
             what = ", ".join(sorted(sources.weights or {call.rpartition(":")[0] for call in sources.calls})[:4])
             raise PipelineError(
-                f"something that is made of {what} of {self.kind}, which another stage has, is read outside of a pass through "
-                "the stages: this rank has no values of it. Read it on the rank that has it, or export the weights."
+                f"a tensor computed from {what} of {self.kind}, which lies in another stage, is read outside of a pass through "
+                "the stages: this rank does not have its values. Read it on the rank that has it, or export the weights."
             )
         elif sources.weights and isinstance(run, Run):
             name = min(sources.weights)
             run.fails(
                 PipelineError(
-                    f"stage {run.stage} of {self.kind} uses a parameter of another stage outside of its module, or what a module "
-                    f"keeps there: {name}. Cut so that both are in one stage, tie it to a parameter of a module that is called "
-                    "there, or return it with the module's outputs. A penalty on all parameters is the optimizer's: weight_decay."
+                    f"stage {run.stage} of {self.kind} uses a parameter of another stage outside of its module, or an attribute "
+                    f"of a module of another stage: {name}. Cut so that both are in one stage, tie it to a parameter of a module "
+                    "that is called in this stage, or return it with the module's outputs. For a penalty on all parameters use "
+                    "the optimizer's weight_decay."
                 )
             )
         else:
             run.needs(sources)
 
     def meet(self, gate: Gate, run: Run) -> Any:
-        """What a unit of another stage gives."""
+        """Return the outputs of a unit of another stage; end the pass if that stage is a later one."""
         if gate.stage > run.stage:
             run.leaves()
             raise Left
@@ -171,27 +173,30 @@ class Cut:
         form = run.forms.get(call)
         if form is None and run.calls[""] > 1:
             raise PipelineError(
-                f"compute_loss must call {self.kind} once, got another call: its stages pass one batch on after the other. Put "
-                "the inputs together, as by torch.cat, or let forward take them all."
+                f"compute_loss must call {self.kind} once, got another call: a pipeline sends one batch through its stages per "
+                "loss. Join the inputs, for example by torch.cat, or let forward take them all."
             )
         if form is None and run.knows_all:
             raise PipelineError(
-                f"{self.kind}.{gate.name} was not called in the first passes with a batch like this, but is in this one, and "
-                f"stage {run.stage} is not sent what it gives. A pipeline sends the same in every pass: let forward call the "
-                "same modules whatever it draws and counts, or change an attribute of the module that is a bool, for which a "
-                "pipeline looks."
+                f"{self.kind}.{gate.name} was not called in the first passes with a batch like this, but is called in this one, "
+                f"and stage {run.stage} does not receive its outputs. A pipeline sends the same tensors in every pass: let "
+                "forward call the same modules whatever it draws and counts, or make the choice depend on a bool attribute of "
+                "the module, which a pipeline watches."
             )
         if form is None:
             raise PipelineError(
-                f"{self.kind}.{gate.name} is in stage {gate.stage}, but is called in stage {run.stage}, after {run.latest}: what "
-                "it gives then depends on a later stage than its own. Put it into that stage: stages= as a list of names for "
-                "each stage."
+                f"{self.kind}.{gate.name} is in stage {gate.stage}, but is called in stage {run.stage}, after {run.latest}: its "
+                "outputs depend on a later stage than its own. Put it into the stage that calls it: stages= as a list of names "
+                "for each stage."
             )
         leaves = [Absent.of(leaf.shape, leaf.dtype, self.device, Sources({call}), self) for leaf in form.tensors]
         return form.filled(leaves)
 
     def _hide_kept(self, name: str) -> None:
-        """What a unit of an earlier stage keeps as attributes has another micro-batch's values here, or none."""
+        """Hide the attributes in which a unit of an earlier stage keeps values of its forward pass.
+
+        On this rank they have the values of another micro-batch, or none.
+        """
         unit = next(unit.module for unit in self.units if unit.name == name)
         for (path, attribute), (shape, dtype) in self.kept[name].items():
             part, sources = unit.get_submodule(path), Sources(weights={f"{name}.{path}.{attribute}".replace("..", ".")})
@@ -206,7 +211,7 @@ class Cut:
             vars(part)[attribute] = Absent.of(shape, getattr(torch, dtype), self.device, sources, self)
 
     def show_kept(self) -> None:
-        """At the end of a pass."""
+        """Restore the hidden attributes at the end of a pass."""
         while self._hidden:
             part, name, value = self._hidden.pop()
             if isinstance(value, list):
@@ -219,7 +224,7 @@ class Cut:
 
 
 class _Gated(nn.Module):
-    """A unit with a gate before it, and before its hooks."""
+    """A unit whose gate runs before its forward and its hooks."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         gate: Gate = vars(self)["_pipeline_gate"]
@@ -228,8 +233,8 @@ class _Gated(nn.Module):
             return run.computes(gate.name, super().__call__, args, kwargs)
         if run is not None and run.learns and not torch.is_grad_enabled() and _is_reentrant():
             raise PipelineError(
-                f"torch.utils.checkpoint must have use_reentrant=False around {gate.cut.kind}.{gate.name} in a pipeline: its "
-                "backward pass computes again what lies in other stages. Or take recompute='blocks'."
+                f"torch.utils.checkpoint must have use_reentrant=False around {gate.cut.kind}.{gate.name} in a pipeline: the "
+                "reentrant backward pass would recompute modules of other stages. Or use recompute='blocks'."
             )
         if run is not None and run.stage != gate.stage:
             return write_again(gate.cut.meet(gate, run), args, kwargs)
@@ -246,7 +251,7 @@ class _Gated(nn.Module):
 
 
 class _GatedRoot(nn.Module):
-    """The whole module: its call ends where the stage does, and then leaves the user's loss, too."""
+    """The whole module. Its call ends where the stage ends, and an exception then leaves the user's loss as well."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cut: Cut = vars(self)["_pipeline_gate"]
@@ -255,7 +260,7 @@ class _GatedRoot(nn.Module):
             raise _outside(cut, None)
         run.is_whole = True
         run.calls[""] += 1
-        value = super().__call__(*args, **kwargs)  # its hooks, such as fully_shard's, see what leaves the stage
+        value = super().__call__(*args, **kwargs)  # its hooks, such as fully_shard's, see the tensors that leave the stage
         if isinstance(run, Shapes):
             run.takes("", value)
             raise Left
@@ -270,7 +275,7 @@ class _GatedRoot(nn.Module):
         try:
             return forward(*args, **kwargs)
         except Left:
-            needed = None  # the frames that it holds end here, and with them the contexts of torch.utils.checkpoint in them
+            needed = None  # the author's frames end here, and with them their contexts of torch.utils.checkpoint
         except Needed as error:
             needed = error.sources
         run = cut.run
@@ -280,7 +285,7 @@ class _GatedRoot(nn.Module):
 
 
 def _is_reentrant() -> bool:
-    """Whether this is called in the forward pass of a checkpoint that calls it again in the backward pass."""
+    """Whether this call is inside the forward pass of a reentrant checkpoint, whose backward pass calls it again."""
     code, frame = CheckpointFunction.forward.__code__, inspect.currentframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
@@ -291,14 +296,14 @@ def _outside(cut: Cut, name: str | None) -> UsageError:
     what = f"{cut.kind}.{name}" if name else cut.kind
     return PipelineError(
         f"{what} is split over {cut.count} stages of a pipeline, and must be called in compute_loss, or by AutoUnit's own steps: "
-        "in a predict_step of yours write super().predict_step(state, inputs) in the place of self.module(inputs), and what "
-        "follows from a loss in on_eval_step_end. To generate text or the like, export the weights and load them in one process."
+        "in a predict_step of yours write super().predict_step(state, inputs) in the place of self.module(inputs); compute "
+        "metrics of a loss in on_eval_step_end. To generate text, export the weights and load them in one process."
     )
 
 
 @functools.cache
 def _with_gate(kind: Any, gate: Any) -> type[nn.Module]:
-    """Of the same name, and with the author's arguments: messages, lists of classes and `inspect.signature` go on to mean it."""
+    """The class `kind` with a gate. It keeps the name and signature: messages, lists of classes, `inspect.signature` use them."""
     named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     if "forward" in vars(gate):
 
@@ -311,9 +316,9 @@ def _with_gate(kind: Any, gate: Any) -> type[nn.Module]:
 
 
 def cut(module: nn.Module, units: list[Unit], own: Iterable[int], device: torch.device) -> Cut:
-    """Give gates to all units, and take from the module what other ranks' stages hold. In place.
+    """Give gates to all units, and remove the parameters and buffers of other ranks' stages from the module. In place.
 
-    A parameter that is used in a stage of this rank stays under all of its names: a tied one is there on several ranks.
+    A parameter that a stage of this rank uses stays under all of its names, so several ranks have a tied parameter.
     """
     made = Cut(module, units, own, device)
     own = set(made.own)
@@ -332,14 +337,14 @@ def cut(module: nn.Module, units: list[Unit], own: Iterable[int], device: torch.
         vars(unit.module)["_pipeline_gate"] = Gate(made, unit.name, unit.stage, number)
         replace_class(unit.module, "pipeline", _with_gate(type(unit.module), _Gated))  # type: ignore[arg-type]
     vars(module)["_pipeline_gate"] = made
-    if "forward" in vars(module):  # somebody has put another in its place, as torch.compile does: the gate's goes around it
+    if "forward" in vars(module):  # replaced on the instance, as torch.compile does: the gate's forward wraps it
         vars(module)["_pipeline_forward"] = take_out(module, "forward")
     replace_class(module, "pipeline", _with_gate(type(module), _GatedRoot))  # type: ignore[arg-type]
     return made
 
 
 def kept_by(module: nn.Module, units: list[Unit], own: Collection[int]) -> set[int]:
-    """The ids of the tensors that a rank keeps: of its units, and of what lies in none, such as the module's own parameters."""
+    """The ids of the tensors that a rank keeps: those of its own units, and those in no unit, such as the root's parameters."""
     inside = {part for unit in units for part in unit.module.modules()}
     ours = {part for unit in units if unit.stage in own for part in unit.module.modules()}
     return {
@@ -352,19 +357,19 @@ def kept_by(module: nn.Module, units: list[Unit], own: Collection[int]) -> set[i
 
 # Random numbers in a pipeline.
 #
-# `compute_loss` and the author's forward run once in each stage. What they draw outside of the units is the same in all of them:
-# the noise that a model is to find goes into the first stage and is the target in the last. A unit lies in one stage, where it
-# draws from a stream of its own, and leaves the one outside as it was: another stage, which passes the unit over, stands at the
-# same place behind it.
+# `compute_loss` and the author's forward run once in each stage. Outside of the units they draw the same numbers in every stage:
+# a diffusion model's noise is an input of the first stage and the target in the last. A unit is computed in one stage only. It
+# draws from a stream of its own and leaves the outer stream unchanged, so the stages that skip the unit draw the same numbers
+# after it.
 
 
 class Draws:
-    """The streams of passes through the stages.
+    """The random streams of passes through the stages.
 
     Args:
         device: what the stages compute on.
     Attributes:
-        samples: which samples, and which part of them, the ranks of this pipeline compute; others draw something else.
+        samples: which samples, and which part of them, the ranks of this pipeline compute. Other pipelines draw other numbers.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -372,8 +377,10 @@ class Draws:
         self.samples = self._common = 0
 
     def number(self) -> int:
-        """What passes may begin with. Every rank draws it, so that all have drawn as often, and takes the one of a single rank:
-        one rank may have drawn more than its peers, as for a picture in its log.
+        """A number from which the RNG state of passes can be seeded.
+
+        Every rank draws it, so that all have drawn equally often. They then use the number of one rank, because a rank may have
+        drawn more than the others, as for a picture in its log.
         """
         with rng.kept(self._device) as state:
             position = 0 if state is None else rng.position(state)
@@ -382,7 +389,7 @@ class Draws:
 
     @contextlib.contextmanager
     def passes(self, number: int) -> Iterator[None]:
-        """Context of passes, which may leave all streams in any state.
+        """Context that restores the RNG state after passes.
 
         Args:
             number: the same on all ranks.
@@ -397,7 +404,7 @@ class Draws:
             np.random.set_state(numpys)
 
     def begin(self, micro_batch: int) -> None:
-        """Of a pass: alike in all stages."""
+        """Seed the RNGs for one pass, the same in all stages."""
         seed = rng.mix(self._common, micro_batch)
         rng.begin(seed, self._device)
         random.seed(seed)
@@ -405,8 +412,10 @@ class Draws:
 
     @contextlib.contextmanager
     def of_unit(self, number: int) -> Iterator[None]:
-        """Context of a unit's call. What it draws follows from the state outside, which `torch.utils.checkpoint` puts back before
-        it computes again, and from the unit's number: units of equal form do not drop alike.
+        """Context of a unit's call, with a stream of its own.
+
+        Its seed follows from the outer RNG state, which `torch.utils.checkpoint` restores before it recomputes, and from the
+        unit's number, so that equal units get different dropout masks.
         """
         with rng.kept(self._device) as outside:
             if outside is not None:

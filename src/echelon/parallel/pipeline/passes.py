@@ -1,8 +1,8 @@
-"""One forward pass of one stage: what it is given, what its units have returned, and what becomes of that in place.
+"""One forward pass of one stage: the tensors it receives, the outputs of its units, and the writes in place into both.
 
-A later stage runs the author's code between the units again. So what that code writes into the output of a unit is written again
-there, and the output is sent as the unit returned it. What a unit writes into its arguments is a part of what it returns: a later
-stage, which passes it over, writes that into them. Versions of tensors show what is written into.
+A later stage runs the author's code between the units again, so it repeats the in-place writes of that code into a unit's output.
+The output is therefore sent as the unit returned it. Writes of a unit into its arguments count as outputs of the unit: a later
+stage skips the unit, and copies the written values into its own arguments. The versions of tensors show writes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from echelon.parallel.pipeline.values import Absent, Form, Needed, Sources, abse
 
 __all__ = ["Left", "Run", "Shapes", "write_again", "writes_anew"]
 
-# The keys of what a unit returns besides its value: tensors that it has written into, and what it has put into lists and dicts.
+# Keys for what a unit sends besides its value: the tensors that it has written into, and its additions to lists and dicts.
 _WRITTEN, _PUT = "written into its arguments", "put into its arguments"
 
 
 class Left(BaseException):
-    """A stage's part of the forward pass has ended. No Exception: an author's `except Exception` must not stop it."""
+    """Ends a stage's part of the forward pass. A BaseException, so that an author's `except Exception` does not catch it."""
 
 
 @dataclass
 class _Held:
-    """An output of a unit: what the author's code has of it, the versions of its tensors, and what it was."""
+    """An output of a unit: the value that the author's code got, its tensors with their versions, and a copy from before."""
 
     value: Any
     tensors: list[torch.Tensor]
@@ -43,18 +43,19 @@ class Run:
     """One forward pass of one stage.
 
     Args:
-        received: by call ("blocks.3:1" is the first call of blocks.3), what earlier stages gave.
-        forms: of all calls of units of earlier stages.
+        received: by call ("blocks.3:1" is the first call of blocks.3), the outputs of earlier stages.
+        forms: by call of a unit of an earlier stage, the form of its outputs.
         watched: the calls whose outputs leave the stage; None for all.
-        written: the calls into whose outputs something is written, as far as they are known.
-        knows_all: the pass is to be as others were: what differs fails. Else it finds out what it needs.
-        fail: called with what is wrong with the pass, which then goes on, with zeros; None raises it.
+        written: the calls whose outputs are known to be written into.
+        knows_all: the pass must be like the trial passes, and fails if it differs. False for trial passes, which learn what
+            the stage needs.
+        fail: called with an error of the pass, which then goes on with zeros; None raises the error.
     Attributes:
-        gave: by call, what this stage's units have returned.
-        wrote: the calls into whose outputs this pass has written.
+        gave: by call, the outputs of this stage's units.
+        wrote: the calls whose outputs this pass has written into.
         has_left: whether a unit of a later stage was called.
-        needed: what ended the pass, as it was not received.
-        learns: whether gradients are wanted.
+        needed: the missing sources that ended the pass.
+        learns: whether gradients are enabled.
         is_whole: whether the module itself was called.
         within: more than 0 while a unit is computed.
     """
@@ -85,22 +86,23 @@ class Run:
         self.calls[name] = number = self.calls[name] + 1
         return f"{name}:{number}"
 
-    # --- what it was not given
+    # --- missing inputs
 
     def needs(self, sources: Sources) -> None:
-        """
+        """Handle a request for values that this pass did not receive.
+
         Raises:
-            Needed: the pass can begin anew.
+            Needed: in a trial pass, which can begin again.
         """
         if not self.knows_all:
             raise Needed(sources)
         names = sorted({call.rpartition(":")[0] for call in sources.calls})
         self.fails(
             EchelonError(
-                f"stage {self.stage} of {self.kind} uses what {', '.join(names[:4])} gave, and did not in the first passes "
-                "with a batch like this, so that it was not sent. A pipeline sends the same in every pass: let forward and "
-                "compute_loss take the same path in each, whatever they draw, count or read off values; or change an attribute "
-                "of the module that is a bool, for which a pipeline looks; or train without pp."
+                f"stage {self.stage} of {self.kind} uses outputs of {', '.join(names[:4])}, but did not in the first passes "
+                "with a batch like this, so they were not sent. A pipeline sends the same tensors in every pass: let forward and "
+                "compute_loss take the same path in each, whatever they draw, count or read from values; or make the path depend "
+                "on a bool attribute of the module, which a pipeline watches; or train without pp."
             )
         )
 
@@ -109,10 +111,10 @@ class Run:
             raise error
         self.fail(error)
 
-    # --- what goes through it
+    # --- the passage of tensors
 
     def enters(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A unit of this stage is called with these, which it may have."""
+        """Request the values of absent arguments before a unit of this stage is called, and return the arguments."""
         if not self.knows_all or any(isinstance(each, Absent) for each in (*args, *kwargs.values())):
             absent = absent_in((args, kwargs))
             if absent:
@@ -121,7 +123,7 @@ class Run:
         return args, kwargs
 
     def computes(self, call: str, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a unit of this stage gives."""
+        """Call a unit of this stage, and record its outputs and its writes into its arguments."""
         versions = {at: _version(t) for at, t in self._tensors(args, kwargs)}
         containers = _containers(args, kwargs)
         self.within += 1
@@ -132,7 +134,7 @@ class Run:
         written = {at: t for at, t in self._tensors(args, kwargs) if at in versions and _version(t) != versions[at]}
         given, put = value, _put_into(containers)
         if written or put:
-            # Where a unit returns what it has written into, as ReLU(inplace=True) does, later code may write into both.
+            # Copies: a unit may return an argument it has written into, as ReLU(inplace=True) does, and later code write into it.
             again = {str(at): torch.clone(t) for at, t in written.items()}
             given = {"value": value, _WRITTEN: again, _PUT: put}
         self.gave[call] = given
@@ -140,7 +142,7 @@ class Run:
         return value
 
     def _tensors(self, args: Any, kwargs: Any) -> list[tuple[int, torch.Tensor]]:
-        """Of a unit's arguments, by their number; only those that are no nesting, once it is known what a pass does."""
+        """The tensors among a unit's arguments, by their number. Nestings are searched only if there are any."""
         if self.knows_all and not any(isinstance(each, (list, tuple, dict)) for each in (*args, *kwargs.values())):
             flat: Any = (*args, *kwargs.values())
         else:
@@ -148,7 +150,7 @@ class Run:
         return [(at, t) for at, t in enumerate(flat) if isinstance(t, torch.Tensor)]
 
     def hand_out(self, call: str) -> Any:
-        """What was received of it. What will be written into is a copy: no leaf of autograd's graph."""
+        """The received outputs of a call. A copy if they will be written into: autograd forbids writes into a leaf."""
         value = handed = self.received[call]
         if not self.knows_all or call in self.written:
             handed = pytree.tree_map_only(torch.Tensor, torch.clone, value)
@@ -156,12 +158,12 @@ class Run:
         return handed
 
     def leaves(self) -> None:
-        """The part of this stage has ended."""
+        """Note that the part of this stage has ended."""
         self._look()
         self.leaving()
 
     def ends(self, value: Any) -> Any:
-        """What the last stage returns must be there."""
+        """Return the value of the last stage, after a request for the values of absent tensors in it."""
         self._look()
         if absent := absent_in(value):
             self._needs_all(absent)
@@ -169,7 +171,7 @@ class Run:
         return value
 
     def to_send(self, call: str) -> Any:
-        """What leaves the stage of this call; None if there was no such call."""
+        """The outputs of a call as they leave the stage; None if there was no such call."""
         held = self._held.get(call)
         if held is None:
             value = self.gave[call] if call in self.gave else self.received.get(call)
@@ -184,12 +186,12 @@ class Run:
         """Calls whose outputs share memory."""
         sharing: dict[int, list[str]] = defaultdict(list)
         for call, held in self._held.items():
-            for storage in {id(t.untyped_storage()) for t in held.tensors if t.numel()}:  # torch keeps one object of each
+            for storage in {id(t.untyped_storage()) for t in held.tensors if t.numel()}:  # torch keeps one object per storage
                 sharing[storage].append(call)
         return [calls for calls in sharing.values() if len(calls) > 1]
 
     def unseen_writes(self) -> list[str]:
-        """Calls into whose outputs something was written past torch, as by `.data` and numpy."""
+        """Calls whose outputs were written into without a new version, as by `.data` and numpy."""
         return [
             call for call, held in self._held.items() if call not in self.wrote and held.before is not None and _differs(held)
         ]
@@ -207,7 +209,7 @@ class Run:
         self._held[call] = _Held(value, tensors, [_version(t) for t in tensors], before)
 
     def _look(self) -> None:
-        """What was written into."""
+        """Find the outputs that were written into."""
         for call, held in self._held.items():
             if None in held.versions:  # inference tensors have none
                 is_written = _differs(held)
@@ -221,13 +223,13 @@ class Run:
 
 def writes_anew(kind: str, name: str) -> EchelonError:
     return EchelonError(
-        f"{kind} writes into what {name} has returned, in place, and did not in the first passes with a batch like this. In a "
-        "pipeline it must do so in every pass or in none: x = x + y makes a tensor of its own."
+        f"{kind} writes in place into an output of {name}, but did not in the first passes with a batch like this. In a "
+        "pipeline it must do so in every pass or in none: x = x + y makes a new tensor."
     )
 
 
 def write_again(value: Any, args: Any, kwargs: Any) -> Any:
-    """What a unit of another stage gives, after what it has written into its arguments there is written into these."""
+    """Repeat the writes of a skipped unit into its arguments, and return its value."""
     if not isinstance(value, dict) or _WRITTEN not in value:
         return value
     flat = pytree.tree_leaves((args, kwargs))
@@ -244,15 +246,15 @@ def write_again(value: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _containers(args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
-    """The lists and dicts among a unit's arguments, with what is in them."""
+    """The lists and dicts among a unit's arguments, each with a copy."""
     return [(each, type(each)(each)) for each in (*args, *kwargs.values()) if type(each) in (list, dict)]
 
 
 def _put_into(containers: list[tuple[Any, Any]]) -> dict[str, Any]:
-    """By number, what a unit has put into these.
+    """By number of the container, the entries that a unit has added.
 
     Raises:
-        UsageError: it has taken something away.
+        UsageError: the unit has removed an entry.
     """
     additions: dict[str, Any] = {}
     for at, (now, before) in enumerate(containers):
@@ -264,8 +266,8 @@ def _put_into(containers: list[tuple[Any, Any]]) -> dict[str, Any]:
             is_kept = len(now) >= len(before) and all(a is b for a, b in zip(now, before, strict=False))
         if not is_kept:
             raise PipelineError(
-                "a module that lies in one stage of a pipeline must leave the entries of a list or dict that it is given as they "
-                "are, and may add others: later stages, which pass it over, could not do so again. Return what it makes."
+                "a module that lies in one stage of a pipeline must keep the entries of a list or dict among its arguments; it "
+                "may only add entries. Later stages skip the module and cannot repeat other changes. Return the changed values."
             )
         if new:
             additions[str(at)] = new
@@ -273,14 +275,15 @@ def _put_into(containers: list[tuple[Any, Any]]) -> dict[str, Any]:
 
 
 class Shapes:
-    """A pass through all units that computes no values: which shapes there are for a batch.
+    """A pass through all units without values, which finds the shapes of all outputs for a batch.
 
     Args:
-        buffers: the ids of the module's, whose values do not matter here.
-        wrap: what takes the place of a tensor that a call gave.
+        buffers: the ids of the module's buffers, which this pass may write into.
+        wrap: makes the absent tensor for an output of a call.
     Attributes:
-        forms: by call.
-        path: what went into each call, and into what was written: batches with the same path need the same of each other.
+        forms: by call, the form of its outputs.
+        path: the sources of each call's inputs, and the outputs that were written into. For batches with the same path the
+            stages need the same calls of each other.
     """
 
     within = 0
@@ -305,7 +308,7 @@ class Shapes:
         if _put_into(containers):
             raise Needed(Sources())
         if before != [_version(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]:
-            raise Needed(Sources())  # what it has written into them is a part of what it gives
+            raise Needed(Sources())  # its writes into arguments are outputs, too; only a real pass records them
         self.calls[name] = number = self.calls[name] + 1
         call = f"{name}:{number}"
         self.forms[call], tensors = form_of(value)

@@ -1,7 +1,7 @@
-"""A module in stages over ranks: the micro-batches of an update pass through them in the order of one of torch's schedules.
+"""A module in stages over ranks: the micro-batches of an update pass through the stages under one of torch's schedules.
 
-Communication: between neighbouring stages, the tensors that a later one needs, and their gradients; in each window an agreement
-on the shapes of its micro-batches, and a broadcast of the losses.
+Communication: between neighbouring stages, the tensors that a later stage needs, and their gradients. In each window an
+agreement on the shapes of its micro-batches, and a broadcast of the losses.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ __all__ = ["Learned", "Pipeline", "Shared"]
 
 logger = logging.getLogger(__name__)
 
-_MOST_SCHEDULES = 16  # each keeps room for what it receives
-_MOST_KINDS = 256  # of micro-batches that are remembered; each takes some kilobytes
+_MOST_SCHEDULES = 16  # each keeps receive buffers
+_MOST_KINDS = 256  # kinds of micro-batches to remember; each takes some kilobytes
 
 
 class Pipeline:
-    """The stages of this rank, and what the ranks of the pipeline do together.
+    """The stages of this rank, and the passes through all stages.
 
     Attributes:
         group: the ranks of the pipeline.
         has_last: whether this rank has the last stage, which computes the losses.
-        batches: what becomes of those that its ranks are given.
+        batches: the `Batches` of the layout. `dry_run` is set in it during trial passes.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class Pipeline:
         self._learned: OrderedDict[Any, Learned] = OrderedDict()  # by kind, the latest last
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._under_way: Window | None = None
-        # Which parameters are trained, and the flags, as ranks compared them last; and the same of every rank.
+        # The trained parameters and the flags, as the ranks last compared them: of this rank, and digests of all ranks.
         self._compared: tuple[Any, Any] = (None, None)
         self._of_all: tuple[Any, Any] = ((), ())
-        self.batches = Batches()  # whose passes are tried now and then
+        self.batches = Batches()
 
     # --- training
 
@@ -78,12 +78,12 @@ class Pipeline:
         *,
         share: bool,
     ) -> list[Made]:
-        """All micro-batches of an update. Collective over all ranks of the job.
+        """Run all micro-batches of an update under the schedule. Collective over all ranks of the job.
 
         Args:
-            before_backward: is told before each backward pass whether it is its stage's last in the window, and how many were
-                before.
-            share: whether all ranks want what `compute_loss` returns besides the loss.
+            before_backward: called before each backward pass, with whether it is its stage's last in the window, and the number
+                of backward passes before it.
+            share: whether all ranks need the outputs that `compute_loss` returns besides the loss.
         """
         signatures, begins, unknown, number = self._agreed([each.data for each in micro_batches])
         for i in unknown:
@@ -94,7 +94,7 @@ class Pipeline:
                 for size in parts(self.kind, last - first, self._pp):
                     self._run(signatures[first], first, size)
                     first += size
-        # What the passes of any rank found, before anything is made of the gradients.
+        # A pass that failed on any rank must fail on all before the gradients are used.
         agree.fail_together(under_way.wrong, f"a stage of {self.cut.kind}")
         while len(self._learned) > max(_MOST_KINDS, len(micro_batches)):
             self._learned.popitem(last=False)
@@ -103,7 +103,7 @@ class Pipeline:
 
     @functools.cached_property
     def _parameters(self) -> list[nn.Parameter]:
-        """In the first window the module has its final form."""
+        """Cached in the first window, when the module has its final form."""
         return list(self.module.parameters())
 
     @functools.cached_property
@@ -113,7 +113,7 @@ class Pipeline:
         return [part for part in self.module.modules() if part not in inside]
 
     def _flags(self) -> tuple[bool, ...]:
-        """By which the author's code may take another path, as hooks and schedules switch them."""
+        """The bool attributes that may change the path of the author's code; hooks and schedules switch them."""
         return tuple([value for part in self._roots for value in vars(part).values() if isinstance(value, bool)])
 
     @property
@@ -121,9 +121,13 @@ class Pipeline:
         return dist.get_world_size(self.group)
 
     def _agreed(self, batches: list[Any]) -> tuple[list[Any], list[int], list[int], int]:
-        """The kinds of the micro-batches, where a schedule begins, and which are of a new kind: on any rank, so that all compute
-        in one order; and the number from which random ones follow. What is sent back depends on which layers are trained, on
-        every stage: that is a part of a kind.
+        """Agree on the micro-batches of a window, so that all ranks compute in one order.
+
+        The kind of a micro-batch includes which parameters of every stage are trained: it decides which gradients are sent back.
+
+        Returns:
+            The kind of each micro-batch; the micro-batches at which the kind changes on any rank, where a new schedule begins;
+            the first micro-batch of each kind that is new on any rank; the number that seeds the RNGs.
         """
         facts = tuple([p.requires_grad for p in self._parameters]), self._flags()
         number = self.cut.draws.number()
@@ -141,7 +145,7 @@ class Pipeline:
             self._compare(facts)
 
     def _compare(self, facts: tuple[Any, Any]) -> None:
-        """What is another kind on one rank is another on all: they go through the stages together. Collective."""
+        """Gather digests of `facts`, so that a change on one rank gives another kind on all ranks. Collective."""
         self._compared = facts
         digests = agree.gather([hashlib.sha256(repr(each).encode()).hexdigest() for each in facts])
         self._of_all = tuple(trained for trained, _ in digests), tuple(flags for _, flags in digests)
@@ -162,7 +166,7 @@ class Pipeline:
             self._say(learned)
 
     def _shapes(self, act: Callable[[], Made]) -> Shapes | None:
-        """Of a pipeline alone: elsewhere units have messages of their own."""
+        """The forms of all calls, from a pass without values. None if the job has other axes: units then communicate."""
         if not self._is_alone:
             return None
         with for_now(self.batches, dry_run=True):
@@ -174,15 +178,14 @@ class Pipeline:
             held = [call for call, at in stages.items() if at <= stage]
             sent.append(sorted(walked.needs.after(stage) & set(held)))
             if not sent[-1]:
-                raise PipelineError(
-                    f"no stage after stage {stage} of {self.cut.kind} uses anything that it computes. Cut elsewhere."
-                )
+                raise PipelineError(f"no stage after stage {stage} of {self.cut.kind} uses any of its outputs. Cut elsewhere.")
         path = None if shapes is None else shapes.path
         return Learned(walked.forms, sent, walked.result.tensors[0], frozenset(walked.needs.written), path)
 
     def _of_other_shapes(self, like: Learned | None, shapes: Shapes | None) -> Learned | None:
-        """From a kind that differs in its shapes alone and takes the same path: without a pass through the stages, if all ranks
-        find out the same.
+        """Derive a kind from `like`, which differs only in shapes and takes the same path. Collective over the pipeline.
+
+        This saves a pass through the stages. None if that is not possible, or if the ranks get different results.
         """
         if not self._is_alone:
             return None
@@ -198,7 +201,7 @@ class Pipeline:
 
     @functools.cached_property
     def _is_alone(self) -> bool:
-        """Whether the ranks of the pipeline are all there are."""
+        """Whether the ranks of the pipeline are all ranks of the job."""
         return self._pp == (dist.get_world_size() if dist.is_initialized() else 1)
 
     def _studied(self, structure: Any, act: Callable[[], Any]) -> Walked:
@@ -217,13 +220,13 @@ class Pipeline:
             sent = learned.sent[stage] if stage < self.cut.count - 1 else []
             size = sum(leaf.size_bytes for leaf in learned.kinds(stage)) if sent else 0
             goes = (
-                f"; sends {', '.join(c.rpartition(':')[0] for c in sent)}: {size / 2**20:.3g} MiB a micro-batch" if sent else ""
+                f"; sends {', '.join(c.rpartition(':')[0] for c in sent)}: {size / 2**20:.3g} MiB per micro-batch" if sent else ""
             )
             between = f"{units[0]} to {units[-1]}" if len(units) > 1 else units[0]
             logger.info("stage %d of %d, on rank %d of pp: %s%s", stage, self.cut.count, self.ranks[stage], between, goes)
 
     def _run(self, signature: Any, first: int, size: int) -> None:
-        """One call of a schedule, for `size` equal micro-batches."""
+        """Call a schedule once, for `size` micro-batches of one kind."""
         assert self._under_way is not None
         learned, self._under_way.first = self._learned[signature], first
         self._learned.move_to_end(signature)
@@ -245,11 +248,11 @@ class Pipeline:
                 self.kind, size, modules, self.cut.count, kinds, learned.loss, self.group, self.cut.device
             )
         self._schedules.move_to_end(key)
-        targets = torch.arange(size) if self.has_last else None  # of which nothing is made: torch asks for some
+        targets = torch.arange(size) if self.has_last else None  # unused, but torch requires targets
         try:
             self._schedules[key].step(target=targets, return_outputs=False)
         except RuntimeError as error:
-            # Of a backward pass torch tells all tensors, and the error itself as the cause.
+            # torch raises a long list of tensors for a failed backward pass, with the error itself as its cause.
             failed = self._under_way.failed or (error.__cause__ if "Failed to run stage" in str(error) else None)
             if failed is not None:
                 raise failed from None
@@ -264,17 +267,17 @@ class Pipeline:
         window = self._under_way
         try:
             return self._compute(window, stage, window.first + number, received)
-        except Exception as error:  # torch would tell of it in words of its own
+        except Exception as error:  # torch would wrap it in a message of its own
             if "leaf Variable that requires grad is being used in an in-place operation" in str(error):
                 error = writes_anew(self.cut.kind, "a unit of an earlier stage")
             if self._is_alone and not self.kind.splits_backward:
-                window.fails(error)  # the other ranks wait for what this one sends, and are told when all passes have ended
+                window.fails(error)  # other ranks wait for this rank's tensors; they hear of the error after all passes
                 return self._nothing(window, stage, window.first + number)
             window.failed = error
             raise error
 
     def _nothing(self, window: Window, stage: int, number: int) -> Any:
-        """What a pass sends that has failed."""
+        """The zeros that a failed pass sends."""
         last = stage == self.cut.count - 1
         kinds = [window.learned.loss] if last else window.learned.kinds(stage)
         made = [torch.zeros(kind.shape, dtype=kind.dtype, device=self.cut.device, requires_grad=kind.grad) for kind in kinds]
@@ -312,17 +315,17 @@ class Pipeline:
     def _outgoing(self, run: Run, learned: Learned) -> list[torch.Tensor]:
         for call, value in run.gave.items():
             if call not in learned.forms:
-                continue  # where a later stage calls it, it says so
+                continue  # if a later stage calls it, that stage raises
             if (how := learned.differs(call, value)) is not None:
                 run.fails(
                     EchelonError(
                         f"{self.cut.kind}.{call.rpartition(':')[0]} {how}: in a pipeline shapes must follow from the batch's, "
-                        "and what is no tensor must stay. Return numbers that change as tensors."
+                        "and values other than tensors must stay the same. Return numbers that change as tensors."
                     )
                 )
         tensors: list[torch.Tensor] = []
         for call in learned.sent[run.stage]:
-            # A unit that is left out in this pass is left out in the later stages, too, which else say so.
+            # Zeros for a unit that this pass skipped: later stages skip it as well, or raise.
             value, kinds = run.to_send(call), learned.forms[call].tensors
             sent = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
             if [tuple(t.shape) for t in sent] != [kind.shape for kind in kinds]:
@@ -334,16 +337,16 @@ class Pipeline:
         made, dense = [], torch.contiguous_format
         for tensor, kind in zip(tensors, kinds, strict=True):
             tensor = tensor if tensor.dtype == kind.dtype else tensor.to(kind.dtype)
-            # What is received and sent on; and where outputs are detached in place, as the schedules that split backward passes
-            # do, views and what the stage may have used itself: one of several outputs.
+            # Copy a received tensor that is sent on. Schedules that split the backward pass detach outputs in place, so with
+            # them also copy views, and each of several outputs, which the stage may have used itself.
             copies = tensor.is_leaf or (self.kind.splits_backward and (tensor._base is not None or len(tensors) > 1))
             made.append(tensor.clone(memory_format=dense) if copies and kind.grad else tensor.contiguous())
         return made
 
-    # --- what all ranks are told
+    # --- results for all ranks
 
     def _told(self, window: Window, loss: Leaf, share: bool) -> list[Made]:
-        """Losses, and if they are wanted outputs, of all micro-batches on all ranks."""
+        """Send the losses of all micro-batches to all ranks, and the outputs if `share`."""
         count, device = len(window.micro_batches), self.cut.device
         if self.has_last:
             losses = torch.stack([window.made[i][0].double() for i in range(count)])
@@ -358,7 +361,7 @@ class Pipeline:
         made = []
         values = losses.to(loss.dtype).unbind()
         for i, (value, micro_batch) in enumerate(zip(values, window.micro_batches, strict=True)):
-            window.backward(value, micro_batch)  # counts it
+            window.backward(value, micro_batch)  # counts the loss
             made.append((value, outputs[i]))
         return made
 
@@ -379,7 +382,7 @@ class Pipeline:
     # --- without gradients
 
     def evaluate(self, batch: Any, forward: Callable[[Any], Any]) -> Any:
-        """`forward(batch)` through the stages, on all ranks of the pipeline. Collective over all ranks of the job."""
+        """Run `forward(batch)` through the stages and return its value on all ranks. Collective over all ranks of the job."""
         name = getattr(forward, "__qualname__", type(forward).__name__)
         facts, number = (self._compared[0], self._flags()), self.cut.draws.number()
         while True:
@@ -396,21 +399,21 @@ class Pipeline:
             return self._walk.evaluate(lambda: forward(batch), self._needs[structure])
 
 
-# One update in a pipeline: its micro-batches, and what is known of the tensors that pass between the stages.
+# One update in a pipeline: its micro-batches, and the tensors that the stages exchange.
 
 Made = tuple[torch.Tensor, Any]
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What passes between the stages for micro-batches of one kind.
+    """The tensors that the stages exchange for micro-batches of one kind.
 
     Args:
-        forms: of all calls of units.
-        sent: by stage, the calls whose values it sends on, in this order.
+        forms: by call of a unit, the form of its outputs.
+        sent: by stage, the calls whose outputs it sends on, in this order.
         loss: the kind of the loss.
-        written: the calls into whose outputs something is written.
-        path: through the units, in a pass that computes no values; None if there is none.
+        written: the calls whose outputs are written into in place.
+        path: the path through the units in a pass without values (`Shapes.path`); None without such a pass.
     """
 
     forms: dict[str, Form]
@@ -423,7 +426,7 @@ class Learned:
         return [leaf for call in self.sent[stage] for leaf in self.forms[call].tensors]
 
     def given(self, stage: int, received: Sequence[torch.Tensor]) -> dict[str, Any]:
-        """By call of earlier stages, what a stage has received."""
+        """By call of earlier stages, the outputs that a stage has received."""
         values, at = {}, 0
         for call in self.sent[stage - 1] if stage else ():
             form = self.forms[call]
@@ -432,7 +435,7 @@ class Learned:
         return values
 
     def differs(self, call: str, value: Any) -> str | None:
-        """How what a unit has returned differs from what it returned when this was learned; None if it does not."""
+        """How a unit's outputs differ in form from those of the trial pass; None if they do not."""
         form = self.forms[call]
         if form.is_tensor and isinstance(value, torch.Tensor):
             given: list[Any] = [tuple(value.shape)]
@@ -469,19 +472,19 @@ class Window:
         self.learned: Learned
         self.made: dict[int, Made] = {}
         self.failed: Exception | None = None
-        self.wrong: Exception | None = None  # found in a pass that went on, as other ranks wait for what it sends
+        self.wrong: Exception | None = None  # of a pass that went on with zeros, because other ranks wait for its tensors
         self._begun: Counter[int] = Counter()
         self._starts: dict[float, torch.Tensor] = {}  # by weight, the gradient with which a backward pass begins
 
     def fails(self, error: Exception) -> None:
-        """The window does not count. All ranks hear of it when its passes have ended."""
+        """Note that the window must fail. All ranks raise when its passes have ended."""
         self.wrong = self.wrong or error
 
     def weighted(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
-        """The loss with its weight, of which torch's schedule takes the backward pass with the gradient 1.
+        """The loss times its weight. torch's schedule starts its backward pass with the gradient 1.
 
-        The loop's `backward` counts the loss and says with what gradient it would begin: here it does so on a tensor of its
-        own, and of further micro-batches that weigh as much it only counts the loss.
+        The loop's `backward` counts the loss and gives the gradient with which a backward pass begins. It runs on a detached
+        tensor here. For further micro-batches of the same weight it only counts the loss.
         """
         weight, own = micro_batch.weight, loss.detach()
         start = None if isinstance(weight, torch.Tensor) else self._starts.get(weight)
@@ -498,7 +501,7 @@ class Window:
         return loss * start
 
     def watch(self, stage: int, outputs: list[torch.Tensor]) -> None:
-        """Tell `before_backward` when the backward pass of these begins: at any, since that of an early one is reached late."""
+        """Call `before_backward` when the backward pass reaches the first of the outputs; an early output is reached late."""
         own = [t for t in outputs if t.requires_grad]
         if own:
             register_multi_grad_hook(own, lambda gradient: self._begins(stage), mode="any")
@@ -510,19 +513,20 @@ class Window:
         self.before_backward(self._begun[stage] == len(self.micro_batches), before)
 
 
-# Parameters that several stages use: tied ones, and those that lie in no unit. Each stage that uses one keeps a copy.
+# Parameters that several stages use: tied parameters, and those in no unit. Each stage that uses one keeps a copy.
 #
-# The copies start equal, and their gradients are summed over these stages before anything looks at them, so that they stay equal.
-# Communication: a broadcast at the start, after the last backward pass of a window an all-reduce of who
-# has gradients, and one of each gradient.
+# The copies start equal. Their gradients are summed over these stages before anything reads them, so the copies stay equal.
+# Communication: a broadcast at the start; after the last backward pass of a window an all-reduce of the number of ranks that have
+# each gradient, and an all-reduce of each gradient.
 
 
 class Shared:
-    """
+    """The parameters of which several ranks of the pipeline have a copy.
+
     Args:
         groups: by the first name of a parameter, the ranks that have a copy.
     Attributes:
-        elsewhere: those of which an earlier stage's rank counts the norm.
+        elsewhere: the parameters whose norm a rank of an earlier stage counts.
     """
 
     def __init__(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
@@ -531,13 +535,13 @@ class Shared:
         self.elsewhere: set[nn.Parameter] = set()
 
     def bind(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Take the parameters that the module has now."""
+        """Use the parameters that the module has now."""
         self._kept = [(p, self._groups[name]) for name, p in sorted(named, key=lambda pair: pair[0]) if name in self._groups]
         self.elsewhere = {p for p, group in self._kept if dist.get_rank(group) > 0}
 
     @torch.no_grad()
     def equalize(self) -> None:
-        """The first copy's values everywhere. Collective."""
+        """Broadcast the first copy's values. Collective."""
         for parameter, group in self._kept:
             if not parameter.is_meta:
                 value = local(parameter.detach()).contiguous()
@@ -546,9 +550,10 @@ class Shared:
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """After the last backward pass. A copy without a gradient counts as zero; without any, none has one. Collective.
+        """Sum the gradients of the copies, after the last backward pass. Collective.
 
-        A copy may be frozen on one rank alone, so that every rank asks for all of them.
+        A copy without a gradient counts as zero. If no copy has a gradient, all stay without. A copy may be frozen on one rank
+        alone, so every rank takes part for all shared parameters.
         """
         by_group: dict[dist.ProcessGroup, list[nn.Parameter]] = {}
         for parameter, group in self._kept:

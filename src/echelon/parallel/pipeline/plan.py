@@ -1,4 +1,4 @@
-"""How a module is cut into stages: what can be wrong, before any rank waits for another, and then the cut."""
+"""How a module is cut into stages: first all checks, before any rank waits for another, and then the cut."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ __all__ = ["Stages", "cut_into_stages", "plan_stages"]
 
 @dataclass(frozen=True)
 class Stages:
-    """A plan: nothing is changed yet.
+    """A plan of the stages; the module is not changed yet.
 
     Args:
         ranks: by stage, the rank along the pipeline that has it.
-        shared: the parameters that several of these ranks use, by their first names, and the ranks.
+        shared: by first name, the parameters that several ranks use, with these ranks.
     """
 
     kind: Kind
@@ -40,12 +40,12 @@ def plan_stages(module: nn.Module, stages: Splits | None, schedule: str, pp: int
     """Decide where to cut. The same on all ranks; not collective.
 
     Args:
-        stages: names of the modules at which further stages begin, or of each stage the names of what is in it; None balances
+        stages: names of the modules at which further stages begin, or for each stage the names of its modules; None balances
             the repeated blocks by their parameters.
         schedule: a name of `SCHEDULES`.
         pp: ranks along the pipeline.
     Raises:
-        UsageError: the module cannot be cut so, or a pipeline would lose something of it.
+        UsageError: the module cannot be cut like this, or a pipeline would change what it computes.
     """
     kind, splits = kind_named(schedule), check_splits(stages)
     per_rank = kind.per_rank if splits is not None else kind.per_rank or kind.default
@@ -68,7 +68,7 @@ def plan_stages(module: nn.Module, stages: Splits | None, schedule: str, pp: int
 
 
 def cut_into_stages(module: nn.Module, plan: Stages, group: dist.ProcessGroup, device: torch.device) -> Pipeline:
-    """Take from the module what other ranks' stages hold. Collective over the ranks of the pipeline."""
+    """Remove the parameters and buffers of other ranks' stages. Collective over the ranks of the pipeline."""
     me = dist.get_rank(group)
     own = [stage for stage, rank in enumerate(plan.ranks) if rank == me]
     made = cut(module, plan.units, own, device)
@@ -84,7 +84,7 @@ def cut_into_stages(module: nn.Module, plan: Stages, group: dist.ProcessGroup, d
 
 
 def _refuse_hooks(module: nn.Module, units: list[Unit]) -> None:
-    """Of modules that lie in several stages, whose calls do not end in most of them."""
+    """Refuse hooks of modules that span several stages: in most stages the calls of such a module do not end."""
     inside = {part for unit in units for part in unit.module.modules()}
     for name, part in module.named_modules():
         name = plain_name(name)
@@ -93,6 +93,6 @@ def _refuse_hooks(module: nn.Module, units: list[Unit]) -> None:
         if split and (hook_kinds := [kind for kind in kinds if getattr(part, kind, None)]):
             what = f"{type(module).__name__}.{name}" if name else type(module).__name__
             raise PipelineError(
-                f"{what} has hooks ({', '.join(kind.strip('_').replace('_', ' ') for kind in hook_kinds)}), and lies in several "
-                "stages: a pipeline would lose them. Register them with a module that lies in one."
+                f"{what} has hooks ({', '.join(kind.strip('_').replace('_', ' ') for kind in hook_kinds)}), and spans several "
+                "stages: a pipeline would not run them. Register them on a module that lies in one stage."
             )

@@ -1,4 +1,7 @@
-"""The order of forward and backward passes: torch's own schedules, one for each number and kind of micro-batches."""
+"""The order of forward and backward passes: torch's own schedules, one for each number and kind of micro-batches.
+
+It also finds out which stages can split their backward pass.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ class Kind:
 
     Args:
         torch: its class in torch.distributed.pipelining.
-        per_rank: stages of each rank; None for one or more, as the user cuts them, else `default`.
-        splits_backward: gradients of inputs and of weights are computed apart, which `fully_shard` cannot follow.
-        folded: stages go down the ranks and up again, so that the first rank has the last stage, too.
-        any_number: of micro-batches; else a multiple of the ranks, or fewer than two rounds of them.
+        per_rank: stages of each rank; None for any number that the user's cut gives, `default` if the user gives none.
+        splits_backward: gradients of inputs and of weights are computed separately, which `fully_shard` does not support.
+        folded: stages go down the ranks and up again, so that the first rank also has the last stage.
+        any_number: takes any number of micro-batches; else only a multiple of the number of rounds (see `parts`).
     """
 
     name: str
@@ -52,7 +55,8 @@ SCHEDULES = {
 
 
 def kind_named(name: Any) -> Kind:
-    """
+    """The schedule of this name.
+
     Raises:
         UsageError: an unknown name.
     """
@@ -69,7 +73,7 @@ def stage_ranks(kind: Kind, count: int, pp: int) -> list[int]:
 
 
 def parts(kind: Kind, number: int, pp: int) -> list[int]:
-    """How many micro-batches each call of the schedule takes, of so many equal ones."""
+    """How many micro-batches each call of the schedule takes, for `number` micro-batches of one kind."""
     rounds = max(1, number // pp)
     if kind.any_number or number % rounds == 0:
         return [number]
@@ -77,10 +81,10 @@ def parts(kind: Kind, number: int, pp: int) -> list[int]:
 
 
 class StageModule(nn.Module):
-    """What torch's schedule calls for a stage, with what was received.
+    """The module that torch's schedule calls for a stage, with the received tensors.
 
     Attributes:
-        number: of the micro-batch, which the stage's object sets before.
+        number: the number of the micro-batch, which torch's stage object sets before the call.
     """
 
     number = 0
@@ -93,7 +97,7 @@ class StageModule(nn.Module):
     def forward(self, *received: torch.Tensor) -> Any:
         for t in received if self._held else ():
             if t.requires_grad:
-                t.register_hook(torch.Tensor.contiguous)  # torch sends what it computes apart from weights as it is laid out
+                t.register_hook(torch.Tensor.contiguous)  # torch sends an input's gradient without making it contiguous
         made = self._compute(self.number, received)
         if self._not_split is not None and torch.is_grad_enabled():
             if not can_be_split(received, made if isinstance(made, tuple) else (made,), self._held):
@@ -102,12 +106,12 @@ class StageModule(nn.Module):
         return made
 
     def runs_in(self, stage: Any) -> None:
-        """torch's object for the stage, which is told before its first backward pass if that cannot be split."""
+        """Take torch's stage object, so that a stage whose backward pass cannot be split takes a whole one from the start."""
         if self._held and not stage.is_first:
             self._not_split = lambda: setattr(stage, "dw_builder", _nothing_is_left)
 
     def parameters(self, recurse: bool = True) -> Any:
-        """Those whose gradients are computed apart from the inputs'."""
+        """The parameters whose gradients are computed separately from the inputs'."""
         return iter(self._held)
 
 
@@ -121,17 +125,17 @@ def torch_schedule(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Any:
-    """torch's schedule for so many equal micro-batches.
+    """torch's schedule for `number` micro-batches of one kind.
 
     Args:
-        modules: of this rank, by stage.
+        modules: by stage, the modules of this rank.
         kinds: by stage, the tensors that it sends on.
         loss: the kind of the last stage's loss.
     """
     from torch.distributed import pipelining
 
     class Stage(pipelining.PipelineStage):
-        """Says which micro-batch comes. An argument that says it would be a tensor, which fake tensors leave without a value."""
+        """Sets the number of the micro-batch. As an argument it would be a tensor, and fake tensors have no values."""
 
         def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
             modules[self.stage_index].number = fwd_chunk_id
@@ -158,7 +162,7 @@ def torch_schedule(
 
 
 def _nothing_is_left() -> Callable[[], None]:
-    """What torch calls for the second half of a backward pass, instead of the first half, which then is a whole one."""
+    """A `dw_builder` without work for the second half of a backward pass. With it torch's first half is a whole pass."""
     return lambda: None
 
 
@@ -166,16 +170,16 @@ def _examples(leaves: Sequence[Leaf]) -> tuple[torch.Tensor, ...]:
     return tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.grad) for leaf in leaves)
 
 
-# Whether torch can compute the gradients of a stage's weights apart from those of its inputs, as zero-bubble schedules do.
+# Whether torch can compute the gradients of a stage's weights separately from those of its inputs, as zero-bubble schedules do.
 #
-# torch 2.13 begins the second half at the operations at which weights meet what comes from the stage's inputs. So it leaves out,
-# in silence, what weights give to the outputs past the inputs, as the words of a decoder do that stands behind its encoder. For
-# weights that meet the inputs several times, as a bias of all layers or a block that is called twice, it needs parts of the graph
-# that are freed already. Such a stage takes one whole backward pass, where torch computes the first half.
+# torch 2.13 begins the second half at the operations at which a weight meets values computed from the stage's inputs. It silently
+# leaves out paths from weights to outputs without the inputs, as those of the token embedding of a decoder behind its encoder.
+# For weights that meet the inputs several times, as a bias of all layers or a block that is called twice, it needs parts of the
+# graph that are freed already. Such a stage computes its whole backward pass where torch computes the first half.
 
 
 def can_be_split(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], weights: Iterable[torch.Tensor]) -> bool:
-    """Of a stage's graph: whether each weight meets the inputs once, and reaches no output otherwise."""
+    """Whether in a stage's graph each weight meets the inputs exactly once and reaches no output on another path."""
     ends = {get_gradient_edge(t).node for t in outputs if t.requires_grad}
     users = _users(ends)
     fed = _upwards({get_gradient_edge(t).node for t in inputs if t.requires_grad}, users, set())
@@ -190,7 +194,7 @@ def can_be_split(inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 
 
 def _users(ends: set[Node]) -> dict[Node, set[Node]]:
-    """By node of the graph, the nodes that take what it gives."""
+    """By node of the graph, the nodes that use its output."""
     users: dict[Node, set[Node]] = defaultdict(set)
     waiting, seen = list(ends), set(ends)
     while waiting:
@@ -205,7 +209,7 @@ def _users(ends: set[Node]) -> dict[Node, set[Node]]:
 
 
 def _upwards(nodes: set[Node], users: dict[Node, set[Node]], until: set[Node]) -> set[Node]:
-    """These nodes, and those that use them, to the first of `until` on each way."""
+    """These nodes and all that use them, up to and including the first node of `until` on each path."""
     reached, waiting = set(nodes), list(nodes)
     while waiting:
         node = waiting.pop()

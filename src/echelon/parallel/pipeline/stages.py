@@ -1,8 +1,8 @@
 """Where a module is cut: which of its submodules belong to which stage.
 
-A *unit* is a submodule that lies in one stage as a whole: a repeated block, or what is registered before, between and after the
-blocks, such as an embedding or a head. Units are taken in the order in which they are registered. Modules without parameters
-and without buffers that are saved are no units: every stage has them.
+A *unit* is a submodule that lies in one stage as a whole: a repeated block, or a module registered before, between or after the
+blocks, such as an embedding or a head. Units keep the order in which they are registered. Modules without parameters and
+persistent buffers are not units: every stage has them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from echelon.parallel.recipe.blocks import blocks_to_shard
 
 __all__ = ["Splits", "Unit", "check_splits", "units_of"]
 
-# A name at which each further stage begins; or of each stage, the names of what is in it.
+# The names at which further stages begin; or for each stage, the names of its modules.
 Splits = Sequence[str] | Sequence[Sequence[str]]
 
 
@@ -34,9 +34,10 @@ class Unit:
 
 
 def check_splits(value: Any) -> Splits | None:
-    """
+    """`stages` as tuples.
+
     Raises:
-        UsageError: neither names nor lists of names.
+        UsageError: it is neither names nor lists of names.
     """
     if value is None:
         return None
@@ -60,9 +61,9 @@ def units_of(module: nn.Module, stages: Splits | None, pp: int, per_rank: int | 
     Args:
         stages: as the user gave it; None balances the repeated blocks by their parameters.
         pp: ranks along the pipeline.
-        per_rank: stages of each rank, as the schedule wants it; None takes what `stages` gives.
+        per_rank: stages of each rank that the schedule requires; None accepts the number that `stages` gives.
     Raises:
-        UsageError: a stage would have no parameters, or not the right number of stages; a name that is none.
+        UsageError: a stage would have no parameters, the number of stages is wrong, or a name is unknown.
     """
     kind = type(module).__name__
     if stages and isinstance(stages[0], str):
@@ -87,17 +88,17 @@ def units_of(module: nn.Module, stages: Splits | None, pp: int, per_rank: int | 
 
 
 def _chain(module: nn.Module, points: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """The largest submodules that hold none of these names within them, and no repeated blocks, in their order."""
+    """The largest submodules with none of these points and no repeated blocks inside, in the order of registration."""
     names = {*points, *(plain_name(name) for name, _ in blocks_to_shard(module))}
     chain: list[tuple[str, nn.Module]] = []
-    seen: set[nn.Module] = set()  # a module that is registered in several places stands at the first
+    seen: set[nn.Module] = set()  # a module registered in several places counts at the first
 
     def visit(prefix: str, parent: nn.Module) -> None:
         for child_name, child in parent.named_children():
             if child in seen or isinstance(child, (nn.ParameterList, nn.ParameterDict)):  # these are read, not called
                 continue
             seen.add(child)
-            name = plain_name(f"{prefix}{child_name}")  # what torch.compile puts into it is left out
+            name = plain_name(f"{prefix}{child_name}")  # without the parts that torch.compile inserts
             within = any(other.startswith(f"{name}.") for other in names)
             if not name:
                 visit("", child)
@@ -111,7 +112,7 @@ def _chain(module: nn.Module, points: Sequence[str]) -> list[tuple[str, nn.Modul
 
 
 def _cost(module: nn.Module) -> int:
-    """Its parameters, without those of embeddings, which cost no time."""
+    """The number of its parameters, without embeddings, which cost no time."""
     tables = {p for part in module.modules() if isinstance(part, nn.Embedding) for p in part.parameters()}
     return sum(p.numel() for p in module.parameters() if p not in tables)
 
@@ -158,8 +159,8 @@ def _refuse_unknown(module: nn.Module, points: Sequence[str], chain: list[tuple[
     for point in points:
         if point not in names:
             raise PipelineError(
-                f"stages names {point!r}, which is no module with parameters in {type(module).__name__}. Those that can begin a "
-                f"stage: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}."
+                f"stages names {point!r}, which is no module with parameters in {type(module).__name__}. Modules that can begin "
+                f"a stage: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}."
             )
 
 
@@ -176,8 +177,8 @@ def _balanced(module: nn.Module, count: int) -> list[Unit]:
         )
     if len(places) < count:
         raise PipelineError(
-            f"{kind} has {len(places)} repeated blocks, too few for {count} stages. Use fewer stages, or name what else begins a "
-            "stage: stages=[...]."
+            f"{kind} has {len(places)} repeated blocks, too few for {count} stages. Use fewer stages, or name other modules at "
+            "which stages begin: stages=[...]."
         )
     starts = [0, *places[1:], len(chain)]
     costs = [sum(_cost(part) for _, part in chain[a:b]) for a, b in pairwise(starts)]
@@ -187,11 +188,11 @@ def _balanced(module: nn.Module, count: int) -> list[Unit]:
 
 
 def _partition(costs: list[int], count: int) -> list[tuple[int, int]]:
-    """Consecutive groups, none empty, whose largest sum is least; of these, with the sums as equal as they can be."""
+    """Split into consecutive, nonempty groups with the least largest sum; among these, with the most equal sums."""
     total = [0]
     for cost in costs:
         total.append(total[-1] + cost)
-    # best[i]: of the first i in so many groups, (largest sum, sum of squares), and where the last group begins.
+    # best[i]: (largest sum, sum of squares) of the best split of the first i costs; begins[i]: where its last group begins.
     best: list[tuple[int, int] | None] = [(0, 0)] + [None] * len(costs)
     cuts: list[list[int]] = []
     for _ in range(count):

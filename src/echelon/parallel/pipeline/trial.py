@@ -1,4 +1,4 @@
-"""Trial passes: one stage's part of the user's code, run to see what it does, of which nothing stays."""
+"""Trial passes: one stage's part of the user's code, run to learn what it does, without lasting effects."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _PLAIN = (bool, int, float, str, torch.Tensor, type(None))
 
 
 def compute(cut: Cut, run: Run, act: Callable[[], Any]) -> Any:
-    """The user's code for one stage: what `act` returns on the last one, else None.
+    """Run the user's code for one stage. Returns the value of `act` on the last stage, else None.
 
     Raises:
-        Needed: it needs what it was not given, and can begin anew.
-        UsageError: it does not call the module itself, or a stage not the next one.
+        Needed: the pass needs values it did not receive, and can begin again.
+        UsageError: the code does not call the module itself, or the stage does not call the next one.
     """
     cut.run, run.kind = run, cut.kind
     left = False
@@ -60,7 +60,7 @@ def compute(cut: Cut, run: Run, act: Callable[[], Any]) -> Any:
 
 
 class Trials:
-    """What lets passes be repeated: RNG state and buffers as they were."""
+    """Restores RNG state, buffers and plain attributes, so that passes can be repeated and undone."""
 
     def __init__(self, module: nn.Module, cut: Cut) -> None:
         self._module, self._cut = module, cut
@@ -69,7 +69,7 @@ class Trials:
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
-        """Nothing stays of the passes within."""
+        """Context whose passes leave RNG state, buffers and plain attributes unchanged."""
         states = rng.states()
         self._buffers = {name: b.detach().clone() for name, b in plain_buffers(self._module)}
         counts = [(part, name, value) for part in self._module.modules() for name, value in _plain_values(part)]
@@ -90,7 +90,7 @@ class Trials:
 
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
-        """Each pass draws what the others drew, and begins with the same buffers."""
+        """Context of one pass, which begins with the same RNG state and buffers as the others."""
         self._put_back()
         states = rng.states()
         try:
@@ -101,7 +101,7 @@ class Trials:
     def _put_back(self) -> None:
         for part, held, attributes in self._parts:
             now = dict(part.named_buffers(recurse=False))
-            # Whoever has registered another buffer, as rotary embeddings for a longer sequence, has noted that in an attribute.
+            # A module that replaces a buffer (rotary embeddings for a longer sequence) also notes the new length in an attribute.
             if any(now.get(name) is not buffer for name, buffer in held.items()):
                 for name, value in {**attributes, **held}.items():
                     setattr(part, name, value)
@@ -111,7 +111,7 @@ class Trials:
                     buffer.copy_(self._buffers[name])
 
     def counts(self) -> dict[str, Any]:
-        """The numbers that are attributes of modules outside of the units."""
+        """The numeric attributes of modules outside of the units."""
         inside = tuple(f"{unit.name}." for unit in self._cut.units)
         names = {unit.name for unit in self._cut.units}
         return {
@@ -123,7 +123,7 @@ class Trials:
         }
 
     def changed(self) -> dict[str, str]:
-        """Buffers that lie in no unit and were changed by this stage, with what they are now."""
+        """Buffers in no unit that this stage has changed, with the sum of their new values as text."""
         inside = tuple(f"{unit.name}." for unit in self._cut.units)
         sums = {}
         for name, buffer in plain_buffers(self._module):
@@ -132,17 +132,18 @@ class Trials:
         return sums
 
     def refuse_lost(self, changed: dict[str, list[str]]) -> None:
-        """
+        """Refuse changes of buffers that a pipeline would lose.
+
         Args:
-            changed: what `changed` gave in each stage where it gave something.
+            changed: by name of a buffer, the results of `changed` of the stages that changed it.
         Raises:
-            UsageError: not all stages have changed a buffer alike, of which each has a copy.
+            UsageError: a buffer was not changed in the same way by all stages; each has a copy of it.
         """
         for name, sums in changed.items():
             if len(sums) < self._cut.count or len(set(sums)) > 1:
                 raise PipelineError(
-                    f"the buffer {self._cut.kind}.{name} is changed in {len(sums)} of {self._cut.count} stages, not in all "
-                    "alike: a pipeline would lose that. Register it in a module that lies in one stage, or freeze it."
+                    f"the buffer {self._cut.kind}.{name} is changed in {len(sums)} of {self._cut.count} stages, not equally in "
+                    "all: a pipeline would lose the change. Register it in a module that lies in one stage, or freeze it."
                 )
 
 
@@ -161,7 +162,7 @@ def same(a: list[Any], b: list[Any]) -> bool:
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Kernels of a GPU may round otherwise in each run."""
+    """Whether the tensors are equal, up to rounding on a GPU, whose kernels may round differently in each run."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.device.type == "cpu" or not a.dtype.is_floating_point:
@@ -169,21 +170,22 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-2, atol=1e-5, equal_nan=True)
 
 
-# What a stage computes and keeps beside its units' outputs: an attribute, an entry of a list, what a hook has caught.
+# Tensors that a stage computes and keeps beside its units' outputs: in an attribute, an entry of a list, or caught by a hook.
 #
-# Later stages run on other ranks and would not see it, so a loss that adds it up would leave it out in silence. That something is
-# kept is seen by the ends of autograd's graph, of which each trained parameter has one: it lives as long as a graph that it is
-# in. What hooks catch may live no longer than the pass, as in a list of the function that calls the module. So they are given
-# sums with a zero of its own, with which nothing else goes on, and it is looked at when the stage ends, before the pass does.
+# Later stages run on other ranks and do not see such tensors, so a loss that adds them up would silently omit them. A kept tensor
+# keeps its autograd graph alive, and with it the AccumulateGrad node of each trained parameter in the graph. The check marks
+# these nodes and looks which marks still exist after the pass. Tensors caught by hooks may not outlive the pass, as in a list of
+# the function that calls the module. So hooks get the outputs plus a zero made for this purpose. Nothing else uses these sums,
+# and the node of the zero is checked when the stage ends, before the pass ends.
 
 _MARK = "echelon"
 
-# A thread that looks where this one is, such as world/thread_sampler.py, holds its frames for a moment, with all that is in them.
+# A thread that samples this one's stack, such as world/thread_sampler.py, holds its frames and their variables for a moment.
 _PAUSES_S = (0.0, 0.01, 0.1, 0.5)
 
 
 class Escapes:
-    """Watches the units of a stage in one pass."""
+    """Finds the units of a stage whose tensors outlive one pass."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self._units = list(units)
@@ -193,8 +195,8 @@ class Escapes:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Around the pass. Parameters are looked at when their unit is called: those of shards are whole then."""
-        nodes: list[Node] = []  # as long as the pass lasts, so that its graph has these
+        """Context of the pass. It marks a unit's parameters when the unit is called: sharded parameters are gathered then."""
+        nodes: list[Node] = []  # held during the pass, so that its graph has the marked nodes
         with ExitStack() as stack:
             for unit in self._units:
                 hook = unit.module.register_forward_pre_hook(lambda module, args, unit=unit: self._begin(unit, nodes, stack))
@@ -202,7 +204,7 @@ class Escapes:
             yield
 
     def stage_ends(self) -> None:
-        """Before the frames of the pass end, and with them what is in their variables."""
+        """Look for tensors caught by hooks, before the frames of the pass end and release their variables."""
         self._caught = _kept(self._shown)
 
     def _begin(self, unit: Unit, nodes: list[Node], stack: ExitStack) -> None:
@@ -222,20 +224,20 @@ class Escapes:
             if not parameter.requires_grad or _is_marked(parameter):
                 continue
             _metadata(parameter)[_MARK] = True
-            if _is_marked(parameter):  # somebody holds the node itself, as for a hook: it outlives graphs
-                _metadata(parameter).pop(_MARK, None)  # gone by now where another thread let go of it, such as a sampler's
+            if _is_marked(parameter):  # the node is held without a graph, as for a hook: it proves nothing
+                _metadata(parameter).pop(_MARK, None)  # already gone if another thread, such as a sampler, held the node
                 continue
             nodes.append(get_gradient_edge(parameter).node)
             _metadata(parameter)[_MARK] = True
             self._marked[unit.name].append(parameter)
 
     def found(self) -> list[str]:
-        """The names of the units of which something is kept. When nobody holds the pass's own outputs any more."""
+        """The names of the units whose tensors are kept. Call it after the pass's own outputs are released."""
         return list(dict.fromkeys([*self._caught, *_kept(self._marked)]))
 
 
 class KeptByUnits:
-    """What units keep as attributes, without gradients: tensors, numbers, entries of lists. Other stages cannot read them."""
+    """Finds the attributes that units set in a pass: tensors, numbers, entries of lists. Other stages cannot read them."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self._units = list(units)
@@ -252,7 +254,7 @@ class KeptByUnits:
         }
 
     def found(self) -> list[list[Any]]:
-        """New ones: unit, module within it, name, shape and type; of a list how many entries are new."""
+        """New values: unit, module within it, attribute, shape and dtype; for a list the number of new entries and "list"."""
         kept: list[list[Any]] = []
         for at, value in self._now().items():
             before = self._before.get(at)
@@ -267,7 +269,7 @@ class KeptByUnits:
 
 
 class _Shown:
-    """What a module's hooks are given instead of its outputs."""
+    """Gives a module's hooks the outputs plus a zero, in place of the outputs."""
 
     def __init__(self, zeros: list[torch.Tensor]) -> None:
         self._zeros = zeros
@@ -283,7 +285,7 @@ class _Shown:
     def again(self, module: nn.Module, args: Any, outputs: Any) -> Any:
         own, shown, zero = self._calls.pop()
         if outputs is not shown or not same(pytree.tree_leaves(own), pytree.tree_leaves(shown)):
-            return None  # a hook has changed them, and the pass goes on with that
+            return None  # a hook has changed the outputs: the pass goes on with the changed ones
         self._zeros.append(zero)
         return own
 
@@ -297,7 +299,7 @@ def _is_tracked(t: torch.Tensor) -> bool:
 
 
 def _kept(marked: dict[str, list[torch.Tensor]]) -> list[str]:
-    """The names of those of which something lives."""
+    """The names with a tensor whose mark still exists."""
 
     def alive() -> list[str]:
         return [name for name, tensors in marked.items() if any(_is_marked(t) for t in tensors)]
@@ -306,7 +308,7 @@ def _kept(marked: dict[str, list[torch.Tensor]]) -> list[str]:
         if not alive():
             return []
         time.sleep(pause_s)
-        gc.collect()  # what is held by a circle of references is not kept by anybody
+        gc.collect()  # tensors held only by reference cycles do not count as kept
     return alive()
 
 
@@ -315,5 +317,5 @@ def _is_marked(parameter: torch.Tensor) -> bool:
 
 
 def _metadata(parameter: torch.Tensor) -> Any:
-    """Of the node at which its gradient arrives: it is made anew unless a graph, or somebody, holds it."""
+    """The metadata of the parameter's AccumulateGrad node. torch makes a new node unless a graph or a reference holds it."""
     return get_gradient_edge(parameter).node.metadata

@@ -1,4 +1,4 @@
-"""What passes between stages: any nesting of tensors, as the author's modules return it, taken apart and put together again."""
+"""The values that pass between stages: any nesting of tensors that modules return, flattened to send it and rebuilt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from echelon.world.device import map_tensors
 
 __all__ = ["Absent", "Form", "Needed", "Sources", "Unsendable", "absent_in", "form_of", "in_place_of_absent", "shape_of_batch"]
 
-# What a nesting may hold besides tensors: it is sent as text.
+# The plain values that a nesting may hold besides tensors. They are sent as text.
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -26,10 +26,10 @@ class Unsendable(TypeError):
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor's kind.
+    """The shape and dtype of a tensor, and whether it has a gradient.
 
     Args:
-        grad: whether a gradient belongs to it.
+        grad: whether a gradient is sent back for it.
     """
 
     shape: tuple[int, ...]
@@ -56,8 +56,8 @@ class Form:
     """A nesting without its tensors.
 
     Args:
-        tree: its structure, as torch writes it.
-        leaves: in its order, a tensor's kind, or a plain value.
+        tree: its structure, as `pytree.treespec_dumps` writes it.
+        leaves: in the order of `tree`, a `Leaf` for each tensor, or a plain value.
     """
 
     tree: str
@@ -69,11 +69,11 @@ class Form:
 
     @functools.cached_property
     def is_tensor(self) -> bool:
-        """One tensor, in no nesting: the usual case, for which nothing is to be put together."""
+        """Whether the value is one tensor in no nesting: the usual case, which needs no rebuilding."""
         return len(self.tensors) == len(self.leaves) == 1 and bool(_structure(self.tree).is_leaf())
 
     def with_grads_of(self, other: Form) -> Form | None:
-        """Of the same nesting: whether gradients belong to its tensors is as in that one."""
+        """This form with the `grad` flags of `other`; None if the nestings differ."""
         if self.tree != other.tree or len(self.leaves) != len(other.leaves):
             return None
         made = []
@@ -105,12 +105,12 @@ class Form:
 
 
 def form_of(value: Any, *, lossy: bool = False) -> tuple[Form, list[torch.Tensor]]:
-    """Take a nesting apart.
+    """Flatten a nesting into its form and its tensors.
 
     Args:
-        lossy: what cannot be sent becomes None.
+        lossy: replace values that cannot be sent by None.
     Raises:
-        Unsendable: the class of what is neither a tensor nor a plain value.
+        Unsendable: names the class of a value that is neither a tensor nor a plain value.
     """
     flat, spec = pytree.tree_flatten(value)
     kinds: list[Any] = []
@@ -129,8 +129,8 @@ def form_of(value: Any, *, lossy: bool = False) -> tuple[Form, list[torch.Tensor
 
 
 def shape_of_batch(value: Any) -> tuple[Any, ...]:
-    """What of a batch decides what its passes do: first its structure, with the bools in it, which say what is to be done; then
-    the shapes of its tensors.
+    """The key under which a batch's passes are cached: its structure first, with its bools, which may choose the path of the
+    pass; then the shapes of its tensors.
     """
     flat, spec = pytree.tree_flatten(value)
     kinds: list[tuple[int, str]] = []
@@ -142,24 +142,25 @@ def shape_of_batch(value: Any) -> tuple[Any, ...]:
             shapes.append(tuple(tensor.shape))
         return tensor
 
-    map_tensors(value, see)  # also those in what torch takes for one leaf, such as a dataclass
+    map_tensors(value, see)  # also tensors inside a pytree leaf, such as a dataclass
     rest = (leaf for leaf in flat if not isinstance(leaf, torch.Tensor))
     plain = tuple([str(leaf) if isinstance(leaf, bool) else type(leaf).__name__ for leaf in rest])
     return (str(spec), tuple(kinds), plain), *shapes
 
 
-# What stands in a stage for a tensor that another rank has: shape, type and device, and no values.
+# Absent tensors stand in a stage for tensors that another rank has. They have shape, dtype and device, but no values.
 #
-# The author's code between the units runs in every stage, also on values that have not come there. What it computes from them is
-# absent, too, and knows of which calls and parameters it is made. So what a stage needs of earlier ones is what its own units and
-# the loss take, and what somebody asks for a number: `if`, `item()`, an index, a write into a tensor that is there.
+# The author's code between the units runs in every stage, also on values that were not sent there. Its results from absent
+# tensors are absent as well, and record from which calls and parameters they are computed. So a stage needs from earlier stages
+# the inputs of its own units and of the loss, and the tensors whose values the code reads: by `if`, `item()`, an index, or a
+# write into a tensor with values.
 
 
 class Needed(BaseException):
-    """A pass needs what it was not given. No Exception: an author's `except Exception` must not stop it.
+    """A pass needs values it did not receive. A BaseException, so that an author's `except Exception` does not catch it.
 
     Args:
-        sources: of what that is made.
+        sources: what the needed tensor is computed from.
     """
 
     def __init__(self, sources: Sources) -> None:
@@ -169,10 +170,10 @@ class Needed(BaseException):
 
 @dataclass
 class Sources:
-    """Of what an absent tensor is made: calls of units ("blocks.3:1" is the first of blocks.3), and parameters or buffers.
+    """What an absent tensor is computed from: calls of units ("blocks.3:1" is the first of blocks.3), parameters and buffers.
 
     Args:
-        is_weight: it is a parameter or buffer itself, or a view of one.
+        is_weight: the tensor is a parameter or buffer itself, or a view of one.
     """
 
     calls: set[str] = field(default_factory=set)
@@ -196,7 +197,7 @@ class _Shape:
 _MOST_SHAPES = 8192
 _shapes_of: dict[Any, Any] = {}  # by operation and the kinds of its arguments, the kinds of its results
 
-# Of which the arguments' values say nothing.
+# Operations whose result does not depend on the values of their tensor arguments.
 _MADE_ALIKE = (
     *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
@@ -204,11 +205,11 @@ _MADE_ALIKE = (
 
 
 class Absent(torch.Tensor):
-    """See above.
+    """A tensor that another rank has, without values.
 
     Attributes:
-        sources: of what it is made; its views have the same object.
-        place: asked when its values are needed.
+        sources: what it is computed from. Its views share the object.
+        place: the `Cut`, whose `needs` is called when values are needed.
     """
 
     sources: Sources
@@ -218,7 +219,7 @@ class Absent(torch.Tensor):
     def of(size: Iterable[int], dtype: torch.dtype, device: torch.device, sources: Sources, place: Any) -> Absent:
         return _made(_Shape(tuple(size), _dense(size), dtype), device, sources, place)
 
-    # What is computed of it need not be absent.
+    # Results of operations on an absent tensor need not be of this class.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -265,7 +266,7 @@ def absent_in(value: Any) -> list[Absent]:
 
 
 def in_place_of_absent(value: Any, make: Callable[..., torch.Tensor] = torch.zeros) -> Any:
-    """The same nesting, with zeros."""
+    """The same nesting, with the results of `make` (zeros) in place of absent tensors."""
 
     def real(leaf: Absent) -> torch.Tensor:
         return make(leaf.shape, dtype=leaf.dtype, device=leaf.device)
@@ -301,21 +302,21 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Draw as often as the stage that has the values, so that what is drawn next is alike."""
+    """Draw as often as the stage that has the values, so that later draws are the same. False if zeros are not valid inputs."""
     try:
         func(*in_place_of_absent(args), **in_place_of_absent(kwargs))
-    except Exception:  # zeros are no probabilities
+    except Exception:  # for example zeros as probabilities
         return False
     return True
 
 
 def _results(func: Any, args: Any, kwargs: Any) -> Any:
-    """The kinds of what an operation gives; None if they depend on values."""
+    """The shapes and dtypes of an operation's results; None if they depend on values."""
     key: Any = (func, _key(args), _key(kwargs))
     try:
         if key in _shapes_of:
             return _shapes_of[key]
-    except TypeError:  # an argument that cannot be a key
+    except TypeError:  # an unhashable argument
         key = None
     try:
         made = func(*mapped(_on_meta, args), **mapped(_on_meta, kwargs))
@@ -336,7 +337,7 @@ def _key(value: Any) -> Any:
         return tuple([_key(each) for each in value])
     if isinstance(value, dict):
         return tuple([(name, _key(each)) for name, each in value.items()])
-    return type(value), value  # 1 is not 1.0, nor True
+    return type(value), value  # the type distinguishes 1, 1.0 and True
 
 
 def _on_meta(leaf: Any) -> Any:

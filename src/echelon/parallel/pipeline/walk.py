@@ -1,10 +1,10 @@
-"""One batch through all stages, one after the other: to learn what passes between them, to evaluate and to predict.
+"""Send one batch through all stages in turn: to learn which tensors they exchange, to evaluate and to predict.
 
-What a stage needs of earlier ones follows from what it does. What it has not received is absent; when its units, its loss or an
-`if` ask for it, the pass ends, and begins anew when that has come.
+A stage starts with absent tensors in place of the outputs it has not received. When its units, its loss or an `if` ask for the
+values of an absent tensor, the pass ends, and begins again when its sources have arrived.
 
-Nothing stays of the passes that learn: RNG state and buffers are put back. Communication: in each stage an agreement and the
-needed tensors, as often as it turns out to need more.
+Trial passes have no lasting effect: RNG state and buffers are restored. Communication: for each stage an agreement and the needed
+tensors, once more each time that the stage turns out to need more.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = ["Needs", "Walk", "Walked"]
 
 @dataclass(frozen=True)
 class Needs:
-    """What passes between stages for batches of one structure.
+    """The calls whose outputs the stages exchange for batches of one structure.
 
     Args:
         calls: by stage, the calls of earlier stages' units that it needs.
-        written: the calls into whose outputs something is written.
+        written: the calls whose outputs are written into in place.
     """
 
     calls: list[set[str]]
@@ -49,12 +49,12 @@ class Needs:
 
 @dataclass
 class Walked:
-    """What a walk has found.
+    """The result of a walk.
 
     Args:
-        forms: of all calls of units, by call.
-        value: what `forward` gave on the last stage, on all ranks of the pipeline.
-        result: its form.
+        forms: by call of a unit, the form of its outputs.
+        value: the value that `act` returned on the last stage, on all ranks of the pipeline; None unless it was shared.
+        result: the form of that value.
     """
 
     forms: dict[str, Form]
@@ -68,7 +68,8 @@ class Walk:
     """Passes a batch through the stages.
 
     Args:
-        group: the ranks of the pipeline; `ranks` has the one of each stage, by its place in the group.
+        group: the ranks of the pipeline.
+        ranks: by stage, the rank within `group` that has it.
     """
 
     module: nn.Module
@@ -77,14 +78,14 @@ class Walk:
     ranks: list[int]
     device: torch.device
     _held: dict[str, tuple[Form, list[torch.Tensor]]] = field(default_factory=dict)
-    _value: Any = None  # of the last stage
+    _value: Any = None  # the last stage's
 
     def __post_init__(self) -> None:
         self._trials = Trials(self.module, self.cut)
 
     def study(self, act: Callable[[], Any], known: Needs | None = None) -> Walked:
-        """Find out what each stage needs, at least what is known. Collective over all ranks of the job, which have batches of the
-        same structure.
+        """Find out which calls each stage needs, beginning with the known ones. Collective over all ranks of the job, which must
+        have batches of the same structure.
         """
 
         def watched() -> Any:
@@ -95,13 +96,14 @@ class Walk:
             return self._through(watched, known, learns=True)
 
     def evaluate(self, act: Callable[[], Any], needs: Needs) -> Any:
-        """What `act` gives on the last stage, on all ranks. What cannot be sent, such as an object, is None elsewhere."""
+        """Return on all ranks what `act` returns on the last stage. Values that cannot be sent, such as objects, become None."""
         with self._whole():
             return self._through(act, needs, share=True).value
 
     def shapes(self, act: Callable[[], Any]) -> Shapes | None:
-        """The forms of all calls for a batch, if they follow from its shapes; None if something asks for a value. Not collective:
-        this rank goes through all units, and computes none.
+        """Find the forms of all calls for a batch; None if the code reads a value or fails.
+
+        Not collective: this rank runs all units, with tensors without values.
         """
         buffers = {id(buffer) for _, buffer in plain_buffers(self.module)}
         run = Shapes(buffers, lambda t, call: Absent.of(t.shape, t.dtype, self.device, Sources({call}), self.cut))
@@ -111,7 +113,7 @@ class Walk:
                 act()
             except Left:
                 return run
-            except (Needed, Exception):  # a trial pass finds out, and says what is wrong
+            except (Needed, Exception):  # the trial passes that follow report the error
                 return None
             finally:
                 self.cut.run = None
@@ -121,7 +123,7 @@ class Walk:
         return self.cut.whole() if agree.is_alone() else contextlib.nullcontext()
 
     def _rank_of(self, stage: int) -> int:
-        """In the group: which rank computes the stage. In a world whose other ranks do not exist, this one."""
+        """The rank within the group that computes the stage. This one in a world whose other ranks do not exist."""
         return dist.get_rank(self.group) if agree.is_alone() else self.ranks[stage]
 
     def _through(self, act: Callable[[], Any], known: Needs | None, *, learns: bool = False, share: bool = False) -> Walked:
@@ -159,8 +161,8 @@ class Walk:
         self._trials.refuse_lost(changed)
         if lost := [name for name, stages in counted.items() if stages < self.cut.count]:
             raise PipelineError(
-                f"{self.cut.kind} counts its passes in {lost[0]}, in {counted[lost[0]]} of {self.cut.count} stages, so that the "
-                "others, on other ranks, would go on with another number. Count where forward begins, or in on_train_step_end."
+                f"{self.cut.kind} counts its passes in {lost[0]}, but only in {counted[lost[0]]} of {self.cut.count} stages: the "
+                "other ranks would continue with another number. Count at the start of forward, or in on_train_step_end."
             )
         self._refuse_written(needs, aliases)
         result = Form.from_json(stage_report["result"])
@@ -170,27 +172,27 @@ class Walk:
         return Walked(forms, needs, value, result)
 
     def _refuse_written(self, needs: Needs, aliases: list[list[str]]) -> None:
-        """What cannot be written again in a later stage as it was in an earlier one."""
+        """Refuse in-place writes that a later stage cannot repeat."""
         for calls in aliases:
             written = [call for call in calls if call in needs.written]
             if len(written) > 1 and not needs.after(0).isdisjoint(calls):
                 names = " and ".join(dict.fromkeys(call.rpartition(":")[0] for call in written))
                 raise PipelineError(
-                    f"{self.cut.kind} writes in place into what {names} have returned, which is the same memory: later stages of "
-                    "a pipeline, which receive both, cannot do so again. Let it make a tensor of its own: x = x + y."
+                    f"{self.cut.kind} writes in place into outputs of {names}, which share memory: later stages of a pipeline "
+                    "receive separate copies and cannot repeat these writes. Make a new tensor: x = x + y."
                 )
 
     # --- this rank's part
 
     def _studied(self, stage: int, received: dict[str, Any], forms: dict[str, Form], act: Callable[[], Any]) -> dict[str, Any]:
-        """A pass, and once more, to see that it is the same."""
+        """Run a trial pass twice, and refuse a stage whose passes differ."""
         escapes = Escapes(unit for unit in self.cut.units if unit.stage == stage < self.cut.count - 1)
         kept, counts = KeptByUnits(unit for unit in self.cut.units if unit.stage == stage), [self._trials.counts()]
         try:
             run = Run(stage, received, forms, leaving=escapes.stage_ends)
             with self._trials.repeated(), self.cut.listed(), escapes.watched():
                 value = compute(self.cut, run, act)
-            # Copies: what is detached has its origin, and the graph with it.
+            # Copies: a detached tensor keeps its base, and with it the graph.
             seen = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves(run, value)]
             unseen = run.unseen_writes()
             del run, value
@@ -209,42 +211,42 @@ class Walk:
         if counted and len(self.cut.own) > 1:
             raise PipelineError(
                 f"{self.cut.kind} counts its passes in {counted[0]}, outside of its units, and a rank with {len(self.cut.own)} "
-                "stages makes as many passes with each batch. Take a schedule with one stage for each rank, such as '1f1b', or "
+                "stages makes as many passes with each batch. Use a schedule with one stage per rank, such as '1f1b', or "
                 "count in on_train_step_end."
             )
         report["counted"] = counted
         if unseen:
             raise PipelineError(
-                f"{self.cut.kind} writes into what {unseen[0].rpartition(':')[0]} has returned, past torch, by .data or numpy. "
-                "In a pipeline nothing would notice: write into the tensor itself, under torch.no_grad() if need be."
+                f"{self.cut.kind} writes into an output of {unseen[0].rpartition(':')[0]} past torch, by .data or numpy, which a "
+                "pipeline cannot notice. Write into the tensor itself, under torch.no_grad() if necessary."
             )
         if not same(seen, leaves(run, value)):
             raise PipelineError(
-                f"stage {stage} of {self.cut.kind} must give the same for the same batch, but what it gives changes from call "
-                "to call: a pipeline learns by repeated calls what its stages need. Does a module keep a value between calls, or "
-                "draw from a generator of its own? Let it be a buffer, and torch's own RNG."
+                f"stage {stage} of {self.cut.kind} must give the same for the same batch, but its output changes from call "
+                "to call: a pipeline learns by repeated calls what its stages need. If a module keeps a value between calls, "
+                "make it a buffer; if it draws from a generator of its own, use torch's default RNG."
             )
         return report
 
     def _refuse_accumulated(self, changed: dict[str, str], go_through: Callable[[], Any]) -> None:
-        """Buffers outside of the units that a further pass changes further."""
+        """Refuse buffers outside of the units that change again with every pass."""
         states = rng.states()
         go_through()
         rng.put_back(states)
         if names := [name for name, value in self._trials.changed().items() if changed.get(name) != value]:
             raise PipelineError(
                 f"the buffer {self.cut.kind}.{names[0]}, which lies in no stage, is changed by each pass, and a rank with "
-                f"{len(self.cut.own)} stages makes as many with each batch. Take a schedule with one stage a rank, such as "
-                "'1f1b', or register it in a module that lies in one stage."
+                f"{len(self.cut.own)} stages makes as many passes with each batch. Use a schedule with one stage per rank, such "
+                "as '1f1b', or register the buffer in a module that lies in one stage."
             )
 
     def _refuse_kept(self, stage: int, escapes: Escapes) -> None:
         if names := escapes.found():
             raise PipelineError(
-                f"stage {stage} of {self.cut.kind} keeps something that {', '.join(names[:4])} computed, beside the outputs: an "
-                "attribute, an entry of a list, what a hook has caught. It requires gradients, and later stages, on other ranks, "
-                "would not see it. Pass it on with what forward returns; or detach() it, if no loss uses it. Models of "
-                "transformers do so for output_hidden_states, output_attentions and output_router_logits."
+                f"stage {stage} of {self.cut.kind} keeps something that {', '.join(names[:4])} computed, beside the outputs: in "
+                "an attribute, in a list, or caught by a hook. It requires gradients, and later stages, on other ranks, would "
+                "not see it. Return it with the outputs of forward, or detach() it if no loss uses it. Models of transformers "
+                "keep such tensors for output_hidden_states, output_attentions and output_router_logits."
             )
 
     def _computed(
@@ -267,8 +269,8 @@ class Walk:
                 if run.stage == self.cut.count - 1:
                     continue
                 raise PipelineError(
-                    f"{self.cut.kind}.{call.rpartition(':')[0]} returns a {error} among its outputs, and only tensors and plain "
-                    "values pass between the stages of a pipeline. Leave it out, as with use_cache=False."
+                    f"{self.cut.kind}.{call.rpartition(':')[0]} returns a {error} among its outputs, but only tensors and plain "
+                    "values can pass between the stages of a pipeline. Leave it out, for example with use_cache=False."
                 ) from None
             facts["forms"][call] = form.to_json()
             self._held[call] = form, [t.detach() for t in tensors]
@@ -283,10 +285,10 @@ class Walk:
     # --- between ranks
 
     def _on_all(self, stage: int, has_stage: bool, act: Callable[[], dict[str, Any]], everywhere: bool) -> list[dict[str, Any]]:
-        """What the ranks of a stage report, told to all; what fails on one fails on all.
+        """Run `act` on the ranks of a stage and gather its reports on all ranks. An error on one rank is raised on all.
 
         Args:
-            everywhere: ask all ranks of the job, not only this pipeline's.
+            everywhere: gather from all ranks of the job, not only this pipeline's.
         """
         facts: dict[str, Any] = {}
         own: Exception | None = None
@@ -295,7 +297,7 @@ class Walk:
                 facts = act()
             except Exception as error:  # of the user's code: the other ranks must not wait for this one
                 if not isinstance(error, EchelonError) and dist.get_world_size() > dist.get_world_size(self.group):
-                    raise  # perhaps it alone: those that compute the stage with it wait within, and would not come here
+                    raise  # perhaps on this rank alone: ranks that share the stage then wait in `act` and would not gather
                 own, facts = error, {"error": [agree.rank(), *agree.in_json(error)]}
         every = agree.gather(facts, None if everywhere else self.group)
         if own is not None:
@@ -309,7 +311,7 @@ class Walk:
         return every
 
     def _move(self, calls: list[str], stage: int, forms: dict[str, Form], received: dict[str, Any]) -> None:
-        """Send these from the ranks that hold them to the one that computes the stage."""
+        """Send the outputs of these calls from the ranks that hold them to the rank that computes the stage."""
         me, there = dist.get_rank(self.group), self._rank_of(stage)
         for call in calls:
             source = self._rank_of(self.cut.stage_of[call.rpartition(":")[0]])
@@ -329,7 +331,7 @@ class Walk:
                 received[call] = forms[call].filled(leaves)
 
     def _shared(self, result: Form) -> Any:
-        """The last stage's value, on all ranks."""
+        """Broadcast the last stage's value to all ranks."""
         source = self._rank_of(self.cut.count - 1)
         is_source = dist.get_rank(self.group) == source
         tensors = self._held["result"][1] if is_source else [leaf.empty(self.device) for leaf in result.tensors]
@@ -342,10 +344,10 @@ class Walk:
 
 
 class RefuseCollectives(TorchDispatchMode):
-    """Context in which a collective with a rank of another stage is an error, which it would wait for, or meet another one's.
+    """Context in which a collective with a rank of another stage is an error: it would hang, or meet another collective.
 
-    torch 2.13 has no public name for TorchDispatchMode; patched functions of torch.distributed would not be seen by who has
-    imported them by name.
+    torch 2.13 has no public name for TorchDispatchMode. Patched functions of torch.distributed would not reach code that has
+    imported the originals by name.
 
     Args:
         kind: the module's class.
@@ -361,8 +363,8 @@ class RefuseCollectives(TorchDispatchMode):
             name = func.__name__.partition(".")[0].strip("_")
             raise PipelineError(
                 f"compute_loss, or the forward of {self._kind}, must leave out collectives with ranks of other stages, which do "
-                f"not come to them, got {name} over ranks {', '.join(map(str, sorted(ranks)[:8]))}. Exchange among ranks that "
-                "have other samples only, or train without pp; sums for a log belong in on_train_step_end."
+                f"not come to them, got {name} over ranks {', '.join(map(str, sorted(ranks)[:8]))}. Communicate only among ranks "
+                "of the same stage, which have other samples, or train without pp; compute sums for a log in on_train_step_end."
             )
         return func(*args, **(kwargs or {}))
 
