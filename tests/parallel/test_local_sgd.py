@@ -351,7 +351,7 @@ def test_what_makes_no_sense_is_refused(ranks: Ranks) -> None:
     for said in ranks(2, lambda: [refusal(Unit, module=net(), layout="diloco", **each) for each in options.values()]):
         assert [words for words, text in zip(options, said, strict=True) if words not in text] == []
     for text in ranks(2, refusal, ech.layouts.prepare_module, net(), CPU, layout="local_sgd"):
-        assert "prepare_module knows of no updates" in text
+        assert "prepare_module does not see updates" in text
 
 
 def test_options_are_checked() -> None:

@@ -67,7 +67,7 @@ def _misfits() -> dict[str, tuple[str, str]]:
     modules: dict[str, tuple[nn.Module, Any, str]] = {
         "loose": (loose, fsdp(ignored_modules=[loose.last]), "last.weight would not be reduced"),
         "frozen": (net().requires_grad_(False), None, "no parameter of Net requires a gradient"),
-        "twice": (wrapped, "fsdp", "made parallel already"),
+        "twice": (wrapped, "fsdp", "is already parallel"),
         "meta": (bare, "zero1", "Bare.scale (3,) is on the meta device and nothing gives it a value"),
         "unfilled": (
             empty,

@@ -286,7 +286,7 @@ def test_what_cannot_be_divided_is_said_on_all_ranks(ranks: Ranks) -> None:
 
 def test_prepare_module_says_that_it_never_sees_the_optimizer(caplog: pytest.LogCaptureFixture) -> None:
     ech.layouts.prepare_module(net(), CPU, layout="zero1")
-    assert "give both to echelon.prepare" in caplog.text
+    assert "Give module and optimizer to echelon.prepare" in caplog.text
     dist.destroy_process_group()
 
 

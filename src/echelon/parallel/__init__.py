@@ -1,4 +1,4 @@
-"""Make a module parallel, and own what that changes: every layout hides behind the same `Prepared`."""
+"""Make a module parallel. Every layout is used through the same interface, `Prepared`."""
 
 from __future__ import annotations
 

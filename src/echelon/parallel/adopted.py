@@ -1,6 +1,6 @@
-"""Modules that users made parallel by hand, in ways in which no layout does: the older FSDP, split layers.
+"""Modules that users made parallel by hand in ways that no layout offers: the older FSDP, split layers.
 
-What torch's other wrappers make is recognised beside the layouts that use them.
+Modules in torch's other wrappers are recognised in the files of the layouts that use these wrappers.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ __all__ = ["DTensorPrepared", "FSDP1Prepared"]
 
 
 class FSDP1OptimizerState:
-    """As OptimizerState, of an optimizer over modules in the older FullyShardedDataParallel. Its methods are collective.
+    """As OptimizerState, for modules in the older FullyShardedDataParallel. Its methods are collective.
 
-    Its parameters are pieces of a flat one; torch alone knows which, and translates, one parameter at a time.
+    Parameters are pieces of a flat parameter. Only torch knows which pieces, so torch translates, one parameter at a time.
     """
 
     keyed_by_name = True
@@ -50,7 +50,7 @@ class FSDP1OptimizerState:
         self._optimizer = optimizer
 
     def _translated(self, state: dict[str, Any]) -> dict[str, Any]:
-        """torch's own form of an optimizer's state, by name."""
+        """The optimizer's state by name, in torch's own form."""
         from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
         from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 
@@ -59,18 +59,18 @@ class FSDP1OptimizerState:
             return FSDP.optim_state_dict(self._module, self._optimizer, state)
 
     def _of_parameters(self) -> dict[str, Any]:
-        """The optimizer's state without what belongs to no parameter.
+        """The optimizer's state, without entries that belong to no parameter.
 
         Raises:
-            CheckpointError: it is not all of it.
+            CheckpointError: `state_dict()` lacks state of an inner optimizer.
         """
         state, inner = self._optimizer.state_dict(), inner_of(self._optimizer)
         for number, parameter in enumerate(p for group in self._optimizer.param_groups for p in group["params"]):
             if inner is not None and not set(state_of(inner, parameter)) <= set(state["state"].get(number, ())):
                 raise CheckpointError(
-                    f"{type(self._optimizer).__name__}.state_dict() must hold the state of the {type(inner).__name__} by which "
-                    "it steps, got its own alone: over the older FullyShardedDataParallel, of which torch alone knows the "
-                    "parameters, nothing else is saved. Use fully_shard or layout='fsdp', or let state_dict() return both."
+                    f"{type(self._optimizer).__name__}.state_dict() must include the state of the {type(inner).__name__} that "
+                    "makes its steps, got only its own: with the older FullyShardedDataParallel nothing else can be saved, since "
+                    "only torch knows the parameters. Use fully_shard or layout='fsdp', or let state_dict() return both."
                 )
         return {
             "state": {number: each for number, each in state["state"].items() if isinstance(number, int)},
@@ -79,7 +79,7 @@ class FSDP1OptimizerState:
 
     @functools.cached_property
     def _names(self) -> list[list[str]]:
-        """Of each group's parameters."""
+        """Names of each group's parameters."""
         stateless = {**self._of_parameters(), "state": {}}
         return [[plain_name(n) for n in group["params"]] for group in self._translated(stateless)["param_groups"]]
 
@@ -100,7 +100,7 @@ class FSDP1OptimizerState:
         return {key: value for key, value in own.items() if key not in absent}
 
     def _complete(self, state: dict[str, Any]) -> set[str]:
-        """Add zeros where only some parameters have a state, which torch 2.13 takes for a broken one. Returns what was added."""
+        """Add zeros for parameters without state if others have it: torch 2.13 takes that for broken. Returns the added keys."""
         names = {parameter: plain_name(name) for name, parameter in self._module.named_parameters()}
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         kinds = {n: {k: _kind(v) for k, v in each.items() if v is not None} for n, each in state["state"].items()}
@@ -155,7 +155,7 @@ class FSDP1OptimizerState:
 
 
 def _kind(value: Any) -> list[Any]:
-    """[type, whether it has dimensions] of a tensor; empty for a number."""
+    """[dtype, whether it has dimensions] of a tensor; empty for a number."""
     return [str(value.dtype).removeprefix("torch."), value.dim() > 0] if isinstance(value, torch.Tensor) else []
 
 
@@ -167,13 +167,13 @@ def _zeros(kind: list[Any], like: torch.Tensor) -> Any:
 
 
 class FSDP1Prepared(WrapperPrepared["FullyShardedDataParallel"]):
-    """A module that the user wrapped in the older FullyShardedDataParallel; echelon itself does not build on it."""
+    """A module that the user wrapped in the older FullyShardedDataParallel. No layout of echelon uses it."""
 
     forward_is_collective = True
     form = Form("flat")
 
     def __init__(self, module: FullyShardedDataParallel, world: World) -> None:
-        # With copies of the shards `process_group` has the ranks of one copy; what is over all copies has no public name.
+        # Hybrid sharding: `process_group` has the ranks of one copy only, and the group over copies has no public name.
         copies = module.sharding_strategy.name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
         super().__init__(module, [Axis.of(None if copies else module.process_group)])
 
@@ -186,7 +186,7 @@ class FSDP1Prepared(WrapperPrepared["FullyShardedDataParallel"]):
 
     def parameters_written(self) -> None:
         raise LayoutError(
-            "the older FullyShardedDataParallel keeps copies of its parameters that cannot be told of a change, so its weights "
+            "the older FullyShardedDataParallel keeps copies of its parameters that would not follow a change, so its weights "
             "cannot be averaged. Pass the plain module with layout='fsdp'."
         )
 
@@ -207,12 +207,12 @@ def is_fsdp1(module: nn.Module) -> bool:
 register(Kind("fsdp1", is_fsdp1, FSDP1Prepared, inner="_fsdp_wrapped_module", optimizer_state=FSDP1OptimizerState))
 
 
-# Layers that were split with `parallelize_module` or `distribute_module`. The ranks that split a layer work on the same samples;
-# nothing averages gradients over other ranks.
+# Layers that were split with `parallelize_module` or `distribute_module`. The ranks that split a layer work on the same samples.
+# Nothing averages gradients over further ranks.
 
 
 class DTensorPrepared(Prepared[nn.Module]):
-    """A module with DTensors for parameters, and no wrapper."""
+    """A module whose parameters are DTensors, without a wrapper."""
 
     forward_is_collective = True
 
@@ -225,7 +225,7 @@ class DTensorPrepared(Prepared[nn.Module]):
             self.data = DataAxes(
                 share=f"parameters of {type(module).__name__} are split over {names}, but {world.size} ranks run, and nothing "
                 f"averages gradients over the {copies} that hold the same parts. Call fully_shard(module, mesh=mesh[...]) with "
-                "the axis of other samples. In a TrainUnit that averages by itself: "
+                "the axis whose ranks have different samples. In a TrainUnit that averages by itself, call "
                 "echelon.layouts.data_axes(module, mesh[...]).",
                 is_divided=True,
             )

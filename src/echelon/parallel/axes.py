@@ -1,7 +1,7 @@
-"""Which ranks work on other samples, and over which of them a layout averages gradients.
+"""Which ranks work on different samples, and over which ranks a layout averages gradients.
 
-Both are read off what was done to the module: the axes over which a wrapper averages carry other samples; an axis that splits
-layers carries the same ones. What cannot be read off is refused, with the axis's name, until the user says it: `data_axes`.
+The module's wrappers and shards show both: ranks along an axis that averages gradients have different samples; ranks along an
+axis that splits layers have the same samples. An unclear axis is refused, by name, until the user calls `data_axes`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ __all__ = ["Axis", "DataAxes", "axes_of", "data_axes", "mesh_of", "sharded_axes"
 
 logger = logging.getLogger(__name__)
 
-# Words for axes whose ranks compute parts of the same samples. They decide nothing: where gradients are averaged over an axis of
-# such a name, somebody must say which samples its ranks have.
+# Names that suggest a model-parallel axis. They decide nothing: if gradients are averaged over an axis with such a name, the user
+# must say which axes have different samples.
 _DOUBTFUL = {"cp", "context", "sp", "seq", "sequence", "tp", "tensor", "model", "mp", "pp", "pipeline", "stage", "ep", "expert"}
 
 
@@ -38,9 +38,9 @@ class Axis:
     """One axis of ranks.
 
     Args:
-        name: as the mesh has it; "" if it has none.
-        rank: this rank's place along it.
-        size: ranks along it.
+        name: the mesh's name for it; "" if it has none.
+        rank: this rank's index along it.
+        size: number of ranks along it.
         group: these ranks; None is the default group.
     """
 
@@ -59,7 +59,7 @@ class Axis:
 
     @property
     def digest(self) -> str:
-        """The same for the same ranks, and another for others, however many they are."""
+        """A hash of the ranks: equal for the same ranks, different for different ranks, and short for any number of ranks."""
         return hashlib.sha256(str(self.ranks).encode()).hexdigest()[:32]
 
 
@@ -67,13 +67,13 @@ class DataAxes:
     """Which share of every global batch this rank works on, and over which ranks gradients are averaged.
 
     Args:
-        axes: over which gradients are averaged; none where every process trains by itself.
-        share: the number of this rank's share, and how many there are; or why they are not known, and what to do.
-        is_divided: ranks have other samples or meet in a pass; else every process is by itself.
+        axes: axes over which gradients are averaged; empty if every process trains by itself.
+        share: (index, count) of this rank's share; or a message that says why it is unknown, and what to do.
+        is_divided: ranks have different samples or communicate in a pass; False if every process is by itself.
     Attributes:
-        averaged_over: ranks over which gradients are averaged: `size`, or more where ranks have the same samples.
-        is_replica: another rank works on the very same samples and speaks for them, so what this one counts weighs nothing;
-            None until that is known.
+        averaged_over: number of ranks over which gradients are averaged: `size`, or more if some have the same samples.
+        is_replica: another rank works on the same samples and counts them, so this rank's samples weigh nothing; None until that
+            is known.
     """
 
     def __init__(self, axes: Sequence[Axis] = (), share: tuple[int, int] | str = (0, 1), *, is_divided: bool) -> None:
@@ -84,7 +84,7 @@ class DataAxes:
 
     @classmethod
     def of(cls, module: nn.Module, averaged: Sequence[Axis], *, is_divided: bool) -> DataAxes:
-        """If gradients are averaged over these axes: their ranks have other samples, unless the user said which have."""
+        """Axes that average gradients have different samples, unless the user has declared others with `data_axes`."""
         declared_mesh = declared(module)
         if declared_mesh is not None:
             return cls(averaged, _number(axes_of(declared_mesh)), is_divided=is_divided)
@@ -92,8 +92,8 @@ class DataAxes:
             if axis.size > 1 and _DOUBTFUL & set(axis.name.lower().split("_")):
                 unknown = (
                     f"gradients of {type(module).__name__} are averaged over the axis {axis.name!r} of {axis.size} ranks, "
-                    "whose name does not say that they have other samples. Say which axes have: "
-                    f'echelon.layouts.data_axes(module, mesh["{axis.name}"]) if this one has, or the mesh of those that have, '
+                    "whose name does not say whether they have different samples. Say which axes do: "
+                    f'echelon.layouts.data_axes(module, mesh["{axis.name}"]) if this one does, or the mesh of those that do, '
                     'such as mesh["dp"].'
                 )
                 return cls(averaged, unknown, is_divided=is_divided)
@@ -104,7 +104,7 @@ class DataAxes:
         """Which of the `size` shares this rank works on.
 
         Raises:
-            UsageError: nothing says which ranks have other samples.
+            UsageError: nothing says which ranks have different samples.
         """
         return self._known_share()[0]
 
@@ -114,7 +114,7 @@ class DataAxes:
 
     @property
     def rank_and_size(self) -> tuple[int, int] | None:
-        """Both; None where every process is by itself, so that its loader decides."""
+        """`rank` and `size`; None if every process is by itself, so its loader decides."""
         return self._known_share() if self.is_divided else None
 
     def _known_share(self) -> tuple[int, int]:
@@ -124,11 +124,11 @@ class DataAxes:
 
     @property
     def groups(self) -> list[dist.ProcessGroup | None]:
-        """The groups of ranks over which gradients are averaged, one for each axis."""
+        """The process groups over which gradients are averaged, one for each axis."""
         return [axis.group for axis in self.axes]
 
     def find_replicas(self) -> None:
-        """Learn whether another rank speaks for this one's samples. Collective if the module is parallel."""
+        """Set `is_replica`: whether another rank counts this rank's samples. Collective if the module is parallel."""
         if self.is_replica is not None:
             return
         if not (agree.is_joined() and self.is_divided):
@@ -139,19 +139,19 @@ class DataAxes:
         self.is_replica = speaks_for(shares, dist.get_rank()) != dist.get_rank()
 
 
-# As the user said; by the module that was given.
+# The meshes that users gave to `data_axes`.
 _declared: weakref.WeakKeyDictionary[nn.Module, DeviceMesh] = weakref.WeakKeyDictionary()
 
 
 def data_axes(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Say which ranks have other samples, for a module that is made parallel by hand, before a unit gets it.
+    """Say which ranks have different samples, for a module that is made parallel by hand, before a unit gets it.
 
-    Needed where it cannot be read off: gradients are averaged over an axis whose ranks share samples, as with context
+    Needed if the module does not show it: gradients are averaged over an axis whose ranks share samples, as with context
     parallelism. Loaders then give the same samples to ranks that differ on other axes only.
 
     Args:
-        module: as the unit gets it, or what is inside its wrapper.
-        mesh: the axes whose ranks have other samples: `mesh["dp"]`, or `mesh["dp_replicate", "dp_shard"]`.
+        module: as the unit gets it, or the module inside its wrapper.
+        mesh: the axes whose ranks have different samples: `mesh["dp"]`, or `mesh["dp_replicate", "dp_shard"]`.
     Raises:
         UsageError: this rank is not in the mesh.
     """
@@ -163,20 +163,20 @@ def data_axes(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def declared(module: nn.Module) -> DeviceMesh | None:
-    """What `data_axes` was told of the module or of what it wraps."""
+    """The mesh that `data_axes` was given for the module or for the module inside it."""
     inner = getattr(module, "module", None)
     mesh = _declared.get(module)
     return mesh if mesh is not None or not isinstance(inner, nn.Module) else _declared.get(inner)
 
 
 def axes_of(mesh: DeviceMesh, numbers: Sequence[int] | None = None) -> list[Axis]:
-    """Axes of a mesh that this rank is in, all or those with these numbers."""
+    """The axes of a mesh that this rank is in: all, or those with the indices `numbers`."""
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
     return [Axis.of(mesh.get_group(i), names[i]) for i in (range(mesh.ndim) if numbers is None else numbers)]
 
 
 def mesh_of(module: nn.Module) -> dict[str, int]:
-    """The largest mesh over which a parameter is split: its axes by name, and their sizes; {} if none is."""
+    """Sizes of axes by name, of the mesh with the most axes over which a parameter is split; {} if none is split."""
     sizes: dict[str, int] = {}
     for mesh in (p.device_mesh for p in module.parameters() if is_split(p)):  # type: ignore[attr-defined]
         if mesh.ndim > len(sizes):
@@ -199,10 +199,10 @@ def split_axes(module: nn.Module, *, without: Collection[nn.Parameter] = ()) -> 
 
 
 def sharded_axes(module: nn.Module) -> list[Axis]:
-    """The axes that `fully_shard` reduces over, read off the parameters, which must be shards now.
+    """The axes over which `fully_shard` reduces gradients, read off the parameters, which must be sharded now.
 
-    In a parameter's mesh its axes come first: that of the copies, if there are any, then that of the shards. Axes after them
-    split layers.
+    The axes of `fully_shard` come first in a parameter's mesh: the axis of replicas, if there is one, then the axis of shards.
+    Axes after them split layers.
     """
     meshes: dict[tuple[int, bool], DeviceMesh] = {}
     for parameter in module.parameters():
@@ -215,7 +215,8 @@ def sharded_axes(module: nn.Module) -> list[Axis]:
         axes_of_shards.setdefault(" ".join(axis.digest for axis in axes), axes)
     if len(axes_of_shards) > 1:
         logger.warning(
-            "%s: fully_shard reduces some parameters over the ranks %s, others over %s; the first are taken for the data's",
+            "%s: fully_shard reduces some parameters over the ranks %s, others over %s; the first are taken for the ranks that "
+            "have different samples",
             type(module).__name__,
             *([axis.ranks for axis in axes] for axes in list(axes_of_shards.values())[:2]),
         )
@@ -230,11 +231,11 @@ def _number(axes: Sequence[Axis]) -> tuple[int, int]:
 
 
 def speaks_for(shares: Sequence[tuple[int, Sequence[str]]], rank: int) -> int:
-    """The first rank that has the same samples as this one, or itself if its gradient counts beside theirs.
+    """The first lower rank that has the same samples and is not averaged with this rank; this rank itself if there is none.
 
     Args:
-        shares: of each rank, the number of its share and the digests of the axes over which its gradients are averaged. Ranks of
-            one axis have the same digest. Lists of ranks would be as many numbers as the square of the ranks.
+        shares: for each rank, the index of its share and the digests of the axes over which its gradients are averaged. Ranks of
+            one axis have the same digest. Digests, because the size of lists of ranks would grow with the square of the ranks.
     """
     along: dict[str, list[int]] = {}
     for each, (_, digests) in enumerate(shares):

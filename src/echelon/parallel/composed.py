@@ -1,8 +1,8 @@
 """The layout of ranks along named axes, as one value: `Layout(dp_shard=2, tp=4)`.
 
-Each direction is a file of its own, which knows how to change a module and what that means for a step. Here they are put
-together, in the one order that is right: stages are cut out, their layers split, their experts divided, their attention taught
-to look over ranks, and what is left is sharded. `ParallelPrepared` asks each direction for its share of a step.
+Each kind of parallelism has files of its own, which change a module and do their part of a step. This file combines them in the
+only right order: cut out stages, split their layers, distribute their experts, let their attention see all ranks, and shard the
+rest. `ParallelPrepared` asks each of them for its part of a step.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 
-# What a module that is parallel along several axes does in a step: each direction is asked for its share, in one order.
+# A step of a module that is parallel along several axes.
 
 Made = tuple[torch.Tensor, Any]
 
 
 class ParallelPrepared(FSDPPrepared):
-    """A module of a `Layout`: sharded, unless stages are all there is, and cut in the directions that the layout has.
+    """A module of a `Layout`: split along the layout's axes, and sharded unless `pp` is its only axis.
 
     Attributes:
         dims, rank: the axes, and this rank.
-        context: what splits sequences; None without context parallelism.
-        pipeline: what runs the stages; None where all ranks have all layers.
+        context: splits sequences; None without context parallelism.
+        pipeline: runs the stages; None if all ranks have all layers.
     """
 
     dims: ParallelDims
@@ -71,7 +71,7 @@ class ParallelPrepared(FSDPPrepared):
     pipeline: Pipeline | None = None
 
     def lay_out(self, dims: ParallelDims, rank: int, context: ContextParallel | None, pipeline: Pipeline | None) -> None:
-        """Say where this rank is, and what the module was cut by. Once, when the module has its final form. Collective."""
+        """Set this rank's place and how the module was split. Once, when the module has its final form. Collective."""
         place = dims.place(rank)
         self.dims, self.rank, self.context = dims, rank, context
         apart = [] if pipeline is None else [pipeline.group]
@@ -108,12 +108,12 @@ class ParallelPrepared(FSDPPrepared):
             return made
 
     def _over_parts(self) -> AbstractContextManager[Any]:
-        """Around passes."""
+        """Context around passes."""
         return NO_CONTEXT if self.context is None else self.context.active()
 
     def _compare(self, batch: Any) -> None:
-        """Ranks that differ in tp, cp or pp must have the same samples: of other sizes, gloo would end the process, or stages
-        wait for ever. Collective.
+        """Check that ranks which differ only in tp, cp or pp have samples of the same sizes. Otherwise gloo would end the
+        process, or stages would wait forever. Collective.
 
         Raises:
             RanksDisagreeError: on all ranks.
@@ -123,9 +123,9 @@ class ParallelPrepared(FSDPPrepared):
             first = next(r for r in range(rank + 1) if self.dims.dp_rank(r) == self.dims.dp_rank(rank))
             if shapes != every[first]:
                 raise RanksDisagreeError(
-                    "ranks that differ in tp, cp or pp alone must be given the same samples, got tensors of "
-                    f"{every[first]} on rank {first} and of {shapes} on rank {rank}. echelon.Loader gives them the same; divide "
-                    "data of your own over the ranks of the other axes alone."
+                    "ranks that differ only in tp, cp or pp must have the same samples, got tensors of shapes "
+                    f"{every[first]} on rank {first} and {shapes} on rank {rank}. echelon.Loader gives them the same samples; "
+                    "divide data of your own over the ranks of the other axes only."
                 )
 
     # --- training
@@ -136,12 +136,12 @@ class ParallelPrepared(FSDPPrepared):
         made, problem = None, None
         try:
             made = super().optimizer(make)
-        except ValueError as error:  # torch's, of an optimizer without parameters; the other stages must not wait
+        except ValueError as error:  # torch's, for an optimizer without parameters; the other stages must not wait
             problem = f"{error}"
         if (why := next((each for each in agree.gather(problem) if each is not None), None)) is not None:
             raise PipelineError(
-                f"the optimizer of a stage cannot be made: {why}. In a pipeline each rank has the parameters of its own stages, "
-                "of which none may be trained: give it module.parameters() with the frozen ones, which it leaves alone."
+                f"the optimizer of a stage cannot be made: {why}. In a pipeline each rank has only its own stages' parameters, "
+                "and perhaps none of them is trained: pass all module.parameters(), also frozen ones, which it leaves alone."
             )
         assert made is not None
         return made
@@ -152,7 +152,7 @@ class ParallelPrepared(FSDPPrepared):
             return
         if others:
             raise PipelineError(
-                f"the optimizer must hold the module's parameters only in a pipeline, got {len(others)} others, which only the "
+                f"in a pipeline the optimizer must hold only the module's parameters, got {len(others)} others, which only the "
                 "last stage would train. Make them part of the module."
             )
         self.pipeline.shared.equalize()
@@ -177,9 +177,9 @@ class ParallelPrepared(FSDPPrepared):
             self._compare_gradients(together=False)
 
         def before(last: bool, number: int) -> None:
-            """Each backward pass that the schedule calls: `last` of its stage, after `number` others."""
+            """Called before each backward pass of the schedule: whether it is its stage's `last`; `number` were before it."""
             if several and self.requires_gradient_sync:
-                return  # passes of several stages do not reach the same parameters, so no all-reduce can wait
+                return  # passes of different stages reach different parameters, so no all-reduce can be deferred
             if self._same is not None and number:
                 self._same.end_backward(last=False)
             super(ParallelPrepared, self).accumulate(last)
@@ -196,7 +196,7 @@ class ParallelPrepared(FSDPPrepared):
             failure: UsageError | None = None
             try:
                 self._check_first(made[0][0])
-            except UsageError as error:  # perhaps of some stages alone
+            except UsageError as error:  # perhaps only on some stages
                 failure = error
             agree.fail_together(failure, "a stage")
         return made
@@ -205,7 +205,7 @@ class ParallelPrepared(FSDPPrepared):
         if self.context is not None:
             raise LayoutError("bit-equal training needs whole sequences, got cp > 1. Use dp_shard in its place.")
         if self.pipeline is not None:
-            raise PipelineError("bit-equal training has no pipeline. Use pp=1.")
+            raise PipelineError("bit-equal training must have no pipeline. Use pp=1.")
         super().fix_order()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -219,41 +219,42 @@ class ParallelPrepared(FSDPPrepared):
 class Layout(Strategy):
     """How ranks share a model and its samples, along named axes whose sizes multiply to the number of ranks.
 
-    `layout="dp_shard=2,tp=4"` is `Layout(dp_shard=2, tp=4)`. Some words are short for one: "ddp" for `dp_replicate=-1`, "fsdp"
-    for `dp_shard=-1`.
+    `layout="dp_shard=2,tp=4"` is `Layout(dp_shard=2, tp=4)`. Some words are short for a layout: "ddp" for `dp_replicate=-1`,
+    "fsdp" for `dp_shard=-1`.
 
     Args:
-        dp_replicate: copies of the model, each on other samples.
-        dp_shard: ranks that split parameters, gradients and optimizer state, each on other samples. By default what the other
-            axes leave. -1 says so for any one axis.
+        dp_replicate: replicas of the model, each on different samples.
+        dp_shard: ranks that shard parameters, gradients and optimizer state, each on different samples. By default the number
+            of ranks that the other axes leave. -1 means the same for any one axis.
         cp: context parallelism: ranks that split each sequence.
         tp: tensor parallelism: ranks that split single layers.
-        pp: pipeline parallelism: ranks that hold other layers.
-        ep: expert parallelism: ranks among which a layer's experts are divided. It is no further axis: they are neighbours of
-            dp_shard x cp, and ep divides their number.
-        plan: how layers are split over `tp`: submodule names, `*` for any part of a name between dots, to "colwise" (a layer's
-            outputs; what follows works on this rank's part of the features), "rowwise" (its inputs, after a colwise layer; the
-            results are summed up), "colwise_gather" (its outputs, put together again), "rowwise_split" (its inputs, of which all
-            ranks have all), "summed" (a whole layer that works on split features, such as a norm of each head), or a
-            ParallelStyle of torch, which splits its layer in torch's way. An nn.Embedding is split by rows with
-            "rowwise". Names of transformers for the same are understood. By default the module's own `tp_plan`, that of
-            transformers, or an inferred one, which rank 0 logs and `echelon.layouts.tp_plan(module)` gives.
-        sequence_parallel: between layers split over `tp`, work on this rank's part of the sequence: norms, dropout, sums of
-            residuals. For models with one list of blocks, whose first is called first and last last, and whose attention and MLP
-            are submodules of the block; sequences of any length. What hooks see between blocks, and hidden states that a model
-            gives out, are parts.
+        pp: pipeline parallelism: ranks that hold different layers.
+        ep: expert parallelism: ranks over which a layer's experts are divided. Not a further axis: these are neighbouring ranks
+            of dp_shard x cp, and ep must divide that product.
+        plan: how layers are split over `tp`: a dict from submodule names, with `*` for any part of a name between dots, to a
+            style. "colwise" splits a layer's outputs; the following code works on this rank's part of the features. "rowwise"
+            splits the inputs, after a colwise layer, and sums the results. "colwise_gather" splits the outputs and gathers them.
+            "rowwise_split" splits inputs that are whole on all ranks. "summed" marks a whole layer that works on split features,
+            such as a norm of each head. A ParallelStyle of torch splits its layer in torch's way. "rowwise" splits an
+            nn.Embedding by rows. The names that transformers uses for these are understood. By default the module's own
+            `tp_plan`, that of transformers, or an inferred plan, which rank 0 logs and `echelon.layouts.tp_plan(module)` returns.
+        sequence_parallel: between layers split over `tp`, compute norms, dropout and residual sums on this rank's part of the
+            sequence. For models with one list of blocks that are called in order, first to last, and whose attention and MLP are
+            submodules of the block; sequences of any length. Hooks between blocks, and hidden states that the model returns, see
+            parts.
         stages: where the module is cut for `pp`: the names of the modules at which further stages begin, such as ["blocks.4"], or
-            a list of names for each stage. By default the repeated blocks, balanced by their parameters.
+            a list of names for each stage. By default the repeated blocks are balanced by their parameters.
         schedule: the order of forward and backward passes over `pp`: "gpipe", "1f1b", "interleaved" (two stages a rank, or as
             `stages` says), "zero_bubble", "zbv".
-        sequence_dim: where the tensors of a batch have the sequence that `cp` splits, if that is not dimension 1: a number for
-            all of them, or a dict from keys, fields or numbers in a tuple to dimensions, None for tensors that stay whole.
-        check_context: compare, in the first pass with `cp`, what the module gives for parts of sequences with what it gives for
-            whole ones, submodule by submodule. Not with `pp`, whose stages see no whole sequence.
+        sequence_dim: the dimension of a batch's tensors that `cp` splits, if it is not 1: one number for all tensors, or a dict
+            from keys, fields or tuple indices to dimensions, with None for tensors that stay whole.
+        check_context: in the first pass with `cp`, compare the module's outputs for parts of sequences with those for whole
+            sequences, submodule by submodule. Not with `pp`, whose stages see no whole sequence.
         fsdp: how the data-parallel ranks share the parameters: blocks, mixed precision, offload.
 
-    A plan of one's own must know the code: with "colwise", attention says `view(b, t, -1, head_size)`, with -1 for its heads, and
-    a fused projection has the heads as its outermost dimension. "colwise_gather" and "rowwise_split" are right for any code.
+    A plan of your own depends on the model's code: with "colwise", attention must use `view(b, t, -1, head_size)`, with -1 for
+    the heads, and a fused projection must have the heads as its outermost dimension. "colwise_gather" and "rowwise_split" are
+    right for any code.
     """
 
     dp_replicate: int = 1
@@ -287,10 +288,10 @@ class Layout(Strategy):
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """From "dp_shard=2,tp=4", or "dp_shard=2+tp=4" where commas part layouts, as a command line has it.
+        """Parse "dp_shard=2,tp=4", or "dp_shard=2+tp=4" for command lines on which commas separate layouts.
 
         Raises:
-            UsageError: another word than an axis's name, an axis twice, or no whole number.
+            UsageError: a word that is not an axis's name, an axis given twice, or a size that is not a whole number.
         """
         sizes: dict[str, Any] = {}
         for word in text.replace("+", ",").split(","):
@@ -306,7 +307,7 @@ class Layout(Strategy):
 
     @property
     def text(self) -> str:
-        """The axes, as `parse` reads them; other options are not in it."""
+        """The axes in the form that `parse` reads, without other options."""
         sizes = {axis: getattr(self, axis) for axis in (*AXES, "ep")}
         default = {field.name: field.default for field in fields(self)}
         return ",".join(f"{axis}={size}" for axis, size in sizes.items() if size != default[axis]) or "dp_shard=-1"
@@ -316,7 +317,7 @@ class Layout(Strategy):
         return self.text
 
     def dims(self, world_size: int) -> ParallelDims:
-        """The sizes of all axes on so many ranks.
+        """The sizes of all axes on `world_size` ranks.
 
         Raises:
             UsageError: they do not multiply to the world size.
@@ -328,12 +329,12 @@ class Layout(Strategy):
         dims = self.dims(world.size)
         if self.dp_replicate != 1 and not set(dims.used) - {"dp_replicate"} and self.fsdp is None:
             return DDPStrategy().prepare(module, world, recipe)
-        # Phase 1: everything that can be wrong, before the first collective.
+        # Phase 1: all checks, before the first collective.
         plan, chosen = self.check(module, dims, recipe)
         if chosen is not None:
             chosen.report(world)
         _near(dims, world)
-        # Phase 2: the same values on all ranks, of which each takes its part of the layers.
+        # Phase 2: equal values on all ranks; then each rank takes its part of the layers.
         fsdp, device = self.fsdp or FSDPStrategy(), world.device
         ensure_group(device)
         remember(module)
@@ -346,7 +347,7 @@ class Layout(Strategy):
             return alone
         if chosen is not None:
             split_layers(module, chosen.of_stages(module), dims.tp_mesh(device))
-        if dims.ep > 1:  # before cp has a forward of its own in each module
+        if dims.ep > 1:  # before cp replaces each module's forward
             distribute_experts(module, dims.ep_mesh(device), dims.ep_data_mesh(device))
         context = self._context(module, dims, world)
         # Phase 3: the axes over which gradients are averaged.
@@ -356,20 +357,24 @@ class Layout(Strategy):
         prepared.lay_out(dims, world.rank, context, pipeline)
         if self.sequence_parallel and dims.tp > 1:
             prepared.place = replace(prepared.place, rng_differs=True)
-        if pipeline is None and dims.cp == 1 and dims.tp > 1:  # stages and parts of sequences begin streams of their own
+        if pipeline is None and dims.cp == 1 and dims.tp > 1:  # pp and cp have random streams of their own
             prepared.draws = SameDraws(dims.tp_rank(world.rank), dims.tp, world.device)
             prepared.guards.append(prepared.draws)
         return prepared
 
     def check(self, module: nn.Module, dims: ParallelDims, recipe: Recipe) -> tuple[Stages | None, Chosen | None]:
-        """Everything that can be wrong: how the module would be cut into stages, and its layers over `tp`. Not collective.
+        """Check everything that can be wrong. Not collective.
 
+        Returns:
+            how the module would be cut into stages, and how its layers would be split over `tp`.
         Raises:
             UsageError: an axis cannot divide this module.
         """
         given = ("device_mesh", "process_group")
         if any(getattr(self.fsdp, name, None) is not None for name in given):
-            raise LayoutError("fsdp must have no mesh and no group of its own in Layout: the axes choose the ranks.")
+            raise LayoutError(
+                "fsdp must have no device_mesh and no process_group in a Layout, whose axes choose the ranks. Leave them out."
+            )
         check_experts(module, dims.ep, dims.pp)
         if dims.cp > 1:
             check_context(module, recipe)
@@ -384,13 +389,13 @@ class Layout(Strategy):
         checks = self.check_context and dims.pp == 1  # a stage never sees a whole sequence
         if self.check_context and not checks and world.rank == 0:
             logger.warning(
-                "context parallelism within a pipeline: parts of sequences are not compared with whole ones. Run the script once "
-                "with pp=1, or `echelon prove` it"
+                "context parallelism within a pipeline: parts of sequences are not compared with whole sequences. Run the script "
+                "once with pp=1, or run `echelon prove` on it"
             )
         return ContextParallel(module, dims.cp_mesh(world.device), world.device, self.sequence_dim, check=checks)
 
     def _is_alone(self, dims: ParallelDims) -> bool:
-        """Whether a pipeline is all there is: each rank has its stages' parameters whole."""
+        """Whether `pp` is the only axis, so each rank has its stages' parameters whole."""
         return set(dims.used) == {"pp"} and self.fsdp is None
 
     def _stages(self, module: nn.Module, dims: ParallelDims) -> Stages | None:
@@ -399,14 +404,15 @@ class Layout(Strategy):
         plan = plan_stages(module, self.stages, self.schedule, dims.pp)
         if plan.kind.splits_backward and not self._is_alone(dims):
             raise LayoutError(
-                f"schedule={self.schedule!r} computes gradients of weights apart from those of inputs, which fully_shard cannot "
-                f"follow: it needs pp alone, got {dims.used}. Use '1f1b' or 'interleaved'."
+                f"schedule={self.schedule!r} must have pp as the only axis and no fsdp option, got {dims.used}: it computes "
+                "gradients of weights and of inputs in separate passes, which fully_shard cannot follow. Use '1f1b' or "
+                "'interleaved'."
             )
         return plan
 
 
 def _near(dims: ParallelDims, world: World) -> None:
-    """Ranks that exchange activations within a layer should be on one machine."""
+    """Warn if ranks that exchange activations within a layer would be on several machines."""
     local, near = rank_info().local_world_size, dims.tp * dims.cp
     if world.rank == 0 and 1 < local < world.size and local % near:
         logger.warning(

@@ -1,7 +1,7 @@
-"""The words for a layout, that is for how ranks share a model and its samples: one table, also of other libraries' words.
+"""The names of layouts (how ranks share a model and its samples) in one table, with other libraries' names.
 
-A layout is a word such as "fsdp", axes such as "dp_shard=2,tp=4", or a frozen value that has options, such as
-`FSDPStrategy(blocks=[...])`. `resolve` makes the value of each, and `in_words` the shortest text of a value.
+A layout is a word such as "fsdp", axes such as "dp_shard=2,tp=4", or a frozen value with options, such as
+`FSDPStrategy(blocks=[...])`. `resolve` turns each into a value; `in_words` gives the shortest text for a value.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LAYOUTS: dict[str, Callable[[], Strategy]] = {
     "diloco": DiLoCoStrategy,
 }
 
-# Older words and those of other libraries, by what they are here.
+# Older words and those of other libraries, with what they mean here.
 ALIASES: dict[str, str | Callable[[], Strategy]] = {
     "dp": DPStrategy,  # DataParallel: one process
     **{axis: f"{axis}=-1" for axis in AXES},  # over all ranks
@@ -54,10 +54,10 @@ ALIASES: dict[str, str | Callable[[], Strategy]] = {
 
 
 def resolve(layout: Strategy | str | None) -> Strategy | None:
-    """The value of a layout; None stays None: a module that is made parallel already has its own.
+    """The value of a layout. None stays None: a module that is already parallel has its own layout.
 
     Raises:
-        UsageError: a word that is not known, with those that are; axes that make no sense.
+        UsageError: an unknown word (the message lists the known ones), or invalid axes.
     """
     if layout is None or isinstance(layout, Strategy):
         return layout
@@ -72,12 +72,12 @@ def resolve(layout: Strategy | str | None) -> Strategy | None:
 
 
 def is_word(text: Any) -> bool:
-    """Whether it is one of the words; axes are none."""
+    """Whether the text is a layout's word; axes are not."""
     return isinstance(text, str) and _entry(text) is not None
 
 
 def in_words(layout: Strategy) -> str:
-    """The shortest text: the word or the axes that `resolve` makes the same value of, else how to write it in Python."""
+    """The shortest text for a layout: the word or the axes that `resolve` to the same value, else its Python expression."""
     for word, make in LAYOUTS.items():
         if layout == make():
             return word
@@ -85,9 +85,9 @@ def in_words(layout: Strategy) -> str:
 
 
 def with_options_of(own: Strategy | None, given: Strategy) -> Strategy:
-    """`given`, a layout that was only named, with the options of a script's own layout, if it is one of the same family.
+    """`given`, a layout named without options, with the options of the script's layout `own` if both are of one family.
 
-    They tell what the model needs: that parameters stay unused, which modules are blocks, where it is cut into stages.
+    The options say what the model needs: that parameters stay unused, which modules are blocks, where to cut it into stages.
     """
     if isinstance(given, Layout) and isinstance(own, Layout):
         return own.but(**{axis: getattr(given, axis) for axis in (*AXES, "ep")})
@@ -109,7 +109,7 @@ def _known() -> str:
     return f"one of {words}, axes such as 'dp_shard=2,tp=4' or 'pp=4', or a value such as Layout(...) or FSDPStrategy(...)"
 
 
-# Older names of layouts with options: each makes the value that has taken its place, and says which.
+# Older names of layouts with options. Each returns the value that replaces it, and warns with that value.
 
 
 L = TypeVar("L", bound=Strategy)

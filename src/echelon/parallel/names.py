@@ -1,4 +1,4 @@
-"""A module as its author wrote it, and the names that its author gave: without what wrappers put around and into them."""
+"""Modules and names as the author wrote them, without wrappers and the parts that wrappers add to names."""
 
 from __future__ import annotations
 
@@ -38,45 +38,45 @@ _WRAPPED = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """What a wrapper of the registry holds; any other module is itself."""
+    """The module inside a registered wrapper; any other module itself."""
     kind = wrapper_of(module)
     return module if kind is None or kind.inner is None else module.get_submodule(kind.inner)
 
 
 def class_name(module: nn.Module) -> str:
-    """That of the module's author: `fully_shard` makes a class of its own, FSDP before the name."""
+    """The author's class name: `fully_shard` makes a new class, with FSDP before the name."""
     name = type(module).__name__
     return name.removeprefix("FSDP") if hasattr(module, "set_requires_gradient_sync") else name
 
 
 def without_compile(module: nn.Module) -> nn.Module:
-    """What `torch.compile(module)` made a callable of; any other module is itself."""
+    """The module that `torch.compile(module)` wrapped; any other module itself."""
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else module
 
 
 def plain_names(module: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by the names that the module's author gave them; of a tied one the first, or every one."""
+    """Parameters by the names that the module's author gave; a tied parameter by its first name, or by every name."""
     yield from _plainly(module, module.named_parameters(remove_duplicate=not every_name))
 
 
 def plain_buffers(module: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers by the names that the module's author gave them; of a shared one the first, or every one."""
+    """Buffers by the names that the module's author gave; a shared buffer by its first name, or by every name."""
     yield from _plainly(module, module.named_buffers(remove_duplicate=not every_name))
 
 
 def plain_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """Modules by the names that their author gave them, every one; of a wrapper what is in it."""
+    """Modules by every name that their author gave; a wrapper's name stands for the module inside."""
     return dict(_plainly(module, module.named_modules(remove_duplicate=False)))
 
 
 def plain_name(name: str) -> str:
-    """A name without what compilation, activation checkpointing and the older FSDP put into it."""
+    """A name without the parts that compilation, activation checkpointing and the older FSDP put into it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
 def names_of_each(named: Iterable[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, list[str]]:
-    """All names of each parameter; a tied one has several."""
+    """All names of each parameter; a tied parameter has several."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in named:
         names.setdefault(parameter, []).append(name)
@@ -84,7 +84,7 @@ def names_of_each(named: Iterable[tuple[str, nn.Parameter]]) -> dict[nn.Paramete
 
 
 def tied_names(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[str]]:
-    """The names of each parameter that has several."""
+    """The names of each tied parameter."""
     return [names for names in names_of_each(named).values() if len(names) > 1]
 
 
@@ -98,29 +98,29 @@ def _plainly(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tupl
 
 
 def matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """The dotted names that a pattern such as "blocks.*.up" describes: its wildcards stand for a part between two dots."""
+    """The dotted names that match a pattern such as "blocks.*.up". Its wildcards do not match dots."""
     parts = pattern.split(".")
     return [name for name in names if len(p := name.split(".")) == len(parts) and all(map(fnmatchcase, p, parts))]
 
 
-# What is known of modules that are parallel already: a row for each kind, which the file that handles the kind adds.
+# The registry of kinds of parallel modules. The file that handles a kind registers it.
 #
-# A wrapper is recognised here and nowhere else: the rest of the library asks `Prepared`, and `Prepared.of` looks it up.
+# Wrappers are recognised only here: the rest of the library asks `Prepared`, and `Prepared.of` looks the kind up.
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One way in which a module can have been made parallel.
+    """One way in which a module can be parallel already.
 
     Args:
-        name: what a checkpoint says of the run: "ddp".
-        recognises: whether a module is of this kind. It is asked of every module, so it must be fast and import nothing.
-        prepared: makes the Prepared of such a module.
-        inner: the attribute with which a wrapper holds the module of the user; None if the module is changed in place.
-        by_parameters: it is seen in the parameters alone, and asked of what is no other kind; a layout may be applied on top.
-        unknown_to_torch: `torch.distributed.checkpoint.state_dict` leaves the wrapper in names.
-        module_state: makes the state by name of such a module, where it is not a `ModuleState`.
-        optimizer_state: makes the state by name of an optimizer over such modules, where it is not an `OptimizerState`.
+        name: name of the layout in checkpoints, such as "ddp".
+        recognises: whether a module is of this kind. Called for every module, so it must be fast and import nothing.
+        prepared: makes the `Prepared` of such a module.
+        inner: the wrapper's attribute that holds the user's module; None if the module is changed in place.
+        by_parameters: only the parameters show this kind. Tried last; a layout may be applied on top.
+        unknown_to_torch: `torch.distributed.checkpoint.state_dict` does not strip the wrapper from names.
+        module_state: makes such a module's state by name, if it is not a `ModuleState`.
+        optimizer_state: makes the state by name of an optimizer over such modules, if it is not an `OptimizerState`.
     """
 
     name: str
@@ -138,21 +138,21 @@ _by_parameters: list[Kind] = []
 
 
 def register(kind: Kind) -> None:
-    """Have `Prepared.of` recognise one more kind. Kinds exclude one another, so that their order does not matter."""
+    """Have `Prepared.of` recognise one more kind. Kinds exclude one another, so their order does not matter."""
     (_by_parameters if kind.by_parameters else _kinds).append(kind)
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """The kind of this very module, whatever is inside; None if it is as its author wrote it."""
+    """The kind of this module itself, not of modules inside; None if it is as its author wrote it."""
     wrapper = wrapper_of(module)
     return wrapper if wrapper is not None else next((kind for kind in _by_parameters if kind.recognises(module)), None)
 
 
 def wrapper_of(module: nn.Module) -> Kind | None:
-    """As `kind_of`, without looking at parameters."""
+    """As `kind_of`, but without the kinds that only parameters show."""
     return next((kind for kind in _kinds if kind.recognises(module)), None)
 
 
 def imported(module: str, name: str) -> type | tuple[()]:
-    """A class for isinstance, without an import: what has an instance has been imported already. Else `()`, that matches none."""
+    """A class for isinstance, without importing its module: `()`, which matches nothing, if nobody has imported it yet."""
     return getattr(sys.modules.get(module), name, ())

@@ -1,8 +1,8 @@
-"""Networks that are trained by several optimizers: each is made parallel by itself, and gradients are reduced by optimizer.
+"""Networks trained by several optimizers: each is made parallel by itself, and gradients are reduced per optimizer.
 
-A backward pass of one loss may reach networks that another optimizer trains, or only some of the networks; a step may have
-several passes. So DistributedDataParallel reduces nothing here: the gradients of an optimizer's parameters are averaged when it
-steps, and what is cleared before never travels. `fully_shard` reduces in every pass, of each network by itself.
+A backward pass may reach networks that another optimizer trains, or only some of the networks; a step may have several passes.
+So DistributedDataParallel reduces nothing here. An optimizer's gradients are averaged when it steps, so gradients cleared earlier
+are never sent. `fully_shard` reduces each network's gradients in every pass.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ O = TypeVar("O")  # noqa: E741
 
 
 def has_forward(module: nn.Module) -> bool:
-    """False of what only holds networks, as an nn.ModuleDict does."""
+    """False for a module that only holds networks, such as an nn.ModuleDict."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
 def networks_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The networks among a module's attributes: what has parameters, within lists and dicts of modules each by itself."""
+    """A module's networks by name: children with parameters; of a child without a forward (list, dict) the networks in it."""
     for name, child in module.named_children():
         if not any(True for _ in child.parameters()) or isinstance(child, (nn.ParameterList, nn.ParameterDict)):
             continue
@@ -47,11 +47,11 @@ def networks_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
 
 
 class Networks(Prepared[nn.Module]):
-    """One or several networks, each as the strategy has it.
+    """One or several networks, each made parallel by itself.
 
     Args:
-        module: the one network, or what holds them.
-        parts: those of the networks.
+        module: the only network, or the module that holds them.
+        parts: the `Prepared` of each network.
     """
 
     def __init__(self, module: nn.Module, parts: Sequence[Prepared[Any]]) -> None:
@@ -79,7 +79,7 @@ class Networks(Prepared[nn.Module]):
         return make(self.unwrapped)
 
     def divide(self, optimizer: torch.optim.Optimizer) -> None:
-        """Under a strategy that divides optimizers. Collective."""
+        """Partition the optimizer over the ranks, if the strategy does so. Collective."""
         if self._divides_optimizer:
             Partition(optimizer, self.data.groups[0], {p: name for name, p in self.named_parameters()})
 
@@ -93,10 +93,10 @@ class Networks(Prepared[nn.Module]):
     # --- passes
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        """Whatever `last` says: an optimizer's gradients are averaged by `average_`, and a shard's in every pass."""
+        """Ignores `last`: `average_` averages an optimizer's gradients, and shards reduce theirs in every pass."""
         for part in self.parts:
             if isinstance(part, DDPPrepared):
-                part.parameters_written()  # rank 0's buffers are sent with the next forward pass
+                part.parameters_written()  # the next forward pass broadcasts rank 0's buffers
         return combined(*(part.accumulate(part.form.kind != "own") for part in self.parts))
 
     def before_backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
@@ -105,10 +105,10 @@ class Networks(Prepared[nn.Module]):
         return local(loss)
 
     def after_backward(self, loss: torch.Tensor) -> None:
-        """An optimizer's gradients are averaged by `average_`."""
+        """Nothing: `average_` averages an optimizer's gradients."""
 
     def average_(self, parameters: Sequence[nn.Parameter]) -> None:
-        """The gradients of an optimizer's parameters become their mean over the ranks. Collective."""
+        """Average the gradients of an optimizer's parameters over the ranks, in place. Collective."""
         for part in [each for each in self._unchecked if not set(parameters).isdisjoint(each.module.parameters())]:
             self._unchecked.remove(part)
             part._check_gradients()
@@ -121,7 +121,7 @@ class Networks(Prepared[nn.Module]):
             part.discard_window()
 
     def after_step(self, wants_stop: bool) -> bool:
-        reshard(self.module)  # a pass without a backward pass has left whole parameters, of before the step
+        reshard(self.module)  # a forward pass without a backward pass has left whole parameters from before the step
         for part in self.parts:
             part.after_step(wants_stop)
         return False
@@ -143,11 +143,11 @@ class Networks(Prepared[nn.Module]):
 
 
 def prepare_networks(module: nn.Module, strategy: Any, device: torch.device, *given: Any, **options: Any) -> Networks:
-    """As `parallelize`, for several optimizers: a module without a forward has its networks made parallel, each by itself.
+    """As `parallelize`, for several optimizers: if the module has no forward, each of its networks is made parallel by itself.
 
     Raises:
-        UsageError: a module without networks, networks that share parameters which would be split, or a strategy that needs
-            all of an update at once.
+        UsageError: a module without networks; networks that share parameters, if the strategy splits these; or a strategy that
+            does not train micro-batch by micro-batch.
     """
     check_module(module)
     if has_forward(module):
@@ -182,7 +182,6 @@ def prepare_networks(module: nn.Module, strategy: Any, device: torch.device, *gi
 def _check(part: Prepared[Any]) -> None:
     if part.trains != "together" or part.place.part[1] > 1 or (len(part.data.axes) > 1 and part._divides_optimizer):
         raise LayoutError(
-            "several optimizers must have a strategy whose ranks train on each batch together, such as 'ddp', 'fsdp', 'zero1' or "
-            "'tp=2', got one with pp or cp, or of workers that meet now and then. Take one of these, or one optimizer with "
-            "parameter groups."
+            "several optimizers must have a layout whose ranks train on each batch together, such as 'ddp', 'fsdp', 'zero1' or "
+            "'tp=2', got pp, cp or local SGD. Use one of these layouts, or one optimizer with parameter groups."
         )

@@ -1,4 +1,4 @@
-"""What torch 2.11 and 2.12 spell otherwise than torch 2.13, or lack. All of it for this room; goes with the last of these."""
+"""APIs that torch 2.11 and 2.12 lack or spell differently from torch 2.13, for this room. Delete with support for 2.12."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 
 
 def shards_integers() -> bool:
-    """Whether `fully_shard` takes parameters that are no floating-point numbers, such as quantized ones: torch 2.11 fails."""
+    """Whether `fully_shard` takes parameters that are not floating-point, such as quantized ones. torch 2.11 fails on them."""
     version: Any = torch.__version__  # compares as a version
     return bool(version >= (2, 13))
 
@@ -31,15 +31,15 @@ def ddp_options(constructor: Callable[..., Any], options: Mapping[str, Any]) -> 
         constructor: DistributedDataParallel's.
         options: by torch 2.13's names.
     Raises:
-        UsageError: torch lacks what was asked for. A False or None that it lacks asks for nothing, and is left out.
+        UsageError: the installed torch lacks an option. If the option's value is False or None, it is left out instead.
     """
     taken, known = dict(options), inspect.signature(constructor).parameters
     if "forward_sync_buffers" in taken and "forward_sync_buffers" not in known:
-        taken["broadcast_buffers"] = taken.pop("forward_sync_buffers")  # a new name of the same
+        taken["broadcast_buffers"] = taken.pop("forward_sync_buffers")  # the newer name of the same option
     for name in [name for name in taken if name not in known]:
         if value := taken.pop(name):
             raise LayoutError(
                 f"DDPStrategy({name}={value!r}) needs a newer torch: DistributedDataParallel of torch {torch.__version__} has no "
-                f"{name}. Update torch, or leave it out."
+                f"{name}. Update torch, or leave the option out."
             )
     return taken

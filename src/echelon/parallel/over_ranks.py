@@ -1,6 +1,6 @@
-"""What a training script asks of all ranks at once: `gather`, `gathered_rows`, `all_mean`.
+"""Collectives for training scripts: `gather`, `gathered_rows`, `all_mean`.
 
-Over the ranks that have other samples: those that share samples, as with tensor parallelism, count once.
+They run over the ranks that have different samples: ranks that share samples, as with tensor parallelism, count once.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ __all__ = ["all_mean", "gather", "gathered_rows", "heard", "knows_its_data", "su
 
 N = TypeVar("N", float, torch.Tensor)
 
-# The modules that were made parallel and are still there, the latest last: they know which ranks have other samples.
+# The `Prepared` of parallel modules that still exist, the latest last: they know which ranks have different samples.
 _prepared: list[weakref.ref[Any]] = []
-# Called before each of these collectives: `prove` must know that a script's steps speak to other ranks.
+# Called before each of these collectives: `prove` must know that a script's steps communicate with other ranks.
 _listeners: list[Callable[[], None]] = []
-# Whether the pass under way only stands in, on a rank without samples: nobody else shall see its rows.
+# Not empty during a padding pass on a rank without samples: no other rank may see its rows.
 _standing_in: list[bool] = []
 
 
 def knows_its_data(prepared: Any) -> None:
-    """Of a module that was made parallel: its axes say over which ranks to gather, until another is made."""
+    """Have this parallel module's axes decide over which ranks to gather, until another module is made parallel."""
     _prepared[:] = [*(kept for kept in _prepared if kept() is not None), weakref.ref(prepared)]
 
 
 @contextlib.contextmanager
 def without_samples() -> Iterator[None]:
-    """Around a pass of a rank that has no samples and computes any: the others gather none of it."""
+    """Context of a padding pass on a rank without samples: `gather` takes no rows from it."""
     _standing_in.append(True)
     try:
         yield
@@ -54,17 +54,17 @@ def heard(listener: Callable[[], None]) -> Iterator[None]:
 
 
 def gather(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """The rows of all ranks, in the order of the ranks; without other ranks the tensor itself. Every rank calls it.
+    """The rows of all ranks, in rank order; the tensor itself if there is one rank. Every rank calls it.
 
-    Gradients go back to the rows' ranks, summed over all losses that used them. So a loss that is a mean over this rank's rows,
-    each compared with all, trains as one process does on the whole batch, and so does the same loss of all rows on every rank.
-    Nothing is to be divided or detached.
+    Gradients flow back to the ranks that the rows came from, summed over the losses of all ranks. So a mean over this rank's
+    rows, each compared with all rows, trains as one process does on the whole batch. So does the same loss of all rows on every
+    rank. Divide or detach nothing.
 
     Args:
         tensor: ranks may have different numbers of rows, also none. A rank that has only padding gives none.
-        dim: along which they are laid end to end.
+        dim: the dimension along which rows are concatenated.
     Raises:
-        UsageError: on all ranks: other types, or other sizes than along `dim`.
+        UsageError: on all ranks: dtypes differ, or sizes other than along `dim`.
     """
     for listener in _listeners:
         listener()
@@ -77,7 +77,7 @@ def gather(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 
 def gathered_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Where this rank's rows are in `gather(tensor)`: their numbers, int64. Every rank calls it."""
+    """The indices of this rank's rows in `gather(tensor)`, int64. Every rank calls it."""
     groups = _groups()
     start, count = 0, 0 if _standing_in and groups else len(tensor)
     for group in reversed(groups):
@@ -88,9 +88,9 @@ def gathered_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def all_mean(value: N, weight: float = 1.0) -> N:
-    """The mean over all ranks, weighted: of a number, or of tensors of one shape, with gradients. Every rank calls it.
+    """The weighted mean over all ranks of a number, or of tensors of one shape, with gradients. Every rank calls it.
 
-    For what a step needs at once; `ech.Mean` sums over many steps and meets the other ranks once. Give `weight=len(batch)` where
+    For means that a step needs at once; `ech.Mean` sums over many steps and communicates once. Pass `weight=len(batch)` if
     ranks have different numbers of samples.
     """
     for listener in _listeners:
@@ -108,12 +108,12 @@ def all_mean(value: N, weight: float = 1.0) -> N:
 
 
 def summed(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """The sum over the ranks of a group, differentiable. Not torch's own differentiable all-reduce, which is going out of use."""
+    """Differentiable sum over the ranks of a group. torch's own differentiable all-reduce is being retired."""
     return _Sum.apply(tensor, group)  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _groups() -> list[dist.ProcessGroup | None]:
-    """The axes of ranks that have other samples, outermost first; none in one process."""
+    """Groups of the axes whose ranks have different samples, outermost first; empty for a single process."""
     if not agree.is_joined():
         return []
     alive = [prepared for kept in reversed(_prepared) if (prepared := kept()) is not None]
@@ -124,7 +124,7 @@ def _groups() -> list[dist.ProcessGroup | None]:
 
 
 def _rows(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> list[int]:
-    """How many each rank of the group has, once all have the same but for these."""
+    """How many rows each rank of the group has, after a check that tensors agree in all else."""
     facts = agree.gather([list(tensor.shape), dim + tensor.dim() if dim < 0 else dim, str(tensor.dtype)], group)
     kinds = [[dim, dtype, shape[:dim], shape[dim + 1 :]] for shape, dim, dtype in facts]
     if any(each != kinds[0] for each in kinds) or not 0 <= facts[0][1] < len(facts[0][0]):
@@ -134,7 +134,7 @@ def _rows(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> li
 
 
 class _Gathered(torch.autograd.Function):
-    """All ranks' rows; backward, the sum over the ranks of what each rank's loss sends to this rank's rows."""
+    """All ranks' rows. The backward pass sums over ranks the gradients of each rank's loss with respect to this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, dim: int, sizes: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -151,12 +151,12 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         rank = dist.get_rank(ctx.group)
-        total = summed(gradients[0], ctx.group)  # differentiable again, as a gradient penalty needs
+        total = summed(gradients[0], ctx.group)  # differentiable again, for gradient penalties
         return total.narrow(ctx.dim, sum(ctx.sizes[:rank]), ctx.sizes[rank]), None, None, None
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over ranks, on every rank; its gradient is the same sum, as each rank's loss depends on every rank's values."""
+    """Sum over ranks, on every rank. Gradients are summed likewise, since each rank's loss depends on every rank's values."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

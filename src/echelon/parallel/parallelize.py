@@ -1,7 +1,7 @@
-"""The one order in which a module is changed: activation checkpointing, then compile, then shard.
+"""The order in which a module is changed: activation checkpointing, then compile, then shard.
 
-Recompute comes first so that the compiler sees it; sharding comes last so that what is gathered is the whole compiled
-block. A layout receives the first two as a `Recipe` and applies it where its own work allows.
+Recompute comes first so that the compiler sees it. Sharding comes last so that a whole compiled block is gathered at once. A
+layout receives the first two as a `Recipe` and applies them when its own changes allow.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 def check_module(module: Any) -> None:
     """
     Raises:
-        UsageError: it is none; a class of one is not meant, either.
+        UsageError: `module` is not an nn.Module, for example a class of modules.
     """
     kind = module.__name__ if isinstance(module, type) else ""
     remedy = f"Write {kind}(...)." if kind else ""
@@ -70,11 +70,11 @@ def parallelize(
 
     Args:
         module: as built, or as the user wrapped it.
-        layout: a word, axes, a value, or None. A wrapped module has its own: None, or the word for that, takes it as it is.
-        device: where this rank computes.
-        overridden: takes the place of `layout` for a module that is not wrapped already; a function makes it from `layout`.
+        layout: a word, axes, a value, or None. A wrapped module keeps its own layout: pass None or the word for it.
+        device: the device on which this rank computes.
+        overridden: replaces `layout` for a module that is not wrapped yet; or a function that makes it from `layout`.
     Raises:
-        UsageError: an unknown layout; another layout for a module that is wrapped already.
+        UsageError: an unknown layout; a different layout for a module that is already wrapped.
     """
     check_module(module)
     require(
@@ -106,7 +106,7 @@ def parallelize(
         return prepared
     if chosen is not None and not is_plain and layout != kind.name:
         raise LayoutError(
-            f"layout {chosen.name!r} for a {type(module).__name__} that is made parallel already. "
+            f"layout {chosen.name!r} cannot be applied to a {type(module).__name__} that is already parallel. "
             "Pass the plain module, or layout=None."
         )
     refuse_wrapped(module, float8)
@@ -120,26 +120,26 @@ def parallelize(
 
 
 def tell_routers(prepared: Prepared[Any]) -> None:
-    """Have the layers of experts in a module told of its updates, if it has any."""
+    """Tell the module's expert layers, if there are any, of its updates."""
     if routers_of(prepared.unwrapped):
         prepared.listeners.append(Routers(prepared.unwrapped, [*prepared.data.groups, *prepared.place.stages]))
 
 
 def _refuse_other_models(module: nn.Module, chosen: Strategy) -> None:
-    """Parameters are paired by their order: in another order, of the same shapes, they would be mixed in silence, and of other
-    shapes or numbers ranks would wait for ever. Collective, over all ranks."""
+    """Check that all ranks have the same parameters, which are paired by order: another order with equal shapes would silently
+    mix them, and different shapes or numbers would make ranks wait forever. Collective over all ranks."""
     of_some = any(getattr(chosen, name, None) is not None for name in ("process_group", "device_mesh", "mesh"))
     if isinstance(chosen, NOOPStrategy) or of_some or any(ranks_apart(part) is not None for part in module.modules()):
         return
-    fills = getattr(chosen, "param_init_fn", None) is not None  # rank 0's values reach the others' meta tensors then
+    fills = getattr(chosen, "param_init_fn", None) is not None  # then other ranks' meta tensors get rank 0's values
     facts = [[n, list(p.shape), str(p.dtype), p.is_meta and not fills] for n, p in module.named_parameters()]
     facts_of_all = agree.kinds(facts)
     if len(facts_of_all) > 1:
         one, other = next(pair for pair in zip_longest(*facts_of_all[:2]) if pair[0] != pair[1])
         raise RanksDisagreeError(
             f"the model must be the same on all ranks, got two: where {class_name(module)} has {_shown(one)} on rank 0, it has "
-            f"{_shown(other)} on another. Build it alike on all ranks, with its layers in one order (a set has none), "
-            "and under echelon.on_meta() on all of them or on none."
+            f"{_shown(other)} on another rank. Build it alike on all ranks, with its layers in one order (a set has none), and "
+            "under echelon.on_meta() on all ranks or on none."
         )
 
 
@@ -156,8 +156,8 @@ def _refuse_lazy(module: nn.Module, chosen: Strategy) -> None:
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise LayoutError(
-                f"{type(module).__name__}.{name} has no shape before a first batch (a lazy module), so layout {chosen.name!r} "
-                "cannot make it parallel. Call the module on one batch first, on all ranks, or give its layers their sizes."
+                f"{type(module).__name__}.{name} has no shape before the first batch (a lazy module), so layout {chosen.name!r} "
+                "cannot make it parallel. First call the module on one batch, on all ranks, or give its layers their sizes."
             )
 
 
@@ -180,8 +180,8 @@ def _refuse_wrapped_parts(module: nn.Module) -> None:
     for name, inner in module.named_modules():
         if wrapper_of(inner) is not None:
             raise LayoutError(
-                f"{type(module).__name__}.{name} is a {type(inner).__name__}, but the whole module is not: gradients of the "
-                "rest would not be reduced. Wrap the whole module, or pass it plain with a layout."
+                f"{type(module).__name__}.{name} is a {type(inner).__name__}, but the whole module is not: gradients of its "
+                "other parameters would not be reduced. Wrap the whole module, or pass the plain module with a layout."
             )
 
 
@@ -195,11 +195,11 @@ def prepare_module(
     recompute: Preset = None,
     precision: str | torch.dtype | Precision | None = None,
 ) -> nn.Module:
-    """The module moved to `device` and made parallel, for those who write their own unit.
+    """The module moved to `device` and made parallel, for users who write their own unit.
 
     Args:
-        precision: what a sharded layout gathers parameters in. The forward passes are yours, and so is the autocast around
-            them: `with echelon.layouts.Precision.of("bf16").autocast(device):`.
+        precision: dtype in which a sharded layout gathers parameters. You call the forward passes, so use autocast around
+            them yourself: `with echelon.layouts.Precision.of("bf16").autocast(device):`.
     """
     decided = overrides()
     chosen = decided.precision or precision
@@ -209,18 +209,18 @@ def prepare_module(
     prepared = parallelize(module, layout, device, recipe, overridden=decided.layout)
     if prepared.trains == "alone":
         raise LayoutError(
-            f"prepare_module knows of no updates, after some of which workers of layout {decided.layout or layout!r} meet. "
+            f"prepare_module does not see updates, after which workers of layout {decided.layout or layout!r} synchronize. "
             "Use echelon.prepare, or a unit such as AutoUnit."
         )
     if prepared.place.part[1] > 1 or prepared.trains == "scheduled":
         raise LayoutError(
-            "prepare_module must have a layout without cp and pp: nothing splits the sequences, or passes micro-batches "
-            "through stages, in a step of your own. Write an AutoUnit; for cp also echelon.prepare with a loop of your own."
+            "prepare_module must have a layout without cp and pp: in a step of your own nothing splits the sequences or runs "
+            "micro-batches through stages. Write an AutoUnit; for cp, echelon.prepare with a loop of your own works too."
         )
     if prepared._divides_optimizer:
         logger.warning(
-            "prepare_module never sees the optimizer that layout 'zero1' divides: give both to echelon.prepare, or this is "
-            "layout 'ddp'"
+            "prepare_module never sees the optimizer, which layout 'zero1' partitions, so this trains as layout 'ddp'. Give "
+            "module and optimizer to echelon.prepare"
         )
     return _for_own_steps(prepared)
 
@@ -237,13 +237,13 @@ def prepare_ddp(module: nn.Module, device: torch.device, layout: DDPStrategy | N
     """The module on `device` in DistributedDataParallel.
 
     Raises:
-        UsageError: nothing in it is to be trained, so there is nothing to wrap.
+        UsageError: no parameter requires a gradient, so there is nothing to wrap.
     """
     prepared = parallelize(module, layout or DDPStrategy(), device).module
     if not isinstance(prepared, DistributedDataParallel):
         raise LayoutError(
             f"prepare_ddp: no parameter of {type(module).__name__} requires a gradient, so there is nothing to reduce. "
-            "Use the module as it is, or unfreeze something first."
+            "Use the module as it is, or unfreeze parameters first."
         )
     return prepared
 
@@ -254,28 +254,28 @@ def prepare_fsdp(module: nn.Module, device: torch.device, layout: FSDPStrategy |
     return _for_own_steps(parallelize(module, layout or FSDPStrategy(), device))
 
 
-# Embeddings that compute something else where a rank sees a part of the batch only.
+# Embeddings whose result changes if a rank sees only a part of the batch.
 
 
 def check_embeddings(module: nn.Module) -> None:
-    """Before data-parallel ranks train it.
+    """Check a module's embeddings before data-parallel ranks train it.
 
     Raises:
-        UsageError: an embedding with max_norm, which writes into the rows that a rank looks up: other ones on each rank.
+        UsageError: an embedding has max_norm, which writes into the rows that a rank looks up: different rows on each rank.
     """
     for name, part in module.named_modules():
         if not isinstance(part, nn.Embedding | nn.EmbeddingBag) or not part.weight.requires_grad:
             continue
         if part.max_norm is not None:
             raise LayoutError(
-                f"{name or type(part).__name__}: max_norm must be None on several ranks, got {part.max_norm:g}. torch writes it "
-                "into the rows that are looked up, which are others on each rank, so that the ranks would train different "
-                "models. Bound what was looked up, in forward: "
+                f"{name or type(part).__name__}: max_norm must be None on several ranks, got {part.max_norm:g}. torch rescales "
+                "the rows that are looked up, which differ by rank, so the ranks would train different models. Rescale the "
+                "looked-up rows in forward instead: "
                 "rows * (max_norm / rows.norm(dim=-1, keepdim=True)).clamp(max=1); or train on one rank."
             )
         if part.scale_grad_by_freq:
             logger.warning(
-                "%s: scale_grad_by_freq counts how often a row occurs on each rank, not in the global batch: the gradient is "
-                "another one than on one rank",
+                "%s: scale_grad_by_freq counts how often a row occurs on each rank, not in the global batch: the gradient "
+                "differs from that of one rank",
                 name or type(part).__name__,
             )

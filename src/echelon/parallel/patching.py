@@ -1,8 +1,8 @@
-"""The only place where the forward, the class or a method of somebody's object is replaced: by whom, in which order, and undone.
+"""The only place that replaces a forward, a class or a method of a foreign object. It records by whom, in order, and can undo it.
 
-A replacement lies around those before it. With a layout of several directions the order of a module's forward is, from inside:
-the author's, tensor, experts, context, recompute, compile; a pipeline's gates are in its class.
-`replaced` tells it of an object; `tests/shape` sees to it that nothing else in the library replaces any of these.
+Each replacement wraps the earlier ones. With a layout of several axes a module's forward is, from the inside out: the author's,
+tensor, experts, context, recompute, compile. A pipeline's gates are in the module's class.
+`replaced` lists an object's replacements. `tests/shape` checks that nothing else in the library replaces any of these.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ class _Replacement(NamedTuple):
     by: str
 
 
-# The latest last. Without what was put there, which holds its object: it would never be freed.
+# The latest last. Without the replacements themselves: they hold their object, which would never be freed.
 _replaced: weakref.WeakKeyDictionary[Any, list[_Replacement]] = weakref.WeakKeyDictionary()
 
 
 def replaced(thing: object) -> list[tuple[str, str]]:
-    """What of an object is replaced and by whom, such as ("forward", "recompute"), from the inside to the outside."""
+    """An object's replacements as (what, by whom), such as ("forward", "recompute"), from the inside out."""
     return [(each.what, each.by) for each in _replaced.get(thing, ())]
 
 
 def replace(thing: Any, name: str, by: str, new: Any) -> Callable[[], None]:
-    """Put `new` in the place of an attribute of the object itself, such as its `forward`; whom it is to call, `new` knows.
+    """Replace an attribute of the object itself, such as its `forward`, by `new`, which calls the old one if it needs it.
 
     Returns:
-        what takes it away again; before, what others have put around it must be taken away.
+        a function that undoes this; later replacements of the attribute must be undone first.
     """
     own = vars(thing)
     undo = functools.partial(own.__setitem__, name, own[name]) if name in own else functools.partial(own.pop, name, None)
@@ -53,31 +53,31 @@ def replace(thing: Any, name: str, by: str, new: Any) -> Callable[[], None]:
 
 
 def take_out(thing: Any, name: str) -> Any:
-    """What is in the place of an attribute of the object's class, which shows again; for who puts it elsewhere."""
+    """Remove and return the object's own attribute, so that its class's shows again; for callers that put it elsewhere."""
     return vars(thing).pop(name)
 
 
 def replace_class(thing: Any, by: str, kind: type) -> Callable[[], None]:
-    """As `replace`, of the object's class: it stays the same object, with its tensors, hooks and place in a module."""
+    """As `replace`, for the object's class. It stays the same object, with its tensors, hooks and place in a module."""
     undo = functools.partial(setattr, thing, "__class__", type(thing))
     thing.__class__ = kind
     return _note(thing, "class", by, undo)
 
 
 def in_front_of(kind: type, front: type, **own: Any) -> type:
-    """`front` before a class, with its name. `own`: what it has besides."""
+    """A class named as `kind` that derives from `front`, then `kind`. `own`: its further attributes."""
     return type(kind.__name__, (front, kind), own)
 
 
 def replace_of_class(kind: type, name: str, by: str, new: Any) -> None:
-    """Put `new` in the place of a method that a class has from its bases, for good."""
+    """Override a method that a class inherits with `new`, for good."""
     setattr(kind, name, new)
     _note(kind, name, by, functools.partial(delattr, kind, name))
 
 
 @contextlib.contextmanager
 def own_taken_out(things: Iterable[Any], name: str) -> Iterator[None]:
-    """Context in which objects have what their classes have under a name, whatever scripts have put on the objects themselves."""
+    """Context without the objects' own attribute `name`, which scripts may have set: their classes' attribute shows."""
     own = [(thing, vars(thing).pop(name)) for thing in things if name in vars(thing)]
     try:
         yield
@@ -88,7 +88,7 @@ def own_taken_out(things: Iterable[Any], name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def for_now(thing: Any, **values: Any) -> Iterator[None]:
-    """Context in which an object has other attributes, submodules of a module among them, in place of those that it has now."""
+    """Context in which an object's attributes, or a module's submodules, have other values."""
     before = {name: getattr(thing, name) for name in values}
     try:
         for name, value in values.items():
@@ -101,7 +101,7 @@ def for_now(thing: Any, **values: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def class_for_now(things: Iterable[Any], by: str, kind_of: Callable[[type], type]) -> Iterator[None]:
-    """Context in which objects have the classes that `kind_of` makes of theirs."""
+    """Context in which each object has the class that `kind_of` makes from its own."""
     with contextlib.ExitStack() as stack:
         for each in things:
             stack.callback(replace_class(each, by, kind_of(type(each))))
@@ -114,7 +114,7 @@ def _note(thing: Any, what: str, by: str, undo: Callable[[], None]) -> Callable[
     noted.append(replacement)
 
     def take_away() -> None:
-        if not any(each is replacement for each in noted):  # it was already
+        if not any(each is replacement for each in noted):  # undone already
             return
         latest = next(each for each in reversed(noted) if each.what == what)
         if latest is not replacement:

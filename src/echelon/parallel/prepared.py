@@ -1,6 +1,6 @@
-"""What the loop knows of a module that was made parallel: the operations whose meaning depends on how.
+"""The loop's interface to a parallel module: every operation that depends on the layout.
 
-The loop never asks which layout it has; it speaks to a `Prepared` alone.
+The loop never asks which layout it has; it calls `Prepared` only.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ B = TypeVar("B")
 R = TypeVar("R")
 
 
-# Not frozen: that would take four times as long to make, in every step.
+# Not frozen: each step makes one, and a frozen dataclass takes four times as long to construct.
 @dataclass(slots=True)
 class MicroBatch(Generic[T]):
-    """One forward and one backward pass.
+    """The input of one forward and one backward pass.
 
     Args:
         data: a batch as the loader gave it, on the device; or a piece of one.
-        weight: what it counts in the mean over the global batch: a number, or a 0-dim tensor on the device.
-        is_last: of its window; the update follows.
+        weight: its weight in the mean over the global batch: a number, or a 0-dim tensor on the device.
+        is_last: it is the last of its window; the update follows.
         is_padding: it stands in for a batch without samples.
-        samples: that the loader put into it, where it says so.
+        samples: how many samples the loader put into it; None if the loader does not say.
     """
 
     data: T
@@ -66,11 +66,11 @@ class MicroBatch(Generic[T]):
     samples: int | None = None
 
 
-NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()  # one for all: making one takes longer than entering it
+NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()  # shared: making one takes longer than entering it
 
 
 def combined(*contexts: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """One context for several, which are entered in their order, and only when it is; `NO_CONTEXT` for none but such."""
+    """A context that enters the given ones in order; `NO_CONTEXT` if all of them are `NO_CONTEXT`."""
     real = [each for each in contexts if each is not NO_CONTEXT]
     return NO_CONTEXT if not real else real[0] if len(real) == 1 else _entered(real)
 
@@ -85,12 +85,12 @@ def _entered(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Form:
-    """What became of a module's parameters.
+    """How the layout changed the module's parameters.
 
     Args:
-        kind: "own", those that it had before it was made parallel; "others" in their place; or "flat": others that are parts of
-            flat tensors, so that single gradients cannot be seen whole.
-        gathered_in: the type in which they are gathered to compute, where that is another than theirs.
+        kind: "own": the parameters that the module had before. "others": the layout put other parameters in their place. "flat":
+            the new parameters are parts of flat tensors, so no gradient of a single parameter can be seen whole.
+        gathered_in: dtype in which parameters are all-gathered, if it differs from theirs.
     """
 
     kind: Literal["own", "others", "flat"] = "own"
@@ -99,12 +99,12 @@ class Form:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands among those that have the same samples.
+    """A rank's place among the ranks that have the same samples.
 
     Args:
-        part, stage: which part of each sample it computes, and which part of the layers, each of how many.
-        stages: groups of ranks that hold other parameters altogether, over which norms are summed up; as a pipeline's stages.
-        rng_differs: a forward pass draws other random numbers there than one process would.
+        part, stage: (index, count) of the part of each sample that it computes, and of the pipeline stage that it holds.
+        stages: groups of ranks that hold entirely different parameters, such as pipeline stages. Norms are summed over them.
+        rng_differs: a forward pass on this rank draws other random numbers than one process would.
     """
 
     part: tuple[int, int] = (0, 1)
@@ -114,13 +114,14 @@ class Place:
 
 
 class Batches:
-    """What a layout makes of the batches that a rank is given. This base leaves them whole.
+    """How a layout splits the batches of a rank. This base leaves them whole.
 
     Attributes:
-        share: what the latest part of a batch counts of what the batch counts, where rows are counted, which all parts have.
-        doubts: parts of samples are weighed, which nothing has compared yet with the whole.
-        dry_run: what is computed now is thrown away: a pipeline learns what its stages pass on.
-        look: is called with the first batch.
+        share: fraction of the batch's weight that its latest part has. Used when weights count rows, since every part holds all
+            rows.
+        doubts: weights and losses of parts have not been compared with those of the whole batch yet.
+        dry_run: the results of the current pass are thrown away: a pipeline finds out what its stages send, or parts are checked.
+        look: called with the first batch.
     """
 
     share: float | torch.Tensor = 1.0
@@ -129,76 +130,76 @@ class Batches:
     look: Callable[[Any], None] | None = None
 
     def part_of(self, batch: Any) -> Any:
-        """This rank's part of a batch whose samples other ranks have, too, such as its part of each sequence."""
+        """This rank's part of a batch whose samples other ranks share, such as its part of each sequence."""
         if self.look is not None:
             look, self.look = self.look, None
             look(batch)
         return batch
 
     def whole_of(self, outputs: Any) -> Any:
-        """Outputs for the latest batch that `part_of` was asked for, from those for its parts. Collective."""
+        """Put the outputs for all parts of the latest batch given to `part_of` together. Collective."""
         return outputs
 
     def check_parts(
         self, batch: Any, weigh: Callable[[Any], Any], compute: Callable[[Any], Any], dtype: torch.dtype | None
     ) -> None:
-        """Where it doubts, of the first batch: do weights and losses of its parts add up to those of the whole? Collective.
+        """While `doubts`: check on the first batch that weights and losses of its parts add up to those of the whole. Collective.
 
         Args:
             weigh, compute: weight and loss of a batch or of its part.
-            dtype: in which the loss is computed, if not in that of the parameters.
+            dtype: in which the loss is computed, if it differs from the parameters' dtype.
         Raises:
-            UsageError: they do not.
+            UsageError: they do not add up.
         """
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """As `check_parts`, of code that cannot be called again: of its first loss, before the backward pass."""
+        """As `check_parts`, for code that cannot be called again: checks its first loss, before the backward pass."""
 
 
 class Extras:
-    """What a bit-equal resume with as many ranks needs besides the state. Per rank. This base needs nothing."""
+    """What a bit-equal resume on the same number of ranks needs besides the state. Per rank. This base needs nothing."""
 
     def keep(self) -> None:
-        """From now on, remember what `state_dict` gives. Once in a run that saves."""
+        """Start to record what `state_dict` returns. Called once, in a run that saves."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave, under whatever layout; what is not there stays. Collective."""
+        """Load what `state_dict` gave, perhaps under another layout; absent entries stay as they are. Collective."""
 
 
 class Listener(Protocol):
-    """One of `Prepared.listeners`: what parts of a module want told of each update, on one rank too."""
+    """One of `Prepared.listeners`: hears of each update for parts of a module, also on a single rank."""
 
     def begin_forward(self, weight: Any) -> None:
-        """The forward pass of a micro-batch of this weight follows."""
+        """Called before the forward pass of a micro-batch of this weight."""
 
     def end_window(self, *, updated: bool) -> None:
-        """After the optimizer's step, or in its place, if it was left out. Collective."""
+        """Called after the optimizer's step, or in its place if the step is skipped. Collective."""
 
     def discard(self) -> None:
-        """The micro-batches since the latest update are given up."""
+        """Drop the micro-batches since the latest update."""
 
     def measures(self) -> Mapping[str, Any]:
-        """Of the latest update, for its record: 0-dim tensors, by the names of metrics.jsonl."""
+        """Measurements of the latest update for its record: 0-dim tensors, by the names of metrics.jsonl."""
 
 
 class Prepared(Generic[M]):
-    """A module made parallel, and the operations whose meaning depends on how. This base is one process.
+    """A parallel module and the operations that depend on its layout. This base is for one process.
 
     Attributes:
-        module: what the user calls; may be a wrapper.
+        module: the module that the user calls; may be a wrapper.
         forward_is_collective: every rank must call the module equally often.
-        form: of its parameters.
+        form: how the layout changed the parameters.
         data: which share of every global batch this rank works on, and over which ranks gradients are averaged.
-        trains: "together", micro-batch by micro-batch; "scheduled": `forward_backward_window` takes those of an update at once,
-            in an order of its own; "alone": each rank by itself, and they meet now and then.
-        place: of this rank among those that have the same samples.
-        batches: what becomes of those that the ranks are given.
+        trains: "together": all ranks, micro-batch by micro-batch. "scheduled": `forward_backward_window` runs an update's
+            micro-batches in an order of its own. "alone": each rank trains by itself, and the ranks synchronize now and then.
+        place: this rank's place among the ranks that have the same samples.
+        batches: how the layout splits the rank's batches.
         extras: what a checkpoint keeps besides `state`.
-        guards: watch that the ranks do the same with the module, and know what torch's errors mean.
-        listeners: what parts of the module want told of each update.
+        guards: check that all ranks do the same with the module, and explain torch's errors.
+        listeners: hear of each update for parts of the module.
     """
 
     forward_is_collective = False
@@ -206,7 +207,7 @@ class Prepared(Generic[M]):
     trains: Literal["together", "scheduled", "alone"] = "together"
     place = Place()
     _order_is_fixed = False  # `fix_order` was called
-    _divides_optimizer = False  # `optimizer` divides what it makes over the ranks, so it must be called
+    _divides_optimizer = False  # `optimizer` partitions the optimizer over the ranks, so it must be called
 
     def __init__(self, module: M, averaged: Sequence[Axis] = ()) -> None:
         self.module = module
@@ -214,28 +215,28 @@ class Prepared(Generic[M]):
         self.batches, self.extras = Batches(), Extras()
         self.guards: list[Guard] = []
         self.listeners: list[Listener] = []
-        self._others: list[nn.Parameter] = []  # what the optimizer trains besides the module, as a learned weight of a loss
-        self._loose: list[nn.Parameter] = []  # whose gradients nothing else reduces
-        self._frozen: list[nn.Parameter] = []  # nor theirs, if they are unfrozen
+        self._others: list[nn.Parameter] = []  # parameters of the optimizer outside the module, such as a learned loss weight
+        self._loose: list[nn.Parameter] = []  # parameters whose gradients nothing else reduces
+        self._frozen: list[nn.Parameter] = []  # frozen now; nothing else reduces their gradients once they are unfrozen
         self._joined, self._reduces = Joined(module.parameters() if averaged else ()), True
         self._after_step: list[Callable[[], None]] = []
         knows_its_data(self)
 
     @staticmethod
     def of(module: nn.Module, world: World) -> Prepared[Any]:
-        """Recognise what the user did to a module by hand: nothing, a wrapper, or `fully_shard`. The kinds are in `names`."""
+        """Recognise how the user made a module parallel: not at all, by a wrapper, or by `fully_shard`. `names` has the kinds."""
         module = without_compile(module)
         kind = kind_of(module)
         if kind is not None:
             made: Prepared[Any] = kind.prepared(module, world)
             return made
-        for inner in module.modules():  # networks of an nn.ModuleDict: a wrapper's end is seen to when it is recognised
+        for inner in module.modules():  # networks of an nn.ModuleDict: recognising a wrapper also arranges for its teardown
             if (wrapper := wrapper_of(inner)) is not None:
                 wrapper.prepared(inner, world)
         return Prepared(module)
 
     def _adopt(self) -> None:
-        """Take up a module that the user has made parallel by hand, before it trains. Collective."""
+        """Adopt a module that the user has made parallel by hand, before it trains. Collective."""
 
     @property
     def unwrapped(self) -> nn.Module:
@@ -245,22 +246,22 @@ class Prepared(Generic[M]):
     # --- names and state
 
     def named_parameters(self, *, every_name: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
-        """By the names that the module's author gave them; of a tied one the first, or every one."""
+        """Parameters by the names that the module's author gave; a tied parameter by its first name, or by every name."""
         return plain_names(self.module, every_name=every_name)
 
     def state(self) -> ModuleState:
-        """The module's parameters and buffers by name, sharded as they are: `state_dict()` and `load_state_dict(...)`."""
+        """The module's parameters and buffers by name, sharded as in the module: `state_dict()` and `load_state_dict(...)`."""
         reshard(self.module)
         return module_state(self.module)
 
     def describe(self) -> dict[str, Any]:
-        """What a checkpoint says of the module, and another run compares: its class, how it is parallel, over which ranks."""
+        """The module's class, layout and mesh, as a checkpoint records them for a later run to compare."""
         kind = kind_of(self.module)
         name = kind.name if kind is not None else None
         return {"module": type(self.unwrapped).__name__, "layout": name, "mesh": mesh_of(self.module)}
 
     def gathered(self) -> AbstractContextManager[Any]:
-        """Context in which `named_parameters` gives all parameters in their own shape, split or not. Collective."""
+        """Context in which `named_parameters` gives all parameters in their original shapes. Collective."""
         return NO_CONTEXT
 
     def gradient_of(self, parameter: nn.Parameter) -> torch.Tensor | None:
@@ -270,18 +271,18 @@ class Prepared(Generic[M]):
     # --- batches
 
     def forward(self, batch: B, forward: Callable[[B], R]) -> R:
-        """`forward(batch)`, to evaluate or to predict; the results are given to all ranks that have the batch."""
+        """`forward(batch)` for evaluation or prediction. All ranks that have the batch get the results."""
         return forward(batch)
 
     # --- training
 
     def optimizer(self, make: Callable[[M], O]) -> O:
-        """Call `make(module)`: only now do the parameters have the form that they keep."""
+        """Call `make(module)`, now that the parameters have their final form."""
         return make(self.module)
 
     def add_extra_params(self, others: list[nn.Parameter]) -> None:
-        """Before training: what the optimizer has besides the module. Its gradients are averaged over the ranks, too. Collective.
-        Raises UsageError if these parameters, or those that the module has got since, are not the same on all ranks.
+        """Tell, before training, which parameters the optimizer has besides the module's, to average their gradients. Collective.
+        Raises UsageError if they, or parameters that the module got since it was wrapped, are not the same on all ranks.
         """
         self._others = others
         if groups := self.data.groups:
@@ -294,28 +295,28 @@ class Prepared(Generic[M]):
         return self._joined.trained(self.module)
 
     def _check_gradients(self) -> None:
-        """Once, when the gradients of a first update are reduced. Collective. Raises UsageError for what would train wrongly."""
+        """Check the first update's reduced gradients, once. Collective. Raises UsageError if the model would train wrongly."""
 
     def _reduce_unfrozen(self) -> None:
-        """What is frozen now is not in the layout's buckets: once it is unfrozen, its gradients are averaged apart."""
+        """Note the frozen parameters, which are in none of the layout's buckets: if unfrozen, they are averaged separately."""
         self._frozen = [p for p in self.module.parameters() if not p.requires_grad]
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
-        """A micro-batch begins. Context of its forward and backward: no gradient traffic before the window's last."""
+        """Context of a micro-batch's forward and backward pass. Gradients are reduced only in the window's last."""
         self._reduces = last
         return NO_CONTEXT
 
     def discard_window(self) -> None:
-        """The micro-batches since the last update are given up; the optimizer's gradients are cleared by the caller."""
+        """Drop the micro-batches since the last update. The caller clears the optimizer's gradients."""
         for listener in self.listeners:
             listener.discard()
 
     def before_backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
-        """Within `accumulate`'s context, before `backward` of the loss that this gives."""
+        """Return the loss to call `backward` on. Called before it, within `accumulate`'s context."""
         return loss
 
     def after_backward(self, loss: torch.Tensor) -> None:
-        """After it, of the same loss."""
+        """Called after `backward` of the loss that `before_backward` returned."""
         if self._loose or self._frozen:
             self._average_loose()
 
@@ -327,48 +328,49 @@ class Prepared(Generic[M]):
         *,
         outputs: bool = True,
     ) -> list[tuple[torch.Tensor, Any]]:
-        """All micro-batches of an update, where they are scheduled: `forward` and `backward` are called once for each, in any
-        order, and gradients are reduced when this returns. A loss that other ranks have computed requires no gradient: `backward`
-        counts it. Gives losses and outputs in the order of the micro-batches; without `outputs`, nobody looks at those.
+        """Run all micro-batches of an update under a pipeline schedule. Calls `forward` and `backward` once per micro-batch, in
+        the schedule's order; gradients are reduced when it returns. A loss computed on another rank requires no gradient, but
+        `backward` gets it, to count it. Returns losses and outputs in micro-batch order; `outputs=False` if outputs are not used.
         """
         raise NotImplementedError(f'{type(self).__name__}.trains is "scheduled", but it has no forward_backward_window.')
 
     def after_step(self, wants_stop: bool) -> bool:
-        """After an update of the parameters by the optimizer, on every rank; not after one that was skipped.
+        """Called on every rank after the optimizer's step; not after a skipped update.
 
         Args:
             wants_stop: this rank has been asked to stop.
         Returns:
-            whether a rank has, where ranks tell each other here: workers that have just met. Elsewhere they did in the update.
+            whether any rank has, if workers of local SGD have just synchronized. Other layouts exchange it during the update and
+            return False.
         """
         for follow in self._after_step:
             follow()
         return False
 
     def end_training(self) -> None:
-        """Training is over, not only interrupted: from now on all ranks have one model, its buffers included. Collective."""
+        """Finish training (not on an interruption): all ranks then have one model, its buffers included. Collective."""
 
     def _follow_step(self, follow: Callable[[], None]) -> None:
-        """Have something done after each update."""
+        """Call `follow` after each update."""
         self._after_step.append(follow)
 
     def _average_loose(self) -> None:
-        """After a backward pass. Collective after a window's last."""
+        """Average gradients that nothing else reduces, after a window's last backward pass. Collective then."""
         if self._reduces and (alone := [*self._loose, *(p for p in self._frozen if p.requires_grad)]):
             average_(alone, self.data.groups, in_order=self._order_is_fixed)
 
     def fix_order(self) -> None:
-        """From now on, add gradients and norms over the ranks in one order (`fixed_order`); UsageError if there is none."""
+        """From now on, sum gradients and norms over the ranks in one order (`fixed_order`). UsageError if the layout cannot."""
         self._order_is_fixed = True
 
     def parameters_written(self) -> None:
-        """After writing into parameters otherwise than by a step: forget what was gathered; UsageError if that cannot be."""
+        """Forget gathered copies, after parameters were written other than by a step. UsageError if the layout cannot."""
 
     def before_evaluation(self) -> bool:
-        """The ranks are about to evaluate: they do so with the same buffers. Collective.
+        """Give all ranks the same buffers, before an evaluation. Collective.
 
         Returns:
-            whether `forward_is_collective` in eval mode and without gradients, too.
+            whether `forward_is_collective` also in eval mode without gradients.
         """
         return self.forward_is_collective
 

@@ -1,4 +1,4 @@
-"""Tensors that are split over the ranks: this rank's part, and the whole. The one place that tells a DTensor from a tensor."""
+"""Tensors split over the ranks: this rank's part, and the whole. The only place that tells a DTensor from a plain tensor."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 
 _of_whole: ContextVar[bool] = ContextVar("_of_whole", default=False)
 _DATA: Any = torch.Tensor.data
-_told: set[str] = set()  # where a number was read
+_told: set[str] = set()  # file:line that read a number and was warned of
 
 
 def is_split(tensor: Any) -> bool:
-    """Whether it lives on a mesh of ranks: a DTensor. It may be whole on each of them."""
+    """Whether it is a DTensor, which lives on a mesh of ranks. It may be replicated."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -55,24 +55,24 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded tensor gathered, on the device of its mesh: collective then. A plain tensor is whole."""
+    """A sharded tensor gathered, on its mesh's device; collective for such a tensor. A plain tensor is returned as it is."""
     full_tensor = getattr(tensor, "full_tensor", None)
     if full_tensor is None:
         return tensor
     mesh_type = tensor.device_mesh.device_type  # type: ignore[attr-defined]
-    if tensor.device.type != mesh_type:  # offloaded: ranks speak to one another from their devices
+    if tensor.device.type != mesh_type:  # offloaded: collectives run on the mesh's devices
         full_tensor = tensor.to(mesh_type).full_tensor  # type: ignore[attr-defined]
     gathered: torch.Tensor = full_tensor()
     return gathered
 
 
 def is_fully_sharded(module: nn.Module) -> bool:
-    """Whether `fully_shard` was called with this very module."""
+    """Whether `fully_shard` was called on this module itself."""
     return isinstance(module, imported("torch.distributed.fsdp", "FSDPModule"))
 
 
 def _authors_class(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of which `fully_shard` made this one, by putting its own and perhaps more in front of it."""
+    """The class from which `fully_shard` made this one. Several classes may have been put in front of it."""
     line = kind.__mro__
     own_class: type[nn.Module] = line[line.index(imported("torch.distributed.fsdp", "FSDPModule")) + 1]
     return own_class
@@ -80,26 +80,25 @@ def _authors_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 @contextmanager
 def authors_classes(module: nn.Module) -> Iterator[None]:
-    """Context in which sharded modules have the classes that their authors gave them, by which libraries know them."""
+    """Context in which sharded modules have their authors' classes, by which other libraries recognise them."""
     with class_for_now([part for part in module.modules() if is_fully_sharded(part)], "authors_classes", _authors_class):
         yield
 
 
 def reshard(module: nn.Module) -> None:
-    """Put shards back in the place of whole parameters, which an evaluation leaves in a root of `fully_shard`."""
+    """Free the gathered parameters and use shards again. An evaluation leaves a root of `fully_shard` gathered."""
     for part in module.modules():
         if is_fully_sharded(part):
             part.reshard()  # type: ignore[operator]
 
 
 def reshard_after_looking(module: nn.Module) -> None:
-    """From now on a forward pass that no backward pass follows leaves shards, as one with a backward pass does.
+    """From now on, reshard after a forward pass that no backward pass follows: without gradients, or of a frozen teacher.
 
-    There is none without gradients, nor of a frozen teacher's outputs. For steps of the user's own, which may write into
-    parameters: whole ones are thrown away, with what was written.
+    For training steps that the user writes, which may write into parameters: gathered ones would be freed with the new values.
     """
 
-    depth = 0  # a forward may call the module itself, as for recycling
+    depth = 0  # a forward may call the module itself, for example to recycle its outputs
 
     def before(module: nn.Module, args: object) -> None:
         nonlocal depth
@@ -116,15 +115,15 @@ def reshard_after_looking(module: nn.Module) -> None:
 
 
 def _may_have_gradient(value: Any) -> bool:
-    """What is no tensor may hold some, such as an object of the user's."""
+    """Whether a tensor requires a gradient. True for other objects, which may hold tensors."""
     return bool(value.requires_grad) if isinstance(value, torch.Tensor) else not isinstance(value, str | float | int | None)
 
 
 def watch_numbers() -> None:
-    """From now on a number read of a split tensor of which ranks have parts, as by `weight.norm().item()`, is told once.
+    """Warn once from now on if code reads a number of a tensor that is not replicated, as `weight.norm().item()` does.
 
-    torch 2.13 gives that of this rank's part. To gather it here would hang where one rank alone reads it. And `p.data = value`
-    puts the value there, where torch does nothing.
+    torch 2.13 gives the number of this rank's part. Gathering here would hang if only one rank reads it. Also makes
+    `p.data = value` work for DTensors; in torch it does nothing.
     """
     kind: Any = imported("torch.distributed.tensor", "DTensor")
     for name in ("item", "tolist", "numpy", "__float__", "__int__", "__bool__", "__index__", "__complex__"):
@@ -136,7 +135,7 @@ def watch_numbers() -> None:
 
 @contextmanager
 def numbers_of_whole() -> Iterator[None]:
-    """Numbers that are read within are of whole tensors, for code that all ranks run alike."""
+    """Context in which numbers are read of whole tensors, for code that all ranks run alike."""
     before = _of_whole.set(True)
     try:
         yield
@@ -147,7 +146,7 @@ def numbers_of_whole() -> Iterator[None]:
 def _put(tensor: Any, value: Any) -> None:
     if is_split(value) and value.shape == tensor.shape and value.dtype == tensor.dtype:
         value = value.detach().redistribute(tensor.device_mesh, tensor.placements)
-        local(tensor.detach()).data.copy_(local(value))  # autograd is not told, as with whole tensors
+        local(tensor.detach()).data.copy_(local(value))  # hidden from autograd, as `p.data = value` is for plain tensors
     else:
         _DATA.__set__(tensor, value)
 
@@ -164,8 +163,8 @@ def _watched(read: Callable[..., Any]) -> Callable[..., Any]:
                     frame = frame.f_back
                 _told.add(f"{frame.f_code.co_filename}:{frame.f_lineno}")
                 logger.warning(
-                    "%s reads a number of a tensor that is split over the ranks, and gets that of this rank's part. Gather it "
-                    "first, on all ranks: weight.norm().full_tensor().item(). state.log(name, weight.norm()) does so by itself",
+                    "%s reads a number of a tensor that is split over the ranks, and gets that of this rank's part. Gather the "
+                    "tensor first, on all ranks: weight.norm().full_tensor().item(). state.log(name, weight.norm()) gathers it",
                     *_told,
                 )
         return read(tensor, *args)
@@ -173,7 +172,7 @@ def _watched(read: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
-# Modules of which other ranks hold other parameters altogether, as the stages of a pipeline do.
+# Modules whose parameters differ entirely by rank: pipeline stages.
 
 
 @dataclass(frozen=True)
@@ -185,13 +184,13 @@ class _Apart:
 
 
 def set_apart(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Remember the ranks among which the module is divided."""
+    """Record the ranks over which the module's layers are divided, and refuse `save_pretrained`."""
     vars(module)["_ranks_apart"] = _Apart(group)
     refuse_own_saving(module)
 
 
 def ranks_apart(module: nn.Module) -> dist.ProcessGroup | None:
-    """The ranks that hold all of the module between them; None if each has all of its names."""
+    """The ranks that together hold the module's layers; None if each rank has all parameter names."""
     group = vars(module).get("_ranks_apart")
     return group.group if isinstance(group, _Apart) else None
 
@@ -203,8 +202,8 @@ def refuse_copies(module: nn.Module) -> None:
         raise LayoutError(
             "a module that is split over the ranks cannot be copied, as timm's ModelEmaV3 and others do to average weights. For "
             "averages pass ema=0.999 to the unit: they are split like the module. For a target network, or in a loop of your "
-            "own, copy it before the unit or prepare() has it, and give prepare() the copy, too. get_model_state_dict(module) "
-            "of torch.distributed.checkpoint.state_dict has the values."
+            "own, copy the module before a unit or prepare() gets it, and give prepare() the copy, too. "
+            "torch.distributed.checkpoint.state_dict.get_model_state_dict(module) returns the values."
         )
 
     for part in module.modules():
@@ -216,10 +215,10 @@ def refuse_copies(module: nn.Module) -> None:
 
 
 def _with_whole_parameters(call: Callable[..., Any]) -> Callable[..., Any]:
-    """torch's functional_call, but for modules that `fully_shard` has split.
+    """torch's functional_call, which refuses modules that `fully_shard` has split.
 
-    These gather their own parameters in the place of those that they are given, and leave the caller with memory that was freed:
-    torch 2.13 ends the process with SIGSEGV.
+    Such a module gathers its own parameters in place of the given ones, and the caller is left with freed memory: torch 2.13 ends
+    the process with SIGSEGV.
     """
 
     @functools.wraps(call)
@@ -236,7 +235,7 @@ def _with_whole_parameters(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_own_saving(module: nn.Module) -> None:
-    """Make a `save_pretrained` of the module's own, which would write what this rank holds, raise with the remedy."""
+    """Make the module's `save_pretrained`, which would write only this rank's part, raise with the remedy."""
     own = getattr(type(module), "save_pretrained", None)
     if not callable(own):
         return
@@ -244,10 +243,10 @@ def refuse_own_saving(module: nn.Module) -> None:
     def save_pretrained(*args: Any, **options: Any) -> Any:
         if options.get("state_dict") is None:
             raise LayoutError(
-                f"{type(module).__name__}.save_pretrained: this rank holds a part of the weights only. Let what trains it gather "
-                "them, on every rank, and rank 0 write: echelon.save_pretrained(unit, folder) with a unit, "
-                "trainer.save_model(folder) with transformers' Trainer, trainer.save_checkpoint(path) with Lightning's, of which "
-                "load_from_checkpoint makes a whole model."
+                f"{type(module).__name__}.save_pretrained: this rank holds only a part of the weights. Call, on every rank, what "
+                "gathers them and writes on rank 0: echelon.save_pretrained(unit, folder) with a unit, "
+                "trainer.save_model(folder) with transformers' Trainer, trainer.save_checkpoint(path) with Lightning's, whose "
+                "file load_from_checkpoint turns into a whole model."
             )
         return own(module, *args, **options)
 

@@ -1,4 +1,4 @@
-"""What layouts have in common: a `Strategy` is a frozen value, and its `prepare` turns a module into a `Prepared`."""
+"""Base of all layouts: a `Strategy` is a frozen value whose `prepare` turns a module into a `Prepared`."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ __all__ = ["NOOPStrategy", "Prepared", "Strategy"]
 class Strategy(ABC):
     """The value of a layout: how a module is made parallel. Subclasses are frozen dataclasses and final.
 
-    `name` is what users write, `layout="ddp"`, and messages say.
+    `name` is what users write (`layout="ddp"`) and messages show.
     """
 
     name: str
 
     def __post_init__(self) -> None:
-        """Of a dataclass: refuse what makes no sense, before any rank waits for another. Overrides call this one."""
+        """Refuse invalid options of a dataclass, before any rank waits for another. Overrides call this method."""
         if is_dataclass(self):
             flags_of(self, kind=LayoutError)
 
     def __repr__(self) -> str:
-        """Of a dataclass: the options that are not the default's."""
+        """The class and, for a dataclass, the options that differ from their defaults."""
         options: tuple[Any, ...] = fields(self) if is_dataclass(self) else ()
         given = [f"{each.name}={value!r}" for each in options if (value := getattr(self, each.name)) != each.default]
         return f"{type(self).__name__}({', '.join(given)})"
 
     def but(self, **options: Any) -> Self:
-        """A copy with other options, which must make sense."""
+        """A copy with these options changed. They must be valid: nothing checks them."""
         made = copy.copy(self)
         for name, value in options.items():
             object.__setattr__(made, name, value)
@@ -52,7 +52,7 @@ class Strategy(ABC):
         Args:
             module: as the user built it; may be changed in place.
             world: the ranks, and this rank's device.
-            recipe: recompute and compile; `parallelize` owns the order in which they and the layout are applied.
+            recipe: recompute and compile; `parallelize` says in which order they and the layout are applied.
         """
 
 
