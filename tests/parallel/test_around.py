@@ -240,7 +240,7 @@ def test_what_one_rank_alone_does_is_told_on_all(ranks: Ranks, may_stop: bool) -
     first, second = ranks(2, under_each, ["backward", "closure", "last", "thaws"], _odd, may_stop)
     assert first == second
     for what, said in first.items():
-        assert ("it was frozen" if what == "thaws" else "another followed") in said and "differs between ranks" in said, what
+        assert ("it was frozen" if what == "thaws" else "a second one followed") in said and "differs between ranks" in said, what
 
 
 def _lbfgs(module: nn.Module, search: str | None) -> torch.optim.LBFGS:

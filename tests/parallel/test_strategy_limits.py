@@ -43,13 +43,13 @@ def _misfits() -> dict[str, tuple[str, str]]:
 
     fsdp, fsdp2, sizes = ech.FSDPStrategy, FSDP2Strategy, ech.Layout
     layouts: dict[str, tuple[Any, str]] = {
-        "dp": (lambda: "dp", "Take layout 'ddp'"),
+        "dp": (lambda: "dp", "Use layout 'ddp'"),
         "NO_SHARD": (lambda: fsdp(sharding_strategy=ShardingStrategy.NO_SHARD), "layout 'ddp'"),
         "unknown": (lambda: fsdp(sharding_strategy="HALF"), "FULL_SHARD, SHARD_GRAD_OP"),
         "blocks twice": (lambda: fsdp(blocks=["first"], auto_wrap_policy={nn.Linear}), "Give one of them"),
         "ranks twice": (lambda: fsdp(process_group=dist.group.WORLD, device_mesh=_mesh()), "Give one of them"),
         "device": (lambda: fsdp(device_id=3), "must be this rank's device, cpu"),
-        "devices": (lambda: ech.DDPStrategy(device_ids=[0]), "there is layout 'dp'"),
+        "devices": (lambda: ech.DDPStrategy(device_ids=[0]), "use layout 'dp'"),
         "grads": (lambda: fsdp(mixed_precision=MixedPrecision(keep_low_precision_grads=True)), "build the module in that type"),
         "offload": (lambda: fsdp(cpu_offload="yes"), "got str"),
         "container": (lambda: fsdp2(modules_to_shard=["blocks"]), "blocks is a ModuleList"),

@@ -1,1 +1,1 @@
-"""Whole models on every rank: DistributedDataParallel, local SGD, and what they cannot see."""
+"""Whole models on every rank: DistributedDataParallel, DataParallel, local SGD, and checks of forward passes around them."""

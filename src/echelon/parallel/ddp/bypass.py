@@ -1,11 +1,11 @@
-"""Forward passes that go around a DistributedDataParallel: `self.net(x)` where `self.module(x)` was meant.
+"""Forward passes that bypass a DistributedDataParallel: `self.net(x)` where `self.module(x)` was meant.
 
-Its gradients are reduced in a backward pass only if its own forward came before. So that is noted, by a hook on it; and where a
-forward pass went around it, the loss is sent through its forward instead, with a module that computes nothing in the place
-of its own: buffers are sent, buckets are laid out and awaited as ever, and the backward pass reduces what it makes. Rank by rank:
-one may go around it and another not.
+A backward pass reduces gradients only if the wrapper's forward ran before it. A hook records that. If a forward pass bypassed the
+wrapper, the loss is sent through the wrapper's forward, with a module inside that computes nothing: the wrapper broadcasts
+buffers and prepares its buckets as usual, and the backward pass reduces the gradients. Each rank decides for itself: one may
+bypass the wrapper and another not.
 
-Where the backward pass is the user's own, nothing can come between; then `watch` compares the ranks after the optimizer's step.
+If the user calls `backward`, nothing can intervene; then `watch` compares the ranks after the optimizer's step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Passes", "send_through", "watch"]
 
 
 class Passes:
-    """Whether a wrapper's forward ran, for a backward pass to follow.
+    """Records whether a wrapper's forward ran with gradients.
 
     Attributes:
         ran: set by each such forward; the reader clears it.
@@ -48,22 +48,22 @@ class Passes:
 
     @classmethod
     def of(cls, module: nn.Module) -> list[Passes]:
-        """All that listen to it."""
+        """All instances for this wrapper."""
         return cls._all.get(module, [])
 
 
 def _hear(listeners: list[Passes], module: nn.Module, args: Any) -> None:
-    # Flags, not counts: torch.compile would compile this again for every number.
+    # Flags, not counts: torch.compile would recompile for every new count.
     if torch.is_grad_enabled():
         for passes in listeners:
             passes.ran = True
 
 
 class _Backwards:
-    """Whether the latest backward pass through a wrapper was reduced: only the first after its forward is.
+    """Records whether the latest backward pass through a wrapper was reduced: only the first one after a forward is.
 
     Attributes:
-        unreduced: it was not; gradients of every rank's own were added to what was reduced before.
+        unreduced: it was not: each rank added its own gradients to the gradients reduced before.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -87,7 +87,7 @@ class _Backwards:
 
 
 class _Through(nn.Module):
-    """Stands in for a module, whose buffers it shows, and gives back what it gets."""
+    """Stands in for a module: has its buffers, and returns its input."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -98,15 +98,16 @@ class _Through(nn.Module):
 
 
 def send_through(module: DistributedDataParallel, loss: torch.Tensor) -> torch.Tensor:
-    """The loss, after a forward of the wrapper around nothing: its backward pass reduces all gradients. Collective.
+    """Send the loss through the wrapper's forward, with nothing inside, so that its backward pass reduces all gradients.
+    Collective.
 
     Raises:
-        UsageError: the wrapper computes in another type than its module, which then did not.
+        UsageError: the wrapper casts to another dtype, which a call of the module inside did not do.
     """
     if module.mixed_precision is not None:
         raise LayoutError(
-            "the module inside a DistributedDataParallel(mixed_precision=...) was called, which then computes in its own type. "
-            "Call the wrapper: self.module(x)."
+            "the module inside a DistributedDataParallel(mixed_precision=...) was called directly, so it computed in its own "
+            "dtype. Call the wrapper: self.module(x)."
         )
     for passes in Passes.of(module):
         passes.ran = True
@@ -116,10 +117,10 @@ def send_through(module: DistributedDataParallel, loss: torch.Tensor) -> torch.T
 
 
 def watch(modules: Mapping[str, nn.Module], optimizers: Iterable[torch.optim.Optimizer]) -> list[Guard]:
-    """Look, from now on, at each step with gradients of a DistributedDataParallel, whether it reduced them.
+    """Check from now on, in each step of these optimizers, whether a DistributedDataParallel reduced its gradients.
 
     Args:
-        modules: a unit's, by the attributes' names.
+        modules: a unit's modules, by attribute name.
     """
     watches: dict[str, list[_Watch]] = {}
     for optimizer in optimizers:
@@ -141,10 +142,10 @@ _watched: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakKeyDictio
 
 
 class Watches(Guard):
-    """Of a unit, by the attributes' names of its wrappers.
+    """The guard of a unit's wrappers, by attribute name.
 
-    A rank that doubts says so by a flag, which all ranks learn with what else they tell each other after a step: the others, on
-    which all went well, compare as well then.
+    A rank in doubt sets a flag, which travels in the message that ranks exchange after a step anyway. Then all ranks compare,
+    also those without a doubt.
     """
 
     def __init__(self, watches: Mapping[str, list[_Watch]]) -> None:
@@ -153,11 +154,11 @@ class Watches(Guard):
 
     @property
     def in_doubt(self) -> bool:  # type: ignore[override]
-        """Whether this rank has stepped with what may not have been reduced."""
+        """Whether this rank has stepped with gradients that may not have been reduced."""
         return any(each.doubt for each in self._all)
 
     def compare(self) -> None:
-        """Parameters must be equal all the same: reducing by hand is allowed."""
+        """Raise if parameters differ between ranks. Equal parameters are fine: scripts may reduce gradients by hand."""
         doubts = [(name, each.doubt) for name, several in self._watches.items() for each in several if each.doubt]
         for each in self._all:
             each.doubt = ""
@@ -169,7 +170,7 @@ class Watches(Guard):
         agree.raise_on_all(problem)
 
     def _differs(self, name: str) -> str | None:
-        """A parameter of a wrapper that is not the same on its ranks. Collective over these."""
+        """Name of a wrapper's parameter that differs between its ranks, or None. Collective over the wrapper's ranks."""
         modules = [module for each in self._watches.get(name, ()) if (module := each.module()) is not None]
         if not modules:
             return None
@@ -186,7 +187,7 @@ class _Watch:
     """One optimizer's steps on one wrapper's parameters.
 
     Attributes:
-        doubt: why this rank's latest steps may not be those of the others.
+        doubt: why this rank's latest steps may differ from other ranks'; empty without a doubt.
     """
 
     def __init__(self, name: str, module: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
@@ -198,7 +199,7 @@ class _Watch:
         optimizer.register_step_post_hook(self._after)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not _has_closure(args, kwargs):  # which makes its passes within the step
+        if not _has_closure(args, kwargs):  # a closure runs its passes within the step
             self._look()
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -218,17 +219,18 @@ class _Watch:
         self._next_look *= 2
         if self._passes.ran and self._backwards.unreduced:
             self.doubt = (
-                "a DistributedDataParallel reduces in the first backward pass after its forward, and another followed. Add the "
-                "losses up and call backward once, or call the module for each."
+                "a DistributedDataParallel reduces gradients only in the first backward pass after its forward, and a second one "
+                "followed. Sum the losses and call backward once, or call the module for each loss."
             )
         elif self._passes.ran:
             self.doubt = (
-                "it was frozen when training began, and a DistributedDataParallel leaves out what is frozen while it is made. "
-                "Wrap the module after unfreezing, or give an AutoUnit the plain module and layout='ddp', which averages it."
+                "it was frozen when training began, and a DistributedDataParallel never reduces parameters that are frozen when "
+                "the module is wrapped. Wrap the module after unfreezing, or give an AutoUnit the plain module and layout='ddp', "
+                "which averages it."
             )
         else:
             self.doubt = (
-                "the forward pass did not go through the DistributedDataParallel, so nothing was reduced. Call "
+                "the forward pass bypassed the DistributedDataParallel, so no gradient was reduced. Call "
                 f"self.{self._name}(x), not the module inside it; to train each rank by itself, give the unit the plain module."
             )
 
@@ -238,7 +240,7 @@ def _has_closure(args: Any, kwargs: Any) -> bool:
 
 
 def _digest(parameter: torch.Tensor) -> str:
-    """The same for the same bits, and, for all that happens, other bits for others."""
+    """Equal for equal bits, and in practice different for different bits."""
     flat = parameter.detach()
     wide = flat.to(torch.complex128 if flat.is_complex() else torch.float64)
     return f"{float(wide.abs().sum()).hex()} {float(wide.real.sum()).hex()}"

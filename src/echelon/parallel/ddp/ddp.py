@@ -1,7 +1,7 @@
 """Data parallelism with whole models: torch's DistributedDataParallel.
 
-Communication: one broadcast of parameters and buffers at the start; then, in the backward pass of a window's last
-micro-batch, all-reduces of gradient buckets, overlapped with the computation.
+Communication: a broadcast of parameters and buffers at the start; then all-reduces of gradient buckets in the backward pass of a
+window's last micro-batch, overlapped with the computation.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ __all__ = ["DDPPrepared", "DDPStrategy", "ZeROPrepared"]
 O = TypeVar("O")  # noqa: E741
 
 
-# Parameters without a gradient in a DistributedDataParallel, which then averages no gradient of the same bucket, either.
+# If a parameter gets no gradient, a DistributedDataParallel averages no gradient of the same bucket.
 #
-# torch raises in the next forward pass, when the optimizer has stepped with what each rank had; after the last step it never
-# does.
+# torch raises only in the next forward pass, after the optimizer has stepped with unaveraged gradients; after the last step it
+# never raises.
 
 _SAYS = "Expected to have finished reduction in the prior iteration"
 _NUMBERS = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
 class Awaited(Guard):
-    """The parameters of which a wrapper awaits gradients: those that required one when it was made."""
+    """Checks that the parameters for which a wrapper awaits gradients get one: those that required one when it was made."""
 
     def __init__(self, module: DistributedDataParallel) -> None:
         ignored = set(module.parameters_to_ignore)
@@ -69,13 +69,13 @@ class Awaited(Guard):
         self._may_lack = bool(alone or module.find_unused_parameters or module.static_graph)
 
     def check_gradients(self, *, frozen_too: bool) -> None:
-        """After an update's last backward pass, and before its step.
+        """Called after an update's last backward pass, before its step.
 
         Args:
-            frozen_too: torch has waited for those, too, that were frozen since.
+            frozen_too: torch also waited for parameters that have been frozen since.
 
         Raises:
-            UsageError: a gradient is missing, so that others were not averaged.
+            UsageError: a gradient is missing, so others were not averaged.
         """
         if self._may_lack:
             return
@@ -96,30 +96,30 @@ def _said(unused: list[tuple[str, nn.Parameter]]) -> LayoutError:
     what = unused[0][0] + others if unused else "all parameters"
     why = " (frozen since the module was made parallel)" if unused and not any(p.requires_grad for _, p in unused) else ""
     return LayoutError(
-        f"the loss must depend on all trained parameters, got no gradient of {what}{why}. Without it a DistributedDataParallel "
-        "does not average the others. Give DDPStrategy(find_unused_parameters=True); or freeze what is never used or trained "
-        "before the module is made parallel; or train under 'fsdp', which does not wait."
+        f"the loss must depend on all trained parameters, got no gradient of {what}{why}. A DistributedDataParallel then leaves "
+        "other gradients unaveraged. Set DDPStrategy(find_unused_parameters=True); or freeze parameters that are never used or "
+        "trained before the module is made parallel; or train under 'fsdp', which does not wait for them."
     )
 
 
-# The order in which DistributedDataParallel adds gradients, the same after a resume as it was before.
+# Keep the order in which DistributedDataParallel sums gradients across a resume.
 #
-# After its first backward pass it sorts gradients into other buckets, in the order in which that pass made them; a resumed
-# process would begin with the unsorted ones once more. A ring of three ranks or more adds an element's terms in an order that
-# depends on its place in a bucket, so that the first update after a resume would differ in its last bits. So the order of the
-# first pass is noted, travels in the checkpoint, and is played back through a backward pass that computes nothing.
+# After its first backward pass DistributedDataParallel rebuilds its buckets in the order in which that pass made gradients; a
+# resumed process would start with the original buckets again. A ring of three or more ranks sums an element's terms in an order
+# that depends on the element's place in a bucket, so the first update after a resume would differ in its last bits. So the order
+# of the first pass is recorded, saved in the checkpoint, and replayed through a backward pass that computes nothing.
 #
-# With `find_unused_parameters` or `static_graph` torch has other rules, which are left alone. A communication hook with a state
-# of its own sees one all-reduce of zeros more. Tested with torch 2.13.
+# With `find_unused_parameters` or `static_graph` torch has other rules, and this does nothing. A communication hook that keeps a
+# state sees one more all-reduce, of zeros. Tested with torch 2.13.
 
-# Two ranks add two numbers, in either order alike.
+# Two ranks add two numbers: the order does not matter.
 _ORDER_MATTERS_FROM = 3
 
 _orders: weakref.WeakKeyDictionary[nn.Module, list[str]] = weakref.WeakKeyDictionary()
 
 
 class BucketOrder(Extras):
-    """The order of a wrapper's first backward pass that reduces: the names of its parameters."""
+    """Parameter names in the order in which a wrapper's first reducing backward pass made their gradients."""
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self._module = module
@@ -134,7 +134,7 @@ class BucketOrder(Extras):
         return {"reduction_order": order} if is_known else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Have the module reduce as if it had made gradients in this order once. Collective; clears gradients."""
+        """Have the module rebuild its buckets as after a backward pass in the saved order. Collective; clears gradients."""
         module, order = self._module, state_dict.get("reduction_order", ())
         if _is_sorted_later(module) and module not in _orders and sorted(order) == sorted(_trained(module)):
             _backward(module, order)
@@ -155,7 +155,7 @@ def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 class _Listener:
-    """Hears of every gradient of one backward pass."""
+    """Records the order of gradients in the first reducing backward pass, by hooks that then remove themselves."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -184,7 +184,7 @@ class _Sum(nn.Module):
 
     def forward(self, start: torch.Tensor) -> torch.Tensor:
         total = start
-        for parameter in reversed(self._parameters_in_order):  # what was computed last has its gradient first
+        for parameter in reversed(self._parameters_in_order):  # the last one used gets its gradient first
             some = parameter.sum() * 0
             total = total + (some.real if some.is_complex() else some).to(total.dtype)
         return total
@@ -200,19 +200,19 @@ def _backward(module: DistributedDataParallel, order: Sequence[str]) -> None:
 
 
 class _LastReference(tuple[Any, ...]):
-    """A tuple, which the collector does not empty. Copies, and what other processes get of it, have nothing in it."""
+    """A tuple, which the garbage collector does not clear. Copies and pickles of it are empty."""
 
     def __reduce__(self) -> Any:
         return _LastReference, ()
 
 
 def _outlive_reducer(module: DistributedDataParallel) -> None:
-    """Let Python free the group, after the module's reducer has let go of it.
+    """Make Python hold the last reference to the process group, after the module's reducer has dropped its own.
 
-    When gloo's group is freed, its destructor joins the group's threads. Freed by the reducer, it does so while it holds the
-    interpreter's lock, for which one of these threads may be waiting, to free the tensors of the last collective: a program
-    that destroys its groups and returns hangs now and then. Freed by Python's own object, it lets go of the lock first. What
-    a module has is freed in the order in which it was set, so this must be set last.
+    The destructor of a gloo group joins the group's threads. If the reducer frees the group, the destructor runs with the GIL
+    held, and one of these threads may be waiting for the GIL to free the tensors of the last collective: a program that destroys
+    its groups and returns hangs now and then. If Python's object frees the group, it releases the GIL first. A module's
+    attributes are freed in the order in which they were set, so this one must be set last.
 
     Source: https://github.com/pytorch/pytorch/issues/56297 (open); seen with torch 2.13.0.
     """
@@ -231,20 +231,20 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         self._passes: Passes | None = None
         ignored = set(module.parameters_to_ignore)
         self._in_buckets = [p for name, p in module.module.named_parameters() if p.requires_grad and name not in ignored]
-        self._of_window: list[bool] = []  # which of them were trained in a micro-batch since the last update
-        self._alone: list[tuple[nn.Parameter, bool]] = []  # all of them, where gradients are averaged apart in this micro-batch
+        self._of_window: list[bool] = []  # for each: trained in a micro-batch since the last update
+        self._alone: list[tuple[nn.Parameter, bool]] = []  # all of these, if this micro-batch's gradients bypass the buckets
         self._awaited = Awaited(module)
         self.guards.append(self._awaited)
         self._reduce_unfrozen()
         self.extras = BucketOrder(module)
 
     def optimizer(self, make: Callable[[DistributedDataParallel], O]) -> O:
-        """A wrapper of ours adds nothing to names: code that chooses parameters by them does so as under other layouts."""
+        """Call `make` with the module inside our own wrapper, so that parameters have the same names as under other layouts."""
         if not isinstance(self.module, Reaching):
             return super().optimizer(make)
         inner: Any = self.unwrapped
         reached = not hasattr(inner, "module")
-        if reached:  # `module.module` is how scripts for one layout reach through the wrapper
+        if reached:  # scripts written for one layout use `module.module` to reach through the wrapper
             vars(inner)["module"] = inner
         try:
             return make(inner)
@@ -255,8 +255,9 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         if not last and self.module.static_graph:
             raise LayoutError(
-                "static_graph must be False where gradients are accumulated, got True: torch counts the first backward pass for "
-                "all that follow, and reduces none that comes later. Leave static_graph out, or take every batch for an update."
+                "static_graph must be False where gradients are accumulated, got True: torch takes the first backward pass as "
+                "the pattern for all later ones, and reduces none of these. Leave static_graph out, or make every batch an "
+                "update."
             )
         if self._passes is None:
             self._passes = Passes(self.module)
@@ -265,7 +266,7 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         self._of_window = list(map(or_, self._of_window, trained)) if self._of_window else trained
         self._alone = []
         torch_can = self.module.find_unused_parameters and trained == self._of_window
-        if last and not all(trained) and not torch_can:  # it would wait for what is frozen: its buckets are left out
+        if last and not all(trained) and not torch_can:  # torch would wait for frozen parameters, so bypass its buckets
             self._alone = list(zip(self._in_buckets, self._of_window, strict=True))
         context = super().accumulate(last and not self._alone)
         if last:
@@ -281,27 +282,27 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         if self._reduces and not self._passes.ran and not self._alone:
             return send_through(self.module, loss)
         if self._reduces and not self._alone and self.module.find_unused_parameters and not self.module.static_graph:
-            # torch has looked at the outputs, as far as it finds tensors in them; the loss may have come another way, too.
+            # torch searched the graph of the outputs, where it finds tensors in them; the loss may depend on more.
             self.module.reducer.prepare_for_backward([loss])
         return loss
 
     def after_backward(self, loss: torch.Tensor) -> None:
         super().after_backward(loss)
         if self._alone:
-            # Asked again: the loss's own code may have frozen and unfrozen layers meanwhile.
+            # requires_grad is read again: the code of the loss may have frozen or unfrozen layers since.
             alone = [p for p, was_trained in self._alone if was_trained or p.requires_grad]
             average_(alone, self.data.groups, in_order=self._order_is_fixed)
-            self.module.require_forward_param_sync = True  # as after torch's own: rank 0's buffers are sent next
+            self.module.require_forward_param_sync = True  # as after torch's own: the next forward broadcasts buffers
         if self._reduces:
             self._awaited.check_gradients(frozen_too=not self._alone)
 
     @property
     def forward_is_collective(self) -> bool:  # type: ignore[override]
-        """Before a forward, rank 0's buffers go to all."""
+        """Whether a forward broadcasts rank 0's buffers."""
         return bool(self.module.broadcast_buffers) and any(True for _ in self.module.buffers())
 
     def before_evaluation(self) -> bool:
-        """Sends what the next forward pass would send, so that none without gradients does."""
+        """Broadcast rank 0's buffers now, in place of the next forward pass, which need not be collective then."""
         group, ignored = self.module.process_group, self.module.parameters_to_ignore
         for name, buffer in self.module.module.named_buffers() if self.forward_is_collective else ():
             if name not in ignored:
@@ -314,7 +315,7 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         self.before_evaluation()
 
     def parameters_written(self) -> None:
-        # Averages have taken the place of the buffers, too. torch sends none after a forward pass that only accumulated.
+        # Averages may have replaced buffers, too. After a forward pass that only accumulated, torch would not broadcast them.
         self.module.require_forward_param_sync = True
 
     def fix_order(self) -> None:
@@ -324,12 +325,12 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
             self.module.register_comm_hook(self.module.process_group, lambda group, bucket: reduce_bucket(group, bucket))
         except RuntimeError as error:  # torch takes one hook
             raise LayoutError(
-                "comm_hook must be None in bit-equal training, which reduces gradients by its own hook. Leave it out."
+                "comm_hook must be None in bit-equal training, which reduces gradients in its own hook. Leave it out."
             ) from error
 
 
 class ZeROPrepared(DDPPrepared):
-    """A module in DistributedDataParallel, whose optimizer will be divided: stage 1 of ZeRO (Rajbhandari et al. 2020)."""
+    """A module in DistributedDataParallel whose optimizer is partitioned: stage 1 of ZeRO (Rajbhandari et al. 2020)."""
 
     _divides_optimizer = True
 
@@ -344,7 +345,7 @@ class ZeROPrepared(DDPPrepared):
 register(Kind("ddp", lambda module: isinstance(module, DistributedDataParallel), DDPPrepared, inner="module"))
 
 
-# What `DDPStrategy.wrap` sees to itself.
+# Options that `DDPStrategy.wrap` handles itself.
 _NOT_TORCHS = {
     *("broadcast_buffers", "forward_sync_buffers", "device_ids", "comm_state", "comm_hook"),
     *("sync_batchnorm", "mixed_precision", "shard_optimizer"),
@@ -355,20 +356,20 @@ _NOT_TORCHS = {
 class DDPStrategy(Strategy):
     """DistributedDataParallel's options, under its names; defaults are torch's, except for `gradient_as_bucket_view`.
 
-    What is not described here is as torch describes it.
+    torch's documentation describes the options that are not listed here.
 
     Args:
-        broadcast_buffers: send rank 0's buffers (batch-norm statistics) to all before each forward.
-        forward_sync_buffers: torch's newer name for it; False still sends them once, at the start.
+        broadcast_buffers: broadcast rank 0's buffers (batch-norm statistics) before each forward.
+        forward_sync_buffers: torch's newer name for `broadcast_buffers`; False still broadcasts once, at the start.
         bucket_cap_mb: size of a gradient bucket in MiB; None is torch's 25. `bucket_cap_mb_list` gives one for each bucket.
         gradient_as_bucket_view: gradients share memory with the buckets, which saves a copy; the values are the same.
-        comm_hook, comm_state: replaces the all-reduce of a bucket, as `register_comm_hook` describes.
+        comm_hook, comm_state: replace the all-reduce of a bucket, as `register_comm_hook` describes.
         check_reduction: torch accepts it and has not used it for years.
         sync_batchnorm: batch norm over the global batch.
         device_ids: accepted from scripts that wrap by hand; must be this rank's device: `[device.index]`, on a CPU `[None]`.
-        mixed_precision: refused; a precision is the unit's.
-        shard_optimizer: each rank keeps and computes the optimizer's state of a part of the parameters: layout "zero1". It is
-            divided when the unit builds it, so a unit of your own must build it by `prepared.optimizer(...)`.
+        mixed_precision: refused; set the precision of the unit instead.
+        shard_optimizer: each rank keeps and updates the optimizer state of a part of the parameters: layout "zero1". The
+            optimizer is partitioned when it is built, so a unit of your own must build it by `prepared.optimizer(...)`.
     """
 
     output_device: int | torch.device | None = None
@@ -423,7 +424,7 @@ class DDPStrategy(Strategy):
         module = materialize(module, world.device).to(world.device)
         if not any(p.requires_grad for p in module.parameters()):  # nothing to reduce
             for tensor in (*module.parameters(), *module.buffers()):
-                if self.init_sync and type(tensor) in (torch.Tensor, nn.Parameter):  # what keeps few bits is sent by nobody
+                if self.init_sync and type(tensor) in (torch.Tensor, nn.Parameter):  # quantized subclasses are not broadcast
                     dist.broadcast(tensor.detach(), group_src=0, group=self.process_group)
             prepared = Prepared(recipe.applied(module), [Axis.of(self.process_group)])
             prepared._reduce_unfrozen()
@@ -435,12 +436,13 @@ class DDPStrategy(Strategy):
     def _refuse_split(module: nn.Module) -> None:
         for axis in split_axes(module):
             raise LayoutError(
-                f"layers of {type(module).__name__} are split over the axis {axis.name!r}: DistributedDataParallel would lose "
-                'them from the state and from norms. Use FSDPStrategy(device_mesh=mesh["dp"]), by the name of your data axis.'
+                f"layers of {type(module).__name__} are split over the axis {axis.name!r}: under DistributedDataParallel they "
+                'would be missing from the state and from norms. Use FSDPStrategy(device_mesh=mesh["dp"]), with the name of your '
+                "data axis."
             )
 
     def wrap(self, module: nn.Module, world: World, recipe: Recipe) -> DistributedDataParallel:
-        """The module, which is on its device and has something to train, in DistributedDataParallel."""
+        """Wrap a module, which is on its device and has a trained parameter, in DistributedDataParallel."""
         if self.sync_batchnorm:
             module = sync_batchnorm(module, world.device, self.process_group)
         module = recipe.applied(module)
@@ -452,7 +454,7 @@ class DDPStrategy(Strategy):
         return wrapped
 
     def _buffers(self) -> dict[str, Any]:
-        # torch 2.13 warns of `broadcast_buffers`; its default says the same without it.
+        # torch 2.13 warns if `broadcast_buffers` is passed, so it is left out where it equals the default.
         if self.forward_sync_buffers is not None:
             return {"forward_sync_buffers": self.forward_sync_buffers}
         return {} if self.broadcast_buffers else {"broadcast_buffers": False}
@@ -463,11 +465,11 @@ class DDPStrategy(Strategy):
                 "mixed_precision must be None in DDPStrategy. Give the precision to the unit: AutoUnit(precision='bf16')."
             )
         if self.process_group is not None and self.device_mesh is not None:
-            raise LayoutError("process_group and device_mesh both choose the ranks. Give one of them.")
-        # [device.index], as TorchTNT's page writes it, is [None] where there are no devices to choose from.
+            raise LayoutError("process_group or device_mesh must be None, since both choose the ranks. Give one of them.")
+        # [device.index], as on TorchTNT's page, is [None] on a CPU.
         own_device = [world.device, world.device.index] if world.device.type == "cuda" else [None, world.device]
         if self.device_ids is not None and (len(self.device_ids) > 1 or any(d not in own_device for d in self.device_ids)):
             raise LayoutError(
-                f"device_ids must be this rank's device, {world.device}, got {list(self.device_ids)}. Leave it out; for one "
-                "process that drives several devices there is layout 'dp'."
+                f"device_ids must be this rank's device, {world.device}, got {list(self.device_ids)}. Leave it out; use layout "
+                "'dp' for one process that drives several devices."
             )

@@ -1,7 +1,7 @@
 """One process that drives several GPUs: torch's DataParallel.
 
-Communication, inside the process: the batch is scattered, the parameters are copied to every device, before each forward;
-outputs and gradients are gathered on the first device. DistributedDataParallel is faster; this is for scripts that have it.
+Communication, inside the process: before each forward the batch is scattered and the parameters are copied to every device;
+outputs and gradients are gathered on the first device. DistributedDataParallel is faster; this is for scripts with DataParallel.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 class DPPrepared(Prepared["nn.DataParallel[Any]"]):
-    """A module in DataParallel, ours or the user's own: one process, and one share of the data; autograd adds up."""
+    """A module in DataParallel, ours or the user's: one process with one share of the data. Autograd sums the gradients."""
 
     def __init__(self, module: nn.DataParallel[Any], world: World) -> None:
         super().__init__(module)
         self.data = DataAxes(is_divided=True)
-        self.data.is_replica = False  # nor do processes speak for each other where a script has several
+        self.data.is_replica = False  # also if a script has several processes: none counts another's samples
 
 
 register(Kind("dp", lambda module: isinstance(module, nn.DataParallel), DPPrepared, inner="module", unknown_to_torch=True))
@@ -44,12 +44,12 @@ register(Kind("dp", lambda module: isinstance(module, nn.DataParallel), DPPrepar
 
 @dataclass(frozen=True, repr=False)
 class DPStrategy(Strategy):
-    """DataParallel's options, under its names. Where there is one device, or none but the CPU, it is the plain module.
+    """DataParallel's options, under its names. With one CUDA device, or on the CPU, the module stays plain.
 
     Args:
-        device_ids: CUDA devices of this process; by default all that it sees. The first holds the parameters.
-        output_device: where outputs are gathered; by default the first.
-        dim: along which a batch is scattered.
+        device_ids: CUDA devices of this process; by default all visible ones. The first holds the parameters.
+        output_device: where outputs are gathered; by default the first device.
+        dim: the dimension along which a batch is scattered.
     """
 
     name = "dp"
@@ -71,7 +71,7 @@ class DPStrategy(Strategy):
         if world.size > 1:
             raise LayoutError(
                 f"layout 'dp' is one process that drives several devices, but {world.size} ranks run: each would train a "
-                "model of its own. Take layout 'ddp', or start one rank."
+                "model of its own. Use layout 'ddp', or start one rank."
             )
         materialize(module, world.device)
         devices = list(self.device_ids if self.device_ids is not None else range(torch.cuda.device_count()))
@@ -81,8 +81,8 @@ class DPStrategy(Strategy):
             return Prepared(recipe.applied(module.to(world.device)))
         if recipe.activation_checkpoint is not None:
             raise LayoutError(
-                "layout 'dp' copies the module to each device for every step, and the copies would recompute with the first "
-                "one's weights. Take layout 'ddp', or no recompute."
+                "layout 'dp' copies the module to each device in every step, and the copies would recompute with the weights of "
+                "the first device. Use layout 'ddp', or leave out recompute."
             )
         module = recipe.applied(module.to(_first(devices)))
         return DPPrepared(nn.DataParallel(module, devices, self.output_device, self.dim), world)

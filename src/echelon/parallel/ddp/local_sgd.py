@@ -1,22 +1,22 @@
-"""Training over slow networks: each rank is a worker that trains by itself, and the workers meet every so many updates.
+"""Training over slow networks: each rank is a worker that trains by itself. Every N updates the workers meet (synchronize).
 
-    LocalSGDStrategy(every=16)     they take the average of their parameters (Stich 2018, arXiv 1805.09767)
-    DiLoCoStrategy(every=500)      an outer optimizer takes the way from where they last met to that average for a gradient
+    LocalSGDStrategy(every=16)     workers average their parameters (Stich 2018, arXiv 1805.09767)
+    DiLoCoStrategy(every=500)      an outer optimizer uses the change from the last meeting to that average as its gradient
                                    (Douillard et al. 2023, arXiv 2311.08105)
 
-Between two meetings nothing travels, no message of the loop's either: a stop that one rank asks for is agreed on when they next
-meet. The numbers are others than under "ddp", except for plain SGD with `every=1`.
+Between meetings ranks send nothing, not even messages of the loop: if one rank is asked to stop, the ranks agree on it at the
+next meeting. The numbers differ from those of "ddp", except for plain SGD with `every=1`.
 
-An average weighs each worker by what it has trained on since the last meeting (rows or tokens, as `unit.weight` says), so that a
-worker with fewer samples in a short tail counts less, and one with padding alone counts nothing; with equal shares it is the
-papers' plain mean. Buffers of floating-point numbers are averaged alike.
+The average weighs each worker by the rows or tokens (see `unit.weight`) that it has trained on since the last meeting. So a
+worker with fewer samples at the end of the data counts less, and a worker with only padding does not count; with equal shares it
+is the papers' plain mean. Floating-point buffers are averaged likewise.
 
-What is evaluated, predicted with, saved as the model's parameters and exported is what a meeting at that moment would give, the
-same on all ranks: it is computed aside, and training goes on as if it had not been. A checkpoint also has what each worker has
-of its own, so that a run which is killed and resumed at any step, with as many ranks, ends with the same bits. With another
-number of ranks, or under another layout, training goes on from that average, with rank 0's optimizer state.
+Evaluation, prediction, export and the saved model parameters use the values that a meeting at that moment would give, equal on
+all ranks. They are computed separately and do not affect training. A checkpoint also has each worker's own state, so a run that
+is killed and resumed at any step with the same number of ranks ends with the same bits. With another number of ranks, or under
+another layout, training continues from that average, with rank 0's optimizer state.
 
-Communication: when workers meet, one all-reduce of the trained parameters and of the buffers, and before it one of a number.
+Communication of a meeting: an all-reduce of one number, then one of the trained parameters and buffers.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ __all__ = ["DiLoCoStrategy", "LocalSGDStrategy", "WorkerPrepared"]
 O = TypeVar("O")  # noqa: E741
 
 
-# A worker that trains by itself, and what happens when the workers meet. See `local_sgd`.
+# A worker that trains by itself, and the meeting of workers.
 
 OuterOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
-# Numbers that are sent at once: their copy takes 64 MiB in float32.
+# Elements sent in one message: their copy takes 64 MiB in float32.
 _AT_ONCE = 2**24
 
 
 class Worker(nn.Module):
-    """A wrapper that computes what its module does.
+    """A wrapper whose forward is its module's.
 
     Args:
-        module: with the same values on all ranks.
-        layout: its name, for messages.
+        module: the module, with the same values on all ranks.
+        layout: the layout's name, for messages.
         every: updates between two meetings.
-        outer: makes the outer optimizer; None takes the average.
+        outer: makes the outer optimizer; None uses the plain average.
     Attributes:
         optimizer: the worker's own.
         have_met: whether the workers have met after the latest update.
@@ -77,9 +77,9 @@ class Worker(nn.Module):
         self.optimizer: torch.optim.Optimizer | None = None
         self.have_met = False
         self._since = 0  # updates since the last meeting
-        self._weight: Any = 0.0  # trained on since then
+        self._weight: Any = 0.0  # weight of the samples trained on since then
         self._weight_of_window: Any = 0.0
-        self._own: dict[str, torch.Tensor] | None = None  # set aside while the common values are shown
+        self._own: dict[str, torch.Tensor] | None = None  # the worker's own values, while the module has the common ones
         self._make_outer, self._anchor, self._outer = outer, dict[str, nn.Parameter](), None
         if outer is not None:
             trained = {n: p for n, p in plain_names(module) if p.requires_grad}
@@ -94,14 +94,14 @@ class Worker(nn.Module):
     # --- training
 
     def count(self, weight: Any) -> None:
-        """A micro-batch of this weight is trained on."""
+        """Count a micro-batch of this weight."""
         self._weight_of_window = self._weight_of_window + weight
 
     def discard(self) -> None:
         self._weight_of_window = 0.0
 
     def stepped(self) -> None:
-        """After an update. Collective when a meeting is due."""
+        """Called after each update. Collective when a meeting is due."""
         self._since += 1
         self._weight, self._weight_of_window = self._weight + self._weight_of_window, 0.0
         self.have_met = self._since >= self.every
@@ -110,7 +110,7 @@ class Worker(nn.Module):
 
     @torch.no_grad()
     def meet(self) -> None:
-        """All workers go on from common parameters. Collective. Does nothing if they have just done so."""
+        """Give all workers the common parameters. Collective. Does nothing if there was no update since the last meeting."""
         self.show_own()
         if not self._since:
             return
@@ -120,7 +120,7 @@ class Worker(nn.Module):
         self._since, self._weight = 0, 0.0
 
     def _exchanged(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is trained, and buffers of floating-point numbers."""
+        """Trained parameters and floating-point or complex buffers, by name."""
         for name, parameter in plain_names(self.module):
             if parameter.requires_grad or name in self._anchor:
                 yield name, parameter
@@ -130,10 +130,10 @@ class Worker(nn.Module):
 
     @torch.no_grad()
     def _common(self, *, commits: bool) -> dict[str, torch.Tensor]:
-        """What a meeting gives. Collective.
+        """The values that a meeting gives. Collective.
 
         Args:
-            commits: it is one; else the outer optimizer stays as it is.
+            commits: this is a meeting; else the outer optimizer and the anchor stay as they are.
         """
         averages = _averages(dict(self._exchanged()), self._weight)
         if self._outer is None or self._make_outer is None:
@@ -149,11 +149,11 @@ class Worker(nn.Module):
         outer.zero_grad()
         return averages | {n: p.detach() for n, p in anchor.items()}
 
-    # --- what others see
+    # --- values for evaluation and saving
 
     @torch.no_grad()
     def show_common(self) -> None:
-        """Until training goes on, the module has what a meeting would give. Collective."""
+        """Give the module the values that a meeting would give, until training continues. Collective."""
         if self._own is None and self._since:
             common = self._common(commits=False)
             self._own = {}
@@ -163,12 +163,12 @@ class Worker(nn.Module):
 
     @torch.no_grad()
     def show_own(self) -> None:
-        """What the worker has of its own takes its place again."""
+        """Give the module the worker's own values again."""
         own, self._own = self._own, None
         if own is not None:
             named = self._named()
             for name, tensor in own.items():
-                if name in named and named[name].shape == tensor.shape:  # else an evaluation let a buffer grow
+                if name in named and named[name].shape == tensor.shape:  # else an evaluation enlarged a buffer
                     named[name].data = tensor
 
     def _named(self) -> dict[str, torch.Tensor]:
@@ -178,7 +178,7 @@ class Worker(nn.Module):
 
     @torch.no_grad()
     def begin_here(self) -> None:
-        """The module's values, which were loaded, are those of a meeting."""
+        """Treat the module's values, which were loaded, as the result of a meeting."""
         self._own, self._since, self._weight, self._weight_of_window = None, 0, 0.0, 0.0
         if self._make_outer is not None:
             named = self._named()
@@ -187,7 +187,7 @@ class Worker(nn.Module):
             self._outer = self._make_outer(list(self._anchor.values()))
 
     def own_state(self) -> dict[str, Any]:
-        """What this worker alone has, of plain values and tensors."""
+        """This worker's own state, as plain values and tensors."""
         values = self._own if self._own is not None else dict(self._exchanged()) if self._since else {}
         optimizer = {} if self.optimizer is None else OptimizerState({"module": self}, self.optimizer).state_dict()
         return {
@@ -203,14 +203,14 @@ class Worker(nn.Module):
     def load_own_state(self, saved: Any) -> None:
         """
         Raises:
-            CheckpointCorruptError: it is nothing that `own_state` gives for such a module.
+            CheckpointCorruptError: `saved` is not a state that `own_state` gives for this module.
         """
         named = self._named()
         since, weight, values, anchor = _checked(saved, named)
         for name, tensor in values.items():
             if name in named and named[name].shape != tensor.shape:
                 named[name].data = tensor.to(named[name])
-            elif name in named:  # else a forward pass makes this buffer
+            elif name in named:  # else a forward pass creates this buffer
                 named[name].copy_(tensor)
         for name, tensor in anchor.items():
             if name in self._anchor:
@@ -222,7 +222,7 @@ class Worker(nn.Module):
             if self._outer is not None and saved["outer"]:
                 self._outer.load_state_dict(saved["outer"])
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, IndexError) as error:
-            raise CheckpointCorruptError(f"the checkpoint holds a worker's optimizer that is not valid: {error!r}.") from None
+            raise CheckpointCorruptError(f"the checkpoint holds an invalid state of a worker's optimizer: {error!r}.") from None
 
 
 class WorkerState(ModuleState):
@@ -242,7 +242,7 @@ class WorkerState(ModuleState):
 
 
 class WorkerOptimizerState(OptimizerState):
-    """An optimizer's state, of which rank 0's counts: each worker has its own, which `Worker.own_state` gives."""
+    """An optimizer's state, saved as rank 0 has it. Each worker's own state is in `Worker.own_state`."""
 
     @property
     def of_first_rank(self) -> list[str]:
@@ -255,14 +255,14 @@ Tensors = dict[str, torch.Tensor]
 def _checked(saved: Any, named: Mapping[str, torch.Tensor]) -> tuple[int, float, Tensors, Tensors]:
     wanted = {"since": int, "weight": float, "values": dict, "optimizer": dict, "anchor": dict, "outer": dict}
     if not isinstance(saved, dict) or any(not isinstance(saved.get(name), kind) for name, kind in wanted.items()):
-        raise CheckpointCorruptError("the checkpoint holds a state of workers that is not valid.")
+        raise CheckpointCorruptError("the checkpoint holds an invalid state of a worker.")
     since, weight = saved["since"], saved["weight"]
     if isinstance(since, bool) or since < 0 or not 0 <= weight < math.inf:
-        raise CheckpointCorruptError(f"the checkpoint holds a worker with {weight} samples in {since} updates, which cannot be.")
+        raise CheckpointCorruptError(f"the checkpoint holds a worker with {weight} samples in {since} updates, which is invalid.")
     for part in ("values", "anchor"):
         for name, tensor in saved[part].items():
             living = named.get(name)
-            is_buffer = part == "values" and not isinstance(living, nn.Parameter)  # of which passes make some, and let some grow
+            is_buffer = part == "values" and not isinstance(living, nn.Parameter)  # passes create and enlarge buffers
             fits = is_buffer or (living is not None and tensor.shape == living.shape)
             if not isinstance(tensor, torch.Tensor) or not fits:
                 raise CheckpointCorruptError(f"the checkpoint holds {name!r} of a worker, which does not fit this module.")
@@ -270,7 +270,7 @@ def _checked(saved: Any, named: Mapping[str, torch.Tensor]) -> tuple[int, float,
 
 
 def _averages(tensors: Mapping[str, torch.Tensor], weight: Any) -> dict[str, torch.Tensor]:
-    """The mean over all ranks, each with its weight, or plain if nobody has one. Collective."""
+    """The mean over all ranks, weighted, or plain if the weights are all zero. Collective."""
     if not agree.is_joined():
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
     own_weight = torch.tensor([float(weight)], dtype=torch.float64)
@@ -289,7 +289,7 @@ def _averages(tensors: Mapping[str, torch.Tensor], weight: Any) -> dict[str, tor
 
 
 def _buckets(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Names of tensors of one type, of which about `_AT_ONCE` numbers are sent together."""
+    """Split tensors into lists of names: of one dtype, and of at most `_AT_ONCE` elements unless a single tensor has more."""
     kinds: dict[torch.dtype, list[str]] = {}
     for name, tensor in tensors.items():
         kinds.setdefault(tensor.dtype, []).append(name)
@@ -305,7 +305,7 @@ def _buckets(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
 
 
 class _Own(Extras):
-    """What each worker has of its own."""
+    """Each worker's own state."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -319,7 +319,7 @@ class _Own(Extras):
 
 
 class WorkerPrepared(Prepared[Worker]):
-    """A module that each rank trains by itself, between two meetings."""
+    """A module that each rank trains by itself between meetings."""
 
     trains = "alone"
 
@@ -337,7 +337,7 @@ class WorkerPrepared(Prepared[Worker]):
     def add_extra_params(self, others: list[nn.Parameter]) -> None:
         if others:
             raise OptimizerError(
-                f"the optimizer must hold the module's parameters only under {self.module.layout!r}, got {len(others)} others, "
+                f"under {self.module.layout!r} the optimizer must hold only the module's parameters, got {len(others)} others, "
                 "which would not be averaged. Make them part of the module."
             )
         super().add_extra_params(others)
@@ -368,13 +368,13 @@ class WorkerPrepared(Prepared[Worker]):
 
     def fix_order(self) -> None:
         raise OptimizerError(
-            f"bit-equal training is the same on any number of ranks, which {self.module.layout!r} is not. Use ddp."
+            f"bit-equal training must give the same numbers on any number of ranks, {self.module.layout!r} does not. Use 'ddp'."
         )
 
     def parameters_written(self) -> None:
         raise OptimizerError(
-            f"ema must be None under {self.module.layout!r}: each worker would average weights of its own. The workers' "
-            "average is what is evaluated and saved."
+            f"ema must be None under {self.module.layout!r}: each worker would average its own weights. The workers' average is "
+            "evaluated and saved anyway."
         )
 
     def describe(self) -> dict[str, Any]:
@@ -399,7 +399,7 @@ def _prepare(
 ) -> Prepared[Any]:
     if recipe.precision is not None and recipe.precision.dtype is torch.float16:
         raise OptimizerError(
-            f"precision must not be 'fp16' under {layout!r}, whose workers would leave out other updates each. Use 'bf16'."
+            f"precision must not be 'fp16' under {layout!r}, whose workers would each skip different updates. Use 'bf16'."
         )
     if world.size > 1:
         ensure_group(world.device)
@@ -410,14 +410,14 @@ def _prepare(
 
 @dataclass(frozen=True, repr=False)
 class LocalSGDStrategy(Strategy):
-    """Each rank trains by itself; every so many updates all take the average of their parameters. For slow networks.
+    """Each rank trains by itself; every N updates all ranks average their parameters. For slow networks.
 
     Args:
-        every: updates between two averages. 16 is where Lin et al. 2018 (arXiv 1808.07217) still see the accuracy of every
-            update's; 1 with plain SGD gives the numbers of "ddp".
+        every: updates between two averages. With 16, Lin et al. 2018 (arXiv 1808.07217) still see the accuracy of averaging in
+            every update; 1 with plain SGD gives the numbers of "ddp".
 
-    Gradients are clipped by each worker, and the loss and throughput in metrics.jsonl are those of rank 0's worker. The workers
-    meet once more when training ends. Optimizer state is each worker's own.
+    Each worker clips its own gradients and has its own optimizer state. The loss and throughput in metrics.jsonl are those of
+    rank 0's worker. The workers average once more when training ends.
     """
 
     name = "local_sgd"
@@ -438,14 +438,15 @@ def _nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True, repr=False)
 class DiLoCoStrategy(Strategy):
-    """As LocalSGDStrategy, with an outer optimizer between the averages. For hundreds of updates without a message.
+    """As LocalSGDStrategy, but an outer optimizer steps on the averages. For hundreds of updates without communication.
 
     Args:
-        every: updates between two meetings; 500 as in the paper.
+        every: updates between two steps of the outer optimizer; 500 as in the paper.
         outer_optimizer: makes the outer optimizer from a list of parameters, the same on all ranks; by default SGD with
             lr 0.7 and Nesterov momentum of 0.9, as in the paper. `lambda p: torch.optim.SGD(p, lr=1.0)` is local SGD.
 
-    A rank holds the parameters of the last meeting and the outer optimizer's state besides. The rest is as in LocalSGDStrategy.
+    Each rank also holds the parameters of the last outer step and the outer optimizer's state. The rest is as in
+    LocalSGDStrategy.
     """
 
     name = "diloco"

@@ -1,9 +1,9 @@
-"""Batch norm over the global batch, in host memory too: torch's SyncBatchNorm refuses CPUs.
+"""Batch norm over the global batch, also in host memory: torch's SyncBatchNorm refuses CPUs.
 
-With x over all ranks and n rows in all:  mean = sum x / n,  var = sum (x - mean)^2 / n.  Both sums are differentiable
-all-reduces; they come one after the other because sum x^2 - n mean^2 loses digits.
+With x over all ranks and n values per channel in all:  mean = sum x / n,  var = sum (x - mean)^2 / n.  Both sums are
+differentiable all-reduces, one after the other, because sum x^2 - n mean^2 loses digits.
 
-Communication: two all-reduces of one number per channel in the forward, two in the backward, of every batch norm layer.
+Communication of every batch norm layer: two all-reduces of one number per channel in the forward, two in the backward.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["HostSyncBatchNorm", "on_host", "sync_batchnorm", "without_rows"]
 
 
 class HostSyncBatchNorm(nn.BatchNorm1d):
-    """Batch norm whose statistics are those of all ranks, for tensors in host memory. Ranks may have different numbers of rows.
+    """Batch norm with the statistics of all ranks, for tensors in host memory. Ranks may have different numbers of rows.
 
-    No subclass of torch's SyncBatchNorm, which DistributedDataParallel refuses on a CPU.
+    Not a subclass of torch's SyncBatchNorm, which DistributedDataParallel refuses on a CPU.
     """
 
     process_group: dist.ProcessGroup | None = None
@@ -56,7 +56,7 @@ class HostSyncBatchNorm(nn.BatchNorm1d):
         return out * self.weight.view(shape) + self.bias.view(shape) if self.affine else out
 
     def _count(self, mean: torch.Tensor, var: torch.Tensor) -> None:
-        """Move the running statistics; without a momentum they are the mean over all batches so far."""
+        """Update the running statistics; without a momentum they are the mean over all batches so far."""
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.num_batches_tracked += 1
         weight = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
@@ -65,7 +65,7 @@ class HostSyncBatchNorm(nn.BatchNorm1d):
 
 
 def sync_batchnorm(module: nn.Module, device: torch.device, group: dist.ProcessGroup | None) -> nn.Module:
-    """Replace every batch norm layer by one that takes its statistics over all ranks."""
+    """Make every batch norm layer take its statistics over all ranks."""
     if device.type != "cpu":
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(module, group)
         return converted
@@ -78,8 +78,8 @@ def sync_batchnorm(module: nn.Module, device: torch.device, group: dist.ProcessG
 
 
 class _StandIn(nn.Module):
-    """Of a synchronised batch norm while its rank has no samples: it meets the other ranks with no rows, and takes the running
-    statistics for its own.
+    """A synchronised batch norm on a rank without samples: it joins the all-reduces with no rows, and normalizes its padding with
+    the running statistics.
     """
 
     running_mean: torch.Tensor | None
@@ -95,19 +95,19 @@ class _StandIn(nn.Module):
         mean, var = self.running_mean, self.running_var
         if mean is None or var is None:
             mean, var = input.new_zeros(input.shape[1]), input.new_ones(input.shape[1])
-        before = mean.clone(), var.clone()  # autograd keeps them, and the ranks' meeting moves them
+        before = mean.clone(), var.clone()  # autograd saves them, and the synchronised forward updates the originals in place
         meets = is_joined() and dist.get_world_size(getattr(self, "process_group", None)) > 1
         nothing = super().forward(input[:0]) if meets else input[:0]
         own: torch.Tensor = nn.functional.batch_norm(input, *before, self.weight, self.bias, training=False, eps=self.eps)
         nothing_of_it: torch.Tensor = nothing.sum()
-        return own + nothing_of_it  # so that the ranks meet in the backward pass, too
+        return own + nothing_of_it  # so this rank joins the all-reduces of the backward pass, too
 
 
 @contextlib.contextmanager
 def without_rows(module: nn.Module) -> Iterator[None]:
-    """Around a forward and backward pass of a rank without samples, which computes any: batch norm does not take them in.
+    """Context of a padding pass on a rank without samples: batch norm does not count the padding.
 
-    Synchronised layers meet all the same. Others work as in an evaluation, of which one row is enough.
+    Synchronised layers still join their collectives. Other layers work as in an evaluation, where one row is enough.
     """
     synchronised = [m for m in module.modules() if isinstance(m, (nn.SyncBatchNorm, HostSyncBatchNorm))]
     every = (m for m in module.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)))
@@ -123,7 +123,7 @@ def without_rows(module: nn.Module) -> Iterator[None]:
 
 
 def on_host(module: nn.Module) -> None:
-    """Let torch's own layers of the kind, which refuse CPUs, work there as well: a script for GPUs that is tried on a laptop."""
+    """Let torch's SyncBatchNorm layers, which refuse CPUs, work on a CPU: for scripts for GPUs that are tried on a laptop."""
     for layer in module.modules():
         if type(layer) is nn.SyncBatchNorm:
             replace_class(layer, "sync_batchnorm", HostSyncBatchNorm)

@@ -1,4 +1,4 @@
-"""The wrapper of `ddp` and the ZeROs."""
+"""The wrapper of layouts "ddp" and "zero1"."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _PREFIX = "module."
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
-    """Torch's, by its name; and the attributes and methods of the module within are its own, too.
+    """torch's DistributedDataParallel, which also shows the attributes and methods of the module inside.
 
-    So that `unit.module.encode(x)`, `module.head.parameters()`, `model.config` and `unit.module.temperature = 0.5` mean the same
-    as under layouts that have no wrapper. Names with an underscore are those of the wrapper alone, as torch looks by these for
-    what a module is; and so are those that torch's wrapper has itself.
+    So `unit.module.encode(x)`, `module.head.parameters()`, `model.config` and `unit.module.temperature = 0.5` mean the same as
+    under layouts without a wrapper. Names that torch's wrapper has itself stay the wrapper's. So do names with a leading
+    underscore, by which torch finds out what a module is.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.training = self.module.training
-        vars(self)["_is_made"] = True  # from here on, what is set is the user's
+        vars(self)["_is_made"] = True  # from here on, the user sets attributes
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
@@ -56,13 +56,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             super().__delattr__(name)
 
     def will_sync_module_buffers(self) -> bool:
-        """As torch has it, which would look no further where there was no buffer when it was made, and None in their place."""
+        """As torch's, but look again if the module had no buffer (None in its place) when the wrapper was made."""
         if not self.modules_buffers:
             self._assign_modules_buffers()  # type: ignore[no-untyped-call]
         return bool(super().will_sync_module_buffers())  # type: ignore[no-untyped-call]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
-        """By the wrapper's names, or by the module's own, as of a copy that is not wrapped."""
+        """Load by the wrapper's names, or by the module's own names, as of a copy without a wrapper."""
         wrapped = all(name.startswith(_PREFIX) for name in state_dict)
         if wrapped:
             return super().load_state_dict(state_dict, *args, **options)
@@ -75,7 +75,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
 
 def read_as_wrapped(copy: nn.Module) -> None:
-    """Have `copy.load_state_dict(model.state_dict())` work where the model has a wrapper and its copy has none."""
+    """Let `copy.load_state_dict(model.state_dict())` work if the model has a wrapper and its copy has none."""
     copy.register_load_state_dict_pre_hook(_without_prefix)
 
 
