@@ -62,12 +62,26 @@ def _tied_inside() -> nn.Module:
     return module
 
 
+class _Listed(nn.Linear):
+    """Its method takes no `recurse`, as that of dragen1860's MAML."""
+
+    def parameters(self) -> list[nn.Parameter]:  # type: ignore[override]
+        return list(super().parameters())
+
+
+def _listed() -> nn.Module:
+    module = net()
+    module.blocks[0][0] = seeded(_Listed, in_features=8, out_features=8).double()
+    return module
+
+
 # name: how the module is built, the optimizer, micro-batches an update, the norm to clip to. test_equivalence.py has the
 # rest, with prove's engine; these go through the loop with batches of the user's own.
 CASES: dict[str, tuple[Any, str, int, float]] = {
     "uneven, clipped, accumulated": (net, "AdamW", 2, 0.3),
     "tied": (_tied, "SGD", 2, 0.3),
     "tied inside": (_tied_inside, "AdamW", 1, float("inf")),
+    "listed": (_listed, "SGD", 1, float("inf")),
 }
 LR = 0.02
 Trained = tuple[dict[str, torch.Tensor], list[float]]

@@ -42,7 +42,7 @@ def place(
     done.update(todo)
     if init is not None:
         _fill(module, todo, init, name)
-    tensors = {id(t): t for m in todo for t in (*m.parameters(recurse=False), *m.buffers(recurse=False))}
+    tensors = {id(t): t for m in todo for _, t in (*m.named_parameters(recurse=False), *m.named_buffers(recurse=False))}
     with torch.no_grad():
         for tensor in tensors.values():
             if tensor.is_meta:  # until all is split
