@@ -214,6 +214,46 @@ def test_a_loss_that_cannot_be_differentiated_is_named(loss: Any) -> None:
         ech.train(Odd(module=net().requires_grad_(loss is not None)), [batch(2, 0)], max_epochs=1)
 
 
+class _InTurn(Regression):
+    """The same loss by `compute_losses`."""
+
+    def compute_losses(self, state: ech.State, data: Any) -> Any:
+        yield "all", self.compute_loss(state, data)[0]
+
+    def configure_optimizers_and_lr_schedulers(self, module: nn.Module) -> Any:
+        return {"all": torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)}
+
+
+def _of_one_element() -> list[float]:
+    """What differs from plain PyTorch after training by a unit, one of several optimizers, and a loop of one's own."""
+
+    def loss(module: Any, data: Any) -> torch.Tensor:
+        out = module(data[0])
+        return nn.functional.mse_loss(out, data[1]) + 0 * out[0]
+
+    batches = [batch(3, i) for i in range(4)]
+    want, *_ = plain_training([[b] for b in batches])
+    units = [Regression(loss=loss), _InTurn(loss=loss)]
+    for unit in units:
+        ech.fit(unit, batches, batches, max_epochs=1)
+    module: Any = net()
+    rows = torch.utils.data.TensorDataset(*(torch.cat(column) for column in zip(*batches, strict=True)))
+    parts = module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), torch.utils.data.DataLoader(rows, 3)
+    model, optimizer, loader = ech.prepare(*parts, device=torch.device("cpu"))
+    for data in loader:
+        with ech.window(model) as window:
+            optimizer.zero_grad()
+            window.backward(loss(model, data))
+        optimizer.step()
+    assert isinstance(window.loss, torch.Tensor) and not window.loss.dim()
+    return [largest_difference(whole(each), want) for each in (*(unit.module for unit in units), module)]
+
+
+def test_a_loss_of_one_element_is_a_number(ranks: Ranks) -> None:
+    """torch's own backward takes it, and `mean() + 0 * outputs[0]` is one in many a public script."""
+    assert max(ranks(1, _of_one_element)[0]) < 1e-12
+
+
 class NaNOnRank1(Regression):
     def compute_loss(self, state: ech.State, data: Any) -> Any:
         loss, out = super().compute_loss(state, data)

@@ -25,6 +25,7 @@ from echelon.world import agree
 
 __all__ = [
     "are_images",
+    "as_scalar",
     "count_tokens",
     "problem_with",
     "rows",
@@ -263,7 +264,7 @@ def problem_with(made: Any, module: torch.nn.Module) -> str | None:
     loss = made[0]
     if not isinstance(loss, torch.Tensor):
         return f"a loss of type {type(loss).__name__}; it must be a scalar tensor."
-    if loss.dim():
+    if loss.numel() != 1:
         return f"a loss of shape {tuple(loss.shape)}; it must be a scalar: take its mean."
     if not loss.requires_grad and not any(p.requires_grad for p in module.parameters()):
         return (
@@ -273,6 +274,11 @@ def problem_with(made: Any, module: torch.nn.Module) -> str | None:
     if not loss.requires_grad:
         return "a loss without a gradient: was it detached, or computed under no_grad?"
     return None
+
+
+def as_scalar(loss: torch.Tensor) -> torch.Tensor:
+    """A loss of one element, such as `mean() + 0 * outputs[0]`, as a scalar: torch's own backward takes it, too."""
+    return loss.reshape(()) if loss.dim() else loss
 
 
 def rows(data: Any, given: int | None = None) -> int:

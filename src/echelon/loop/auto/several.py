@@ -23,7 +23,7 @@ from torch import nn
 from echelon.common.errors import LoopError, LossError, RanksDisagreeError, UsageError
 from echelon.loop.auto.finite import check_loss
 from echelon.loop.auto.optimizer_checks import are_alike, check_holds
-from echelon.loop.samples import problem_with
+from echelon.loop.samples import as_scalar, problem_with
 from echelon.parallel.gradients import clip as gradients
 from echelon.parallel.gradients.fused import fuse
 from echelon.parallel.networks import Networks
@@ -296,6 +296,7 @@ class Several:
             turns = self.named(names)
             if (problem := problem_with((loss, None), unit.module)) is not None:
                 raise LossError(f"{type(unit).__name__}.compute_losses yielded for {names!r} {problem}")
+            loss = as_scalar(loss)
             if unit.detect_anomaly:
                 check_loss(loss, micro_batch.weight, unit.train_progress.num_updates_completed)
             self.log(state, turns, loss)

@@ -38,7 +38,7 @@ from echelon.loop.auto.finite import FiniteWatch, check_loss
 from echelon.loop.auto.loss_scale import tell_of_labels, tell_of_scale
 from echelon.loop.auto.optimizer_checks import check_holds, look_at_first_update, not_the_modules, when_it_grows
 from echelon.loop.auto.uncounted import standing_in
-from echelon.loop.samples import problem_with, samples_of, sizes_in
+from echelon.loop.samples import as_scalar, problem_with, samples_of, sizes_in
 from echelon.loop.state import step_under_way
 from echelon.parallel.gradients import clip
 from echelon.parallel.prepared import NO_CONTEXT, Listener, MicroBatch, combined
@@ -229,8 +229,10 @@ class Update:
                 made = unit.compute_loss(state, micro_batch.data)
         is_pair = type(made) is tuple and len(made) == 2 and isinstance(made[0], torch.Tensor)
         is_usual = is_pair and not made[0].dim() and made[0].requires_grad
-        if not is_usual and (problem := problem_with(made, unit.module)) is not None:
-            raise LossError(f"{type(unit).__name__}.compute_loss returned {problem}")
+        if not is_usual:
+            if (problem := problem_with(made, unit.module)) is not None:
+                raise LossError(f"{type(unit).__name__}.compute_loss returned {problem}")
+            made = as_scalar(made[0]), made[1]
         if unit.detect_anomaly:
             check_loss(made[0], micro_batch.weight, unit.train_progress.num_updates_completed)
         return made

@@ -13,7 +13,7 @@ from echelon.common.errors import LossError, OwnLoopError
 from echelon.common.numbers import number
 from echelon.data import workers
 from echelon.loop.auto.several import Turn
-from echelon.loop.samples import problem_with, summable
+from echelon.loop.samples import as_scalar, problem_with, summable
 from echelon.loop.state import State
 from echelon.parallel.gradients import clip
 from echelon.parallel.prepared import NO_CONTEXT, MicroBatch
@@ -107,7 +107,7 @@ class OwnWindow:
         After the last one they are those of the mean over the global batch, so that they can be looked at and clipped.
 
         Args:
-            loss: the mean loss of the batch, a scalar.
+            loss: the mean loss of the batch, one number.
             retain_graph: as torch has it.
         """
         self._check_open("backward")
@@ -119,8 +119,10 @@ class OwnWindow:
                 "that takes several passes of one batch, as sharpness-aware minimisation does, is a TrainUnit's train_step."
             )
         usual = isinstance(loss, torch.Tensor) and not loss.dim() and loss.requires_grad
-        if not usual and (problem := problem_with((loss, None), unit.module)) is not None:
-            raise LossError(f"window.backward was given {problem}")
+        if not usual:
+            if (problem := problem_with((loss, None), unit.module)) is not None:
+                raise LossError(f"window.backward was given {problem}")
+            loss = as_scalar(loss)
         self.went_back = True
         if unit.prepared.batches.doubts:
             unit.prepared.batches.check_loss(loss)

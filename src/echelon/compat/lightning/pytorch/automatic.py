@@ -145,7 +145,6 @@ class AutomaticUnit(AutoUnit[Any]):
                 f"{class_name(self.lightning_module)}.training_step returned a loss of shape {tuple(loss.shape)}; it must be one "
                 "number: take its mean."
             )
-        loss = loss.reshape(()) if loss.dim() else loss  # of one element, as torch's own backward takes it
         if self._must_clear:
             self._clear(state)
         return loss, output
