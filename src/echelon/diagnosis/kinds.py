@@ -207,7 +207,8 @@ _KINDS = (
         "exit",
         "It called os._exit, or code in C ended the process.",
     ),
-    Kind(r"^(ModuleNotFoundError|ImportError|SyntaxError|IndentationError)\b", "import", "Install it, or correct the file."),
+    Kind(r"^(ModuleNotFoundError|ImportError)\b", "import", "Install it, or correct the file."),
+    Kind(r"^(SyntaxError|IndentationError|TabError)\b", "import", "Correct the file."),
 )
 
 

@@ -45,7 +45,7 @@ class SplitMessages(Guard):
 
     def explain(self, error: BaseException) -> LayoutError | None:
         message = meaning(self._module, str(error)) if isinstance(error, RuntimeError | AssertionError) else None
-        return None if message is None else LayoutError(f"{message} torch says: {error}")
+        return None if message is None else LayoutError(f"{message} torch says: {str(error).partition(chr(10))[0]}")
 
 
 @contextmanager
