@@ -168,8 +168,7 @@ def _published(library: str) -> dict[str, list[str]]:
         if info.name != absent.__name__ and find(here).is_known:
             found[here] = [*getattr(importlib.import_module(info.name), "__all__", ())]
     for module, lost in absent.NAMES.items():
-        if module != "arguments":
-            found.setdefault(f"{library}.{module}", []).extend(name for names in lost for name in names.split())
+        found.setdefault(f"{library}.{module}", []).extend(name for names in lost for name in names.split())
     for module, (names, _) in getattr(absent, "MODULES", {}).items():
         found[f"{library}.{module}"] = names.split()
     return found

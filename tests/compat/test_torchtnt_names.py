@@ -18,7 +18,7 @@ from tests.conftest import clean_environment
 HERE = Path(__file__).parent
 OURS = "echelon.compat.torchtnt"
 NAMES = [(module, name) for module, (names, _) in absent.MODULES.items() for name in names.split() or ["anything"]] + [
-    (module, name) for module, lost in absent.NAMES.items() if module != "arguments" for names in lost for name in names.split()
+    (module, name) for module, lost in absent.NAMES.items() for names in lost for name in names.split()
 ]
 
 

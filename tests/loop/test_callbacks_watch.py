@@ -164,7 +164,7 @@ def test_modules_are_summarised_as_the_run_starts_in_a_table_to_their_depth(capl
     inputs = {"module": ((batch(2, 0)[0],), {})}
     ech.train(Regression(), [batch(2, 0)], max_epochs=1, callbacks=[ModuleSummary(2, given.append, inputs)])
     assert list(given[0][0].submodule_summaries) == ["first", "blocks", "last"] and given[0][0].flops_forward > 0
-    with caplog.at_level(logging.INFO, "echelon.compat.torchtnt.framework.callbacks.module_summary"):
+    with caplog.at_level(logging.INFO, "echelon.compat.torchtnt.framework.callbacks"):
         ech.evaluate(Regression(), [batch(2, 0)], callbacks=[ModuleSummary(max_depth=1)])
     assert "Net" in caplog.messages[0] and "first" not in caplog.messages[0]
     with refused(UsageError):

@@ -1,1 +1,11 @@
-"""TorchTNT's modules by their names: `echelon.compat.torchtnt` for `torchtnt`. docs/moving/torchtnt.md says what differs."""
+"""torchtnt, by its modules' names there. See docs/moving/torchtnt.md."""
+
+from echelon.compat.names import register
+from echelon.compat.torchtnt import framework, utils
+from echelon.compat.torchtnt.absent import ALIASES, MODULES
+from echelon.compat.torchtnt.framework import callbacks, loops, savers  # noqa: F401
+from echelon.compat.torchtnt.utils import data, flops, helpers, loggers, module_summary, oom, timer, tqdm  # noqa: F401
+
+__all__ = ["framework", "utils"]
+
+register("torchtnt", __name__, {name: remedy for name, (_, remedy) in MODULES.items()}, ALIASES)

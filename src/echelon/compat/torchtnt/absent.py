@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from echelon.compat.names import refusing
 
-from echelon.compat.names import Missing, register
-
-__all__ = ["MODULES", "NAMES", "absent", "instead"]
+__all__ = ["ALIASES", "ARGUMENTS", "MODULES", "NAMES", "absent", "instead"]
 
 _NUMBERS = "a comparison where the number is logged; a loss that is nan or grows is looked at by echelon itself."
 _OWN = "a Callback of your own, of a few lines; or keep TorchTNT's file."
@@ -21,6 +16,21 @@ _MEMORY = "`echelon plan`, which foretells memory, and torch.cuda.memory._record
 _TIMES = "`echelon report`, which shows durations, waits and throughput of every run; state.train_state.iteration_timer has them."
 _TOOL = "keep TorchTNT's file: it needs nothing but torch."
 
+# Modules of TorchTNT whose names another module here has, by that one.
+_SAME = {
+    "framework.base_checkpointer": "framework.callbacks.base_checkpointer framework.callbacks.checkpointer_types",
+    "framework.callbacks": "framework.callback framework.callbacks.early_stopping framework.callbacks.garbage_collector "
+    "framework.callbacks.lambda_callback framework.callbacks.learning_rate_monitor framework.callbacks.module_summary "
+    "framework.callbacks.pytorch_profiler framework.callbacks.tqdm_progress_bar",
+    "framework.loops": "framework.evaluate framework.fit framework.predict framework.train",
+    "framework.savers": "framework.callbacks.dcp_saver framework.callbacks.torchsnapshot_saver",
+    "utils.data": "utils.data.data_prefetcher",
+    "utils.helpers": "utils.early_stop_checker utils.lr_scheduler utils.optimizer utils.precision utils.progress "
+    "utils.rank_zero_log utils.stateful utils.version",
+    "utils.loggers": "utils.loggers.csv utils.loggers.in_memory utils.loggers.logger utils.loggers.stdout "
+    "utils.loggers.tensorboard utils.loggers.utils",
+}
+ALIASES = {name: same for same, names in _SAME.items() for name in names.split()}
 # Modules of which nothing is here: their public names, and what to use.
 MODULES = {
     "framework.callbacks.base_csv_writer": (
@@ -71,16 +81,18 @@ MODULES = {
     ),
 }
 
+# Arguments.
+ARGUMENTS = {
+    "enable_compiled_autograd": _COMPILED,
+    "enable_loss_parallel": "torch.distributed.tensor.parallel.loss_parallel() around the loss, in compute_loss.",
+    "global_mesh": _GRID,
+    "grad_scaler_params": "precision='fp16', whose scale finds its height by itself; or precision='bf16', which needs none.",
+    "save_every_n_predict_steps": "nothing: a prediction changes no weights; write what it gives in on_predict_step_end.",
+    "gradient_accumulation_sync": "nothing: gradients travel once in a window.",
+}
+
 # Names that are not in modules that are here.
 NAMES = {
-    "arguments": {
-        "enable_compiled_autograd": _COMPILED,
-        "enable_loss_parallel": "torch.distributed.tensor.parallel.loss_parallel() around the loss, in compute_loss.",
-        "global_mesh": _GRID,
-        "grad_scaler_params": "precision='fp16', whose scale finds its height by itself; or precision='bf16', which needs none.",
-        "save_every_n_predict_steps": "nothing: a prediction changes no weights; write what it gives in on_predict_step_end.",
-        "gradient_accumulation_sync": "nothing: gradients travel once in a window.",
-    },
     "framework.unit": {"TTestUnit TestUnit": "echelon.units.TestUnit."},
     "utils.checkpoint": {"load_from_full_model_state_dict": _STATE},
     "utils.device": {
@@ -122,43 +134,18 @@ NAMES = {
 }
 
 
+_LOST = {
+    name: (f"torchtnt.{where}.{name}", text)
+    for where, rows in [*((where, {names: text}) for where, (names, text) in MODULES.items()), *NAMES.items()]
+    for names, text in rows.items()
+    for name in names.split()
+}
+
+absent = refusing(_LOST)
+
+
 def instead(module: str, name: str = "") -> str | None:
-    """What to take in place of a name of a module, or of a module, below `torchtnt`; None: it is in no table."""
+    """What to take in place of a name of any module, or of a module, below `torchtnt`; None: it is in no table."""
     if not name:
         return MODULES.get(module, (None, None))[1]
-    for where, (names, text) in MODULES.items():
-        if where.rpartition(".")[0] == module and name in names.split():
-            return text
-    for where, lost in NAMES.items():
-        for names, text in lost.items():
-            if module in (where, where.rpartition(".")[0]) and name in names.split():
-                return text
-    return None
-
-
-def absent(module: str, homes: Mapping[str, str] | None = None) -> Callable[[str], Any]:
-    """The `__getattr__` of a module or package; of a package, modules below it that are not here can be imported from then on.
-
-    Args:
-        module: its name below `torchtnt`.
-        homes: name -> the module that has it: what is loaded when it is first used.
-    """
-    below = {where: remedy for where, remedy in MODULES.items() if where.rpartition(".")[0] == module}
-    instead = {each: text for names, text in below.values() for each in names.split()}
-    for where, lost in NAMES.items():
-        if module in (where, where.rpartition(".")[0]):  # a package has what its modules have
-            instead |= {each: text for names, text in lost.items() for each in names.split()}
-    last = {where.rpartition(".")[2]: text for where, (_, text) in below.items()}
-    home = f"echelon.compat.torchtnt.{module}"
-    register(f"torchtnt.{module}", home, last)
-
-    def getattr_(name: str) -> Any:
-        if homes is not None and name in homes:
-            value = getattr(importlib.import_module(f"echelon.compat.torchtnt.{homes[name]}"), name)
-            setattr(sys.modules[home], name, value)
-            return value
-        if name in instead:
-            return Missing(f"torchtnt.{module}.{name} is not part of echelon.compat. Instead: {instead[name]}")
-        raise AttributeError(f"module {home!r} has no attribute {name!r}")
-
-    return getattr_
+    return _LOST[name][1] if name in _LOST else None

@@ -2,12 +2,8 @@
 
 from echelon.compat.torchtnt.absent import absent
 from echelon.compat.torchtnt.framework.auto_unit import AutoPredictUnit, AutoUnit
-from echelon.compat.torchtnt.framework.callback import Callback
-from echelon.compat.torchtnt.framework.evaluate import evaluate
-from echelon.compat.torchtnt.framework.fit import fit
-from echelon.compat.torchtnt.framework.predict import predict
+from echelon.compat.torchtnt.framework.loops import evaluate, fit, predict, train
 from echelon.compat.torchtnt.framework.state import ActivePhase, EntryPoint, PhaseState, State
-from echelon.compat.torchtnt.framework.train import train
 from echelon.compat.torchtnt.framework.unit import (
     EvalUnit,
     PredictUnit,
@@ -16,6 +12,7 @@ from echelon.compat.torchtnt.framework.unit import (
     TrainUnit,
     TTrainUnit,
 )
+from echelon.loop.callback import Callback
 
 __all__ = [
     "ActivePhase",
@@ -37,4 +34,4 @@ __all__ = [
     "train",
 ]
 
-__getattr__ = absent("framework")
+__getattr__ = absent(__name__)

@@ -13,12 +13,12 @@ from torch import nn
 
 from echelon.common.errors import UsageError, require
 from echelon.common.older_words import unknown
-from echelon.compat.torchtnt.absent import instead
+from echelon.compat.torchtnt.absent import ARGUMENTS
 from echelon.compat.torchtnt.framework import unit
 from echelon.compat.torchtnt.framework.averages import Averages
 from echelon.compat.torchtnt.framework.mocks import as_module
 from echelon.compat.torchtnt.framework.stages import PredictStages, TrainStages
-from echelon.compat.torchtnt.utils.precision import convert_precision_str_to_dtype
+from echelon.compat.torchtnt.utils.helpers import convert_precision_str_to_dtype
 from echelon.compat.torchtnt.utils.prepare_module import (
     ActivationCheckpointParams,
     Strategy,
@@ -206,7 +206,7 @@ def _more(kind: type, options: dict[str, Any], torch_compile_params: Any) -> dic
     Raises:
         UsageError: a word of echelon's for which TorchTNT has its own; one that neither knows.
     """
-    refused = {name: value for name, value in options.items() if instead("arguments", name) is not None}
+    refused = {name: value for name, value in options.items() if name in ARGUMENTS}
     refuse_arguments(kind.__name__, refused)
     options = {name: value for name, value in options.items() if name not in refused}
     theirs = {new: older for older, new in OLDER_WORDS.items() if new != "compile" or torch_compile_params is not None}

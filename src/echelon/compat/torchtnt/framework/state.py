@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from echelon.common.errors import UsageError
 from echelon.common.numbers import whole
-from echelon.compat.torchtnt.utils.progress import private_names
+from echelon.compat.torchtnt.utils.helpers import private_names
 from echelon.loop import state
 from echelon.loop.state import ActivePhase, EntryPoint
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from echelon.compat.torchtnt.absent import absent
-from echelon.compat.torchtnt.utils.progress import Progress
+from echelon.compat.torchtnt.utils.helpers import Progress
 from echelon.loop import unit
 from echelon.loop.unit import LRScheduler, Stateful
 
@@ -87,4 +87,4 @@ TTrainUnit: TypeAlias = TrainUnit[Any]
 TEvalUnit: TypeAlias = EvalUnit[Any]
 TPredictUnit: TypeAlias = PredictUnit[Any]
 
-__getattr__ = absent("framework.unit")
+__getattr__ = absent(__name__)

@@ -423,4 +423,4 @@ class CheckpointManager:
             )
 
 
-__getattr__ = absent("utils.checkpoint")
+__getattr__ = absent(__name__)

@@ -76,4 +76,4 @@ def set_float32_precision(precision: str = "high") -> None:
         torch.backends.cudnn.allow_tf32 = precision != "highest"
 
 
-__getattr__ = absent("utils.device")
+__getattr__ = absent(__name__)

@@ -183,4 +183,4 @@ def spawn_multi_process(
     return launch(call, ranks=world_size, args=method_args, kwargs=method_kwargs)
 
 
-__getattr__ = absent("utils.distributed")
+__getattr__ = absent(__name__)

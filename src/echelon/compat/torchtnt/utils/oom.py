@@ -75,4 +75,4 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.2f} MiB"
 
 
-__getattr__ = absent("utils.oom")
+__getattr__ = absent(__name__)

@@ -14,7 +14,7 @@ from torch import nn
 from echelon.common.errors import NotHereError, UsageError
 from echelon.compat import older_options
 from echelon.compat.older_options import ActivationCheckpointParams
-from echelon.compat.torchtnt.absent import absent, instead
+from echelon.compat.torchtnt.absent import ARGUMENTS, absent
 from echelon.compat.torchtnt.utils.fsdp2 import FSDP2Strategy
 from echelon.compat.torchtnt.utils.fsdp_utils import BackwardPrefetch, MixedPrecision, ShardingStrategy, StateDictType
 from echelon.parallel import parallelize
@@ -149,7 +149,7 @@ def refuse_arguments(where: str, given: dict[str, Any]) -> None:
         NotHereError: one is asked for. What it is by default is no error.
     """
     for name, value in given.items():
-        remedy = instead("arguments", name)
+        remedy = ARGUMENTS.get(name)
         if remedy is None:
             raise TypeError(f"{where}() got an unexpected keyword argument {name!r}")
         if value:
@@ -235,4 +235,4 @@ def materialize_meta_params(module: nn.Module, device: torch.device) -> None:
     materialize(module, device)
 
 
-__getattr__ = absent("utils.prepare_module")
+__getattr__ = absent(__name__)

@@ -76,4 +76,4 @@ def get_timer_summary(timer: Any) -> str:
     return os.linesep.join(("Timer Report", "", rule, lines[0], rule, lines[1], rule, *lines[2:], rule, ""))
 
 
-__getattr__ = absent("utils.timer")
+__getattr__ = absent(__name__)

@@ -1,4 +1,4 @@
-"""torchtnt.utils.data.data_prefetcher. The loops of echelon read ahead by themselves; this is for one's own."""
+"""torchtnt.utils.data. The loops of echelon read ahead by themselves; this is for one's own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import torch
 
 from echelon.common.errors import LoaderError
+from echelon.compat.torchtnt.absent import absent
 from echelon.world.device import copy_data_to_device, record_stream
 
 __all__ = ["CudaDataPrefetcher"]
@@ -64,3 +65,6 @@ class CudaDataPrefetcher(Iterator[Batch], Generic[Batch]):
                 moved = copy_data_to_device(batch, self.device, non_blocking=True)
             self._ahead.append((moved, self._stream.record_event()))
             return
+
+
+__getattr__ = absent(__name__)

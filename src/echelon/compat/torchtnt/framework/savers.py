@@ -1,4 +1,4 @@
-"""torchtnt.framework.callbacks.dcp_saver: echelon's checkpoints, at TorchTNT's times and under its names."""
+"""torchtnt's DistributedCheckpointSaver and TorchSnapshotSaver: echelon's checkpoints, at its times and under its names."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from echelon.checkpoint.store import Report
 from echelon.common.arguments import options_of
 from echelon.common.errors import NotHereError
 from echelon.compat.named_saver import NamedFolder, NamedSaver
-from echelon.compat.torchtnt.absent import instead
-from echelon.compat.torchtnt.framework.callbacks.base_checkpointer import BaseCheckpointer
-from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import KnobOptions
+from echelon.compat.torchtnt.absent import ARGUMENTS, absent
+from echelon.compat.torchtnt.framework.base_checkpointer import BaseCheckpointer, KnobOptions
 from echelon.compat.torchtnt.utils.checkpoint import (
     CheckpointManager,
     CheckpointPath,
@@ -35,7 +34,7 @@ from echelon.loop.state import State
 from echelon.loop.unit import Unit
 from echelon.world import agree
 
-__all__ = ["DistributedCheckpointSaver", "without_effect"]
+__all__ = ["DistributedCheckpointSaver", "TorchSnapshotSaver", "without_effect"]
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ class DistributedCheckpointSaver(BaseCheckpointer):
         check_group(process_group)
         without_effect("saver", knob_options=knob_options)
         if intervals.get("save_every_n_predict_steps") is not None:
-            remedy = instead("arguments", "save_every_n_predict_steps")
+            remedy = ARGUMENTS["save_every_n_predict_steps"]
             raise NotHereError(f"save_every_n_predict_steps is not part of echelon.compat. Instead: {remedy}")
         super().__init__(str(dirpath), process_group=process_group, **intervals)
         self._writer = _Writer(self._checkpoint_manager, async_checkpoint, options or SaveOptions())
@@ -283,3 +282,32 @@ def _refuse_theirs(path: Location) -> None:
             "torch.distributed.checkpoint.format_utils dcp_to_torch FOLDER FILE` makes a file of it for torch.load, whose "
             "['app_state'] has the states of the unit's attributes for their load_state_dict. Save to another folder."
         )
+
+
+class TorchSnapshotSaver(DistributedCheckpointSaver):
+    """torchsnapshot is no longer maintained, so this saves as DistributedCheckpointSaver does, and says so once.
+
+    Snapshots that torchsnapshot has written cannot be read.
+    """
+
+    _told = False
+
+    def __init__(
+        self,
+        dirpath: str | Path,
+        *,
+        async_checkpoint: bool = True,
+        replicated: list[str] | None = None,
+        storage_options: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        if not TorchSnapshotSaver._told and agree.is_rank0():
+            TorchSnapshotSaver._told = True
+            logger.warning(
+                "TorchSnapshotSaver saves in the format of DistributedCheckpointSaver: torchsnapshot is not maintained"
+            )
+        without_effect("TorchSnapshotSaver", replicated=replicated, storage_options=storage_options)
+        super().__init__(dirpath, async_checkpoint=async_checkpoint, **options)
+
+
+__getattr__ = absent(__name__)

@@ -7,13 +7,14 @@ import logging
 import math
 from abc import ABCMeta, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch.distributed as dist
 
 from echelon.checkpoint.policy import BestCheckpointConfig
 from echelon.common.errors import UsageError
-from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import RestoreOptions
+from echelon.compat.torchtnt.absent import absent
 from echelon.compat.torchtnt.utils.checkpoint import (
     CheckpointManager,
     CheckpointPath,
@@ -24,11 +25,33 @@ from echelon.compat.torchtnt.utils.checkpoint import (
 )
 from echelon.compat.torchtnt.utils.distributed import get_world_size
 from echelon.loop.callback import Callback
+from echelon.loop.checkpointing import options
 from echelon.loop.checkpointing.contents import is_unevaluated
 from echelon.loop.state import EntryPoint, State
 from echelon.world import agree, stop
 
-__all__ = ["BaseCheckpointer"]
+__all__ = ["BaseCheckpointer", "KnobOptions", "RestoreOptions"]
+
+
+@dataclass(frozen=True)
+class RestoreOptions(options.RestoreOptions):
+    """As `echelon.callbacks.RestoreOptions`.
+
+    Args:
+        init_optim_states: without effect: an optimizer's state is made wherever it is needed.
+    """
+
+    init_optim_states: bool = True
+
+
+@dataclass
+class KnobOptions:
+    """Settings of TorchTNT's storage, which is not used here: accepted, and without effect."""
+
+    max_per_rank_io_concurrency: int | None = None
+    enable_storage_optimization: bool = True
+    use_collectives: bool = True
+
 
 logger = logging.getLogger(__name__)
 
@@ -349,3 +372,6 @@ def _group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if not default and "gloo" in str(dist.get_backend_config(group)):
         return group
     return agree.control_group()
+
+
+__getattr__ = absent(__name__)

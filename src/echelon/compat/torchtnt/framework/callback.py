@@ -1,5 +1,0 @@
-"""torchtnt.framework.callback."""
-
-from echelon.loop.callback import Callback
-
-__all__ = ["Callback"]

@@ -1,0 +1,265 @@
+"""torchtnt.framework.callbacks: the callbacks that programs use, by their names there."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO, TypeVar
+
+from echelon.common.errors import CallbackError, UsageError
+from echelon.common.numbers import whole
+from echelon.compat.torchtnt.absent import absent
+from echelon.compat.torchtnt.framework.savers import DistributedCheckpointSaver, TorchSnapshotSaver
+from echelon.compat.torchtnt.utils import module_summary as summaries_of
+from echelon.data.prefetch import known_length
+from echelon.loop.callback import Callback
+from echelon.loop.callbacks.early_stopping import EarlyStopping
+from echelon.loop.callbacks.monitors import GarbageCollector as OwnGarbageCollector
+from echelon.loop.callbacks.monitors import LearningRateMonitor, PyTorchProfiler
+from echelon.loop.progress import Progress
+from echelon.loop.state import EntryPoint, PhaseState, State
+from echelon.world import agree
+
+__all__ = [
+    "Callback",
+    "DistributedCheckpointSaver",
+    "EarlyStopping",
+    "GarbageCollector",
+    "Lambda",
+    "LearningRateMonitor",
+    "ModuleSummary",
+    "PyTorchProfiler",
+    "TQDMProgressBar",
+    "TorchSnapshotSaver",
+]
+
+C = TypeVar("C", bound=type)
+
+_PHASES = ("train", "eval", "predict", "test")
+
+
+def by_phase(*moments: str) -> Callable[[C], C]:
+    """Decorator of a class: for "step_end", all of `on_<phase>_step_end` call its `step_end(state, unit, phase)`."""
+
+    def give(cls: C) -> C:
+        for phase in _PHASES:
+            for moment in moments:
+                setattr(cls, f"on_{phase}_{moment}", _hook(phase, moment))
+        return cls
+
+    return give
+
+
+def _hook(phase: str, moment: str) -> Callable[[Any, State, Any], None]:
+    def hook(self: Any, state: State, unit: Any) -> None:
+        getattr(self, moment)(state, unit, phase)
+
+    return hook
+
+
+def state_of(state: State, phase: str) -> Any:
+    """The phase's PhaseState."""
+    return getattr(state, f"{phase}_state")
+
+
+def progress_of(unit: Any, phase: str) -> Progress:
+    """The unit's progress in the phase."""
+    progress: Progress = getattr(unit, f"{phase}_progress")
+    return progress
+
+
+def steps_so_far(state: State, unit: Any, phase: str) -> int:
+    """Steps of the phase; within `fit`, of training and evaluation together."""
+    if state.entry_point is EntryPoint.FIT:
+        return int(unit.train_progress.num_steps_completed + unit.eval_progress.num_steps_completed)
+    return progress_of(unit, phase).num_steps_completed
+
+
+@by_phase("step_end")
+class GarbageCollector(OwnGarbageCollector):
+    """As echelon's."""
+
+    def begin(self, state: State, unit: Any) -> None:
+        self._was_on = gc.isenabled()
+        gc.disable()
+
+    def finish(self, state: State, unit: Any) -> None:
+        if self._was_on:
+            gc.enable()
+
+    def step_end(self, state: State, unit: Any, phase: str) -> None:
+        gc.collect(generation=1)
+        if steps_so_far(state, unit, phase) % self._interval == 0:
+            gc.collect()
+        if phase == "train":
+            gc.disable()  # in case something has switched it on
+
+
+_HOOKS = frozenset(name for name in vars(Callback) if name.startswith("on_"))
+
+
+class NoSuchHookError(UsageError, TypeError):
+    """An argument that is no hook's name."""
+
+
+class Lambda(Callback):
+    """`Lambda(on_train_step_end=lambda state, unit: ...)`: any of Callback's hooks, by name.
+
+    Args:
+        hooks: each a function of (state, unit), `on_exception` of (state, unit, exception); None is none.
+    """
+
+    def __init__(self, **hooks: Callable[..., Any] | None) -> None:
+        if unknown := sorted(hooks.keys() - _HOOKS):
+            raise NoSuchHookError(f"Lambda: no such hook: {', '.join(unknown)}. Hooks are named as in echelon.Callback.")
+        for name, hook in hooks.items():
+            if hook is not None:
+                setattr(self, name, hook)
+
+
+logger = logging.getLogger(__name__)
+
+Summaries = list[summaries_of.ModuleSummary]
+
+
+def log_summaries(summaries: Summaries) -> None:
+    """The tables, as INFO in rank 0's log."""
+    if agree.is_rank0():
+        for each in summaries:
+            logger.info("\n%s", summaries_of.get_summary_table(each))
+
+
+class ModuleSummary(Callback):
+    """Summarises every module of the unit, once as the run starts, on all ranks: modules may be split over them.
+
+    Args:
+        max_depth: 1 is the modules themselves; None shows all.
+        process_fn: is given the summaries, on every rank; by default rank 0 logs them.
+        module_inputs: {the module's attribute: (arguments, keyword arguments)}, for operations, shapes and times.
+    """
+
+    may_stop = False
+
+    def __init__(
+        self,
+        max_depth: int | None = None,
+        process_fn: Callable[[Summaries], None] = log_summaries,
+        module_inputs: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]] | None = None,
+    ) -> None:
+        if max_depth is not None and max_depth < 1:
+            raise UsageError(f"max_depth {max_depth}: at least 1, or None.")
+        self._max_depth, self._process_fn, self._inputs = max_depth, process_fn, dict(module_inputs or {})
+
+    def on_train_start(self, state: State, unit: Any) -> None:
+        modules = unit.tracked_modules()
+        if unknown := sorted(self._inputs.keys() - modules.keys()):
+            raise UsageError(f"module_inputs for {', '.join(unknown)}: the unit's modules are {', '.join(modules) or 'none'}.")
+        summaries = []
+        for name, module in modules.items():
+            args, kwargs = self._inputs.get(name, (None, None))
+            summary = summaries_of.get_module_summary(module, args, kwargs)
+            summary.module_name = name
+            if self._max_depth is not None:
+                summaries_of.prune_module_summary(summary, max_depth=self._max_depth)
+            summaries.append(summary)
+        self._process_fn(summaries)
+
+    def on_eval_start(self, state: State, unit: Any) -> None:
+        if state.entry_point is not EntryPoint.FIT:
+            self.on_train_start(state, unit)
+
+    on_predict_start = on_test_start = on_train_start
+
+
+@by_phase("epoch_start", "dataloader_iter_creation_end", "step_end", "epoch_end", "end")
+class TQDMProgressBar(Callback):
+    """Rank 0 draws a bar for every epoch, one that is resumed in its middle included. On a terminal echelon draws progress by
+    itself; this is for a notebook, or a file.
+
+    Args:
+        refresh_rate: draw after every so many steps.
+        file: where to; by default standard error.
+        mininterval: seconds between two drawings at the least; by default tqdm's.
+    Raises:
+        UsageError: tqdm is not installed.
+    """
+
+    may_stop = False
+
+    def __init__(self, refresh_rate: int = 1, file: TextIO | None = None, *, mininterval: float | None = None) -> None:
+        whole("refresh_rate", refresh_rate, at_least=1, kind=CallbackError)
+        try:
+            from tqdm.auto import tqdm
+        except ImportError:
+            raise UsageError("TQDMProgressBar needs tqdm: pip install 'echelon[tqdm]'.") from None
+        self._tqdm, self._refresh_rate, self._file = tqdm, refresh_rate, file
+        self._options = {} if mininterval is None else {"mininterval": mininterval}
+        self._bars: dict[str, Any] = {}
+        self._opened: dict[str, Any] = {}
+
+    _train_progress_bar = property(lambda self: self._opened.get("train"))
+    _eval_progress_bar = property(lambda self: self._opened.get("eval"))
+    _predict_progress_bar = property(lambda self: self._opened.get("predict"))
+
+    def epoch_start(self, state: State, unit: Any, phase: str) -> None:
+        progress, phase_state = progress_of(unit, phase), state_of(state, phase)
+        if phase_state is not None:
+            before = progress.num_steps_completed - progress.num_steps_completed_in_epoch
+            ends = (
+                known_length(phase_state.dataloader),
+                phase_state.max_steps_per_epoch,
+                phase_state.max_steps and phase_state.max_steps - before,
+            )
+            self._open(unit, phase, min((end for end in ends if end is not None), default=None))
+
+    def dataloader_iter_creation_end(self, state: State, unit: Any, phase: str) -> None:
+        phase_state = state_of(state, phase)
+        left = phase_state.feed.total if isinstance(phase_state, PhaseState) and phase_state.feed is not None else None
+        done = progress_of(unit, phase).num_steps_completed_in_epoch
+        total = None if left is None else done + left
+        if done:  # an epoch that is resumed has no start
+            self._open(unit, phase, total)
+        elif (bar := self._bars.get(phase)) is not None:
+            bar.total = total
+
+    def _open(self, unit: Any, phase: str, total: int | None) -> None:
+        self._close(phase)
+        if agree.is_rank0():
+            progress = progress_of(unit, phase)
+            self._bars[phase] = self._opened[phase] = self._tqdm(
+                desc=f"{phase.capitalize()} Epoch {progress.num_epochs_completed}",
+                total=total,
+                initial=progress.num_steps_completed_in_epoch,
+                file=self._file,
+                **self._options,
+            )
+
+    def step_end(self, state: State, unit: Any, phase: str) -> None:
+        bar = self._bars.get(phase)
+        if bar is not None:
+            done = progress_of(unit, phase).num_steps_completed_in_epoch
+            if done % self._refresh_rate == 0:
+                bar.update(done - bar.n)
+
+    def epoch_end(self, state: State, unit: Any, phase: str) -> None:
+        bar = self._bars.get(phase)
+        if bar is not None:  # the progress has begun to count the next epoch
+            bar.update(max(0, progress_of(unit, phase).num_steps_completed_in_prev_epoch - bar.n))
+        self._close(phase)
+
+    def end(self, state: State, unit: Any, phase: str) -> None:
+        """Of an epoch that was cut short as well."""
+        self._close(phase)
+
+    def _close(self, phase: str) -> None:
+        bar = self._bars.pop(phase, None)
+        if bar is not None:
+            bar.close()
+
+    def on_exception(self, state: State, unit: Any, exc: BaseException) -> None:
+        while self._bars:
+            self._bars.popitem()[1].close()
+
+
+__getattr__ = absent(__name__)

@@ -1,0 +1,142 @@
+"""TorchTNT's loops: echelon's, in steps. torchtnt.framework.train, evaluate, predict and fit are this module."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from echelon.common.errors import UnitError
+from echelon.compat.torchtnt.absent import absent
+from echelon.compat.torchtnt.framework.durations import Durations
+from echelon.compat.torchtnt.framework.mocks import gives_batches
+from echelon.compat.torchtnt.framework.state import check_limits
+from echelon.compat.torchtnt.utils.timer import get_timer_summary
+from echelon.loop import run
+from echelon.loop.progress import Progress
+from echelon.loop.state import PhaseState
+from echelon.loop.unit import EvalUnit, TrainUnit
+from echelon.loop.validate import callbacks_of
+
+__all__ = ["evaluate", "fit", "predict", "train"]
+
+
+def with_durations(callbacks: Any) -> list[Any]:
+    return [Durations(), *callbacks_of(callbacks)]
+
+
+@contextlib.contextmanager
+def told(entry: str, unit: Any, phases: tuple[str, ...], timer: Any, **limits: Any) -> Iterator[None]:
+    """Context of a run: limits are checked, and INFO of the timer's table at its end, or of the progress at an exception."""
+    check_limits(**limits)
+    gives_batches(unit, phases)
+    logger = logging.getLogger(f"echelon.compat.torchtnt.framework.{entry}")
+    try:
+        yield
+    except Exception as error:
+        by_phase = {phase: getattr(unit, f"{phase}_progress", None) for phase in phases}
+        texts = {phase: each.get_progress_string() for phase, each in by_phase.items() if isinstance(each, Progress)}
+        progress = " ".join(
+            texts.values() if len(phases) == 1 else (f"{phase} progress: {each}" for phase, each in texts.items())
+        )
+        logger.info("Exception during %s after the following progress: %s:\n%s", entry, progress, error)
+        raise
+    if timer is not None:
+        logger.info(get_timer_summary(timer))
+
+
+def train(
+    train_unit: Any,
+    train_dataloader: Iterable[Any],
+    *,
+    max_epochs: float | None = None,
+    max_steps: float | None = None,
+    max_steps_per_epoch: float | None = None,
+    callbacks: list[Any] | None = None,
+    timer: Any = None,
+) -> None:
+    """As `echelon.train`, in steps."""
+    limits = {"max_epochs": max_epochs, "max_steps": max_steps, "max_steps_per_epoch": max_steps_per_epoch}
+    with told("train", train_unit, ("train",), timer, **limits):
+        run.run_training(train_unit, PhaseState(dataloader=train_dataloader, **limits), None, with_durations(callbacks), timer)
+
+
+def evaluate(
+    eval_unit: Any,
+    eval_dataloader: Iterable[Any],
+    *,
+    max_steps_per_epoch: float | None = None,
+    callbacks: list[Any] | None = None,
+    timer: Any = None,
+) -> None:
+    """As `echelon.evaluate`."""
+    limits = {"max_steps_per_epoch": max_steps_per_epoch}
+    with told("evaluate", eval_unit, ("eval",), timer, **limits):
+        run.evaluate(eval_unit, eval_dataloader, callbacks=with_durations(callbacks), timer=timer, **limits)
+
+
+def predict(
+    predict_unit: Any,
+    predict_dataloader: Iterable[Any],
+    *,
+    max_steps_per_epoch: float | None = None,
+    callbacks: list[Any] | None = None,
+    timer: Any = None,
+) -> None:
+    """As `echelon.predict`."""
+    limits = {"max_steps_per_epoch": max_steps_per_epoch}
+    with told("predict", predict_unit, ("predict",), timer, **limits):
+        run.predict(predict_unit, predict_dataloader, callbacks=with_durations(callbacks), timer=timer, **limits)
+
+
+def fit(
+    unit: Any,
+    train_dataloader: Iterable[Any],
+    eval_dataloader: Iterable[Any],
+    *,
+    max_epochs: float | None = None,
+    max_steps: float | None = None,
+    max_train_steps_per_epoch: float | None = None,
+    max_eval_steps_per_epoch: float | None = None,
+    evaluate_every_n_steps: float | None = None,
+    evaluate_every_n_epochs: float | None = 1,
+    callbacks: list[Any] | None = None,
+    timer: Any = None,
+) -> None:
+    """As `echelon.fit`, in steps.
+
+    Args:
+        evaluate_every_n_steps, evaluate_every_n_epochs: 0 is never, too.
+    Raises:
+        UnitError: what is not a TrainUnit and an EvalUnit.
+    """
+    for kind in (TrainUnit, EvalUnit):
+        if not isinstance(unit, kind):
+            has = f"{kind.__name__.removesuffix('Unit').lower()}_step"
+            raise UnitError(
+                f"Expected unit to implement {kind.__name__} interface. The unit of fit() must inherit from {kind.__name__}, "
+                f"which has {has}, got {type(unit).__name__}."
+            )
+    limits = {
+        "max_epochs": max_epochs,
+        "max_steps": max_steps,
+        "max_train_steps_per_epoch": max_train_steps_per_epoch,
+        "max_eval_steps_per_epoch": max_eval_steps_per_epoch,
+        "evaluate_every_n_steps": evaluate_every_n_steps,
+        "evaluate_every_n_epochs": evaluate_every_n_epochs,
+    }
+    with told("fit", unit, ("train", "eval"), timer, **limits):
+        train_state = PhaseState(
+            dataloader=train_dataloader,
+            max_epochs=max_epochs,
+            max_steps=max_steps,
+            max_steps_per_epoch=max_train_steps_per_epoch,
+            evaluate_every_n_steps=evaluate_every_n_steps or None,
+            evaluate_every_n_epochs=evaluate_every_n_epochs or None,
+        )
+        eval_state = PhaseState(dataloader=eval_dataloader, max_steps_per_epoch=max_eval_steps_per_epoch)
+        run.run_training(unit, train_state, eval_state, with_durations(callbacks), timer)
+
+
+__getattr__ = absent(__name__)

@@ -1,5 +1,0 @@
-"""torchtnt.utils.loggers.logger."""
-
-from echelon.observe.loggers.logger import MetricLogger, Scalar
-
-__all__ = ["MetricLogger", "Scalar"]

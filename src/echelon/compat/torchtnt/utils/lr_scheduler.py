@@ -1,5 +1,0 @@
-"""torchtnt.utils.lr_scheduler."""
-
-from torch.optim.lr_scheduler import LRScheduler as TLRScheduler
-
-__all__ = ["TLRScheduler"]
