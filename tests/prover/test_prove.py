@@ -130,11 +130,11 @@ MISTAKES = {
 SEEN = {
     "norms_of_a_shard": "0.weight, which is split over the ranks",
     "scale_of_the_first_batch": "sets the parameter 3.scale",
-    "samples_counted_by_a_rank": "weight is another than in one process: 8 on every rank, 16 in one process",
+    "samples_counted_by_a_rank": "weight differs from one process: 8 on every rank, 16 in one process",
     "mean_of_a_rank": "centred.mean is not the same on all ranks",
     "scale_limited_in_a_window": "update 0, a later micro-batch: rank 0",
     "threshold_of_a_rank": "usual is not the same on all ranks",
-    "teacher_by_samples": "is another than in one process",
+    "teacher_by_samples": "differs from one process",
     "queue_in_slots": "script.queue.keys is not the same on all ranks",
     "order_of_a_set": "PYTHONHASHSEED",
     "samples_by_count": "the data set's count changes as samples are read",

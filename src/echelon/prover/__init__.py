@@ -1,1 +1,1 @@
-"""Is it right? One program under every layout, held against plain PyTorch."""
+"""Is it right? One program under every layout, compared with plain PyTorch."""

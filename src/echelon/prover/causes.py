@@ -1,8 +1,8 @@
-"""The catalogue: mistakes of distributed training that can be tested for, each from what the ranks wrote down.
+"""The catalogue of mistakes of distributed training that prove can recognise in the ranks' records.
 
-Some show in the numbers (a missing all-reduce), and are recognised by what they would give instead. Others leave the
-numbers of a few updates as they were (the same data on two ranks: the mean over two copies is the mean of one), and are found
-in the micro-batches and RNGs themselves; they fail a row as well.
+Some mistakes change the numbers (a missing all-reduce), and are recognised by the values that they produce. Others leave the
+numbers of a few updates unchanged (the same data on two ranks: the mean over two copies is the mean of one), and are found
+in the micro-batches and RNG states; they fail a row as well.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ __all__ = [
 Cause = tuple[str, str]  # its name, and what was seen
 _FEW = 4  # parts of a state that are named one by one
 _KEEPS = "the forward pass keeps state"
-_HALF_DIGITS = 3e-2  # four roundings of bfloat16: what a loss in half precision may differ by
+_HALF_DIGITS = 3e-2  # four roundings of bfloat16: the tolerance of a loss in half precision
 
-# Of the elements that are no small part of a gradient: more than so many, and this share, may not be zero.
+# Underflow: elements above the first share of a gradient's largest, at least so many, of which more than the last share is zero.
 _NO_SMALL_PART, _LEAST_LOST, _MOST_LOST = 1e-2, 8, 0.1
 
 CAUSES = {
@@ -56,50 +56,50 @@ CAUSES = {
     "identical data on two ranks": "two ranks train on the same samples",
     "a sampler that ignores the rank": "the loader gives every rank all samples: use echelon.Loader or a DistributedSampler",
     "samples that depend on the rank": "ranks must read the same data in the same order: sort files and sets, seed shuffles",
-    "an RNG without a seed": "every rank draws others from it: call echelon.seed(...) with one number before the first draw",
-    "samples that ranks share": "ranks read what others read: give echelon.Loader, or a sampler with one order for all ranks",
-    "identical random numbers": "data-parallel ranks draw alike: seed each by its rank, once the model is built, and in no step",
+    "an RNG without a seed": "each rank draws its own numbers: call echelon.seed(...) with one number before the first draw",
+    "samples that ranks share": "ranks read the same samples: use echelon.Loader, or a sampler with one order for all ranks",
+    "identical random numbers": "data-parallel ranks draw alike: seed each by its rank, after the model is built, not in a step",
     "identical augmentation": "seed each rank by its own number, and data workers by get_worker_info().seed",
     "a forward pass that cannot be repeated": "the forward pass draws from a source that prove cannot find, or keeps state",
-    "other random numbers in the backward pass": "what is computed again draws anew: the gradient is not that of the loss",
+    "other random numbers in the backward pass": "recomputation draws new numbers: the gradient is not that of the loss",
     "gradients that are still scaled": "clip and look at gradients after scaler.unscale_(optimizer)",
-    "gradients that underflow": "they are too small for the type that they are computed in: use a gradient scaler, or bfloat16",
+    "gradients that underflow": "they are too small for the type in which they are computed: use a gradient scaler, or bfloat16",
     "modules in evaluation mode on some ranks": "dropout and batch norm are off there: call train() on every rank",
     "unsynchronised buffers": "buffers differ between ranks",
     "an untracked or stale optimizer parameter": "the optimizer does not hold it: make the optimizer after the module is sharded",
     "batch norm over the local batch": (
-        "its statistics are those of a micro-batch: use SyncBatchNorm, whose micro-batch is that of all ranks, without "
+        "its statistics are those of a micro-batch: use SyncBatchNorm, whose micro-batch spans all ranks, without "
         "accumulation; or another normalisation"
     ),
     "parameters that drift apart": (
-        "gradients are the same on all ranks, what changes parameters besides is not: rates, optimizer states, noise, or what "
-        "the forward pass writes"
+        "gradients are the same on all ranks, but something else that changes parameters is not: learning rates, optimizer "
+        "states, noise, or writes of the forward pass"
     ),
     "another learning rate": "the optimizer steps with another rate than in one process",
     "an optimizer that computes with its shard alone": (
-        "such as a norm over p.to_local(): numbers of a whole parameter must be added up over the ranks"
+        "such as a norm over p.to_local(): sums over a whole parameter must be reduced over the ranks"
     ),
     "another step of the optimizer": (
-        "the gradients that it gets are right: it computes with the rank or the number of ranks, draws random numbers, or "
-        "something else changes parameters after it"
+        "its gradients are right, but it computes with the rank or the number of ranks, draws random numbers, or something "
+        "else changes parameters after it"
     ),
     "a change on one rank's shard": "that rank alone changes its part of the gradients or parameters: hooks, noise, states",
-    "gradients that each rank changes": "hooks, noise or clipping work on a rank's own gradient, or are unlike on ranks",
+    "gradients that each rank changes": "hooks, noise or clipping work on a rank's own gradient, or differ between ranks",
     "gradients changed in the middle of an update": "only some of its batches are in them: clip by window.clip_grad_norm_",
     "clipping on each rank": "every rank clips its own gradient: reduce first, then clip",
-    "collectives without a gradient": "all_gather and all_reduce of torch.distributed carry none: take torch.distributed.nn's",
+    "collectives without a gradient": "all_gather and all_reduce of torch.distributed pass none: use torch.distributed.nn's",
     "a wrong scale": "all gradients are a constant times what they should be",
     "different initial parameters": "the model is not built from the same seed, or is changed before it is made parallel",
     "a loss that depends on the rank": (
-        "the same samples have another loss on another rank, or with another number of ranks: what the loss reads must be alike "
-        "on all; draw noise with the batch, in collate_fn, where the loop draws it for itself"
+        "the same samples have another loss on another rank, or with another number of ranks: all that the loss reads must be "
+        "the same on all ranks; if the loop draws noise itself, draw it with the batch, in collate_fn"
     ),
     "a loss of what ranks send each other": (
-        "the mean of the ranks' losses is not the loss of the whole batch: of rows that all ranks gather, a rank's own begin at "
-        "rank x rows; what is summed over ranks is divided by the count of all"
+        "the mean of the ranks' losses is not the loss of the whole batch: among gathered rows, a rank's own begin at "
+        "rank x rows; divide a sum over ranks by the count of all ranks"
     ),
     "the forward pass keeps state": (
-        "what a pass changes must be the same on all ranks, and change once an update: reduce what it is made of, or its "
+        "state that a pass changes must be the same on all ranks, and change once an update: reduce its inputs, or its "
         "gradient, over the ranks"
     ),
     "an operation over the whole batch": "the loss of a batch is not the mean of the losses of its parts",
@@ -116,8 +116,8 @@ def from_records(records: list[RankRecord], per_sample: Callable[[], set[str] | 
     """Causes that the ranks' own records show. Right numbers do not excuse them.
 
     Args:
-        per_sample: tells the RNGs from which more samples draw more; None if that is not known. Others may be alike
-            on all ranks: they make the choices that ranks have to make together.
+        per_sample: returns the RNGs from which more samples draw more; None if unknown. Other RNGs may be the same
+            on all ranks: they make choices that ranks have to make together.
     """
     of_data = [r for r in records if not r.is_replica]
     causes = [_same_data(of_data), _same_streams(of_data, per_sample), _same_reading(of_data), _modes_apart(records)]
@@ -127,7 +127,7 @@ def from_records(records: list[RankRecord], per_sample: Callable[[], set[str] | 
 def _same_data(records: list[RankRecord]) -> Cause | None:
     digests = [[digest(m.plain) for m in r.micros if m.weight > 0] for r in records]
     twins = [(a, b) for a, b in combinations(range(len(records)), 2) if digests[a] == digests[b] and digests[a]]
-    several = len({d for seen in digests for d in seen}) > 1  # one batch for ever says nothing
+    several = len({d for seen in digests for d in seen}) > 1  # a script that repeats one batch shows nothing
     if not twins or not several:
         return None
     a, b = (records[i].rank for i in twins[0])
@@ -202,7 +202,7 @@ def _differing(records: list[RankRecord]) -> list[Cause]:
 
 
 def _apart(records: list[RankRecord], what: str) -> tuple[int, list[str]] | None:
-    """The first update in which something is not the same on all ranks, and its names."""
+    """The first update in which digests of `what` differ between ranks, and the names that differ."""
     each = enumerate(zip(*(getattr(r, f"{what}_digests") for r in records), strict=False))
     return next(((k, names) for k, of_ranks in each if (names := _unlike(of_ranks))), None)
 
@@ -220,14 +220,14 @@ def _stale(records: list[RankRecord]) -> Cause | None:
     return "an untracked or stale optimizer parameter", seen
 
 
-# --- of what is kept between passes
+# --- state that is kept between passes
 
 
 def of_state(records: list[RankRecord], probed: Mapping[str, Any]) -> Cause | None:
-    """What the unit keeps from one pass to the next, on which losses depend, and which is not what one process keeps.
+    """A cause in state that the unit keeps between passes: losses depend on it, and it is not what one process keeps.
 
     Args:
-        probed: what trying the forward pass in one process showed (`probe.py`).
+        probed: facts from trying the forward pass in one process (`probe.py`).
     """
     if probed["writes"]:
         return _KEEPS, f"the forward pass itself sets the parameter {probed['writes']}, from the samples of its own batch"
@@ -243,9 +243,9 @@ def of_state(records: list[RankRecord], probed: Mapping[str, Any]) -> Cause | No
 
 
 def state_of_ranks(records: list[RankRecord], probed: Mapping[str, Any]) -> Cause | None:
-    """What all ranks have alike after the first update, and one process has not, though it ran the same code on the same samples.
+    """State that is the same on all ranks after the first update, but not in one process that ran the same code and samples.
 
-    Of a unit that is evaluated this says nothing: one process evaluates nothing here.
+    Not tested if the unit is evaluated: the one process evaluates nothing here.
     """
     updates = records[0].updates
     later = updates[1][0].state if len(updates) > 1 and not records[0].evaluates else {}
@@ -254,12 +254,12 @@ def state_of_ranks(records: list[RankRecord], probed: Mapping[str, Any]) -> Caus
             value, one = later.get(path), probed["kept"].get(path)
             if not near_values(value, one):
                 numbers = f": {value:g} on every rank, {one:g} in one process" if isinstance(one, (int, float)) else ""
-                return _KEEPS, f"after the first update {name} is another than in one process{numbers}; the loss depends on it"
+                return _KEEPS, f"after the first update {name} differs from one process{numbers}; the loss depends on it"
     return None
 
 
 def state_apart(records: list[RankRecord], state: Mapping[str, Sequence[str]]) -> Cause | None:
-    """What is not the same on all ranks of it.
+    """State that is not the same on all ranks.
 
     Args:
         state: paths by name.
@@ -277,8 +277,8 @@ def state_apart(records: list[RankRecord], state: Mapping[str, Sequence[str]]) -
 
 
 def models_apart(records: list[RankRecord]) -> Cause | None:
-    """A tensor that no rank changes and that is not the same on all, as of a frozen model that the layout does not know. Ranks
-    may have such for good reasons: only where nothing else explains a difference.
+    """A tensor that no rank changes but that differs between ranks, such as one of a frozen model that the layout does not know.
+    Ranks may have such tensors for good reasons: use this cause only if nothing else explains a difference.
     """
     kept = [_unchanged([m.state for m in r.micros]) for r in records if not r.is_replica]
     names = [name for name in _unlike(kept) if all(name in each for each in kept)]
@@ -288,7 +288,7 @@ def models_apart(records: list[RankRecord]) -> Cause | None:
 
 
 def _unchanged(states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """By path, checksums of numbers that are the same before all of these micro-batches before which they are there."""
+    """By path, checksums of floating-point tensors that have the same value before every micro-batch where they exist."""
     seen: dict[str, list[int]] = {}
     for path, value in (item for state in states for item in state.items()):
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 1:
@@ -297,7 +297,7 @@ def _unchanged(states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def state_moves(records: list[RankRecord], state: Mapping[str, Sequence[str]]) -> Cause | None:
-    """What is another one for the micro-batches of one update."""
+    """State that changes between the micro-batches of one update."""
     for update in (u for r in records for u in r.updates):
         moved = set().union(*(unlike(a.state, b.state) for a, b in pairwise(update)))
         name = next((name for name, paths in state.items() if moved.intersection(paths)), None)
@@ -308,7 +308,7 @@ def state_moves(records: list[RankRecord], state: Mapping[str, Sequence[str]]) -
     return None
 
 
-# --- of the first difference
+# --- the first difference
 
 
 def from_verdict(verdict: Verdict, records: list[RankRecord], facts: Mapping[str, Any]) -> Cause | None:
@@ -349,7 +349,7 @@ def _rates(rates: list[float]) -> str:
 
 
 def of_scaler(values: Mapping[str, torch.Tensor], rescaled: Mapping[str, torch.Tensor], factor: float) -> list[Cause]:
-    """Gradients at the optimizer's step that are others where the script's own scaler begins with `factor` times its scale."""
+    """A cause if gradients at the optimizer's step change when the script's own scaler begins with `factor` times its scale."""
     before, after = (sum(float(g.double().square().sum()) for g in each.values()) ** 0.5 for each in (values, rescaled))
     if not before or not after or 0.8 < after / before < 1.25:
         return []
@@ -358,24 +358,24 @@ def of_scaler(values: Mapping[str, torch.Tensor], rescaled: Mapping[str, torch.T
 
 
 def of_underflow(values: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], half: str) -> list[Cause]:
-    """Gradients that are zero in a type with few digits, and not in float64."""
+    """A cause if gradients are zero in a type with few digits, but not in float64."""
     for name, value in right.items():
         counts = value.abs() > _NO_SMALL_PART * float(value.abs().max()) if name in values and value.numel() else None
         if counts is not None and int(counts.sum()) >= _LEAST_LOST:
             lost = float((values[name][counts] == 0).double().mean())
             if lost > _MOST_LOST:
-                return [("gradients that underflow", f"in {half} {lost:.0%} of the gradient of {name} are zero, in float64 not")]
+                return [("gradients that underflow", f"in {half} {lost:.0%} of the gradient of {name} is zero, in float64 not")]
     return []
 
 
 def of_shards(
     first: Difference, values: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], owners: Mapping[str, Any]
 ) -> Cause | None:
-    """Whether all elements that differ are those of some ranks.
+    """A cause if all elements that differ are in the shards of some ranks.
 
     Args:
-        mine, right: gradients or parameters of the update and the phase in which something differs first.
-        owners: whose the elements of a parameter are, or the whole of it.
+        values, right: gradients or parameters of the update and the phase in which something differs first.
+        owners: by parameter, the rank of each element, or of the whole parameter.
     """
     errors: dict[int, float] = {}
     for name, owner in owners.items():
@@ -391,21 +391,21 @@ def of_shards(
         return None
     ranks = f"rank {guilty[0]}" if len(guilty) == 1 else f"ranks {', '.join(map(str, guilty))}"
     what = "gradients" if first.phase == "gradient" else "parameters"
-    seen = f"update {first.update}: what differs in the {what} is on {ranks}; the shards of the others are right"
+    seen = f"update {first.update}: all differences in the {what} are on {ranks}; the shards of the others are right"
     return "a change on one rank's shard", seen
 
 
 def of_step(first: Difference, owners: Mapping[str, Any]) -> Cause | None:
-    """The last that may be said: what the optimizers got is right, and what they made of it is not."""
+    """The last resort: the optimizers' gradients are right, but the parameters after their step are not."""
     if first.phase != "update":
         return None
     split = ", which is split over the ranks," if first.tensor in owners else ""
-    seen = f"update {first.update}: the loss and all gradients agree; {first.tensor}{split} is another after the optimizer's step"
+    seen = f"update {first.update}: the loss and all gradients agree; {first.tensor}{split} differs after the optimizer's step"
     return "an optimizer that computes with its shard alone" if split else "another step of the optimizer", seen
 
 
 def of_split(has_better_weights: bool, error: float, batch_norms: list[str], *, padded: bool) -> Cause:
-    """Why a batch, taken apart in one process, is not the weighted mean of its parts, which may be padded by themselves."""
+    """Why a batch, taken apart in one process, is not the weighted mean of its parts. `padded`: each part by itself."""
     parts = "its parts, each padded to a width of its own," if padded else "its parts"
     seen = f"one batch, taken apart in one process, differs from the weighted mean of {parts} by {error:.1e}"
     if batch_norms:
@@ -413,9 +413,9 @@ def of_split(has_better_weights: bool, error: float, batch_norms: list[str], *, 
     if has_better_weights:
         return (
             "loss weighted per rank",
-            f"{seen}; other weights give its gradient (an AutoUnit's or Trainer's: its weight; a loop's: window's weight=)",
+            f"{seen}; other weights give its gradient (of an AutoUnit or Trainer: its weight; of a loop: window's weight=)",
         )
-    return "an operation over the whole batch", f"{seen}, whatever these weigh"
+    return "an operation over the whole batch", f"{seen}, whatever their weights"
 
 
 def from_mistakes(
@@ -425,15 +425,15 @@ def from_mistakes(
     mistakes: Mapping[str, Any],
     records: list[RankRecord],
 ) -> Cause | None:
-    """Which way of putting the ranks' shares together gives this row's gradients instead of the right ones.
+    """The wrong way of combining the ranks' shares that gives this row's gradients.
 
     Args:
-        mine, right: `loss` and `gradients` of the row and of the reference at the update that first differs.
-        mistakes: the same by way, as the reference computed it.
+        values, right: `loss` and `gradients` of the row and of the reference at the update that first differs.
+        mistakes: the same for each way of combining, as the reference computed them.
     """
     record = records[0]
     batch_norms, is_of_several = record.batch_norms, record.is_of_several
-    if is_of_several:  # a later loss comes after a step, and was tried before it
+    if is_of_several:  # in training a later loss follows a step, but was tried before it
         values, right = ({**each, "gradients": _only(each["gradients"], record.held_first)} for each in (values, right))
         if _distance(values["gradients"], right["gradients"]) <= 1e-6 * _size(right["gradients"]):
             return None
@@ -456,19 +456,19 @@ def from_mistakes(
         name = "batch norm over the local batch" if batch_norms else "an operation over the whole batch"
         return name, f"{what} each micro-batch of all ranks by itself: with --accumulate 1 it is whole"
     if explains("unweighted"):
-        return "loss weighted per rank", "micro-batches of other sizes count the same"
+        return "loss weighted per rank", "micro-batches of different sizes count the same"
     alone = next((way for way in mistakes if way.startswith("rank ") and explains(way)), None)
     if alone is not None:
         return "missing all-reduce", f"the gradients are those of {alone}"
     if not mistakes["weighted"]["is_linear"]:
         return (
             "gradients that each rank changes",
-            "half of a loss has not half of its gradient: a hook changes it, for each micro-batch",
+            "half of a loss does not have half of its gradient: a hook changes the gradient of each micro-batch",
         )
     scale = _wrong_scale(values, right, gap)
     if not record.communicates:
         return scale or (None if is_of_several else _by_rank(mistakes, records, first.update))
-    # A rank's loss is another with what others send than without; and what a step of one's own sends may be the gradients.
+    # A rank's loss depends on what other ranks send; and a step of the user's own may send gradients.
     if scale and (first.phase != "gradient" or record.kind is UnitKind.STEP):
         return scale
     if first.phase != "gradient":
@@ -477,12 +477,12 @@ def from_mistakes(
             return None
         whole = f"one process on the whole batch {right['loss']:.6g}"
         return "a loss of what ranks send each other", ", ".join(["losses of update " + str(first.update), *losses, whole])
-    seen = f"the loss is right, its gradient is not, and the forward pass speaks to other ranks{f': {scale[1]}' if scale else ''}"
+    seen = f"the loss is right, its gradient is not; the forward pass uses collectives{f': {scale[1]}' if scale else ''}"
     return "collectives without a gradient", seen
 
 
 def _by_rank(mistakes: Mapping[str, Any], records: list[RankRecord], update: int) -> Cause | None:
-    """Micro-batches whose rank had another loss for them than one process has, at the same parameters."""
+    """A cause in micro-batches for which a rank had another loss than one process has at the same parameters."""
     known = [each for each in mistakes["weighted"]["losses"] if each[2] is not None and not records[0].batch_norms]
     limit = _HALF_DIGITS if records[0].half or records[0].narrow else 1e-5
     wrong = [(rank, loss, recorded) for rank, loss, recorded in known if abs(loss - recorded) > limit * abs(loss)]
@@ -490,49 +490,49 @@ def _by_rank(mistakes: Mapping[str, Any], records: list[RankRecord], update: int
         return None
     rank, loss, recorded = wrong[0]
     seen = f"rank {rank}: {recorded:.6g}, one process on its samples: {loss:.6g}"
-    firsts = {each[0]: each for each in reversed(known)}  # of each rank
+    firsts = {each[0]: each for each in reversed(known)}  # each rank's first micro-batch
     if not any(each in wrong for each in firsts.values()):
         return _KEEPS, f"update {update}, a later micro-batch: {seen}; each rank's first was right"
     if (kept := of_variables(records, update, f"{seen}; ")) is not None:
         return kept
-    if update and len(wrong) == len(known):  # the updates before it left each rank, and one process, something of their own
+    if update and len(wrong) == len(known):  # earlier updates left each rank, and one process, in different states
         return _KEEPS, f"update {update}: {seen}; the updates before it were right"
     apart = [f"; {name} is not the same on all ranks as training begins" for name in _unlike([r.kept for r in records])]
     return "a loss that depends on the rank", seen + "".join(apart[:1])
 
 
 def of_variables(records: list[RankRecord], update: int, seen: str = "") -> Cause | None:
-    """A loop's variables that go from one pass to the next, if there was one before: nobody can set those of one process."""
+    """A cause in a loop's variables that carry over from the pass before, if there was one: prove cannot set them."""
     names = sorted(p.removeprefix(VARIABLE) for p in records[0].updates[update][0].state if p.startswith(VARIABLE))
     if not update or not names:
         return None
-    return _KEEPS, f"update {update}: {seen}each process has its own of {VARIABLE}{', '.join(names)}, from the pass before"
+    return _KEEPS, f"update {update}: {seen}each process has its own values of {VARIABLE}{', '.join(names)}, from the pass before"
 
 
 def _of_parts(mistakes: Mapping[str, Any], batch_norms: list[str], first: Difference) -> Cause:
-    """The row is the weighted mean of its parts, and that is not what the whole batch gives: why not?"""
+    """Why the whole batch does not give the weighted mean of its parts, which the row has."""
     if batch_norms:
         return "batch norm over the local batch", f"{batch_norms[0]} normalises each micro-batch by itself"
     norms = mistakes["weighted"]["norms"]
     if len(norms) > 1 and max(norms) - min(norms) < 1e-4 * max(norms):
         return "clipping on each rank", f"every rank's own gradient has the norm {norms[0]:.4g}"
     if first.phase == "gradient":
-        seen = "the loss of the whole batch is the mean of those of its parts, its gradient is not that of theirs"
+        seen = "the loss of the whole batch is the mean of its parts' losses, but its gradient is not that of their gradients"
         if mistakes["weighted"]["is_linear"]:
-            return "an operation over the whole batch", f"{seen}: by a number of the batch that is used detached, or a hook"
-        return "gradients that each rank changes", f"{seen}, nor has half of a loss half of its gradient: by a hook"
+            return "an operation over the whole batch", f"{seen}: a number of the batch is used detached, or a hook changes it"
+        return "gradients that each rank changes", f"{seen}, nor does half of a loss have half of its gradient: a hook changes it"
     best = mistakes.get("best weights")
     if best is None or best["misses"] * 10 > mistakes["weighted"]["misses"]:
         seen = "no weights of the micro-batches give the gradient of the whole batch"
         without = next((rank for (rank, *_), norm in zip(mistakes["weighted"]["losses"], norms, strict=True) if not norm), None)
-        left_out = "" if without is None else f"; one of rank {without} has none, as if it were left out"
+        left_out = "" if without is None else f"; one of rank {without} has no gradient, as if it were left out"
         return "an operation over the whole batch", seen + left_out
     if len(best["shares"]) > 1 and all(abs(share - 1) < 1e-3 for share in best["shares"]):
-        return "loss weighted per rank", "the loss of the whole batch is the sum of those of its parts: return a mean"
+        return "loss weighted per rank", "the loss of the whole batch is the sum of its parts' losses: return a mean"
     if abs(sum(best["shares"]) - 1) > 1e-4:
         seen = "weights that give the gradient of the whole batch do not add up to 1, as with a root or a logarithm of a mean"
         return "an operation over the whole batch", seen
-    of_whom = "an AutoUnit's or Trainer's: its weight; a loop's: window's weight="
+    of_whom = "of an AutoUnit or Trainer: its weight; of a loop: window's weight="
     seen = f"other weights of the micro-batches give the right gradient ({of_whom})"
     return "loss weighted per rank", seen
 
@@ -552,7 +552,7 @@ def gradients_apart(records: list[RankRecord]) -> int | None:
 def is_of_one_rank(
     values: Mapping[str, Any], right: Mapping[str, Any], mistakes: Mapping[str, Any], records: list[RankRecord], k: int
 ) -> bool:
-    """Whether gradients that are not the same on all ranks are those that the first rank computed by itself."""
+    """Whether gradients that differ between ranks are those that the first rank computed alone."""
     names = _unlike([r.gradient_digests[k] for r in records])
     alone = mistakes.get(f"rank {records[0].rank} alone")
     if alone is None or not names:
@@ -587,7 +587,7 @@ def _distance(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> f
 
 
 def _factor(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> float | None:
-    """c with a = c b to a thousandth, c not 1; else None."""
+    """The factor c with a = c b, to a thousandth; None if there is none, or if c is 1."""
     both = [n for n in a if n in b]
     dot = sum(float((a[n].double() * b[n].double()).sum()) for n in both)
     square = sum(float(b[n].double().square().sum()) for n in both)

@@ -23,7 +23,7 @@ DRIFT = "parameters that drift apart"
 
 
 class Explanation:
-    """Tries likely mistakes in another process where the records alone do not show one."""
+    """Finds why a row differs; tries likely mistakes in another process where the records alone show none."""
 
     def __init__(self, on_ranks: OnRanks, references: ReferenceStore, folder: Path) -> None:
         self._on_ranks, self._references, self.folder = on_ranks, references, folder
@@ -36,7 +36,7 @@ class Explanation:
             return
         probed = self._references.probed(ran, reference) if not known or known == {DRIFT} else None
         if probed is not None and (state_cause := causes.of_state(records, probed)):
-            # What is apart only later does not say why something differed before.
+            # State that differs between ranks only later does not explain an earlier difference.
             until = [replace(r, updates=r.updates[: first.update + 1]) for r in records] if first and not known else records
             earlier = self._of_first(final, first, known=False) if first and not causes.of_state(until, probed) else None
             result.causes = (
@@ -44,14 +44,14 @@ class Explanation:
             )
             return
         if known == {DRIFT}:
-            # What is apart behind a step does not say why its loss or its gradients were others.
+            # Parameters that drift apart after a step do not explain a difference in its loss or gradients.
             if first is not None and first.phase in ("forward", "gradient") and first.update <= causes.parameters_apart(records):
                 result.causes[:0] = [cause for cause in (self._of_first(final, first, known=True),) if cause]
             return
         if not ran.is_auto and not known and any(m.streams for r in records for m in r.micros):
             result.verdict, result.first = "not possible", None
             result.message = (
-                "its own train_step draws random numbers, on each rank for its own samples; one process draws for all at once: "
+                "its own train_step draws random numbers: each rank for its own samples, one process for all samples at once, so "
                 "there is nothing to compare with. The draws of an AutoUnit can be repeated micro-batch by micro-batch."
             )
             return
@@ -67,7 +67,7 @@ class Explanation:
             ]
 
     def _of_first(self, final: Judged, first: Difference, *, known: bool) -> Cause | None:
-        """What follows from the first difference."""
+        """The cause that the first difference shows."""
         cause, owners = (
             causes.from_verdict(final.verdict, final.ran.records, final.reference.facts),
             final.ran.records[0].owners,

@@ -18,9 +18,9 @@ __all__ = ["GradientWatch", "rates_of"]
 
 
 class GradientWatch:
-    """Gradients by name as the optimizers of a unit see them when they step: of each parameter, when one that holds it does.
+    """Records gradients by name as a unit's optimizers see them: a parameter's gradient when an optimizer that holds it steps.
 
-    Of a parameter that no optimizer holds, at the first step of the update.
+    The gradient of a parameter that no optimizer holds is taken at the first step of the update.
 
     Args:
         looks: gradients can be seen whole.
@@ -32,16 +32,16 @@ class GradientWatch:
         self.held: set[str] = set()
         self.held_first: set[str] = set()  # by the optimizer that stepped first
         self.attributes: list[dict[str, int]] = []  # by update: checksums of what the script's optimizers keep
-        self.owners: dict[str, int] = {}  # the rank that steps for a parameter, where ranks divide them
+        self.owners: dict[str, int] = {}  # the rank that steps for a parameter, if the optimizer is partitioned
         self.strangers = 0  # parameters in an optimizer that belong to no module of the unit
-        self.rates: list[list[float]] = []  # by update: of the groups of the optimizer that stepped first
-        self.loose: dict[str, torch.Tensor] = {}  # with gradients, in an optimizer and in no module: what stepped last
+        self.rates: list[list[float]] = []  # by update: those of the groups of the optimizer that stepped first
+        self.loose: dict[str, torch.Tensor] = {}  # parameters with gradients in an optimizer and in no module, at the latest step
         self.loose_digests: dict[str, int] = {}  # of their gradients
         self._values: dict[str, torch.Tensor] = {}
         self._stepped = False
 
     def take(self) -> dict[str, torch.Tensor] | None:
-        """What was seen since the last call; None if no optimizer stepped."""
+        """The gradients seen since the last call; None if no optimizer stepped."""
         values = self._values if self._stepped else None
         self._values, self._stepped = {}, False
         return values
@@ -61,7 +61,7 @@ class GradientWatch:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         tracked = self._unit.tracked_optimizers().values()
         if any(Partition.behind(each) is optimizer is not each for each in tracked):
-            return  # it works behind one that was seen
+            return  # the inner optimizer of one that was seen
         parameters = _parameters_in([optimizer])
         others = _parameters_in(tracked) - parameters
         named = [(prefix + n, p, each) for prefix, each in prepared_of(self._unit) for n, p in each.named_parameters()]
@@ -98,7 +98,7 @@ def rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def _attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Checksums of what a class of the script's own keeps in itself, by name: slow weights, averages of gradients."""
+    """Checksums by name of what an optimizer class of the script's own keeps in attributes: slow weights, gradient averages."""
     kind = type(optimizer)
     own = {} if is_library(kind.__module__) else vars(optimizer)
     names = own.keys() - set_by(torch.optim.Optimizer)

@@ -1,28 +1,29 @@
 """Compare a row with the reference, step by step, and say where it first differs, and what could not be compared.
 
-**Tolerance.** It is measured. The reference was computed several times (`prover/reference.py`); how far these lie apart in a
-tensor, relative to its largest value, are samples of what rounding does to it, through the whole chain of updates: a flipped
-gate or an amplification by chaotic training show among them as they do in a row. A sample can be small by luck, most of all in
-a tensor of few elements, so what stands for it is the largest of: the samples of this and earlier updates, what is usual (the
-median) among all tensors of the update, one rounding. A row may differ by `FACTOR` times that. Two samples of one size differ
+**Tolerance.** It is measured. The reference was computed several times (`prover/reference.py`). The distances between these runs
+in a tensor, relative to its largest value, are samples of what rounding does to it through the whole chain of updates: a flipped
+gate or an amplification by chaotic training shows among them as in a row. A sample can be small by luck, most of all in
+a tensor of few elements. So the measure of a tensor is the largest of: its samples of this and earlier updates, the median
+over all tensors of the update, one rounding. A row may differ by `FACTOR` times the measure. Two samples of one size differ
 by a factor themselves: on twelve right scripts the largest of 13,000 was 9.6; mistakes are 1e2 to 1e7.
 
-**Resolution.** Samples that lie far apart do not excuse a row, they say that this precision cannot tell. What may differ by more
-than `RESOLUTION` of its own size has not been compared: it is listed in `Verdict.blind`, and the caller has to look closer, in
-float64. Only what is zero has no size of its own: a value that float64 finds a hundred times smaller than the samples lie apart,
-or one below a few roundings of the largest value of its kind in every reference.
+**Resolution.** Samples that lie far apart do not excuse a row; they say that this precision cannot tell. A tensor that may differ
+by more than `RESOLUTION` of its own size has not been compared: it is listed in `Verdict.blind`, and the caller has to look
+closer, in float64. Only a value that is truly zero has no size of its own: one that float64 finds a hundred times smaller than
+the samples lie apart, or one below a few roundings of the largest value of its kind in every reference.
 
 **Elements without a right value.** An element whose true gradient is zero (the key biases of attention) has a gradient of
 rounding noise, which Adam turns into steps of full length: its parameter has no right value, in any implementation. Such an
-element is excused if its gradient is within tolerance of zero in every reference, and if what the difference could do to the
-loss (gradient times difference) is what rounding does to the loss, or little beside what the update does to it. They are counted.
+element is excused if its gradient is within tolerance of zero in every reference, and if the effect of the difference on the
+loss (gradient times difference) is no more than that of rounding, or small beside that of the update. They are counted.
 
-A row in bf16 is compared with a reference in bf16, of which float64 is a sample, and two more whose weights round otherwise. A
-rounding is a hundredth there, so that 32 of them would hide a gradient of half the size: what is more than `RESOLUTION` is
-`HALF_FACTOR` of them, and where more than `HALF_RESOLUTION` would be allowed, float64 has to decide, in which nothing is cast.
+A row in bf16 is compared with a reference in bf16. Its samples are one run in float64, and two more in bf16 whose weights are
+rounded differently. A rounding is a hundredth there, so that 32 of them would hide a gradient of half the size: beyond
+`RESOLUTION`, the factor is `HALF_FACTOR`; and where more than `HALF_RESOLUTION` would be allowed, float64 decides, in which
+nothing is cast.
 
-In float64 a single reference can do, as there is nothing wider: the tolerance is then 1e-11 of the largest value of its kind;
-plain torch reaches 4e-13 after twenty updates.
+In float64 a single reference can suffice, as there is nothing wider: the tolerance is then 1e-11 of the largest value of its
+kind; plain torch reaches 4e-13 after twenty updates.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ FLOAT64_TOLERANCE = 1e-11
 HALF_FACTOR = 8.0
 RESOLUTION = 5e-3
 HALF_RESOLUTION = 0.25
-HARMLESS = 1e-4  # of what an update does to the loss
-_MANY = 10_000_000  # parameters: of fewer, threads wait for each other longer than they compare, on a busy machine for seconds
+HARMLESS = 1e-4  # of an update's effect on the loss
+_MANY = 10_000_000  # parameters; with fewer, threads wait longer than they compare, on a busy machine for seconds
 DIGITS = 1e-2  # a tensor whose samples lie within this of each other is no noise, however small it is
 
 
@@ -66,16 +67,15 @@ def compare(
     """Compare the files of a row with those of the reference on the same micro-batches.
 
     Args:
-        row, reference: folders with `initial.pt` and `update-NNN.pt`; the reference's has a folder for each time that it was
-            computed again.
+        row, reference: folders with `initial.pt` and `update-NNN.pt`; the reference's also has a folder for each further run.
         records: of all ranks of the row.
         narrowest: a floating-point type with fewer digits than `dtype` in which the forward pass computes, if there is one.
         half: row and reference compute in half precision.
     """
     verdict = Verdict()
-    # A norm that a forward pass in float32 leads to has its digits, though all references may round it to the same number.
+    # A norm after a forward pass in float32 has float32's digits, even if all references round it to the same number.
     epsilon = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps if narrowest is not None else 0.0)
-    # Types with few digits round by as much as RESOLUTION: that is not to be taken for chaos.
+    # Types with few digits round by as much as RESOLUTION: that must not be taken for chaos.
     resolution = HALF_RESOLUTION if half else max(RESOLUTION, 2 * FACTOR * torch.finfo(narrowest or dtype).eps)
     again = sorted(p for p in reference.glob(f"{AGAIN}*") if (p / "update-000.pt").exists())
     comparison = _Comparison(verdict, epsilon, resolution, dtype is torch.float64 and not again, records[0].flattened)
@@ -118,27 +118,27 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _rounding_of(value: torch.Tensor) -> float:
-    """What stands for a rounding of a tensor that is kept in half precision itself."""
+    """One rounding of a tensor that is kept in half precision, scaled so that FACTOR of these are HALF_FACTOR roundings."""
     half = value.dtype in (torch.bfloat16, torch.float16)
     return HALF_FACTOR / FACTOR * torch.finfo(value.dtype).eps if half else 0.0
 
 
 def _unmoved(own_values: dict[str, Any], right: dict[str, Any], before: Values, right_before: Values) -> list[str]:
-    """The parameters that this update of the reference changed, and the row's did not."""
+    """The parameters that this update changed in the reference, but not in the row."""
     values, rights = own_values["parameters"], right["parameters"]
     trained = rights.keys() & values.keys() & right["gradients"].keys()
     return [n for n in trained if torch.equal(values[n], before[n]) and not torch.equal(rights[n], right_before[n])]
 
 
 def mean_loss(micros: list[Micro]) -> float | None:
-    """Of the global batch; None if the unit does not tell its losses."""
+    """The mean loss of the global batch; None if the unit does not tell its losses."""
     known = [(m.loss, m.weight) for m in micros if m.loss is not None]
     total = sum(weight for _, weight in known)
     return sum(loss * weight for loss, weight in known) / total if total else None
 
 
 def _meaningless(k: int, right: dict[str, Any]) -> str | None:
-    """Why nothing can be compared with this."""
+    """Why nothing can be compared with this reference; None if it can."""
     named = [("the loss", right["loss"])]
     named += [(f"the {kind[:-1]} of {n}", t) for kind in ("gradients", "parameters") for n, t in right[kind].items()]
     for name, value in named:
@@ -149,10 +149,10 @@ def _meaningless(k: int, right: dict[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class _Sample:
-    """The reference once more.
+    """A further run of the reference.
 
     Args:
-        wide: in float64, so that what is zero in truth is much smaller there.
+        wide: it ran in float64, where a value that is truly zero is much smaller.
     """
 
     values: dict[str, Any]
@@ -160,7 +160,7 @@ class _Sample:
 
 
 class _Comparison:
-    """Keeps the marks of undetermined elements, and what rounding did, over the updates."""
+    """Compares update by update; keeps the undetermined elements, and the measured rounding, over the updates."""
 
     def __init__(self, verdict: Verdict, epsilon: float, resolution: float, alone: bool, without_gradients: bool) -> None:
         self.verdict, self.epsilon, self.resolution = verdict, epsilon, resolution
@@ -170,7 +170,7 @@ class _Comparison:
         self.undetermined: Values = {}
         self.roundings: dict[str, dict[str, float]] = {}  # by kind and name: the largest relative error so far
         self.loss = 0.0  # the largest so far
-        self.loss_allowed = 0.0  # what rounding may change in it, the most so far
+        self.loss_allowed = 0.0  # the largest tolerance of the loss so far
 
     def initial(self, values: Values, right: Values) -> None:
         missing = sorted(values.keys() ^ right.keys())
@@ -182,7 +182,7 @@ class _Comparison:
                 self._differs(0, "initialisation", name, relative, 0.0)
 
     def update(self, k: int, values: dict[str, Any], right: dict[str, Any], samples: list[_Sample], before: Values) -> None:
-        """One update: loss, gradients and norm, then parameters, in the order in which they come about."""
+        """Compare one update in the order of computation: loss, gradients and norm, then parameters."""
         self._scalar(k, "forward", "loss", "loss", values, right, samples)
         if not self.without_gradients:
             self._gradients(k, values["gradients"], right["gradients"], samples)
@@ -215,21 +215,21 @@ class _Comparison:
         self._check(k, phase, name, difference, allowed, scale)
 
     def _allowed(self, sample: float) -> float:
-        """What may differ, where the references differ by so much: both relative."""
+        """The tolerance where the references differ by `sample`; both are relative."""
         return max(self.factor * sample, min(FACTOR * sample, RESOLUTION))
 
     @property
     def _least(self) -> float:
-        """Relative to a value's own size, what always may differ: float64 has digits to spare."""
+        """The least tolerance, relative to a value's own size: float64 has digits to spare."""
         return FLOAT64_TOLERANCE if self.epsilon < 1e-12 else 0.0
 
     # --- tensors
 
     def _tolerances(self, k: int, kind: str, values: Values, samples: list[_Sample], excused: Values) -> dict[str, float]:
-        """Of each tensor, absolute; those that cannot be compared are noted.
+        """The absolute tolerance of each tensor; notes those that cannot be compared.
 
         Args:
-            excused: elements that are not part of the measure.
+            excused: elements that are left out of the measure.
         """
         own = {n: _largest(v) for n, v in values.items()}
         largest, count = max(own.values(), default=0.0), sum(v.numel() for v in values.values())
@@ -251,7 +251,7 @@ class _Comparison:
     def _measure(
         self, kind: str, values: Values, own: dict[str, float], samples: list[_Sample], excused: Values, roundings: float
     ) -> tuple[set[str], dict[str, float]]:
-        """Which tensors are zero in truth, and of all how far the references lie apart, relative to the largest value."""
+        """Which tensors are truly zero; and for each tensor how far the references lie apart, relative to its largest value."""
         known, zero, relative = self.roundings.setdefault(kind, {}), set(), {}
         for name, value in values.items():
             others = [(s.values[kind][name], s.wide) for s in samples if name in s.values[kind]]
@@ -298,7 +298,7 @@ class _Comparison:
         excused = 0
         for name, value in values.items():
             if name not in own_values:
-                continue  # said at the initialisation
+                continue  # reported at the initialisation
             if not torch.equal(own_values[name], value):
                 self.verdict.bit_equal = False
             difference, scale = (own_values[name] - value).abs(), _largest(value) or 1.0
@@ -316,7 +316,7 @@ class _Comparison:
     def _effect(
         self, name: str, difference: torch.Tensor, loose: torch.Tensor, gradients: Values, samples: list[_Sample]
     ) -> float:
-        """What these elements' differences do to the loss, to the first order: at most, by any of the references' gradients."""
+        """The effect of these elements' differences on the loss, to first order: the largest by any reference's gradients."""
         of_all = [gradients, *(s.values["gradients"] for s in samples)]
         return max(float((g[name].double().abs() * difference.double())[loose].sum()) for g in of_all if name in g)
 
@@ -328,7 +328,7 @@ class _Comparison:
 
     def _differs(self, k: int, phase: str, tensor: str, relative: float, tolerance: float) -> None:
         column = {"gradient": "gradient", "update": "parameter"}.get(phase)
-        if column is not None and tensor != "gradient norm":  # also of what is zero in truth, and of what one side has alone
+        if column is not None and tensor != "gradient norm":  # also for truly zero tensors, and those of one side alone
             setattr(self.verdict, column, larger(getattr(self.verdict, column), relative))
         if self.verdict.first is None:
             self.verdict.first = Difference(k, phase, tensor, relative, tolerance)

@@ -1,7 +1,7 @@
-"""The reference of a loop of one's own, whose code is run in plain PyTorch, by turns: one has a batch, the other waits.
+"""The reference of a user's own loop: it runs the loop's code in plain PyTorch, by turns with the reference.
 
-The reference decides what comes next, and so does the script's `for`; so the reference works in a thread of its own, and at any
-moment just one of the two runs. The script's code, with all that is particular to its thread, stays in the main thread.
+Both the reference and the script's `for` decide what comes next. So the reference works in a thread of its own, and at any
+moment one of the two runs while the other waits. The script's code, and all state of its thread, stays in the main thread.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _LOOKS = 3  # how often a loop may look at its data before it trains
 
 @dataclass
 class Plain:
-    """How a micro-batch is trained on.
+    """How to train on a micro-batch.
 
     Args:
-        share: of the global batch's mean: the loss is multiplied by it.
+        share: of the global batch's mean; the loss is multiplied by it.
         is_last: the optimizer steps after it.
-        is_first: of its update.
-        computes: in which precision the window computes; None is float32.
-        scale: part of the share, by which the gradients are divided again before the step.
+        is_first: it is the first of its update.
+        computes: the precision in which the window computes; None is float32.
+        scale: a factor in `share`, by which the gradients are divided again before the step.
     """
 
     share: float
@@ -51,11 +51,11 @@ class Plain:
     scale: float = 1.0
     loss: torch.Tensor | None = None
     norm: float | None = None
-    weight: Any = None  # what the loop says that the batch counts
+    weight: Any = None  # of the batch, as the loop gives it
 
 
 class PlainWindow(OwnWindow):
-    """`backward` is `loss.backward()`, a step a step."""
+    """A window in plain PyTorch: `backward` is `loss.backward()`, and a step is the optimizer's step."""
 
     def __enter__(self) -> OwnWindow:
         session, unit, plain = self._session, self._session.unit, self._plain
@@ -115,12 +115,13 @@ class PlainWindow(OwnWindow):
 
 
 class LockstepLoop:
-    """
+    """Runs the script's loop and the reference by turns.
+
     Args:
-        work: what calls `give` and `end_epoch`; when it returns, the script ends.
+        work: the reference's part, which calls `give` and `end_epoch`; when it returns, the script ends.
     Attributes:
         given: how many batches the loop got.
-        plain: how the one that it has is trained on.
+        plain: how to train on the present batch.
     """
 
     window = PlainWindow
@@ -136,7 +137,7 @@ class LockstepLoop:
     # --- in the loop
 
     def batches(self) -> Iterator[Any]:
-        """Of one epoch."""
+        """The batches of one epoch."""
         if self._thread is None:
             self._thread = threading.Thread(target=in_thread(self._run), name="echelon-reference", daemon=True)
             self._thread.start()
@@ -154,14 +155,14 @@ class LockstepLoop:
                 finally:
                     self._to_work.put(None)
             elif kind == "epoch" and self._left:
-                self._left = False  # it knows already
+                self._left = False  # the loop has ended this epoch already
                 self._to_work.put(None)
             elif kind == "epoch":
                 return
             else:
                 raise value
 
-    # --- in the work
+    # --- in the thread of the reference
 
     def _run(self) -> None:
         try:
@@ -172,7 +173,7 @@ class LockstepLoop:
             self._to_loop.put(("end", StopLoop()))
 
     def give(self, batch: Any) -> None:
-        """Have the loop take its step on a batch, and wait for that."""
+        """Have the loop train on a batch, and wait until it has."""
         self.given += 1
         self._to_loop.put(("batch", batch))
         self._to_work.get()
@@ -190,10 +191,10 @@ class LockstepLoop:
 
 
 class LoopReference(AutoReference):
-    """The loop's own code on the original model and optimizer: `window.backward` is `loss.backward()`, a step a step.
+    """The loop's own code on the original model and optimizer: `window.backward` is `loss.backward()`.
 
     Args:
-        turns: by which the loop is given its batches.
+        turns: gives the loop its batches.
     """
 
     unit: LoopUnit  # type: ignore[assignment]  # no AutoUnit: what it computes is in the loop
@@ -201,12 +202,12 @@ class LoopReference(AutoReference):
     def __init__(self, turns: LockstepLoop, *args: Any) -> None:
         super().__init__(*args)
         self.turns = turns
-        self._trains = False  # or only a gradient is asked for
+        self._trains = False  # False while only a gradient is wanted
         self._has_begun = False  # the loop has taken a window
 
     def begin(self, *, write: bool = True) -> None:
         if not self.keeps_dropout:
-            switch_off_dropout(self.unit)  # so that one batch is one update, for loops that count them
+            switch_off_dropout(self.unit)  # so that batches can be joined: one batch an update, for loops that count
         Reference.begin(self, write=write)
         self.watch = self.watch_optimizers()
 
@@ -248,7 +249,7 @@ class LoopReference(AutoReference):
             self.note_draws(each)
             mean += float(plain.loss) * each.share
         if not self._trains:
-            if self.unit.several is not None:  # what was put aside where optimizers would have stepped
+            if self.unit.several is not None:  # gradients put aside where optimizers would have stepped
                 self.module.zero_grad()
                 for turn in self.unit.several.turns:
                     turn.take_back()

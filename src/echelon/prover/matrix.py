@@ -1,8 +1,8 @@
-"""Which ways of running a script are compared: a row each.
+"""The ways of running a script that are compared, one row each.
 
-The script's own optimizer is in every row; there are rows with SGD as well, since Adam with clipping hides a gradient of the
-wrong scale. What a row says beyond its layout (more ranks, a split, SGD) is asked of every layout that somebody names; by
-default, of `ddp` and `fsdp` alone, of whose engines the others are made.
+Rows have the script's own optimizer; some have SGD instead, since Adam with clipping hides a gradient of the wrong scale.
+Layouts that the user names are also tried on more ranks, with accumulation and with SGD; by default only `ddp` and `fsdp` are,
+whose engines the others use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEFAULT = ("ddp", "fsdp", "hsdp", "zero1", "zero2", "tp")
 _ENGINES = ("ddp", "fsdp")
 
 
-# More directions, by the number of ranks: each where so many are run and the model can be divided so.
+# More directions, by the number of ranks: a row each, if so many ranks run and the model can be divided in these directions.
 DIRECTIONS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "tp, sequence parallel": {"tp": 2, "sequence_parallel": True},
@@ -59,22 +59,21 @@ class Row:
         layout: a layout's name or a Strategy; None leaves what the script says.
         accumulation: micro-batches per update on each rank; None leaves what the script says.
         optimizer: "script", or "sgd" in place of the script's.
-        parts: with bit-equal numbers: micro-batches of a global batch over all ranks.
+        parts: in bit-equal mode, how many parts a global batch has, over all ranks.
         precision: "bf16" compares with one process under autocast; None is float32.
-        workers: ranks train by themselves and meet after each update: that equals one process for plain SGD without clipping
-            alone, which therefore take the place of the script's.
+        workers: ranks train by themselves and average after each update. This equals one process only for plain SGD without
+            clipping, so the row trains with that.
         yours: the script's own layout and accumulation; also its precision, and compiled if it compiles, as no other row is.
-        restores: paths of state that the unit keeps between passes (`pass_state.py`), with which those of the reference begin.
+        restores: paths of state kept between passes (`pass_state.py`): the reference's passes begin with the ranks' values.
         constant_draws: random operators give a sample the same numbers in any batch (`operators.py`).
-        apart: one process cannot train on joined batches, and adds them up by their weights.
-        draws: the row before drew random numbers, or none has told yet. If not, ranks that share samples need no constant draws.
-        drawn_alike: and these the same for all samples: operators, with numbers of dimensions.
-        fits_some: nobody asked for it by name; a model that cannot be run so is not a failure, and a note says why.
-        brief: an earlier row divides batches between ranks, and is compared for all updates: fewer are, if those end within the
-            first epoch.
+        apart: one process cannot train on joined batches; it adds up the batches by their weights.
+        draws: the row before drew random numbers, or no row ran yet. If not, ranks that share samples need no constant draws.
+        drawn_alike: with constant draws, operators (and numbers of dimensions) that give all samples the same numbers.
+        fits_some: the user did not name it: if the model cannot run so, that is no failure, and a note says why.
+        brief: compare fewer updates if all end within the first epoch: an earlier row that divides batches compares all.
         eager: compilation is off in the row `yours`, too.
-        seeded_alike: what the script does not seed draws alike on all ranks before it trains, as it does not without prove.
-        compiles, half: what was found as it ran: that the script compiles; "bf16", "fp16" or "float8" if it computes in that.
+        seeded_alike: RNGs that the script does not seed begin alike on all ranks, which they do not without prove.
+        compiles, half: found during the run: the script compiles; "bf16", "fp16" or "float8" if it computes in that.
     """
 
     name: str
@@ -104,17 +103,17 @@ class Row:
 
     @property
     def narrow(self) -> str | None:
-        """In which type with few digits it computes; None for float32."""
+        """The type with few digits in which it computes; None for float32."""
         return self.half or self.precision
 
     @property
     def is_compiled(self) -> bool:
-        """Constant draws do not reach compiled code: it runs uncompiled with them."""
+        """Whether the script may compile. Constant draws do not reach compiled code: with them, it runs uncompiled."""
         return self.yours and not self.eager and not self.constant_draws
 
     @property
     def cuts_sequences(self) -> bool:
-        """Ranks are given parts of sequences, which code that was not written for it may not be able to use."""
+        """Whether ranks get parts of sequences, which code that was not written for this may not support."""
         return isinstance(self.layout, Layout) and self.layout.cp > 1
 
     @property
@@ -181,7 +180,7 @@ def matrix(
 
 
 def _divides_batches(row: Row) -> bool:
-    """Between all of its ranks: none of them share samples."""
+    """Whether it divides batches between all of its ranks, so that none share samples."""
     layout = resolve(row.layout)
     return row.ranks > 1 and not (isinstance(layout, Layout) and (layout.cp, layout.tp, layout.pp) != (1, 1, 1))
 
@@ -191,7 +190,7 @@ def _of_layout(
 ) -> list[Row]:
     """
     Args:
-        once: on the fewest ranks alone.
+        once: only on the smallest number of ranks.
     """
     sizes = [r for r in several if r >= 4] if name == "hsdp" else several  # two ranks cannot be split in both ways
     sizes = sizes[:1] if once else sizes
@@ -209,7 +208,7 @@ def _of_layout(
 
 
 def _directions(several: Sequence[int], accumulation: Sequence[int]) -> list[Row]:
-    """Each alone with the most micro-batches of an update, which a pipeline has under way at once."""
+    """One row each, with the largest accumulation: a pipeline runs the micro-batches of an update at once."""
     return [
         Row(name, size, Layout(**axes), max(accumulation), fits_some=True)
         for size in several
@@ -218,7 +217,7 @@ def _directions(several: Sequence[int], accumulation: Sequence[int]) -> list[Row
 
 
 def _bitwise(named: Mapping[str, Any], ranks: Sequence[int], parts: int) -> list[Row]:
-    """Rows of the bit-equal mode, where the number of ranks divides that of the parts."""
+    """Rows of the bit-equal mode, for numbers of ranks that divide the number of parts."""
     return [
         Row(name, r, layout, None, parts=parts)
         for name, layout in {"none": "none", **named}.items()
@@ -230,9 +229,10 @@ def _bitwise(named: Mapping[str, Any], ranks: Sequence[int], parts: int) -> list
 
 @dataclass
 class Fitting:
-    """
+    """Runs the rows that fit a script, and learns from each which others do.
+
     Args:
-        run: a row.
+        run: runs a row.
         say: adds a note to the proof.
     Attributes:
         kind: of the unit.
@@ -246,11 +246,11 @@ class Fitting:
     overridable: bool = True
     idle: bool = False
     _yours: tuple[str, int, int] | None = None  # layout, ranks, accumulation
-    _failures: dict[str, set[int]] = field(default_factory=dict)  # numbers of ranks by their last line
+    _failures: dict[str, set[int]] = field(default_factory=dict)  # by an error's last line, the numbers of ranks
     _hopeless: set[int] = field(default_factory=set)  # numbers of ranks
 
     def results(self, rows: list[Row]) -> Iterator[Result]:
-        """Of the rows, as far as this script allows."""
+        """The results of the rows that this script allows."""
         unfit: dict[str, tuple[str, list[str]]] = {}
         for row in self._rows(rows):
             result = self._of_yours(row, rows) if row is rows[0] and row.yours else self.run(row)
@@ -280,8 +280,8 @@ class Fitting:
                 )
                 if row.ranks not in done:
                     yield replace(rows[0], ranks=row.ranks) if rows[0].yours else Row(AS_WRITTEN, row.ranks)
-            # One optimizer's step changes what the loss of another meets, in an update's last micro-batch alone; and the loop
-            # steps its own optimizers by name.
+            # One optimizer's step changes the next loss, in the last micro-batch of an update only; and the loop steps its own
+            # optimizers by name.
             elif self.kind is UnitKind.LOOP_OF_SEVERAL and (row.optimizer == "sgd" or (row.accumulation or 1) > 1):
                 several = True
             elif not (self.kind is UnitKind.STEP and differs) and not self._is_done(row):
@@ -289,14 +289,14 @@ class Fitting:
             done.add(row.ranks)
         if several:
             self.say(
-                "Rows with another accumulation, or with SGD, were left out: with several optimizers the first changes which "
-                "step a loss comes after, and the loop steps optimizers of its own."
+                "Rows with another accumulation, or with SGD, were left out: with several optimizers, accumulation changes which "
+                "steps precede a loss, and the loop steps optimizers of its own."
             )
         if left_out:
             self.say(f"{left_out} more rows were left out: the script fails with the same error on so many ranks.")
 
     def _of_yours(self, row: Row, rows: list[Row]) -> Result:
-        """The script's own configuration, on as few of the numbers of ranks as it can have."""
+        """The script's own configuration, on the smallest number of ranks above one that it allows, or else on one."""
         refused = None
         for ranks in dict.fromkeys([*sorted({r.ranks for r in rows if r.ranks > 1}), 1]):
             result = self.run(replace(row, ranks=ranks))
@@ -307,14 +307,14 @@ class Fitting:
         return refused
 
     def _is_done(self, row: Row) -> bool:
-        """It is the script's own configuration, which was run already."""
+        """Whether the row is the script's own configuration, which was run already."""
         if self._yours is None or row.precision or row.parts or row.optimizer != "script" or not isinstance(row.layout, str):
             return False
         layout = resolve(row.layout)
         return layout is not None and (in_words(layout), row.ranks, row.accumulation) == self._yours
 
     def failed(self, error: str, ranks: int, *, began: bool) -> None:
-        """What fails in one process, or twice before it trains, need not be seen again."""
+        """Note a failure. An error in one process, or twice before training, rules out more rows on so many ranks."""
         seen = self._failures.setdefault(error.strip().rpartition("\n")[2], set())
         again = bool(seen)
         seen.add(ranks)
@@ -322,7 +322,7 @@ class Fitting:
             self._hopeless |= seen
 
     def name(self, row: Row, result: Result, ran_as: Row, record: RankRecord) -> None:
-        """Say which layout a row had, and whether it is the script's own; learn from it."""
+        """Label a row's result with its layout, note whether that is the script's own, and learn from the record."""
         self.kind = record.kind
         accumulation = row.accumulation or record.accumulation
         if self.kind and not record.overridable:
@@ -331,7 +331,7 @@ class Fitting:
             result.yours = row.accumulation is None
         elif row.yours and self.kind:
             own = record.own_layout
-            if not (ran_as.half or (ran_as.compiles and ran_as.is_compiled)):  # in which no other row is as the script's own
+            if not (ran_as.half or (ran_as.compiles and ran_as.is_compiled)):  # no other row computes as the script does
                 self._yours = record.own_row, row.ranks, accumulation
             result.label = Row(own, row.ranks, None, accumulation).label
         elif self._yours is not None:

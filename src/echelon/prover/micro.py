@@ -1,4 +1,4 @@
-"""What a run leaves for the judge: values by parameter name, micro-batches as they were, and how they are put together."""
+"""Micro-batches: how a run records them for the judge, how they are cut into samples, and how they are joined."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class Micro:
 
     Args:
         plain: the batch on the host, in builtin containers: other processes cannot load the classes that a script defines.
-        packed: the batch itself, pickled, with numbers in place of its tensors. tensors: those.
-        weight: what it counts; 0 is padding, or a rank for which another one speaks.
+        packed: the batch itself, pickled, with numbers in place of its tensors. tensors: its tensors.
+        weight: 0 for padding, and on a rank whose samples another rank records.
         loss: its mean loss; None if the unit does not tell.
         samples: how many it has. rows: their checksums.
-        streams: by name (`pass_state.py`), the states before its forward pass of the RNGs that the pass drew from.
+        streams: by name (`pass_state.py`), the states before its forward pass of the RNGs from which the pass drew.
         epoch: of the loader.
-        state: what the unit kept from earlier passes (`pass_state.py`), before this one, as far as it ever changed.
-        given: the samples that the loader put into it, where it says so.
+        state: what the unit kept from earlier passes (`pass_state.py`), before this one; only paths that ever changed.
+        given: how many samples the loader put into it, if the loader tells.
     """
 
     plain: Any
@@ -91,7 +91,7 @@ class Micro:
 
     @property
     def data(self) -> Any:
-        """The batch, in a process that knows its classes; what is done with it changes nothing here."""
+        """A copy of the batch, in a process that knows its classes."""
         unpacker = _Unpacker(io.BytesIO(self.packed))
         unpacker.tensors = [tensor.clone() for tensor in self.tensors]
         return unpacker.load()
@@ -117,7 +117,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def plain(data: Any) -> Any:
-    """The same batch for comparison: tensors in dicts, lists and tuples; of any other object a checksum."""
+    """The batch for comparison: tensors and builtin values in dicts and lists; a checksum in place of any other object."""
     if data is None or isinstance(data, (torch.Tensor, str, bytes, int, float)):
         return data
     if isinstance(data, np.ndarray):
@@ -131,13 +131,13 @@ def plain(data: Any) -> Any:
     if is_dataclass(data) and not isinstance(data, type):
         return {f.name: plain(getattr(data, f.name)) for f in fields(data)}
     file = io.BytesIO()
-    packer = _Packer(file)  # torch pickles a tensor under the address of its memory
+    packer = _Packer(file)  # takes tensors out: torch pickles them with the address of their memory
     packer.dump(data)
     return {type(data).__qualname__: zlib.crc32(file.getvalue()), "tensors": [plain(tensor) for tensor in packer.tensors]}
 
 
 def widths_of(data: Any) -> Iterator[torch.Size]:
-    """The shapes of a batch's tensors, each without its first dimension, the samples; as `plain` has it.
+    """The shapes of the tensors of a batch from `plain`, each without its first dimension, the samples.
 
     A nested tensor has none, as its samples have lengths of their own.
     """
@@ -145,7 +145,7 @@ def widths_of(data: Any) -> Iterator[torch.Size]:
 
 
 def leaves(data: Any) -> Iterator[Any]:
-    """The values in the containers of a batch, as `plain` has it."""
+    """The values in the containers of a batch from `plain`."""
     if isinstance(data, (list, dict)):
         for each in data.values() if isinstance(data, dict) else data:
             yield from leaves(each)
@@ -154,18 +154,18 @@ def leaves(data: Any) -> Iterator[Any]:
 
 
 class NotJoinable(Exception):
-    """Batches whose parts do not fit together: of other kinds, or padded to other widths."""
+    """Batches cannot be joined: their parts have different types, or are padded to different widths."""
 
 
 class NotDivisible(NotJoinable):
-    """A batch whose samples cannot be told."""
+    """A batch cannot be cut into samples."""
 
 
 class Samples:
     """The samples of a batch: along the first dimension of its tensors, and one in each item of its lists of samples.
 
     Args:
-        given: how many the loader put into it, where it says so; else it is read as the loop reads it (`loop/samples.py`).
+        given: how many the loader put into it, if it tells; otherwise the number is read as in the loop (`loop/samples.py`).
 
     Raises:
         NotDivisible: a part of the batch has another number.
@@ -178,7 +178,7 @@ class Samples:
             raise NotDivisible(f"not every part of a batch has {self.count} samples")
 
     def part(self, begin: int, end: int) -> Any:
-        """From one sample to before another one, in the same containers."""
+        """The samples from `begin` to before `end`, in the same containers."""
         return self._cut(self._data, begin, end)
 
     def checksums(self) -> list[int]:
@@ -194,14 +194,14 @@ class Samples:
 
 
 def count_of(data: Any, given: int | None = None) -> int:
-    """The samples of a batch; what all its parts may have goes before what is said or read."""
+    """The number of samples of a batch: a number that fits all its parts is preferred to one that is given or read."""
     read = samples_of(data, given)[0]
     likely = (given, read, len(data) if isinstance(data, list) else None)
     return next((count for count in likely if count and _columns(data, count)), read)
 
 
 def _columns(data: Any, samples: int) -> int | None:
-    """How many parts of a batch have its samples; None if one has another number, or cannot be cut."""
+    """How many parts of a batch have `samples` samples; None if one has another number, or cannot be cut."""
     if isinstance(data, torch.Tensor) and data.is_nested:
         return None
     if isinstance(data, (torch.Tensor, np.ndarray)):
@@ -213,14 +213,14 @@ def _columns(data: Any, samples: int) -> int | None:
 
 
 def _is_list_of_samples(data: Any, samples: int) -> bool:
-    """Whether it has one sample in each item, and not a field that has all of them."""
+    """Whether each item is a sample, rather than a field of all samples."""
     if type(data) not in (list, tuple) or len(data) != samples:
         return False
     return are_images(data) or not all(_columns(each, samples) for each in data)
 
 
 def _inside(data: Any) -> list[Any] | None:
-    """What a container holds; None for what is none."""
+    """The values in a container; None if `data` is no container."""
     if isinstance(data, Mapping):
         return list(data.values())
     if isinstance(data, (list, tuple)):
@@ -231,7 +231,7 @@ def _inside(data: Any) -> list[Any] | None:
 
 
 def _rebuilt(data: Any, inside: list[Any]) -> Any:
-    """The same container of other values."""
+    """A container of the same kind with other values."""
     if isinstance(data, Mapping):
         return mapping_of(data, dict(zip(data, inside, strict=True)))
     if isinstance(data, tuple) and hasattr(data, "_fields"):
@@ -275,7 +275,7 @@ def _joined(batches: list[Any], counts: list[int]) -> Any:
             raise NotJoinable(f"shapes {sorted({tuple(b.shape[1:]) for b in batches})}")
         return torch.cat(batches) if isinstance(first, torch.Tensor) else np.concatenate(batches)
     numbers = list(zip(batches, counts, strict=True))
-    # Of a single sample it cannot be told from one field.
+    # With a single sample, a list of samples looks like a list of one field.
     if any(_is_list_of_samples(b, count) for b, count in numbers) and all(len(b) == count for b, count in numbers):
         return type(first)(each for b in batches for each in b)
     inside = _inside(first)
@@ -303,7 +303,7 @@ def _mapped(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 
 
 def checksums(batch: Any, given: int | None = None) -> list[int]:
-    """Of each sample of a batch; of the batch, if its samples cannot be told."""
+    """The checksum of each sample of a batch; of the whole batch, if it cannot be cut into samples."""
     try:
         return Samples(batch, given).checksums()
     except NotDivisible:
@@ -311,12 +311,12 @@ def checksums(batch: Any, given: int | None = None) -> list[int]:
 
 
 def on_host(data: Any) -> Any:
-    """A copy of a batch that does not change any more."""
+    """A detached copy of a batch in host memory."""
     return _mapped(data, lambda t: t.detach().cpu().clone())
 
 
 def widened(data: Any, dtype: torch.dtype, device: torch.device | None = None) -> Any:
-    """A batch with its floating-point tensors in `dtype`, complex ones in the complex type of these, on `device`."""
+    """A batch on `device`, with its floating-point tensors in `dtype`, and complex ones in the matching complex type."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
         wide = dtype if tensor.is_floating_point() else dtype.to_complex() if tensor.is_complex() else None
