@@ -1,7 +1,7 @@
-"""What a script holds: one walk finds its generators, and the state that it keeps.
+"""What a script holds: one walk finds its RNGs, and the state that it keeps.
 
-It follows attributes, containers, closures, classes, the globals of the script's own modules and the variables of its functions
-that are under way; libraries are not searched. What is found is named by the path to it, the same in every process of the script.
+It follows attributes, containers, closures, classes, the globals of the script's own modules and the variables of its running
+functions, but not libraries. Each find is named by the path to it, which is the same in every process of the script.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Objects", "Place", "is_library", "is_state", "own_frames", "own_modu
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "echelon", "_pytest", "pytest"} - {"__main__"}
 _MOST_OBJECTS = 20_000  # that are looked at in one walk
 _MOST_ITEMS = 500  # of one container
-_LONGEST = 10_000  # container that is a single state
+_LONGEST = 10_000  # items of a container that counts as one state
 _DEEPEST = 10
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
@@ -40,17 +40,18 @@ _OPENED = (
     *(dict, list, tuple, type, nn.Module, Dataset, functools.partial),
     *(types.ModuleType, types.FunctionType, types.MethodType),
 )
-_NO_STATE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, DataLoader, Dataset, Sampler)  # of the unit's
+_NO_STATE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, DataLoader, Dataset, Sampler)  # that the unit keeps
 
 Place = tuple[Any, Any]  # the namespace of a value, and its name there
 
 
 class Objects:
-    """
+    """The RNGs that an object holds, and the state that it keeps.
+
     Args:
         root: a unit, whose trained parameters are no state; or a data set, or a function.
-        name: how the paths of what it holds begin.
-        keeps: state is looked for, too.
+        name: the prefix of the paths.
+        keeps: also look for state.
     Attributes:
         generators: by path.
         places: of state, by path.
@@ -62,12 +63,12 @@ class Objects:
         self.places: dict[str, Place] = {}
 
     def look(self) -> None:
-        """Find what there is now."""
+        """Search again."""
         self.generators, self.places = {}, {}
         is_unit = isinstance(self.root, Unit)
         trained = {id(p) for _, p in parameters_of(self.root)} if is_unit else set()
         closed = _NO_STATE if is_unit else ()
-        # What has state goes first: the way to it may be longer.
+        # Objects that may keep state go first, even if the path to them is longer.
         waiting, others = deque[tuple[str, Any, int]](), deque[tuple[str, Any, int]]()
         for path, value, keeps in self._roots():
             (waiting if keeps and self._keeps else others).append((path, value, 0))
@@ -92,7 +93,7 @@ class Objects:
         self._name_tensors_once()
 
     def _roots(self) -> Iterator[tuple[str, Any, bool]]:
-        """Paths and values, and whether their state can be put back, as local variables cannot."""
+        """Paths, values, and whether to look for state in them; local variables themselves cannot be put back."""
         if isinstance(self.root, LoopUnit):
             yield from self._variables_of_a_loop(self.root)
         yield self._name, self.root, True
@@ -108,7 +109,7 @@ class Objects:
 
     @staticmethod
     def _variables_of_a_loop(unit: LoopUnit) -> Iterator[tuple[str, Any, bool]]:
-        """What a script gave `prepare` beside the model goes by its variable, and not by what the loop's unit calls it."""
+        """What a script gave `prepare` besides the model, named by the script's variables instead of the unit's attributes."""
         held = {id(value) for value in vars(unit).values() if _is_opened(value)} - {id(unit.module)}
         spaces = [(_module_path(own), vars(own)) for own in own_modules(unit)]
         spaces += [(frame.f_code.co_name, frame.f_locals) for frame in own_frames()]
@@ -117,7 +118,7 @@ class Objects:
         )
 
     def _name_tensors_once(self) -> None:
-        """Of several paths to one, such as a variable left by a loop, the last."""
+        """Keep the last of several paths to one tensor: others may be variables left by a loop."""
         tensors: dict[int, str] = {}
         for path, (names, name) in list(self.places.items()):
             if isinstance(names[name], torch.Tensor) and (other := tensors.setdefault(id(names[name]), path)) != path:
@@ -126,7 +127,7 @@ class Objects:
 
 
 def own_frames() -> Iterator[types.FrameType]:
-    """The calls of the script's own functions that are under way in its thread."""
+    """The frames of the script's own functions that are running in the main thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if frame.f_code.co_name != "<module>" and not is_library(frame.f_globals.get("__name__")):
@@ -135,21 +136,21 @@ def own_frames() -> Iterator[types.FrameType]:
 
 
 def own_modules(unit: Any) -> list[types.ModuleType]:
-    """The script's own: that of its class, and the script itself."""
+    """The script's own modules: the script itself, and those of the unit's classes."""
     names = dict.fromkeys(["__main__", *(cls.__module__ for cls in type(unit).__mro__)])
     return [sys.modules[n] for n in names if n in sys.modules and not is_library(n)]
 
 
 def is_library(name: str | None) -> bool:
-    """Whether a module of this name is nothing of the script's."""
+    """Whether a module of this name is a library's, not the script's."""
     return (name or "builtins").split(".")[0] in _LIBRARIES
 
 
 def is_state(value: Any) -> bool:
-    """Whether it can be copied and put back: values and tensors, and containers of nothing else."""
+    """Whether a value can be copied and put back: plain values and tensors, and containers of only these."""
     if isinstance(value, torch.Tensor):
         is_plain = type(value) in (torch.Tensor, nn.Parameter, nn.Buffer) and value.layout is torch.strided
-        return is_plain and value.grad_fn is None and not value.is_meta  # which has nothing to keep
+        return is_plain and value.grad_fn is None and not value.is_meta  # a meta tensor has no values
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "biuf"
     if type(value) in (list, tuple, deque, set):
@@ -160,14 +161,14 @@ def is_state(value: Any) -> bool:
 
 
 def _holds(value: Any, tensors: set[int]) -> bool:
-    """Whether a container has one of them, as a list of all parameters does."""
+    """Whether a value is or contains one of these tensors, as a list of all parameters does."""
     if not isinstance(value, (list, tuple, deque, dict)):
         return id(value) in tensors
     return any(_holds(each, tensors) for each in (value.values() if isinstance(value, dict) else value))
 
 
 def _is_opened(value: Any) -> bool:
-    """Whether a value is looked into. Of libraries, containers and modules of torch are."""
+    """Whether the walk looks into a value. Of library classes, it opens only containers, torch's modules and the like."""
     kind: type = type(value)
     return _opens(kind)
 
@@ -180,7 +181,7 @@ def _opens(kind: type) -> bool:
 
 
 def _inside(value: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """The paths of what a value holds, each with its namespace and its name there."""
+    """What a value holds: each path, with its namespace and its name there."""
     if isinstance(value, dict):
         yield from ((_joined(path, name), value, name) for name in list(islice(value, _MOST_ITEMS)))
     elif isinstance(value, (list, tuple)):
@@ -242,7 +243,7 @@ def _module_path(module: types.ModuleType) -> str:
 
 
 class _Names:
-    """What a function keeps in variables of the one around it, a class in itself, or an object in slots, as a dict."""
+    """The closure variables of a function, the attributes of a class, or the slots of an object, as a dict."""
 
     def __init__(self, names: Iterable[str], get: Callable[[str], Any], put: Callable[[str, Any], None]) -> None:
         self.names, self.get, self.put = names, get, put
@@ -254,7 +255,7 @@ class _Names:
         self.put(name, value)
 
     def __delitem__(self, name: str) -> None:
-        """It is there as long as the function, or the class."""
+        """Nothing: the name exists as long as the function or class."""
 
 
 def _of_cells(function: types.FunctionType) -> _Names:
@@ -276,13 +277,13 @@ def _of_class(kind: type) -> _Names:
 
 
 def _counts_only(module: nn.Module) -> bool:
-    """A batch norm's buffers change nothing while it trains."""
+    """Whether it is a batch norm in training mode, whose buffers do not affect its output."""
     return module.training and isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm))
 
 
 @functools.cache
 def _set_by_libraries(kind: type) -> frozenset[str]:
-    """The attributes that library classes among its bases have or set: theirs, and no state of the script's."""
+    """The attributes that library classes among its bases have or set, which are no state of the script's."""
     of_libraries = [each for each in kind.__mro__ if is_library(each.__module__)]
     return frozenset(
         {"training", "_parameters", "_buffers", "_modules"}.union(*map(set_by, of_libraries), *map(vars, of_libraries))

@@ -1,4 +1,4 @@
-"""What a proof runs in other processes: its target as a row says, and references, each computed once for all rows on its data."""
+"""What a proof runs in other processes: its target for each row, and references, each shared by all rows with its data."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ __all__ = [
 ]
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.float8_e4m3fn}
-CONSTANT = "-constant"  # how folders of rows end that were run again with constant draws
-_BRIEF = 2  # the second, since an optimizer's first may hide a scale, and has no state yet
+CONSTANT = "-constant"  # the suffix of folders of rows that were run again with constant draws
+_BRIEF = 2  # updates; the second since an optimizer's first may hide a scale, and has no state yet
 SHAKES = 3
 _Data = tuple[Any, Sequence[Any]]
 
@@ -62,12 +62,12 @@ class RowRun:
 
     @property
     def narrow(self) -> torch.dtype | None:
-        """The type with few digits in which it computes."""
+        """The type with few digits in which it computes, or None."""
         return _NARROW[self.row.narrow] if self.row.narrow is not None else None
 
     @property
     def precision(self) -> str:
-        """In which it computes, or keeps its parameters."""
+        """The precision in which it computes, or keeps its parameters."""
         return str(self.row.narrow or self.records[0].narrow or "float32")
 
     @property
@@ -87,18 +87,18 @@ class RowRun:
 
 @dataclass
 class Computed:
-    """The reference of rows with the same data. `facts` are its own, `probed` those of the forward pass once it was tried."""
+    """The reference of rows with the same data. `facts` come from its run, `probed` from trying the forward pass."""
 
     folder: Path
     facts: dict[str, Any]
     probed: dict[str, Any] | None = None
-    shaken: tuple[int, int] = (0, 0)  # how many such references, and over how many updates
-    scaling: list[tuple[str, str]] | None = None  # what is wrong with the script's own gradient scaler, once it was looked for
+    shaken: tuple[int, int] = (0, 0)  # how many shaken references there are, and over how many updates
+    scaling: list[tuple[str, str]] | None = None  # causes in the script's own gradient scaler; None until it was checked
 
 
 @dataclass
 class Judged:
-    """A row against its reference, in one precision. `is_recorded`: what the ranks wrote down shows a mistake by itself."""
+    """A row against its reference, in one precision. `is_recorded`: the ranks' records alone show a mistake."""
 
     ran: RowRun
     reference: Computed
@@ -114,7 +114,7 @@ class Judged:
         return f"{own}: {self.verdict.blindness}"
 
     def values_of_first(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """The row's and the right gradients or parameters, where something differs first."""
+        """The gradients or parameters of the row and of the reference, at the first difference."""
         first = self.verdict.first
         assert first is not None
         kind, file = "gradients" if first.phase == "gradient" else "parameters", f"update-{first.update:03d}.pt"
@@ -131,7 +131,7 @@ def with_constant_draws(folder: Path) -> Path:
 
 
 def of_same_samples(one: RowRun, other: RowRun) -> bool:
-    """Whether both trained on the same micro-batches, to a few digits: else they tell nothing of each other."""
+    """Whether both trained on the same micro-batches, to a few digits: otherwise they cannot be compared."""
 
     values, others = (leaves([m.plain for r in ran.records for m in r.micros]) for ran in (one, other))
     return all(_is_like(a, b) for a, b in zip(values, others, strict=False))
@@ -145,12 +145,13 @@ def _is_like(one: Any, other: Any) -> bool:
 
 @dataclass(frozen=True)
 class OnRanks:
-    """
+    """Runs rows and references on ranks.
+
     Args:
-        folder: for what ranks leave.
-        updates: to compare.
+        folder: for the ranks' files.
+        updates: how many to compare.
         timeout_s: for each launch.
-        logs: where those of a run that fails are kept; None is a new temporary folder.
+        logs: where the logs of a failed run are kept; None is a new temporary folder.
     """
 
     target: Target
@@ -161,7 +162,7 @@ class OnRanks:
     logs: Path | None
 
     def row(self, row: Row, folder: Path, dtype: torch.dtype) -> RowRun:
-        """Run the target as `row` says; what its ranks leave goes to `folder`."""
+        """Run the target as `row` says; its ranks write into `folder`."""
         folder.mkdir()
         self.launch(run_row, row.ranks, self.target, row, str(folder), self.updates_of(row), dtype, self.seed)
         records = load_records([folder / f"rank{r}.pt" for r in range(row.ranks)])
@@ -177,22 +178,22 @@ class OnRanks:
         return RowRun(ran_as, folder, records, dtype)
 
     def updates_of(self, row: Row) -> int:
-        """How many of them are compared."""
+        """How many updates of a row are compared."""
         return min(self.updates, _BRIEF) if row.brief else self.updates
 
     def replay(self, ran: RowRun, folder: Path) -> Replay:
-        """What a reference on the micro-batches of `ran` needs; what it leaves goes to `folder`."""
+        """What a reference on the micro-batches of `ran` needs; it writes into `folder`."""
         return Replay(self.target, ran.row, ran.files, str(folder), ran.dtype, self.seed)
 
     def launch(self, fn: Callable[..., dict[str, Any]], ranks: int, *args: Any) -> dict[str, Any]:
-        """Run on ranks, and return rank 0's value. Logs are left only if it fails."""
+        """Run a function on ranks, and return rank 0's value. Its logs stay only if it fails."""
         logs = self.folder / "logs"
         shutil.rmtree(logs, ignore_errors=True)
         value: dict[str, Any] = launch(fn, ranks=ranks, args=args, quiet=True, timeout_s=self.timeout_s, run_dir=logs)[0]
         return value
 
     def failure(self, error: RankFailedError, name: str) -> tuple[str, str]:
-        """The verdict and the error's text; the logs that it names are put where they stay, under this name."""
+        """The verdict and the error's text; keeps the logs that it names, under `name`."""
         if isinstance(error.__cause__, UsageError):
             return "not possible", str(error.__cause__)
         logs = self.folder / "logs"
@@ -201,7 +202,7 @@ class OnRanks:
         return "failed", f"{self._said_last(error, kept)}{error}".replace(str(logs), str(kept))
 
     def _said_last(self, error: RankFailedError, logs: Path) -> str:
-        """What the script said as it ended by itself, which no traceback has."""
+        """The last line that the script printed as it ended by itself, which no traceback has."""
         logs_of_rank = sorted(logs.rglob(f"rank{error.rank}.log"))
         text = read_end(logs_of_rank[-1]).decode("utf-8", "replace").strip() if logs_of_rank else ""
         last = text.rpartition("\n")[2].strip()
@@ -212,9 +213,10 @@ class OnRanks:
 
 
 class ReferenceStore:
-    """
+    """Computes references, each once for all rows with the same data.
+
     Args:
-        folder: for what the references leave.
+        folder: for the references' files.
     """
 
     def __init__(self, on_ranks: OnRanks, folder: Path) -> None:
@@ -222,19 +224,19 @@ class ReferenceStore:
         self._known: list[tuple[_Data, Computed]] = []
 
     def of(self, ran: RowRun) -> Computed:
-        """That of a row, computed once for all rows on the same data, or on the first updates of it."""
+        """The reference of a row, shared by all rows with the same data, or with its first updates."""
         data = data_of(ran)
         for known, reference in self._known:
             if are_alike(data, known) and len(data[1]) <= len(known[1]):
                 return reference
         folder = self.folder / f"reference-{len(self._known)}"
-        shutil.rmtree(folder, ignore_errors=True)  # of one that could not be computed for the row before
+        shutil.rmtree(folder, ignore_errors=True)  # left by a reference that failed for an earlier row
         folder.mkdir()
         self._known.append((data, self._computed(ran, folder)))
         return self._known[-1][1]
 
     def _computed(self, ran: RowRun, folder: Path) -> Computed:
-        """The reference, and in float32 a first sample of what rounding does to it; in half precision more."""
+        """The reference, and in float32 a first sample of rounding; in half precision more."""
         replay = self._on_ranks.replay(ran, folder)
         reference = Computed(folder, self._on_ranks.launch(run_reference, 1, replay))
         if ran.dtype is torch.float64:
@@ -243,7 +245,7 @@ class ReferenceStore:
         if half is not None:
             self.shake(ran, reference, SHAKES - 1, half)
         if ran.is_auto:  # a unit with a step of its own may have wrapped its module in something with float32 built in
-            with contextlib.suppress(RankFailedError):  # so may a forward pass
+            with contextlib.suppress(RankFailedError):  # a forward pass may have float32 built in, too
                 if self._on_ranks.launch(run_reference, 1, replay, Reference.run, "wide")["draws"] == reference.facts["draws"]:
                     return reference
             for other in folder.glob("again-wide-*"):
@@ -253,7 +255,7 @@ class ReferenceStore:
         return reference
 
     def shake(self, ran: RowRun, reference: Computed, samples: int, narrowest: torch.dtype | None) -> None:
-        """See to it that there are so many shaken references, by the rounding of the narrowest type if one is given."""
+        """Ensure `samples` shaken references; with `narrowest`, shaken by the rounding of that type."""
         replay = self._on_ranks.replay(ran, reference.folder)
         rounding = torch.finfo(narrowest).eps if narrowest is not None else None
         if rounding is not None and ran.narrow is not None:
@@ -272,22 +274,22 @@ class ReferenceStore:
         return reference.probed
 
     def state(self, ran: RowRun, reference: Computed) -> dict[str, list[str]]:
-        """What the unit keeps between passes, as far as it matters: paths by name."""
+        """State kept between passes on which the loss or a gradient depends: paths by name."""
         keeps = any(m.state for r in ran.records for m in r.micros)
         return dict(self.probed(ran, reference)["state"]) if keeps else {}
 
 
 def are_alike(one: _Data, other: _Data) -> bool:
-    """Whether one goes on as the other begins."""
+    """Whether both are the same, as far as the shorter one goes."""
     return one[0] == other[0] and all(a == b for a, b in zip(one[1], other[1], strict=False))
 
 
 def data_of(ran: RowRun) -> _Data:
-    """What the reference of a row depends on: how it trains, and on what in each update. Rows with the same share it.
+    """What the reference of a row depends on: how it trains, and its data in each update. Rows with the same value share it.
 
-    As a rule the samples of each update alone, whichever ranks had them. Dropped units depend on the micro-batches and on the
-    RNGs in front of them; a step of one's own, which may accumulate, on which micro-batches came at the same time, and so do
-    several optimizers, as a loss meets what has stepped before it.
+    As a rule the data is the samples of each update, whichever ranks had them. With dropout and other draws, it is the
+    micro-batches and the RNG states before them. For a step of the user's own, which may accumulate, and for several optimizers,
+    whose losses follow each other's steps, it also says which micro-batches ran at the same time.
     """
     row, first, merged = ran.row, ran.records[0], micros_in_order(ran.records)
     states = [{path: m.state[path] for path in sorted(row.restores & m.state.keys())} for u in merged for m in u]

@@ -1,21 +1,21 @@
-"""What operators do otherwise while a script is proved: they compute in float64, or draw a sample the same numbers in any batch.
+"""How operators behave while a script is proved: they compute in float64, or draw the same numbers for a sample in any batch.
 
-**Wide.** `logits.float()` and `softmax(..., dtype=torch.float32)` mean "in full precision"; in a model of float64 they would be
-its narrowest part, and float64 could decide nothing. So would be a model and batches in half precision, and what Muon and its
-like compute in bfloat16: products that each sharding sums up in another order. So casts to fewer digits in the script's own code
-are casts to float64, and in an optimizer those to half precision. Random operators take other numbers from an RNG for float64
-than for float32, after which all is other: initial values, noise, the order of a shuffle. So they draw in float32 here, and what
-they drew is widened.
+**Wide.** `logits.float()` and `softmax(..., dtype=torch.float32)` mean "in full precision"; in a float64 model they would be
+its narrowest part, and float64 could decide nothing. The same holds for a model and batches in half precision, and for the
+bfloat16 products of Muon and its like, which each sharding sums up in another order. So casts to fewer digits in the script's own
+code become casts to float64; in an optimizer, casts to half precision do. Random operators take other numbers from an RNG for
+float64 than for float32, which would change all that follows: initial values, noise, the order of a shuffle. So they draw in
+float32, and the result is widened.
 
-**Constant draws.** Dropout, noise and sampled steps make a forward pass over a whole batch draw other numbers than passes over
+**Constant draws.** With dropout, noise and sampled steps, a forward pass over a whole batch draws other numbers than passes over
 its parts, so that the two cannot be compared. Here each operator draws one row of numbers along the last dimension and repeats it
-along all others; where its first dimension has the samples of the batch, one row for each, from a seed that is the sample's own.
-What a sample gets depends neither on the batch that it is in, nor on the rank, nor on how often it is asked; and samples differ,
-so that a mean over drawn numbers, or how many a drawn mask leaves, differs between the parts of a batch, too. The RNGs stay where
-they are. Known in simulation as common random numbers.
+along all others; if its first dimension is the samples of the batch, it draws one row for each, from a seed of the sample's own.
+A sample's numbers depend neither on its batch, nor on the rank, nor on earlier draws. Samples differ, so that a mean over drawn
+numbers, or the count of a drawn mask, still differs between the parts of a batch. The RNG states do not change. In simulation
+this is known as common random numbers.
 
-torch 2.13 has no public name for TorchDispatchMode. The public TorchFunctionMode will not do: it is off in a backward pass, in
-which checkpointed blocks run their forward pass again, and would do so in another type.
+torch 2.13 has no public name for TorchDispatchMode. The public TorchFunctionMode does not suffice: it is off in a backward pass,
+in which checkpointed blocks run their forward pass again, which would then compute in another type.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _IN_PLACE = ("uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "g
 _FROM_CHANCES = ("bernoulli", "multinomial")
 _FACTORIES = ("rand", "randn", "rand_like", "randn_like")
 _SEED = 20_261_126
-_DROPOUT_ARGUMENTS = ("dropout_p", "dropout")  # of attention, of recurrent layers: drawn where nothing else can be given
-# Drawn by rejection from parameters that a tensor brings: alike for all samples where there is one draw, of so few dimensions.
+_DROPOUT_ARGUMENTS = ("dropout_p", "dropout")  # of attention and recurrent layers, whose draws cannot be replaced: it is set to 0
+# Drawn by rejection, from parameters in a tensor. With fewer dimensions than these, there is one draw for all samples.
 _FROM_VALUES = {"_standard_gamma": 1, "_sample_dirichlet": 2, "binomial": 1, "poisson": 1}
 
 
 @contextlib.contextmanager
 def without_narrow_casts() -> Iterator[None]:
-    """For what this thread calls. Optimizers keep float32, in which fused kernels count steps."""
+    """Turn this thread's casts to fewer digits into casts to float64. Optimizers keep float32: fused kernels count steps in it."""
     mode = _Wide()
     handles = [register_optimizer_step_pre_hook(mode.rest), register_optimizer_step_post_hook(mode.go_on)]
     try:
@@ -62,9 +62,9 @@ class _Wide(TorchDispatchMode):
 
     def rest(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if any(p.dtype in _HALF for group in optimizer.param_groups for p in group["params"]):
-            return  # whose states are of the parameters' own type
+            return  # its states are of the parameters' own type
         self._rests = True
-        for state in optimizer.state.values():  # which it may have made before its first step
+        for state in optimizer.state.values():  # states may exist before the first step
             state.update({k: v.double() for k, v in state.items() if isinstance(v, torch.Tensor) and v.dtype in _HALF})
 
     def go_on(self, *_: Any) -> None:
@@ -75,21 +75,21 @@ class _Wide(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             return _drawn(func, args, kwargs)
         dtype = kwargs.get("dtype")
-        # What an optimizer makes in half precision meets what it casts.
+        # In an optimizer, new tensors in half precision count, too: it combines them with cast ones.
         if dtype in _HALF if self._rests else dtype in (*_SINGLE, *_HALF) and _is_cast(args, dtype):
             kwargs = {**kwargs, "dtype": torch.float64}
         return func(*args, **kwargs)
 
 
 def tensor_first(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """torch hands a tensor that stands for a number to a dispatch mode as a number, and does not take it back (2.13)."""
+    """torch 2.13 hands a wrapped number to a dispatch mode as a plain number, which the operator does not take: wrap it again."""
     if args and isinstance(args[0], (int, float, complex)) and func._schema.arguments[0].type.kind() == "TensorType":
         return torch.tensor(args[0]), *args[1:]
     return args
 
 
 def _drawn(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What is drawn from shapes and chances alone: in float32, then widened. Others compute with what they draw."""
+    """Draws from shapes and probabilities alone are made in float32, then widened. Other operators compute with their draws."""
     name = func._schema.name.removeprefix("aten::")
     if name in _IN_PLACE and args[0].dtype is torch.float64:
         return args[0].copy_(func(torch.empty_like(args[0], dtype=torch.float32), *args[1:], **kwargs))
@@ -108,19 +108,19 @@ def _type_of(args: Any, kwargs: dict[str, Any]) -> torch.dtype:
 
 
 def _is_cast(args: Any, dtype: torch.dtype) -> bool:
-    """New tensors keep the type that is asked for: a file's values, for one, are loaded into them."""
+    """Whether a tensor is cast. New tensors keep the requested type: a file's values, for example, are loaded into them."""
     return bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype is not dtype
 
 
 class ConstantDraws(TorchDispatchMode):
-    """Random operators draw alike in any batch. Each operator costs time in it, so it is entered only where it is needed.
+    """Random operators draw the same for a sample in any batch. The mode slows every operator: enter it only where it is needed.
 
     Attributes:
-        unknown: an operator whose draws could not be made alike, if there was one.
-        by_sample: samples have numbers of their own; else all have the same.
-        alike: operators, with numbers of dimensions, that give all samples the same even so.
-        kinds: of what was drawn: operator, number of dimensions, whether samples had rows of their own.
-        shapes: operator and shape of what was drawn otherwise, dropout and rrelu left out.
+        unknown: an operator whose draws could not be made constant, if there was one.
+        by_sample: each sample has its own numbers; otherwise all have the same.
+        alike: operators, with numbers of dimensions, that even so give all samples the same numbers.
+        kinds: of each draw: operator, number of dimensions, whether each sample had its own row.
+        shapes: operator and shape of draws without a row for each sample, except dropout and rrelu.
     """
 
     def __init__(self) -> None:
@@ -132,19 +132,19 @@ class ConstantDraws(TorchDispatchMode):
         self._seeds: list[int] = []  # one for each sample of the batch
 
     def begin(self, data: Any) -> None:
-        """What is drawn from now on is for the samples of this batch."""
+        """Draw for the samples of this batch from now on."""
         self._seeds = []
         if self.by_sample:
             with contextlib.suppress(NotDivisible):
-                samples = Samples(widened(data, torch.float64))  # alike in every precision
+                samples = Samples(widened(data, torch.float64))  # the same checksums in every precision
                 self._seeds = [_SEED + each for each in samples.checksums()]
 
     def end(self) -> None:
-        """What is drawn from now on is for no batch."""
+        """Draw for no batch from now on."""
         self._seeds = []
 
     def rows(self, name: str, shape: torch.Size, device: torch.device, draw: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What `draw` gives for a row, for each sample or for all, to be expanded to `shape`."""
+        """A row of `draw` for each sample, or one for all samples, to be expanded to `shape`."""
         name = name.removeprefix("aten::")
         each = len(shape) > 0 and shape[0] == len(self._seeds) and (name, len(shape)) not in self.alike
         if self._seeds:
@@ -202,7 +202,7 @@ def _one_row(draws: ConstantDraws, func: Any, named: dict[str, Any]) -> Any:
         named = {**named, "generator": None}
     dtype = (None if changes else named.get("dtype")) or (like.dtype if like is not None else None)
     dtype = dtype or (torch.int64 if "randint" in func._schema.name else torch.get_default_dtype())
-    drawn_in = torch.float32 if dtype.is_floating_point else dtype  # other types have the same numbers
+    drawn_in = torch.float32 if dtype.is_floating_point else dtype  # so that all floating-point types get the same numbers
     if like is not None:
         named = {**named, "self": torch.empty(_row_of(shape), dtype=drawn_in, device=like.device)}
         named.pop("memory_format", None)
@@ -217,7 +217,7 @@ def _one_row(draws: ConstantDraws, func: Any, named: dict[str, Any]) -> Any:
 
 
 def _row_of(shape: torch.Size) -> torch.Size:
-    """The last dimension; a single number where there is one for each sample."""
+    """The shape of a row: the last dimension; a single number if there is only one dimension."""
     return shape[-1:] if len(shape) > 1 else torch.Size()
 
 
@@ -279,7 +279,7 @@ def _normal(draws: ConstantDraws, named: dict[str, Any]) -> Any:
 
 
 def _permutation(draws: ConstantDraws, named: dict[str, Any]) -> Any:
-    """None: one of a batch's samples would put other samples together than one of its parts."""
+    """No permutation: one of a whole batch would pair other samples than one of its parts."""
     return torch.arange(named["n"], dtype=named.get("dtype") or torch.int64, device=named.get("device"))
 
 

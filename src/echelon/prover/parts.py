@@ -1,4 +1,4 @@
-"""What the parts of a batch, or of an update, give when they are put together: by themselves, and as likely mistakes would.
+"""Combine the parts of a batch, or of an update: as is right, to compare with the whole, and as likely mistakes would.
 
 Batches that are padded to the longest sample, or are lists of samples, cannot be joined over the ranks; but one of them can be
 taken apart. With the unit's own weights w, losses l and gradients must satisfy
@@ -6,7 +6,7 @@ taken apart. With the unit's own weights w, losses l and gradients must satisfy
     l(whole) = sum_i w_i l(part_i) / sum_i w_i
 
 for any parts. A mean over tokens without weights does not, nor does a batch norm, a contrast between samples, or a choice of the
-hardest ones: under a layout such a program trains another model than one process does.
+hardest samples: under a layout such a program trains another model than one process does.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _MOST_BATCHES = 4
 
 @dataclass
 class _Part:
-    """A micro-batch by itself, or all of a rank's for a unit that steps by itself; or some samples of a batch.
+    """One micro-batch; or all of a rank's, for a unit with a step of its own; or some samples of a batch.
 
     Args:
-        recorded: the loss that the rank itself had.
+        recorded: the loss that the rank recorded.
     """
 
     weight: float
@@ -49,14 +49,14 @@ class _Part:
 
 
 def mistakes_of(reference: Reference, k: int) -> dict[str, dict[str, Any]]:
-    """`loss` and `gradients` of update k by the way they were put together, after all updates before it."""
+    """`loss` and `gradients` of update k for each way of combining its parts, after training on all updates before it."""
     reference.run_until(k)
     if isinstance(reference, AutoReference):
         parts, right = _of_auto(reference, k)
     else:
         assert isinstance(reference, OwnReference)
         parts, right = _of_own(reference, k)
-    if reference.records[0].is_of_several:  # at the parameters of before the first step, as nothing steps here
+    if reference.records[0].is_of_several:  # nothing steps here: later losses would meet parameters of before the first step
         first = reference.records[0].held_first
         right = {n: g for n, g in right.items() if n in first}
         for part in parts:
@@ -100,18 +100,18 @@ def _of_auto(reference: AutoReference, k: int) -> tuple[list[_Part], Values]:
 
 
 def _is_linear(reference: AutoReference, micro: Micro, part: _Part) -> bool:
-    """Whether half of a loss has half of its gradient, as it has where nothing but autograd makes it."""
+    """Whether half of a loss has half of its gradient, as it has if autograd alone computes it."""
 
     def is_off(times: float) -> bool:
         made = reference.tried(Pass.of(micro, 1 / times))[1]
         apart = {n: times * made[n].double() - g.double() for n, g in part.gradients.items() if n in made}
         return _norm(apart) > 1e-3 * _norm(part.gradients)
 
-    return not is_off(2.0) or is_off(1.0)  # where the same pass has another gradient each time, nothing can be told
+    return not is_off(2.0) or is_off(1.0)  # if the same pass has another gradient each time, this cannot tell
 
 
 def _of_own(reference: OwnReference, k: int) -> tuple[list[_Part], Values]:
-    """The same, of whole steps."""
+    """As `_of_auto`, for whole steps of the user's own."""
     parts = []
     for record in reference.records:
         micros = record.updates[k]
@@ -122,7 +122,7 @@ def _of_own(reference: OwnReference, k: int) -> tuple[list[_Part], Values]:
 
 
 def _micro_batch_of_all_ranks(reference: AutoReference, k: int, limit: float | None) -> dict[str, dict[str, Any]]:
-    """What it would be if every micro-batch saw all ranks, and nothing saw all micro-batches."""
+    """The update if every micro-batch were joined over all ranks, but micro-batches were not joined."""
     parts = []
     for same in by_index(reference.records, k):
         try:
@@ -136,7 +136,7 @@ def _micro_batch_of_all_ranks(reference: AutoReference, k: int, limit: float | N
 
 
 def best_shares(parts: list[Values], right: Values) -> list[float] | None:
-    """By least squares, the shares with which the parts come nearest to the right gradient; None if they are no numbers."""
+    """The shares with which the parts come nearest to the right gradient, by least squares; None if that has no solution."""
     if any(p.keys() != right.keys() for p in parts) or not right:
         return None
     each = torch.stack([torch.cat([p[n].double().flatten() for n in right]) for p in parts])
@@ -148,7 +148,7 @@ def best_shares(parts: list[Values], right: Values) -> list[float] | None:
 
 
 def _misses(parts: list[_Part], shares: list[float], right: Values) -> float:
-    """How far the parts, put together so, are from the right gradient, before either is clipped."""
+    """The distance of the parts, combined with these shares, from the right gradient, before clipping."""
     made = _combined(parts, shares, None)["gradients"]
     return _norm({n: made[n].double() - right[n].double() for n in right if n in made})
 
@@ -174,9 +174,9 @@ def split(reference: Reference) -> dict[str, Any]:
     """Take some of the recorded batches apart, before training and after all updates but the last.
 
     Returns:
-        `why_not`: why nothing could be tested, else None; `error`: how far the loss or the gradient of the whole is from that of
-        its parts, relative; `allowed`: what rounding may do; `best`: whether other weights of the parts give the gradient;
-        `padded`: whether parts that are padded by themselves were tried, as ranks have them.
+        `why_not`: why nothing could be tested, else None; `error`: the relative distance of the whole's loss or gradient from
+        that of its parts; `allowed`: what rounding may cause; `best`: whether other weights of the parts give the gradient;
+        `padded`: whether parts were also tried with padding of their own, as ranks have them.
     """
     if not isinstance(reference, AutoReference):
         return {"why_not": "its train_step takes its own steps"}
@@ -189,12 +189,12 @@ def split(reference: Reference) -> dict[str, Any]:
         if reference.how != "wide" and reference.computes.dtype is not None:
             result["allowed"] = _ROUNDINGS * torch.finfo(reference.computes.dtype).eps
     if result["why_not"] is None and result["error"] <= result["allowed"]:
-        with contextlib.suppress(Exception):  # what rows show is known; samples of a user's own can be anything
+        with contextlib.suppress(Exception):  # cutting rows was tested; a user's samples can be anything
             result["padded"] = _take_apart_padded(reference, result)
     if result["why_not"] is None and result["error"] <= result["allowed"]:
         for k in range(len(reference.updates) - 1):
             reference.update(k)
-        for divisible in _divisible(reference, reference.updates[-1:], {}):  # what begins later, as after a warm-up
+        for divisible in _divisible(reference, reference.updates[-1:], {}):  # for what begins later, such as after a warm-up
             _take_apart(reference, *divisible, result)
     return result
 
@@ -211,16 +211,17 @@ def _take_apart(
 
 
 def _take_apart_padded(reference: AutoReference, result: dict[str, Any]) -> bool:
-    """Rows of a padded batch are as wide as that one; on a rank the loader pads a part by itself, to another width.
+    """Take a batch apart with parts that are padded by themselves: rows cut from a padded batch keep its width, but the loader
+    pads a rank's part to a width of its own.
 
     Returns:
-        whether it could be tried: samples that are collated alike are padded to several widths, and what is drawn is dropout, of
+        whether it could be tried: collating twice gives the same batch, widths differ, and nothing but dropout is drawn, for
         which all samples and places then have the same row.
     """
     loader, draws = reference.loader, reference.by_sample
     if draws is not None and any("dropout" not in name for name, *_ in draws.kinds):
         return False
-    # The narrow ones first, so that they are narrower by themselves than the whole.
+    # Narrow samples first, so that the first part is narrower than the whole.
     values = sorted(first_samples(loader), key=lambda each: [size.numel() for size in _widths(loader, [each])])
     count = len(values)
     if count < 2 or _widths(loader, values[:1]) == _widths(loader, values):
@@ -241,8 +242,10 @@ def _widths(loader: Any, samples: list[Any]) -> list[torch.Size]:
 def _divisible(
     reference: Reference, updates: Sequence[Sequence[Micro]], result: dict[str, Any]
 ) -> Iterator[tuple[int, Callable[[int, int], Any], Micro]]:
-    """How many samples a batch has, and what gives it from one sample to before another one: of those that weigh most; or, if
-    none has the loader's samples in its rows, of a batch that the loader's collate function makes of its first samples.
+    """Batches to take apart: the number of samples, a function that cuts from one sample to before another, and a micro-batch.
+
+    These are the batches with the largest weights; or, if none has the loader's samples in its rows, a batch that the loader's
+    collate function makes of its first samples.
     """
     loader = reference.loader
     micros = sorted((m for update in updates for m in update), key=lambda m: -m.weight)
@@ -264,8 +267,8 @@ def _divisible(
 
 
 def _tried(reference: AutoReference, data: Any, samples: int, micro: Micro) -> _Part:
-    reference.unit.samples_given = samples  # as a loader says it, for the weight
-    # A copy: state that is put back may be a loop's variable for the batch before, of which this one may be a view.
+    reference.unit.samples_given = samples  # set as a loader does, for the weight
+    # A copy: state that is put back may overwrite a loop's variable for an earlier batch, of which this one may be a view.
     loss, made = reference.tried(Pass(on_host(data), 1.0, micro.streams, micro.state))
     unit: Any = reference.unit
     weight = unit.reference.plain.weight if UnitKind.of(unit).is_loop else unit.weight(reference.as_given(data))
@@ -273,7 +276,7 @@ def _tried(reference: AutoReference, data: Any, samples: int, micro: Micro) -> _
 
 
 def _error(whole: _Part, parts: list[_Part]) -> float:
-    """Of the loss or the gradient, the larger one, relative to the whole's."""
+    """The error of the loss or of the gradient, relative to the whole's, whichever is larger."""
     known = [part for part in parts if part.weight > 0]
     total = sum(part.weight for part in known)
     if not total:

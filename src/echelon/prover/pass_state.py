@@ -1,9 +1,9 @@
-"""What a pass begins with: the states of the RNGs that it can reach, and what the unit keeps from the pass before.
+"""The state before a pass: the states of the RNGs that it can reach, and what the unit keeps from the pass before.
 
-RNGs are torch's, numpy's and Python's global ones, and generators that a script holds. What is kept beside what is trained are
-counters, queues, running means, teachers. One process makes other passes than the ranks did, so that such state would not be
-theirs. Both are found by one walk (`objects.py`). The variables of a loop's function themselves are seen, but Python lets nobody
-set them. What is sharded is not seen.
+RNGs are torch's, numpy's and Python's global ones, and generators that a script holds. Kept state is anything besides the trained
+parameters: counters, queues, running means, teachers. One process makes other passes than the ranks did, so its kept state would
+differ from theirs. One walk finds both (`objects.py`). A loop function's own variables are recorded, but Python cannot set them.
+Sharded state is not seen.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ __all__ = ["ABSENT", "GLOBAL", "VARIABLE", "KeptState", "Sources", "agreeing", "
 
 GLOBAL = ("torch", "numpy", "python")
 _GLOBAL_NAMES = {*GLOBAL, "cuda"}
-_MOST_BYTES = 64 * 2**20  # that are copied of a unit, and of one tensor that is looked at
+_MOST_BYTES = 64 * 2**20  # of a unit's state that are copied
 _MOST_BYTES_OF_LOOP = 2**20
 ABSENT = "echelon: not there"
-VARIABLE = "the loop's "  # how the names of local variables begin
+VARIABLE = "the loop's "  # the prefix of names of local variables
 State = Mapping[str, Any]
 
 
 class Sources:
-    """The streams that a unit's step, or a dataset, can reach.
+    """The RNGs that a unit's step, or a dataset, can reach; each is a stream with a name.
 
     Args:
-        root: from where generators are searched each time that states are asked for; or Objects, whose owner looks.
-        name: how the names of what it holds begin.
+        root: where generators are searched whenever states are asked for; or Objects, which their owner searches.
+        name: the prefix of the names of generators in `root`.
     """
 
     def __init__(self, root: Any, name: str = "") -> None:
@@ -50,7 +50,7 @@ class Sources:
 
     @property
     def _held(self) -> dict[str, Any]:
-        """By name: its path, where no global stream is called so."""
+        """Held generators by path; the path gets a prefix if a global stream has that name."""
         return {f"unit.{n}" if n in _GLOBAL_NAMES else n: each for n, each in self._objects.generators.items()}
 
     def states(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Sources:
         return state_of
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Put back those streams that `states` names."""
+        """Restore the streams that `states` names."""
         held = {}
         if states.keys() - _GLOBAL_NAMES:
             self._objects.look()
@@ -82,7 +82,7 @@ class Sources:
                 _restore(held[name], state)
 
     def pin(self) -> None:
-        """Put all streams but torch's own into one state, which is the same on every rank and before every pass."""
+        """Set all streams but torch's own to one state, which is the same on every rank and before every pass."""
         np.random.seed(0)
         random.seed(0)
         for generator in self._held.values():
@@ -90,12 +90,12 @@ class Sources:
 
 
 def drawn_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Of `before`, the streams that have another state in `after`."""
+    """The streams of `before` whose state differs in `after`."""
     return {name: state for name, state in before.items() if name in after and not _is_same(state, after[name])}
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Whether two states are equal. It is asked twice in each micro-batch, and Python's stream alone has 625 numbers."""
+    """Whether two states are equal. This runs twice in each micro-batch, and Python's state alone has 625 numbers."""
     if isinstance(one, torch.Tensor):
         return isinstance(other, torch.Tensor) and torch.equal(one, other)
     if isinstance(one, np.ndarray):
@@ -134,7 +134,7 @@ def _pin(generator: Any) -> None:
 
 
 class KeptState:
-    """The state of what `objects` finds, by path."""
+    """The values of the state that `objects` finds, by path."""
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
@@ -142,7 +142,7 @@ class KeptState:
         self.too_large: set[str] = set()
 
     def values(self) -> dict[str, Any]:
-        """Copies of what there is now, as far as they are few enough."""
+        """Copies of the present values, up to a limit of bytes."""
         self._objects.look()
         copies: dict[str, Any] = {}
         left = _MOST_BYTES
@@ -155,7 +155,7 @@ class KeptState:
         return {**dict.fromkeys(self._seen, ABSENT), **copies}
 
     def restore(self, state: State) -> None:
-        """Put values back under the names that they have in this process, in its floating-point type."""
+        """Put values back at their paths in this process, in its floating-point type."""
         if state:
             self._objects.look()
         places = self._objects.places
@@ -167,7 +167,7 @@ class KeptState:
                 owner, _, name = path.rpartition(".")
                 names = self._owner(owner) if value != ABSENT or not isinstance(value, str) else None
             if names is not None and isinstance(value, str) and value == ABSENT:
-                if not isinstance(names, tuple):  # such as a PackedSequence, whose fields come and go with it
+                if not isinstance(names, tuple):  # fields of a tuple, such as a PackedSequence, come and go with it
                     del names[name]
             elif names is not None:
                 _put(names, name, _copied(value))
@@ -179,7 +179,7 @@ class KeptState:
 
 
 def of_loop() -> dict[str, Any]:
-    """Of the script's functions that are running: local variables that their loop reads before it sets them."""
+    """Local variables of the script's running functions that their loop reads before it sets them."""
     state: dict[str, Any] = {}
     for frame in own_frames():
         names = _read_first(frame.f_code, frame.f_lasti)
@@ -190,10 +190,10 @@ def of_loop() -> dict[str, Any]:
 
 @functools.cache
 def _read_first(code: types.CodeType, at: int) -> frozenset[str]:
-    """Local names that are read before they are set, from `at` to where the loop around it begins again."""
+    """Local names that are read before they are set, from instruction `at` to the next iteration of the loop around it."""
     steps = list(dis.get_instructions(code))
     places = {each.offset: i for i, each in enumerate(steps)}
-    names_read, known = set[str](), dict[int, frozenset[str]]()  # by instruction: what is set on every way to it
+    names_read, known = set[str](), dict[int, frozenset[str]]()  # by instruction: names that are set on every way to it
     ways = [(next((i for i, each in enumerate(steps) if each.offset > at), len(steps)), frozenset[str]())]
     while ways:
         i, names = ways.pop()
@@ -221,7 +221,7 @@ def digests_of(state: State) -> dict[str, int]:
 
 
 def unlike(one: State, other: State) -> set[str]:
-    """The paths that both have, with other values."""
+    """The paths that both have, with different values."""
     return {path for path in one.keys() & other.keys() if digest(one[path]) != digest(other[path])}
 
 
@@ -249,7 +249,7 @@ def _copied(value: Any) -> Any:
 
 
 def _put(names: Any, name: Any, value: Any) -> None:
-    """In place where others may hold the same object."""
+    """Set a value; in place, if others may hold the same object."""
     current = names[name] if isinstance(names, (list, tuple)) else names.get(name)
     if isinstance(value, torch.Tensor):
         if isinstance(current, torch.Tensor) and current.shape == value.shape:
@@ -272,11 +272,11 @@ def _put(names: Any, name: Any, value: Any) -> None:
 
 
 def agreeing(states: Iterable[State]) -> dict[str, Any]:
-    """Of several, what they have in common."""
+    """The paths and values that all states have in common."""
     first, *others = states
     apart = set().union(*(unlike(first, other) | (first.keys() - other.keys()) for other in others))
     return {path: value for path, value in first.items() if path not in apart}
 
 
-for _kind in (*LoopUnit.__mro__, nn.Module):  # once in the server that forks the ranks: it reads thousands of instructions
+for _kind in (*LoopUnit.__mro__, nn.Module):  # cached in the server that forks the ranks: it reads thousands of instructions
     set_by(_kind)

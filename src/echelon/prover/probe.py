@@ -1,6 +1,6 @@
 """Facts about the forward and the backward pass, from trying them: how precise they are, whether they repeat, how they draw.
 
-A process of its own tries, since a unit may count its calls; a reference must call it as often as training does.
+They are tried in a process of its own, since a unit may count its calls: a reference must call it as often as training does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROUNDINGS = 32
 
 
 UNKNOWN: dict[str, Any] = {"narrowest": None, "repeatable": True, "per_sample": None, "state": {}, "writes": None, "kept": {}}
-_ROUNDING = 1e-4  # what kernels that add up in another order may change, of the largest element
+_ROUNDING = 1e-4  # of the largest element: what kernels that sum in another order may change
 _TIMES_REPEATED = 100
 
 
@@ -35,11 +35,11 @@ def probe(reference: Reference) -> dict[str, Any]:
     """Facts about the first forward pass.
 
     Returns:
-        `state`: of what the unit keeps from earlier passes, that on which the loss or the gradient depends: paths by name;
-        `narrowest`: the floating-point type with the fewest digits in which anything was kept for the backward pass, None if
-        that cannot be known; `repeatable`: whether the same random numbers give the same loss again; `per_sample`: of the
-        streams that are in the same state on two ranks, those from which more samples draw more; `writes`: a parameter that the
-        pass itself sets, to what its samples are; `kept`: what the unit keeps after an update of all ranks' samples at once.
+        `state`: the kept state on which the loss or the gradient depends: paths by name; `narrowest`: the floating-point type
+        with the fewest digits in which anything was saved for the backward pass, None if that cannot be known; `repeatable`:
+        whether the same random numbers give the same loss again; `per_sample`: among streams in the same state on two ranks,
+        those from which more samples draw more; `writes`: a parameter that the pass itself sets from its samples; `kept`: the
+        kept state after an update of all ranks' samples at once.
     """
     reference.begin(write=False)
     reference.enter_epoch(reference.updates[0][0].epoch)
@@ -47,7 +47,7 @@ def probe(reference: Reference) -> dict[str, Any]:
     facts["per_sample"], facts["state"] = _per_sample(reference), _state_that_matters(reference)
     if isinstance(reference, AutoReference):
         micro = reference.updates[0][0]
-        if not UnitKind.of(reference.unit).is_loop:  # which computes its loss by itself
+        if not UnitKind.of(reference.unit).is_loop:  # a loop computes its loss by itself
             facts["narrowest"] = _narrowest_kept(reference, micro)
         now = reference.sources.states()
         first, second = (reference.tried(Pass(micro.data, 1.0, now))[0] for _ in range(2))
@@ -64,7 +64,7 @@ def probe(reference: Reference) -> dict[str, Any]:
 
 
 def _written(reference: Reference) -> str | None:
-    """As a layer does that is initialised by its first batch. Noise that is added to parameters is the same for both batches."""
+    """A parameter that the pass sets, as a layer does that its first batch initialises. Noise on parameters is alike for both."""
     first = reference.updates[0]
     left: list[dict[str, torch.Tensor]] = []
     for micro in (first[0], first[-1]) if isinstance(reference, AutoReference) and len(first) > 1 else ():
@@ -78,7 +78,7 @@ def _written(reference: Reference) -> str | None:
 
 
 def _is_set(now: torch.Tensor, before: torch.Tensor) -> bool:
-    """More than rounding leaves of a step and its opposite, as in sharpness-aware minimisation."""
+    """Whether a parameter changed by more than the rounding of a step and its reversal, as in sharpness-aware minimisation."""
     return not near(now, before, _ROUNDINGS * torch.finfo(now.dtype).eps)
 
 
@@ -96,9 +96,9 @@ def _narrowest_kept(reference: AutoReference, micro: Micro) -> torch.dtype | Non
 
 
 def _narrowest(loss: torch.Tensor, kept: list[torch.dtype]) -> torch.dtype | None:
-    """Of the leaves of the loss's graph; and of what the graph keeps, if it changes types on the way.
+    """The narrowest type of the leaves of the loss's graph; and of its saved tensors, if the graph has casts.
 
-    If it does not, a narrower tensor is something like a mask, exact in any type, and no computation is narrow.
+    Without casts, a narrower tensor is something like a mask, exact in any type, and no computation is narrow.
     """
     types, waiting, seen, casts = set(), [loss.grad_fn], set(), False
     while waiting:
@@ -116,15 +116,15 @@ def _narrowest(loss: torch.Tensor, kept: list[torch.dtype]) -> torch.dtype | Non
 
 
 def _state_that_matters(reference: Reference) -> dict[str, list[str]]:
-    """Each part of it is tried by itself, as it was before another pass: beside the rest before the first, and before the last,
-    as what a counter lets in matters late.
+    """Kept state on which the loss or the gradient depends. Each part is tried alone, with its value from before another pass;
+    the rest is as before the first pass, then as before the last: state behind a counter matters late.
     """
     micros = [m for update in reference.updates for m in update]
     one, begin = micros[0], reference.kept.values()
     groups: dict[str, list[str]] = {}
     for path in sorted(p for p in set().union(*(m.state for m in micros)) if not p.startswith(VARIABLE)):
         first, *rest = path.split(".")
-        keeps = first.endswith("module") or not rest  # of a model outside, such as a teacher, all belongs together
+        keeps = first.endswith("module") or not rest  # all state of another model, such as a teacher, is one group
         whole = first if hasattr(reference.unit, first) else f"{first}.{rest[0]}" if rest else path
         groups.setdefault(path if keeps else whole, []).append(path)
     as_it_was = {path: value for path, value in {**begin, **one.state}.items() if any(path in g for g in groups.values())}
@@ -142,14 +142,14 @@ def _state_that_matters(reference: Reference) -> dict[str, list[str]]:
     for name, paths in list(groups.items())[:_MOST_STATES]:
         others = [{p: m.state[p] for p in paths if p in m.state} for m in reversed(micros)]
         other = next((each for each in others if unlike(as_it_was, each) or each.keys() - as_it_was.keys()), None)
-        with contextlib.suppress(RuntimeError, AttributeError, TypeError):  # parts that only fit together
+        with contextlib.suppress(RuntimeError, AttributeError, TypeError):  # some parts only fit together
             if other is not None and not _are_close(usual, tried(other)):
                 groups_that_matter[name] = paths
         with contextlib.suppress(RuntimeError, AttributeError, TypeError):
             earlier = next((each for each in others if unlike(late, each)), None)
             if name not in groups_that_matter and earlier is not None and not _are_close(usual_late, tried(earlier, late)):
                 groups_that_matter[name] = paths
-    if groups and not groups_that_matter:  # such as a teacher, and when it learns
+    if groups and not groups_that_matter:  # they matter together, such as a teacher, and when it learns
         groups_that_matter = groups
     return groups_that_matter
 
@@ -168,7 +168,7 @@ def _per_sample(reference: Reference) -> set[str]:
 
 
 def _drawn_more(reference: Reference, one: Micro, other: Micro) -> set[str]:
-    """Streams that are alike in front of both, and come to another end if their samples go through together."""
+    """Streams in the same state before both micro-batches, and in another state after both together than after one."""
     alike = {n for n in one.streams.keys() & other.streams.keys() if digest(one.streams[n]) == digest(other.streams[n])}
     ends = []
     try:
@@ -186,8 +186,8 @@ def backward_draws(reference: Reference) -> dict[str, Any]:
     """Try the first micro-batch with two RNG states between forward and backward pass.
 
     Returns:
-        `depends`: the parameter whose gradient is another one then, and by how much, relative; None if all are the same, or
-        where the pass cannot be repeated.
+        `depends`: the parameter whose gradient changes most, and by how much, relative; None if all stay the same, or if the
+        pass cannot be repeated.
     """
     reference.keeps_dropout = True
     reference.begin(write=False)

@@ -1,4 +1,4 @@
-"""What comparing rows gave, as plain values: of one row against its reference, a row of the table, and the whole."""
+"""The results of comparisons as plain values: one row against its reference, a row of the table, and the whole table."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Difference:
         phase: "initialisation", "forward", "gradient" or "update".
         tensor: a parameter's or buffer's name, "loss" or "gradient norm".
         relative: the largest difference of an element over the largest element.
-        tolerance: what it may be, in the same unit.
+        tolerance: the largest that is allowed, in the same unit.
     """
 
     update: int
@@ -54,8 +54,8 @@ class Blind:
 
     Args:
         update, phase, tensor: as in `Difference`.
-        tolerance: what it might differ by, relative to its largest value, from rounding alone.
-        share: of all elements of its kind.
+        tolerance: the difference that rounding alone may cause, relative to its largest value.
+        share: its share of all elements of its kind.
     """
 
     update: int
@@ -106,7 +106,7 @@ class Verdict:
 
     @property
     def resolved(self) -> int:
-        """Updates, from the first on, in which little was left uncompared: the loss never, elements to a small share."""
+        """How many updates, from the first on, were compared: their loss, and all but a small share of the elements."""
         if self.exact:
             return self.updates
         for k in sorted({b.update for b in self.blind}):
@@ -123,7 +123,7 @@ def larger(a: float, b: float) -> float:
 
 
 def by_float64(own: str = "float32") -> str:
-    """The verdict where float64 decided, as a row's own precision could not."""
+    """The verdict if float64 decided, because a row's own precision could not."""
     return f"{_DECIDED}{own} is ill-conditioned here"
 
 
@@ -143,10 +143,10 @@ class Result:
         first: what differs first.
         causes: likely ones, each with what was seen.
         undetermined: elements by parameter whose true gradient is zero, so that their value is rounding noise in any run.
-        message: why it failed, is not possible or not decided; what float32 showed where float64 had to decide.
-        notes: what else is to be said about it, such as which samples its ranks saw.
-        yours: the script's own layout and accumulation, on any number of ranks.
-        precision: in which it computed; of a row that differs, in which `first` was measured. began: it trained before it failed.
+        message: why it failed, is not possible or not decided; what float32 showed if float64 had to decide.
+        notes: other remarks, such as which samples its ranks saw.
+        yours: it has the script's own layout and accumulation, on any number of ranks.
+        precision: of its computation; if it differs, that in which `first` was measured. began: it trained before it failed.
     """
 
     label: str
@@ -167,7 +167,7 @@ class Result:
     began: bool = False
 
     def fill(self, verdict: Verdict) -> None:
-        """The numbers of a comparison."""
+        """Take over the numbers of a comparison."""
         self.loss, self.gradient, self.parameter = verdict.loss, larger(verdict.gradient, verdict.norm), verdict.parameter
         self.of_tolerance, self.updates = verdict.used, verdict.updates
         self.first, self.undetermined = verdict.first, verdict.undetermined
@@ -212,15 +212,15 @@ class Proof:
 
     @property
     def compared(self) -> int:
-        """Rows that were, on several ranks if any row has several."""
+        """How many rows were compared; if any row has several ranks, only such rows count."""
         several = any(r.ranks > 1 for r in self.results)
         return sum(r.is_compared and (r.ranks > 1 or not several) for r in self.results)
 
     @property
     def exit_code(self) -> int:
-        """0: all rows agree or are not possible. 1: the script's own configuration differs or fails, or nobody knows which row
-        that is. 3: nothing differs, and some could be compared in part, or not at all. 4: nothing was compared on several
-        ranks. 5: only rows that are not the script's own configuration differ or fail.
+        """0: all rows agree or are not possible. 1: the script's own configuration differs or fails, or any row does if none is
+        known to be the script's own. 3: nothing differs, but some rows were compared only in part, or not at all. 4: nothing was
+        compared on several ranks. 5: only rows that are not the script's own configuration differ or fail.
         """
         rows = self.results
         yours = [r for r in rows if r.yours] or rows
@@ -240,7 +240,7 @@ class Proof:
 
     @property
     def holds_in_part(self) -> bool:
-        """No row speaks against it, and some could be compared in part alone."""
+        """No row differs, but some were compared only in part, or not at all."""
         return self.exit_code == NOT_ALL_TESTED
 
     def to_json(self) -> dict[str, Any]:

@@ -48,16 +48,16 @@ def prove(
             processes, as with `launch`.
         make_data: builds the loader, best an `echelon.Loader`, whose global batches do not depend on the ranks.
         layouts: names, or a mapping of the table's names to Layouts. By default ddp, fsdp, hsdp, zero1, zero2, and every
-            direction (tp, cp, pp, ep, products) by which the model can be divided; a note says why another cannot. Of the
-            default ones, ddp and fsdp alone are tried with more ranks, accumulation and SGD.
+            direction (tp, cp, pp, ep, products) in which the model can be divided; a note says why others are left out. Of
+            the defaults, only ddp and fsdp are also tried on more ranks, with accumulation and with SGD.
         ranks: numbers of processes. 1 is the loop itself against plain PyTorch.
         accumulation: micro-batches per update on each rank, tried at the smallest number of ranks above one.
-        updates: how many optimizer updates are compared. A mistake shows in the first, as a rule; five let buffers, momentum
-            and schedules take part. Within the first epoch, they are compared in the first row that divides batches between
-            ranks; in the others on several ranks, two.
+        updates: how many optimizer updates are compared. A mistake usually shows in the first; five let buffers, momentum
+            and schedules take part. If they end within the first epoch, only the unit's own row and the first that divides
+            batches between ranks compare all of them; others on several ranks compare two.
         float64: compare in float64, to 1e-11.
         sgd: rows with SGD in place of the unit's optimizer, too.
-        parts: also the bit-equal mode, with global batches in so many micro-batches.
+        parts: also the bit-equal mode, with so many parts in a global batch.
         bf16: each layout once in bf16, compared with one process under autocast.
         seed: of every process before `make_unit`.
         timeout_s: a row that takes longer is stopped and failed, with the stacks of its ranks; None waits for ever.
@@ -103,12 +103,12 @@ def prove_target(
     timeout_s: float | None = 600.0,
     logs: Path | None = None,
 ) -> Proof:
-    """`prove` for a script or functions, over rows that are given.
+    """`prove` for a script or functions, over given rows.
 
     Args:
-        logs: folder for what the ranks of failed rows wrote; by default a temporary one each, which stays.
+        logs: folder for the logs of failed rows; by default a temporary one each, which stays.
     Returns:
-        What was compared, also where it was interrupted.
+        What was compared, also if it was interrupted.
     """
     updates = whole("updates", updates, at_least=1, kind=ProveError)
     if timeout_s is not None:

@@ -41,7 +41,7 @@ class Plan:
 
 
 def plan_of(loader: Any) -> Plan | None:
-    """Of the epoch that begins; None if the loader does not tell. Draws nothing from any stream."""
+    """The plan of the epoch that begins; None if the loader does not tell. Leaves all RNG states as they were."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset) or loader.batch_sampler is None:
         return None
     sources = Sources(loader, "loader")
@@ -63,7 +63,7 @@ def plan_of(loader: Any) -> Plan | None:
 
 
 def _checksum(dataset: Any) -> int:
-    """Of what the dataset holds, as far as it can be looked into."""
+    """A checksum of the dataset's content, as far as it can be inspected."""
     if isinstance(dataset, (list, tuple)):
         return digest([len(dataset), *dataset[:: max(1, len(dataset) // 1000)]])
     values = {
@@ -76,13 +76,13 @@ def _checksum(dataset: Any) -> int:
 
 
 class Reading:
-    """The RNGs from which reading single samples draws: checksums before and after the first that drew.
+    """The RNGs from which reading samples draws: checksums of their states before and after the first read that drew.
 
-    In each process that reads, it looks over the shoulder of the dataset's class and of the collate function at the first
-    samples. It is a loader's `worker_init_fn`: workers that are not forked have nothing of what is replaced here.
+    In each process that reads, it watches the dataset's class and the collate function for the first samples. It is also the
+    loader's `worker_init_fn`: workers that are not forked do not inherit what is replaced here.
 
     Args:
-        file: where every process leaves what it saw.
+        file: where every process writes what it saw.
     """
 
     def __init__(self, loader: Any, file: Path) -> None:
@@ -107,7 +107,7 @@ class Reading:
             self._begin()
 
     def end(self) -> dict[str, set[tuple[str, str]]]:
-        """By RNG, what was seen of it: of each process of the first epoch that has one."""
+        """Stop watching. Returns by RNG the checksums (before, after) of each process that drew from it."""
         assert self._head is not None
         self._head.close()
         first: dict[tuple[str, str], tuple[str, str]] = {}
@@ -152,7 +152,7 @@ class Reading:
 
 
 class _Watched:
-    """A collate function. What it draws as often for one sample as for all, it decides for the batch: ranks may do that alike."""
+    """A collate function. If it draws as much for one sample as for all, it decides for the batch, which ranks may do alike."""
 
     def __init__(self, reading: Reading, collate: Callable[[list[Any]], Any]) -> None:
         self._reading, self._collate = reading, collate
@@ -170,7 +170,7 @@ class _Watched:
         return batch
 
     def _for_the_batch(self, samples: list[Any], before: dict[str, Any], after: dict[str, Any]) -> Set[str]:
-        """The RNGs that one sample alone leaves where all leave them."""
+        """The RNGs that end in the same state after one sample as after all."""
         self._sources.restore(before)
         try:
             self._collate(samples[:1])
@@ -192,7 +192,7 @@ def reads_alike(loader: Any) -> bool:
 
 
 def drawn_by_reading(loader: Any) -> set[str] | None:
-    """The RNGs from which reading samples and collating them draws, in this process; None where nothing can be read by index."""
+    """The RNGs from which reading and collating samples draws in this process; None if samples cannot be read."""
     try:
         sources = Sources((loader.dataset, loader.collate_fn), "loader")
         before = sources.states()
@@ -203,7 +203,7 @@ def drawn_by_reading(loader: Any) -> set[str] | None:
 
 
 def kept_by_reading(loader: Any) -> str | None:
-    """An attribute that reading a data set changes, as a counter, and on which its samples depend, though none are drawn."""
+    """An attribute, such as a counter, that reading a data set changes, and on which its samples depend without any draws."""
     try:
         kept = KeptState(Objects(loader.dataset))
         before = kept.values()
@@ -223,7 +223,7 @@ def kept_by_reading(loader: Any) -> str | None:
 
 
 def first_samples(loader: Any) -> list[Any]:
-    """As one process reads them; of a stream, those that it begins with."""
+    """The first samples, as one process reads them."""
     if isinstance(loader.dataset, IterableDataset):
         return list(itertools.islice(loader.dataset, _FIRST_SAMPLES))
     return [loader.dataset[i] for i in range(min(len(loader.dataset), _FIRST_SAMPLES))]
