@@ -44,7 +44,7 @@ _FROM_VALUES = {"_standard_gamma": 1, "_sample_dirichlet": 2, "binomial": 1, "po
 
 @contextlib.contextmanager
 def without_narrow_casts() -> Iterator[None]:
-    """Turn this thread's casts to fewer digits into casts to float64. Optimizers keep float32: fused kernels count steps in it."""
+    """Turn this thread's casts to fewer digits into casts to float64. Optimizers keep float32: fused kernels count steps so."""
     mode = _Wide()
     handles = [register_optimizer_step_pre_hook(mode.rest), register_optimizer_step_post_hook(mode.go_on)]
     try:

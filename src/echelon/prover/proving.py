@@ -1,8 +1,8 @@
-"""The rows of one proof: run, held against their references, and looked at more closely where float32 cannot tell.
+"""Run the rows of one proof, compare them with their references, and look closer where float32 cannot tell.
 
-What differs in float32, or cannot be compared in it, is run again in float64, which has the last word: a flipped gate differs by
-a whole activation in float32 and does not flip in float64; a mistake is as large as before. Where float64 cannot be had, more
-references take its place (`judge.py`), and it is said.
+A row that differs in float32, or cannot be compared in it, runs again in float64, which has the last word: a flipped gate differs
+by a whole activation in float32 and does not flip in float64; a mistake is as large as before. If float64 is not possible, more
+references take its place (`judge.py`), and the message says so.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from echelon.prover.values import UnitKind
 __all__ = ["Proving"]
 
 _RESCALED = 0.25
-_NEVER_ROUNDING = 1e3  # times its tolerance: no further sample of rounding would change that
-_MOST_EXCUSED = 0.5  # of all elements, in float64, where an excuse means a gradient of nothing
+_NEVER_ROUNDING = 1e3  # times its tolerance: no further sample of rounding would explain that
+_MOST_EXCUSED = 0.5  # of all elements, in float64, where an excused element has no gradient at all
 
 _IN_TURN = (
-    "in a loop of its own with several optimizers and accumulation, a loss meets other steps than in one process. Rows without "
-    "accumulation are compared; of a unit, whose compute_losses says in which order, all are."
+    "in a loop of its own with several optimizers and accumulation, a loss follows other steps than in one process. Rows without "
+    "accumulation are compared. All rows are for a unit, whose compute_losses fixes the order."
 )
 
 
 class Proving:
-    """What was run so far, and the references, by the data that they trained on."""
+    """Runs and judges the rows of a proof; keeps what was learned from earlier rows, and the references."""
 
     def __init__(
         self,
@@ -83,11 +83,11 @@ class Proving:
         self._splits: dict[bool, dict[str, Any]] = {}  # by whether draws are constant
         self._count = 0
         self._tested_compiled = False
-        self._within_epoch: bool | None = None  # all that was compared so far
-        self._draws = True  # a row drew random numbers, or none has told yet
+        self._within_epoch: bool | None = None  # all updates compared so far
+        self._draws = True  # the latest row drew random numbers, or no row ran yet
 
     def results(self, rows: list[Row]) -> Iterator[Result]:
-        """Of the rows, as far as this script allows."""
+        """The results of the rows that this script allows."""
         return self._fitting.results(rows)
 
     def row(self, row: Row) -> Result:
@@ -100,7 +100,7 @@ class Proving:
             ran = self._on_ranks.row(row, row_folder, self.dtype)
             if ran.records[0].is_double:
                 self.dtype, self.proof.dtype = torch.float64, "float64"
-                self._say("The script computes in float64 by itself: so do all rows, and are compared in it.")
+                self._say("The script itself computes in float64: all rows do, and are compared in it.")
                 shutil.rmtree(row_folder)
                 ran = self._on_ranks.row(row, row_folder, self.dtype)
         except RankFailedError as error:
@@ -127,9 +127,9 @@ class Proving:
     # --- notes
 
     def _reference(self, ran: RowRun) -> Computed:
-        """That of a row, and what is to be said of it."""
+        """The reference of a row; adds its notes to the proof."""
         reference = self._references.of(ran)
-        if ran.dtype is self.dtype and not ran.folder.name.endswith(CONSTANT):  # which have fewer updates
+        if ran.dtype is self.dtype and not ran.folder.name.endswith(CONSTANT):  # such rows have fewer updates
             self._note(ran, reference.facts)
             self._check_order(ran, data_of(ran))
         return reference
@@ -144,7 +144,7 @@ class Proving:
             self._say("Micro-batches cannot be joined into one batch: the reference adds them up by their weights.")
         if ran.records[0].dropouts and ran.records[0].draws_by_itself:
             self._say(
-                "Dropout was switched off in all rows and in one process: a step of the script's own decides what it draws."
+                "Dropout was switched off in all rows and in one process, which cannot repeat the draws of the script's own step."
             )
         updates = ran.records[0].updates
         within = len(updates) == self.updates and all(m.epoch == 0 for u in updates for m in u)  # and training goes on
@@ -167,10 +167,10 @@ class Proving:
         untrained = sorted(ran.records[0].trainable - facts["held"])
         if untrained and not ran.records[0].flattened:
             more = f" ({len(untrained) - 3} more)" if len(untrained) > 3 else ""
-            self._say(f"To be trained, but in no optimizer, in one process either: {', '.join(untrained[:3])}{more}.")
+            self._say(f"Trainable, but in no optimizer, also in one process: {', '.join(untrained[:3])}{more}.")
 
     def _say_how(self, ran: RowRun) -> None:
-        """As what rows ran, where the script compiles or computes in half precision."""
+        """Note how rows ran, if the script compiles or computes in half precision."""
         row = ran.row
         compiled = row.compiles and row.is_compiled
         if row.yours and (compiled or row.half):
@@ -186,7 +186,7 @@ class Proving:
             self.proof.notes.append(note)
 
     def _check_order(self, ran: RowRun, key: Any) -> None:
-        """Rule of truth 1: an echelon.Loader gives the same global batches however they are split."""
+        """Note global batches that depend on the ranks or the split. Those of an echelon.Loader never do (rule of truth 1)."""
         known = self._batches.setdefault(ran.row.optimizer, key)
         if not are_alike(key, known) and ran.records[0].global_batch is None:
             remedy = " With echelon.Loader, which is given the global batch, they would be the same."
@@ -220,21 +220,21 @@ class Proving:
             result.verdict = "bit-equal" if self._same_bits(ran, seen.verdict) else "DIFFERS"
             result.message = result.message if result.verdict == "bit-equal" else "other bits than the first bitwise row"
         self._over_samples(result, seen)
-        if result.is_equal and seen.ran.row.restores:  # what was put back is what is wrong, if it moves within an update
+        if result.is_equal and seen.ran.row.restores:  # state that moves within an update is a mistake that restoring it hides
             cause = causes.state_moves(seen.ran.records, self._references.state(seen.ran, seen.reference))
             result.verdict, result.causes = ("DIFFERS", [cause]) if cause is not None else (result.verdict, result.causes)
         if result.is_equal and (warned := records[0].warned):
-            result.verdict = IN_PART  # one process makes the same mistake, as the script itself scales its loss
+            result.verdict = IN_PART  # one process makes the same mistake: the script itself scales its loss
             result.message = "; ".join(filter(None, (result.message, f"the run warns: {warned}")))
 
     def _judge(self, result: Result, ran: RowRun) -> Judged:
-        """A row against its reference, whose passes over micro-batches are as the ranks' were."""
+        """Judge a row against its reference, and find causes."""
         try:
             reference = self._reference(ran)
         except RankFailedError:
             if ran.row.apart or ran.records[0].kind is UnitKind.STEP:
                 raise
-            # A loop that fails on a joined batch has ended: batches that are sorted, each by itself, are not when joined.
+            # A loop that failed on a joined batch cannot go on. Batches that are sorted, for example, are not so when joined.
             ran = replace(ran, row=replace(ran.row, apart=True))
             reference = self._reference(ran)
         seen = self._against(ran, reference)
@@ -256,12 +256,12 @@ class Proving:
         self._decide(result, seen)
         if result.verdict == "DIFFERS" and not result.causes and (cause := causes.models_apart(ran.records)) is not None:
             result.causes = [cause]
-        # Of one pass over a whole batch, what ranks had apart is not put back, and shows as a difference.
+        # One pass over a whole batch does not put back state that differed between ranks: that shows as a difference.
         in_one_pass = reference.facts["joined"] and (ran.row.constant_draws or not reference.facts["drew"])
         if result.is_equal and ran.row.restores:
             if in_one_pass:
                 probed = self._references.probed(ran, reference)
-                moves = causes.state_moves(ran.records, probed["state"]) is not None  # which is said in the end
+                moves = causes.state_moves(ran.records, probed["state"]) is not None  # reported at the end
                 cause = None if moves else causes.state_of_ranks(ran.records, probed)
             else:
                 cause = causes.state_apart(ran.records, self._references.state(ran, reference))
@@ -270,7 +270,7 @@ class Proving:
         return seen
 
     def _with_state(self, seen: Judged) -> Judged:
-        """Against a reference whose passes begin with the state that the ranks had, where it matters and one has no other."""
+        """Judge again, against a reference whose passes begin with the ranks' kept state, if that state matters."""
         state = self._references.state(seen.ran, seen.reference) if seen.ran.is_auto and not seen.ran.row.restores else {}
         if not state:
             return seen
@@ -288,7 +288,7 @@ class Proving:
         return Judged(ran, reference, verdict)
 
     def _of_backward(self, ran: RowRun) -> list[tuple[str, str]]:
-        """A mistake that no reference shows: it makes it, too, or draws other numbers than compiled code."""
+        """Other random numbers in the backward pass. A reference does not show these: it draws so, too, or is not compiled."""
         if not ran.drew or ran.dtype is not self.dtype:
             return []
         replay = replace(self._on_ranks.replay(ran, self.folder), compiled=ran.row.is_compiled)
@@ -300,7 +300,7 @@ class Proving:
         return []
 
     def _of_scaler(self, ran: RowRun, reference: Computed) -> list[tuple[str, str]]:
-        """Whether it matters by what the script's own gradient scaler multiplies the loss."""
+        """Causes if the factor of the script's own gradient scaler changes the gradients at the optimizer's step."""
         if not ran.records[0].scaler or ran.records[0].scales:
             return []
         if reference.scaling is None:
@@ -324,11 +324,11 @@ class Proving:
     # --- over samples
 
     def _over_samples(self, result: Result, seen: Judged) -> None:
-        """Whether weights and whatever reaches over samples are right, where the reference trained on each micro-batch alone.
+        """Check weights, and operations over samples, if the reference trained on each micro-batch alone.
 
-        Such a reference adds up as the unit says, and so repeats a mistake in that. Passes that drew random numbers run again
-        with those that a sample has in any batch, so that they can be joined; batches that cannot be joined are taken apart in
-        one process.
+        Such a reference adds up micro-batches by the unit's own weights, and so repeats a mistake in them. Passes that drew
+        random numbers run again with constant draws, so that they can be joined; batches that cannot be joined are taken apart
+        in one process.
         """
         ran, records = seen.ran, seen.ran.records
         drew = not ran.row.constant_draws and ran.has_streams
@@ -337,15 +337,15 @@ class Proving:
         speaks = any(r.communicates for r in records)
         unsure = result.verdict == "not possible"
         if drew and result.verdict == "DIFFERS":
-            # Collectives, and a loop's variables, are not repeated as they were; and the losses of a loop that follow a step of
-            # its first optimizer are computed before that for all micro-batches but the last.
+            # One process does not repeat collectives and a loop's variables; and in a loop of several optimizers, it computes
+            # losses that follow the first optimizer's step before that step, in all micro-batches but the last.
             in_turn = records[0].kind is UnitKind.LOOP_OF_SEVERAL
             state = () if speaks or in_turn else self._references.state(ran, seen.reference)
             unsure = speaks or in_turn or any(name.startswith(VARIABLE) for name in state)
         why = "batches cannot be joined into one"
         if not drew and speaks and result.verdict == "DIFFERS" and not seen.is_recorded:
             result.verdict, result.first, result.causes = "undecided", None, []
-            result.message = f"{why}, and its steps speak to other ranks: one process has nothing to compare with"
+            result.message = f"{why}, and its steps communicate with other ranks: one process has nothing to compare with"
             return
         if seen.is_recorded or not (result.is_equal or unsure):
             return
@@ -365,7 +365,7 @@ class Proving:
         self._split(result, seen, drew, speaks, why)
 
     def _with_constant_draws(self, seen: Judged, alike: frozenset[tuple[str, int]] = frozenset()) -> tuple[Result | None, str]:
-        """The row with draws that a sample has in any batch, as it was judged; and why that does not show all, if so."""
+        """Run and judge the row with constant draws. Returns its result, and why that does not show everything, or ""."""
         row = replace(seen.ran.row, constant_draws=True, drawn_alike=alike, restores=frozenset())
         result = Result(row.label, row.ranks)
         try:
@@ -375,10 +375,10 @@ class Proving:
             judged = self._judge(result, ran)
         except RankFailedError as error:
             text = str(error.__cause__ or error).strip().splitlines()
-            return None, f"it fails with draws that a sample has in any batch ({text[0] if text else type(error).__name__})"
+            return None, f"it fails with draws that are fixed for each sample ({text[0] if text else type(error).__name__})"
         facts, kinds = judged.reference.facts, set[Any]().union(*(r.kinds for r in ran.records))
         by_chance = frozenset((name, dims) for name, dims, _ in kinds ^ facts["kinds"]) - row.drawn_alike
-        if not result.is_equal and by_chance:  # a first dimension is as long as the batch of the ranks or of one process
+        if not result.is_equal and by_chance:  # by chance, a first dimension is as long as the batch
             for each in ran.folder.parent.glob(f"{ran.folder.name}*"):
                 shutil.rmtree(each)
             return self._with_constant_draws(seen, row.drawn_alike | by_chance)
@@ -394,13 +394,13 @@ class Proving:
         if not facts["joined"]:
             return result, "batches cannot be joined into one"
         shapes = set[Any]().union(*(r.shapes for r in ran.records)) ^ facts["shapes"]
-        if result.is_equal and shapes:  # other ones for another number of samples, and alike for all of them here
+        if result.is_equal and shapes:  # they depend on the number of samples, and all samples share the draws
             return None, "it draws {} of shape {}, which has no row for each sample".format(*min(shapes))
         return result, ""
 
     def _drawn_by_batch(self, seen: Judged, ran: RowRun, judged: Judged) -> list[str]:
-        """Streams that are not torch's, from which more samples draw no more, as for weights of a loss; and from which the ranks
-        draw other numbers, while the row with constant draws, `ran`, had the same on all.
+        """Streams, not torch's, from which more samples draw no more (such as weights of a loss), but each rank draws its own
+        numbers. In the row with constant draws, `ran`, all ranks drew the same.
         """
         drawn = set[str]().union(*(m.streams for r in ran.records for m in r.micros)) - {"torch", "cuda"}
         first = [m for m in by_index(seen.ran.records, 0)[0] if m.weight > 0]
@@ -417,9 +417,9 @@ class Proving:
         )
 
     def _split(self, result: Result, seen: Judged, drew: bool, speaks: bool, why: str) -> None:
-        """Take a batch apart in one process, which says nothing of what the ranks put together by speaking to each other."""
+        """Take a batch apart in one process, unless ranks communicate: one process shows nothing of what they exchange."""
         if speaks:
-            parts: dict[str, Any] = {"why_not": "its steps speak to other ranks"}
+            parts: dict[str, Any] = {"why_not": "its steps communicate with other ranks"}
         else:
             constant = drew or seen.ran.row.constant_draws
             if constant not in self._splits:
@@ -432,10 +432,10 @@ class Proving:
             norms = seen.ran.records[0].batch_norms
             result.causes = [causes.of_split(parts["best"], parts["error"], norms, padded=parts["padded"])]
         elif not parts["padded"] and len(widths(seen.ran.records)) > 1:
-            why = "batches are padded to other widths, and were taken apart as wide as they are"
+            why = "batches are padded to different widths, and were taken apart at their own width"
             self._leave_untested(result, why, "what the padding itself adds to a loss")
 
-    def _leave_untested(self, result: Result, why: str, what: str = "weights, and whatever reaches over samples") -> None:
+    def _leave_untested(self, result: Result, why: str, what: str = "weights, and operations over samples") -> None:
         result.verdict = IN_PART
         untested = f"not tested: {what}. {why[0].upper()}{why[1:]}"
         result.message = "; ".join(filter(None, (result.message, untested)))
@@ -451,7 +451,7 @@ class Proving:
     def _decide(self, result: Result, seen: Judged) -> None:
         """The verdict, with causes if it is a bad one."""
         final, unconfirmed = seen, ""
-        # What the records show is no rounding. Nor can float64, which nothing casts, say what casting does wrong.
+        # A cause in the records is not rounding. And float64, in which nothing is cast, cannot show what casts do wrong.
         if not seen.verdict.clear and not result.causes and not (seen.ran.narrow and seen.verdict.first):
             final, unconfirmed = self._closer(seen)
         verdict = final.verdict
@@ -478,7 +478,7 @@ class Proving:
             result.verdict = "bit-equal" if verdict.bit_equal and verdict.resolved == verdict.updates else "agrees"
 
     def _closer(self, seen: Judged) -> tuple[Judged, str]:
-        """The same row in float64, or if that cannot be, with more references; and why it is not float64."""
+        """Judge the row in float64, or if that is not possible, with more references. Returns also why it was not float64."""
         why = ""
         if seen.ran.dtype is not torch.float64:
             try:
@@ -504,10 +504,10 @@ class Proving:
         verdict = compare(seen.ran.folder, seen.reference.folder, seen.ran.records, seen.ran.dtype, narrowest, half=half)
         return Judged(
             seen.ran, seen.reference, verdict
-        ), f"held against what rounding does in {SHAKES} references of its own precision: in float64 {why}"
+        ), f"compared with the rounding of {SHAKES} references of its own precision: in float64 {why}"
 
     def _settled(self, final: Judged) -> str | None:
-        """Measure rounding in float64, where one tolerance for all did not do. Returns why float64 cannot tell, if so."""
+        """Measure rounding in float64, if the fixed tolerance did not suffice. Returns why float64 cannot tell, or None."""
         ran, reference = final.ran, final.reference
         for samples in (0, 1, SHAKES):
             if samples:

@@ -60,7 +60,7 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
             chosen.check()
         _adapt(unit, row)
         if row.yours and any(prepared.trains == "alone" for _, prepared in prepared_of(unit)):
-            raise ProveError("workers that meet now and then train other numbers than one process: there is nothing to compare.")
+            raise ProveError("workers that average now and then train other numbers than one process: nothing can be compared.")
         recorder.record.constant_draws = row.constant_draws
         draws.alike = row.drawn_alike
         draws.by_sample = row.constant_draws and not any(prepared.place.rng_differs for _, prepared in prepared_of(unit))
@@ -74,7 +74,7 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
             record = recorder.record
             record.overridable, record.own_layout, record.is_own = True, chosen.own, chosen.is_own
             record.own_row = chosen.own_row
-        # A few updates: there is nothing to keep.
+        # Without callbacks that save: a few updates are not worth keeping.
         return [*(c for c in callbacks if getattr(c, "saves", False) is not True), recorder]
 
     with contextlib.ExitStack() as head, contextlib.ExitStack() as building:
@@ -100,25 +100,25 @@ def run_row(target: Target, row: Row, folder: str, updates: int, dtype: torch.dt
 
 
 def _compiles(recorder: StepRecorder, row: Row, head: contextlib.ExitStack) -> None:
-    """The script compiles something: in its row with the random numbers that are drawn uncompiled, which can be repeated."""
+    """Note that the script compiles. In its own row, compiled code then draws as uncompiled code does, which can be repeated."""
     if not recorder.record.compiles and row.is_compiled:
         import torch._inductor.config as inductor
 
-        # Under a memory budget of torch's own, these would be drawn anew in the backward pass, where inductor's may not be.
+        # Under a memory budget of torch's own, these draws would be recomputed with other numbers in the backward pass.
         head.enter_context(inductor.patch(fallback_random=True, joint_custom_post_pass=keeping_random()(None)))
     recorder.record.compiles = True
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The target once more, in this one process and in plain PyTorch, on what the ranks of a row recorded.
+    """Runs the target again, in this one process and in plain PyTorch, on what the ranks of a row recorded.
 
     Args:
         row: its optimizer is used.
         data: files of the ranks whose micro-batches it trains on.
-        folder: for what it leaves.
-        compiled: as the script compiles; else nothing is.
-        rescaled: what the first scale of the script's own gradient scalers is multiplied by.
+        folder: for its files.
+        compiled: compile as the script does; otherwise nothing is compiled.
+        rescaled: the factor for the first scale of the script's own gradient scalers.
     """
 
     target: Target
@@ -131,7 +131,7 @@ class Replay:
     rescaled: float = 1.0
 
     def with_reference(self, work: Callable[[Reference], dict[str, Any]], how: How, shake: Shake | None) -> dict[str, Any]:
-        """What `work` makes of a reference of the target's unit."""
+        """Return what `work` returns for a reference of the target's unit."""
 
         draws, records = ConstantDraws(), load_records(self.data)
 
@@ -157,7 +157,8 @@ class Replay:
         """Run the target up to where it would train, and return what `work(unit, dataloader, callbacks)` does there.
 
         Args:
-            ranks: whose global batches this process has, where batches are said for each: schedules go by their number.
+            ranks: how many ranks' batches make this process's global batch, if the script gives batches per rank: schedules
+                depend on their number.
         """
         recorded: dict[str, Any] = {}
         turns: LockstepLoop | None = None
@@ -177,7 +178,7 @@ class Replay:
 
         precision, compiled = self.row.imposed_precision(wide=dtype is torch.float64), None if self.compiled else False
         decided = Overrides("noop", precision, 1, compiled, None, ranks, observes=True)
-        # Smaller than on the ranks: what did not overflow there does not here.
+        # Smaller scales than on the ranks: what did not overflow there does not here.
         scaled = scaling_losses(self.rescaled / 16, lambda: None, lambda: None)
         with _deciding(decided, self.row, dtype, self.seed), scaled, observing(work_and_end), head:
             try:
@@ -209,7 +210,7 @@ def run_reference(
 
 @contextlib.contextmanager
 def _deciding(decided: Overrides, row: Row, dtype: torch.dtype, seed: int) -> Iterator[set[str]]:
-    """Impose what prove decides over a script's head: besides `decided`, the type of its numbers and its random numbers.
+    """Impose on a script what prove decides: `decided`, the default type, and the seeds of the global RNGs.
 
     Yields the global RNGs that the script has seeded itself so far.
     """
@@ -217,7 +218,7 @@ def _deciding(decided: Overrides, row: Row, dtype: torch.dtype, seed: int) -> It
     impose(decided)
     torch.set_default_dtype(dtype)
     rng.seed(seed if row.seeded_alike else seed + rank_info().rank)  # a script that seeds itself does so again
-    torch.manual_seed(_torch_seed(seed))  # the same in every process that does not seed it
+    torch.manual_seed(_torch_seed(seed))  # torch's RNG is the same in every process, unless the script seeds it
     seeded: set[str] = set()
     try:
         with contextlib.ExitStack() as head:
@@ -226,7 +227,7 @@ def _deciding(decided: Overrides, row: Row, dtype: torch.dtype, seed: int) -> It
                 head.enter_context(without_autocast())
             if decided.compile is False:
                 head.enter_context(torch.compiler.set_stance("force_eager"))
-            if dtype is torch.float64 and not (row.compiles and decided.compile is None):  # which would run uncompiled then
+            if dtype is torch.float64 and not (row.compiles and decided.compile is None):  # it would run uncompiled
                 head.enter_context(without_narrow_casts())
             yield seeded
     finally:
@@ -240,13 +241,13 @@ def _torch_seed(seed: int) -> int:
 
 
 def _adapt(unit: Any, row: Row) -> None:
-    """What rows and reference change in a unit alike."""
+    """Change a unit in the same way for rows and references."""
     if row.optimizer == "sgd":
         _with_sgd(unit, momentum=0.0 if row.workers else 0.9)
     if row.workers:  # each would clip its own gradient
         unit.clip_grad_norm = unit.clip_grad_value = None
     averages = getattr(unit, "swa_params", None)
-    if averages is not None:  # averages only look on, but their schedule of learning rates would not
+    if averages is not None:  # averages do not change training, but their schedule of learning rates would
         unit.swa_params, unit.swa_scheduler = replace(averages, swalr_params=None), None
 
 
@@ -277,13 +278,13 @@ def _with_sgd(unit: Any, momentum: float) -> None:
 
 
 class RowLayout(Strategy):
-    """The layout of a row, which for the row `yours` is the script's. It tells afterwards whether it was used: a module that a
+    """The layout of a row; for the row `yours`, the script's. `used` tells afterwards whether it was applied: a module that a
     script wrapped by hand stays as it is.
 
     Attributes:
-        own: the name of the script's.
-        own_row: of the row that has the same layout, since a row keeps the script's options.
-        is_own: it is the script's, with all its options.
+        own: the name of the script's layout.
+        own_row: the name of the row with the same layout, since a row keeps the script's options.
+        is_own: it is the script's layout, with all its options.
     """
 
     def __init__(self, row: Row, dtype: torch.dtype) -> None:
@@ -308,10 +309,10 @@ class RowLayout(Strategy):
         return self
 
     def check(self) -> None:
-        """When training begins: a Trainer has given its layout to a unit that was made without one.
+        """Call it when training begins: only then has a Trainer given its layout to a unit that was made without one.
 
         Raises:
-            UsageError: the script's own has none, on several ranks.
+            UsageError: the row is the script's own, on several ranks, and the script names no layout.
         """
         if self._given is None and self.used and not self._names_one and rank_info().world_size > 1:
             raise ProveError("the script names no layout: it is for one process.")
@@ -319,12 +320,12 @@ class RowLayout(Strategy):
     def prepare(self, module: Any, world: Any, recipe: Any) -> Prepared[Any]:
         self.used = True
         if self._dtype is torch.float64:
-            widen(module)  # which may be in half precision
+            widen(module)  # it may be in half precision
         return self._layout.prepare(module, world, recipe)
 
 
 def _row_of(own: Strategy, layout: Strategy) -> str | None:
-    """The name of a layout that becomes the script's with its options; of one with mixed precision there is none."""
+    """The name of the layout that equals the script's when it gets the script's options; None with mixed precision."""
     if isinstance(own, Layout):
         return own.text
     return next((word for word in LAYOUTS if with_options_of(layout, LAYOUTS[word]()) == own), None)

@@ -1,7 +1,7 @@
-"""Inside a rank: write down what training does, through torch's own hooks, without taking part in it.
+"""Inside a rank: record what training does, through torch's own hooks, without changing it.
 
-Gradients are seen when an optimizer steps, parameters after the step, micro-batches when the unit gets them. Nothing of the
-loop's own numbers is believed: the judge computes losses and means from the micro-batches.
+Gradients are seen when an optimizer steps, parameters after the step, micro-batches when the unit gets them. The loop's own
+numbers are not trusted: the judge computes losses and means from the micro-batches.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class StepRecorder(Callback):
     """Watches one call of `train` or `fit`, and ends the script after `updates` optimizer updates.
 
     Args:
-        folder: where the values go: rank 0 writes those that are whole, each rank its own micro-batches.
+        folder: rank 0 writes the whole values there, each rank its own micro-batches.
         dtype: of the comparison; batches are widened to it.
-        draws: entered once it is attached, where the ranks' draws could not be repeated.
+        draws: entered after `attach`, if one process could not repeat the ranks' draws.
     """
 
     may_stop = False
@@ -84,7 +84,7 @@ class StepRecorder(Callback):
         self._unit: Any = None
         self._gradients: GradientWatch | None = None
         self._micros: list[Micro] = []
-        self._clipped: tuple[float, float] | None = None  # in this update: its norm, and to which
+        self._clipped: tuple[float, float] | None = None  # in this update: (norm, limit)
         self._sources: Sources | None = None
         self._loader: Any = None
         self._reading: Reading | None = None
@@ -92,27 +92,27 @@ class StepRecorder(Callback):
         self._streams_before: dict[str, Any] = {}  # as the pass under way began, like `_kept_before`
         self._kept_before: dict[str, Any] = {}
         self._kept_last: dict[str, Any] = {}
-        self._kept_digests: dict[str, int] = {}  # as the latest pass left it
+        self._kept_digests: dict[str, int] = {}  # of kept state, as the latest pass left it
         self._loop_digests: dict[str, int] = {}
-        self._moved: set[str] = set()  # what ever changed of it
+        self._moved: set[str] = set()  # the paths that ever changed
         self._in_pass = self._was_scaled = False
-        self.cannot_draw_constantly = False  # compiled code does not
+        self.cannot_draw_constantly = False  # with compiled code
         self.may_draw = True
 
     def __deepcopy__(self, memo: Any) -> StepRecorder:
-        """It hangs in a module's hooks, which a copy of the module has, too."""
+        """Itself: a module's hooks refer to it, and a copy of the module keeps these hooks."""
         return self
 
     # --- before training
 
     def attach(self, unit: Any, dataloader: Any, *, unseeded: set[str]) -> None:
-        """Look at the unit before its first step, and listen from now on. Collective if anything is sharded.
+        """Record the unit before its first step, and watch it from now on. Collective if anything is sharded.
 
         Args:
-            unseeded: the global streams that the script did not seed itself.
+            unseeded: the global RNGs that the script did not seed itself.
         """
         if self._unit is not None:
-            raise StopLoop  # the script trains once more, after fewer updates than were asked for
+            raise StopLoop  # the script trains again, after fewer updates than were asked for
         if not isinstance(unit, units.TrainedUnit):
             raise ProveError(f"the unit must be a TrainUnit, got {type(unit).__name__}.")
         objects = Objects(unit)
@@ -148,8 +148,8 @@ class StepRecorder(Callback):
         self._kept_digests = self.record.kept = digests_of(self._kept_last)
 
     def _unlike_others(self, unit: Any, unseeded: set[str]) -> None:
-        """Streams that a script does not seed are not alike on its ranks, whatever was drawn from them before."""
-        separates = UnitKind.of(unit).updates_are_ours  # its ranks are given streams of their own
+        """Give each rank its own state of the RNGs that the script does not seed, as ranks have without prove."""
+        separates = UnitKind.of(unit).updates_are_ours  # echelon gives each rank an RNG state of its own
         number = unit.prepared.data.rank if separates else self.rank
         if not number:
             return
@@ -193,7 +193,7 @@ class StepRecorder(Callback):
 
     def _watch_auto(self, unit: AutoUnit[Any]) -> None:
         def weight_of(state: State, data: Any) -> float:
-            is_silent = float(state.logged.weight) == 0  # of the pass under way: padding, or a batch that counts for nothing
+            is_silent = float(state.logged.weight) == 0  # of the pass under way: padding, or a batch of weight 0
             return 0.0 if record_is_replica or is_silent else float(unit.weight(data))
 
         compute_loss = unit.compute_loss
@@ -236,8 +236,8 @@ class StepRecorder(Callback):
         self._watch_clipping(unit)
 
     def _watch_parts(self, unit: AutoUnit[Any]) -> dict[int, tuple[Any, Any]]:
-        """The batches whose parts this rank gets, by the identity of the part, of the update under way."""
-        wholes: dict[int, tuple[Any, Any]] = {}  # the part is kept: its identity must stay its own
+        """By the id of this rank's part, (the part, its whole batch), for the update under way."""
+        wholes: dict[int, tuple[Any, Any]] = {}  # keeps the part, so that its id stays unique
         prepared = unit.prepared
         if prepared.place.part[1] == 1:
             return wholes
@@ -322,24 +322,24 @@ class StepRecorder(Callback):
         unit.train_step = watched_step
 
     def computes_in(self, dtype: torch.dtype | None) -> None:
-        """The script computes in this type, or something does for it."""
-        if dtype in _HALVES and self.record.half != "bf16":  # which has fewer digits
+        """Note a type in which the script computes, or a library for it."""
+        if dtype in _HALVES and self.record.half != "bf16":  # bf16 has fewer digits, and stays
             self.record.half = _HALVES[dtype]
 
     def scales(self) -> None:
-        """Something has made a gradient scaler."""
+        """Note that a gradient scaler was made."""
         self.record.scaler = True
 
     def scaled(self) -> None:
-        """A gradient scaler has taken the optimizer's step, or left it out."""
+        """Note that a gradient scaler has taken the optimizer's step, or skipped it."""
         self._was_scaled = True
 
     def warned(self, text: str) -> None:
-        """The loop has said something of the loss's scale."""
+        """Note the loop's warning about the loss's scale."""
         self.record.warned = text
 
     def communicated(self) -> None:
-        """The script has called a collective itself."""
+        """Note that the script has called a collective itself."""
         self.record.communicates |= self._in_pass
 
     def _begin_pass(self, data: Any) -> None:
@@ -352,7 +352,7 @@ class StepRecorder(Callback):
         self._streams_before = self._states()
 
     def _kept_now(self) -> dict[str, Any]:
-        """What the unit keeps, looked for once in each micro-batch; notes what has changed since the last one."""
+        """The kept state, searched once in each micro-batch; notes what has changed since the last one."""
         assert self._kept is not None
         values = self._kept.values()
         digests = digests_of(values)
@@ -364,7 +364,7 @@ class StepRecorder(Callback):
         return values
 
     def _states(self) -> dict[str, Any]:
-        """The states of all RNGs, before and after each micro-batch."""
+        """The states of all RNGs. Once an update, also notes the modules in evaluation mode."""
         assert self._sources is not None
         if len(self.record.resting) == len(self.record.updates):
             self.record.resting.append(
@@ -385,7 +385,7 @@ class StepRecorder(Callback):
         scaler = getattr(self._unit, "grad_scaler", None)
         if scaler is not None and len(self.record.scales) == len(self.record.updates):
             self.record.scales.append(float(scaler.get_scale()))
-        # A layout that schedules an update's passes computes them when the step under way is its last.
+        # Under a pipeline's schedule, all passes of an update run in its last step.
         is_own = UnitKind.of(self._unit) is UnitKind.STEP
         given = step_under_way(state.train_state).samples if is_own else self._unit.samples_given
         epoch = self._unit.train_progress.num_epochs_completed
@@ -401,7 +401,7 @@ class StepRecorder(Callback):
             self.record.plan = plan_of(self._loader)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        """Buffers as the module is about to use them: whatever synchronises them has done so by now."""
+        """Record buffers as the module is about to use them, after anything that synchronises them."""
         if module.training and len(self.record.buffer_digests) == len(self.record.updates) and not self._micros:
             self.record.buffer_digests.append({n: digest(b) for n, b in named_values(self._unit).items()})
 
@@ -436,7 +436,7 @@ class StepRecorder(Callback):
     # --- after it
 
     def close(self) -> dict[str, Any]:
-        """Write this rank's part; returns what fits into a message."""
+        """Write this rank's record; returns a summary."""
         record = self.record
         if self._reading is not None:
             record.reading = self._reading.end()
@@ -475,6 +475,6 @@ def _samples_by_rank(dataloader: Any) -> bool | None:
     if not isinstance(dataloader, DataLoader):
         return None
     if isinstance(dataloader.dataset, IterableDataset):
-        return True  # its own business
+        return True  # it divides its samples itself
     samplers = (dataloader.sampler, dataloader.batch_sampler, getattr(dataloader.batch_sampler, "sampler", None))
     return any(isinstance(s, DistributedSampler) or hasattr(s, "rank") or hasattr(s, "num_replicas") for s in samplers)

@@ -1,7 +1,7 @@
-"""What ranks leave: what each wrote down, put together to whole micro-batches and names, and the values of each step.
+"""What ranks leave: the record of each, and the values of each step.
 
-Ranks may each know a part: of the sequences (context parallelism), or of the layers (a pipeline). The judge and the reference
-want whole micro-batches, and every name on every rank.
+A rank may know only a part of the sequences (context parallelism), or of the layers (a pipeline). The judge and the reference
+need whole micro-batches, and every name on every rank: records are completed as they are loaded.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class RankRecord:
     kind: UnitKind | None = None  # None where nothing trained
     rank: int = 0
     is_replica: bool = False
-    place: dict[str, int] = field(default_factory=dict)  # along each axis, of a module that is parallel in several directions
-    part: tuple[int, int] = (0, 1)  # of each sequence: which, of how many
-    stage: tuple[int, int] = (0, 1)  # of the layers
+    place: dict[str, int] = field(default_factory=dict)  # its index along each axis, if the module has several axes
+    part: tuple[int, int] = (0, 1)  # of each sequence: (which, of how many)
+    stage: tuple[int, int] = (0, 1)  # of the layers: (which, of how many)
     overridable: bool = False
     own_layout: str = ""  # the script's, by name
     own_row: str = ""  # the same without its options: the name of a row that would repeat it
@@ -42,8 +42,8 @@ class RankRecord:
     loader: str = ""
     samples_by_rank: bool | None = None  # whether the loader has a sampler that knows of ranks; None: not a torch DataLoader
     global_batch: int | None = None
-    hashes: bool = False  # the script makes sets, whose order may be another in each process
-    drew_unseeded: set[str] = field(default_factory=set)  # numpy and Python's random, if before it trained
+    hashes: bool = False  # the script makes sets, whose order may differ between processes
+    drew_unseeded: set[str] = field(default_factory=set)  # numpy's and Python's RNGs, if drawn from unseeded before training
     initial_digests: dict[str, int] = field(default_factory=dict)
     updates: list[list[Micro]] = field(default_factory=list)
     gradient_digests: list[dict[str, int]] = field(default_factory=list)
@@ -62,30 +62,30 @@ class RankRecord:
     flattened: bool = False  # in the older FullyShardedDataParallel: gradients cannot be seen whole
     batch_norms: list[str] = field(default_factory=list)
     dropouts: int = 0
-    # Checksums before and after the first pass that drew, by name.
+    # By RNG, checksums of its state before and after the first pass that drew from it.
     streams: dict[str, tuple[int, int]] = field(default_factory=dict)
     resting: list[list[str]] = field(default_factory=list)  # by update: modules in evaluation mode as it begins
-    # As `streams`, of reading the first samples: in each process that does.
+    # By RNG, checksums before and after the first read of samples that drew from it, in each process that reads.
     reading: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
     size: int | None = None  # of the data set that an echelon.Loader divides
-    seen_of_data: list[int] | None = None  # of it, as far as a look tells: its length, and a checksum
+    seen_of_data: list[int] | None = None  # of that data set: its length, and the checksum of a sample
     kept: dict[str, int] = field(default_factory=dict)  # checksums of what the unit keeps as training begins
     plan: Plan | None = None  # which samples the first epoch has for this rank, if the loader tells
     rates: list[list[float]] = field(default_factory=list)  # learning rates of the first optimizer's groups, by update
     is_double: bool = False  # the script computes in float64 by itself, which was not asked for
     evaluates: bool = False  # the loop evaluates the unit among the updates that are compared
-    communicates: bool = False  # its steps speak to other ranks: SyncBatchNorm, or collectives that the script calls itself
+    communicates: bool = False  # its steps use SyncBatchNorm, or collectives that the script calls itself
     rng_differs: bool = False  # ranks that share samples draw other numbers for them than one process
     constant_draws: bool = False  # random operators gave a sample the same numbers in any batch
-    wants_constant_draws: bool = False  # and should have, which was not known before
+    wants_constant_draws: bool = False  # they should have, which was not known before the run
     compiles: bool = False  # the script calls torch.compile, or has it called
     half: str | None = None  # a type with few digits in which it computes: "bf16", "fp16", "float8"
     gathers: str | None = None  # the type in which a sharded module computes by itself, without autocast
-    scaler: bool = False  # it makes a gradient scaler that works
-    left_out: int = 0  # updates, by a gradient scaler or because they weigh nothing
+    scaler: bool = False  # the script makes a gradient scaler that is enabled
+    left_out: int = 0  # updates that a gradient scaler skipped, or that have no weight
     scales: list[float] = field(default_factory=list)  # by update: by how much the unit's scaler multiplied the loss
-    warned: str = ""  # what the loop said of the loss's scale, as of one that is divided by the accumulation
-    by_sample: bool = False  # and did so for each sample by itself
+    warned: str = ""  # the loop's warning about the loss's scale, such as a loss divided by the accumulation
+    by_sample: bool = False  # with constant draws: each sample had its own numbers
     kinds: set[tuple[str, int, bool]] = field(default_factory=set)  # these and `shapes`: see ConstantDraws
     shapes: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     unknown_draw: str | None = None  # with constant draws: an operator that still gave every sample other numbers
@@ -105,7 +105,7 @@ class RankRecord:
 
     @property
     def digests(self) -> tuple[list[dict[str, int]], ...]:
-        """Those by name of what the layers have."""
+        """The digests by name of tensors that belong to layers."""
         return [self.initial_digests], self.gradient_digests, self.parameter_digests, self.buffer_digests
 
 
@@ -134,14 +134,14 @@ def _groups(records: list[RankRecord], axis: str) -> list[list[RankRecord]]:
 
 
 def _over_stages(records: list[RankRecord]) -> None:
-    """The last stage has the losses; every stage has the names of its layers."""
+    """Complete the records of pipeline stages: the last stage has the losses; every stage has the names of its layers."""
     for same in _groups(records, "pp"):
         last = max(sorted(same, key=lambda r: r.stage), key=lambda r: len(r.micros))  # on whichever rank a schedule has it
         for record in (r for r in same if r is not last):
             record.updates = [[replace(micro, weight=0.0) for micro in update] for update in last.updates]
             record.streams, record.resting = {}, last.resting
     held, trainable = (set[str]().union(*names) for names in zip(*((r.held, r.trainable) for r in records), strict=True))
-    for record in records:  # what a rank does not have itself is as its peers of the other stages have it
+    for record in records:  # a rank gets the names that it lacks from its peers of other stages
         record.held, record.trainable = held, trainable
         for peer in (r for r in records if r.stage != record.stage):
             for digest, theirs in zip(record.digests, peer.digests, strict=True):
@@ -150,7 +150,7 @@ def _over_stages(records: list[RankRecord]) -> None:
 
 
 def _over_parts(same: list[RankRecord]) -> None:
-    """Of ranks that share sequences, the first has the whole micro-batch, with the weight and the loss of all parts."""
+    """Give the whole micro-batch, with the weight and the loss of all parts, to the first of the ranks that share sequences."""
     for k, update in enumerate(same[0].updates):
         for m, micro in enumerate(update):
             parts: list[Micro] = [r.updates[k][m] for r in same]
@@ -164,27 +164,27 @@ def _over_parts(same: list[RankRecord]) -> None:
 
 
 def load_values(path: Path) -> dict[str, Any]:
-    """What was written of a step: tensors by name, and numbers. A complex tensor is the real one of its two parts."""
+    """The written values of a step: tensors by name, and numbers. Complex tensors become real ones of their two parts."""
     values: dict[str, Any] = {}
     for file in stage_files(path):
-        # Nothing that can run is loaded.
+        # No code is unpickled.
         for kind, each in torch.load(file, weights_only=True, mmap=True).items():
             values[kind] = {**values.get(kind, {}), **each} if isinstance(each, dict) else each
     return {kind: as_real(each) if isinstance(each, dict) else each for kind, each in values.items()}
 
 
 def micros_in_order(records: list[RankRecord]) -> list[list[Micro]]:
-    """The micro-batches of each update over all ranks: micro-batch by micro-batch, then rank by rank, without silent ones."""
+    """The micro-batches of each update over all ranks: by index, then by rank, without those of weight 0."""
     updates = min((len(r.updates) for r in records), default=0)
     return [[micro for same in by_index(records, k) for micro in same if micro.weight > 0] for k in range(updates)]
 
 
 def by_index(records: list[RankRecord], k: int) -> list[list[Micro]]:
-    """Of update k: for each micro-batch, those of all ranks."""
+    """The micro-batches of update k in groups: those with the same index on all ranks."""
     of_ranks = [r.updates[k] for r in records]
     return [[r[m] for r in of_ranks if m < len(r)] for m in range(max(map(len, of_ranks)))]
 
 
 def widths(records: list[RankRecord]) -> set[tuple[torch.Size, ...]]:
-    """Of all micro-batches of these ranks: the shapes of their tensors, each without its first dimension, the samples."""
+    """The shapes of the tensors of all micro-batches of these ranks, each without its first dimension, the samples."""
     return {tuple(widths_of(m.plain)) for record in records for m in record.micros}

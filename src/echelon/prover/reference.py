@@ -1,14 +1,14 @@
 """The reference: the user's loss and optimizer in plain PyTorch, one process, one forward pass over each global batch.
 
-Nothing of echelon's loop, window, loader or layouts runs here. It is computed once in the precision of the comparison, and
-again, each time in a process of its own, to learn what rounding alone does to each tensor, which is what the tolerance is made
-of. Again is one of
+Nothing of echelon's loop, window, loader or layouts runs here. The reference is computed once in the precision of the comparison.
+Further runs, each in a process of its own, measure what rounding alone does to each tensor; the tolerance follows from that.
+A further run is one of
 
     wide      in float64;
-    shaken    in the same precision, every parameter moved by one rounding before every update, each sample in directions of its
-              own: for what cannot run in float64, or draws other random numbers there, and in float64 itself. To move the
-              inputs of a sum by roundings does to it what rounding its terms does (backward error analysis: Higham 2002,
-              section 3.1). Batches are not moved: a label or a mask in a batch of floats is an exact value.
+    shaken    in the same precision, with every parameter moved by one rounding before every update, each sample in directions
+              of its own: for scripts that cannot run in float64 or draw other random numbers there, and in float64 itself.
+              Moving the inputs of a sum by roundings has the effect of rounding its terms (backward error analysis: Higham
+              2002, section 3.1). Batches are not moved: a label or a mask in a batch of floats is an exact value.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = ["AGAIN", "How", "Pass", "Reference", "Shake"]
 
 How = Literal["right", "wide", "shaken"]
 
-AGAIN = "again"  # how the folders in the reference's begin that hold the values of the other times
+AGAIN = "again"  # the prefix of the folders of further runs, in the reference's folder
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Shake:
     """How "shaken" moves parameters.
 
     Args:
-        sample: which of several.
-        rounding: relative; at least one of the parameter's own type. None: of the comparison's type.
+        sample: the number of the sample.
+        rounding: the relative size of a move, at least one rounding of the parameter's type. None: of the comparison's type.
     """
 
     sample: int = 0
@@ -72,8 +72,8 @@ class Pass:
 
     Args:
         share: of the global batch's mean.
-        streams: RNG states before it. state: what the unit keeps from earlier passes, as far as it is to be put back.
-        beside: another rank's pass at the same time comes next.
+        streams: RNG states to put back before it. state: kept state to put back before it.
+        beside: the next pass is another rank's at the same time.
     """
 
     data: Any
@@ -84,7 +84,7 @@ class Pass:
 
     @classmethod
     def of(cls, micro: Micro, share: float = 1.0) -> Pass:
-        """That of a rank, as it was."""
+        """A rank's pass, as it was recorded."""
         return cls(micro.data, share, micro.streams, micro.state)
 
 
@@ -93,7 +93,7 @@ class Reference(ABC):
 
     Args:
         unit: as the script made it, on one process, with nothing made parallel.
-        records: of all ranks of the row whose data it is.
+        records: of all ranks of the row on whose data it trains.
         folder: where the values of each update go.
         dtype: it computes in this; float64 if `how` is "wide".
         how, shake: see above.
@@ -114,14 +114,14 @@ class Reference(ABC):
         self.state = State(entry_point=EntryPoint.TRAIN, train_state=PhaseState(dataloader=[]))
         self._epoch: int | None = None
         self.loader: Any = None  # the script's
-        self.callbacks: Sequence[Callback] = ()  # the script's own: what they set before training and epochs, losses may read
-        self.failed_hooks: list[str] = []  # that are not called again
+        self.callbacks: Sequence[Callback] = ()  # the script's own: losses may read what they set
+        self.failed_hooks: list[str] = []  # these are not called again
         self.by_sample: ConstantDraws | None = None  # where draws are constant
         self.constant_draws = False  # so that passes that drew can be joined
-        self.restores: frozenset[str] = frozenset()  # of the state that the unit keeps, what is put back as the ranks had it
-        self.keeps_dropout = False  # of units whose dropout is switched off in comparisons
+        self.restores: frozenset[str] = frozenset()  # paths of kept state that are put back as the ranks had them
+        self.keeps_dropout = False  # also in units whose dropout is switched off in comparisons
         gathers = records[0].gathers if records else None
-        # Autocast is what plain PyTorch has for a sharded module that computes in another type than its parameters'.
+        # A sharded module can compute in another type than its parameters'; plain PyTorch has autocast for that.
         self.computes = Precision.of(gathers) if gathers else unit.computes if isinstance(unit, OptimizedUnit) else Precision()
         self.scale = 1.0  # of the loss in backward passes, as fp16 needs it
 
@@ -130,7 +130,7 @@ class Reference(ABC):
         """Whether the forward passes are repeated with the ranks' RNGs."""
         return any(m.streams for u in self.updates for m in u)
 
-    # --- what kinds of units differ in
+    # --- implemented by each kind of unit
 
     @abstractmethod
     def update(self, k: int) -> dict[str, Any]:
@@ -138,11 +138,11 @@ class Reference(ABC):
 
     @abstractmethod
     def epoch_ended(self) -> None:
-        """Before the unit hears of it."""
+        """Called at the end of an epoch, before the unit's own hook."""
 
     @abstractmethod
     def try_pass(self, passes: Sequence[Pass]) -> tuple[float, Values]:
-        """Mean loss and gradients; only to be called where it is taken back."""
+        """Mean loss and gradients; call it only within `taken_back`."""
 
     # --- training
 
@@ -159,17 +159,17 @@ class Reference(ABC):
         return {name: getattr(self, name) for name in facts} | {"kinds": drawn.kinds, "shapes": drawn.shapes}
 
     def run_until(self, k: int) -> None:
-        """Train on what comes before update k, and write nothing."""
+        """Train on all updates before k, and write nothing."""
         self.begin(write=False)
         for before in range(k):
             self.update(before)
 
     def begin(self, *, write: bool = True) -> None:
-        """Bring the unit to where training begins, with the initial values that are meant."""
+        """Bring the unit to where training begins, with the initial values of this run."""
         if write:
             self.folder.mkdir(exist_ok=True)
         for root in () if self.unit.keeps_modes else self.unit.tracked_modules().values():
-            begin_training(root)  # as the loop does, a teacher's as well
+            begin_training(root)  # as the loop does, also for a teacher
         for _, module in modules_of(self.unit):
             begin_training(module)
             if self.dtype is torch.float64:
@@ -183,7 +183,7 @@ class Reference(ABC):
         self.unit.on_train_start(self.state)
 
     def enter_epoch(self, epoch: int) -> None:
-        """The unit's own hooks around epochs, in which schedules are advanced and layers are unfrozen."""
+        """Call the unit's own hooks around epochs, which advance schedules and unfreeze layers."""
         unit = self.unit
         if epoch == self._epoch:
             return
@@ -206,7 +206,7 @@ class Reference(ABC):
     def step_done(self, loss: float | None) -> None:
         self.unit.train_progress.increment_step(updated=True)
         if isinstance(self.unit, OptimizedUnit):
-            self.unit.window.updates += 1  # which a loop, and a LightningModule as its global_step, read
+            self.unit.window.updates += 1  # a loop reads it, and a LightningModule as its global_step
         assert self.state.train_state is not None
         self.state.train_state.step_output = loss if loss is None else torch.tensor(loss), None
         self._tell("on_train_step_end")
@@ -215,7 +215,7 @@ class Reference(ABC):
         for callback in self.callbacks:
             try:
                 getattr(callback, hook)(self.state, self.unit)
-            except Exception as error:  # it may want what only a whole loop has
+            except Exception as error:  # a hook may need what only a whole loop has
                 self.callbacks = [each for each in self.callbacks if each is not callback]
                 self._note_failure(f"{type(callback).__name__}.{hook}", error)
 
@@ -240,13 +240,13 @@ class Reference(ABC):
                     shard.mul_(1 + signs * max(rounding, torch.finfo(shard.dtype).eps))
 
     def tried(self, *passes: Pass) -> tuple[float, Values]:
-        """Mean loss and gradients of passes of which nothing is left."""
+        """Mean loss and gradients of passes, which are then undone."""
         with self.taken_back():
             return self.try_pass(passes)
 
     @contextlib.contextmanager
     def taken_back(self) -> Iterator[None]:
-        """Parameters, buffers, gradients, states of optimizers, RNGs and what the unit keeps are as before in the end."""
+        """Context that puts back parameters, buffers, gradients, optimizer states, RNG states and kept state at its end."""
         before = {n: (t.detach().clone(), None if t.grad is None else t.grad.clone()) for n, t in self._tensors()}
         kept, streams = self.kept.values(), self.sources.states()
         optimizers = self.stepping()
@@ -272,14 +272,14 @@ class Reference(ABC):
         return []
 
     def put_back(self, before: Pass) -> None:
-        """What a pass begins with."""
+        """Put back the state with which a pass begins."""
         self.draws_for(before.data)
         self.sources.restore(before.streams)
         self.kept.restore(before.state)
 
     @contextlib.contextmanager
     def same_parameters(self, each: Pass) -> Iterator[None]:
-        """For all ranks at one time, whatever the script's own code does to parameters in each, such as adding noise."""
+        """Context that puts parameters back if another rank's pass at the same time follows: a pass may add noise to them."""
         before = [p.detach().clone() for _, p in parameters_of(self.unit)] if each.beside else []
         yield
         with torch.no_grad():

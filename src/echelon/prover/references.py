@@ -33,10 +33,10 @@ __all__ = ["AutoReference", "OwnReference"]
 
 
 class AutoReference(Reference):
-    """An AutoUnit: its loss and its optimizer, and a training loop as everybody writes it."""
+    """The reference of an AutoUnit: its loss and its optimizer in a plain training loop."""
 
     unit: AutoUnit[Any]
-    hears = True  # of the ends of steps
+    hears = True  # the unit's on_train_step_end is called
 
     def begin(self, *, write: bool = True) -> None:
         super().begin(write=write)
@@ -50,7 +50,7 @@ class AutoReference(Reference):
         self.held = {n for n, p in parameters_of(unit) if id(p) in held}
 
     def watch_optimizers(self) -> GradientWatch:
-        """Make the unit's optimizers, whose steps are seen from now on."""
+        """Make the unit's optimizers, and watch their steps from now on."""
         unit = self.unit
         unit.configure()
         self.module = unit.prepared.unwrapped
@@ -66,7 +66,7 @@ class AutoReference(Reference):
         if type(self.unit).step_lr_scheduler is not AutoUnit.step_lr_scheduler:
             self.unit.step_lr_scheduler()
         elif self.scheduler is not None and not isinstance(self.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            self.scheduler.step()  # a plateau is seen in evaluations, of which there are none here
+            self.scheduler.step()  # a plateau shows in evaluations, and there are none here
 
     def update(self, k: int) -> dict[str, Any]:
         self.enter_epoch(self.updates[k][0].epoch)
@@ -90,19 +90,19 @@ class AutoReference(Reference):
         return {"loss": loss, "norm": norm, "gradients": gradients}
 
     def _step_ended(self, k: int, loss: float, norm: float | None) -> None:
-        """The unit's own hook, in which a teacher may learn, or rates be set."""
+        """Call the unit's own hook, which may train a teacher or set learning rates."""
         unit = self.unit
         if not self.hears or type(unit).on_train_step_end is AutoUnit.on_train_step_end:
             return
         results = TrainStepResults(torch.tensor(loss), None if norm is None else torch.tensor(norm), None)
         try:
             unit.on_train_step_end(self.state, self.as_given(self.updates[k][-1].data), k, results)
-        except Exception as error:  # it may want what only a whole loop has
+        except Exception as error:  # it may need what only a whole loop has
             self.hears = False
             self._note_failure(f"{type(unit).__name__}.on_train_step_end", error)
 
     def backward_of_all(self, k: int) -> float:
-        """The gradient of the whole global batch, in one pass if that can be; returns its mean loss."""
+        """Compute the gradient of the whole global batch, in one pass if possible; returns its mean loss."""
         micros = self.updates[k]
         self.scale = self.records[0].scales[k] if self.how != "wide" and self.records[0].scales else 1.0
         if self.joined and (self.constant_draws or not self.drew):
@@ -126,7 +126,7 @@ class AutoReference(Reference):
         )
 
     def _joined_passes(self, k: int) -> list[Pass]:
-        """One pass; where the unit keeps state from one micro-batch to the next, one for each micro-batch of all ranks."""
+        """One pass over all samples; or one for each micro-batch index, if restored state changes between micro-batches."""
         micros = self.updates[k]
         groups = [micros]
         if any(self.restores & unlike(a.state, b.state) for r in self.records for a, b in pairwise(r.updates[k])):
@@ -163,7 +163,7 @@ class AutoReference(Reference):
         return mean
 
     def unscale(self) -> None:
-        """The gradients as without the scale, a power of 2."""
+        """Divide the gradients by the scale, a power of 2."""
         for parameter in self.module.parameters() if self.scale != 1 else ():
             if parameter.grad is not None:
                 parameter.grad /= self.scale
@@ -198,7 +198,9 @@ class AutoReference(Reference):
 
 
 class SeveralReference(AutoReference):
-    """A unit with several optimizers: each loss goes back for all ranks before its optimizers step, and the next is computed."""
+    """The reference of a unit with several optimizers: the backward pass of each loss runs for all ranks, then its optimizers
+    step, then the next loss is computed.
+    """
 
     def begin(self, *, write: bool = True) -> None:
         Reference.begin(self, write=write)
@@ -231,7 +233,7 @@ class SeveralReference(AutoReference):
         return {"loss": loss, "norm": None, "gradients": gradients}
 
     def backward(self, passes: Sequence[Pass]) -> float:
-        """Add up the gradients of each optimizer's own loss, where nothing steps; returns the mean loss."""
+        """Add up the gradients of each optimizer's own loss, without steps; returns the mean loss."""
         mean = sum(self._in_turn([each], steps=False) for each in passes)
         self.module.zero_grad()
         for turn in self.turns:
@@ -252,7 +254,7 @@ class SeveralReference(AutoReference):
         return [Pass(m.data, m.weight / total, m.streams, self._own(m.state)) for m in micros]
 
     def _in_turn(self, passes: Sequence[Pass], *, steps: bool) -> float:
-        """Passes of different ranks at one time; returns their part of the mean loss."""
+        """Run passes of different ranks side by side, loss by loss; returns their part of the mean loss."""
         mean, turns = 0.0, list[Turn]()
         every = [(each, self.unit.compute_losses(self.state, self.as_given(each.data))) for each in passes]
         streams = [each.streams for each in passes]
@@ -291,7 +293,9 @@ class SeveralReference(AutoReference):
 
 
 class OwnReference(Reference):
-    """A unit's own `train_step`, given micro-batches joined over the ranks: it accumulates and steps as it likes."""
+    """The reference of a unit with a `train_step` of its own, which gets micro-batches joined over the ranks, and accumulates
+    and steps as it likes.
+    """
 
     @property
     def drew(self) -> bool:
@@ -304,7 +308,7 @@ class OwnReference(Reference):
         self.watch = GradientWatch(self.unit)
 
     def epoch_ended(self) -> None:
-        """Its hook does all there is to do."""
+        """Nothing: the unit's own hook does everything."""
 
     def update(self, k: int) -> dict[str, Any]:
         losses = []

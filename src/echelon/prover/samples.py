@@ -1,9 +1,9 @@
 """Which samples the ranks see, and what random numbers reading them draws.
 
-Two things can be known. Of a DataLoader over a dataset with indices, the order of a whole epoch: a copy of its sampler tells it,
-before anything is read. Of any other loader, the rows of the micro-batches that were recorded. Either way ranks are held against
-one process, which may see rows several times as well: because the data has them twice, or because it draws with replacement.
-Where the global batch is known, an update's samples are those that one process has for it, sample by sample.
+For a DataLoader over a dataset with indices, a copy of its sampler tells the order of a whole epoch, before anything is read. For
+any other loader, the rows of the recorded micro-batches are known. Either way ranks are compared with one process, which may see
+rows several times as well: the data may have them twice, or the sampler may draw with replacement. If the global batch is known,
+an update's samples must be those that one process has for it, sample by sample.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _FIRST_BATCHES = 4
 _EPOCH_S = 10.0  # for counting what one process sees in an epoch
 _MOST_ROWS = 100_000
 _MOST_VALUES = 2_000_000
-# Of rows padded to several widths: equal ones of the data, padded otherwise in one process, look like shared ones.
+# For rows padded to several widths, up to this share: equal rows of the data, padded otherwise in one process, look shared.
 _MOST_EQUAL = 0.1
 _SAME_LOSS = 1e-4
 
@@ -67,8 +67,8 @@ class Seen:
 
     Attributes:
         rows: their checksums, in their order.
-        shapes: of their tensors: several where batches are padded to widths of their own.
-        values: of their floating-point numbers, as many as are kept; of an epoch alone.
+        shapes: of their tensors; several if batches are padded to widths of their own.
+        values: their floating-point numbers, up to a limit; only for an epoch.
         repeats: whether another epoch has the same samples.
     """
 
@@ -88,13 +88,13 @@ class Seen:
 
 
 def _drawn_as_on_ranks(replay: Replay) -> AbstractContextManager[None]:
-    """In float64 data sets draw float32's numbers, also in a thread of a reference, which torch's mode does not reach."""
+    """In float64, have data sets draw float32's numbers also in a reference's thread, which torch's mode does not reach."""
     return without_narrow_casts() if replay.dtype is torch.float64 else contextlib.nullcontext()
 
 
 def run_samples(replay: Replay, count: int) -> dict[str, Any]:
-    """`seen`: the first so many samples that one process has; none if they are drawn anew whenever they are read, or if the
-    global batch is that of several ranks alone. `size`: of the data set.
+    """`seen`: the first `count` samples of one process; none if the loader is no echelon.Loader, or samples change when they are
+    read again. `keeps`: see `kept_by_reading`. `size`: of the data set.
     """
 
     def read(unit: Any, dataloader: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def run_samples(replay: Replay, count: int) -> dict[str, Any]:
 
 
 def print_begin(file: str) -> None:
-    """A checksum of the initial parameters and the first batches of a pickled Replay."""
+    """Print checksums of the initial parameters and the first batches of a pickled Replay."""
 
     def read(unit: Any, dataloader: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
         seen = [digest({name: p.detach() for name, p in parameters_of(unit)})]
@@ -124,7 +124,7 @@ def print_begin(file: str) -> None:
 
 
 def run_epoch(replay: Replay) -> dict[str, Any]:
-    """`epoch`: what one process reads in one; None if it has no end in sight."""
+    """`epoch`: the samples of one process in an epoch; None if reading takes too long. `keeps`: see `kept_by_reading`."""
 
     def epoch_of(dataloader: Any, seed: int, ends: float) -> Seen | None:
         rng.seed(seed)
@@ -152,7 +152,7 @@ def run_epoch(replay: Replay) -> dict[str, Any]:
 
 
 def _of_first_epoch(record: RankRecord) -> list[Micro]:
-    """A rank's own micro-batches of it."""
+    """A rank's own micro-batches of the first epoch."""
     return [m for m in record.micros if m.weight > 0 and m.epoch == 0]
 
 
@@ -171,14 +171,14 @@ def _floats(batch: Any) -> Iterator[torch.Tensor]:
 
 
 def unlike_an_epoch(records: list[RankRecord], one: Seen) -> str | None:
-    """Of the samples of ranks those that are not in one process's epoch; None where most numbers are.
+    """Which samples of a rank are not in one process's epoch; None if most of their numbers are.
 
     Sequences that each rank packs from its own documents are other samples made of the same numbers. Numbers that one process
-    never reads were made otherwise, as where each rank standardises its own files.
+    never reads were computed otherwise, for example if each rank standardises its own files.
 
     Args:
-        records: of ranks that have no samples but those of one process: all where a Loader divides them, else rank 0, since a
-            stream that only other ranks have may be their own.
+        records: of ranks that must have samples of one process: all ranks if a Loader divides them; otherwise rank 0, since
+            other ranks may read streams of their own.
     """
     if not one.repeats or len(one.shapes) > 1 or len(one.values) >= _MOST_VALUES:
         return None
@@ -190,16 +190,16 @@ def unlike_an_epoch(records: list[RankRecord], one: Seen) -> str | None:
             continue
         values = [value for m in micros for tensor in _floats(m.plain) for value in tensor.flatten().tolist()]
         if sum(value not in one.values for value in values) * 2 > len(values):
-            return f"{lacking} of {rows.total()} samples of rank {record.rank} are none that one process reads in an epoch"
+            return f"{lacking} of {rows.total()} samples of rank {record.rank} are not among those of an epoch in one process"
     return None
 
 
 def note_on(records: list[RankRecord], of_one_process: Callable[[], Seen | None]) -> str | None:
-    """What is to be said about the samples of the first epoch over all ranks.
+    """A note on the samples of the first epoch over all ranks; None if they are as they should be.
 
     Args:
         records: of the ranks that work on data of their own.
-        of_one_process: what one process reads in an epoch; asked only if rows came twice.
+        of_one_process: gives the epoch of one process; called only if rows came twice.
     """
     plans: list[Plan | None] = [r.plan for r in records]
     known = [p for p in plans if p is not None]
@@ -247,7 +247,7 @@ def of_updates(records: list[RankRecord]) -> list[Seen]:
 
 
 def unlike_one_process(updates: list[Seen], one: Seen) -> str | None:
-    """Which samples of the ranks are not those of one process; None where all are, or where they are padded otherwise.
+    """Which samples of the ranks are not those of one process; None if all are, or if they are padded otherwise.
 
     Args:
         updates: over all ranks.
@@ -258,7 +258,7 @@ def unlike_one_process(updates: list[Seen], one: Seen) -> str | None:
         end = begin + len(seen.rows)
         lacking = (Counter(seen.rows) - Counter(one.rows[begin:end])).total()
         if end <= len(one.rows) and lacking and len(seen.shapes | one.shapes) == 1:
-            return f"update {k}: {lacking} of {len(seen.rows)} samples are others than one process has for it"
+            return f"update {k}: {lacking} of {len(seen.rows)} samples are not those that one process has for it"
         begin = end
     return None
 
@@ -268,7 +268,7 @@ def _overlap(count: int, total: int, what: str) -> str:
 
 
 class SampleChecks:
-    """Holds the samples of rows against those of one process, which are read once."""
+    """Compares the samples of rows with those of one process, which are read once."""
 
     def __init__(self, on_ranks: OnRanks, folder: Path) -> None:
         self._on_ranks, self.folder = on_ranks, folder
@@ -280,7 +280,7 @@ class SampleChecks:
         self._keeps: str | None = None  # what reading changes of the data set, if samples depend on it
 
     def causes(self, result: Result, ran: RowRun, *, joined: bool) -> list[tuple[str, str]]:
-        """Those that the samples of a row show; notes go to the result.
+        """The causes that the samples of a row show; adds notes to the result.
 
         Args:
             joined: the reference trained on joined batches.
@@ -290,9 +290,9 @@ class SampleChecks:
             return []
         replay = self._on_ranks.replay(ran, self.folder)
         if (drew := ranks[0].drew_unseeded) and (seen := self._by_seed(ran)):
-            return [("an RNG without a seed", f"{seen}: from {' and '.join(sorted(drew))}, which it draws from before it trains")]
+            return [("an RNG without a seed", f"{seen}: from {' and '.join(sorted(drew))}, from which it draws before it trains")]
         if ranks[0].hashes and self._by_hash(replay):
-            seen = "the first batches or initial parameters are others under another PYTHONHASHSEED, as ranks of other nodes have"
+            seen = "the first batches or initial parameters change with PYTHONHASHSEED, which differs on ranks of other nodes"
             return [("samples that depend on the rank", seen)]
         others = None
         if ranks[0].loader == "Loader":
@@ -302,10 +302,10 @@ class SampleChecks:
         divided = ranks[0].loader == "Loader"
         if (
             joined and not (self._samples_of_one and self._samples_of_one.rows) and (epoch := self._epoch(replay)) is not None
-        ):  # whose loader may be another
+        ):  # one process may have another loader
             others = others or unlike_an_epoch(ranks if divided else ranks[:1], epoch)
         if self._keeps is not None:
-            others = f"the data set's {self._keeps} changes as samples are read, and what they are depends on it"
+            others = f"the data set's {self._keeps} changes as samples are read, and samples depend on it"
         if others is not None:
             return [("samples that depend on the rank", others)]
         note = note_on(ranks, lambda: self._epoch(replay))
@@ -316,7 +316,7 @@ class SampleChecks:
         return []
 
     def _divided_before(self, ranks: list[RankRecord]) -> str | None:
-        """Whether ranks have data sets of their own, of which a Loader gives each a share."""
+        """Whether ranks have data sets of their own, although a Loader gives each rank only a share of its data set."""
         other = next((r for r in ranks if self._size not in (None, r.size)), None)
         looks = [r.seen_of_data for r in ranks]
         difference = None
@@ -324,10 +324,10 @@ class SampleChecks:
             difference = f"rank {other.rank}: the data set has {other.size} samples, and {self._size} in one process"
         elif None not in looks and any(look != looks[0] for look in looks):
             difference = "ranks have data sets with other samples"
-        return f"{difference}; echelon.Loader divides by itself what is the same on all ranks" if difference else None
+        return f"{difference}; give echelon.Loader the same data set on all ranks: it divides it" if difference else None
 
     def _by_seed(self, ran: RowRun) -> str:
-        """What is another on a rank where RNGs that the script does not seed are seeded alike before it trains."""
+        """What changes on a rank if RNGs that the script does not seed are seeded alike on all ranks before it trains."""
         if self._depends_on_seed is None:
             self._depends_on_seed, again = "", self.folder / "seeded-alike"
             with contextlib.suppress(RankFailedError):
@@ -339,7 +339,7 @@ class SampleChecks:
         return self._depends_on_seed
 
     def _by_hash(self, replay: Replay) -> bool:
-        """Whether training begins otherwise with another order of sets of strings. Ranks that are forked have the same one."""
+        """Whether training begins differently with another order of sets of strings. Forked ranks all have the same order."""
         if self._depends_on_hash is None:
             file = self.folder / "begin.pkl"
             file.write_bytes(cloudpickle.dumps(replace(replay, row=Row("none", 1))))
@@ -364,7 +364,7 @@ class SampleChecks:
         return self._depends_on_hash
 
     def _epoch(self, replay: Replay) -> Seen | None:
-        """What one process reads; None where it has no end in sight."""
+        """The epoch of one process; None if reading takes too long, or fails."""
         if not self._epochs:
             try:
                 seen = self._on_ranks.launch(run_epoch, 1, replay)
@@ -385,7 +385,7 @@ class SampleChecks:
 
 
 def _apart(one: RankRecord, other: RankRecord) -> str:
-    """What is another in two runs of one rank."""
+    """What differs between two runs of one rank; "" if nothing does."""
     own_micros, others = one.micros, other.micros
     if any(digest(a.plain) != digest(b.plain) for a, b in zip(own_micros, others, strict=False)):
         return "has samples of its own"

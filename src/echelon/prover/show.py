@@ -22,7 +22,7 @@ _COLUMNS = (
     ("verdict", 0),
 )
 _MESSAGE_LINES = 12
-_MOST_NAMES = 8  # of rows of which the same is said
+_MOST_NAMES = 8  # of rows with the same details
 HEADER = "  ".join(f"{name:>{width}}" if i else f"{name:<{width}}" for i, (name, width) in enumerate(_COLUMNS))
 
 
@@ -46,7 +46,7 @@ def _cells(r: Result) -> list[str]:
 
 
 def _what_differs(r: Result) -> str:
-    """The numbers of a row may all be right, as of ranks that have the same samples."""
+    """What differs. The numbers of a row may all be right, for example if ranks have the same samples."""
     if r.first is None:
         return r.causes[0][0] if r.causes else r.message.partition("; ")[0]
     return f"update {r.first.update}, {r.first.tensor}"
@@ -61,7 +61,7 @@ def _name(result: Result) -> str:
 
 
 def details(result: Result) -> list[str]:
-    """What there is to say about a row beyond its numbers."""
+    """Lines about a row beyond its numbers."""
     lines = []
     for cause, seen in result.causes:
         lines += [f"likely cause: {cause}", f"  seen: {seen}", f"  {CAUSES[cause]}"]
@@ -81,14 +81,14 @@ def details(result: Result) -> list[str]:
 
 
 def _of_the_script(lines: list[str]) -> list[str]:
-    """Of a failure, or the stacks of ranks that did not end: only frames of the script's own, and the latest of these."""
+    """The lines of a failure, or of the stacks of ranks that hung, with the script's own frames only; of many, both ends."""
     libraries = ("site-packages", "/lib/python", str(Path(__file__).parents[1]))
     shown: list[str] = []
     ours = False
     for text in lines:
         if text.lstrip().startswith('File "'):
             ours = any(part in text for part in libraries)
-        elif not text.startswith("      "):  # what stands in that line
+        elif not text.startswith("      "):  # source lines belong to the frame above
             ours = False
         if text.strip() and not ours and "thread 0x" not in text and "more frames in libraries" not in text:
             shown.append(text)
@@ -96,7 +96,7 @@ def _of_the_script(lines: list[str]) -> list[str]:
 
 
 def blocks(results: list[Result]) -> list[tuple[str, list[str]]]:
-    """What there is to say about rows, once for all of which the same is to be said: which ones, and the first one's details."""
+    """The details of rows, once for all rows with the same: the names of these rows, and the details of the first."""
     groups: dict[Any, list[Result]] = {}
     for result in results:
         if details(result):
@@ -129,7 +129,7 @@ def summary(proof: Proof) -> list[str]:
         lines.append(
             f"{sum(noise.values())} elements of {len(noise)} parameters (such as {name}) have a true gradient of zero, as "
             f"far as {proof.dtype} can tell: rounding noise moves them in every implementation, and they are not compared. "
-            "--float64 shows that nothing else does."
+            "Run with --float64 to see that nothing else does."
         )
     return [*lines, conclusion(proof)]
 

@@ -83,7 +83,7 @@ class UnitKind(StrEnum):
 
 
 def prepared_of(unit: Any) -> list[tuple[str, Prepared[Any]]]:
-    """The unit's modules as their layouts have them, and what goes before their parameters' names."""
+    """The unit's modules: the prefix of each one's parameter names, and its Prepared."""
     if isinstance(unit, OptimizedUnit):
         return [("", unit.prepared)]
     modules = unit.prepared_modules()
@@ -91,28 +91,28 @@ def prepared_of(unit: Any) -> list[tuple[str, Prepared[Any]]]:
 
 
 def is_replica(unit: Any) -> bool:
-    """Whether other ranks speak for the samples of this one in all modules that are parallel. Collective."""
+    """Whether other ranks record the samples of this one, in all modules that are parallel. Collective."""
     if isinstance(unit, OptimizedUnit):
         return bool(unit.prepared.data.is_replica)
     parallel = [prepared for _, prepared in prepared_of(unit) if prepared.data.rank_and_size is not None]
-    for prepared in parallel:  # the loop needs it of an AutoUnit's alone
+    for prepared in parallel:  # the loop finds them for an AutoUnit only
         prepared.data.find_replicas()
     return bool(parallel) and all(prepared.data.is_replica for prepared in parallel)
 
 
 def modules_of(unit: Any) -> list[tuple[str, nn.Module]]:
-    """As `prepared_of`: the modules as their author wrote them."""
+    """As `prepared_of`, with the modules as their author wrote them."""
     return [(prefix, prepared.unwrapped) for prefix, prepared in prepared_of(unit)]
 
 
 def forget_loads(unit: Any) -> None:
-    """Before an update: what was tried before counts in no load of an expert."""
+    """Call it before an update, so that passes tried before do not count in the experts' loads."""
     for _, module in modules_of(unit):
         Routers(module, []).discard()
 
 
 def balance(unit: Any) -> None:
-    """After an update of one process: of layers of experts, which only the loop tells so."""
+    """Call it after an update of one process: it tells layers of experts, as the loop does elsewhere."""
     for _, module in modules_of(unit):
         Routers(module, []).end_window(updated=True)
 
@@ -133,7 +133,7 @@ def whole_parameters(unit: Any) -> dict[str, torch.Tensor]:
 
 
 def owners_of(unit: Any) -> dict[str, torch.Tensor]:
-    """Of parameters that are split over ranks, which rank has each element. Collective."""
+    """For each sharded parameter, the rank of each element. Collective."""
     rank = float(rank_info().rank)
     split = {n: p.detach() for n, p in parameters_of(unit) if shards.is_split(p)}
     marked = wholes({n: torch.full_like(p, rank, dtype=torch.float32) for n, p in split.items()})
@@ -146,7 +146,7 @@ def named_values(unit: Any) -> dict[str, torch.Tensor]:
 
 
 def switch_off_dropout(unit: Any) -> int:
-    """In all modules of the unit: in another process nobody can repeat what they draw. Returns how many there were."""
+    """Switch off dropout in all modules of the unit: another process cannot repeat its draws. Returns how many there were."""
     count = 0
     for _, module in modules_of(unit):
         for inner in module.modules():
@@ -162,7 +162,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def wholes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As `whole`, of many: those that are split alike travel together."""
+    """As `whole`, for many tensors: those sharded alike share one all-gather."""
     alike: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
         if (axis := _split_once(tensor)) is not None:
@@ -174,7 +174,7 @@ def wholes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _split_once(tensor: Any) -> int | None:
-    """The axis of its mesh over which a tensor is split as `torch.chunk` does, whole on all others; None if it is not so."""
+    """The only axis of its mesh over which a tensor is sharded, as `torch.chunk` cuts; None if it is sharded otherwise."""
     if not shards.is_split(tensor) or tensor.device.type != tensor.device_mesh.device_type:
         return None
     axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
@@ -212,14 +212,14 @@ def loss_in(result: Any) -> Any:
 
 
 def number_in(loss: Any) -> float | None:
-    """A loss as a number; None if it is none."""
+    """A loss as a number; None if it is not one."""
     if isinstance(loss, torch.Tensor):
         return float(loss.detach()) if loss.numel() == 1 else None
     return float(loss) if isinstance(loss, (int, float)) else None
 
 
 def widen(module: nn.Module) -> None:
-    """Have a module compute in float64, in place; `double` leaves complex numbers as they are."""
+    """Convert a module to float64 in place; and complex tensors to complex128, which `double` leaves as they are."""
     module.double()
     for parameter in module.parameters():
         if parameter.is_complex():
@@ -231,14 +231,14 @@ def widen(module: nn.Module) -> None:
 
 
 def near(one: torch.Tensor, other: torch.Tensor, relative: float) -> bool:
-    """Whether no element differs by more than that of the largest one; nan is nan."""
+    """Whether no element differs by more than `relative` times the largest one; nan equals nan."""
     one, other = one.double(), other.double()
     largest = float(other.nan_to_num(0.0, 0.0, 0.0).abs().max()) if other.numel() else 0.0
     return one.shape == other.shape and torch.allclose(one, other, relative, relative * largest, True)
 
 
 def near_values(one: Any, other: Any) -> bool:
-    """Of numbers and tensors of one shape, to a thousandth; of other values nothing is said."""
+    """Whether numbers, or tensors of one shape, agree to a thousandth; True for all other values."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape != other.shape or near(one, other, 1e-3)
     numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))

@@ -1,4 +1,4 @@
-"""What prove replaces in other libraries while a script runs, for want of a supported way: all of it, and nothing else.
+"""Everything that prove patches in other libraries while a script runs, because there is no supported way.
 
 All are needed with CPython 3.11 to 3.14, torch 2.13.0 and numpy 2; no upstream issue is known. tests/prover/test_observer.py
 fails when one of them is no longer needed or possible.
@@ -34,7 +34,7 @@ __all__ = [
 def noting_seeds(seeded: set[str]) -> Iterator[None]:
     """Add "torch", "numpy" or "python" to `seeded` when the script seeds that stream itself.
 
-    A generator's state does not tell: one that was drawn from differs from the start, too.
+    A generator's state does not tell: drawing from it changes it, too.
     """
     with contextlib.ExitStack() as replaced:
         for stream, owner, name in (("torch", torch, "manual_seed"), ("numpy", np.random, "seed"), ("python", random, "seed")):
@@ -49,7 +49,7 @@ def noting_seeds(seeded: set[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def noting_warnings_of(logger: logging.Logger, note: Callable[[str], None]) -> Iterator[None]:
-    """Call `note` with each line that the logger is given; it is logged all the same."""
+    """Call `note` with each message of the logger, which still logs it."""
 
     class Noting(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -76,7 +76,7 @@ _COLLECTIVES = {
 
 @contextlib.contextmanager
 def noting_collectives(note: Callable[[], None]) -> Iterator[None]:
-    """Call `note` when the script itself calls a collective; those of torch and of echelon are the layout's business."""
+    """Call `note` when the script itself calls a collective. Calls by torch and echelon belong to the layout."""
     import torch.distributed.nn.functional
 
     places = [(sys.modules[module], name) for module, names in _COLLECTIVES.items() for name in names]
@@ -97,9 +97,9 @@ def noting_collectives(note: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """Also where a script casts by itself: a type with few digits would hide what a layout does to them.
+    """Switch autocast off, also the script's own: a type with few digits would hide what a layout does to them.
 
-    torch can switch autocast on and off, but not keep a `with torch.autocast(...)` of somebody else's from doing so.
+    torch can switch autocast on and off, but cannot keep somebody else's `with torch.autocast(...)` from switching it on.
     """
     signature = inspect.signature(torch.autocast.__init__)
 
@@ -137,7 +137,7 @@ def noting_compilation(note: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def scaling_losses(factor: float, made: Callable[[], None], stepped: Callable[[], None]) -> Iterator[None]:
-    """Multiply the first scale of each gradient scaler; call `made` when one is made that works, `stepped` after its updates."""
+    """Multiply the first scale of each gradient scaler; call `made` when an enabled one is made, `stepped` after its updates."""
     signature = inspect.signature(torch.amp.GradScaler.__init__)
 
     def scaled(original: Callable[..., None], self: Any, *args: Any, **options: Any) -> None:
@@ -158,7 +158,7 @@ def scaling_losses(factor: float, made: Callable[[], None], stepped: Callable[[]
 
 @contextlib.contextmanager
 def seeding_backward(seed: int) -> Iterator[None]:
-    """Begin each backward pass from this seed, whoever asks for it; what follows draws as if it had drawn nothing."""
+    """Begin each backward pass with this seed, whoever calls it, and put the RNG states back after it."""
 
     def acting(original: Callable[..., None], *args: Any, **options: Any) -> None:
         with torch.random.fork_rng():
