@@ -249,7 +249,7 @@ def test_one_that_ended_after_the_failure_because_it_was_asked_to_is_not_accused
         (killed(1, "SIGSEGV"), "crash", "crashed: SIGSEGV"),
         (killed(1, "SIGTERM"), "killed", "ended by SIGTERM"),
         (killed(1, "SIGALRM"), "killed", "A timer that the program itself had set"),
-        (killed(1, "SIGXCPU"), "CPU limit", "processor time"),
+        (killed(1, "SIGXCPU"), "CPU limit", "CPU time"),
         (failed(1, "RuntimeError: [enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried"),
          "host out of memory", "ulimit -v"),
         (failed(1, "MemoryError: "), "host out of memory", "MemoryError"),
@@ -379,7 +379,7 @@ def test_of_more_than_two_the_one_that_refuses_what_all_others_call_alike_is_the
     left.end(134, killed(0, "SIGABRT", message=said), *(failed(r, f"RuntimeError: {CLOSED}") for r in (1, 2)), world_size=3)
     for rank in (1, 2):
         left.flight(rank, *map(entry, range(1, 6)), entry(6, kind="Double", size=(9,), retired=False))
-    assert left.verdict.guilty == (0,) and "these called all_reduce (f64[9]), all alike" in left.verdict.paragraph
+    assert left.verdict.guilty == (0,) and "the others all called all_reduce (f64[9])" in left.verdict.paragraph
 
 
 def test_gradients_of_other_sizes_come_of_a_layer_that_some_ranks_use(left: Left) -> None:
@@ -388,7 +388,7 @@ def test_gradients_of_other_sizes_come_of_a_layer_that_some_ranks_use(left: Left
         left.flight(rank, *steps, entry(6, "_reduce_scatter_base", size=(size,), retired=False))
     left.end(124, hang={"after_s": 60.0}, world_size=2, seen={str(r): seen(answers=True) for r in range(2)})
     assert left.verdict.cause == "mismatched shape"
-    assert "a layer that only some of them use in a step does it" in left.verdict.paragraph
+    assert "a layer that only some ranks use in a step causes this" in left.verdict.paragraph
 
 
 @pytest.mark.parametrize("how", ["refused", "waited"])
@@ -438,7 +438,7 @@ def test_what_a_loop_of_ours_calls_at_the_end_of_an_epoch_is_no_rank_s_fault(lef
 
 def test_a_call_that_refuses_a_rank_s_own_tensors_is_that_rank_s_fault(left: Left) -> None:
     left.end(1, failed(2, "RuntimeError: [enforce fail at /x/gloo/alltoall.cc:9] in->size == out->size. "), world_size=4)
-    assert left.verdict.guilty == (2,) and "gave it" in left.verdict.paragraph
+    assert left.verdict.guilty == (2,) and "rejected this rank's input" in left.verdict.paragraph
 
 
 def test_two_that_make_the_same_two_calls_in_another_order_are_both_named(left: Left) -> None:

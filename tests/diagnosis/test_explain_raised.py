@@ -60,7 +60,7 @@ def test_one_that_waits_in_a_call_of_its_own_while_it_handles_an_exception_has_r
     assert verdict.guilty == (1,) and verdict.cause == "exception"
     assert verdict.paragraph == (
         "Rank 1 raised KeyError at train.py:12 in load and then waited in barrier #5 while rank 0 waited in all_reduce #5: "
-        "'label'. It called that while it was handling its error, in `except`, `finally` or `__exit__`: let the error end the "
+        "'label'. It made that call while handling its error, in `except`, `finally` or `__exit__`: let the error end the "
         "rank, and the others end with it."
     )
 
@@ -164,7 +164,7 @@ def test_a_batch_that_a_data_worker_could_not_send_is_told_of_the_rank_that_wait
     assert left.verdict.cause == "slow data"
     (left.here / "rank1.log").write_text("hello\n" + UNSENT)
     assert left.verdict.guilty == (1,) and left.verdict.cause == "data worker"
-    assert "A data worker of rank 1 could not hand on what it had read: AttributeError: Can't pickle" in left.verdict.paragraph
+    assert "A data worker of rank 1 could not send a batch: AttributeError: Can't pickle" in left.verdict.paragraph
     (left.here / "rank1.log").write_text(UNSENT + UNSENT.replace("multiprocessing/queues.py", "me/train.py"))
     assert left.verdict.cause == "slow data"
 
@@ -228,8 +228,8 @@ def test_where_the_other_threads_of_a_rank_stand_is_told_if_it_stands_too(left: 
     ("failure", "cause", "says"),
     [
         (failed(1, "KeyboardInterrupt"), "interrupted", "It was sent SIGINT"),
-        (failed(1, "BdbQuit"), "debugger", "a rank has no terminal to ask"),
-        (failed(1, "EOFError: EOF when reading a line"), "debugger", "or to input(), and a rank has no terminal to ask"),
+        (failed(1, "BdbQuit"), "debugger", "a rank has no terminal"),
+        (failed(1, "EOFError: EOF when reading a line"), "debugger", "or input(), but a rank has no terminal"),
         (failed(1, "RuntimeError: aten.lerp_.Scalar got mixed torch.Tensor and DTensor"), "whole and split tensors", "ema=0.999"),
         (failed(1, "exit: exit code 3", exit_code=3, traceback="", user_frames=[]), "exit", "It called os._exit"),
     ],

@@ -1,4 +1,4 @@
-"""`echelon dragon`: a script as the head process of Dragon's runtime."""
+"""`echelon dragon`: run a script as the head process of Dragon's runtime."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ __all__ = ["add_arguments", "execute"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nodes", action="store_true", help="over all nodes of the allocation; otherwise on this node alone")
+    parser.add_argument("--nodes", action="store_true", help="use all nodes of the allocation (default: this node alone)")
     parser.add_argument(
         "--grace",
         type=float,
         default=5.0,
         metavar="S",
-        help="seconds that ranks have to end after a Ctrl-C or SIGTERM (default: 5)",
+        help="seconds that ranks have to end after Ctrl-C or SIGTERM (default: 5)",
     )
-    parser.add_argument("script", help="makes its ranks with CollectiveGroup")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its own arguments")
+    parser.add_argument("script", help="a script that starts its ranks with CollectiveGroup")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="the script's arguments")
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
-"""Why a run stopped: from what it left in its folder, which rank is to blame and for what, or that nothing tells.
+"""Why a run stopped: which rank caused it and how, or that the records do not show it. All is read from the run's folder.
 
-`Evidence` is what is known, `explain` what follows from it, `blamed` which failure is told first. None needs torch, or a run that
-still goes on: the launcher's closing lines and `echelon explain` are the same answer.
+`Evidence` holds what is known, `explain` draws the conclusion, `blamed` chooses the failure to show first. None needs torch or a
+running job, so the launcher's closing lines and `echelon explain` give the same answer.
 """
 
 from echelon.diagnosis.blame import blamed

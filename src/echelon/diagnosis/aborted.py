@@ -1,10 +1,10 @@
-"""What a process said in C++ before it aborted itself: the text of an exception that nobody caught, and NCCL's threads.
+"""What a process printed in C++ before it aborted: an uncaught exception, or the messages of NCCL's threads.
 
-On a GPU a rank that waits for another does not raise: a thread of torch's NCCL backend, its watchdog, sees that a collective is
-late and aborts the process, which is then the first to fail although it only waited. Gloo's threads abort as well, when a peer
-is lost. `diagnosis.lost_peers` tells these from a rank's own errors, such as one of its device, which the watchdog reports, too.
+On a GPU a rank that waits for another does not raise. The watchdog, a thread of torch's NCCL backend, sees that a collective is
+late and aborts the process, which then fails first although it only waited. Gloo's threads abort too when a peer is lost.
+`diagnosis.lost_peers` tells these aborts from a rank's own errors, such as device errors, which the watchdog also reports.
 
-The texts are those of torch 2.11 to 2.13; in the words of others a rank that aborts is taken to have failed by itself.
+The texts are those of torch 2.11 to 2.13. A rank that aborts with other texts counts as having failed by itself.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from echelon.common.terminal import one_line
 
 __all__ = ["ABORTS", "DAMAGED", "TAIL_BYTES", "abort_message"]
 
-# By which a process ends that aborts itself: what writes down its threads' stacks may fall over one of them.
+# Signals of a process that aborts itself; SIGSEGV, as printing the threads' stacks may crash.
 ABORTS = ("SIGABRT", "SIGSEGV")
 
 DAMAGED = r"(?:double free|corrupted |free\(\)|malloc\w{0,20}\(\)|realloc\(\)|munmap_chunk\(\)|\*\*\* stack smashing)"
-TAIL_BYTES = 256 << 10  # of a log, its end: stacks of C++ follow the words
-# What NCCL adds on the next lines; the rest of the lines is advice and stacks.
+TAIL_BYTES = 256 << 10  # read from the end of a log: C++ stacks follow the message
+# NCCL's continuation lines; the remaining lines are advice and stacks.
 _MORE = r"[^\n]{1,1000}(?:\nnccl[A-Z]\w{1,40}:[^\n]{0,300})?(?:\nLast error:\s{0,4}[^\n]{1,500})?"
-# What ended it comes before what it said earlier, and what the watchdog heard before it saw the error itself.
+# In order of weight: the error that ended the process, then earlier messages, then what made the watchdog suspicious.
 _WORDS = (
     re.compile(rf"watchdog thread terminated with exception: ({_MORE})"),
     re.compile(rf"^terminate called [^\n]{{0,300}}\n\s{{0,8}}what\(\): {{0,4}}({_MORE})", re.MULTILINE),
-    # A check in C, and the C library's own, of a heap or a stack that somebody has damaged.
+    # A failed assertion in C, and the C library's message about a damaged heap or stack.
     re.compile(r"^([^\n]{1,500}: Assertion [^\n]{1,500} failed\.?)$", re.MULTILINE),
     re.compile(rf"^({DAMAGED}[^\n]{{0,200}})$", re.MULTILINE),
     re.compile(rf"\) raised the following async exception: ({_MORE})"),
@@ -38,6 +38,6 @@ _WORDS = (
 
 
 def abort_message(log: str) -> str:
-    """The first of the weightiest of them, each of its lines clean; empty if there are none."""
+    """The message of the first pattern that matches, with each line cleaned; empty if none does."""
     words = next((match[1] for pattern in _WORDS if (match := pattern.search(log)) is not None), "")
     return "\n".join(one_line(line.strip()) for line in words.splitlines() if line.strip())

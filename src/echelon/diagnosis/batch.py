@@ -1,4 +1,4 @@
-"""What the batch system wrote into a job's output as it ended the job: its daemons do so when no process of ours can any more."""
+"""Why the batch system ended a job, by the job's output: its daemons write there when no process of the job can any more."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["OUT_OF_MEMORY", "why_ended"]
 
 OUT_OF_MEMORY = "OUT OF MEMORY"
 _LAST_BYTES, _LAST_LINES = 1 << 14, 20
-# The output is that of all starts of the job: a line is of the last one if that wrote nothing long after it.
+# All starts of a job share the output. A line belongs to the last attempt if that wrote nothing long after the line.
 _LATER_S = 300.0
-# Without a reason somebody cancelled the job, or a process of it failed.
+# Only lines that give a reason: without one, a user cancelled the job, or one of its processes failed.
 _ENDED = re.compile(
     r"^slurmstepd(?:-\S{1,255})?: (?:error: )?\*\*\* (?:JOB|STEP) .{1,300}?"
     r"CANCELLED AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d) DUE TO ([A-Z]{2,20}(?: [A-Z]{2,20}){0,3})"
@@ -26,10 +26,10 @@ _NO_MEMORY = re.compile(r"^slurmstepd(?:-\S{1,255})?: error: Detected \d{1,9} oo
 
 
 def why_ended(run: RunDir) -> str:
-    """What the job's output says last of its end, such as "TIME LIMIT" in Slurm's words; empty if it says nothing.
+    """The last reason in the job's output for its end, such as "TIME LIMIT" in Slurm's words; empty if there is none.
 
     Args:
-        run: with the attempt of which that may be, the run's last.
+        run: with the attempt in question, the run's last.
     """
     try:
         text = read_end(run.path / "job" / "output.log", _LAST_BYTES).decode("utf-8", "replace")

@@ -1,6 +1,7 @@
-"""Which failure is told first: the one that the others follow from.
+"""Which failure is shown first: the one that the others follow from.
 
-The launcher knows which rank failed first. If that one only waited for another, the one that it waited for is named in its place.
+The launcher knows which rank failed first. If that rank only waited for another, the failure of the awaited rank is shown
+instead.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ __all__ = ["blamed"]
 
 
 def blamed(evidence: Evidence, verdict: Verdict, first: Failure, failures: Sequence[Failure]) -> Failure:
-    """The failure of a rank that the verdict names, if it does not name the first."""
-    refused = is_check(first) and first.rank not in verdict.guilty  # what another gave the collective
+    """The failure of a rank that the verdict names, if it does not name the rank that failed first."""
+    refused = is_check(first) and first.rank not in verdict.guilty  # another rank may have given the collective wrong tensors
     only_waited = first.is_victim or first.kind == HANGS or refused
     if not verdict.guilty or not only_waited:
         if first.kind == HANGS:

@@ -1,6 +1,6 @@
-"""What is known of an attempt: of every rank how it ended, where it stood and what it had called.
+"""What is known of an attempt: how each rank ended, where it was, and which collectives it had called.
 
-`Evidence.of` reads it from a run's folder, as if somebody else had written that.
+`Evidence.of` reads the run's folder, whose files it does not trust.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from echelon.diagnosis.stacks import crash_stack, last_line, logged_error, main_
 __all__ = ["Evidence", "RankEvidence"]
 
 _MOST_NOTES = 20
-_STACK_BYTES, _FLIGHT_BYTES, _ALL_BYTES = 1 << 20, 16 << 20, 256 << 20  # the last: of all files of an attempt together
-# What is used of a record, whatever else it holds.
+_STACK_BYTES, _FLIGHT_BYTES, _ALL_BYTES = 1 << 20, 16 << 20, 256 << 20  # the last: for all files of an attempt together
+# The fields of a record that are used.
 _OF_RANK = (
     "exit_code",
     "time_ns",
@@ -67,14 +67,14 @@ class Evidence:
     """What is known of an attempt.
 
     Args:
-        world_size: how many ranks there were; 0 if nothing says so.
-        ranks: by number; those of which nothing is known may lack.
-        exit_code: of the attempt; None while it runs, or if its launcher ended without a word.
-        stopped: what ended it, if no rank did, in the launcher's words.
+        world_size: number of ranks; 0 if unknown.
+        ranks: by number; a rank of which nothing is known may be missing.
+        exit_code: of the attempt; None while it runs, or if its launcher left no record.
+        stopped: the launcher's reason for the end, if no rank failed.
         hang_after_s: seconds without progress after which the launcher ended it; None if it did not.
-        running: a launcher has the run and has not ended it.
-        batch: why the batch system ended the job, in its words; empty if it did not.
-        notes: what could not be read.
+        running: a launcher still holds the run.
+        batch: the batch system's reason for ending the job, in its words; empty if there is none.
+        notes: files that could not be read.
     """
 
     world_size: int
@@ -104,7 +104,7 @@ class Evidence:
 
     @classmethod
     def of(cls, run: str | os.PathLike[str], attempt: int) -> Evidence:
-        """From a run's folder. What is not there, or not as it should be, is left out; nothing is read through a link."""
+        """Read a run's folder. Missing or malformed files are left out, and links are not followed."""
         return _Reader(RunDir(run, attempt)).read()
 
 
@@ -117,7 +117,7 @@ class _Reader:
 
     def read(self) -> Evidence:
         records, whole = self._exit_records()
-        # Where nobody came to say the last word for all nodes, one that gave up another has said enough.
+        # Without exit.json, the record of a node that gave up waiting for another node tells enough.
         given_up = (r for r in records if r.get("exit_code") == REQUEUE and r.get("stopped"))
         ended = records[0] if whole else next(given_up, {})
         ranks: dict[int, RankEvidence] = {}
@@ -160,13 +160,14 @@ class _Reader:
         )
 
     def _completed(self, rank: RankEvidence, own: Mapping[str, Any]) -> RankEvidence:
-        """With what its files say together."""
+        """Add what all files of a rank say together."""
         log = self.run.log(rank.rank)
-        # Without a call there is no file; and of a rank that ended well only the last calls are known.
+        # No file means that the rank made no call; of a rank that ended well only its last calls are recorded.
         last = own.get("collectives")
         if rank.flight is None and not rank.flight_unreadable and (rank.answers or isinstance(last, dict)):
             rank = replace(rank, flight=flights.of_last_calls(last or {}))
-        if not rank.stack or own.get("exit_code") != REQUEUE:  # who leaves when it is asked to may have gone on before
+        # A rank that stopped on request may have gone on after its stack was written.
+        if not rank.stack or own.get("exit_code") != REQUEUE:
             rank = replace(rank, later=later_failure(rank.rank, own, log))
         failure = rank.failure or rank.later
         if rank.flight and failure is not None and fell_in_call(failure):
@@ -189,7 +190,7 @@ class _Reader:
         return not attempts or attempts[-1].name == self.run.attempt_path.name
 
     def _exit_records(self) -> tuple[list[dict[str, Any]], bool]:
-        """The attempt's own first, then its nodes'; and whether its own is there and could be read."""
+        """The attempt's own record first, then its nodes'; and whether its own could be read."""
         if self.attempt_path is None:
             return [], False
         paths = [self.attempt_path / "exit.json", *(path for _, path in self._files(self.attempt_path, "exit.node"))]
@@ -198,7 +199,7 @@ class _Reader:
         return [record for record in records.values() if record is not None], records.get(paths[0]) is not None
 
     def _record(self, path: Path, read: Callable[[Path], dict[str, Any] | None], names: Iterable[str]) -> dict[str, Any] | None:
-        """What is used of a record, if there is room for it among all that is read."""
+        """The used fields of a record; None if reading it would exceed the limit for all files."""
         try:
             size = os.lstat(path).st_size
         except OSError:
@@ -216,7 +217,7 @@ class _Reader:
         return {**record, "collectives": dict(islice(calls.items(), _MOST_GROUPS))} if calls else record
 
     def _files(self, folder: Path | None, kind: str) -> Iterator[tuple[int, Path]]:
-        """The files of a kind, by their number; in order."""
+        """The files of a kind with their rank or node number, in order."""
         if folder is None:
             return
         names = []
@@ -239,7 +240,7 @@ class _Reader:
         return content
 
     def _crashed(self, rank: RankEvidence, failure: Failure) -> RankEvidence:
-        """With what the process wrote into its log as it died."""
+        """Add what the process wrote into its log as it died."""
         with contextlib.suppress(OSError):
             log = read_end(self.run.log(rank.rank), TAIL_BYTES).decode("utf-8", "replace")
             if rank.signal in ABORTS and "\n" not in failure.message and (words := abort_message(log)):
@@ -253,8 +254,10 @@ class _Reader:
 
 
 def _still_in_call(rank: RankEvidence, ranks: Mapping[int, RankEvidence]) -> RankEvidence:
-    """With the call open in which it stood: gloo's records say that it has ended as soon as the connection to a dead peer has,
-    which is a moment before the call raises. One to which another rank has not come cannot have ended in any other way.
+    """Reopen the rank's last call if its stack still stands in it.
+
+    Gloo's records mark a call as ended as soon as the connection to a dead peer breaks, shortly before the call raises. A call
+    that another rank has not reached cannot have ended in any other way.
     """
     name = waits_in(rank.stack)
     if not rank.flight or not name or name in NO_COLLECTIVES or (last := flights.last_call(rank.flight)) is None:
@@ -273,9 +276,9 @@ def _has_failed(ranks: Mapping[int, RankEvidence], number: int) -> bool:
 
 
 def _last_failure_ns(ranks: Mapping[int, RankEvidence], own: Mapping[int, Mapping[str, Any]]) -> int | None:
-    """When the last of the recorded failures was, on the clock of the ranks' machine; None without any, or if one did not say.
+    """Time of the last recorded failure, on the clock of the ranks' machine; None if there is none, or one has no time.
 
-    What a rank wrote later, it wrote because it was ended with the others.
+    A rank that wrote its own record later failed because it was ended with the others.
     """
     failed = [number for number, rank in ranks.items() if rank.failure is not None]
     times = [own[number]["time_ns"] for number in failed if "time_ns" in own.get(number, {})]
@@ -283,12 +286,12 @@ def _last_failure_ns(ranks: Mapping[int, RankEvidence], own: Mapping[int, Mappin
 
 
 def _why_none(path: Path) -> str:
-    """Why a file that is there gave no record: a run's files are its user's alone."""
+    """Why an existing file gave no record. A run's files are readable by its user alone."""
     try:
         with path.open("rb"):
             return "is no record of an end"
     except PermissionError:
-        return f"may not be read by this user, but by {_owner(path)}: ask as that one"
+        return f"may not be read by this user, but by {_owner(path)}: run the command as that user"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
 

@@ -1,4 +1,4 @@
-"""A rank that failed by itself: what its signal or its error means, and what to do about it."""
+"""A rank that failed by itself: the meaning of its signal or error, and the remedy."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _SAME_MOMENT_NS = 2_000_000_000
 
 
 _SIGNALS: Mapping[str, tuple[str, str]] = {
-    "SIGSEGV": ("crash", "Code in C or C++ used memory that is not its own: an extension, a driver, or a fault of the machine."),
+    "SIGSEGV": ("crash", "C or C++ code used memory that is not its own: a bug in an extension or a driver, or faulty hardware."),
     "SIGBUS": ("crash", "Memory mapped from a file was not there: /dev/shm is full, or a file was cut short while it was read."),
-    "SIGABRT": ("crash", "The process ended itself: a failed check in C++; its log has more."),
-    "SIGILL": ("crash", "A binary was built for another processor."),
-    "SIGFPE": ("crash", "A whole number was divided by zero in C or C++."),
-    "SIGALRM": ("killed", "A timer that the program itself had set ran out (signal.alarm, setitimer), and nothing handled it."),
-    "SIGPIPE": ("killed", "It wrote to a pipe or socket that nobody reads, in code that does not look at that."),
-    "SIGSYS": ("killed", "It made a call to the kernel that its container forbids (seccomp)."),
-    "SIGXCPU": ("CPU limit", "It used all the processor time that it may have (ulimit -t)."),
-    "SIGXFSZ": ("file too large", "A file became larger than it may be (ulimit -f)."),
+    "SIGABRT": ("crash", "The process aborted itself after a failed check in C++; its log has more."),
+    "SIGILL": ("crash", "It ran a binary that was built for another processor."),
+    "SIGFPE": ("crash", "C or C++ code divided an integer by zero."),
+    "SIGALRM": ("killed", "A timer that the program itself had set (signal.alarm, setitimer) ran out, and nothing handled it."),
+    "SIGPIPE": ("killed", "It wrote to a pipe or socket without a reader, in code that does not handle that."),
+    "SIGSYS": ("killed", "It made a system call that its container forbids (seccomp)."),
+    "SIGXCPU": ("CPU limit", "It used up its limit of CPU time (ulimit -t)."),
+    "SIGXFSZ": ("file too large", "A file exceeded the size limit (ulimit -f)."),
 }
 _CHAINED = re.compile(r"^(?:The above exception was the direct|During handling of the above)[^\n]*:\n\nTraceback ", re.MULTILINE)
 _ENDS = (".", "!", "?")
@@ -44,13 +44,13 @@ _NEXT_SENTENCE, _NEXT_ITEM = re.compile(r"(?<![.!?:;,])\n(?=[A-Z])"), re.compile
 _HEAD = "Traceback (most recent call last)"
 _LAST_ERROR = re.compile(r"^Last error:\s*(\S[^\n]{0,1000})", re.MULTILINE)
 _UNLIKE_FIRST = re.compile(r"of the same param in process 0\b")
-FROM_OUTSIDE = "Somebody or something outside the run did that: a person, the batch system, a machine going down."
+FROM_OUTSIDE = "The signal came from outside the run: from a user, the batch system or a machine that shuts down."
 
 
 def own_failure(evidence: Evidence, waits: Mapping[int, tuple[Wait, str]]) -> Verdict | None:
-    """Of the rank that failed first by itself; None if none did.
+    """The verdict on the rank that failed first by itself; None if no rank did.
 
-    Ranks that failed in the same way at the same moment are guilty together: the program failed, not one of them.
+    Ranks that failed in the same way at the same moment are guilty together: the program failed, not one rank.
     """
     own = [f for f in evidence.failures if not f.is_victim]
     rest = [f for f in own if not is_check(f)]
@@ -83,15 +83,15 @@ def _signalled(evidence: Evidence, first: Failure, failures: Sequence[Failure], 
     if rank.oom:
         headline = f"{who(guilty)} ran out of host memory"
         text = (
-            f"{who(guilty)} {_was(guilty)} killed by the kernel's out-of-memory killer{where}{others}. The machine, or the "
-            "memory that the job may have, was used up. Use fewer data workers or smaller batches, or ask for more memory."
+            f"{who(guilty)} {_was(guilty)} killed by the kernel's out-of-memory killer{where}{others}. The memory of the "
+            "machine, or the job's limit, was used up. Use fewer data workers or smaller batches, or ask for more memory."
         )
         return Verdict(tuple(guilty), "host out of memory", headline, sentence(text))
     if first.kind == "SIGKILL":
         headline = f"{who(guilty)} {_was(guilty)} killed by SIGKILL"
         text = f"{headline}{others}. {FROM_OUTSIDE}"
         if "the kernel has killed nothing" not in first.message:
-            text += " The kernel's out-of-memory killer does the same: `dmesg` tells."
+            text += " The kernel's out-of-memory killer sends it, too: `dmesg` shows that."
         return Verdict(tuple(guilty), "killed", headline, sentence(text))
     if first.kind in _SIGNALS:
         cause, why = _SIGNALS[first.kind]
@@ -102,7 +102,7 @@ def _signalled(evidence: Evidence, first: Failure, failures: Sequence[Failure], 
         if words and (kind := kind_of_words(words)) is not None:
             cause, why = kind.cause, kind.remedy
         if first.kind == "SIGSEGV" and is_endless(rank.stack):
-            why = "Its stack was used up: these calls call one another without an end."
+            why = "Its stack overflowed: these calls call one another without an end."
         ending = f": {summary(words).rstrip('.')}" if words else ""
         return Verdict(tuple(guilty), cause, headline, sentence(f"{headline}{where}{others}{ending}. {why}"))
     headline = f"{who(guilty)} {_was(guilty)} ended by {short(first.kind, 30)}"
@@ -118,18 +118,18 @@ def raised(
     then: str = "",
     why: str = "",
 ) -> Verdict:
-    """Of one that failed first, and those that failed in the same way.
+    """The verdict on a rank that failed first, and on those that failed in the same way.
 
     Args:
-        then: what they did after that, if they did not end.
-        why: of that, below what their error means.
+        then: what these ranks did after the error, if they did not end.
+        why: an explanation of that, added after the remedy.
     """
     if first.kind.startswith("SIG"):
         return _signalled(evidence, first, [first], waits)
     kind = kind_of(first)
     cause = kind.cause if kind is not None else "exception"
     named = _named(first, evidence.world_size) if first.ours else ()
-    # Those that waited in vain are not to blame; who did not come cannot say so.
+    # Ranks that waited in vain are not to blame, and the absent ranks left no error.
     guilty = tuple(named or (() if cause == "ranks missing" else alike))
     rank = evidence.rank(first.rank)
     message = _message(first)
@@ -156,7 +156,7 @@ def raised(
 
 
 def _followed(failure: Failure, error: str) -> str:
-    """A sentence about the error in whose `except` or `finally` it was raised; empty if there was none, or it is told already."""
+    """A sentence about the error that was being handled when this one was raised; empty without one, or if `error` has it."""
     is_chain = _CHAINED.search(failure.traceback) and _HEAD not in failure.message
     text = error_before(failure.traceback) if is_chain else ""
     before = logged_error(text)
@@ -172,32 +172,32 @@ def _followed(failure: Failure, error: str) -> str:
 def _unlike_most(
     evidence: Evidence, raised: Collection[int], waits: Mapping[int, tuple[Wait, str]]
 ) -> tuple[tuple[int, ...], str]:
-    """Of ranks that found themselves unlike rank 0: who is to blame. Those that are like it have gone on, perhaps to the end."""
+    """Who is to blame when ranks found that they differ from rank 0. Ranks equal to rank 0 went on, perhaps to their end."""
     like_first = {0, *waits, *(number for number, rank in evidence.ranks.items() if rank.ended == 0)} - set(raised)
     if len(raised) > len(like_first):
-        return tuple(sorted(like_first)), f"All these differ from {who(like_first)}."
+        return tuple(sorted(like_first)), f"All of these differ from {who(like_first)}."
     if len(raised) < len(like_first):
         return tuple(sorted(raised)), ""
-    return tuple(sorted({*raised, *like_first})), f"It differs from {who(like_first)}: nothing tells which is wrong."
+    return tuple(sorted({*raised, *like_first})), f"It differs from {who(like_first)}: nothing tells which of them is wrong."
 
 
 def _message(failure: Failure) -> str:
-    """On one line: an error of ours up to a traceback in it, else the first line and what belongs to it."""
+    """The message on one line: of echelon's own errors up to a traceback, of others the first line and what belongs to it."""
     if failure.ours:
         lines = itertools.takewhile(lambda line: _HEAD not in line, failure.message[:20_000].splitlines())
         text = _NEXT_ITEM.sub("; ", _NEXT_SENTENCE.sub(". ", "\n".join(line.rstrip() for line in lines if line.strip())))
         return short(" ".join(text.split())).removesuffix(":")
-    if failure.message.startswith("Caught "):  # torch's loader again, with the traceback of its worker
+    if failure.message.startswith("Caught "):  # torch's loader raises the error again, with the traceback of its worker
         rows = failure.message.strip().splitlines()
         return short(f"{rows[-1].partition(': ')[2] or rows[-1]} ({rows[0].strip()})")
     return summary(failure.message)
 
 
 def summary(message: str) -> str:
-    """Its first line, with what it announces, and what NCCL says of the reason, below."""
+    """The message's first line, the text that this line announces, and NCCL's last error below it."""
     last = _LAST_ERROR.search(message[:20_000])
     first, lines = short(message), message.strip().splitlines()
-    if first.endswith(":") and len(lines) > 1:  # such as what another program wrote
+    if first.endswith(":") and len(lines) > 1:  # such as the output of another program
         first = f"{first} {short(lines[-1])}"
     return first + (f" Last error: {short(last[1])}" if last is not None else "")
 
@@ -211,7 +211,7 @@ def _verb(failure: Failure, *, many: bool) -> str:
 
 
 def _where(failure: Failure, rank: RankEvidence) -> str:
-    """Where in the user's code; in what step, if its loop is ours."""
+    """Where in the user's code; and in which step, if the loop is echelon's."""
     frame = user_frame(frames_of(failure)) if failure.kind != "exit" else None
     if frame is None and failure.user_frames:
         frame = user_frame(of_traceback("\n".join(f"  {line}" for line in failure.user_frames)))
@@ -226,9 +226,9 @@ _SAID_BY_RANKS = re.compile(rf"{_SPANS}(?: \([^()]{{0,100}}\))?: ([^,;)\n]{{1,20
 
 
 def _named(failure: Failure, world_size: int) -> tuple[int, ...]:
-    """The ranks that an error of ours names: of "rank 0: 4, rank 1: 5, rank 2: 4" those that differ from most, else all.
+    """The ranks that one of echelon's errors names. Of "rank 0: 4, rank 1: 5, rank 2: 4" those that differ from most, else all.
 
-    Without a value of each, only ranks of which the text speaks from its beginning: a remedy may name ranks, too.
+    Without a value for each rank, only ranks named at the beginning of the text: a remedy may name ranks, too.
     """
     text, minority, named = failure.message[:20_000], set[int](), set[int]()
     compares = False
@@ -252,7 +252,7 @@ def _named(failure: Failure, world_size: int) -> tuple[int, ...]:
 
 
 def _spans(text: str, world_size: int) -> set[int]:
-    """Of "0-2, 5"."""
+    """The ranks of "0-2, 5"."""
     ranks = set[int]()
     for part in text.split(", "):
         first, _, last = part.partition("-")

@@ -1,9 +1,9 @@
-"""Flight records of ranks: which collectives each has called, compared by process group and sequence number.
+"""Flight records of ranks: the collectives that each called, compared by process group and sequence number.
 
-Collectives of a group have the same numbers on all of its ranks: the call with a number must be the same everywhere. A rank that
-has not come to a number for which others wait is missing there; one that called something else is told by it. torch writes the
-records (2.13: gloo and NCCL as JSON). On gloo they hold no messages from one rank to another, and no members of a group but the
-default one's; the key "groups" is ours and says these.
+The collectives of a group have the same numbers on all its ranks, so the call with a number must be the same everywhere. A rank
+that has not reached a number in which others wait is missing there; a rank that called something else under that number is a
+mismatch. torch writes the records (2.13: gloo and NCCL as JSON). On gloo they lack point-to-point messages, and the members of
+all groups but the default one; echelon adds these under the key "groups".
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ DEFAULT_GROUP = "0"
 _MOST_CALLS = 20_000
 _MOST_SEQ = 1 << 53
 _OF_TENSORS = ("input_sizes", "input_dtypes", "output_sizes", "output_dtypes")
-# So many calls that came once before, in the same order, are no chance; fewer of one kind must have come more often.
+# A sequence this long that occurred before, in the same order, is no coincidence; a shorter one of a single kind must occur more
+# often.
 _TELLING, _LONGEST_REPEAT = 3, 64
 _TYPES = {
     "Float": "f32",
@@ -54,12 +55,12 @@ _TYPES = {
     "ComplexFloat": "c64",
     "ComplexDouble": "c128",
 }
-# What all ranks must give alike. A scatter's input and a gather's output are the root's alone; of all_to_all each may send as it
-# likes; a barrier has nothing.
+# The tensors that must be alike on all ranks. A scatter's input and a gather's output are the root's alone; in all_to_all each
+# rank may send other sizes; a barrier has no tensors.
 _BY_INPUT = re.compile(r"all_?reduce|broadcast|all_?gather|^reduce$|^gather")
 _BY_OUTPUT = re.compile(r"reduce_?scatter|^scatter")
 
-ROOTED = re.compile("broadcast|^reduce$|^gather|^scatter")  # calls of which one rank is the root, by an argument
+ROOTED = re.compile("broadcast|^reduce$|^gather|^scatter")  # calls with a root rank as an argument
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Call:
         tensors: as "f32[4]".
         done: it has ended on this rank.
         time_ns: when it was called, by the clock of the rank's machine.
-        alike: what must be the same on all ranks: kinds and numbers of elements. A shape may differ.
+        alike: types and numbers of elements, which must be the same on all ranks. Shapes may differ.
     """
 
     seq: int
@@ -127,11 +128,11 @@ Flight = Mapping[str, Trace]
 
 @dataclass(frozen=True)
 class Wait:
-    """Ranks that wait in one call, and those that have not come to it.
+    """Ranks that wait in one call, and those that have not reached it.
 
     Args:
         complete: all members of the group are known.
-        unknown: members whose records are not there.
+        unknown: members without a record.
     """
 
     group: str
@@ -144,7 +145,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Different calls with one number. `calls`: each with the ranks that made it, the most frequent first."""
+    """Different calls under one number. `calls`: each with the ranks that made it, the most frequent first."""
 
     group: str
     seq: int
@@ -152,7 +153,7 @@ class Mismatch:
 
 
 def parse(record: Mapping[str, Any]) -> Flight:
-    """From torch's JSON. Whatever is not as expected is left out."""
+    """Parse torch's JSON. Unexpected values are left out."""
     entries = record.get("entries")
     calls: dict[str, dict[int, Call]] = {}
     descriptions: dict[str, str] = {}
@@ -161,12 +162,12 @@ def parse(record: Mapping[str, Any]) -> Flight:
         # NCCL's watchdog has tuples where torch's JSON has lists.
         if call is None or not isinstance(group, (list, tuple)) or not all(isinstance(g, str) for g in group[:2]) or not group:
             continue
-        # Under TORCH_DISTRIBUTED_DEBUG=DETAIL groups have no names: the first is the default one, the rest cannot be told apart.
+        # Under TORCH_DISTRIBUTED_DEBUG=DETAIL groups have no names: pg_id 0 is the default one, the rest cannot be told apart.
         name = one_line(group[0][:80]) or (DEFAULT_GROUP if entry.get("pg_id") == 0 else "")
         if not name:
             continue
         of_group = calls.setdefault(name, {})
-        if call.seq in of_group:  # a group of this name was made anew
+        if call.seq in of_group:  # a new group of the same name
             of_group.clear()
         of_group[call.seq] = call
         descriptions[name] = one_line(group[1][:80]) if len(group) > 1 else ""
@@ -177,7 +178,7 @@ def parse(record: Mapping[str, Any]) -> Flight:
 
 
 def reopened(flight: Flight) -> Flight:
-    """Of a rank that an error threw out of its last call: gloo's records say that the call has ended, and it did not."""
+    """Reopen the last call of a rank that an error threw out of it: gloo's records wrongly mark that call as ended."""
     if (last := last_call(flight)) is None:
         return flight
     name, call = last
@@ -186,7 +187,7 @@ def reopened(flight: Flight) -> Flight:
 
 
 def last_call(flight: Flight) -> tuple[str, Call] | None:
-    """Of all groups, with its group's name; None if no call is known."""
+    """The latest call of all groups, with its group's name; None if no call is known."""
     calls = [(name, call) for name, trace in flight.items() for call in trace.calls.values()]
     return max(calls, key=lambda found: (found[1].time_ns, found[0], found[1].seq), default=None)
 
@@ -195,13 +196,13 @@ _LAST = re.compile(r".{0,80}#(\d{1,15})")
 
 
 def of_last_calls(last: Mapping[str, Any]) -> Flight:
-    """Of a rank of which only the last call of each group is known: {"0": "all_reduce #118"}."""
+    """A flight of which only the last call of each group is known: {"0": "all_reduce #118"}."""
     numbers = {name[:80]: _LAST.fullmatch(text) for name, text in list(last.items())[:10_000] if isinstance(text, str)}
     return {one_line(name): Trace(one_line(name), at_least=int(match[1])) for name, match in numbers.items() if match}
 
 
 def _members(groups: Any) -> dict[str, frozenset[int]]:
-    """{"1": {"ranks": [0, 2]}}"""
+    """The members of each group, from {"1": {"ranks": [0, 2]}}."""
     members = {}
     for name, group in list(groups.items())[:10_000] if isinstance(groups, dict) else ():
         ranks = group.get("ranks") if isinstance(group, dict) else group
@@ -224,7 +225,7 @@ def _call(entry: Any) -> Call | None:
 
 
 def _hashable(value: Any) -> tuple[Any, ...]:
-    """Shapes or types, and None for whatever else is among them: a hash goes through tuples to any depth."""
+    """Shapes or types as hashable values; None for anything else, since hashing would descend into tuples of any depth."""
     return tuple(map(_shape_or_type, value[:64])) if isinstance(value, list) else ()
 
 
@@ -236,7 +237,7 @@ def _shape_or_type(value: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _what(name: str, *given: tuple[Any, ...]) -> tuple[str, tuple[str, ...], tuple[tuple[str, int], ...]]:
-    """The operation, its tensors as shown, and what must be alike. Programs repeat their calls, on all ranks."""
+    """The operation, its tensors as shown, and what must be alike. Cached: programs repeat their calls, on all ranks."""
     op = one_line(name.rpartition(":")[2]).strip() or "a collective"
     inputs, outputs = _tensors(*given[:2]), _tensors(*given[2:])
     alike = outputs if _BY_OUTPUT.search(op) else inputs if _BY_INPUT.search(op) else []
@@ -244,14 +245,14 @@ def _what(name: str, *given: tuple[Any, ...]) -> tuple[str, tuple[str, ...], tup
 
 
 def _tensors(sizes: Sequence[Any], kinds: Sequence[Any]) -> list[tuple[str, str, int]]:
-    """(as shown, kind, number of elements) of each."""
+    """(text, type, number of elements) of each tensor."""
     return [
         tensor(kind, size) for size, kind in zip(sizes, kinds, strict=False) if isinstance(size, tuple) and isinstance(kind, str)
     ]
 
 
 def tensor(kind: str, size: Sequence[int]) -> tuple[str, str, int]:
-    """(as "f32[4]", kind, number of elements), from torch's name of the kind."""
+    """(text such as "f32[4]", type, number of elements), from torch's name of the type."""
     short = _TYPES.get(kind, one_line(kind[:20]))
     return f"{short}{list(size[:16])}", short, math.prod(size[:16])
 
@@ -265,7 +266,7 @@ def _by_group(flights: Mapping[int, Flight]) -> dict[str, dict[int, Trace]]:
 
 
 def first_mismatch(flights: Mapping[int, Flight]) -> list[Mismatch]:
-    """Of each group, the first number under which ranks called different things."""
+    """For each group, the first number under which ranks called different collectives."""
     mismatches = []
     for name, traces in sorted(_by_group(flights).items()):
         callers = {rank: trace for rank, trace in traces.items() if trace.calls}
@@ -284,10 +285,10 @@ def first_mismatch(flights: Mapping[int, Flight]) -> list[Mismatch]:
 
 
 def expected(trace: Trace | None, seq: int) -> tuple[Any, bool] | None:
-    """The key of the call that was due by the calls before: programs repeat theirs, step by step. None if they say nothing.
+    """The key of the call due at `seq`, by the calls before: programs repeat theirs, step by step. None if they do not tell.
 
-    The longest run of last calls that came before, too, tells what followed it then, if it always was the same. The flag says
-    whether these were of several kinds: else a loop that goes on is not told from one that has ended.
+    Takes the longest run of latest calls that occurred before, and the call that always followed it. The flag says whether the
+    run has several kinds of calls: with one kind, a loop that goes on cannot be told from one that has ended.
     """
     before = [trace.calls[number].key for number in sorted(trace.calls) if number < seq] if trace is not None else []
     for length in range(min(_LONGEST_REPEAT, len(before) // 2), 0, -1):
@@ -299,10 +300,10 @@ def expected(trace: Trace | None, seq: int) -> tuple[Any, bool] | None:
 
 
 def waits(flights: Mapping[int, Flight], ranks: Sequence[int]) -> list[Wait]:
-    """Every call that has not ended: who waits in it, and who has not come.
+    """Every call that has not ended: the ranks that wait in it, and those that have not reached it.
 
     Args:
-        ranks: all of the run: the members of the default group.
+        ranks: all ranks of the run, the members of the default group.
     """
     all_waits = []
     for name, traces in sorted(_by_group(flights).items()):

@@ -1,4 +1,4 @@
-"""What is asked of files in a run's folder, where an enemy may have put others."""
+"""Checks of files in a run's folder, into which another user may have put files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["is_file", "is_folder", "object_in"]
 
 
 def object_in(text: str) -> dict[str, Any] | None:
-    """However deep: of a flight record, of which there may be thousands, only what is known is looked at."""
+    """The JSON object in a text, nested to any depth: readers of flight records look at known fields only."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

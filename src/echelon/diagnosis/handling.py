@@ -1,7 +1,8 @@
-"""Ranks that had raised an exception, and then waited: in `finally`, `except` or `__exit__`, for others who never came there.
+"""Ranks that raised an exception and then waited for others, in `finally`, `except` or `__exit__`, where those never came.
 
-Such a rank has printed no traceback, since it has not ended. What it was handling is no fault by itself: a program may well train
-in an `except`. So it only says why a rank is elsewhere than the others, where other rules have found that it is, or nothing.
+Such a rank has not ended, so it has printed no traceback. An exception that is being handled is no fault by itself: a program may
+train in an `except`. So it only explains why a rank is elsewhere than the others, if other rules found that it is, or found
+nothing.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ __all__ = ["handling", "was_handling"]
 
 Waits = Mapping[int, tuple[Wait, str]]
 _WHY = (
-    "It called that while it was handling its error, in `except`, `finally` or `__exit__`: let the error end the rank, and the "
+    "It made that call while handling its error, in `except`, `finally` or `__exit__`: let the error end the rank, and the "
     "others end with it."
 )
 
 
 def handling(evidence: Evidence, waits: Waits, verdict: Verdict) -> Verdict | None:
-    """In place of a verdict by the calls or the stacks: the exception of ranks which that names, or cannot tell from others."""
+    """A verdict on the exception of ranks that `verdict` names, or between which it cannot decide. It replaces `verdict`."""
     errors = _of_some(evidence)
     named = [rank for rank in errors if rank in verdict.guilty]
     if not named and (verdict.guilty and not verdict.cause.startswith("mismatched")):
@@ -43,7 +44,7 @@ def handling(evidence: Evidence, waits: Waits, verdict: Verdict) -> Verdict | No
 
 
 def was_handling(evidence: Evidence, verdict: Verdict) -> list[str]:
-    """Of those that the verdict does not name, for who reads on: a line for those alike."""
+    """Lines about exceptions of ranks that the verdict does not name, as further evidence; one line for ranks alike."""
     texts = {
         rank: f"was handling {failure.kind}{_at(failure)}"
         for rank, failure in _of_some(evidence).items()
@@ -53,7 +54,7 @@ def was_handling(evidence: Evidence, verdict: Verdict) -> list[str]:
 
 
 def _of_some(evidence: Evidence) -> dict[int, Failure]:
-    """Those exceptions that are not on all ranks, as where all train in an `except`."""
+    """The exceptions in handling, unless all ranks handle the same one, as where all train in an `except`."""
     errors = {number: rank.raised for number, rank in sorted(evidence.ranks.items()) if rank.raised is not None}
     is_common = len(errors) == evidence.world_size and len({_key(failure) for failure in errors.values()}) == 1
     return {} if is_common and evidence.world_size > 1 else errors

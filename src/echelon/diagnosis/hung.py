@@ -1,4 +1,4 @@
-"""Ranks that waited for one another: for whom, and why that one did not come."""
+"""Ranks that waited for one another: whom they waited for, and why that rank did not come."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 _NOT_PASSED = re.compile(r"Ranks? (\d{1,7}(?:, ?\d{1,7}){0,1000}) failed to pass monitoredBarrier")
-# What no record says of a call, and must be alike.
+# Arguments that must be alike on all ranks, and that no flight record holds.
 _UNRECORDED = (
     (re.compile("all_?to_?all"), "the sizes of what each sends to each"),
     (ROOTED, "the roots, `src` or `dst`,"),
@@ -48,12 +48,12 @@ _UNRECORDED = (
 _MOST_THREADS = 3
 _NOT_TOLD = ("init_device_mesh", "monitored_barrier", "new_group", "new_subgroups", "new_subgroups_by_enumeration", "split_group")
 _RECEIVES = ("recv", "recv_object_list")
-_SEND = "The loader waits for that batch for ever: return what can be pickled, such as tensors, numbers and text."
+_SEND = "The loader waits for that batch forever: return only objects that can be pickled, such as tensors, numbers and text."
 Waits = Mapping[int, tuple[Wait, str]]
 
 
 def stopped(evidence: Evidence, waits: Waits) -> Verdict | None:
-    """A process that exists and does not run."""
+    """A process that exists but does not run."""
     guilty = [number for number, rank in sorted(evidence.ranks.items()) if rank.stopped and rank.failure is None]
     if not guilty:
         return None
@@ -63,12 +63,12 @@ def stopped(evidence: Evidence, waits: Waits) -> Verdict | None:
     at = f", {first.standing}" if first.standing is not None and first.is_known else ""
     headline = f"{who(guilty)} stopped{since}{at}{place(first)}"
     others = while_others(evidence, guilty, waits)
-    text = f"{headline}{others}. The process was there and did not run, as after SIGSTOP or under a debugger."
+    text = f"{headline}{others}. The process exists but did not run, as after SIGSTOP or under a debugger."
     return Verdict(tuple(guilty), "stopped", headline, sentence(text))
 
 
 def left_early(evidence: Evidence, waits: Waits) -> Verdict | None:
-    """A rank that ended well while others went on to something for which they need it."""
+    """A rank that ended well although the others still need it in a call."""
     guilty = [number for number, rank in sorted(evidence.ranks.items()) if rank.ended == 0]
     if not guilty or len(guilty) == evidence.world_size:
         return None
@@ -80,15 +80,15 @@ def left_early(evidence: Evidence, waits: Waits) -> Verdict | None:
         return more
     headline = f"{who(needed_ones)} left with exit code 0 before the others"
     text = f"{headline}{_fewer(evidence, needed_ones, waits)}{while_others(evidence, guilty, waits)}."
-    why = " Every rank must make the same number of steps: see loaders of different lengths, and returns under a condition."
+    why = " Every rank must make the same number of steps: check for loaders of different lengths, and for conditional returns."
     return Verdict(tuple(needed_ones), "left early", headline, sentence(text + why))
 
 
 def _one_more(evidence: Evidence, left: Sequence[int], waits: Waits) -> Verdict | None:
-    """Where those that left were all others, after equally many calls: the one that waits may have made a call too many.
+    """The case that all other ranks left after equally many calls: the one that waits may have made a call too many.
 
-    Of more than two ranks it is the odd one. Of two nothing tells which is wrong, if the one that left had finished its program:
-    unless the call was due by those before.
+    Among more than two ranks, the one that waits is the odd one. Of two, nothing tells which is wrong if the one that left had
+    finished its program, unless the earlier calls show that this call was due.
     """
     waiting = sorted(rank for rank, (wait, _) in waits.items() if set(wait.missing) & set(left))
     if len(waiting) != 1 or len(left) != evidence.world_size - 1:
@@ -104,16 +104,16 @@ def _one_more(evidence: Evidence, left: Sequence[int], waits: Waits) -> Verdict 
         return None
     call = in_call(wait.call, wait.group)
     headline = f"{who([rank])} called {call}{place(evidence.rank(rank))}, and {who(left)} had left with exit code 0"
-    how = f", after {wait.call.seq - 1} collectives as all others"
-    why = " It has made a call too many, such as one that only this rank reaches."
+    how = f", after {wait.call.seq - 1} collectives, like all others"
+    why = " It made a call too many, such as one that only this rank reaches."
     if len(left) == 1:
-        how, why = "", " One has made a call too many, or the other one has left too early: nothing tells which."
+        how, why = "", " Either this is a call too many, or the other rank left too early: nothing tells which."
     text = f"{headline}{how}.{why} All ranks of a group must make the same calls."
     return Verdict((rank,) if len(left) > 1 else (*sorted((rank, *left)),), "left early", headline, sentence(text))
 
 
 def _fewer(evidence: Evidence, guilty: Collection[int], waits: Waits) -> str:
-    """As ", in update 9 where others were in update 10,", or after how many collectives."""
+    """As ", in update 9 where others were in update 10,", or the number of collectives after which they left."""
     known = {rank: r.standing for rank, r in evidence.ranks.items() if r.standing is not None and r.standing.step}
     counts = [known[rank] for rank in guilty if rank in known]
     others = [standing for rank, standing in known.items() if rank not in guilty]
@@ -134,21 +134,22 @@ def _position(standing: RankProgress) -> tuple[int, int, int, int, int]:
 
 
 def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
-    """The ranks for which others wait in a collective, and which wait for nobody themselves."""
+    """The ranks for which others wait in a collective, and which do not wait for anyone themselves."""
     waiting = {rank for rank, (wait, _) in waits.items() if wait.missing or wait.unknown or not wait.complete}
     wanted = {rank for wait, _ in waits.values() for rank in wait.missing}
     guilty = sorted(wanted - waiting)
     if not guilty:
         unknown = sorted({rank for wait, _ in waits.values() for rank in wait.unknown} - waiting)
         unknown = [rank for rank in unknown if not evidence.rank(rank).flight_unreadable and not _refused(evidence.rank(rank))]
-        # A record of everybody else, and none of these: they could not even answer.
+        # All other ranks have a record and these have none: they could not even answer.
         if not unknown or wanted or len(unknown) > len(evidence.flights):
             return None
         guilty = unknown
-    # Messages from rank to rank are in no record of gloo's: who waits for one is no root, if there is another.
+    # Gloo records no point-to-point messages: a rank that waits for one is not the root cause if another rank is free.
     guilty = [rank for rank in guilty if not _waits_for_others(evidence.rank(rank))] or guilty
     failures = [f for rank in guilty if (f := evidence.rank(rank).failure) is not None and not f.kind.startswith("SIG")]
-    # By their words they lost a peer, and yet nobody else is to blame. But NCCL's watchdog aborts the absent with the others.
+    # Their own errors say that they lost a peer, yet no other rank is to blame. NCCL's watchdog, however, aborts absent ranks,
+    # too.
     lone = all(_untold(evidence.rank(rank)) for rank in guilty)
     if len(failures) == len(guilty) and not lone:
         return raised(evidence, Failure.first(failures), guilty, waits)
@@ -165,9 +166,9 @@ def missing(evidence: Evidence, waits: Waits) -> Verdict | None:
 
 
 def all_in_call(evidence: Evidence, waits: Waits) -> Verdict | None:
-    """Ranks that wait in a call to which all have come, some of which may be through: they wait for one another in it.
+    """Ranks that wait in a call that all have reached, and that some may have left: they wait for one another in it.
 
-    What of a call is in no record, such as its root, is then not the same on all of them; or the network between them is broken.
+    Then an argument that no record holds, such as the root, differs between ranks; or the network between them is broken.
     """
     stuck = {rank: wait for rank, (wait, _) in waits.items() if not wait.missing and not wait.unknown and wait.complete}
     wanted = {rank for wait, _ in waits.values() for rank in wait.missing}
@@ -182,10 +183,10 @@ def all_in_call(evidence: Evidence, waits: Waits) -> Verdict | None:
         return None
     wait = next(iter(stuck.values()))
     differs = next((what for op, what in _UNRECORDED if op.search(wait.call.op)), "")
-    why = f"Most often {differs} differ between ranks, which no record holds. Else" if differs else "Then"
+    why = f"Most often {differs} differ between ranks; no record holds them. Otherwise" if differs else "Then"
     headline = f"{who(stuck)} waited for one another in {in_call(wait.call, wait.group)}, to which all ranks had come"
     text = f"{headline}{place(evidence.rank(min(stuck)))}{while_others(evidence, stuck, waits)}."
-    text = f"{text} {why} the network between them may be broken: `echelon doctor` tries it."
+    text = f"{text} {why} the network between the ranks may be broken: `echelon doctor` tests it."
     return Verdict(tuple(sorted(stuck)), "mismatched arguments" if differs else "did not end", headline, sentence(text))
 
 
@@ -199,38 +200,38 @@ def _waits_for_others(rank: RankEvidence) -> bool:
 
 
 def _stood(evidence: Evidence, guilty: Collection[int]) -> str:
-    """Where the missing ranks were, a sentence each for those alike."""
+    """Where the missing ranks were: a sentence for each group alike."""
     texts = {}
     for number in guilty:
         rank = evidence.rank(number)
         at, where = f" {rank.standing}" if rank.is_known else "", place(rank)
         at = f"{at}{',' if at else ''} in {name}" if (name := _untold(rank)) else at
-        texts[number] = f"was{at}{where}" if at or where else "left no stack: code in C may have kept it from answering"
+        texts[number] = f"was{at}{where}" if at or where else "left no stack: C code may have kept it from answering"
     sentences = [f"{sentence(they_did(ranks, text))}." for ranks, text in grouped(texts)[:3]]
     return " ".join([*sentences, *_other_threads(evidence, guilty), *_lost_threads(evidence, guilty)])
 
 
 def _other_threads(evidence: Evidence, guilty: Collection[int]) -> list[str]:
-    """A sentence each for ranks that stand in code of their own: a thread may hold what they wait for."""
+    """Sentences about the other threads of ranks that stand in code of their own: one of these may hold up the rank."""
     own = [rank for rank in map(evidence.rank, guilty) if rank.stack and not waits_in(rank.stack)]
     texts = {rank.rank: together([str(frame) for frame in rank.threads[:_MOST_THREADS]]) for rank in own if rank.threads}
     return [f"Other threads of {who(ranks)} stood at {text}." for ranks, text in grouped(texts)[:3]]
 
 
 def _untold(rank: RankEvidence) -> str:
-    """The call in which it waits for all others, if that is in no record."""
+    """The call in which the rank waits for all others, if no record holds such calls."""
     name = waits_in(stack_of(rank))
     return name if name in _NOT_TOLD else ""
 
 
 def _lost_threads(evidence: Evidence, guilty: Collection[int]) -> list[str]:
-    """A sentence each for ranks that may wait for what a thread of them would have done."""
+    """Sentences about ended threads and failed data workers, for which a rank may still wait."""
     threads = grouped({number: evidence.rank(number).thread for number in guilty})
     loader_errors = grouped({number: evidence.rank(number).loader_error for number in guilty})
     return [
         *(f"A thread of {who(ranks)} had ended with {text}." for ranks, text in threads[:3]),
         *(
-            f"A data worker of {who(ranks)} could not hand on what it had read: {text.rstrip('.')}. {_SEND}"
+            f"A data worker of {who(ranks)} could not send a batch: {text.rstrip('.')}. {_SEND}"
             for ranks, text in loader_errors[:3]
         ),
     ]
@@ -244,7 +245,7 @@ def _fewer_steps(evidence: Evidence, guilty: Collection[int]) -> str:
     )
     if len(steps_of_guilty) != 1 or not others or max(others) <= min(steps_of_guilty):
         return ""
-    # No number of completed ones: in a loop of one's own an update lasts until the next batch is asked for.
+    # Not a count of completed updates: in a loop of one's own an update lasts until the next batch is asked for.
     fewer = max(others) - min(steps_of_guilty)
     return f" {'It was' if len(guilty) == 1 else 'They were'} {fewer} {'update' if fewer == 1 else 'updates'} behind the others."
 
@@ -259,7 +260,7 @@ def _kind_of_absence(rank: RankEvidence) -> str:
 
 
 def barrier(evidence: Evidence, waits: Waits) -> Verdict | None:
-    """The ranks that did not come to a barrier which says so, as it does under `--check-collectives`."""
+    """The ranks that did not reach a barrier, as the barrier itself reports under `--check-collectives`."""
     texts = [f.message[:2000] for f in evidence.failures]
     named = {int(rank) for text in texts for ranks in _NOT_PASSED.findall(text) for rank in ranks.split(",")}
     guilty = sorted(rank for rank in named if rank < evidence.world_size and evidence.rank(rank).failure is None)
@@ -286,7 +287,7 @@ def deadlock(evidence: Evidence, waits: Waits) -> Verdict | None:
     most = max(by_call.values(), key=len)
     guilty = wanted - set(most) if 2 * len(most) > len(waiting) else wanted
     headline = f"{who(wanted)} waited for one another"
-    text = f"{headline}: {together(parts)}. Ranks that are in several groups must make their calls in one order on all of them."
+    text = f"{headline}: {together(parts)}. Ranks that share several groups must make their calls in the same order."
     return Verdict(tuple(sorted(guilty)), "mismatched order", headline, sentence(text))
 
 
@@ -302,7 +303,7 @@ def receiving(evidence: Evidence, waits: Waits) -> Verdict | None:
 
 
 def not_waiting(evidence: Evidence, waits: Waits) -> Verdict | None:
-    """By the stacks alone: the only rank that does not wait for others where all else do."""
+    """By the stacks alone: the only rank that does not wait for others while all the others do."""
     waiting, free = [], []
     for number in evidence.all_ranks:
         rank = evidence.rank(number)
@@ -321,7 +322,7 @@ def not_waiting(evidence: Evidence, waits: Waits) -> Verdict | None:
 
 
 def behind(evidence: Evidence, waits: Waits) -> Verdict | None:
-    """By the positions alone: the ranks that have not come as far as the others."""
+    """By the positions alone: the ranks that are behind the others."""
     ranks = [evidence.rank(number) for number in evidence.all_ranks]
     if not ranks or any(r.standing is None or r.standing.phase is Phase.NONE for r in ranks):
         return None
@@ -330,7 +331,7 @@ def behind(evidence: Evidence, waits: Waits) -> Verdict | None:
     guilty = [rank for rank, position in at.items() if position == least]
     is_one_step = len({step for step, *_ in at.values()}) == 1
     if any(map(_refused, ranks)) and (is_one_step or 2 * len(guilty) >= len(ranks)):
-        return None  # one is somewhere else in the program: the one behind, or the one that left something out to be ahead
+        return None  # ambiguous: the rank behind or the one ahead may have taken another way
     if max(at.values()) == least or any((f := evidence.rank(rank).failure) is not None and f.waited for rank in guilty):
         return None
     rank = evidence.rank(guilty[0])
@@ -342,6 +343,6 @@ def behind(evidence: Evidence, waits: Waits) -> Verdict | None:
 
 
 def everybody(evidence: Evidence, waits: Waits) -> tuple[str, ...]:
-    """What each rank did, a line for those alike."""
+    """What each rank did: one line for ranks alike."""
     texts = {number: doing(rank, waits) + (place(rank) if number in waits else "") for number, rank in evidence.ranks.items()}
     return tuple(they_did(ranks, text) for ranks, text in grouped(texts))

@@ -1,7 +1,7 @@
-"""What an error means, by its words, and what to do about it.
+"""What an error means, by its words, and its remedy.
 
-The words of torch, NCCL, CUDA and others are as they were seen in logs; where somebody else's program says the same of something
-else, only the remedy is wrong: who is guilty does not depend on it.
+The words of torch, NCCL, CUDA and others are as seen in logs. If another program uses them for something else, only the remedy is
+wrong: the guilty rank does not depend on it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Kind:
     """A kind of error.
 
     Args:
-        pattern: how it is recognised in "Class: message", on one line; the message is the exception's own.
+        pattern: regular expression for "Class: message"; the message is the exception's own.
         cause: a word or two.
         remedy: a sentence or two; empty if the message says it all.
-        ours: only of an error of echelon's own: others use such words, too.
+        ours: match only errors of echelon's own, since others use the same words.
     """
 
     pattern: str
@@ -39,10 +39,9 @@ class Kind:
 _DATA_WORKER = Kind(
     r"([Ll]oader|data) worker\b.*(exited|killed|died|ended|did not|gave no)|DataLoader timed out|Pin memory thread exited",
     "data worker",
-    "A process that loads data died or stood still: its log lines say more. /dev/shm or memory may be full; "
-    "num_workers=0 shows the error itself.",
+    "A data worker died or hung: its log lines say more. /dev/shm or memory may be full; num_workers=0 shows the error itself.",
 )
-# The first that fits.
+# The first match counts.
 _USAGE = "|".join(name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, errors.UsageError))
 _KINDS = (
     Kind(
@@ -54,19 +53,19 @@ _KINDS = (
     Kind(
         r"^MemoryError\b|can't allocate memory|[Cc]annot allocate memory|std::bad_alloc|Unable to allocate .* for an array",
         "host out of memory",
-        "The machine, or the limit of this process (ulimit -v, a job's memory), had none left. Use fewer data workers or "
-        "smaller batches, or ask for more memory.",
+        "The machine's memory, or the limit of this process (ulimit -v, the job's memory), was used up. Use fewer data "
+        "workers or smaller batches, or ask for more memory.",
     ),
     Kind(
         r"Too many open files|\[Errno 2[34]\]|received \d+ items of ancdata",
         "too many open files",
-        "The process may have no more (ulimit -n). Raise that limit; what data workers hand on holds one for each tensor, unless "
+        "The process reached its limit of open files: raise it (ulimit -n). Each tensor from a data worker takes one, unless "
         "torch.multiprocessing.set_sharing_strategy('file_system') is called first.",
     ),
     Kind(
         r"can't start new thread|^RuntimeError: Resource temporarily unavailable",  # Python's, C++'s
         "too many processes",
-        "See `ulimit -u`, and the tasks that the job's cgroup may have: threads count, too.",
+        "The limit of processes and threads was reached: see `ulimit -u` and the task limit of the job's cgroup.",
     ),
     Kind(
         r"(/dev/shm/|</torch_).*No space left on device|unable to write to file </torch_|unable to allocate shared memory|"
@@ -78,25 +77,25 @@ _KINDS = (
     Kind(
         r"File too large|\[Errno 27\]",
         "file too large",
-        "A file became larger than it may be: raise the limit (`ulimit -f`), unless it is that of the file system. Older "
-        "checkpoints are as they were, and the same command goes on from the newest.",
+        "A file exceeded the size limit: raise it (`ulimit -f`), unless the file system sets it. Older "
+        "checkpoints are unchanged, and the same command goes on from the newest.",
     ),
     Kind(
         r"No space left on device|Disk quota exceeded|\[Errno (28|122)\]",
         "disk full",
-        "Make room, or write elsewhere; older checkpoints are as they were, and the same command goes on from the newest.",
+        "Make room, or write elsewhere. Older checkpoints are unchanged, and the same command goes on from the newest.",
     ),
     Kind(
         r"unexpected pos \d+ vs \d+|basic_ios::clear: iostream error|PytorchStreamWriter failed writing",
         "disk full",
-        "torch.save could not write all of its file: most often the disk is full (`df -h`), or a quota is used up (`quota`).",
+        "torch.save could not write its whole file: most often the disk is full (`df -h`), or a quota is used up (`quota`).",
     ),
     _DATA_WORKER,
     Kind(r"^DataError\b", "data", "The text names the sample."),
     Kind(
         r"^NonFiniteError\b|^DivergedError\b|\bnon-?finite\b|is not finite|\bnan\b.*\bloss\b|\bloss\b.*\bnan\b",
         "not finite",
-        "Look at that rank's batch, lower the learning rate, or clip.",
+        "Look at that rank's batch, lower the learning rate, or clip gradients.",
     ),
     Kind(
         r"EADDRINUSE|[Aa]ddress already in use|seems to have that port|port another job's",
@@ -107,25 +106,25 @@ _KINDS = (
         r"did not come within|clients joined|could not join at|did not join|Timed out .*waiting for clients|"
         r"client socket has timed out|client failed to connect/validate",
         "ranks missing",
-        "Start as many ranks as WORLD_SIZE says, with the same MASTER_ADDR, and see that no firewall is between them.",
+        "Start as many ranks as WORLD_SIZE says, with the same MASTER_ADDR, and check that no firewall is between them.",
     ),
     Kind(
         r"uncorrectable (ECC|NVLink)|[Ii]nvalid access of peer GPU memory|GPU is lost|fallen off the bus",
         "device fault",
-        "The device or a link of it is faulty, not the program. Start again without that machine, and have it looked at: `dmesg` "
-        "has the driver's Xid.",
+        "The device or one of its links is faulty, not the program. Start again without that machine and have it checked: "
+        "`dmesg` has the driver's Xid.",
     ),
     Kind(
         r"(CUDA error|Cuda failure|HIP error).*(device-side assert|illegal (memory|instruction|address)|misaligned address|"
         r"unspecified launch failure|invalid program counter)|CU(DNN|BLAS)_STATUS_EXECUTION_FAILED",
         "device error",
-        "Devices report such an error later than at the call that made it, so the line may be another one's: "
+        "Devices report such an error later than the call that caused it, so the line may be wrong: "
         "CUDA_LAUNCH_BLOCKING=1 shows the right one. An index or a label out of range is the usual reason.",
     ),
     Kind(
         r"CU(DNN|BLAS)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)",
         "device error",
-        "Most often the device had no memory left, else an index was out of range before: try smaller micro-batches, then "
+        "Most often the device had no memory left; otherwise an earlier index was out of range. Try smaller micro-batches, then "
         "CUDA_LAUNCH_BLOCKING=1.",
     ),
     Kind(
@@ -133,14 +132,15 @@ _KINDS = (
         r"CUDA-capable device(\(s\) is/are|s are) busy|No CUDA GPUs are available|invalid device ordinal|"
         r"not compiled with CUDA|system not yet initialized|CUDA unknown error",
         "device setup",
-        "The device cannot be used: torch was built for other devices or another driver, there is none of that number, or "
-        "another process holds it. `nvidia-smi` shows devices, driver and who uses them; `echelon doctor` compares the ranks.",
+        "The device cannot be used: torch was built for other devices or another driver, no device has that number, or "
+        "another process holds it. `nvidia-smi` shows devices, driver and the processes that use them; `echelon doctor` "
+        "compares the ranks.",
     ),
     Kind(
         r"Duplicate GPU detected",
         "device shared",
-        "Several ranks compute on one device. Start no more ranks than there are devices, and let each take that of its local "
-        "rank, as `ech.init_from_env()` does.",
+        "Several ranks compute on one device. Start no more ranks than there are devices, and let each take the device of its "
+        "local rank, as `ech.init_from_env()` does.",
     ),
     Kind(
         r"no socket interface found|is neither AF_INET\(2\) nor AF_INET6|Unable to find (address|interface) for",
@@ -151,13 +151,13 @@ _KINDS = (
     Kind(
         r"\bNCCL error\b|\bnccl(Unhandled|System|Internal|Invalid)\w*",
         "NCCL",
-        "NCCL_DEBUG=INFO shows what it did before; `echelon doctor` tries the network and the devices.",
+        "NCCL_DEBUG=INFO shows what NCCL did before; `echelon doctor` tests the network and the devices.",
     ),
     Kind(
         r"^(HfHubHTTPError|LocalEntryNotFoundError|OfflineModeIsEnabled|GatedRepoError|RepositoryNotFoundError)\b|"
         r"connect to 'https://huggingface\.co'|Couldn't reach .* on the Hub",
         "download",
-        "Every rank asks the server. Load it once before the run, into a cache that all ranks see, and set HF_HUB_OFFLINE=1.",
+        "Every rank asks the server. Download once before the run, into a cache that all ranks see, and set HF_HUB_OFFLINE=1.",
     ),
     Kind(
         r"\bversions? (differ|disagree)|(differ|disagree|another)\b.*\b(versions?|code|hash|configuration)\b|another echelon",
@@ -169,27 +169,26 @@ _KINDS = (
     Kind(
         r"DDP expects same model across all ranks|appears not to match (sizes|strides) of the same param in process",
         "ranks differ",
-        "Every rank must build the same module. One that shows none of its parameters may have failed before: see its log.",
+        "Every rank must build the same module. A rank for which no parameters are shown may have failed earlier: see its log.",
     ),
     Kind(
         r"got mixed torch\.Tensor and DTensor",
         "whole and split tensors",
-        "Parameters of the model are split over the ranks, and code of the script joins them with whole ones, as an average of "
-        "weights by hand does (lerp_, AveragedModel, ModelEmaV3). Use ema=0.999 of an AutoUnit, whose averages are split alike; "
-        "in a loop of your own give prepare() the copy, too, and average buffers, which stay whole, apart from parameters "
-        "(ModelEmaV3(foreach=False), AveragedModel(use_buffers=False)); or train under 'ddp' or 'zero1', whose "
-        "parameters are whole.",
+        "The model's parameters are sharded, and the script combines them with whole tensors, as an average of weights by hand "
+        "does (lerp_, AveragedModel, ModelEmaV3). Use ema=0.999 of an AutoUnit, whose averages are sharded alike; "
+        "in a loop of your own give prepare() the copy, too, and average buffers, which stay whole, separately from parameters "
+        "(ModelEmaV3(foreach=False), AveragedModel(use_buffers=False)); or train under 'ddp' or 'zero1', with whole parameters.",
     ),
     Kind(r"^RanksDisagreeError\b", "ranks disagree", ""),
     Kind(rf"^({_USAGE})\b", "usage", ""),
     Kind(
         r"^(CheckpointCorruptError|CheckpointMismatchError|CheckpointNotFoundError|CheckpointUnreadableError)\b", "checkpoint", ""
     ),
-    Kind(r"^CheckpointWriteError\b", "checkpoint", "The storage refused the save. Older checkpoints are as they were."),
+    Kind(r"^CheckpointWriteError\b", "checkpoint", "The storage refused the save. Older checkpoints are unchanged."),
     Kind(
         rf"^{DAMAGED}",
         "crash",
-        "Code in C or C++ had damaged the memory, perhaps long before this line: an extension, or a library of another build.",
+        "C or C++ code had damaged the memory, perhaps long before this line: an extension, or a library of another build.",
     ),
     Kind(
         r"^KeyboardInterrupt\b",
@@ -199,7 +198,7 @@ _KINDS = (
     Kind(
         r"^BdbQuit\b|^EOFError: EOF when reading a line",
         "debugger",
-        "It came to a breakpoint or to input(), and a rank has no terminal to ask: `echelon run --ranks 1` runs the script where "
+        "It reached a breakpoint or input(), but a rank has no terminal: `echelon run --ranks 1` runs the script where "
         "there is one.",
     ),
     Kind(
@@ -207,20 +206,20 @@ _KINDS = (
         "exit",
         "It called os._exit, or code in C ended the process.",
     ),
-    Kind(r"^(ModuleNotFoundError|ImportError)\b", "import", "Install it, or correct the file."),
+    Kind(r"^(ModuleNotFoundError|ImportError)\b", "import", "Install the package, or correct the file."),
     Kind(r"^(SyntaxError|IndentationError|TabError)\b", "import", "Correct the file."),
 )
 
 
 def kind_of(failure: Failure) -> Kind | None:
-    """Of a rank's own error; None if it is of no kind that is known."""
+    """The kind of a rank's own error; None if it is not a known one."""
     if lost_data_worker(failure):
         return _DATA_WORKER
     return _first(f"{failure.kind}: {failure.message}", failure, raised_there=failure.message.startswith("Caught "))
 
 
 def kind_of_words(words: str) -> Kind | None:
-    """Of what a process said before it aborted itself."""
+    """The kind of a message that a process printed before it aborted itself."""
     return _first(words)
 
 

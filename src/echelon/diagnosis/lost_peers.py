@@ -1,7 +1,7 @@
-"""Which errors of a rank only follow from another rank: a connection to it broke, it did not come, or it told of its own.
+"""Errors of a rank that only follow from another rank: its connection broke, it did not come, or it passed on its own error.
 
-A connection to somewhere else, such as a server of data or a process that loads it, breaks with the same words. So those count
-only from gloo, NCCL and torch's store, by the names in the message or the file that raised it.
+A connection to something else, such as a data server or a data worker, breaks with the same words. So these count only from gloo,
+NCCL and torch's store, by the names in the message or by the file that raised it.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ _RAISED = re.compile(
     r"^(?:Traceback \(most recent call last\)|The above exception was the direct cause|During handling of).*$", re.MULTILINE
 )
 _FILE = re.compile(r'^  File "([^"\n]{1,4096})"', re.MULTILINE)
-# gloo's, NCCL's and the store's words for a connection that went away.
+# The words of gloo, NCCL and the store for a broken connection.
 _LOST = re.compile(
     r"Connection (closed|reset) by (peer|remote)|Connection refused|Broken pipe|remote process exited"
     r"|(got|sent) 0 bytes|NCCL[^\n]{0,300}(remote|abort)"
     r"|Socket closed|Socket recv failed while polling|Software caused connection abort"
     r"|dump signal due to a collective timeout"
-    # Gloo says what it lacks before it has a peer, and what does not fit, in the same place.
+    # Gloo reports its own missing resources, and sizes that do not fit, under the same path.
     r"|gloo/transport(?![^\n]{0,1000}(Unable to|op\.preamble))",
     re.IGNORECASE,
 )
-# And for one that is there, and did not come: gloo's words, those of its store, and ours for both. A watchdog that stands still
-# does so in a call of the device's, most often one that waits for other ranks.
+# Words for a peer that is there but did not come: gloo's, those of its store, and echelon's for both. A watchdog that hangs does
+# so in a device call, most often one that waits for other ranks.
 _WAITED = re.compile(
     r"Timed out waiting \d+ ?ms for|timeout caused pair closure|wait timeout after \d+ ?ms|collective operation timeout"
     r"|could not join at MASTER_ADDR=|failed to pass monitoredBarrier|Socket Timeout|Timeout waiting for key"
     r"|watchdog got stuck for \d+ seconds|ProcessGroupNCCL watchdog hang",
     re.IGNORECASE,
 )
-# NCCL aborts its connections for an error of the rank's own device, too, and then says so.
+# NCCL also aborts its connections after an error of the rank's own device, and says so.
 _OF_DEVICE = re.compile(r"unhandled cuda error|CUDA error|Cuda failure", re.IGNORECASE)
 _OF_GROUPS = re.compile(
     r"gloo|nccl|c10d|TCPStore|SocketImpl|collective timeout|MASTER_ADDR=|monitoredBarrier|Dist(Network|Store|Backend)Error",
@@ -58,14 +58,14 @@ def gave_up_waiting(traceback: str) -> bool:
 
 
 def told_by_another(traceback: str) -> bool:
-    """Whether the error is another rank's, of which this one was told."""
+    """Whether the error is another rank's, passed on to this one."""
     return _TOLD.search(_RAISED.split(traceback[-_MOST:])[-1]) is not None
 
 
 def error_before(traceback: str) -> str:
-    """Of chained exceptions the last but one, if none of those before the last is about another rank; else empty.
+    """The second to last of chained exceptions, if no exception before the last is about another rank; else empty.
 
-    A rank that raises, and then calls a collective in `finally`, fails there for want of the others.
+    A rank that raises and then calls a collective in `finally` fails there because the others are not there.
     """
     *before, _ = _RAISED.split(traceback[-_MOST:])
     before = [part for part in before if part.strip()]
@@ -73,9 +73,9 @@ def error_before(traceback: str) -> str:
 
 
 def _of_groups(traceback: str) -> Iterator[str]:
-    """The message of each chained exception that torch's groups of ranks may have raised; code is indented.
+    """The messages of chained exceptions that torch's process groups may have raised; indented lines are code.
 
-    By its words, or else by the file that raised it. Errors of the language itself are never theirs, whatever a user wrote.
+    Chosen by words, or else by the file that raised them. Python's own errors are never chosen, whatever a user wrote in them.
     """
     for part in _RAISED.split(traceback[-_MOST:]):
         message = "\n".join(line for line in part.splitlines() if line[:1].strip())

@@ -1,4 +1,4 @@
-"""Ranks that called different collectives: by their flight records, by torch's own check, by what a rank called before."""
+"""Ranks that called different collectives, by their flight records, by torch's own check, or by a rank's earlier calls."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["checked", "departs", "mismatch"]
 
 Waits = Mapping[int, tuple[Wait, str]]
 _SHOWN_RANKS = 8
-# What TORCH_DISTRIBUTED_DEBUG=DETAIL has each rank say of itself; of a barrier it says no more than that. What it says of the
-# others is only right while all send tensors.
+# What each rank reports under TORCH_DISTRIBUTED_DEBUG=DETAIL; a barrier has no tensors. What it reports of other ranks is right
+# only if all send tensors.
 _SAYS = re.compile(
     r"Rank (\d{1,7}) is running collective: CollectiveFingerPrint\(SequenceNumber=(\d{1,12}),? ?OpType=(\w{1,40})"
     r"(?:, TensorShape=\[([\d, ]{0,100})\], TensorDtypes=(\w{1,30}))?"
 )
-_ONE_OF_TWO = "One has made a call too many, or the other one too few: nothing tells which."
+_ONE_OF_TWO = "One made a call too many, or the other one too few: nothing tells which."
 _OPS = {"ALLREDUCE": "all_reduce", "ALLGATHER": "all_gather", "_ALLGATHER_BASE": "all_gather", "ALLTOALL": "all_to_all"}
 _OPS |= {"ALLTOALL_BASE": "all_to_all", "REDUCE_SCATTER": "reduce_scatter", "_REDUCE_SCATTER_BASE": "reduce_scatter"}
 
@@ -34,21 +34,22 @@ def mismatch(evidence: Evidence, waits: Waits) -> Verdict | None:
     mismatches = [each for each in first_mismatch(evidence.flights) if not _follows(each, waits)]
     if not mismatches:
         return None
-    # In several groups: the one in which somebody still waits.
+    # With mismatches in several groups: the group in which a rank still waits.
     waiting = {wait.group for wait, _ in waits.values()}
     return _verdict(evidence, min(mismatches, key=lambda m: (m.group not in waiting, m.group != DEFAULT_GROUP, m.seq)))
 
 
 def _follows(mismatch: Mismatch, waits: Waits) -> bool:
-    """Whether ranks still wait in a call before it, to which all had come: if its root differed, others have gone on with what
-    they were given by the wrong one.
+    """Whether ranks still wait in an earlier rooted call that all ranks had reached.
+
+    If its root differed, other ranks went on with values from the wrong root, and this mismatch only follows.
     """
     before = (wait for wait, _ in waits.values() if wait.group == mismatch.group and wait.call.seq < mismatch.seq)
     return any(ROOTED.search(wait.call.op) and wait.complete and not (wait.missing or wait.unknown) for wait in before)
 
 
 def checked(evidence: Evidence, waits: Waits) -> Verdict | None:
-    """What `--check-collectives` found: each rank's error says what that rank called."""
+    """What `--check-collectives` found: each rank's error holds that rank's call."""
     call_of: dict[int, Call] = {}
     for rank, call in _said(evidence):
         call_of.setdefault(rank, call)
@@ -63,7 +64,7 @@ def checked(evidence: Evidence, waits: Waits) -> Verdict | None:
 
 
 def _said(evidence: Evidence) -> Iterator[tuple[int, Call]]:
-    """What ranks said of themselves first, then what others said of them."""
+    """The calls that ranks reported of themselves, then those that others reported of them."""
     second_hand = []
     for number, rank in sorted(evidence.ranks.items()):
         failure = rank.failure or rank.later
@@ -102,14 +103,14 @@ def _verdict(evidence: Evidence, worst: Mismatch) -> Verdict:
         how += f" {USED_ON_SOME}"
     elif set(guilty) >= {rank for ranks in parts for rank in ranks} or not guilty:
         how += f" {_ONE_OF_TWO}"
-    why = "All ranks of a group must make the same calls in the same order, with as many elements of the same type."
+    why = "All ranks of a group must make the same calls in the same order, with the same number of elements of the same type."
     kind = "order" if swapped or len({call.op for call, _ in worst.calls}) > 1 else "shape"
     text = f"{headline}, as collective #{worst.seq}{of_group}{_where_each(evidence, worst)}.{how} {why}"
     return Verdict(guilty, f"mismatched {kind}", headline, sentence(text))
 
 
 def _odd_ones(evidence: Evidence, mismatch: Mismatch) -> tuple[tuple[int, ...], list[tuple[int, ...]], str]:
-    """Who is to blame; which ranks called something else than most did, or than was due; and what was, if that decided."""
+    """The guilty ranks; the groups whose call was not the majority's or the one due; and the call due, if that decided."""
     most, next_most = mismatch.calls[0][1], mismatch.calls[1][1]
     if 2 * len(most) > sum(len(ranks) for _, ranks in mismatch.calls) and len(most) > len(next_most):
         odd = [ranks for _, ranks in mismatch.calls[1:]]
@@ -135,7 +136,7 @@ def _odd_ones(evidence: Evidence, mismatch: Mismatch) -> tuple[tuple[int, ...], 
 
 
 def _swapped(evidence: Evidence, mismatch: Mismatch) -> bool:
-    """Whether two kinds of ranks made the same two calls, each the other one first."""
+    """Whether two groups of ranks made the same two calls in opposite order."""
     if len(mismatch.calls) != 2 or len(mismatch.calls[0][1]) != len(mismatch.calls[1][1]):
         return False
     (first, ranks), (other, others) = mismatch.calls
@@ -145,9 +146,9 @@ def _swapped(evidence: Evidence, mismatch: Mismatch) -> bool:
 
 
 def departs(evidence: Evidence, waits: Waits) -> Verdict | None:
-    """A collective refused what it was given, and only some of the records are there: the rank whose call is not as before.
+    """A collective rejected its input, and only some records exist: find the rank whose call breaks its own pattern.
 
-    Gloo ends the process of a rank that receives too much, without a record: if all others did what was due, it did not.
+    Gloo ends a rank that receives too much without a record: if all others made the call that was due, that rank did not.
     """
     refused = [f for f in evidence.failures if is_check(f)]
     if not refused:
@@ -176,19 +177,21 @@ def departs(evidence: Evidence, waits: Waits) -> Verdict | None:
         [(rank, headline)] = texts.items()
         if called_by_loop(stack_of(evidence.rank(rank))):
             return None  # at an end of an epoch its calls are not those of a step
-        text = f"{headline}{place(evidence.rank(rank))}. {sentence(who([first.rank]))} got it, and failed: {message}"
+        text = f"{headline}{place(evidence.rank(rank))}. {sentence(who([first.rank]))} received it, and failed: {message}"
         return Verdict((rank,), "mismatched shape", headline, sentence(text))
     if len(refused) > 1 or not others or (alike is None and (texts or as_due != others)):
         return _of_two(evidence, first, message) if len(others) == 1 and not texts else None
     headline = f"{who([first.rank])} called a collective with other shapes or types than the others"
     where = place(evidence.rank(first.rank))
-    why = "what these called was due by their calls before" if alike is None else f"these called {alike.what}, all alike"
-    text = f"{headline}{where}: {why}, and it refused that: {message}"
+    why = (
+        "the others made the call that was due by their calls before" if alike is None else f"the others all called {alike.what}"
+    )
+    text = f"{headline}{where}: {why}, and the collective failed: {message}"
     return Verdict((first.rank,), "mismatched shape", headline, sentence(text))
 
 
 def _of_two(evidence: Evidence, first: Failure, message: str) -> Verdict | None:
-    """Where only one has left a record, and both stand at lines of their own: one of them is somewhere else in the program."""
+    """The case that only one rank left a record, and both stand at lines of their own: one of them took another way."""
     [other] = set(evidence.all_ranks) - {first.rank}
     trace = evidence.flights.get(other, {}).get(DEFAULT_GROUP)
     call = trace.calls.get(trace.last) if trace is not None else None
@@ -196,14 +199,14 @@ def _of_two(evidence: Evidence, first: Failure, message: str) -> Verdict | None:
         return None
     headline = f"{who([other])} called {call.what} where {who([first.rank])} called something else"
     at = [f"{who([rank])}{place(evidence.rank(rank))}" for rank in sorted((other, first.rank))]
-    text = f"{headline} ({', '.join(at)}), which refused what it got: {message} {_ONE_OF_TWO}"
+    text = f"{headline} ({', '.join(at)}), which rejected what it received: {message} {_ONE_OF_TWO}"
     return Verdict((*sorted((other, first.rank)),), "mismatched shape", headline, sentence(text))
 
 
 def _are_apart(evidence: Evidence, ranks: Collection[int]) -> bool:
-    """Whether their calls are at different lines of the program: past a loop none is as those in it, and no rank's fault.
+    """Whether the ranks' calls are at different lines of the program. Past a loop, calls need not match those in it.
 
-    Not within one and the same step of a loop of ours. One whose log tells that it lost a peer stands where it handles that.
+    False within one and the same step of an echelon loop. A rank whose log shows a lost peer stands where it handles that.
     """
     connected = [rank for rank in map(evidence.rank, ranks) if not lost_peer(rank.logged)]
     lines = {(frame.file, frame.line) for rank in connected if (frame := user_frame(stack_of(rank))) is not None}
@@ -212,14 +215,14 @@ def _are_apart(evidence: Evidence, ranks: Collection[int]) -> bool:
 
 
 def _all_in_one_call(waits: Waits, ranks: Collection[int]) -> Call | None:
-    """In which all of these wait; None if they do not."""
+    """The call in which all of these ranks wait; None if there is no such call."""
     calls = {(wait.group, wait.call.seq, wait.call.key): wait for rank in ranks if rank in waits for wait in (waits[rank][0],)}
     wait = next(iter(calls.values())) if len(calls) == 1 else None
     return wait.call if wait is not None and set(wait.waiting) >= set(ranks) else None
 
 
 def _where_each(evidence: Evidence, mismatch: Mismatch) -> str:
-    """The line from which one rank of each kind called it, if the stacks say so; or where it was after it had gone on."""
+    """For each call, the line where one of its ranks stood in it, or where that rank was later; empty without stacks."""
     parts = []
     for _, ranks in mismatch.calls:
         traces = {rank: evidence.flights.get(rank, {}).get(mismatch.group) for rank in ranks}

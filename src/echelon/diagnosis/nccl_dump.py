@@ -1,7 +1,7 @@
-"""What NCCL's watchdog left before it ended a rank: torch's pickle of its last collectives. Nothing in it is run.
+"""What NCCL's watchdog left before it ended a rank: torch's pickle of its last collectives. Unpickling runs no code.
 
-Where there are GPUs the launcher points torch at the run's folder; a rank that the watchdog aborts writes there, and can answer
-nobody any more. The form is that of torch 2.13's `_dump_fr_trace`, which gloo's recorder writes, too: the tests take it so.
+On GPUs the launcher points torch at the run's folder, because a rank that the watchdog aborts can no longer answer. The format is
+that of `_dump_fr_trace` in torch 2.13, which gloo's recorder also writes; the tests use that.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _PLAIN = re.compile(
 
 
 def environment(dumps: Path) -> dict[str, str]:
-    """By which torch's watchdog writes into this folder, which must exist then: nccl.rankR."""
+    """Variables that make torch's watchdog write nccl.rankR into this folder, which must exist by then."""
     return {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": str(dumps.absolute() / "nccl.rank")}
 
 
 def record_in(content: bytes) -> dict[str, Any] | None:
-    """A pickle of plain containers, for `flight.parse`; None for any other.
+    """A pickle of plain containers, for `flight.parse`; None for any other content.
 
-    A text or list that is in it once may be meant a million times: who reads it has limits of its own for each entry.
+    A pickle may refer to one text or list a million times: the caller limits what it reads of each entry.
     """
     try:
         _check(content)
         entries = _Plain(io.BytesIO(content)).load()["entries"]
-    except Exception:  # a pickle that is none may raise anything
+    except Exception:  # malformed data may raise anything
         return None
     return {"entries": entries} if type(entries) is list and entries else None
 
@@ -42,7 +42,7 @@ def record_in(content: bytes) -> dict[str, Any] | None:
 def _check(content: bytes) -> None:
     """
     Raises:
-        UnpicklingError: it makes more than plain containers, or numbers them so high that their list would fill the memory.
+        UnpicklingError: it makes more than plain containers, or uses memo numbers so high that the memo would fill the memory.
     """
     for code, argument, _ in pickletools.genops(content):
         if not _PLAIN.fullmatch(code.name) or (code.name.endswith("PUT") and int(argument or 0) > len(content)):
@@ -50,7 +50,7 @@ def _check(content: bytes) -> None:
 
 
 class _Plain(pickle.Unpickler):
-    """Makes dictionaries, lists, tuples, numbers and texts."""
+    """Makes only dictionaries, lists, tuples, numbers and texts."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"no {module}.{name} here")

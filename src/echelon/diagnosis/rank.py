@@ -1,4 +1,4 @@
-"""What is known of one rank, and how it is read from records."""
+"""What is known of one rank, and how records are read."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ __all__ = [
 ]
 
 MOST_RANKS = 1 << 20
-# What waits for others, and is not in a flight record.
+# Calls that wait for others and are not in a flight record.
 NO_COLLECTIVES = frozenset(
     ("a DataLoader", "batch_isend_irecv", "destroy_process_group", "init_process_group", "irecv", "isend", "monitored_barrier")
     + ("new_group", "new_subgroups", "recv", "recv_object_list", "rendezvous", "send", "send_object_list")
 )
-# torch's checks under TORCH_DISTRIBUTED_DEBUG=DETAIL, which come before the call that they are about.
+# torch's checks under TORCH_DISTRIBUTED_DEBUG=DETAIL, which run before the call that they check.
 _BEFORE_CALL = re.compile("monitoredBarrier|Detected mismatch between collectives")
-# A collective's own check of what ranks gave: not a rank's fault by itself.
+# A collective's own check of its input: any rank of the group may be at fault.
 _OF_COLLECTIVES = re.compile(
     r"op\.preamble\.length|Detected mismatch between collectives|"
     r"enforce fail at (?![^\n]{0,300}gloo/transport/\w+/(device|address|listener|socket)\.)[^\n]{0,300}\bgloo\b"
 )
-# What a launcher concluded itself, in place of how the rank failed.
+# Conclusions of the launcher, recorded in place of how the rank failed.
 _VERDICTS = ("stopped", "behind", "hang")
 _SAID = re.compile(r"^([A-Za-z_][\w.]{0,200})(?:: (.*))?$")
 
@@ -57,23 +57,23 @@ class RankEvidence:
         failure: how it failed; None if it did not, or only because it was ended with the others.
         later: how it failed once the attempt's end had been recorded.
         ended: exit code of a rank that ended without failing; None if it ran.
-        heard: the signal that asked such a one to end; empty if itself it was sent none.
-        finished: such a one had destroyed its process group, at its program's own end.
+        heard: the signal that asked an ended rank to stop; empty if it got none itself.
+        finished: an ended rank had destroyed its process group, at its program's own end.
         oom: the kernel's out-of-memory killer ended it.
-        standing: how far its loop was; None if it has none, or nothing is known.
-        stopped: its process existed and did not run.
+        standing: its progress in the loop; None if it has no loop, or nothing is known.
+        stopped: its process existed but did not run.
         silent_s: seconds since it gave a sign.
         answers: whether its interpreter still ran; None if it was not asked.
         where: its innermost frame in the user's code, if no stack is there.
-        stack: of its main thread, innermost first, at the time when it was asked, or of its crash.
-        threads: where its other threads were then, in the user's own code.
+        stack: of its main thread, innermost first, when it was asked or when it crashed.
+        threads: where its other threads were then, in the user's code.
         flight: its collectives; None if it left no record.
-        flight_unreadable: it left one that could not be read.
+        flight_unreadable: it left a flight record that could not be read.
         thread: if the rank hung: the error that ended one of its threads.
-        loader_error: if it waited for a DataLoader: the error of a worker that could not hand on what it had read.
-        logged: the last error that its log tells of, if nothing else is known: it may have caught that, and gone on.
+        loader_error: if it waited for a DataLoader: the error of a worker that could not send its batch.
+        logged: the last error in its log, if nothing else is known; the rank may have caught it and gone on.
         last_line: of the log of one that ended itself, if nothing in it is an error.
-        raised: the exception that it was handling, or was, before a call in `finally` failed: by itself no fault. None if none.
+        raised: an exception that it was handling, or raised, before a call in `finally` failed; no fault by itself. None if none.
     """
 
     rank: int
@@ -115,7 +115,7 @@ class RankEvidence:
 
 
 def add_record(ranks: dict[int, RankEvidence], record: Mapping[str, Any], run: RunDir) -> None:
-    """What the record of an attempt's end, or of a node's part of it, says of each rank. The first that says something counts."""
+    """Add what the record of an attempt's end, or of a node's part of it, says of each rank. The first entry counts."""
     for number, entry in record.get("seen", {}).items():
         if len(number) < 8 and int(number) not in ranks and int(number) < MOST_RANKS:
             step, phase, evaluated, beats = entry["at"]
@@ -138,9 +138,9 @@ def add_record(ranks: dict[int, RankEvidence], record: Mapping[str, Any], run: R
 
 
 def add_rank(ranks: dict[int, RankEvidence], number: int, record: Mapping[str, Any], log: Path, *, final: bool) -> None:
-    """What a rank wrote itself. If the attempt's end was recorded, a failure that is not in that came after the others'.
+    """Add a rank's own record. If the attempt's end was recorded, a failure missing there came after the others' failures.
 
-    One that was seen to run when all were gathered ended well only because it was then asked to.
+    A rank that was still running when all ranks were examined ended well only because it was asked to stop afterwards.
     """
     code = record.get("exit_code")
     known = ranks.get(number) or RankEvidence(number)
@@ -151,27 +151,27 @@ def add_rank(ranks: dict[int, RankEvidence], number: int, record: Mapping[str, A
 
 
 def later_failure(number: int, record: Mapping[str, Any], log: Path) -> Failure | None:
-    """How a rank failed after the attempt's end had been recorded: as a victim, and yet it tells where that one was."""
+    """How a rank failed after the attempt's end had been recorded: only as a victim, but the traceback shows where it was."""
     code = record.get("exit_code")
     return Failure.from_record(number, code, 0, record, log) if code and "traceback" in record else None
 
 
 def fell_in_call(failure: Failure) -> bool:
-    """Whether a rank failed in a collective, as all do that lose a peer there."""
+    """Whether a rank failed in a collective, as ranks do that lose a peer there."""
     if _BEFORE_CALL.search(failure.message[:20_000]):
         return False
     name = waits_in(of_traceback(failure.traceback))
-    raised = not failure.kind.startswith("SIG")  # NCCL's own records, of ranks that it aborts, say themselves what has ended
+    raised = not failure.kind.startswith("SIG")  # NCCL's own records of an aborted rank show which calls have ended
     return name not in NO_COLLECTIVES and (bool(name) or (raised and failure.is_victim))
 
 
 def is_check(failure: Failure) -> bool:
-    """Whether a collective refused what it was given: the fault is that of any rank in it."""
+    """Whether a collective rejected its input, for which any of its ranks may be at fault."""
     return failure.kind != "SIGKILL" and _OF_COLLECTIVES.search(f"{failure.kind}: {failure.message}"[:20_000]) is not None
 
 
 def with_words_of_log(rank: RankEvidence, log: str) -> RankEvidence:
-    """With what its threads and data workers wrote there of errors that end nothing: somebody waits for what they would give."""
+    """Add errors of its threads and data workers from the log: they end no rank, but the rank waits for their result."""
     name = waits_in(rank.stack)
     if name == "a DataLoader":
         rank = replace(rank, loader_error=unsent_batch(log))
@@ -181,7 +181,7 @@ def with_words_of_log(rank: RankEvidence, log: str) -> RankEvidence:
 
 
 def with_error_before(rank: RankEvidence) -> RankEvidence:
-    """With the error that it was handling as it lost another rank, or as a collective refused its call: by its traceback."""
+    """Add the error that it was handling when it lost a peer or a collective rejected its call, by its traceback."""
     failure = rank.raised or rank.failure or rank.later
     if failure is None or not (failure.is_victim or is_check(failure)):
         return rank
@@ -195,5 +195,5 @@ def with_error_before(rank: RankEvidence) -> RankEvidence:
 
 
 def seconds(value: Any) -> float | None:
-    """What a record says of a time, if that is one."""
+    """A record's value as seconds; None if it is not a valid time."""
     return float(value) if type(value) in (int, float) and 0 <= value < 1e9 else None

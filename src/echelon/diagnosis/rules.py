@@ -1,9 +1,9 @@
-"""The rules that name a cause, in their order: what explains most comes first, and what only follows from something comes last.
+"""The rules that name a cause, in order: first what explains most, last what only follows from something else.
 
-1. Nothing went wrong, or it still runs. 2. A rank failed by itself: what others say of lost connections follows from that.
-3. Ranks only waited: for one that is stopped; because calls differ; for one that has left; for one that did not come; or none did
-wait for another. If one of these was handling an exception, that is why.
-4. What the launcher said. 5. Nothing tells: what is known is said, and nobody accused.
+1. Nothing went wrong, or the run is still running. 2. A rank failed by itself: lost connections of other ranks follow from that.
+3. Ranks only waited: for a stopped rank; because calls differ; for a rank that left; for one that did not come; or none waited
+for another. If such a rank was handling an exception, that is the reason.
+4. The launcher's own reason. 5. Unknown: show the evidence, and accuse no rank.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ __all__ = ["explain"]
 _SHOWN = 40
 _FROM_OUTSIDE = frozenset({"interrupted", "killed", "launcher", "launcher killed"})
 _GOES_ON = "The same command goes on from the newest checkpoint."
-# Of what a batch system gives as the reason for a job's end: the cause, the reason in words, what to do.
+# By the batch system's reason for a job's end: the cause, the reason in words, the remedy.
 _OF_BATCH = {
     "TIME LIMIT": ("time limit", "at its time limit", f"{_GOES_ON} Ask for more time, or have it save earlier (--warn)."),
-    "PREEMPTION": ("preempted", "for another that goes before it", _GOES_ON),
+    "PREEMPTION": ("preempted", "to make room for another job", _GOES_ON),
     "NODE FAILURE": ("node lost", "because it lost a node", _GOES_ON),
-    OUT_OF_MEMORY: ("host out of memory", "since its memory was used up", "Ask for more, or use fewer data workers."),
+    OUT_OF_MEMORY: ("host out of memory", "since its memory was used up", "Ask for more memory, or use fewer data workers."),
 }
 _LAUNCHER_KILLED = (
     "Its launcher ended without a word: it was killed, its machine was lost, or this folder's disk was full. The ranks end with "
     "it. The same command goes on from the newest checkpoint."
 )
-_RECEIVED = re.compile("preamble|[Rr]eceived|mismatch")  # a check of what came from another rank
-# Rules that see a moment: who was not there yet may have been about to come.
+_RECEIVED = re.compile("preamble|[Rr]eceived|mismatch")  # a check of data received from another rank
+# Rules that judge a snapshot: an absent rank may have been about to come.
 _OF_A_MOMENT = frozenset({hung.left_early, hung.missing, hung.not_waiting, hung.behind})
 
 
 def explain(evidence: Evidence) -> Verdict:
-    """Why the attempt ended. Rules are asked in turn; the first that knows has the word."""
+    """Why the attempt ended. Rules are tried in turn; the first verdict counts."""
     waiting = _waiting(evidence)
     verdict = _no_failure(evidence) or own_failure(evidence, waiting)
     if verdict is None:
@@ -70,7 +70,7 @@ def explain(evidence: Evidence) -> Verdict:
         verdicts = ((rule, verdict_of_rule) for rule in rules if (verdict_of_rule := rule(evidence, waiting)) is not None)
         rule, verdict = next(verdicts, (None, None))
         if verdict is not None and rule in _OF_A_MOMENT and _was_cut_off(evidence):
-            text = f"{_LAUNCHER_KILLED} When its ranks were last looked at, {verdict.headline}: that may have been on its way."
+            text = f"{_LAUNCHER_KILLED} When its ranks were last checked, {verdict.headline}: that may have been on its way."
             verdict = Verdict((), "launcher killed", "its launcher ended without a word", text)
         verdict = verdict or _lone_check(evidence) or _by_launcher(evidence)
         if not (evidence.stopped or _was_cut_off(evidence)):
@@ -94,9 +94,9 @@ def explain(evidence: Evidence) -> Verdict:
 
 
 def _waiting(evidence: Evidence) -> dict[int, tuple[Wait, str]]:
-    """Of each rank in a call that has not ended, the first such call for which somebody lacks, else the first.
+    """For each rank in a call that has not ended: the first such call in which a rank is missing, else the first.
 
-    gloo's records may say of a rank's last call for good that it has not ended: where nobody lacks in it, the stack must agree.
+    Gloo's records may leave a rank's last call open for good: if no rank is missing in it, the stack must agree.
     """
     first_waits: dict[int, tuple[Wait, str]] = {}
     for wait in waits(evidence.flights, evidence.all_ranks):
@@ -112,7 +112,7 @@ def _waiting(evidence: Evidence) -> dict[int, tuple[Wait, str]]:
 
 def _no_failure(evidence: Evidence) -> Verdict | None:
     code = evidence.exit_code
-    if code == REQUEUE and evidence.stopped:  # a silent node, a start that never ran: what ranks say follows from that
+    if code == REQUEUE and evidence.stopped:  # a silent node, or a start that never ran: the ranks' errors follow from it
         stopped = one_line(evidence.stopped)
         text = f"No rank failed by itself. The launcher said: {stopped}. {_GOES_ON}"
         return Verdict((), "launcher", short(stopped, 200), text)
@@ -129,7 +129,7 @@ def _no_failure(evidence: Evidence) -> Verdict | None:
         return Verdict((), "asked to stop", "it was asked to stop", text)
     if code is not None and code > 128 and not evidence.stopped:
         name = signal_name(code - 128)
-        text = f"It was ended by {name}, sent to its launcher: by a person, a terminal that closed or the batch system."
+        text = f"It was ended by {name}, sent to its launcher by a user, a closing terminal or the batch system."
         return Verdict((), "interrupted", f"it was ended by {name}", text)
     if evidence.running:
         return Verdict((), RUNNING, "it still runs", "It still runs, and no rank has failed.")
@@ -137,7 +137,7 @@ def _no_failure(evidence: Evidence) -> Verdict | None:
 
 
 def _told_to_some(evidence: Evidence) -> Verdict | None:
-    """A signal that only some of the ranks that left were sent, for which all stopped: a launcher sends it to all."""
+    """A signal that only some ranks received, and for which all stopped: a launcher would send it to all."""
     left = [rank for rank in evidence.ranks.values() if rank.ended == REQUEUE]
     asked = sorted(rank.rank for rank in left if rank.heard)
     if not asked or len(asked) == len(left):
@@ -149,7 +149,7 @@ def _told_to_some(evidence: Evidence) -> Verdict | None:
 
 
 def _lone_check(evidence: Evidence) -> Verdict | None:
-    """A collective refused what it was given, and no record tells whose fault that is."""
+    """A collective rejected its input, and no record tells which rank is at fault."""
     own = [f for f in evidence.failures if not f.is_victim]
     if not own:
         return None
@@ -159,22 +159,22 @@ def _lone_check(evidence: Evidence) -> Verdict | None:
     headline = f"{who([first.rank])} {how} in a collective{place(evidence.rank(first.rank))}"
     text = f"{headline}: {_words(first)}"
     if not crashed and not _RECEIVED.search(first.message):
-        why = "The call refused what this rank gave it, before anything was sent: see the sizes and types of its tensors."
+        why = "The call rejected this rank's input before anything was sent: check the sizes and types of its tensors."
         return Verdict((first.rank,), "mismatched shape", headline, sentence(f"{text} {why}"))
     why = (
-        "Ranks gave it different shapes or types, or called different collectives; no flight record tells which. "
+        "Ranks passed it different shapes or types, or called different collectives; no flight record tells which. "
         f"`--check-collectives` names them at the call. {USED_ON_SOME}"
     )
     return Verdict((), "mismatched shape", headline, sentence(f"{text} {why}"))
 
 
 def _was_cut_off(evidence: Evidence) -> bool:
-    """Whether nobody found anything wrong before its launcher was killed."""
+    """Whether the launcher was killed before any rank was found to be at fault."""
     return not evidence.failures and evidence.exit_code is None and evidence.hang_after_s is None
 
 
 def _by_batch(evidence: Evidence, verdict: Verdict) -> Verdict:
-    """Of an end from outside, if the batch system says that it was that. Who was killed for want of memory stays named."""
+    """The batch system's reason for an end from outside, if it gives one. A rank killed for lack of memory stays named."""
     if evidence.batch not in _OF_BATCH:
         return verdict
     cause, why, remedy = _OF_BATCH[evidence.batch]
@@ -185,13 +185,13 @@ def _by_batch(evidence: Evidence, verdict: Verdict) -> Verdict:
 
 
 def _words(failure: Failure) -> str:
-    """A rank's own, on one line: what a process said before it aborted comes below the signal."""
+    """The rank's own message on one line; of a signal, the message that the process printed before it aborted."""
     words = failure.message.partition("\n")[2] if failure.kind.startswith("SIG") else ""
     return summary(words or failure.message)
 
 
 def _by_launcher(evidence: Evidence) -> Verdict | None:
-    """What the launcher wrote in place of a rank's failure: a lost node, a start that was refused."""
+    """The launcher's reason in place of a rank's failure: a lost node, or a refused start."""
     if not evidence.stopped or evidence.failures:
         return None
     stopped = one_line(evidence.stopped)
@@ -206,7 +206,7 @@ def _unknown(evidence: Evidence) -> Verdict:
         return Verdict((), "launcher killed", "its launcher ended without a word", _LAUNCHER_KILLED)
     if not failures:
         after = f" for {evidence.hang_after_s:.0f} s" if evidence.hang_after_s is not None else ""
-        text = f"No rank made progress{after}, and nothing tells which of them the others waited for."
+        text = f"No rank made progress{after}, and nothing tells which rank the others waited for."
         return Verdict((), UNKNOWN, "no rank made progress", text)
     first = Failure.first(failures)
     if any(f.waited for f in failures):
@@ -216,22 +216,22 @@ def _unknown(evidence: Evidence) -> Verdict:
         headline = f"{who([first.rank])} lost its connection to another rank"
         where = place(evidence.rank(first.rank))
         text = f"{headline}{where}: {_words(first)} No rank ended before it that would explain this. "
-        text += "If it comes again: `echelon doctor` tries the network between the ranks."
+        text += "If it happens again, `echelon doctor` tests the network between the ranks."
     return Verdict((), UNKNOWN, headline, text[:1].upper() + text[1:])
 
 
-# Ranks that all stood in code of their own, none of them in a call that waits for others.
+# Ranks that all stood in code of their own, none in a call that waits for others.
 
 
 _DATA = (Phase.DATA, Phase.EVAL_DATA)
 _OF_LOADER = (
-    "A process that loads data gives nothing: num_workers=0 shows the line in which it stands, LoaderOptions(timeout_s=...) ends "
+    "A data worker delivers nothing: num_workers=0 shows the line in which it is stuck, LoaderOptions(timeout_s=...) ends "
     "the run with the sample's number."
 )
 
 
 def all_stalled(evidence: Evidence, waits: Mapping[int, tuple[Wait, str]]) -> Verdict | None:
-    """All ranks together: each is where it would be without the others. A lone rank waits for no other, wherever it stands."""
+    """All ranks stand where they would without the others. A lone rank waits for no other rank, wherever it stands."""
     ranks = [evidence.rank(number) for number in evidence.all_ranks]
     if evidence.hang_after_s is None or evidence.failures or not ranks:
         return None
@@ -248,5 +248,5 @@ def all_stalled(evidence: Evidence, waits: Mapping[int, tuple[Wait, str]]) -> Ve
 
 
 def _by_itself(rank: RankEvidence) -> bool:
-    """Whether its stack ends in a line of the user's, or in torch's loader. A backward pass may wait in C++, out of sight."""
+    """Whether the stack ends in a line of the user's, or in torch's loader. A backward pass may wait in C++, out of sight."""
     return bool(rank.stack) and (not rank.stack[0].of_library or waits_in(rank.stack) == "a DataLoader")

@@ -17,7 +17,7 @@ _SHOWN_ATTEMPTS = 50
 
 
 def paragraph(verdict: Verdict) -> str:
-    """As `echelon run` shows it below the error."""
+    """The paragraph as `echelon run` shows it below the error."""
     return one_line(verdict.paragraph)
 
 

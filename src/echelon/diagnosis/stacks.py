@@ -1,4 +1,4 @@
-"""Python stacks as faulthandler and tracebacks print them: where a rank stands, and whether it only waits there."""
+"""Python stacks as faulthandler and tracebacks print them: where a rank is, and whether it only waits there."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ __all__ = [
     "waits_in",
 ]
 
-WAITED_FOR = frozenset(("a DataLoader", "another stage"))  # what `waits_in` says that is no function
+WAITED_FOR = frozenset(("a DataLoader", "another stage"))  # results of `waits_in` that are not functions
 _THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
 _FRAME = re.compile(r'  File "(.{1,4096})", line (\d{1,9}),? in (.{1,200})')
 _MOST_FRAMES, _MOST_LINES, _MOST_SAID, _MOST_THREADS = 200, 1000, 200, 100
 _DEEP = 90  # faulthandler shows a hundred
-# Installed packages and Python itself, also on a machine that is not this one.
+# Installed packages and Python itself, on any machine.
 _LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib(64)?[/\\]python\d[\d.]*[/\\]|^<")
-# In whose files a rank waits for others, but not where one of these is the innermost: there it writes to a disk, or computes.
-# Calls into C++ go through some more. Functions that stand around the call that a user made.
+# A rank with a frame in these files waits for others, unless the innermost frame is in _BUSY, where it writes to a disk or
+# computes. Calls into C++ pass through _PASSES_ON. _AROUND are functions around the call that the user made.
 _OF_GROUPS = re.compile(r"[/\\]torch[/\\](distributed[/\\]|_C[/\\]_distributed)")
 _BUSY = re.compile(r"[/\\]torch[/\\]distributed[/\\](checkpoint|tensor)[/\\]")
 _OF_STAGES = re.compile(r"[/\\]torch[/\\]distributed[/\\]pipelining[/\\]")
@@ -45,7 +45,7 @@ _PASSES_ON = re.compile(r"[/\\]torch[/\\](_ops\.py|_library[/\\]|futures[/\\]|cu
 _AROUND = frozenset({"wrapper", "inner", "__call__", "_fn", "decorate_context", "wait", "wait_tensor", "<lambda>"})
 _OF_TORCH = re.compile(r"[/\\]torch[/\\]")
 _OF_LOOPS = re.compile(r"[/\\]echelon[/\\](loop|world)[/\\]")
-_HEADS = re.compile(r"^(?:\S.{0,200})?Traceback \(most recent call last\):", re.MULTILINE)  # indented it is code
+_HEADS = re.compile(r"^(?:\S.{0,200})?Traceback \(most recent call last\):", re.MULTILINE)  # an indented line is code
 _CHAINED = ("direct cause of the following exception:", "another exception occurred:")
 _MOST_OF_IT = 20_000
 _FEEDS = re.compile(r"[/\\]multiprocessing[/\\]queues\.py\", line \d{1,9}, in _feed$")
@@ -92,28 +92,28 @@ def _frames(lines: Iterable[str]) -> tuple[Frame, ...]:
 
 
 def main_thread(text: str) -> tuple[Frame, ...]:
-    """The main thread's frames, innermost first: faulthandler prints it last; none if it stopped before, at a hundred threads."""
+    """The main thread's frames, innermost first. faulthandler prints it last; empty if it stopped at a hundred threads."""
     last = _THREAD.split(text)[-1].splitlines()
     return () if "..." in last else _frames(last)
 
 
 def other_threads(text: str) -> tuple[Frame, ...]:
-    """Where in the user's own code threads other than the main one are, each place once."""
+    """Where threads other than the main one are in the user's own code; each place once."""
     places = (user_frame(_frames(thread.splitlines())) for thread in _THREAD.split(text)[1:-1][:_MOST_THREADS])
     return tuple(dict.fromkeys(place for place in places if place is not None))
 
 
 def crash_stack(log: str) -> tuple[Frame, ...]:
-    """Of the thread that crashed, as faulthandler wrote it into a rank's log; empty if it wrote none."""
+    """The frames of the thread that crashed, as faulthandler wrote them into a rank's log; empty if it wrote none."""
     _, marker, rest = log.rpartition("Fatal Python error: ")
     _, current, of_current = rest.partition("\nCurrent thread ")
     if current:
         return _frames(_THREAD.split(of_current)[0].splitlines())
-    return main_thread(rest) if marker else ()  # a thread of C++ did
+    return main_thread(rest) if marker else ()  # a C++ thread crashed
 
 
 def lost_thread(log: str) -> str:
-    """The error that ended a thread, by the last words of Python's own about one: "KeyError: 'id' at train.py:41 in load"."""
+    """The error that ended a thread, by Python's last message about one: "KeyError: 'id' at train.py:41 in load"."""
     _, marker, rest = f"\n{log}".rpartition("\nException in thread ")
     error, frames = _first_error(rest) if marker else ("", ())
     frame = user_frame(frames)
@@ -121,14 +121,14 @@ def lost_thread(log: str) -> str:
 
 
 def unsent_batch(log: str) -> str:
-    """The last error of a process of torch's loader that could not hand on what it had read: multiprocessing only prints it."""
+    """The last error of a torch data worker that could not send its batch: multiprocessing only prints it."""
     _, _, rest = log.rpartition("Traceback (most recent call last):\n  File ")
     place, _, _ = rest.partition("\n")
     return _first_error(rest)[0] if _FEEDS.search(place) else ""
 
 
 def last_traceback(log: str) -> str:
-    """The last of a log with those that it is chained to: a program may catch an error, write it there, and go on or end."""
+    """The last traceback of a log with those it is chained to: a program may catch an error, log it, and go on or end."""
     heads = [head.start() for head in _HEADS.finditer(log)]
     begin = len(heads) - 1
     while begin > 0 and log[: heads[begin]].rstrip().endswith(_CHAINED):
@@ -144,19 +144,19 @@ def logged_error(traceback: str) -> str:
 
 
 def last_line(log: str) -> str:
-    """What a process wrote last, such as why it ended itself; of argparse and click what they refuse."""
+    """The last line of a log, such as why a process ended itself; from argparse and click, the usage error."""
     return one_line(log.rstrip().rpartition("\n")[2][:_MOST_SAID])
 
 
 def _first_error(text: str) -> tuple[str, tuple[Frame, ...]]:
-    """The last words of the traceback with which a text begins, below its first line, chained ones together; and its frames."""
+    """The error of the traceback at the start of a text, below its first line, with chained ones; and its frames."""
     error, read = "", list[str]()
     for line in text.splitlines()[1:_MOST_LINES]:
         if line.startswith(("Traceback (", "During handling of", "The above exception was")):
             error = ""
         elif line[:1].strip():
             if error:
-                break  # what the rank said afterwards
+                break  # later output of the rank
             error = line[:_MOST_SAID]
         read.append(line)
     return one_line(error), of_traceback("\n".join(read))
@@ -169,25 +169,25 @@ def of_traceback(text: str) -> tuple[Frame, ...]:
 
 
 def is_endless(frames: Sequence[Frame]) -> bool:
-    """Whether they are the same few over and over, as far as they are told."""
+    """Whether the frames are the same few over and over, as far as they are shown."""
     return len(frames) >= _DEEP and len(set(frames)) <= len(frames) // 10
 
 
 def user_frame(frames: Iterable[Frame]) -> Frame | None:
-    """The innermost frame that is no library's."""
+    """The innermost frame that is not in a library."""
     return next((frame for frame in frames if not frame.of_library), None)
 
 
 def called_by_loop(frames: Iterable[Frame]) -> bool:
-    """Whether a loop of echelon's made the call of torch's in which a rank stands, and no code of the user's."""
+    """Whether an echelon loop, and no user code, made the call into torch in which a rank stands."""
     called = next((frame for frame in frames if not _OF_TORCH.search(frame.file)), None)
     return called is not None and called.of_library and _OF_LOOPS.search(called.file) is not None
 
 
 def waits_in(frames: Iterable[Frame]) -> str:
-    """What a rank with this stack waits in, such as "all_reduce", or for: `WAITED_FOR`; empty if it does not in Python's sight.
+    """What a rank with this stack waits in, such as "all_reduce", or for: `WAITED_FOR`; empty if Python frames show no wait.
 
-    A backward pass waits in C++: there is nothing of it here.
+    A backward pass waits in C++, which has no Python frames.
     """
     name, innermost = "", True
     for frame in frames:

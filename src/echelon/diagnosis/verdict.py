@@ -1,4 +1,4 @@
-"""What a rule concludes."""
+"""The conclusion of a rule."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 __all__ = ["UNKNOWN", "Verdict"]
 
-# Of which nobody can be accused; the first two are no failures.
+# Causes without a guilty rank; the first two are no failures.
 FINE, RUNNING, UNKNOWN = "fine", "running", "unknown"
 
 
@@ -15,11 +15,11 @@ class Verdict:
     """Why an attempt ended.
 
     Args:
-        guilty: the ranks from which the rest follows; none if nobody is to blame, or nothing tells who.
-        cause: one word or two for it, such as "exception", "mismatch", "stopped", "out of memory" or "unknown".
+        guilty: the ranks that caused the end; none if no rank is to blame, or nothing tells which.
+        cause: one or two words, such as "exception", "mismatch", "stopped", "out of memory" or "unknown".
         headline: a line for the top of a report, such as "rank 2 raised ValueError at train.py:41".
-        paragraph: the whole in a few sentences, with what to do about it.
-        seen: what else was seen, a line each.
+        paragraph: all of it in a few sentences, with the remedy.
+        seen: further observations, one per line.
     """
 
     guilty: tuple[int, ...]

@@ -29,13 +29,13 @@ __all__ = [
     "who",
 ]
 
-# Of gradients of other sizes.
+# Added to mismatched sizes of gradients.
 USED_ON_SOME = (
-    "Where parameters are split over the ranks, as under fsdp, a layer that only some of them use in a step does it: call it on "
-    "all, its output times 0 where it does not count."
+    "If parameters are sharded, as under fsdp, a layer that only some ranks use in a step causes this: call it on "
+    "all ranks, with its output times 0 where it does not count."
 )
 _HEAD = "Traceback (most recent call last)"
-# What reading from a process that has died raises, besides: torch's loader hands tensors on through sockets and files.
+# Further errors of reading from a dead process: torch's loader passes tensors through sockets and files.
 _ENDS_OF_PIPES = frozenset(
     ("BrokenPipeError", "ConnectionRefusedError", "ConnectionResetError", "EOFError", "FileNotFoundError", "UnpicklingError")
 )
@@ -48,7 +48,7 @@ def who(ranks: Iterable[int]) -> str:
 
 
 def short(text: str, most: int = 300) -> str:
-    """The first line, on one line, and without the place where torch was built."""
+    """The first line of a text, cleaned, and without the path where torch was built."""
     lines = _BUILT_AT.sub("", text.strip()).splitlines()
     line = one_line(lines[0].strip()) if lines else ""
     return line if len(line) <= most else f"{line[:most]}..."
@@ -60,7 +60,7 @@ def in_call(call: Call, group: str) -> str:
 
 
 def lost_data_worker(failure: Failure) -> bool:
-    """Whether a process that loads data died, whatever the error's own words are; not of an error that its dataset raised."""
+    """Whether a data worker died, whatever the error's words are; False for an error that its dataset raised."""
     if failure.message.startswith("Caught "):
         return False
     files = [frame.file.replace("\\", "/") for frame in of_traceback(failure.traceback)]
@@ -71,14 +71,16 @@ def lost_data_worker(failure: Failure) -> bool:
 
 
 def stack_of(rank: RankEvidence) -> tuple[Frame, ...]:
-    """Where its failure was raised, or else where it stood; innermost first."""
+    """Where the rank's failure was raised, else where the rank stood; innermost first."""
     failure = rank.failure or rank.later
     return (frames_of(failure) if failure is not None else ()) or rank.stack
 
 
 def frames_of(failure: Failure) -> tuple[Frame, ...]:
-    """Where it was raised, innermost first. A library passes on the traceback of another process in its words, which then counts;
-    in an error that the user's own code raised, words are words.
+    """Where the error was raised, innermost first.
+
+    A library passes on another process's traceback in its message, and then that one counts. In an error that the user's own
+    code raised, the message is only text.
     """
     head, message, _ = failure.traceback.rpartition(failure.message) if _HEAD in failure.message else ("", "", "")
     own = of_traceback(head) if message else ()
@@ -86,17 +88,17 @@ def frames_of(failure: Failure) -> tuple[Frame, ...]:
 
 
 def place(rank: RankEvidence) -> str:
-    """Its innermost line in the user's code, as " at train.py:41 in load"; empty if that is not known."""
+    """The rank's innermost line in the user's code, as " at train.py:41 in load"; empty if unknown."""
     frame = user_frame(stack_of(rank))
     where = str(frame) if frame is not None else one_line(rank.where)
     return f" at {where}" if where else ""
 
 
 def doing(rank: RankEvidence, waits: Mapping[int, tuple[Wait, str]]) -> str:
-    """What a rank did when the others failed or were ended: as "waited in all_reduce #118"; empty if nothing says it.
+    """What a rank did when the others failed or were ended, as "waited in all_reduce #118"; empty if unknown.
 
     Args:
-        waits: of ranks in a call that has not ended: it, and its name.
+        waits: for each rank in a call that has not ended: the call, and its name.
     """
     if rank.stopped:
         return "was stopped"
@@ -119,7 +121,7 @@ def doing(rank: RankEvidence, waits: Mapping[int, tuple[Wait, str]]) -> str:
 
 
 def grouped(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
-    """Ranks of which the same is said together; the largest group first."""
+    """Ranks with the same text, together; the largest group first."""
     alike: dict[str, list[int]] = {}
     for rank, text in sorted(texts.items()):
         if text:
@@ -128,7 +130,7 @@ def grouped(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
 
 
 def they_did(ranks: Collection[int], text: str) -> str:
-    """Of one rank or of several: as "rank 0 was in update 9", "ranks 0, 1 were in update 9"."""
+    """For one rank or several: "rank 0 was in update 9", "ranks 0, 1 were in update 9"."""
     return f"{who(ranks)} {text if len(set(ranks)) == 1 else re.sub('^was ', 'were ', text)}"
 
 
