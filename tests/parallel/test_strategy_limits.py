@@ -50,7 +50,7 @@ def _misfits() -> dict[str, tuple[str, str]]:
         "ranks twice": (lambda: fsdp(process_group=dist.group.WORLD, device_mesh=_mesh()), "Give one of them"),
         "device": (lambda: fsdp(device_id=3), "must be this rank's device, cpu"),
         "devices": (lambda: ech.DDPStrategy(device_ids=[0]), "use layout 'dp'"),
-        "grads": (lambda: fsdp(mixed_precision=MixedPrecision(keep_low_precision_grads=True)), "build the module in that type"),
+        "grads": (lambda: fsdp(mixed_precision=MixedPrecision(keep_low_precision_grads=True)), "build the module in that dtype"),
         "offload": (lambda: fsdp(cpu_offload="yes"), "got str"),
         "container": (lambda: fsdp2(modules_to_shard=["blocks"]), "blocks is a ModuleList"),
         "class": (lambda: fsdp2(modules_to_shard=[nn.Conv2d]), "no submodule of class Conv2d in Net"),
@@ -199,7 +199,7 @@ def _steps() -> dict[str, tuple[str, str]]:
         "Adafactor": (Regression(layout="fsdp", optimizer="Adafactor"), "Adafactor cannot step parameters that are split over"),
         "LBFGS of several": (
             Own(split, torch.optim.LBFGS(split.parameters(), lr=0.1), closure=True),
-            "LBFGS makes one vector of all parameters",
+            "LBFGS must have parameters of one kind",
         ),
         "late hook": (_HookedLate(layout="fsdp"), "last.weight is split over the ranks, and torch does not call its hook"),
         "unused": (Regression(module=_Short().double(), layout="ddp"), "got no gradient of last.weight and 1 more"),

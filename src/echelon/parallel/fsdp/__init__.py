@@ -1,1 +1,1 @@
-"""Models split over the ranks that have other samples: `fully_shard`."""
+"""Models sharded over the data-parallel ranks: `fully_shard`."""

@@ -1,11 +1,11 @@
-"""Fully sharded data parallelism: parameters, gradients and optimizer state are split over the ranks by torch's `fully_shard`.
+"""Fully sharded data parallelism: torch's `fully_shard` splits parameters, gradients and optimizer state over the ranks.
 
-`FSDPStrategy` has its options, and those of the older FullyShardedDataParallel that mean something to it. Its `shard` is the one
-place that calls `fully_shard`, for every layout built on it.
+`FSDPStrategy` has the options of `fully_shard`, and those of the older FullyShardedDataParallel that apply to it. Only
+`FSDPStrategy.shard` calls `fully_shard`, for every layout that uses it.
 
-Communication, per block of layers: an all-gather of its parameters before the forward and again before the backward,
-a reduce-scatter of its gradients after the backward; with replicas of the shards, an all-reduce over these after the backward of
-a window's last micro-batch.
+Communication, per block of layers: an all-gather of its parameters before the forward and again before the backward, and a
+reduce-scatter of its gradients after the backward. With replicas of the shards, an all-reduce over the replicas after the
+backward of a window's last micro-batch.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ P = TypeVar("P", bound="FSDPPrepared")
 
 
 class FSDPPrepared(Prepared[nn.Module]):
-    """A module that `fully_shard` has split, by us or by the user. Its parameters are DTensors.
+    """A module that `fully_shard` has split, called by us or by the user. Its parameters are DTensors.
 
     Attributes:
-        requires_gradient_sync, requires_all_reduce: as FSDPStrategy has them: which gradients travel before a window's last
+        requires_gradient_sync, requires_all_reduce: as in FSDPStrategy: which gradients are reduced before a window's last
             micro-batch.
-        draws: compares the random numbers of ranks that share layers; None where there are none.
+        draws: compares the random numbers of ranks that share layers; None if no ranks do.
     """
 
     requires_gradient_sync, requires_all_reduce = True, False
@@ -105,7 +105,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         Buffers.keep_equal(self.module, self.data.groups, begin=True)
 
     def optimizer(self, make: Callable[[nn.Module], O]) -> O:
-        self.parameters_written()  # an evaluation leaves whole parameters, which are gone when their shards return
+        self.parameters_written()  # an evaluation leaves gathered parameters, which the next reshard would free
         return super().optimizer(make)
 
     def _left_alone(self) -> list[nn.Parameter]:
@@ -136,7 +136,7 @@ class FSDPPrepared(Prepared[nn.Module]):
     def after_backward(self, loss: torch.Tensor) -> None:
         super().after_backward(loss)
         if self._reduces and not self._is_checked:
-            if self.draws is not None:  # else the losses would seem to differ for another reason
+            if self.draws is not None:  # first: different draws make the losses differ, and the next check would blame the layers
                 self.draws.check_now(0)
             self._check_first(loss)
         if self._same is not None:
@@ -145,7 +145,7 @@ class FSDPPrepared(Prepared[nn.Module]):
                 self._same.settle()
 
     def _check_first(self, loss: torch.Tensor) -> None:
-        """After the backward passes of the first update, whose gradients are reduced. Collective over ranks that share layers."""
+        """Check the first update, after its backward passes have reduced gradients. Collective over ranks that share layers."""
         check_same_loss(self.module, loss)
         self._check_gradients()
         self._is_checked = True
@@ -156,11 +156,11 @@ class FSDPPrepared(Prepared[nn.Module]):
 
     def discard_window(self) -> None:
         super().discard_window()
-        if not self._reduces:  # what it kept would join the next window
+        if not self._reduces:  # the gradients that fully_shard keeps would be added to the next window
             forget_gradients(self.module)
 
     def _compare_gradients(self, *, together: bool) -> None:
-        """From the next forward pass on."""
+        """Compare from the next forward pass on which parameters get gradients on each rank."""
         self._same = SameGradients(self.module, together=together)
         self.guards.append(self._same)
 
@@ -181,7 +181,7 @@ class FSDPPrepared(Prepared[nn.Module]):
     def add_extra_params(self, others: list[nn.Parameter]) -> None:
         if self.data.averaged_over > 1:
             _refuse_layer_drop(self.module)
-        self.parameters_written()  # an evaluation leaves whole parameters, which are gone when their shards return
+        self.parameters_written()  # an evaluation leaves gathered parameters, which the next reshard would free
         by_itself = AfterEachBackward.of(self.module)
         if by_itself is not None:
             by_itself.enabled = False
@@ -198,11 +198,13 @@ class FSDPPrepared(Prepared[nn.Module]):
 
     def parameters_written(self) -> None:
         reshard(self.module)
-        Buffers.expire(self.module)  # averages may have taken their place
+        Buffers.expire(self.module)  # averages may have replaced buffers, too
 
 
 def _gather_each(module: nn.Module) -> None:
-    """Each block once: torch 2.13 casts kept gradients of all blocks, and fails at one that was never gathered. Collective."""
+    """Gather each block once: torch 2.13 casts kept gradients of all blocks, and fails at a block that was never gathered.
+    Collective.
+    """
     for part in module.modules():
         if is_fully_sharded(part):
             part.unshard()  # type: ignore[operator]
@@ -217,29 +219,32 @@ class FSDPStrategy(Strategy):
     """Shard parameters, gradients and optimizer state with `fully_shard`; the older FSDP's options keep their meaning.
 
     Args:
-        process_group: the ranks to shard over; a pair is (ranks of one copy, ranks with the same shard).
+        process_group: the ranks to shard over; a pair is (ranks of one replica, ranks with the same shard).
         sharding_strategy: FULL_SHARD, SHARD_GRAD_OP (whole parameters between forward and backward), HYBRID_SHARD and
-            _HYBRID_SHARD_ZERO2 (the same with several copies: a machine has one, and one machine the most that leave two);
-            torch's members or their names. For other numbers of copies: Layout(dp_replicate=..., fsdp=FSDPStrategy(...)).
-        cpu_offload: shards and optimizer state live in host memory: True, or torch's CPUOffload or CPUOffloadPolicy.
+            _HYBRID_SHARD_ZERO2 (the same with replicas: one on each machine; on a single machine two, or the smallest number
+            that divides its ranks); torch's members or their names. For another number of replicas:
+            Layout(dp_replicate=..., fsdp=FSDPStrategy(...)).
+        cpu_offload: keep shards and optimizer state in host memory: True, or torch's CPUOffload or CPUOffloadPolicy.
         auto_wrap_policy: which submodules to shard one by one: a set of classes, or a policy of torch's or your own.
-        mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy; what it leaves open is the unit's precision. So
-            MixedPrecisionPolicy(reduce_dtype=torch.bfloat16) adds up gradients in bfloat16 whatever the precision is.
-        ignored_modules, ignored_states: what stays whole. Its gradients are not reduced, so it must be frozen.
-        param_init_fn: fills the own parameters of a submodule that is on the meta device.
+        mixed_precision: torch's MixedPrecision or MixedPrecisionPolicy; the unit's precision decides what it leaves open. So
+            MixedPrecisionPolicy(reduce_dtype=torch.bfloat16) sums gradients in bfloat16 whatever the precision is.
+        ignored_modules, ignored_states: modules and parameters that stay whole. Their gradients are not reduced, so they must be
+            frozen.
+        param_init_fn: initializes the parameters of a submodule on the meta device, without those of its children.
         sync_module_states: start from rank 0's values on every rank.
         forward_prefetch: gather the next block's parameters while one computes; a number says how many blocks ahead.
         backward_prefetch: how many blocks ahead in the backward pass; by default one, as `fully_shard` does by itself.
-        device_id: as scripts that wrap by hand give it; must be this rank's device.
-        device_mesh: instead of a process group: 1-D, or 2-D (ranks with the same shard, ranks of one copy).
+        device_id: accepted from scripts that wrap by hand; must be this rank's device.
+        device_mesh: instead of a process group: 1-D, or 2-D (ranks with the same shard, ranks of one replica).
         blocks: names or classes of the submodules to shard one by one; by default the repeated blocks of the model.
-        reshard_after_forward: free a block's whole parameters after its forward and gather them again for the backward.
-            False keeps them (less traffic, more memory). A number frees them but for shards over so many ranks. A dict says it
-            for some blocks, by patterns of their names: {"blocks.0": False, "blocks.*": True}. By default as
-            `sharding_strategy` says.
-        requires_gradient_sync: reduce-scatter gradients in every micro-batch of an accumulation window, so that a rank keeps its
-            shards of them only. False waits for the last one: less traffic, and whole float32 gradients on every rank meanwhile.
-        requires_all_reduce: with several copies, also all-reduce over these in every micro-batch. By default in the last one.
+        reshard_after_forward: free a block's gathered parameters after its forward and gather them again for the backward.
+            False keeps them (less traffic, more memory). A number keeps shards over that many ranks instead. A dict sets it for
+            some blocks, by patterns of their names: {"blocks.0": False, "blocks.*": True}. By default `sharding_strategy`
+            decides.
+        requires_gradient_sync: reduce-scatter gradients in every micro-batch of an accumulation window, so that a rank keeps only
+            its shards of them. False reduces in the last micro-batch only: less traffic, but whole float32 gradients on every
+            rank until then.
+        requires_all_reduce: with replicas, also all-reduce over them in every micro-batch. By default only in the last one.
         shard_placement_fn: the `Shard` for a parameter, as in `fully_shard`; by default along the first dimension.
     """
 
@@ -291,10 +296,10 @@ class FSDPStrategy(Strategy):
         return self.shard(module, world, recipe, FSDPPrepared)
 
     def shard(self, module: nn.Module, world: World, recipe: Recipe, made: type[P]) -> P:
-        """Split the module in place over the data-parallel ranks, as a `made`. Collective.
+        """Split the module in place over the data-parallel ranks, and return a `made`. Collective.
 
-        Block by block: a block is filled or moved to the device, made equal on all ranks, and split before the next one's turn,
-        so that no rank's device ever holds more than its shards and one whole block.
+        Each block is initialized or moved to the device, made equal on all ranks, and split before the next block. So no rank's
+        device ever holds more than its shards and one whole block.
         """
         self._check(world)
         reshard, replicas = sharding_named(self.sharding_strategy)
@@ -329,7 +334,7 @@ class FSDPStrategy(Strategy):
         ignored |= others
         self._split(module, units, gathers_as, ignored, world, mesh, offload=offload, pins=pin_memory, reshard=resharding)
         materialize(module, torch.device("cpu") if offload else world.device, buffers=world.device)
-        for parameter in whole:  # is never offloaded
+        for parameter in whole:  # never offloaded
             parameter.data = parameter.data.to(world.device)
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         if len(ranks) > 1 and (trained := [p for p in module.parameters() if p in whole and p.requires_grad]):
@@ -359,7 +364,7 @@ class FSDPStrategy(Strategy):
         pins: bool,
         reshard: bool | int | Mapping[str, bool | int],
     ) -> None:
-        """The units in turn, then the rest."""
+        """Call `fully_shard` on each unit, then on the root."""
         gathers_in(module, root_policy.param_dtype)
         from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -372,7 +377,7 @@ class FSDPStrategy(Strategy):
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=pins and world.device.type == "cuda")
         done: set[nn.Module] = set()
         kind = type(module).__name__
-        # None is torch's own choice for the root: its backward begins where its forward ended.
+        # None leaves it to torch, which does not reshard the root: its backward begins where its forward ended.
         rest = Unit("", (module,), root_policy, None if reshard is True or isinstance(reshard, Mapping) else reshard)
         for unit in (*units, rest):
             for part in unit.modules:
@@ -390,9 +395,9 @@ class FSDPStrategy(Strategy):
 
     def _check(self, world: World) -> None:
         if self.blocks is not None and self.auto_wrap_policy is not None:
-            raise LayoutError("blocks and auto_wrap_policy both choose what is sharded. Give one of them.")
+            raise LayoutError("blocks or auto_wrap_policy must be None, since both choose what is sharded. Give one of them.")
         if self.process_group is not None and self.device_mesh is not None:
-            raise LayoutError("process_group and device_mesh both choose the ranks. Give one of them.")
+            raise LayoutError("process_group or device_mesh must be None, since both choose the ranks. Give one of them.")
         devices_of_rank = (world.device, world.device.index, torch.device(world.device.type))
         if self.device_id is not None and self.device_id not in devices_of_rank:
             raise LayoutError(f"device_id must be this rank's device, {world.device}, got {self.device_id}. Leave it out.")
@@ -419,7 +424,7 @@ class FSDPStrategy(Strategy):
         return ignored
 
     def blocks_of(self, module: nn.Module) -> Blocks | None:
-        """What is sharded one by one, by the user's choice; None leaves it to echelon."""
+        """The blocks that the user chose to shard one by one; None leaves the choice to echelon."""
         if self.auto_wrap_policy is not None:
             return blocks_by_policy(module, self.auto_wrap_policy, self._ignored())
         return None if self.blocks is None else chosen_blocks(module, self.blocks, "FSDPStrategy(blocks=...)")
@@ -429,16 +434,16 @@ def _refuse_layer_drop(module: nn.Module) -> None:
     if (dropped := layer_drop(module)) is not None:
         name, often = dropped
         raise LayoutError(
-            f"{class_name(module)} leaves out layers at random ({name}={often}): each rank would leave out others, and blocks "
-            f"are gathered by the order of calls. Set {name}=0; or train under DDPStrategy(find_unused_parameters=True)."
+            f"{class_name(module)} skips layers at random ({name}={often}): each rank would skip different layers, but all ranks "
+            f"must gather blocks in the same order. Set {name}=0; or train under DDPStrategy(find_unused_parameters=True)."
         )
 
 
 def _refuse_container(module: nn.Module) -> None:
     if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
         raise LayoutError(
-            f"the module must have a forward, got a {type(module).__name__} without one: parameters are put together as it is "
-            "called. Write an nn.Module that holds these networks and whose forward calls them; or train under 'ddp' or 'zero1'."
+            f"the module must have a forward, got a {type(module).__name__} without one: a call of it gathers the parameters. "
+            "Write an nn.Module that holds these networks and whose forward calls them; or train under 'ddp' or 'zero1'."
         )
 
 
@@ -446,15 +451,17 @@ def _refuse_split(module: nn.Module, ranks: list[int], experts: set[nn.Parameter
     for axis in split_axes(module, without=experts):
         if len(set(axis.ranks) & set(ranks)) > 1:
             raise LayoutError(
-                f"layers of {type(module).__name__} are split over the axis {axis.name!r} already, and would be sharded over "
-                'the same ranks. Use FSDPStrategy(device_mesh=mesh["dp"]), by the name of your data axis.'
+                f"layers of {type(module).__name__} are already split over the axis {axis.name!r}, and would be sharded over "
+                'the same ranks. Use FSDPStrategy(device_mesh=mesh["dp"]), with the name of your data axis.'
             )
 
 
 def _refuse_loose(module: nn.Module, ignored: set[nn.Parameter], ranks: int) -> None:
     loose = [n for n, p in module.named_parameters() if p in ignored and p.requires_grad]
     if loose and ranks > 1:
-        raise LayoutError(f"ignored_modules, ignored_states: {loose[0]} would not be reduced over the ranks. Freeze it first.")
+        raise LayoutError(
+            f"ignored_modules, ignored_states: gradients of {loose[0]} would not be reduced over the ranks. Freeze it first."
+        )
 
 
 def _is_a(kind: Any, value: Any) -> bool:
@@ -462,7 +469,7 @@ def _is_a(kind: Any, value: Any) -> bool:
 
 
 def _grid(shards: dist.ProcessGroup, copies: dist.ProcessGroup) -> torch.Tensor:
-    """The ranks as (replicas, shards), from the rows that the ranks with the same shard know. Collective."""
+    """All ranks as a (replicas, shards) tensor: each replica contributes its row of ranks. Collective."""
     row = torch.tensor(dist.get_process_group_ranks(shards))
     rows = [torch.empty_like(row) for _ in range(dist.get_world_size(copies))]
     dist.all_gather(rows, row, group=copies)
@@ -470,13 +477,13 @@ def _grid(shards: dist.ProcessGroup, copies: dist.ProcessGroup) -> torch.Tensor:
 
 
 def replicas_default(world_size: int, local_size: int) -> int:
-    """Ranks that split one copy: those of a machine, where traffic is fast; on one machine the most that leave two copies."""
+    """Ranks that shard one replica: a machine's, where traffic is fast; on a single machine the most that leave two replicas."""
     if 1 < local_size < world_size and world_size % local_size == 0:
         return local_size
     return next((d for d in range(world_size // 2, 0, -1) if world_size % d == 0), 1)
 
 
-# The words of the older FullyShardedDataParallel, in those of `fully_shard`.
+# Options of the older FullyShardedDataParallel, translated to those of `fully_shard`.
 
 # (reshard after the forward, replicas of the shards)
 _SHARDINGS = {
@@ -530,8 +537,8 @@ def precision_policies(value: Any, module: nn.Module) -> tuple[MixedPrecisionPol
         raise LayoutError(f"mixed_precision must be torch's MixedPrecision or MixedPrecisionPolicy, got {type(value).__name__}.")
     if value.keep_low_precision_grads:
         raise LayoutError(
-            "MixedPrecision(keep_low_precision_grads=True): gradients have the parameters' type. For gradients in half "
-            "precision, build the module in that type."
+            "keep_low_precision_grads must be False in MixedPrecision, got True: gradients have the parameters' dtype. For "
+            "gradients in half precision, build the module in that dtype."
         )
     if value.buffer_dtype is not None:
         for buffer in module.buffers():
@@ -542,7 +549,7 @@ def precision_policies(value: Any, module: nn.Module) -> tuple[MixedPrecisionPol
     return root, MixedPrecisionPolicy(**types, cast_forward_inputs=value.cast_forward_inputs)
 
 
-# Gradients of gradients, such as a gradient penalty's, of a module that `fully_shard` has split: refused.
+# Second derivatives, such as for a gradient penalty, are refused for a module that `fully_shard` has split.
 #
 # The first backward pass frees the parameters that were gathered for it, and the second would read them again: torch 2.13 ends
 # the process with SIGSEGV.
@@ -553,10 +560,10 @@ def refuse_second_derivatives(module: nn.Module) -> None:
     name = class_name(module)
 
     def refuse(gradient: torch.Tensor) -> None:
-        if torch.is_grad_enabled():  # in a backward pass: only where a graph of it is made
+        if torch.is_grad_enabled():  # in a backward pass: only with create_graph=True
             raise LayoutError(
-                f"create_graph=True must be left out in a backward pass through {name}, whose parameters are sharded: they are "
-                "freed after it, and the backward pass through its gradients would read them. Train it under 'ddp' or 'zero1'."
+                f"create_graph=True must be left out in a backward pass through {name}, whose parameters are sharded: this pass "
+                "frees them, and a backward pass through its gradients would read them. Train it under 'ddp' or 'zero1'."
             )
 
     def listen(module: nn.Module, args: Any, output: Any) -> None:
@@ -566,14 +573,14 @@ def refuse_second_derivatives(module: nn.Module) -> None:
     module.register_forward_hook(torch.compiler.disable(listen))
 
 
-# Forget the gradients of an accumulation window that is given up, where `fully_shard` keeps them beside the parameters.
+# Drop the gradients of a discarded accumulation window that `fully_shard` keeps outside of the parameters.
 #
-# `FSDPModule.reset_iter_state` (torch 2.13) forgets what waits for an all-reduce; whole gradients that wait for their
+# `FSDPModule.reset_iter_state` (torch 2.13) drops gradients that wait for an all-reduce. Whole gradients that wait for their
 # reduce-scatter stay, and have no public name. Tested with torch 2.13; tests/loop/test_accumulation.py notices a change.
 
 
 def forget_gradients(module: nn.Module) -> None:
-    """Of a root of `fully_shard`, between two forward passes."""
+    """Drop the gradients kept by a root of `fully_shard`. Call between two forward passes."""
     if hasattr(module, "reset_iter_state"):
         module.reset_iter_state()  # type: ignore[operator]
     for part in module.modules():

@@ -1,4 +1,4 @@
-"""Put what is about to be split on the device: filled if it has no values, and equal on all ranks."""
+"""Prepare modules to be sharded: initialized, on the device, and equal on all ranks. Later, keep their buffers equal."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def place(
     init: Callable[[nn.Module], None] | None,
     name: str,
 ) -> None:
-    """Values for all that is not split yet, on the device and equal on all ranks, as DistributedDataParallel makes them.
+    """Initialize a module's tensors that are not split yet, move them to the device and, if `from_rank0`, broadcast rank 0's.
 
     Args:
-        done: the submodules that had their turn; these are added.
-        init: fills a submodule's own parameters, if they are on the meta device.
-        name: of the module, for messages.
+        done: submodules that were handled before; this call adds its own.
+        init: initializes a submodule's own parameters, if they are on the meta device.
+        name: the module's name, for messages.
     """
     todo = [m for m in module.modules() if m not in done]
     done.update(todo)
@@ -45,11 +45,11 @@ def place(
     tensors = {id(t): t for m in todo for _, t in (*m.named_parameters(recurse=False), *m.named_buffers(recurse=False))}
     with torch.no_grad():
         for tensor in tensors.values():
-            if tensor.is_meta:  # until all is split
+            if tensor.is_meta:  # gets its values when all is split
                 continue
             if tensor.device != world.device:
                 tensor.data = tensor.data.to(world.device)
-            # channels_last, a transposed weight: no part of it is one piece
+            # channels_last, a transposed weight: a shard of it would not be contiguous
             if tensor.layout is torch.strided and not (is_split(tensor) or tensor.is_contiguous()):
                 tensor.data = tensor.data.contiguous()
             if from_rank0 and world.size > 1:
@@ -57,13 +57,13 @@ def place(
 
 
 def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """From the mesh's first rank to all of them, axis by axis."""
+    """Broadcast from the mesh's first rank to all of its ranks, axis by axis."""
     for axis in range(mesh.ndim):
         dist.broadcast(local(tensor), group_src=0, group=mesh.get_group(axis))
 
 
 def _fill(root: nn.Module, parts: list[nn.Module], init: Callable[[nn.Module], None], root_name: str) -> None:
-    """Give values to what is on the meta device. What was tied is tied again: filling makes new parameters."""
+    """Initialize tensors on the meta device. `init` makes new parameters, so tied ones are tied again."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for part in parts:
         for name, parameter in part.named_parameters(recurse=False):
@@ -88,14 +88,14 @@ def _on_meta(part: nn.Module) -> list[str]:
     return [n for n, t in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)) if t.is_meta]
 
 
-# Buffers of a sharded module: rank 0's for all, as DistributedDataParallel has it.
+# Buffers of a sharded module: all ranks get rank 0's, as under DistributedDataParallel.
 #
-# `fully_shard` and the older FSDP leave buffers alone: every rank would evaluate a batch norm with running statistics of its own.
-# Before a forward pass that may train, what the passes before have changed is sent from rank 0; and once before the first one of
-# an evaluation. What never changes (a mask, a table of angles) is never sent: the ranks agree on what does, after the first pass
-# and at each evaluation.
+# `fully_shard` and the older FSDP leave buffers alone, so every rank would evaluate batch norm with its own running statistics.
+# Rank 0 broadcasts the buffers that change before each forward pass with gradients, and before the first pass of an evaluation.
+# Buffers that never change (a mask, a table of angles) are never sent: after the first pass and at each evaluation the ranks
+# agree on which ones change.
 #
-# Communication: one broadcast per type and device of the buffers that change; none without such.
+# Communication: one broadcast per dtype and device of the changing buffers; none without any.
 
 
 class Buffers:
@@ -105,19 +105,19 @@ class Buffers:
 
     def __init__(self, groups: Sequence[dist.ProcessGroup | None]) -> None:
         self._groups = list(groups)
-        self._seen: dict[str, list[float]] = {}  # checksums of when the ranks last looked
+        self._seen: dict[str, list[float]] = {}  # checksums of the buffers at the start
         self._changing: dict[str, None] = {}
         self._passes = 0
         self._due = False
 
     @classmethod
     def keep_equal(cls, module: nn.Module, groups: Sequence[dist.ProcessGroup | None], *, begin: bool = False) -> None:
-        """From now on. A module without buffers is left alone, and a second call does nothing. Collective if `begin`.
+        """Keep a module's buffers equal from now on. Does nothing without buffers, or a second time. Collective if `begin`.
 
         Args:
-            begin: send rank 0's at once: nobody has made them equal yet.
+            begin: broadcast rank 0's buffers at once, since they may differ now.
         """
-        has_buffers = any(part._buffers for part in module.modules())  # also those that are None as yet
+        has_buffers = any(part._buffers for part in module.modules())  # also buffers that are still None
         if module in cls._all or all(dist.get_world_size(g) == 1 for g in groups) or not has_buffers:
             return
         made = cls._all[module] = cls(groups)
@@ -130,13 +130,13 @@ class Buffers:
 
     @classmethod
     def expire(cls, module: nn.Module) -> None:
-        """The next forward pass sends the buffers, also one that trains nothing."""
+        """Have the next forward pass broadcast the buffers, also one without gradients."""
         if module in cls._all:
             cls._all[module]._due = True
 
     @classmethod
     def settle(cls, module: nn.Module) -> None:
-        """Send rank 0's now, as a forward pass would do. Collective."""
+        """Broadcast rank 0's buffers now, as a forward pass would do. Collective."""
         if module in cls._all:
             cls._all[module]._agree(module)
             cls._all[module]._send(module)
@@ -154,7 +154,7 @@ class Buffers:
             self._due = False
 
     def _agree(self, module: nn.Module) -> None:
-        """On which buffers change. What one rank alone has changed counts, too. Collective."""
+        """Agree on which buffers change; a change on a single rank counts. Collective."""
         now, equal = _checksums(module), _equal_anyway(module)
         known = {*self._changing, *equal}
         names = [n for n, checksum in now.items() if n not in known and checksum != self._seen.get(n)]
@@ -178,20 +178,20 @@ class Buffers:
                 dist.broadcast(sent, group_src=0, group=group)
             start = 0
             for buffer in same:
-                # `data` counts no version: a backward pass may still need what it was, as DistributedDataParallel lets it.
+                # Through `data`, which bumps no version: a backward pass may have saved the buffer. DDP does the same.
                 buffer.data.copy_(flat[start : start + buffer.numel()].view(buffer.shape))
                 start += buffer.numel()
 
 
 def _equal_anyway(module: nn.Module) -> list[str]:
-    """Buffers of modules that say so: a router of experts, whose biases follow from what all ranks have added up."""
+    """Buffers of modules with `ranks_agree`: an expert router, whose biases follow from sums over all ranks."""
     parts = [(path, part) for path, part in module.named_modules() if getattr(part, "ranks_agree", False) is True]
     return [f"{path}{path and '.'}{name}" for path, part in parts for name, _ in part.named_buffers(recurse=False)]
 
 
 @torch.no_grad()
 def _checksums(module: nn.Module) -> dict[str, list[float]]:
-    """Two numbers a buffer, one of which depends on the order. Versions tell nothing: batch norm does not count them up."""
+    """Two numbers per buffer, one of which depends on the order. Version counters would not do: batch norm does not bump them."""
     named = {n: b for n, b in module.named_buffers() if b.numel() and not b.is_meta}
     sums: dict[str, list[float]] = {}
     for name, buffer in named.items():

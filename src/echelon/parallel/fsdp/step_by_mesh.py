@@ -1,10 +1,10 @@
 """An optimizer over DTensors and plain tensors, or over DTensors of several meshes: it steps on one kind at a time.
 
-torch's optimizers treat a parameter group as one list (`foreach`, which is the default on a GPU, and `fused`), and no operator
-takes a list of several kinds. So for the time of a step a mixed group is several, with the same options; between steps it is
-the one that schedulers and checkpoints know, also after a step that ended in an error.
+torch's optimizers pass a parameter group to operators as one list (`foreach`, the default on a GPU, and `fused`), and no operator
+takes a list of several kinds. So during a step a mixed group is split into several groups with the same options. Between steps,
+also after a step that raised, it is the one group that schedulers and checkpoints know.
 
-Numbers that an optimizer of the user's own reads, as LAMB does of norms, are of the whole parameter, not of a rank's shard.
+If the user's own optimizer reads numbers, as LAMB reads norms, it gets those of the whole parameter, not of a rank's shard.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ _handled: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Split] = weakref.Wea
 
 
 def step_by_kind(optimizer: torch.optim.Optimizer) -> None:
-    """From now on. Hardly anything is done where every group is of one kind.
+    """Have the optimizer step by kind from now on. Costs next to nothing if every group has one kind.
 
     Raises:
-        UsageError: LBFGS over several kinds. In a step: what torch cannot do with split parameters.
+        UsageError: LBFGS over several kinds. In a step: torch cannot do an operation on split parameters.
     """
     mixed = any(len(_kinds(group["params"])) > 1 for group in optimizer.param_groups)
     if isinstance(optimizer, torch.optim.LBFGS) and mixed:
         raise PrecisionError(
-            "LBFGS makes one vector of all parameters, of which some are split over other ranks than the rest, or whole. "
-            "Train under 'ddp', whose parameters are whole."
+            "LBFGS must have parameters of one kind, which it joins to a vector, got some that are split over different ranks "
+            "from the rest, or whole. Train under 'ddp', whose parameters are whole."
         )
     watch_numbers()
     if optimizer not in _handled:
         _handled[optimizer] = _Split(optimizer)
         tell_when_optimizer_is_pickled(optimizer)
         optimizer.register_load_state_dict_post_hook(_split_state)
-        _split_state(optimizer)  # loaded since the module was sharded
+        _split_state(optimizer)  # the state may have been loaded since the module was sharded
 
 
 def _split_state(optimizer: torch.optim.Optimizer) -> None:
-    """Whole tensors that a state was loaded of, the same on all ranks, are split like their parameters."""
+    """Split the whole tensors of a loaded state, which are equal on all ranks, like their parameters."""
     is_torchs = type(optimizer).__module__.startswith("torch.")
     for parameter, state in optimizer.state.items():
         if not is_split(parameter) or not (is_torchs or local(parameter).shape != parameter.shape):
-            continue  # one of another author may keep plain tensors of what a rank has
+            continue  # another author's optimizer may keep plain tensors for this rank's part
         for key, value in state.items():
             if type(value) is torch.Tensor and value.dim() and value.shape == parameter.shape:
                 state[key] = part_like(value, parameter, "the optimizer's state")
 
 
 class _Noted(list[Any]):
-    """Parameters of a group, and whether a step has looked at them."""
+    """A group's parameters, which record whether a step has read them."""
 
     is_read = False
 
@@ -76,11 +76,11 @@ class _Noted(list[Any]):
 class _Split:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._sizes: list[int] | None = None
-        self._kinds: dict[int, list[list[torch.Tensor]]] = {}  # by the group's number, where there are several
-        self._whole: dict[int, list[torch.Tensor]] = {}  # while it is split
+        self._kinds: dict[int, list[list[torch.Tensor]]] = {}  # by group index, for groups with several kinds
+        self._whole: dict[int, list[torch.Tensor]] = {}  # the original lists by group index, during a step
         self._look(optimizer)
         replace(optimizer, "step", "step_by_mesh", _Guarded(optimizer, self))
-        self._reads_all = type(optimizer).__module__.startswith("torch.")  # all groups; not known yet of one of the user's own
+        self._reads_all = type(optimizer).__module__.startswith("torch.")  # all groups; a user's optimizer has yet to show it
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
@@ -95,13 +95,13 @@ class _Split:
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         noted = [group["params"] for group in optimizer.param_groups if isinstance(group["params"], _Noted)]
         self.restore(optimizer)
-        if not any(each.is_read for each in noted):  # it keeps a list of its own, say
+        if not any(each.is_read for each in noted):  # the optimizer may keep a list of its own
             return
         if not all(each.is_read for each in noted):
             raise PrecisionError(
                 f"{type(optimizer).__name__}.step must go through all of self.param_groups, got one that read "
-                f"{sum(each.is_read for each in noted)} of {len(noted)}: where parameters are split, those of another kind "
-                "are in groups of their own during a step, and were not trained. Write `for group in self.param_groups`."
+                f"{sum(each.is_read for each in noted)} of {len(noted)}: during a step, parameters that are split differently "
+                "are in separate groups, so some were not trained. Write `for group in self.param_groups`."
             )
         self._reads_all = True
 
@@ -110,12 +110,12 @@ class _Split:
         sizes = [len(group["params"]) for group in groups]
         if sizes == self._sizes:
             return
-        self._sizes = sizes  # at first, or a group was added
+        self._sizes = sizes  # the first look, or a group was added
         kinds_of_groups = {i: _kinds(group["params"]) for i, group in enumerate(groups)}
         self._kinds = {i: kinds for i, kinds in kinds_of_groups.items() if len(kinds) > 1}
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
-        """The groups that schedulers and checkpoints know."""
+        """Restore the groups that schedulers and checkpoints know."""
         if self._whole:
             assert self._sizes is not None
             del optimizer.param_groups[len(self._sizes) :]
@@ -125,9 +125,9 @@ class _Split:
 
 
 class _Guarded:
-    """The step of an optimizer over split parameters; torch calls no hook where it ends in an error.
+    """The step of an optimizer over split parameters, which restores the groups if it raises: torch then calls no post hook.
 
-    A schedule wraps the function of an optimizer's step, and finds it here, too.
+    Learning-rate schedulers wrap the `__func__` of an optimizer's step, so this has one.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, split: _Split) -> None:
@@ -148,7 +148,7 @@ class _Guarded:
                 raise
 
         if method is not None:
-            del step  # it would keep the optimizer
+            del step  # it would keep the optimizer alive
         self.__func__ = guarded
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What `fully_shard` splits and gathers one by one: the blocks, and around them what is not left to the root."""
+"""The units that `fully_shard` splits and gathers one by one: blocks, embeddings, the head, and modules kept in float32."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ class Unit:
     """Modules whose parameters are gathered and freed together.
 
     Args:
-        name: of the module, or of the first of them.
+        name: the module's name; the head's if norm and head are one unit.
         policy: mixed precision.
-        reshard: after the forward, as in `fully_shard`.
-        in_order: in the order of the forward pass, so that the one before it can prefetch it.
-        is_read: perhaps elsewhere in the root's forward pass, see below.
-        mesh: the ranks, if they are others than those of the rest.
-        placement: how its parameters are cut, if it is not as the rest.
+        reshard: whether to reshard after the forward, as in `fully_shard`.
+        in_order: the units with this flag are in forward order, so each can be prefetched by the one before it.
+        is_read: parameters may be read in the root's forward outside of their own module's forward; see below.
+        mesh: the unit's mesh, if it differs from the other units'.
+        placement: how its parameters are sharded, if it differs from the other units'.
     """
 
     name: str
@@ -88,12 +88,12 @@ def units_of(
     *,
     reports: bool,
 ) -> list[Unit]:
-    """The units in the order in which they are split, without the root, which gets what they leave.
+    """The units in the order in which they are split. The root, which gets all other parameters, is not among them.
 
     Args:
-        chosen: blocks, innermost first; None takes the repeated ones.
-        precision, policy: see below.
-        reports: log what is chosen.
+        chosen: blocks, innermost first; None takes the repeated blocks.
+        precision, policy: see `policy_for`.
+        reports: log the choice.
     """
     blocks, shared = without_shared(module, blocks_to_shard(module) if chosen is None else chosen)
     full = without_shared(module, in_full(module, device))[0] if decides(precision, policy) else []
@@ -106,7 +106,7 @@ def units_of(
     units += [Unit(name, (b,), policy_for(b, precision, policy), reshard) for name, b in blocks if b not in done]
     if head:
         (name, last), together = head[-1], tuple(part for _, part in head)
-        kept = False if reshard is True else reshard  # the backward pass begins with it
+        kept = False if reshard is True else reshard  # the backward pass begins with the head
         units.append(Unit(name, together, policy_for(last, precision, policy), kept, is_read=True))
     if reports:
         around = [name for name, _ in embeddings] + ([" with ".join(name for name, _ in head)] if head else [])
@@ -115,10 +115,10 @@ def units_of(
 
 
 def experts_apart(module: nn.Module, precision: Precision | None, policy: MixedPrecisionPolicy | None) -> set[nn.Parameter]:
-    """Parameters of experts that no other data-parallel rank has: there is nothing to gather and nothing to reduce.
+    """Parameters of experts that no other data-parallel rank has, so there is nothing to gather or reduce.
 
-    A unit over a single rank would copy them in each pass. Where they are computed in another type than they are kept in, one
-    stays, to cast them.
+    A unit over a single rank would copy them in each pass. If their compute dtype differs from the stored one, they stay a unit,
+    which casts them.
     """
     return {
         parameter
@@ -135,17 +135,17 @@ def expert_units(
     reshard: bool | int,
     apart: Collection[nn.Parameter] = (),
 ) -> list[Unit]:
-    """Experts that are divided over ranks: each is sharded over the ranks that have the same ones. They are split first.
+    """Units of experts that are divided over ranks: sharded over the ranks that have the same experts. They are split first.
 
     Args:
-        apart: parameters of experts that are no units.
+        apart: parameters of experts that are not in a unit.
     """
     return [
         Unit(
             name,
             (part,),
             policy_for(part, precision, policy),
-            reshard is not False,  # a number is one of the other mesh's ranks
+            reshard is not False,  # a number counts ranks of the other units' mesh
             in_order=False,
             mesh=dispatch.data_mesh,
             placement=dispatch.placement,
@@ -156,7 +156,7 @@ def expert_units(
 
 
 def resharded(units: list[Unit], module: nn.Module, by_name: Mapping[str, bool | int]) -> list[Unit]:
-    """The units with what the user says of them, by patterns of names; where several match, the first of them counts.
+    """The units with the user's reshard_after_forward, by patterns of names. The first matching pattern counts.
 
     Raises:
         UsageError: a pattern matches no unit.
@@ -167,7 +167,7 @@ def resharded(units: list[Unit], module: nn.Module, by_name: Mapping[str, bool |
     for pattern, matched in matches.items():
         if not matched:
             raise LayoutError(
-                f"reshard_after_forward has {pattern!r}, which matches nothing that is sharded one by one: "
+                f"reshard_after_forward has {pattern!r}, which matches none of the modules that are sharded one by one: "
                 f"{', '.join(sorted(every)) or 'the module is sharded as a whole'}."
             )
     made = []
@@ -179,10 +179,10 @@ def resharded(units: list[Unit], module: nn.Module, by_name: Mapping[str, bool |
 
 
 def prefetch(units: list[Unit], forward: int, backward: int | None) -> None:
-    """While one unit is computed, gather so many that follow; in the backward pass so many that were before.
+    """While one unit computes, prefetch the next `forward` units, and in the backward pass the `backward` units before it.
 
     Args:
-        backward: None is what `fully_shard` does by itself: one.
+        backward: None leaves it to `fully_shard`, which prefetches one.
     """
     ordered = [unit.modules[0] for unit in units if unit.in_order]
     for i, part in enumerate(ordered):
@@ -195,7 +195,7 @@ def prefetch(units: list[Unit], forward: int, backward: int | None) -> None:
 def check_prefetch(forward: Any, backward: Any) -> None:
     """
     Raises:
-        UsageError: forward_prefetch or backward_prefetch is no number of blocks.
+        UsageError: forward_prefetch or backward_prefetch is not a number of blocks.
     """
     if not isinstance(forward, bool):
         whole("forward_prefetch", forward, at_least=0, kind=LayoutError)
@@ -206,7 +206,7 @@ def check_prefetch(forward: Any, backward: Any) -> None:
 def check_reshard(value: Any) -> None:
     """
     Raises:
-        UsageError: reshard_after_forward is nothing that `fully_shard` takes, nor that by names.
+        UsageError: reshard_after_forward is neither a value that `fully_shard` takes nor a dict of such values by names.
     """
     each = mapping("reshard_after_forward", value, kind=LayoutError).values() if isinstance(value, Mapping) else (value,)
     allowed = int if isinstance(value, Mapping) else int | None
@@ -216,7 +216,7 @@ def check_reshard(value: Any) -> None:
 
 def _report(blocks: Blocks, shared: list[str], around: list[str], *, is_chosen: bool) -> None:
     if shared:
-        logger.warning("blocks that share parameters with others are split with the root: %s", ", ".join(shared))
+        logger.warning("blocks that share parameters with other modules are sharded with the root: %s", ", ".join(shared))
     if not is_chosen:
         kinds = [f"{n} {kind}" for kind, n in Counter(type(b).__name__ for _, b in blocks).items()]
         parts = ", ".join([*kinds, *around])
@@ -225,16 +225,19 @@ def _report(blocks: Blocks, shared: list[str], around: list[str], *, is_chosen: 
         )
 
 
-# The large layers around a model's blocks, embedding and head: split one by one, so that the root does not gather them all step.
+# The large layers around a model's blocks, embeddings and head, are units of their own, so that the root need not keep them
+# gathered throughout the step.
 #
-# They are found by what they are and where they stand: an `nn.Embedding` outside the blocks; the last `nn.Linear` after them,
-# with the norm in front of it. One that is small, in bytes or beside a block, or that is tied, stays with the root.
+# They are found by class and place: each `nn.Embedding` outside the blocks; the last `nn.Linear` after the blocks, with the norm
+# before it. A layer that is tied, or small in bytes or compared to a block, stays with the root.
 #
-# The root's parameters can be read anywhere in its forward pass, as `x @ self.embedding.weight.T` does. So can these, outside of
-# their own layer's forward. An embedding is gathered then, and stays so until the backward pass, now and from then on. A head's
-# gradients are reduced when the backward pass leaves the norm, too early for a use that came before: it has a copy of its own.
+# The root's forward can read its own parameters anywhere, as `x @ self.embedding.weight.T` does. These layers' parameters can be
+# read likewise, outside of their own layer's forward. Such a read gathers an embedding until the backward pass, in this step and
+# in all later ones. A head's gradients are reduced when the backward pass leaves the norm, too early for an earlier use, so such
+# a read gets a copy.
 
-# Of the largest block, and in bytes: less is not worth a collective, whose latency is as long as so much takes to send.
+# As a fraction of the largest block, and in bytes. A smaller layer is not worth a collective: its latency would exceed the
+# transfer.
 _WORTH, _WORTH_BYTES = 0.25, 1 << 20
 
 
@@ -268,7 +271,7 @@ def _is_large(module: nn.Module, least: float) -> bool:
 
 
 class _Within:
-    """Whether the root's forward pass is under way."""
+    """Records whether the root's forward pass is running."""
 
     now = False
 
@@ -280,7 +283,7 @@ class _Within:
 
 
 class _GathersWhenRead:
-    """In front of the class of a module that `fully_shard` has split."""
+    """Put before the class of a split module: gathers parameters that are read outside of their own module's forward."""
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)  # type: ignore[misc]
@@ -293,15 +296,15 @@ class _GathersWhenRead:
         return super().__getattr__(name)  # type: ignore[misc]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch looks through its states of all modules, which come and go
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch iterates over the states of all modules, which change
 def _gather(module: Any, within: _Within) -> None:
-    with for_now(within, now=False):  # torch reads the parameters, too
+    with for_now(within, now=False):  # torch reads the parameters, too, which must not gather again
         module.set_reshard_after_forward(False)
         module.unshard()
 
 
 def _whole_copy(parameter: Any) -> torch.Tensor:
-    """Of a shard; its gradient is averaged over the ranks into the shard's. What tensor parallelism splits, stays split."""
+    """A gathered copy of a shard. Its gradient is averaged over the ranks into the shard's. The tp axis stays split."""
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     mesh, split = parameter.device_mesh, parameter.placements
@@ -320,7 +323,7 @@ def _whole_copy(parameter: Any) -> torch.Tensor:
 
 
 class _NoView(torch.autograd.Function):
-    """The same memory, as a tensor that autograd takes for no view of another."""
+    """The same memory, as a tensor that autograd does not treat as a view."""
 
     @staticmethod
     def forward(ctx: Any, view: torch.Tensor) -> torch.Tensor:
@@ -332,8 +335,8 @@ class _NoView(torch.autograd.Function):
 
 
 def give_no_views(module: nn.Module) -> None:
-    """Of a module that `fully_shard` has split, before its hook on the outputs: what is done in place to a view (x = block(x);
-    x += y) drops the view's hooks, and the module's parameters would not be gathered for the backward pass.
+    """Have a split module return no views, before `fully_shard` puts its hook on the outputs. An in-place operation on a view
+    (x = block(x); x += y) drops the view's hooks, so the module's parameters would not be gathered for the backward pass.
     """
 
     def without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -349,14 +352,14 @@ def _is_tracked_view(value: Any) -> bool:
     return torch.is_grad_enabled() and isinstance(value, torch.Tensor) and value.requires_grad and value._base is not None
 
 
-# What a backward pass may reach before an output on which `fully_shard` has put its hook: torch looks for outputs in containers
-# and dataclasses only. Parameters that were freed would not be there yet, and gradients of those that were not would never be
-# reduced. So torch's hook goes on what objects hold (distributions), on what layers keep for the loss, and on the loss itself
-# where the module has given nothing that can be found. Tested with torch 2.13; tests/parallel/test_edges.py notices a change.
+# A backward pass may reach a module's graph before it reaches an output with `fully_shard`'s hook: torch finds outputs only in
+# containers and dataclasses. Then freed parameters would not be gathered yet, and gradients of parameters that were not freed
+# would never be reduced. So torch's hook is also put on tensors in other objects (distributions), on tensors that layers keep for
+# the loss, and on the loss itself if no output was found. Tested with torch 2.13; tests/parallel/test_edges.py notices a change.
 
 
 def hear_of_all_outputs(module: nn.Module) -> None:
-    """Of a module that `fully_shard` has split, after its own hook on the outputs."""
+    """Put `fully_shard`'s hook on further tensors of a split module, after its own hook on the outputs."""
     layers = list(_layers_of_its_own(module))
 
     def listen(module: Any, inputs: Any, output: Any) -> None:
@@ -364,18 +367,18 @@ def hear_of_all_outputs(module: nn.Module) -> None:
             return
         given = tracked_tensors(output)
         state = module._get_fsdp_state()
-        state._is_unheard = not given  # no attribute of the module: a pipeline asks what a pass changes
+        state._is_unheard = not given  # not an attribute of the module: a pipeline checks what a pass changes there
         kept = [tensor for layer in layers for tensor in _kept(layer) if not hasattr(tensor, "_is_heard")]
         for tensor in (*given, *kept):
             if tensor is not output:
-                tensor._is_heard = True  # type: ignore[attr-defined]  # what is kept may still be there after the next pass
+                tensor._is_heard = True  # type: ignore[attr-defined]  # a kept tensor may still be there after the next pass
                 tensor.register_hook(state._pre_backward)
 
     module.register_forward_hook(torch.compiler.disable(listen))
 
 
 def hear_of_loss(root: Any, loss: torch.Tensor) -> None:
-    """Before a backward pass that may reach what the root gave in its latest forward pass."""
+    """Put the hook on the loss if no output of the root's latest forward was found. Call before the backward pass."""
     if is_fully_sharded(root) and loss.requires_grad:
         state = root._get_fsdp_state()
         if getattr(state, "_is_unheard", False):
@@ -390,7 +393,7 @@ def _layers_of_its_own(module: nn.Module) -> Iterable[nn.Module]:
 
 
 def _kept(layer: nn.Module) -> Iterable[torch.Tensor]:
-    """Attributes of a layer that are tensors with a graph behind them, or a list that ends with one."""
+    """Tensors with a graph among a layer's attributes, and in attributes that are lists ending with a tensor."""
     for value in vars(layer).values():
         each = value if isinstance(value, list | tuple) else (value,)
         if each and isinstance(each[-1], torch.Tensor):
@@ -398,14 +401,14 @@ def _kept(layer: nn.Module) -> Iterable[torch.Tensor]:
 
 
 def keep_readable(root: nn.Module, parts: list[nn.Module]) -> None:
-    """Let the parameters of `parts`, which are split, be read in the root's forward pass outside of their own."""
+    """Let parameters of the split modules `parts` be read in the root's forward, outside of their own module's forward."""
     within = _Within()
     for part in parts:
         mesh = next((p.device_mesh for p in part.parameters() if is_split(p)), None)  # type: ignore[attr-defined]
         if mesh is None:
             continue
         kind = type(part)
-        # torch finds a module's own class by its place among the bases: two are put in front of the two of fully_shard.
+        # torch finds a module's original class by its index in the MRO: two classes are put before the two of fully_shard.
         replace_class(part, "embedding_and_head", in_front_of(kind, _GathersWhenRead, _orig_cls_mro_index=4))
         vars(part)["_echelon_edge"] = (within, mesh)
     if parts:
@@ -413,27 +416,27 @@ def keep_readable(root: nn.Module, parts: list[nn.Module]) -> None:
         root.register_forward_hook(torch.compiler.disable(within.leave), always_call=True)
 
 
-# The type in which `fully_shard` gathers parameters: what a precision means for a module that is split.
+# The dtype in which `fully_shard` gathers parameters: what the precision means for a split module.
 #
-# Autocast casts each weight from float32 where it is used, and the backward pass keeps the copies: a whole model in half
-# precision on every rank. So a split module's parameters are cast before they are gathered, shard by shard, which also halves
-# what travels. Autocast stays: it has no weight left to cast, and still takes losses, softmax and products of mixed types to the
-# type that it takes them to on one process. Inputs are not cast: a time step or a target in the arguments keeps its digits.
+# Autocast casts each float32 weight where it is used, and the backward pass keeps the copies: a whole model in half precision on
+# every rank. So a split module's parameters are cast shard by shard before they are gathered, which also halves the traffic.
+# Autocast stays on: it has no weights left to cast, and casts losses, softmax and products of mixed dtypes as in one process.
+# Inputs are not cast: a time step or a target among the arguments keeps its digits.
 #
-# Shards, reduced gradients and optimizer state stay float32. What computes in float32 under autocast and cannot take weights of
-# another type, as batch norm cannot, is a unit of its own, gathered in float32.
+# Shards, reduced gradients and optimizer state stay float32. A layer that computes in float32 under autocast and cannot take
+# weights of another dtype, such as batch norm, is a unit of its own, gathered in float32.
 
 _ALWAYS = (nn.modules.batchnorm._NormBase, nn.PReLU, nn.Bilinear, nn.EmbeddingBag)  # _NormBase: batch and instance norms
-# A GPU's autocast computes these norms in float32, whatever it is given, and its embedding adds up gradients in float32.
+# On a GPU, autocast computes these norms in float32 whatever the weights' dtype, and an embedding sums gradients in float32.
 _ON_CPU = (nn.LayerNorm, nn.GroupNorm, nn.Embedding)
 
 
 def policy_for(part: nn.Module, precision: Precision | None, given: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
-    """The user's policy, which wins; the precision decides what it leaves open.
+    """The user's policy, completed by the precision where the policy leaves dtypes open.
 
     Args:
-        part: what is split with it.
-        given: the user's.
+        part: the module to be split with this policy.
+        given: the user's policy.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -446,12 +449,12 @@ def policy_for(part: nn.Module, precision: Precision | None, given: MixedPrecisi
 
 
 def decides(precision: Precision | None, given: MixedPrecisionPolicy | None) -> bool:
-    """Whether it is the precision that says in which type parameters are gathered."""
+    """Whether the precision, not the user's policy, decides the dtype in which parameters are gathered."""
     return precision is not None and precision.dtype is not None and (given is None or given.param_dtype is None)
 
 
 def _can_be_cast(parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether none is of a type that autocast leaves alone, as float64; complex numbers would lose half of them."""
+    """Whether autocast would cast all of these: not float64, which it leaves alone, nor complex, which would lose a half."""
     kept = (torch.float32, torch.bfloat16, torch.float16)
     return all(p.dtype in kept or not (p.is_floating_point() or p.is_complex()) for p in parameters)
 
@@ -469,13 +472,13 @@ def in_full(module: nn.Module, device: torch.device) -> Blocks:
 
 
 def _is_a_norm(part: nn.Module) -> bool:
-    """A norm of whoever's, by `F.layer_norm` perhaps: vectors are all that it has."""
+    """Whether it may be anybody's norm, for example by `F.layer_norm`: no children, and only vectors for parameters."""
     return next(part.children(), None) is None and all(p.dim() <= 1 for p in part.parameters(recurse=False))
 
 
 def always_under_autocast(module: nn.Module, precision: Precision, device: torch.device) -> None:
-    """Let a call of the module from a hook, or from a script, be computed as in a step: its weights are in half precision there,
-    too, and its arguments are not.
+    """Run calls of the module outside of a step, from hooks or scripts, under autocast, too: its weights are in half precision
+    there as well, and its arguments are not.
     """
     entered: list[Any] = []
 
@@ -485,7 +488,7 @@ def always_under_autocast(module: nn.Module, precision: Precision, device: torch
             entered[-1].__enter__()
 
     def after(_: nn.Module, args: Any, made: Any) -> None:
-        # Empty if the call failed before this hook's other half.
+        # Empty if the call failed before `before` ran.
         if entered and (context := entered.pop()) is not None:
             context.__exit__(None, None, None)
 
@@ -493,12 +496,12 @@ def always_under_autocast(module: nn.Module, precision: Precision, device: torch
     module.register_forward_hook(torch.compiler.disable(after), always_call=True)
 
 
-# Parameters that `fully_shard` cannot split. They stay whole on every rank: `gradients/unreduced_params` averages theirs.
+# Parameters that `fully_shard` cannot split stay whole on every rank; `gradients/unreduced_params` averages their gradients.
 
 
 def unsplittable(module: nn.Module) -> set[nn.Parameter]:
-    """Scalars and empty tensors, which `fully_shard` refuses or breaks on; complex ones, which it would gather as real numbers
-    where a precision is asked for; with an older torch, all that are no floating-point numbers.
+    """Scalars and empty parameters, which `fully_shard` refuses or breaks on; complex ones, which it would gather as real numbers
+    if a precision is set; with an older torch, all that are not floating-point.
     """
     integers = shards_integers()
     return {
@@ -509,11 +512,11 @@ def unsplittable(module: nn.Module) -> set[nn.Parameter]:
 
 
 def of_another_type(module: nn.Module, units: Iterable[Sequence[nn.Module]], ignored: set[nn.Parameter]) -> set[nn.Parameter]:
-    """Trained parameters of another type than most of those they are gathered with: `fully_shard` takes one type at a time.
+    """Trained parameters whose dtype differs from most in their unit: `fully_shard` takes one dtype per unit.
 
     Args:
-        units: modules that are gathered together; what is in none of them is gathered with the root.
-        ignored: parameters that stay whole already.
+        units: modules that are gathered together; parameters in none of them are gathered with the root.
+        ignored: parameters that already stay whole.
     """
     others: set[nn.Parameter] = set()
     done = set(ignored)
@@ -530,7 +533,7 @@ def of_another_type(module: nn.Module, units: Iterable[Sequence[nn.Module]], ign
     if others:
         first = next(name for name, p in module.named_parameters() if p in others)
         logger.warning(
-            "%s parameters, such as %s, are of another type than most of those around them: every rank holds them whole",
+            "%s parameters, such as %s, have another dtype than most parameters around them: every rank holds them whole",
             len(others),
             first,
         )
