@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Callable[[], None], str]] = {
     "lazy, ddp": (lambda: _trained(module=_lazy(), layout="ddp"), "has no shape before the first batch"),
     "lazy, fsdp": (lambda: _trained(module=_lazy(), layout="fsdp"), "has no shape before the first batch"),
     "lazy, in a loop": (_lazy_in_a_loop, "has no shape before the first batch"),
-    "in place": (lambda: _trained(module=Changes().double(), layout="fsdp"), "changes in place what it is given"),
+    "in place": (lambda: _trained(module=Changes().double(), layout="fsdp"), "changes its input in place"),
     "a part that is called": (_decodes, "must come from a call of Net itself"),
     "clipping by torch": (_clips_by_torch, "Clip by window.clip_grad_norm_(max_norm)"),
     "a weight that is read": (

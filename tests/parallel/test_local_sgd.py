@@ -346,7 +346,7 @@ def test_what_makes_no_sense_is_refused(ranks: Ranks) -> None:
     options: dict[str, dict[str, Any]] = {
         "precision must not be 'fp16' under 'diloco'": {"precision": "fp16"},
         "ema must be None under 'diloco'": {"swa_params": ech.units.SWAParams(1, 1)},
-        "bit-equal training is the same on any number of ranks, which 'diloco' is not": {"deterministic": "bitwise"},
+        "bit-equal training must give the same numbers on any number of ranks, 'diloco' does not": {"deterministic": "bitwise"},
     }
     for said in ranks(2, lambda: [refusal(Unit, module=net(), layout="diloco", **each) for each in options.values()]):
         assert [words for words, text in zip(options, said, strict=True) if words not in text] == []

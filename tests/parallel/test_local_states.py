@@ -341,7 +341,7 @@ def test_a_checkpoint_that_one_rank_sees_otherwise_is_told_to_all(ranks: Ranks, 
 
 
 TOLD: list[tuple[str, list[str], str]] = [
-    ("frozen", ["fsdp", "hsdp"], "spare.weight is frozen on one and trained on another"),
+    ("frozen", ["fsdp", "hsdp"], "spare.weight is frozen on one rank and trained on another"),
     ("frozen later", ["ddp", "fsdp", "zero1"], "spare.weight was frozen on rank 1 and not on rank 0"),
     ("unfrozen later", ["fsdp", "ddp"], "spare.weight was unfrozen on rank 1 and not on rank 0"),
     ("unfrozen with an epoch", ["ddp", "fsdp"], "spare.weight was unfrozen on rank 1 and not on rank 0"),

@@ -247,7 +247,7 @@ def test_losses_that_a_pipeline_cannot_follow_are_refused_on_all_ranks(ranks: Ra
         "penalty": "stage 1 of Net uses a parameter of another stage outside of its module",
         "twice": "compute_loss must call Net once, got another call",
         "gather": "with ranks of other stages, which do not come to them, got allgather over ranks 0, 1.",
-        "slope": "asks for a gradient of what Net gives, by what goes into it",
+        "slope": "takes a gradient of the outputs of Net with respect to its inputs",
         "reentrant": "must have use_reentrant=False around _Reentrant.blocks.0 in a pipeline",
     }
     for found in ranks(2, lambda: _refused({way: partial(_Loss, way) for way in words})):

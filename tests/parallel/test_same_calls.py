@@ -108,7 +108,7 @@ def test_ranks_with_gradients_of_other_parameters_are_told_after_the_update(rank
     for updated, text in ranks(2, _walked, "other heads", "fsdp", accumulation):
         assert updated == FIRST + 1
         assert "in update 3 rank 0 had one of heads.1.bias and rank 1 had none" in text
-        assert "Go on from a checkpoint before it" in text
+        assert "Continue from an earlier checkpoint" in text
 
 
 def test_of_the_last_update_they_are_told_at_the_end(ranks: Ranks, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def _dropping() -> None:
 
 def test_layers_that_each_rank_leaves_out_at_random_are_refused_before_training(ranks: Ranks) -> None:
     for said in ranks(2, refusal, _dropping):
-        assert "Paths leaves out layers at random (layerdrop=0.1)" in said and "Set layerdrop=0" in said
+        assert "Paths skips layers at random (layerdrop=0.1)" in said and "Set layerdrop=0" in said
 
 
 def _messages(way: str) -> list[int]:

@@ -194,7 +194,7 @@ def _steps() -> dict[str, tuple[str, str]]:
     units: dict[str, tuple[Any, str]] = {
         "sparse": (
             Regression(module=Looked().double(), layout="fsdp"),
-            "Looked has gradients that are sparse tensors",
+            "Looked has sparse gradients",
         ),
         "Adafactor": (Regression(layout="fsdp", optimizer="Adafactor"), "Adafactor cannot step parameters that are split over"),
         "LBFGS of several": (
@@ -208,12 +208,12 @@ def _steps() -> dict[str, tuple[str, str]]:
         name: (refusal(ech.train, unit, [batch(4, 0), batch(4, 1)], max_epochs=1), words) for name, (unit, words) in units.items()
     }
     hooked = refusal(lambda: Regression(module=_hooked(net()), layout="fsdp"))
-    found["hook"] = hooked, "puts another parameter in the place of last.weight, whose hook (register_hook"
+    found["hook"] = hooked, "replaces the parameter last.weight, whose hook (register_hook"
     bounded = refusal(lambda: Regression(module=nn.Embedding(5, 4, max_norm=1.0), layout="ddp"))
     for how in ("in place", "its data", "other data", "another"):
         writes = Regression(module=_Follows(how).double(), layout="zero2" if how == "its data" else "fsdp")
         said = refusal(ech.train, writes, [batch(4, 0), batch(4, 1)], max_epochs=1)
-        found[f"writes {how}"] = said, "copy.weight is written in the forward pass of _Follows, and what is written is lost"
+        found[f"writes {how}"] = said, "copy.weight is written in the forward pass of _Follows, and the new value is lost"
     found["max_norm"] = bounded, "max_norm must be None on several ranks, got 1"
     return found
 

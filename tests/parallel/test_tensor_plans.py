@@ -447,8 +447,8 @@ def test_a_plan_that_leaves_parts_where_all_is_expected_is_refused(ranks: Ranks)
     plans: list[dict[str, str]] = [{"last": "colwise"}, {"first": "colwise"}, {"last": "rowwise"}]
     found = ranks(2, _misused, False, [ech.Layout(tp=-1, plan=plan) for plan in plans])
     for _, outputs, inputs in found:
-        assert "code of Classes takes all features" in outputs and "such as first, comes a 'rowwise' one" in outputs
-        assert "code of Classes takes all features" in inputs and "'rowwise_split' takes all" in inputs
+        assert "code of Classes expects all features" in outputs and "such as first, must be followed by a 'rowwise'" in outputs
+        assert "code of Classes expects all features" in inputs and "'rowwise_split' takes all" in inputs
     # In stages on all ranks, of which only those of the last stage see it.
     staged = ranks(4, _misused, False, [ech.Layout(pp=2, tp=2, stages=["last"], plan=plans[0])])
     for loss, *_ in [*found, *staged]:

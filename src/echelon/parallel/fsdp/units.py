@@ -167,7 +167,7 @@ def resharded(units: list[Unit], module: nn.Module, by_name: Mapping[str, bool |
     for pattern, matched in matches.items():
         if not matched:
             raise LayoutError(
-                f"reshard_after_forward has {pattern!r}, which matches none of the modules that are sharded one by one: "
+                f"reshard_after_forward has {pattern!r}, which matches no module that is sharded one by one: "
                 f"{', '.join(sorted(every)) or 'the module is sharded as a whole'}."
             )
     made = []

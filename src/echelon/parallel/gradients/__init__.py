@@ -1,1 +1,1 @@
-"""Gradients of whole and sharded parameters: scaled, clipped, added in one order, reduced where a layout does not."""
+"""Gradients of whole and sharded parameters: scaled, clipped, summed in a fixed order, reduced where the layout does not."""

@@ -1,13 +1,13 @@
-"""Scale and clip gradients, whatever mixture of whole and sharded tensors they are.
+"""Scale and clip gradients in any mixture of whole and sharded tensors.
 
-A gradient that is whole on every rank (one process, DistributedDataParallel, ZeRO-1) counts once. A DTensor's parts are counted
-over the mesh axes that it is split over, and once over those that it is replicated over. So the norm is
+A gradient that is whole on every rank (one process, DistributedDataParallel, ZeRO-1) counts once. A DTensor's parts are summed
+over the mesh axes that split it, and count once along axes that replicate it. So the norm is
 
     |g|  =  ( sum over tensors, over the ranks that split them, of |part|^p ) ^ (1/p)
 
 in one small all-reduce per mesh axis, and the same number on every rank.
 
-All of it without autograd: with it, torch makes a node of the graph each time that it is asked for a DTensor's part.
+Everything runs without autograd: with it, torch adds a node to the graph each time that a DTensor's part is read.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = ["clear", "clip_by_norm_", "clip_by_value_", "graph", "pass_zeros", "s
 
 
 def clear(optimizer: torch.optim.Optimizer) -> None:
-    """Drop all gradients of an optimizer's parameters: its own `zero_grad` if it has one, else what torch's does, without its
-    profiler range, which takes longer than the work.
+    """Drop all gradients of an optimizer's parameters. Calls the optimizer's own `zero_grad` if it has one. Otherwise does what
+    torch's does, without its profiler range, which takes longer than the work.
     """
     if getattr(type(optimizer), "zero_grad", None) is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer):
         for group in optimizer.param_groups:
@@ -41,7 +41,7 @@ def clear(optimizer: torch.optim.Optimizer) -> None:
 
 
 def times_changed(parameter: torch.Tensor) -> int:
-    """How often its gradient was changed in place, as torch counts it (`_version`: there is no public name); -1 without one."""
+    """How often the gradient was changed in place, by torch's count (`_version`, which has no public name); -1 without one."""
     return -1 if parameter.grad is None else parameter.grad._version
 
 
@@ -79,19 +79,19 @@ def clip_by_norm_(
     beside: Sequence[dist.ProcessGroup | None] = (),
     elsewhere: Collection[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """Scale all gradients so that the norm of all together is at most `max_norm`.
+    """Scale all gradients so that their total norm is at most `max_norm`.
 
     Collective over the ranks that hold different parts: each of them must call it.
 
     Args:
         max_norm: > 0; inf only measures.
         norm_type: > 0; 2 is the Euclidean norm; inf the largest absolute value.
-        beside: groups of ranks that hold other parameters altogether, as the stages of a pipeline do.
-        elsewhere: parameters of which a rank beside has a copy, and counts its gradient; here it is only scaled.
+        beside: groups of ranks that hold entirely different parameters, such as pipeline stages.
+        elsewhere: parameters that a rank of these groups has a copy of and counts; here their gradients are only scaled.
     Returns:
         The norm before clipping, a 0-dim tensor, the same number on every rank.
     Raises:
-        UsageError: a norm of another type.
+        UsageError: norm_type is not above 0.
     Source: Pascanu et al. 2013, section 3.2, as `torch.nn.utils.clip_grad_norm_` does it.
     """
     parameters = list(parameters)
@@ -99,11 +99,11 @@ def clip_by_norm_(
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     if not norm_type > 0:
         raise LayoutError(f"norm_type must be above 0, or inf, for sharded gradients, got {norm_type:g}.")
-    # Phase 1: this rank's parts, by the axes that they are split over. A kind without a gradient here still takes part.
+    # Phase 1: this rank's parts, by the axes that split them. A kind without a gradient on this rank still joins the all-reduces.
     kinds: dict[Axes, list[torch.Tensor]] = {}
     uncounted: list[torch.Tensor] = []
     others = {id(parameter) for parameter in elsewhere}
-    axes: dict[Any, Axes] = {}  # asking a mesh for its groups takes longer than all else that is done with a gradient
+    axes: dict[Any, Axes] = {}  # a cache: asking a mesh for its groups takes longer than all other work on a gradient
     for parameter in parameters:
         layout = id(getattr(parameter, "device_mesh", None)), getattr(parameter, "placements", None)
         if layout not in axes:
@@ -111,11 +111,10 @@ def clip_by_norm_(
         parts = kinds.setdefault(axes[layout], [])
         if parameter.grad is not None and (part := local(parameter.grad)).numel():  # a rank's part of a small tensor may be empty
             (uncounted if id(parameter) in others else parts).append(part)
-    # Phase 2: their norm, over the ranks.
-    # In a gradient's type, also where this rank has none: a shard can be empty.
+    # Phase 2: their norm over the ranks, in the gradients' dtype; a rank may have no gradient, since shards can be empty.
     dtype = next((p.grad.dtype for p in parameters if p.grad is not None), parameters[0].dtype)
     norm = _over_ranks(kinds, norm_type, local(parameters[0]).device, beside).to(dtype.to_real())
-    # Phase 3: one factor for all. Always multiplied, as torch does: asking whether it is 1 would wait for the device.
+    # Phase 3: one factor for all. Always multiply, as torch does: testing whether it is 1 would wait for the device.
     grads = [*(part for parts in kinds.values() for part in parts), *uncounted]
     if grads and max_norm != math.inf:
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
@@ -131,7 +130,7 @@ def _split_over(parameter: torch.Tensor) -> Axes:
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:
         return ()
-    # Everything but Replicate is some way of splitting; gradients of parameters are never Partial.
+    # Every placement but Replicate splits; gradients of parameters are never Partial.
     return tuple(mesh.get_group(axis) for axis, p in enumerate(parameter.placements) if not p.is_replicate())  # type: ignore[attr-defined]
 
 
@@ -144,7 +143,7 @@ def _over_ranks(
         # In float64: the power of a large float32 norm would overflow.
         norm = torch.nn.utils.get_total_norm(parts, norm_type).to(device, torch.float64) if parts else zero
         sums[axes] = norm if largest else norm**norm_type
-    # The axis last in mesh order first. What is summed over it joins what is split over the others only.
+    # Reduce over the axis that is last in mesh order first; the result joins the sum of tensors split over the other axes only.
     while any(sums):
         group = max(sums, key=len)[-1]
         axes_here = [axes for axes in sums if group in axes]
@@ -161,12 +160,12 @@ def _over_ranks(
 
 
 def _multiply(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """By a 0-dim tensor of any type and device, in one operation for all gradients of one type and device."""
+    """Multiply by a 0-dim tensor of any dtype and device, in one operation for all gradients of one dtype and device."""
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in grads:  # offloaded gradients lie in host memory
         kinds.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, dtype), same in kinds.items():
-        # A factor of another type is multiplied tensor by tensor. One of half precision would itself be rounded.
+        # If the factor's dtype differs, torch multiplies tensor by tensor. But a half-precision factor would itself be rounded.
         own = dtype if dtype in (torch.float32, torch.float64) else factor.dtype
         torch._foreach_mul_(same, factor.to(device, own))
 
@@ -178,13 +177,13 @@ _VALUES_OF_A_BATCH = 2**20
 def pass_zeros(loss: torch.Tensor, where: torch.Tensor | None = None) -> None:
     """Make the coming backward pass give exact zeros: a mean over nothing divides by zero, and 0 times inf would be nan.
 
-    The pass itself stays: its collectives, and the hooks of parameters, happen as on the other ranks. Where it brings gradients
-    of other ranks' losses (nodes with `crosses_ranks`), what follows from these is left alone.
+    The pass still runs: its collectives and the parameters' hooks happen as on other ranks. Gradients of other ranks' losses,
+    which arrive at nodes with `crosses_ranks`, and all gradients that follow from them stay as they are.
 
     Args:
-        where: does so only where this 0-dim tensor on the device is true, and nothing waits for it. Each node costs an operation
-            on the device then, so only those nearest to the loss are changed, where means are divided by what they count, and
-            of their gradients those that are no larger than the values of a batch.
+        where: zero gradients only if this 0-dim tensor on the device is true; the host does not wait for it. Each node then costs
+            an operation on the device, so only the nodes nearest to the loss are changed, where means are divided by their
+            counts, and of their gradients only those with no more elements than a batch has.
     """
     if where is not None:
         for node in graph(
@@ -201,11 +200,11 @@ def pass_zeros(loss: torch.Tensor, where: torch.Tensor | None = None) -> None:
 
 
 def graph(nodes: Iterable[Any], *, without: Callable[[Any], bool] = lambda node: False, most: float = math.inf) -> list[Any]:
-    """These nodes of autograd's graph and all that follow in a backward pass, the nearest first.
+    """These nodes of autograd's graph and all that follow in a backward pass, nearest first.
 
     Args:
-        without: leaves out a node, and what follows from it alone.
-        most: ends with so many.
+        without: skips a node, and the nodes that are reached only through it.
+        most: stop at this many nodes.
     """
     seen: dict[Any, None] = {}
     waiting = deque(nodes)

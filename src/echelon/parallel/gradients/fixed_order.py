@@ -1,16 +1,16 @@
-"""Bit-equal numbers on 1, 2, 4, ... ranks: gradients are added in one order, on whichever rank they were computed.
+"""Bit-equal numbers on 1, 2, 4, ... ranks: gradients are summed in one order, whichever rank computed them.
 
 Every global batch is split into the same number of parts, a power of two, whatever the number of ranks: part p is micro-batch
-p // ranks of rank p % ranks. The parts' gradients are added as a tournament: neighbours first, then pairs of
-neighbours. Parts of one micro-batch lie on neighbouring ranks, so that a reduction over the ranks is the lower half of the
-tournament, and adding up a rank's micro-batches the upper half:
+p // ranks of rank p % ranks. The parts' gradients are summed in a binary tree: neighbours first, then pairs of neighbours.
+Parts of one micro-batch lie on neighbouring ranks, so a reduction over the ranks is the lower half of the tree, and the sum over
+a rank's micro-batches is the upper half:
 
     1 rank     (g0 + g1) + (g2 + g3)       four micro-batches
     2 ranks    (g0 + g1) + (g2 + g3)       each bracket a reduction
     4 ranks    (g0 + g1) + (g2 + g3)       one reduction
 
-Floating-point addition depends on the order alone, so the sums are equal to the last bit. Dividing by the number of ranks, a
-power of two, rounds nothing. It costs that every micro-batch is reduced, by gathering instead of by a ring.
+Floating-point addition depends only on the order, so the sums are equal to the last bit. Dividing by the number of ranks, a
+power of two, rounds nothing. The cost: every micro-batch is reduced, and by gathering instead of a ring.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def is_power_of_two(n: int) -> bool:
 
 
 def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The sum of 2**n tensors of one shape, neighbours first. May reuse the first of them."""
+    """The sum of 2**n tensors of one shape, neighbours first. Overwrites the tensors."""
     level = list(parts)
     while len(level) > 1:
         level = [a.add_(b) for a, b in zip(level[::2], level[1::2], strict=True)]
@@ -41,7 +41,7 @@ def tree_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def reduce_bucket(group: dist.ProcessGroup | None, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook of DistributedDataParallel: the mean over the ranks, added in the order of the tournament."""
+    """A communication hook of DistributedDataParallel: the mean over the ranks, summed in tree order."""
     own_gradients: torch.Tensor = bucket.buffer()
     size = dist.get_world_size(group)
     gathered = [torch.empty_like(own_gradients) for _ in range(size)]
@@ -57,7 +57,7 @@ def reduce_bucket(group: dist.ProcessGroup | None, bucket: Any) -> torch.futures
 
 
 class TreeReduceScatter:
-    """The same for `FSDPModule.set_custom_reduce_scatter`: each rank gets all parts of its shard and adds them itself."""
+    """As `reduce_bucket`, for `FSDPModule.set_custom_reduce_scatter`: each rank receives all parts of its shard and sums them."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -80,14 +80,14 @@ class TreeReduceScatter:
 
 
 class GradientTree:
-    """Adds the gradients of a window's micro-batches as a tournament: a binary counter of sums not yet paired."""
+    """Sums the gradients of a window's micro-batches in tree order: a binary counter of sums that are not paired yet."""
 
     def __init__(self) -> None:
         self._count = 0
         self._waiting: list[dict[nn.Parameter, torch.Tensor]] = []
 
     def add(self, parameters: Sequence[nn.Parameter], *, last: bool) -> None:
-        """Take the gradients of one micro-batch; after the window's last they hold the sum of all."""
+        """Add the gradients of one micro-batch. After the window's last one, the parameters' gradients are the window's sum."""
         carry = {p: p.grad for p in parameters if p.grad is not None}
         paired = self._count
         while paired & 1:
@@ -99,7 +99,7 @@ class GradientTree:
             for p in parameters:
                 p.grad = None
             return
-        while self._waiting:  # a window that is shorter than a power of two
+        while self._waiting:  # the window's length is not a power of two
             carry = _pair(self._waiting.pop(), carry)
         for p, total in carry.items():
             if p.grad is None:
@@ -120,7 +120,7 @@ def _pair(earlier: dict[nn.Parameter, torch.Tensor], later: dict[nn.Parameter, t
 
 
 def clip_in_order_(parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """`gradients.clip_by_norm_`, with the norm of whole tensors, one after the other: sharded or not, it is the same number."""
+    """As `clip.clip_by_norm_`, but the norm is computed from whole tensors, so it is the same number whether sharded or not."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if not grads:
         return torch.zeros(())

@@ -1,6 +1,6 @@
-"""torch's own Adam and AdamW in one kernel for all parameters of a GPU, where the script has not chosen another way.
+"""torch's Adam and AdamW in one kernel for all parameters on a GPU, unless the script has chosen otherwise.
 
-torch's default there is `foreach`: a dozen kernels, each of which reads and writes all parameters or their state. The fused
+torch's default on a GPU is `foreach`: a dozen kernels, each of which reads and writes all parameters or their state. The fused
 kernel does so once. It takes DTensors, too.
 """
 
@@ -14,10 +14,10 @@ DEVICES = {"cuda"}
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> None:
-    """Have each group updated by the fused kernel from its first step on, as `AdamW(..., fused=True)` is.
+    """Have the fused kernel update each group from the first step on, as with `AdamW(..., fused=True)`.
 
-    Left as they are: other classes, subclasses among them, whose step may be another; an optimizer that has a state, which would
-    have to move; groups with `fused`, `foreach`, `capturable` or `differentiable` given, or with parameters elsewhere.
+    Unchanged are: other classes, also subclasses, whose step may differ; an optimizer that already has a state, which would have
+    to move; groups with `fused`, `foreach`, `capturable` or `differentiable` set, or with parameters on other devices.
     """
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW) or optimizer.state:
         return

@@ -1,8 +1,8 @@
-"""Parameters that a layout leaves whole and alone: their gradients are averaged over the data-parallel ranks here.
+"""Averages gradients over the data-parallel ranks for parameters whose gradients the layout does not reduce.
 
-Scalars, which `fully_shard` cannot split; what an optimizer trains besides the module: a learned weight of a loss, held by the
-unit; and layers that a module has got since it was made parallel. Communication: one all-reduce per type after the last backward
-pass of a window, of a few numbers as a rule.
+These are: scalars, which `fully_shard` cannot split; parameters that the optimizer has besides the module's, such as a learned
+loss weight of the unit; and layers that the module got after it was made parallel. Communication: one all-reduce per dtype, of a
+few numbers as a rule, after the last backward pass of a window.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = [
 ]
 
 Groups = Sequence[dist.ProcessGroup | None]
-_AT_ONCE = 1 << 25  # elements of gradients that are averaged in one message
+_AT_ONCE = 1 << 25  # elements of gradients averaged in one message
 
 
 def average_in_turns_(parameters: Iterable[nn.Parameter], groups: Groups) -> None:
-    """As `average_`, of whole networks: their gradients are never copied all at once."""
+    """As `average_`, for whole networks: averages in several messages, so that gradients are never copied all at once."""
     waiting: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
@@ -54,10 +54,10 @@ def average_in_turns_(parameters: Iterable[nn.Parameter], groups: Groups) -> Non
 
 @torch.no_grad()
 def average_(parameters: Sequence[nn.Parameter], groups: Groups, *, in_order: bool = False) -> None:
-    """The mean over the ranks of each gradient, in place. What has none on this rank counts as zero there.
+    """Replace each gradient by its mean over the ranks. A gradient that is missing on a rank counts as zero there. Collective.
 
-    A mean that is averaged again stays what it is: gradients that somebody else has reduced are safe. One that is sparse on every
-    rank that has it stays sparse, as SparseAdam needs it. Collective.
+    Averaging a mean again changes nothing, so gradients that something else has reduced are safe. A gradient that is sparse on
+    every rank that has it stays sparse, as SparseAdam needs.
 
     Args:
         parameters: the same on all ranks, in the same order.
@@ -69,7 +69,7 @@ def average_(parameters: Sequence[nn.Parameter], groups: Groups, *, in_order: bo
         kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     for same in kinds.values():
         parts = [p.new_zeros(p.numel()) if p.grad is None else _dense(p.grad).reshape(-1) for p in same]
-        # Whether a rank has one: a gradient that nobody has stays None, and the optimizer leaves its parameter alone.
+        # Which gradients a rank has: one that no rank has stays None, so the optimizer skips its parameter.
         flags = from_host([float(p.grad is not None) for p in same], same[0])
         sparse = from_host([float(p.grad is not None and p.grad.is_sparse) for p in same], same[0])
         flat = torch.cat([*parts, flags, sparse])
@@ -82,7 +82,7 @@ def average_(parameters: Sequence[nn.Parameter], groups: Groups, *, in_order: bo
             start += parameter.numel()
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 parameter.grad.copy_(mean)
-            elif parameter.grad is not None or bool(flag.abs() > 0):  # read, which waits for a device, only where it matters
+            elif parameter.grad is not None or bool(flag.abs() > 0):  # reading the flag waits for a device, so it comes last
                 mean = mean.to(parameter.dtype, copy=True)
                 parameter.grad = mean.to_sparse(1) if bool(sparse_flag == flag) else mean
 
@@ -102,10 +102,10 @@ def _mean(flat: torch.Tensor, group: dist.ProcessGroup | None, in_order: bool) -
 
 
 class Joined:
-    """Which parameters a module has got since it was made parallel, of which its layout knows nothing."""
+    """Finds parameters that a module got after it was made parallel, which its layout does not know."""
 
     def __init__(self, before: Iterable[nn.Parameter]) -> None:
-        # Not by weak references: `module.to(...)` swaps DTensors, and torch swaps nothing that has one.
+        # Not weak references: `module.to(...)` swaps DTensors, and torch refuses to swap a tensor that has one.
         self._before = {p for p in before if not is_split(p)}
 
     def trained(self, module: nn.Module) -> list[nn.Parameter]:
@@ -113,28 +113,28 @@ class Joined:
 
 
 def check_equal(parameters: Sequence[nn.Parameter], groups: Groups, what: str) -> None:
-    """Collective.
+    """Check that all ranks of each group have the same parameters with the same values. Collective.
 
     Raises:
-        UsageError: on all ranks of a group, if these have not the same ones, with the same values.
+        UsageError: on all ranks of a group, if they differ.
     """
     facts = [[list(p.shape), str(p.dtype), str(complex(p.detach().to(torch.complex128).sum()))] for p in parameters]
     for group in groups:
         if len(agree.kinds(facts, group)) > 1:
             raise LayoutError(
                 f"{what} that differ between ranks, and averaging their gradients would not make them equal. "
-                "Make them part of the module before it is made parallel, or seed all ranks alike before creating them. If each "
-                "rank is to train its own, use a TrainUnit."
+                "Make them part of the module before it is made parallel, or seed all ranks alike before creating them. To let "
+                "each rank train its own, use a TrainUnit."
             )
 
 
 class AfterEachBackward:
-    """Averages the gradients of scalars in a sharded module, for those who call `backward` themselves.
+    """Averages gradients of whole parameters in a sharded module, for users who call `backward` themselves.
 
-    Every backward pass averages: with several to an update, the mean of the sum so far is what the next one adds to.
+    Averages in every backward pass: with several passes per update, each pass adds to the mean of the sum so far.
 
     Attributes:
-        enabled: False where somebody else averages.
+        enabled: False if the loop averages them instead.
     """
 
     _all: ClassVar[weakref.WeakKeyDictionary[nn.Module, AfterEachBackward]] = weakref.WeakKeyDictionary()
@@ -145,7 +145,7 @@ class AfterEachBackward:
         AfterEachBackward._all[module] = self
         for parameter in parameters:
             parameter.register_post_accumulate_grad_hook(lambda _: self._expect())
-        # All ranks pass through the root; not all need have used a scalar.
+        # All ranks call the root, but not all need to have used such a parameter.
         module.register_forward_hook(self._listen)
 
     @classmethod
@@ -167,21 +167,21 @@ class AfterEachBackward:
         average_(self._parameters, self._groups)
 
 
-# Hear of a backward pass, and call something when the one that is under way ends.
+# Hooks for a backward pass, and for the end of the current one.
 #
-# torch has no public way to learn of its end; DistributedDataParallel and FSDP queue their last work in this one. Tested with
-# torch 2.13; tests/parallel/test_after_backward.py notices a change.
+# torch has no public hook for the end of a backward pass. DistributedDataParallel and FSDP queue their last work as done here.
+# Tested with torch 2.13; tests/parallel/test_after_backward.py notices a change.
 
 
 def hook_backward(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
-    """Call `hook` in a backward pass with the gradient of each tensor of these outputs, which a forward pass has just given."""
+    """Call `hook` in the backward pass with the gradient of each tensor in these outputs of a forward pass."""
     for tensor in tracked_tensors(output):
         tensor.register_hook(hook)
 
 
 def tracked_tensors(output: Any) -> list[torch.Tensor]:
-    """The tensors with a graph behind them, wherever they are in these outputs: in containers, in sets, in attributes of objects
-    such as distributions. Not parameters, which would keep a hook for ever; nor what only a call gives, as of a generator."""
+    """The tensors with a graph in these outputs: in containers, in sets, in attributes of objects such as distributions. Not
+    parameters, which would keep a hook forever, nor tensors that only a call yields, as of a generator."""
     if isinstance(output, torch.Tensor):
         return [output] if output.grad_fn is not None else []
     tracked, seen, todo = dict[int, torch.Tensor](), set[int](), [output]
@@ -199,5 +199,5 @@ def tracked_tensors(output: Any) -> list[torch.Tensor]:
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Queue `call`; from a hook of a backward pass only. It runs once, in the thread of the caller of `backward`."""
+    """Call `call` once when the current backward pass ends, in the thread that called `backward`. Only from a backward hook."""
     torch.autograd.Variable._execution_engine.queue_callback(call)

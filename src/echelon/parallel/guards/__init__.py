@@ -1,1 +1,1 @@
-"""What watches that ranks do the same, and says what they do not."""
+"""Guards: checks that all ranks do the same, which report the difference."""

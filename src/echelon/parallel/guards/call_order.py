@@ -1,17 +1,17 @@
-"""Whether all ranks use a sharded module alike: the same blocks in the same order, with gradients of the same parameters.
+"""Checks that all ranks use a sharded module alike: the same blocks in the same order, with gradients of the same parameters.
 
-`fully_shard` gathers a block as it is called, and reduces its gradients after its backward pass; what comes first on one rank is
-paired with what comes first on the others. A rank that calls another block of the same size gets weights that are part of one
-block and part of the other, and sums go to the wrong parameters: without any error. Where sizes differ the collective fails.
+`fully_shard` gathers a block when it is called, and reduces its gradients after its backward pass. The first collective on one
+rank is paired with the first on the others. If a rank calls another block of the same size, it gets weights that are partly one
+block's and partly the other's, and sums go to the wrong parameters, without an error. If sizes differ, the collective fails.
 
-Saves who leaves layers out by a generator that each rank has for itself, or calls a head on rank 0 alone
-(tests/parallel/test_same_calls.py).
+Examples: each rank skips layers by a generator of its own, or only rank 0 calls a head (tests/parallel/test_same_calls.py).
 
-Which parameters of a block have gradients decides how many numbers are reduced, too: `_EquallyMany` sends as many on all ranks.
+How many numbers are reduced also depends on which parameters of a block have gradients: `_EquallyMany` sends equally many on all
+ranks.
 
-Each rank looks whether a window's calls are those of the window before, and says so only if they are not, by the message that the
-window sends in any case. Where no rank says anything, all still do the same. Which parameters have gradients is seen when the
-window has been reduced, so that it is told with the next one, at a save, or at the end. Calls of an evaluation are compared at
+Each rank compares a window's calls with those of the window before, and reports only a change, in the message that the window
+sends anyway. If no rank reports a change, all ranks still do the same. Which parameters have gradients is known only when the
+window has been reduced, so it is reported in the next window, at a save, or at the end. Calls of an evaluation are compared at
 its end.
 """
 
@@ -38,22 +38,22 @@ from echelon.world import agree
 
 __all__ = ["SameCalls", "SameGradients"]
 
-_BITS = 18  # the squares of 2 ** 14 ranks are whole numbers of float64 then
-_REMEMBERED = 10_000  # calls by their blocks; a text that a model writes token by token makes millions
+_BITS = 18  # then sums of squares over 2 ** 14 ranks are exact in float64
+_REMEMBERED = 10_000  # calls kept one by one; text generation token by token makes millions
 _REMEDY = (
-    "Let all ranks draw what they leave out from generators with one seed, and use a layer that counts on some of them on all, "
-    "its output times 0 elsewhere; or train under 'ddp'."
+    "If layers are skipped at random, draw on all ranks from generators with the same seed; call a layer that only some ranks "
+    "need on all ranks, with its output times 0 on the others; or train under 'ddp'."
 )
 
 
 class SameCalls(Guard):
-    """Notes what this rank does with a sharded module, and what there is to say of it.
+    """Compares between ranks which blocks of a sharded module they call, and which of its parameters have gradients.
 
     Args:
-        reduces: gradients are reduced by torch's own call, in the place of which one that sends equally many is put.
+        reduces: torch's own reduce-scatter is in use; replace it by one that sends equally many numbers on all ranks.
     """
 
-    numbers = 2  # one for what this rank has done, and its square
+    numbers = 2  # a hash of what this rank has done, and its square
 
     def __init__(self, module: nn.Module, *, reduces: bool = True) -> None:
         self._module = module
@@ -63,15 +63,15 @@ class SameCalls(Guard):
                 part.register_forward_pre_hook(torch.compiler.disable(self._noting(len(self._blocks))))
                 self._blocks.append(plain_name(name) or class_name(module))
                 if reduces:
-                    with contextlib.suppress(ValueError):  # where torch reduces its parameters in several calls
+                    with contextlib.suppress(ValueError):  # torch refuses if it reduces the block in several calls
                         part.set_custom_reduce_scatter(_EquallyMany(part))
-        experts = {p for _, part, _ in divided_experts(module) for p in part.parameters()}  # others on each rank
+        experts = {p for _, part, _ in divided_experts(module) for p in part.parameters()}  # they differ by rank
         named = [(n, p) for n, p in plain_names(module) if is_split(p) and p not in experts]
         self._names, self._parameters = [n for n, _ in named], [p for _, p in named]
         self._now, self._ungraded = _Calls(), _Calls()  # with gradients and without, since the latest window or evaluation
         self._calls: tuple[list[int], int] = [], 0
-        self._without: list[bool] = []  # by parameter, whether it had no gradient after the latest window
-        self._looked_after = 0  # which update, from 0
+        self._without: list[bool] = []  # for each parameter: had no gradient after the latest window
+        self._looked_after = 0  # the update after which `_without` was recorded, from 0
         self._said = (0.0, 0.0)
 
     def _noting(self, number: int) -> Any:
@@ -124,16 +124,16 @@ class SameCalls(Guard):
             having, without = (0, other) if name in lacking[other] else (other, 0)
             raise RanksDisagreeError(
                 f"the ranks must compute gradients of the same parameters of {class_name(self._module)}, which are reduced "
-                f"together; in update {self._looked_after} rank {having} had one of {name} and rank {without} had none, so that "
-                f"sums went to wrong parameters. Go on from a checkpoint before it. {_REMEDY}"
+                f"together; in update {self._looked_after} rank {having} had a gradient of {name} and rank {without} had none, "
+                f"so sums went to wrong parameters. Continue from an earlier checkpoint. {_REMEDY}"
             )
 
     def _compare_calls(self, calls: list[list[str]], when: str, so: str) -> None:
         if (other := _another(calls)) is not None:
             at, ours, theirs = _first_difference(calls[0], calls[other])
             raise RanksDisagreeError(
-                f"the ranks must call the blocks of {class_name(self._module)} alike, as its parameters are gathered and its "
-                f"gradients reduced by the order of calls; as call {at} of {when} rank 0 {ours} and rank {other} {theirs}. {so} "
+                f"the ranks must call the blocks of {class_name(self._module)} in the same order, in which its parameters are "
+                f"gathered and its gradients reduced; as call {at} of {when} rank 0 {ours} and rank {other} {theirs}. {so} "
                 f"{_REMEDY}"
             )
 
@@ -146,7 +146,7 @@ class SameCalls(Guard):
 
 
 class _Calls:
-    """The first calls, by the numbers of their blocks, and a checksum of those that followed."""
+    """The first calls, by block index, and a checksum of the calls after them."""
 
     def __init__(self) -> None:
         self._first: list[int] = []
@@ -159,7 +159,7 @@ class _Calls:
             self._others = zlib.crc32(number.to_bytes(4, "little"), self._others)
 
     def take(self) -> tuple[list[int], int]:
-        """They begin anew."""
+        """Return the calls so far, and start anew."""
         taken, self._first, self._others = (self._first, self._others), [], 0
         return taken
 
@@ -167,8 +167,8 @@ class _Calls:
 class _EquallyMany:
     """For `FSDPModule.set_custom_reduce_scatter`: reduces as many numbers as if all parameters had gradients.
 
-    torch leaves out those without: where that is so on some ranks only, gloo ends the process and NCCL waits for ever. Like this
-    sums go to wrong parameters, which `SameCalls` tells all ranks before anything more is made of them.
+    torch leaves out parameters without a gradient. If only some ranks lack a gradient, gloo ends the process and NCCL hangs. With
+    equal sizes sums go to wrong parameters instead, which `SameCalls` reports on all ranks before they are used further.
     """
 
     def __init__(self, part: nn.Module) -> None:
@@ -182,30 +182,30 @@ class _EquallyMany:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
-        if (own := output_tensor.numel()) >= self._most:  # more, after layers were unfrozen
+        if (own := output_tensor.numel()) >= self._most:  # larger after layers were unfrozen
             return reduce_scatter_single(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         sent = input_tensor.new_zeros(group.size(), self._most)
         sent[:, :own] = input_tensor.view(group.size(), own)
-        output_tensor.resize_(self._most)  # in place: copies of the shards all-reduce it next, and torch reads its beginning
+        output_tensor.resize_(self._most)  # in place: replicas all-reduce it next, and torch reads its beginning
         return reduce_scatter_single(output_tensor, sent.view(-1), group=group, op=op, async_op=async_op)
 
 
 def _most_of_a_rank(parameter: Any) -> int:
-    """How many elements a rank has of it at most, as which those of others are counted in a reduction."""
+    """The largest number of the parameter's elements on any rank: a reduction counts this many for every rank."""
     shape = list(parameter.shape)
     for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
-        if not placement.is_replicate():  # torch 2.13's is_shard() is false of what is split twice along one dim
+        if not placement.is_replicate():  # torch 2.13's is_shard() is false for a dim that is split twice
             shape[placement.dim] = -(-shape[placement.dim] // size)
     return math.prod(shape)
 
 
 def _another(every: Sequence[Any]) -> int | None:
-    """The first rank that has something else than rank 0."""
+    """The first rank whose entry differs from rank 0's."""
     return next((r for r, each in enumerate(every) if each != every[0]), None)
 
 
 def _first_difference(own_calls: Sequence[str], others: Sequence[str]) -> tuple[int, str, str]:
-    """Where it is, from 1, and what each of the two does there."""
+    """The position of the first difference, from 1, and what each of the two ranks does there."""
     for at, (a, b) in enumerate(zip_longest(own_calls, others), 1):
         if a != b:
             return at, _said(a), _said(b)
@@ -213,22 +213,22 @@ def _first_difference(own_calls: Sequence[str], others: Sequence[str]) -> tuple[
 
 
 def _said(called: str | None) -> str:
-    return "called no more" if called is None else f"called {called}"
+    return "made no further call" if called is None else f"called {called}"
 
 
-# Whether the same parameters have gradients in all micro-batches of a window: what deferring an all-reduce relies on.
+# Checks that the same parameters have gradients in all micro-batches of a window, on which a deferred all-reduce relies.
 #
-# With copies of the shards, `fully_shard` keeps one flat sum for each unit until its all-reduce, and adds to it by place: where
-# another parameter of the unit had a gradient in an earlier micro-batch, it would be added to the wrong one; where none has in
-# the last, the sum would be left over for the next window. Seen with torch 2.13; tests/loop/test_accumulation.py has both: models
-# whose heads take turns by micro-batch.
+# With replicas of the shards, `fully_shard` keeps one flat sum per unit until its all-reduce, and adds to it by position. If
+# other parameters of the unit had gradients in an earlier micro-batch, gradients would be added to the wrong parameters. If none
+# has a gradient in the last micro-batch, the sum would be left over for the next window. Seen with torch 2.13;
+# tests/loop/test_accumulation.py has both: models whose heads take turns by micro-batch.
 
 
 class SameGradients(Guard):
-    """Watches the whole parameters of a sharded module, each from the first forward pass on that gathers it.
+    """Watches the gathered parameters of a sharded module, each from the first forward pass that gathers it.
 
     Args:
-        together: all ranks make the same calls of `end_backward` and `settle`, so that they learn of each other's errors.
+        together: all ranks call `end_backward` and `settle` equally often, so that they learn of each other's errors.
     """
 
     def __init__(self, module: nn.Module, *, together: bool = False) -> None:
@@ -237,7 +237,7 @@ class SameGradients(Guard):
         self._problem: str | None = None
         self._first: set[str] | None = None
         reshard(module)
-        # What `fully_shard` leaves alone, as scalars, is reduced apart.
+        # Parameters that `fully_shard` leaves alone, such as scalars, are reduced separately.
         self._known = {p for p in module.parameters() if not is_split(p)}
         for name, part in module.named_modules():
             if is_fully_sharded(part):
@@ -263,10 +263,10 @@ class SameGradients(Guard):
             self._told.last()
 
     def end_backward(self, *, last: bool) -> None:
-        """After the backward pass of a micro-batch. Where ranks call `settle`, that raises what is found here, on all.
+        """Called after a micro-batch's backward pass. With `together`, `settle` raises on all ranks what is found here.
 
         Raises:
-            UsageError: other parameters had gradients than in the window's first.
+            UsageError: other parameters had gradients than in the window's first micro-batch.
         """
         now, self._now = self._now, set()
         is_first = self._first is None
@@ -277,23 +277,23 @@ class SameGradients(Guard):
             self._first = None
         problem = (
             f"{others[0]} has a gradient in some micro-batches of an accumulation window and none in others, so the all-reduce "
-            "over the copies of the shards cannot wait for the last of them. Give FSDPStrategy(requires_all_reduce=True)."
+            "over replicas of the shards cannot wait for the last micro-batch. Set FSDPStrategy(requires_all_reduce=True)."
             if others
             else None
         )
         if self._told is not None:
             self._problem = self._problem or problem
-            if not is_first:  # in which nothing can be found
+            if not is_first:  # the first micro-batch has nothing to compare with
                 self._told(self._problem is not None)
         elif problem is not None:
             raise LayoutError(problem)
 
     def settle(self) -> None:
-        """Also before a backward pass, in which copies may wait for one another, and before an update. Collective: the latest
+        """Called before a backward pass, in which replicas may wait for each other, and before an update. Collective: the latest
         `end_backward` has sent the message.
 
         Raises:
-            UsageError: on all ranks, what one has found.
+            UsageError: on all ranks, if one has found a difference.
         """
         if self._told is not None and self._told.last():
             problem, self._problem = self._problem, None

@@ -1,7 +1,7 @@
-"""What watches that the ranks do the same with a module, and what the loop tells it.
+"""The interface between the loop and guards, which check that all ranks do the same with a module.
 
-Where ranks do not do the same, collectives are paired wrongly or wait for ever, or copies drift apart in silence. A guard sees
-what its own rank does. What it has to say travels in the message that a window sends in any case, so it costs none.
+If ranks differ, collectives are paired wrongly or hang, or replicas silently drift apart. A guard sees what its own rank does.
+Its signature travels in the message that each window sends anyway, so it costs no further message.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ __all__ = ["Guard", "SameDraws"]
 
 
 class Guard:
-    """One of `Prepared.guards`, of which all ranks have the same ones in the same order. The loop calls all of them alike.
+    """One of `Prepared.guards`. All ranks have the same guards in the same order, and the loop calls them alike.
 
     Attributes:
-        numbers: of how many numbers its signature consists.
-        is_always_told: its signature is in the message of every window; else only where a rank has news.
-        has_news: this rank has done something else than in the window before, so that all signatures are to be summed up.
-        in_doubt: this rank has changed something on which passes or steps rely: all ranks are to `compare` before they go on.
+        numbers: how many numbers its signature has.
+        is_always_told: its signature is in every window's message; else only if a rank has news.
+        has_news: this rank did something else than in the window before, so all ranks must sum their signatures.
+        in_doubt: this rank changed something on which passes or steps rely: all ranks must `compare` before they continue.
     """
 
     numbers = 0
@@ -34,86 +34,85 @@ class Guard:
     in_doubt: bool = False
 
     def begin_pass(self, *, first: bool) -> None:
-        """A micro-batch's forward pass is about to begin, perhaps a window's `first`."""
+        """Called before a micro-batch's forward pass; `first` of its window."""
 
     def end_pass(self) -> None:
-        """Its loss is there."""
+        """Called when the pass has computed its loss."""
 
     def explain(self, error: BaseException) -> UsageError | None:
-        """A pass has raised this: what it means, if it is torch's and says nothing of its cause. Rank by rank."""
+        """A clearer error for one that a pass has raised, if it is torch's and does not name its cause. Per rank."""
         return None
 
     def signature(self) -> tuple[float, ...]:
-        """Of the window under way, before its last backward pass: whole numbers, whose sums over the ranks are exact."""
+        """The current window's signature, before its last backward pass: integers, so that sums over the ranks are exact."""
         return ()
 
     def check(self, sums: Sequence[float], ranks: int, update: int) -> None:
-        """When the window has been reduced, before the optimizer steps. Collective if it was told.
+        """Called when the window has been reduced, before the optimizer steps. Collective if signatures were sent.
 
         Args:
-            sums: of all ranks' signatures; empty if they were not told.
-            ranks: how many these are.
-            update: the window's, from 0.
+            sums: sums of all ranks' signatures; empty if they were not sent.
+            ranks: number of ranks.
+            update: the window's update, from 0.
         Raises:
             RanksDisagreeError: on every rank.
         """
 
     def compare(self) -> None:
-        """When a rank is in doubt. Collective.
+        """Called on all ranks if one is in doubt. Collective.
 
         Raises:
-            RanksDisagreeError: on every rank: they have not changed the same.
+            RanksDisagreeError: on every rank: they have not made the same changes.
         """
 
     def differs_from_some(self) -> RanksDisagreeError:
-        """For a rank in doubt which knows that another one is not, and waits in its backward pass."""
+        """The error for a rank in doubt if another rank is not in doubt and already waits in its backward pass."""
         raise NotImplementedError(f"{type(self).__name__} is never in doubt.")
 
     def discard(self) -> None:
-        """The window under way was given up, on all ranks."""
+        """Called when the current window is discarded, on all ranks."""
 
     def begin_epoch(self, modules: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
-        """Before each epoch of training. Collective.
+        """Called before each epoch of training. Collective.
 
         Args:
-            modules, optimizers: a unit's, as `Prepared`, by the attributes' names.
+            modules, optimizers: a unit's modules (as `Prepared`) and optimizers, by attribute name.
         Raises:
             RanksDisagreeError: on every rank.
         """
 
     def evaluated(self) -> None:
-        """At the end of an evaluation or prediction. Collective.
+        """Called at the end of an evaluation or prediction. Collective.
 
         Raises:
             RanksDisagreeError: on every rank.
         """
 
     def settle(self) -> None:
-        """Compare what no window has told yet: before a save, and at the end. Collective.
+        """Compare what no window's message has reported yet: before a save, and at the end. Collective.
 
         Raises:
             RanksDisagreeError: on every rank.
         """
 
 
-# Whether ranks that share layers draw the same random numbers in their passes, as they must.
+# Ranks that share layers must draw the same random numbers in their passes.
 #
-# Tensor parallelism computes on all of its ranks what lies between split layers: dropout there, and the noise that a loss draws,
-# must be alike. Their streams are, until one rank draws for itself, as rank 0 does for a picture in its log: from then on each
-# trains with masks of its own, parameters that all have whole drift apart, and nothing fails.
+# Under tensor parallelism all tp ranks compute what lies between split layers, so dropout there and the noise of a loss must be
+# equal. The ranks' RNG states are equal until one rank draws alone, as rank 0 does for a picture or a sample in its log
+# (tests/parallel/test_same_draws.py). From then on each rank trains with its own masks, whole parameters drift apart, and nothing
+# fails.
 #
-# It saves who draws a picture or a sample for the log on rank 0 (tests/parallel/test_same_draws.py).
-#
-# Each window ends with a number of each rank, in the message that the window sends in any case. The numbers of ranks that share
-# layers add up to 0 if their streams stand alike. Where the passes draw nothing, ranks say 0: then nothing is wrong.
+# So each rank sends a number in the message that a window sends anyway. The numbers of ranks that share layers add up to 0 if
+# their RNG states are equal. If the passes draw nothing, ranks send 0: then nothing is wrong.
 
 
 class SameDraws(Guard):
-    """What this rank says of its stream.
+    """Compares this rank's RNG state with that of the ranks that share its layers.
 
     Args:
-        rank, size: its place among the ranks that share its layers.
-        device: what it computes on, whose stream is looked at.
+        rank, size: this rank's place among them.
+        device: the device that computes, whose RNG state is compared.
     """
 
     numbers = 1
@@ -137,8 +136,8 @@ class SameDraws(Guard):
         if any(sums):
             raise RanksDisagreeError(
                 f"ranks that share layers (tp) must draw the same random numbers, got different ones in update {update}: dropout "
-                "or noise would differ from rank to rank, and their parameters would drift apart. Something draws on some ranks "
-                "only, such as a sample for rank 0's log: let all ranks draw, or give it a generator of its own "
+                "or noise would differ by rank, and parameters would drift apart. Some code draws random numbers on some ranks "
+                "only, such as a sample for rank 0's log: let all ranks draw, or give that code a generator of its own "
                 "(torch.Generator().manual_seed(0))."
             )
 

@@ -1,9 +1,9 @@
-"""Parameters that a module's own forward pass writes, where it has gathered copies of them: the value is gone after the pass.
+"""Detects a forward pass that writes its module's parameters under `fully_shard`: it writes gathered copies, which are freed.
 
 MoCo's momentum encoder, a spectral norm's vector and a codebook by moving averages are often parameters that `forward` changes.
 Under `fully_shard` they would keep their first values, and nothing would fail (tests/parallel/test_strategy_limits.py).
 
-Seen are another parameter or other memory in its place, and other values, whether autograd knows of the write or not.
+Detected are a replaced parameter, replaced memory, and changed values, whether autograd knows of the write or not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from echelon.parallel.shards import is_fully_sharded, is_split, local, reshard
 
 __all__ = ["LostWrites"]
 
-_UPDATES = 10  # a copy that follows the trained weights first changes after their first step, which a warm-up may leave out
+_UPDATES = 10  # a moving average of the weights first changes after their first step, in which a warm-up may not change them
 
 
 class _Gathered(NamedTuple):
@@ -35,7 +35,7 @@ class _Gathered(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Gathered:
         values = local(tensor.detach())
-        if type(values) is not torch.Tensor:  # of few bits: its class may have no sum
+        if type(values) is not torch.Tensor:  # quantized: its class may have no sum
             return cls(tensor, 0, 0.0)
         values = torch.view_as_real(values) if values.is_complex() else values
         return cls(tensor, values.data_ptr(), float(values.sum(dtype=torch.float32)))
@@ -44,22 +44,22 @@ class _Gathered(NamedTuple):
         if tensor is not self.tensor:
             return False
         now = _Gathered.of(tensor)
-        same = now.total == self.total or (now.total != now.total and self.total != self.total)  # nan is a value, too
+        same = now.total == self.total or (now.total != now.total and self.total != self.total)  # nan equals nan
         return same and now.address == self.address
 
 
 class LostWrites(Guard):
-    """Looks at the first updates of a module that `fully_shard` has split."""
+    """Checks the first updates of a module that `fully_shard` has split."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._updates = module, 0
         self._hooks: list[RemovableHandle] = []
-        self._shards: dict[tuple[nn.Module, str], tuple[str, torch.Tensor]] = {}  # a parameter's name and its shard
+        self._shards: dict[tuple[nn.Module, str], tuple[str, torch.Tensor]] = {}  # each parameter's name and shard
         self._gathered: dict[tuple[nn.Module, str], _Gathered] = {}
 
     def begin_pass(self, *, first: bool) -> None:
         self._updates += first
-        self._gathered = {}  # of blocks that the backward pass computed again
+        self._gathered = {}  # entries may be left of blocks that the backward pass recomputed
         if first and self._updates == 1 and not overrides().observes:
             self._listen()
         elif self._updates > _UPDATES and self._hooks:
@@ -95,7 +95,7 @@ class LostWrites(Guard):
             for each in held:
                 if each in self._gathered:
                     self._look(*each)
-                    del self._gathered[each]  # whoever reads it behind its block gets another copy
+                    del self._gathered[each]  # a later read outside of the block gets another copy
 
         self._hooks.append(block.register_forward_pre_hook(torch.compiler.disable(before)))
         self._hooks.append(block.register_forward_hook(torch.compiler.disable(after), prepend=True))  # before it is split again
@@ -106,8 +106,8 @@ class LostWrites(Guard):
         if now is None or now is shard or self._gathered[owner, name].is_still(now):
             return
         raise LayoutError(
-            f"{plain} is written in the forward pass of {class_name(self._module)}, and what is written is lost: parameters are "
-            "split over the ranks, and forward has copies, gathered for the pass. Make it a buffer (register_buffer), which "
-            "forward may write; write parameters between updates, in on_train_step_end or behind optimizer.step(), by "
+            f"{plain} is written in the forward pass of {class_name(self._module)}, and the new value is lost: parameters are "
+            "split over the ranks, and forward has copies that are gathered for the pass. Make it a buffer (register_buffer), "
+            "which forward may write; write parameters between updates, in on_train_step_end or after optimizer.step(), by "
             "p.copy_(...) or p.lerp_(q, 0.1) under torch.no_grad(); or train under 'ddp' or 'zero1'."
         )

@@ -1,9 +1,10 @@
-"""Whether all ranks train the same parameters, while layers are frozen and unfrozen: what they send in a backward pass follows
-from it, so that it would fail, or wait for ever, where one rank alone has changed something.
-It saves who unfreezes a layer by a loss that each rank has for itself (tests/parallel/test_local_states.py).
+"""Checks that all ranks train the same parameters while layers are frozen and unfrozen.
 
-A rank sees what it has changed itself, and nobody else does. It says so where ranks tell each other something in any case: after
-a step or an epoch, or by the window's message before a backward pass. Where nobody says anything, nobody has changed anything.
+What ranks send in a backward pass depends on which parameters are trained, so the pass fails or hangs if only some ranks change
+that: for example if each rank unfreezes a layer by its own loss (tests/parallel/test_local_states.py).
+
+A rank sees only its own changes. It reports them when ranks communicate anyway: after a step or an epoch, or in the window's
+message before a backward pass. If no rank reports a change, there was none.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ __all__ = ["SameTrained", "name_before", "refuse_unheard", "replaced"]
 
 
 class SameTrained(Guard):
-    """Compares what all ranks train of the modules that they share, and notes what they have agreed on.
+    """Compares which parameters all ranks train in the modules that they share, and records what they have agreed on.
 
-    Copies would drift apart, or shards of one parameter be trained in different ways, in silence; a backward pass would wait for
-    gradients of others.
+    Otherwise replicas would silently drift apart, or shards of one parameter be trained differently, or a backward pass would
+    wait for gradients of other ranks.
 
     Args:
-        modules: a unit's, as `Prepared`, by the attributes' names.
+        modules: a unit's modules, as `Prepared`, by attribute name.
     """
 
     def __init__(self, modules: Mapping[str, Any]) -> None:
-        named = _named(_shared(modules))  # and not the modules themselves, which have their guards: in no cycle
+        named = _named(_shared(modules))  # not the modules themselves, which hold this guard: it would be a reference cycle
         self._names, self._parameters = list(named), list(named.values())
         self._agreed = self._now()
         for prepared in modules.values():
@@ -67,8 +68,8 @@ class SameTrained(Guard):
         did = "frozen" if self._agreed[self._names.index(name)] else "unfrozen"
         other = "another" if there is None else f"rank {there}"
         return RanksDisagreeError(
-            f"ranks that share a model must train the same parameters of it, and disagree: {name} was {did} on rank {rank} and "
-            f"not on {other}. Freeze and unfreeze the same on all ranks, at the same step."
+            f"ranks that share a model must train the same parameters of it, but {name} was {did} on rank {rank} and not on "
+            f"{other}. Freeze and unfreeze the same parameters on all ranks, at the same step."
         )
 
     def begin_epoch(self, modules: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
@@ -77,8 +78,8 @@ class SameTrained(Guard):
         ids = {id(p) for each in shared.values() for p in (*each.module.parameters(), *each._others)}
         for name, optimizer in optimizers.items() if shared else ():
             groups = getattr(optimizer, "param_groups", [])
-            held = {id(p) for group in groups for p in group["params"]}  # a divided one may hold none here
-            if not held or not ids.isdisjoint(held):  # else of what each rank has for itself
+            held = {id(p) for group in groups for p in group["params"]}  # a partitioned optimizer may hold none on this rank
+            if not held or not ids.isdisjoint(held):  # else the optimizer trains this rank's own parameters only
                 rates = [float(g["lr"]) for g in groups if isinstance(g.get("lr"), (int, float, torch.Tensor))]
                 names_by_state[name] = [type(optimizer).__name__, *rates]
         kinds = agree.kinds([names_by_state, [n for n, p in _named(shared).items() if not p.requires_grad]])
@@ -89,22 +90,22 @@ class SameTrained(Guard):
             one, another = optimizers_here.get(name, ["none"]), others.get(name, ["none"])
             if one != another:
                 raise RanksDisagreeError(
-                    f"ranks that share a model must train it alike, and disagree about {name}: {_told(one)} on one, "
-                    f"{_told(another)} on another. Make the same optimizer on all ranks, of the same groups, and change its lr "
+                    f"ranks that share a model must have the same optimizer, but {name} is {_told(one)} on one rank and "
+                    f"{_told(another)} on another. Make the same optimizer with the same groups on all ranks, and change its lr "
                     "alike."
                 )
         differ = sorted(set(first) ^ set(second))
         raise RanksDisagreeError(
-            "ranks that share a model must train the same parameters of it, and disagree: "
-            f"{differ[0] if differ else 'some'} is frozen on one and trained on another. Freeze and unfreeze the same on all "
-            "ranks."
+            "ranks that share a model must train the same parameters of it, but "
+            f"{differ[0] if differ else 'some'} is frozen on one rank and trained on another. Freeze and unfreeze the same "
+            "parameters on all ranks."
         )
 
 
 def _shared(modules: Mapping[str, Any]) -> dict[str, Any]:
-    """The modules, by the attributes' names, of which all ranks train the same parameters."""
+    """The modules, by attribute name, whose parameters all ranks train alike."""
     shared = {name: each for name, each in modules.items() if each.data.groups or each.forward_is_collective}
-    # Others have other parameters on each rank.
+    # Stages, flat parameters and divided layers: the parameters differ by rank.
     own = (p.place.stages or p.form.kind == "flat" or ranks_apart(p.module) is not None for p in shared.values())
     return {} if overrides().observes or any(own) else shared
 
@@ -121,43 +122,43 @@ def _told(optimizer: list[Any]) -> str:
     return f"{kind} (lr of its groups: {shown}{', ...' if len(rates) > 8 else ''})" if rates else str(kind)
 
 
-# Parameters in whose place a layout has put others, as splitting does: what would go on with the old ones is refused.
+# Parameters that a layout has replaced, for example by shards: code that would keep using the old ones is refused.
 #
-# An optimizer that was made before holds them and would train nothing (tests/parallel/test_stale_optimizer.py). A hook that clips
-# gradients by `p.register_hook(...)` would never be called (tests/parallel/test_strategy_limits.py).
+# An optimizer made before holds the old parameters and would train nothing (tests/parallel/test_stale_optimizer.py). A hook that
+# clips gradients by `p.register_hook(...)` would never be called (tests/parallel/test_strategy_limits.py).
 
-_names = WeakTensorKeyDictionary()  # of those that were replaced: nobody else knows them any more
+_names = WeakTensorKeyDictionary()  # names of replaced parameters, which no module knows any more
 
 _REMEDY = (
-    "To change gradients before they are used, call optimizer.register_step_pre_hook(...), which sees those of the update, or "
+    "To change gradients before they are used, call optimizer.register_step_pre_hook(...), which sees the update's gradients, or "
     "train under 'ddp' or 'zero1', which keep parameters as they are."
 )
 
 
 def replaced(before: Iterable[tuple[str, nn.Parameter]], after: Mapping[str, nn.Parameter], layout: str) -> None:
-    """Remember what was replaced, by its name.
+    """Remember the names of replaced parameters.
 
     Args:
         before: a module's parameters by name, before it was made parallel.
-        after: its parameters afterwards; what another rank holds altogether is not among them.
+        after: its parameters afterwards, without those that only other ranks hold.
     Raises:
-        UsageError: another parameter is in the place of one with a hook of autograd.
+        UsageError: a parameter with an autograd hook was replaced.
     """
     kept = {id(parameter) for parameter in after.values()}
     for name, parameter in before:
-        if id(parameter) not in kept:  # whatever it is called now
+        if id(parameter) not in kept:  # kept under another name is not replaced
             _names[parameter] = name
         if after.get(name, parameter) is not parameter and _is_hooked(
             parameter, "_backward_hooks", "_post_accumulate_grad_hooks"
         ):
             raise LayoutError(
-                f"layout {layout!r} puts another parameter in the place of {name}, whose hook (register_hook, or "
-                f"register_post_accumulate_grad_hook) would never be called. Take it away before. {_REMEDY}"
+                f"layout {layout!r} replaces the parameter {name}, whose hook (register_hook, or "
+                f"register_post_accumulate_grad_hook) would never be called. Remove the hook first. {_REMEDY}"
             )
 
 
 def name_before(parameter: nn.Parameter) -> str | None:
-    """The name that it had in a module that holds another one now; None if nothing took its place."""
+    """The name that a replaced parameter had in its module; None if the parameter was not replaced."""
     name: str | None = _names.get(parameter)
     return name
 
@@ -165,9 +166,9 @@ def name_before(parameter: nn.Parameter) -> str | None:
 def refuse_unheard(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """
     Args:
-        named: shards of `fully_shard`, whose gradients torch sets by itself, beside autograd.
+        named: shards of `fully_shard`, whose gradients torch sets outside of autograd.
     Raises:
-        UsageError: one has a hook that autograd would call.
+        UsageError: a shard has a hook that only autograd would call.
     """
     for name, parameter in named:
         if _is_hooked(parameter, "_backward_hooks"):
