@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from bench._compiled_loss import compiled_cross_entropy
 from bench._mpt import MPT, MPT_SHAPES
 from bench.gpu.llama import SIZES, Attention, Block, Llama, Size, rotated
 
@@ -44,6 +46,9 @@ SHAPES = SIZES | {
 
 
 TITAN = tuple(f"titan-{name}" for name in ("8B", "70B", "405B", "2-13B", "2-70B"))
+# Of 2024 and early 2025, and that of August 2025 (commit 6fc499f), which compiles its loss as well, as the older ones do not (pull
+# requests 755 and 1033), shards the embedding by itself, and steps by one kernel.
+TITAN_2508 = ("titan-2508-8B",)
 
 
 class TitanNorm(nn.RMSNorm):
@@ -64,9 +69,13 @@ class TitanAttention(Attention):
         return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
 
 
-def titan(shape: Size, *, compiled: bool) -> Llama:
+def compiled_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return compiled_cross_entropy(F.linear(hidden, weight), targets)
+
+
+def titan(shape: Size, *, compiled: bool, loss: Any = None) -> Llama:
     """With torchtitan's attention and norms."""
-    model = Llama(shape)
+    model = Llama(shape, loss)
     for module in list(model.modules()):
         if type(module) is nn.RMSNorm and not compiled:
             module.__class__ = TitanNorm
@@ -78,11 +87,14 @@ def titan(shape: Size, *, compiled: bool) -> Llama:
 def every_second_product() -> Any:
     """As torchtitan's "selective (op)": attention is kept, and of products every second one.
 
+    On B200 attention is cuDNN's kernel, which is not in its list (torchtitan/models/attention.py of August 2025).
     Source: pytorch/torchtitan, torchtitan/parallelisms/parallelize_llama.py of December 2024.
     """
     count: Counter[bool] = Counter()
     aten = torch.ops.aten
     attends = {aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default}
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0):
+        attends.clear()
 
     def kept(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         count[context.is_recompute] += op == aten.mm.default
@@ -103,13 +115,13 @@ def with_split_sequences(layout: str) -> Any:
     return ech.Layout(**axes, plan=plan, sequence_parallel=True) if axes else layout
 
 
-def of_torchtitan(layout: str) -> Any:
+def of_torchtitan(layout: str, groups: Sequence[type[nn.Module]]) -> Any:
     """Shards are gathered and computed with in bfloat16, as `fully_shard` has it, in place of autocast, which makes a copy of its
     input for each product; gradients are added up in float32 (torchtitan/parallelisms/parallelize_llama.py).
     """
     if layout != "fsdp":
         return with_split_sequences(layout)
-    return ech.layouts.FSDPStrategy(blocks=[Block], mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    return ech.layouts.FSDPStrategy(blocks=groups, mixed_precision=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 
 
 Float8 = ech.layouts.Float8
@@ -130,7 +142,7 @@ RECOMPUTES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", choices=[*SHAPES, *MPT_SHAPES, *TITAN], default="8B")
+    parser.add_argument("--size", choices=[*SHAPES, *MPT_SHAPES, *TITAN, *TITAN_2508], default="8B")
     parser.add_argument("--context", type=int, default=8192, help="tokens of a sequence")
     parser.add_argument("--sequences", type=int, default=8, help="of an update, on all ranks")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of an update on each rank")
@@ -140,24 +152,26 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="the blocks")
     given = parser.parse_args()
     ech.init_from_env()
+    of_titan, of_2508 = given.size in (*TITAN, *TITAN_2508), given.size in TITAN_2508
     with ech.on_meta():
-        shape = replace((SHAPES | MPT_SHAPES)[given.size.removeprefix("titan-")], context=given.context)
+        shape = replace((SHAPES | MPT_SHAPES)[given.size.removeprefix("titan-").removeprefix("2508-")], context=given.context)
         if given.size in MPT_SHAPES:
             model = MPT(shape)
         elif "tp=" in given.layout:
             model = Llama(shape, ech.nn.linear_cross_entropy)
+        elif of_titan:
+            model = titan(shape, compiled=given.compile, loss=compiled_loss if of_2508 and given.compile else None)
         else:
-            model = titan(shape, compiled=given.compile) if given.size in TITAN else Llama(shape)
+            model = Llama(shape)
     rows = torch.zeros(1, dtype=torch.int64).expand(2 * given.sequences, given.context)
+    groups = [Block, nn.Embedding] if of_2508 else [Block]
     unit = (TitanUnit if given.size in TITAN else Unit)(
         module=model,
-        layout=of_torchtitan(given.layout) if given.size in TITAN else with_split_sequences(given.layout),
-        precision="fp32"
-        if given.size in TITAN and given.layout == "fsdp" and given.precision == "bf16"
-        else PRECISIONS[given.precision],
+        layout=of_torchtitan(given.layout, groups) if of_titan else with_split_sequences(given.layout),
+        precision="fp32" if of_titan and given.layout == "fsdp" and given.precision == "bf16" else PRECISIONS[given.precision],
         recompute=RECOMPUTES[given.recompute],
         compile="blocks" if given.compile else None,
-        clip_grad_norm=1.0 if given.size in TITAN else None,
+        clip_grad_norm=1.0 if of_titan else None,
     )
     loader = ech.Loader(torch.utils.data.TensorDataset(rows), global_batch=given.sequences, accumulate=given.accumulate)
     ech.train(unit, loader, max_updates=2)
