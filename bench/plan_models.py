@@ -46,7 +46,7 @@ SHAPES = SIZES | {
 
 
 TITAN = tuple(f"titan-{name}" for name in ("8B", "70B", "405B", "2-13B", "2-70B"))
-# Of 2024 and early 2025, and that of August 2025 (commit 6fc499f), which compiles its loss as well, as the older ones do not (pull
+# Those are of 2024 and early 2025. That of August 2025 (commit 6fc499f) compiles its loss as well, which they do not (its pull
 # requests 755 and 1033), shards the embedding by itself, and steps by one kernel.
 TITAN_2508 = ("titan-2508-8B",)
 
