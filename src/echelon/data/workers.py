@@ -173,7 +173,10 @@ class Board:
 
     def timed_out(self, worker: int, timeout_s: float) -> DataError:
         """A worker gave nothing for too long: name it, and kill all, because one that is stopped would outlive the rank."""
-        pid = int(self._table[worker, _PID])
+        known = self._table[:, _PID].tolist()
+        pid = known[worker]
+        if pid < 0:  # it is none of those that have begun
+            pid = next((process.pid for process in self._processes if process.pid not in known), None) or pid
         text, state = self._of_worker(pid), _state(pid)
         self.kill()
         return DataError(
