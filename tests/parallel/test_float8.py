@@ -120,7 +120,7 @@ def test_a_device_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ("make", "message"),
     [
         (lambda: ech.layouts.Float8("columnwise"), "recipe must be 'rowwise' or 'tensorwise', got 'columnwise'"),
-        (lambda: ech.layouts.Float8(enable_fsdp_float8_all_gather=True), "needs one scale for each tensor: recipe='tensorwise'"),
+        (lambda: ech.layouts.Float8(enable_fsdp_float8_all_gather=True), "one scale for each tensor. Set recipe='tensorwise'"),
         (lambda: Precision(float8=ech.layouts.Float8()), r"float8 must go with dtype=torch\.bfloat16"),
         (lambda: Precision(torch.bfloat16, float8="rowwise"), r"float8 must be Float8\(\.\.\.\) or None"),
         (lambda: Precision.of("fp8"), "precision must be 'fp32', 'bf16', 'fp16', 'float8'"),
@@ -142,6 +142,6 @@ def _refusals() -> list[str]:
 def test_where_it_cannot_be_it_is_refused(ranks: Ranks) -> None:
     pytest.importorskip("torchao")
     tp, wrapped, nothing = ranks(2, _refusals)[0]
-    assert "not there under layout 'tp' yet" in tp
-    assert "is made parallel already. Pass the plain module" in wrapped
-    assert "finds no linear layer in Wide" in nothing
+    assert "does not support layout 'tp' yet" in tp
+    assert "is already parallel. Pass the plain module" in wrapped
+    assert "finds no suitable linear layer in Wide" in nothing

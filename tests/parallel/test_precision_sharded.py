@@ -265,7 +265,7 @@ def test_float16_without_a_scaler_says_what_to_do(caplog: pytest.LogCaptureFixtu
     unit.grad_scaler = None
     with caplog.at_level(logging.WARNING):
         ech.train(unit, _data()[:1], max_epochs=1)
-    assert "precision='fp16', which brings one" in caplog.text
+    assert "precision='fp16', which includes one" in caplog.text
 
 
 def test_a_gpu_without_bfloat16_says_what_to_do(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -277,8 +277,8 @@ def test_a_gpu_without_bfloat16_says_what_to_do(monkeypatch: pytest.MonkeyPatch,
             ech.layouts.Precision.of(precision).look_at(torch.device("cuda", 0))
         ech.layouts.Precision.of("bf16").look_at(CPU)
     assert [record.getMessage() for record in caplog.records] == [
-        "precision 'bf16': Tesla T4 has no units for bfloat16 and emulates it, slower than float32. Take precision='fp16', which "
-        "brings its gradient scaler."
+        "precision 'bf16': Tesla T4 has no bfloat16 units and emulates it, slower than float32. Use precision='fp16', which "
+        "includes a gradient scaler."
     ]
 
 

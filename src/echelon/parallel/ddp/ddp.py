@@ -465,7 +465,7 @@ class DDPStrategy(Strategy):
                 "mixed_precision must be None in DDPStrategy. Give the precision to the unit: AutoUnit(precision='bf16')."
             )
         if self.process_group is not None and self.device_mesh is not None:
-            raise LayoutError("process_group or device_mesh must be None, since both choose the ranks. Give one of them.")
+            raise LayoutError("process_group and device_mesh both choose the ranks. Give one of them.")
         # [device.index], as on TorchTNT's page, is [None] on a CPU.
         own_device = [world.device, world.device.index] if world.device.type == "cuda" else [None, world.device]
         if self.device_ids is not None and (len(self.device_ids) > 1 or any(d not in own_device for d in self.device_ids)):

@@ -395,9 +395,9 @@ class FSDPStrategy(Strategy):
 
     def _check(self, world: World) -> None:
         if self.blocks is not None and self.auto_wrap_policy is not None:
-            raise LayoutError("blocks or auto_wrap_policy must be None, since both choose what is sharded. Give one of them.")
+            raise LayoutError("blocks and auto_wrap_policy both choose what is sharded. Give one of them.")
         if self.process_group is not None and self.device_mesh is not None:
-            raise LayoutError("process_group or device_mesh must be None, since both choose the ranks. Give one of them.")
+            raise LayoutError("process_group and device_mesh both choose the ranks. Give one of them.")
         devices_of_rank = (world.device, world.device.index, torch.device(world.device.type))
         if self.device_id is not None and self.device_id not in devices_of_rank:
             raise LayoutError(f"device_id must be this rank's device, {world.device}, got {self.device_id}. Leave it out.")

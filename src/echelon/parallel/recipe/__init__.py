@@ -1,1 +1,1 @@
-"""What happens to a module besides being made parallel: recomputed, compiled, computed in another precision."""
+"""Changes of a module besides its layout: activation checkpointing, compilation, precision."""

@@ -1,9 +1,9 @@
 """Activation checkpointing: activations are computed a second time in the backward pass instead of being kept.
 
-A recomputed module is the same object of the same class, with another `forward`, so that the names of its parameters stay.
-Built on `torch.utils.checkpoint`, its non-reentrant kind, which draws the same dropout masks again. What torch leaves open
-is done here: running statistics are counted once, keyword arguments are saved like positional ones, and a cache of keys and
-values (transformers' `use_cache`), which would grow in the second pass, is left out while gradients are computed.
+A recomputed module stays the same object of the same class, with another `forward`, so its parameters keep their names. Built on
+the non-reentrant `torch.utils.checkpoint`, which draws the same dropout masks again. This file adds what torch lacks: running
+statistics are counted once, keyword arguments are saved like positional ones, and a cache of keys and values (transformers'
+`use_cache`), which would grow in the second pass, is left out while gradients are computed.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class ActivationCheckpointParams:
     """Recompute activations in the backward pass instead of keeping them.
 
     Args:
-        check_fn: which submodules to recompute, each separately; by default the repeated blocks of the model. One that is true
-            for the module itself recomputes it whole, which keeps nothing but makes everything again at once.
-        auto_wrap_policy: another way to choose, as the older FullyShardedDataParallel's.
+        check_fn: chooses the submodules to recompute, each separately; by default the repeated blocks of the model. If it is true
+            for the module itself, the whole module is recomputed at once, which keeps nothing in between.
+        auto_wrap_policy: another way to choose, as in the older FullyShardedDataParallel.
         context_fn: as in `torch.utils.checkpoint.checkpoint`, to decide operator by operator what is kept.
-        every: recompute only each `every`-th of the chosen, for half or a third of the price.
-        save_ops: keep what these operators computed, for example `[torch.ops.aten.mm.default]`, and recompute the rest.
-        memory_budget: from 0 to 1: of each compiled graph keep at most this part of the activations, those that are dearest to
-            compute, as torch's partitioner solves it (`torch._functorch.config.activation_memory_budget`; torchtitan's word).
-            What draws random numbers is kept in any case. It takes the place of the other options, and needs `compile`.
+        every: recompute only each `every`-th of the chosen modules, for a half or a third of the cost.
+        save_ops: keep the results of these operators, for example `[torch.ops.aten.mm.default]`, and recompute the rest.
+        memory_budget: from 0 to 1: each compiled graph keeps at most this fraction of its activations, the most expensive ones,
+            as torch's partitioner chooses (`torch._functorch.config.activation_memory_budget`; torchtitan's word). Results of
+            random operators are always kept. Replaces the other options, and needs `compile`.
         offload_to_cpu: keep the inputs of the recomputed modules in host memory.
     """
 
@@ -64,14 +64,14 @@ class ActivationCheckpointParams:
         if self.memory_budget is not None:
             number("memory_budget", self.memory_budget, "from 0 to 1", lambda part: 0 <= part <= 1, kind=RecomputeError)
             if replace(self, memory_budget=None) != ActivationCheckpointParams():
-                raise RecomputeError("memory_budget leaves torch.compile to choose what is kept. Give it alone.")
+                raise RecomputeError("memory_budget must be the only option, since torch.compile then chooses what is kept.")
         object.__setattr__(self, "every", whole("every", self.every, at_least=1, kind=RecomputeError))
         for name, function in (("check_fn", self.check_fn), ("context_fn", self.context_fn)):
             require(function is None or callable(function), name, "a function or None", function, kind=RecomputeError)
         operators = "operators such as torch.ops.aten.mm.default"
         object.__setattr__(self, "save_ops", several("save_ops", self.save_ops, f"a list of {operators}", kind=RecomputeError))
         if self.check_fn is not None and self.auto_wrap_policy is not None:
-            raise RecomputeError("check_fn and auto_wrap_policy both choose the submodules to checkpoint. Give one of them.")
+            raise RecomputeError("check_fn and auto_wrap_policy both choose the submodules to recompute. Give one of them.")
         if self.context_fn is not None and self.save_ops:
             raise RecomputeError("context_fn and save_ops both choose what is kept. Give one of them.")
         try:
@@ -81,11 +81,12 @@ class ActivationCheckpointParams:
 
     @classmethod
     def of(cls, value: Any, option: str) -> ActivationCheckpointParams | None:
-        """From a preset, or itself: "none" or None; "blocks" recomputes the repeated blocks; "selective" too, but keeps what
-        matrix multiplications, attention and collectives computed, so that only what is cheap is computed again.
+        """From a preset or an ActivationCheckpointParams. "none" or None: nothing. "blocks": recompute the repeated blocks.
+        "selective": the same, but keep results of matrix products, attention and collectives, so that only cheap ones are
+        recomputed.
 
         Raises:
-            UsageError: anything else. `option` is named.
+            UsageError: anything else. Names `option`.
         """
         if isinstance(value, cls) or value is None or value == "none":
             return None if isinstance(value, str) else value
@@ -111,7 +112,7 @@ class ActivationCheckpointParams:
 
 Preset = ActivationCheckpointParams | Literal["none", "blocks", "selective"] | None
 
-# What "selective" keeps: the results of few operators, which take most of a block's time.
+# Operators whose results "selective" keeps: these few take most of a block's time.
 _DEAR = {
     "aten": (
         *("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_grouped_mm"),
@@ -125,16 +126,16 @@ _DEAR = {
 
 
 def _dear() -> list[Any]:
-    """Those operators of `_DEAR` that this torch has."""
+    """The operators of `_DEAR` that this torch has."""
     operators = [getattr(getattr(torch.ops, library), name, None) for library, names in _DEAR.items() for name in names]
     return [operator.default for operator in operators if operator is not None]
 
 
 def checkpoint_activations(module: nn.Module, params: ActivationCheckpointParams | None) -> nn.Module:
-    """Make the chosen submodules recompute, in place; those that do already are left alone.
+    """Make the chosen submodules recompute, in place; those that already do are left alone.
 
     Raises:
-        UsageError: nothing was chosen.
+        UsageError: no submodule was chosen.
     """
     if params is None or params.memory_budget is not None:
         return module
@@ -152,8 +153,8 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False, *, conte
     """Make a module recompute its activations in the backward pass. Returns the same module, changed in place.
 
     Args:
-        module: one that recomputes already is left as it is.
-        offload_to_cpu: keep the module's inputs in host memory meanwhile.
+        module: left as it is if it already recomputes.
+        offload_to_cpu: keep the module's inputs in host memory until the backward pass.
         context_fn: as in `torch.utils.checkpoint.checkpoint`.
     """
     require(isinstance(module, nn.Module), "module", "a torch.nn.Module", module, kind=RecomputeError)
@@ -164,7 +165,7 @@ def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False, *, conte
 
 
 class Recompute:
-    """The `forward` of a module that recomputes. A class, so that the module can still be copied and pickled."""
+    """The recomputing `forward` of a module. A class, so that the module can still be copied and pickled."""
 
     def __init__(self, module: nn.Module, offload_to_cpu: bool, contexts: Contexts | None) -> None:
         self._module, self._forward = module, module.forward
@@ -175,9 +176,9 @@ class Recompute:
             return self._forward(*args, **kwargs)
         if any(_is_cache(value) for value in (*args, *kwargs.values())):
             args, kwargs = self._without_cache(args, kwargs)
-        # By position, as torch saves (and frees, and offloads) tensors among positional arguments only.
+        # Pass all by position: torch saves, frees and offloads tensors among positional arguments only.
         inputs, names = (*args, *kwargs.values()), tuple(kwargs)
-        if torch.compiler.is_compiling():  # takes no contexts but torch's own
+        if torch.compiler.is_compiling():  # the compiler supports only torch's own contexts
             options: dict[str, Any] = {} if self._contexts is None else {"context_fn": self._contexts}
             call = partial(self._traced, [], names)
             return checkpoint(call, *inputs, use_reentrant=False, **options)
@@ -185,16 +186,16 @@ class Recompute:
             return checkpoint(partial(self._call, names), *inputs, use_reentrant=False, context_fn=self.contexts)
 
     def _without_cache(self, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """The arguments as with use_cache=False. Evaluation and generation, which compute no gradients, keep theirs.
+        """The arguments as with use_cache=False. Evaluation and generation, which compute no gradients, keep their cache.
 
         Raises:
-            UsageError: the cache holds something already, on which the result depends.
+            UsageError: the cache already holds tokens, so the result depends on it.
         """
         own = next((i for m in self._module.modules() if isinstance(i := getattr(m, "layer_idx", None), int)), 0)
         if any(_is_cache(value) and _holds(value, own) for value in (*args, *kwargs.values())):
             raise RecomputeError(
-                f"{type(self._module).__name__} recomputes its activations and was given keys and values of earlier tokens "
-                "(past_key_values, as prefix tuning gives them). Leave out recompute for this model."
+                f"{type(self._module).__name__} recomputes its activations and got keys and values of earlier tokens "
+                "(past_key_values, as in prefix tuning). Leave out recompute for this model."
             )
         _note_cache()
         kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
@@ -207,7 +208,7 @@ class Recompute:
         return self._forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
     def _traced(self, calls: list[int], names: tuple[str, ...], *values: Any) -> Any:
-        """For the compiler, whose graphs count once by themselves. What it cannot trace it calls like this, twice."""
+        """The call for the compiler, whose graphs count statistics once. If it cannot trace the module, this runs twice."""
         if torch.compiler.is_compiling():
             return self._call(names, *values)
         calls.append(1)
@@ -215,7 +216,7 @@ class Recompute:
             return self._call(names, *values)
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """Of the forward pass, and of the recomputation."""
+        """The contexts of the forward pass and of the recomputation."""
         first, again = self._contexts() if self._contexts is not None else (NO_CONTEXT, NO_CONTEXT)
         return first, _Uncounted(self._module, again)
 
@@ -225,35 +226,34 @@ class Recompute:
 
 
 def _is_cache(value: Any) -> bool:
-    """Whether it is an object that collects keys and values, layer by layer, as transformers' Cache."""
+    """Whether it is an object that collects keys and values layer by layer, such as transformers' Cache."""
     if value is None or isinstance(value, (torch.Tensor, nn.Module, bool, int, float, str, tuple)):
         return False
     return callable(getattr(value, "get_seq_length", None)) and callable(getattr(value, "update", None))
 
 
 def _holds(cache: Any, layer: int) -> bool:
-    """Whether it has something of earlier tokens for this layer: keys and values, or the state of a linear attention."""
+    """Whether the cache holds earlier tokens for this layer: keys and values, or the state of a linear attention."""
     try:
         return bool(cache.get_seq_length(layer) > 0)
-    except ValueError:  # transformers counts no tokens for a state
+    except ValueError:  # transformers has no token count for a state
         return bool(cache.has_previous_state(layer))
 
 
 @functools.cache
 def _note_cache() -> None:
-    """Once in a process."""
+    """Warn once in a process."""
     logger.warning(
         "blocks with activation checkpointing get no cache of keys and values while gradients are computed, as with "
-        "use_cache=False; the "
-        "model's past_key_values are empty then. Evaluation and generation use it as before."
+        "use_cache=False; then the model's past_key_values are empty. Evaluation and generation use the cache as before."
     )
 
 
 class _Uncounted:
-    """Context of a recomputation: what normalisation counts into its running statistics is thrown away.
+    """Context of a recomputation: updates of running statistics by norms are thrown away.
 
-    torch may enter the same one again, and an inner module's lies within that of an outer one. `also` is entered last: it may
-    watch every operation, which must be those of the forward pass.
+    torch may enter the same context again, and an inner module's context lies within an outer one's. `also` is entered last: it
+    may watch all operations, which must be the same as in the forward pass.
     """
 
     _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")

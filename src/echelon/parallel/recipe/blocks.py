@@ -1,4 +1,4 @@
-"""Which submodules are treated one by one, to shard or to recompute: the repeated blocks of a model, or what the user says."""
+"""Which submodules are sharded, recomputed or compiled one by one: a model's repeated blocks, or those that the user chooses."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from echelon.parallel.names import names_of_each
 __all__ = ["blocks_by_policy", "blocks_to_shard", "chosen_blocks", "without_shared"]
 
 Blocks = list[tuple[str, nn.Module]]
-_LISTS = (nn.ModuleList, nn.ModuleDict)  # which nobody calls
+_LISTS = (nn.ModuleList, nn.ModuleDict)  # containers without a forward
 
 
 def blocks_to_shard(module: nn.Module) -> Blocks:
     """The repeated blocks of a model: children of a ModuleList, ModuleDict or Sequential that share a class, outermost first.
-    Lists in it, which nobody calls, count as what is in them: a layer may be a list of its attention and its MLP.
+    Lists inside of them are replaced by their items, since lists are not called: a layer may be a list of its attention and MLP.
 
-    Sharding layer by layer would cost a collective each; sharding only the root would gather the whole model at once.
+    Blocks are the right size: sharding every layer would cost a collective each; sharding only the root would gather the whole
+    model at once.
     """
     blocks: Blocks = []
-    seen: set[nn.Module] = set()  # one that is registered in several places stands at the first
+    seen: set[nn.Module] = set()  # a module registered in several places counts at the first
 
     def visit(name: str, parent: nn.Module) -> None:
         children: Blocks = []
@@ -45,7 +46,7 @@ def blocks_to_shard(module: nn.Module) -> Blocks:
 
 
 def _called(name: str, parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Its children, and in place of those that are lists theirs."""
+    """The children by name; a list inside of a list or Sequential is replaced by its items."""
     for child_name, child in parent.named_children():
         within = f"{name}.{child_name}" if name else child_name
         if isinstance(child, _LISTS) and isinstance(parent, (*_LISTS, nn.Sequential)):
@@ -58,7 +59,7 @@ def chosen_blocks(module: nn.Module, chosen: Iterable[str | type[nn.Module]], op
     """The submodules of these names and classes, innermost first.
 
     Raises:
-        UsageError: nothing has one of the names or classes, or it is a container, which has no forward. `option` is named.
+        UsageError: no submodule has one of the names or classes, or it is a container without a forward. Names `option`.
     """
     what = "a list of names or classes of submodules"
     wanted = several(option, [chosen] if isinstance(chosen, str) else chosen, what, lambda one: isinstance(one, str | type))
@@ -78,8 +79,8 @@ def chosen_blocks(module: nn.Module, chosen: Iterable[str | type[nn.Module]], op
 
 
 def blocks_by_policy(module: nn.Module, policy: Any, ignored: set[nn.Parameter]) -> Blocks:
-    """What an `auto_wrap_policy` of the older FullyShardedDataParallel chooses, innermost first: a set of classes, one of
-    torch's policies, or a function of (module, recurse, nonwrapped_numel).
+    """The submodules chosen by an `auto_wrap_policy` of the older FullyShardedDataParallel, innermost first. The policy is a set
+    of classes, one of torch's policies, or a function of (module, recurse, nonwrapped_numel).
     """
     if isinstance(policy, (set, frozenset, list, tuple)):
         return chosen_blocks(module, policy, "auto_wrap_policy")
@@ -89,7 +90,7 @@ def blocks_by_policy(module: nn.Module, policy: Any, ignored: set[nn.Parameter])
 
 
 def _by_function(root: nn.Module, policy: Callable[..., bool], ignored: set[nn.Parameter]) -> Blocks:
-    """As torch walks: the children first, so that a policy by size sees what they have left over."""
+    """Walk as torch does: children first, so that a policy by size sees the parameters that they have left over."""
     chosen: Blocks = []
 
     def visit(name: str, module: nn.Module) -> int:
@@ -107,7 +108,7 @@ def _by_function(root: nn.Module, policy: Callable[..., bool], ignored: set[nn.P
 
 
 def _by_custom_policy(module: nn.Module, policy: Any) -> Blocks:
-    """torch's CustomPolicy can be asked by its `_run_policy` only (torch 2.13; test_strategies.py notices a change)."""
+    """torch's CustomPolicy has only `_run_policy` to apply it (torch 2.13; test_strategies.py notices a change)."""
     run = getattr(policy, "_run_policy", None)
     if run is None:
         raise LayoutError(f"auto_wrap_policy must be a set of module classes or a policy function, got {type(policy).__name__}.")
@@ -116,22 +117,22 @@ def _by_custom_policy(module: nn.Module, policy: Any) -> Blocks:
     for name, block in chosen:
         if options[block]:
             raise LayoutError(
-                f"auto_wrap_policy gives {name} options of its own ({', '.join(options[block])}); all blocks have the "
-                "layout's. For one that differs, call fully_shard yourself and pass the module without a layout."
+                f"auto_wrap_policy gives {name} options of its own ({', '.join(options[block])}), but all blocks have the "
+                "layout's options. If one must differ, call fully_shard yourself and pass the module without a layout."
             )
     return chosen
 
 
 def innermost_first(blocks: Sequence[tuple[str, nn.Module]]) -> Blocks:
-    """fully_shard gives each parameter to the first call that reaches it."""
+    """Sort blocks innermost first, since fully_shard gives each parameter to the first call that reaches it."""
     return sorted(blocks, key=lambda pair: -pair[0].count("."))
 
 
 def without_shared(module: nn.Module, blocks: Blocks) -> tuple[Blocks, list[str]]:
-    """Leave out blocks with a parameter that is used outside of them, too: split alone, it would be tied no longer.
+    """Leave out blocks with a parameter that is also used outside of the block: if split with the block, it would not stay tied.
 
     Returns:
-        The blocks, and the names of the parameters because of which others are left out.
+        The remaining blocks, and the names of the tied parameters because of which blocks were left out.
     """
     owners = names_of_each(module.named_parameters(remove_duplicate=False))
     kept, shared = [], []

@@ -1,10 +1,10 @@
-"""torch.compile, block by block or whole: what it needs is asked for before the first batch.
+"""torch.compile, block by block or for the whole module. Missing tools are reported before the first batch.
 
-A block is compiled by its `forward`, so that hooks (those of `fully_shard` gather and free its parameters) stay outside of the
-graph, and repeated blocks share one. What changes how often: a graph is made for the first batch; one more, for any number of
-rows or tokens, when another shape comes, as with the short last batch of an epoch; and likewise for evaluation. Blocks that
-differ in a number (a `layer_idx` that their forward uses) have graphs of their own:
-torch would give up after eight and go on without.
+A block's `forward` is compiled, so that hooks (those of `fully_shard` gather and free its parameters) stay outside of the graph,
+and repeated blocks share one graph. torch makes a graph for the first batch; one more, for any number of rows or tokens, when the
+shape changes, as with the short last batch of an epoch; and likewise for evaluation. Blocks that differ in a number (a
+`layer_idx` that their forward uses) have separate graphs: so the recompile limit is raised, since torch would stop compiling
+after eight.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Compile", "Compiled", "TorchCompileParams", "check_backend", "compil
 
 logger = logging.getLogger(__name__)
 
-# Graphs of a block: with gradients and without, of one shape and of any, and some more when an argument is sometimes left out.
+# Graphs of a block: with and without gradients, for one shape and for any, and some more if an argument is sometimes left out.
 _GRAPHS_OF_A_BLOCK = 8
 
 
@@ -43,9 +43,9 @@ class TorchCompileParams:
     """`torch.compile`'s options. The module is compiled in place, so its parameter names stay.
 
     Args:
-        recursive_module_types: compile the submodules of these classes, or class names, one by one instead of the whole;
-            faster to compile when a block is repeated.
-        blocks: compile the repeated blocks of the model, each by its forward; the whole if none repeat.
+        recursive_module_types: compile the submodules of these classes, or class names, one by one instead of the whole module;
+            faster to compile if a block is repeated.
+        blocks: compile the forward of each repeated block of the model; the whole module if no blocks repeat.
     """
 
     fullgraph: bool = False
@@ -76,10 +76,10 @@ class TorchCompileParams:
 
     @classmethod
     def of(cls, value: Any, option: str) -> TorchCompileParams | None:
-        """From "blocks", True (the whole module), False or None (nothing), or itself.
+        """From "blocks", True (the whole module), False or None (nothing), or a TorchCompileParams.
 
         Raises:
-            UsageError: anything else. `option` is named.
+            UsageError: anything else. Names `option`.
         """
         if isinstance(value, cls) or value is None or value is False:
             return value or None
@@ -97,7 +97,7 @@ Compile = TorchCompileParams | bool | Literal["blocks"] | None
 
 
 def compile_in_place(module: nn.Module, params: TorchCompileParams, memory_budget: float | None) -> nn.Module:
-    """Compile the module, or the parts of it that are chosen. Returns it.
+    """Compile the module, or its chosen parts, in place, and return it.
 
     Args:
         memory_budget: see `within_budget`.
@@ -122,7 +122,7 @@ def compile_in_place(module: nn.Module, params: TorchCompileParams, memory_budge
 def check_backend(backend: str | Callable[..., Any], device: torch.device) -> None:
     """
     Raises:
-        UsageError: torch has no such backend; inductor without what it makes code with.
+        UsageError: torch has no such backend, or inductor lacks its compiler.
     """
     if not isinstance(backend, str):
         return
@@ -130,14 +130,14 @@ def check_backend(backend: str | Callable[..., Any], device: torch.device) -> No
     if backend not in known:
         raise CompileError(
             f"the backend of torch.compile must be one of {', '.join(map(repr, sorted(known)))}, or a function, got {backend!r}. "
-            "Is the package that has it installed?"
+            "Check that the package with this backend is installed."
         )
     if backend != "inductor":
         return
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise CompileError(
-            "torch.compile's backend 'inductor' needs triton on a GPU, and it is not installed. Install the one of this torch "
-            f"({torch.__version__}), or use backend='aot_eager', or compile=False."
+            "torch.compile's backend 'inductor' needs triton on a GPU, and it is not installed. Install the version for this "
+            f"torch ({torch.__version__}), or use backend='aot_eager', or compile=False."
         )
     compilers = [os.environ.get("CXX"), "g++", "clang++"]
     if device.type == "cpu" and not any(shutil.which(name) for name in compilers if name):
@@ -148,10 +148,10 @@ def check_backend(backend: str | Callable[..., Any], device: torch.device) -> No
 
 
 def compile_forward(blocks: Sequence[nn.Module], options: dict[str, Any]) -> None:
-    """Compile each block's `forward`, in place; those that are compiled already are left alone.
+    """Compile each block's `forward` in place; compiled ones are left alone.
 
     Args:
-        options: of torch.compile.
+        options: options of torch.compile.
     """
     options = {**options, "recompile_limit": _GRAPHS_OF_A_BLOCK * max(1, len(blocks))}
     for block in blocks:
@@ -160,7 +160,7 @@ def compile_forward(blocks: Sequence[nn.Module], options: dict[str, Any]) -> Non
 
 
 class Compiled:
-    """The `forward` of a block that is compiled. A class, so that the module can still be copied and pickled."""
+    """A block's compiled `forward`. A class, so that the module can still be copied and pickled."""
 
     def __init__(self, forward: Callable[..., Any], options: dict[str, Any]) -> None:
         self._forward, self._options = forward, options
@@ -183,27 +183,27 @@ class Compiled:
         return {"_forward": self._forward, "_options": self._options}
 
 
-# A memory budget of compiled graphs: how much of its activations each keeps, and which of them it must keep.
+# The memory budget of compiled graphs: which fraction of its activations each graph keeps, and which ones it must keep.
 #
-# torch's partitioner computes again what does not fit, and with a budget below 1 that may be an operator that draws random
-# numbers: the backward pass would then go through another dropout mask than the forward pass went through (seen with torch 2.13).
-# So the results of such operators are kept, always: under inductor by a mark on each; under another backend, into whose graphs
-# nothing can be put between tracing and partition, by the whole budget, under which torch recomputes no random operator.
+# torch's partitioner recomputes activations that do not fit. With a budget below 1 it may recompute an operator that draws random
+# numbers: the backward pass would then use another dropout mask than the forward pass (seen with torch 2.13). So results of such
+# operators are always kept. Under inductor each gets a mark. Other backends offer no step between tracing and partition, so they
+# get the full budget, under which torch recomputes no random operator.
 
-# At 0 torch keeps the inputs of a graph and asks no further.
+# At exactly 0, torch keeps a graph's inputs and looks at nothing else.
 _LEAST = 1e-9
 
-# Operators of other libraries, such as an attention with dropout, seldom say whether they draw random numbers.
+# Operators of other libraries, such as an attention with dropout, seldom declare whether they draw random numbers.
 _SAYS_IF_RANDOM = frozenset({"aten", "prims", "prim", "inductor", "inductor_prims", "c10d", "_c10d_functional", "quantized"})
 
 
 def within_budget(options: dict[str, Any], budget: float | None) -> dict[str, Any]:
-    """Options of torch.compile with which its graphs keep at most this part of their activations and compute the rest again.
+    """Options of torch.compile under which graphs keep at most this fraction of their activations and recompute the rest.
 
-    torch has the budget as a setting of the whole process, which is read while a graph is made: it is set for just then.
+    In torch the budget is a process-wide setting that is read while a graph is made. It is set only for that time.
 
     Args:
-        budget: None for what the process's setting is.
+        budget: the fraction; None for the process-wide setting.
     """
     import torch._functorch.config as config
 
@@ -212,7 +212,9 @@ def within_budget(options: dict[str, Any], budget: float | None) -> dict[str, An
         return options
     if options["backend"] != "inductor" and part < 1:
         name = getattr(options["backend"], "__name__", options["backend"])
-        logger.warning("memory_budget has no effect under torch.compile's backend %r: only 'inductor' keeps random numbers", name)
+        logger.warning(
+            "memory_budget has no effect under torch.compile's backend %r: only 'inductor' can keep the same random numbers", name
+        )
         part = 1.0
     return {
         **options,
@@ -223,7 +225,7 @@ def within_budget(options: dict[str, Any], budget: float | None) -> dict[str, An
 
 
 class _Budget:
-    """A backend that makes its graphs under a memory budget."""
+    """A backend of torch.compile that makes graphs under a memory budget."""
 
     def __init__(self, backend: str | Callable[..., Any], budget: float, mode: str | None, options: Any) -> None:
         self._backend, self._budget, self._mode, self._options = backend, budget, mode, options
@@ -259,13 +261,13 @@ def _may_draw(operator: Any) -> bool:
 
 @functools.cache
 def keeping_random() -> type:
-    """A pass over inductor's graphs of both directions. Made when inductor is loaded anyway, whose class it extends."""
+    """The class of a pass over inductor's joint graph that keeps random results. A function, to import inductor only if used."""
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     class KeepRandom(CustomGraphPass):  # type: ignore[misc, unused-ignore]
         """
         Args:
-            before: the user's own pass, or several, which go first.
+            before: the user's own pass or passes, which run first.
         """
 
         def __init__(self, before: Any) -> None:
@@ -278,7 +280,7 @@ def keeping_random() -> type:
                 _keep(node)
 
         def uuid(self) -> Any:
-            """Part of the key under which torch keeps compiled graphs; None, for a pass without one, keeps none."""
+            """Part of the key of torch's cache of compiled graphs; None, if one of the user's passes has none, disables it."""
             theirs = [each.uuid() if isinstance(each, CustomGraphPass) else None for each in self._before]
             return None if None in theirs else ("echelon: random operators are kept", *theirs)
 
@@ -286,6 +288,6 @@ def keeping_random() -> type:
 
 
 def _keep(node: Node) -> None:
-    # What the user's own activation checkpointing recomputes has a mark already, and torch replays its random numbers.
+    # Nodes that the user's own activation checkpointing recomputes are marked already, and torch replays their random numbers.
     if node.op == "call_function" and "recompute" not in node.meta and _may_draw(node.target):
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

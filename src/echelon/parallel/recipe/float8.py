@@ -1,8 +1,8 @@
-"""float8: the matrix products of a model's blocks in 8 bits, by torchao; everything else as in bf16.
+"""float8: torchao computes the matrix products of a model's blocks in 8 bits; everything else is as in bf16.
 
-torchao replaces nn.Linear by a class of its own, in place: parameters keep their names and stay float32. What lies outside of
-the repeated blocks (embedding, head) stays bf16, as training at scale is done with float8; so do layers whose sizes the
-hardware's products cannot take.
+torchao replaces nn.Linear by its own class, in place: parameters keep their names and stay float32. Layers outside of the
+repeated blocks (embedding, head) compute in bf16, as is usual in float8 training at scale; so do layers whose sizes the
+hardware's 8-bit products do not support.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 __all__ = ["Float8", "convert", "refuse_wrapped", "scales_after_step"]
 
-_MULTIPLE = 16  # of rows and columns, in products of 8 bits (torch's _scaled_mm)
+_MULTIPLE = 16  # rows and columns must be multiples of this in 8-bit products (torch's _scaled_mm)
 _SHARDED = {"fsdp", "fsdp2", "hsdp", "zero2", "zero3"}
 _NEEDED = {"rowwise": (9, 0), "tensorwise": (8, 9)}
 
 
 @dataclass(frozen=True)
 class Float8:
-    """How `precision="float8"` computes, by the names of torchao and torchtitan.
+    """How `precision="float8"` computes. Options have torchao's and torchtitan's names.
 
     Args:
-        recipe: "rowwise" has a scale for each row, which outliers harm less; "tensorwise" one for each tensor, faster, and
-            sharded weights can travel in 8 bits.
+        recipe: "rowwise" has a scale for each row, which limits the harm of outliers; "tensorwise" has one for each tensor, is
+            faster, and sharded weights can be gathered in 8 bits.
         filter_fqns: linear layers with one of these in their name stay bf16: `["wk", "blocks.0."]`.
-        enable_fsdp_float8_all_gather: gather sharded weights in 8 bits, a quarter of float32's traffic. Only "tensorwise" can.
+        enable_fsdp_float8_all_gather: gather sharded weights in 8 bits, a quarter of float32's traffic. Only for "tensorwise".
         emulate: compute in float32 what 8 bits would give, on any device: slow, for tests.
     Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
     """
@@ -57,25 +57,25 @@ class Float8:
         )
         object.__setattr__(self, "filter_fqns", names)
         if self.enable_fsdp_float8_all_gather and self.recipe != "tensorwise":
-            raise PrecisionError("enable_fsdp_float8_all_gather needs one scale for each tensor: recipe='tensorwise'.")
+            raise PrecisionError("enable_fsdp_float8_all_gather needs one scale for each tensor. Set recipe='tensorwise'.")
 
     def check(self, device: torch.device) -> None:
         """
         Raises:
-            UsageError: torchao is not installed, or the device has no products in 8 bits.
+            UsageError: torchao is not installed, or the device has no 8-bit products.
         """
         _torchao()
-        if self.emulate or agree.is_alone():  # a plan is for other devices than this machine's
+        if self.emulate or agree.is_alone():  # a plan is for devices that this machine may not have
             return
-        remedy = "Take precision='bf16'."
+        remedy = "Use precision='bf16'."
         if device.type != "cuda":
             raise PrecisionError(f"precision 'float8' needs a GPU that multiplies in 8 bits, got {device.type}. {remedy}")
         if torch.version.hip is not None:
-            return  # torchao knows those of AMD
+            return  # torchao checks AMD's devices
         capability, needed = torch.cuda.get_device_capability(device), _NEEDED[self.recipe]
         if capability < needed:
             if capability >= _NEEDED["tensorwise"]:
-                remedy = "Take precision=echelon.layouts.Float8(recipe='tensorwise')."
+                remedy = "Use precision=echelon.layouts.Float8(recipe='tensorwise')."
             raise PrecisionError(
                 f"precision 'float8' with recipe {self.recipe!r} needs a GPU of compute capability {needed[0]}.{needed[1]} or "
                 f"more, got {torch.cuda.get_device_name(device)} with {capability[0]}.{capability[1]}. {remedy}"
@@ -87,7 +87,7 @@ def _torchao() -> Any:
         return importlib.import_module("torchao.float8")
     except ImportError as error:
         raise PrecisionError(
-            f"precision 'float8' needs torchao, which cannot be imported ({error}). pip install 'echelon[float8]', or take "
+            f"precision 'float8' needs torchao, which cannot be imported ({error}). pip install 'echelon[float8]', or use "
             "precision='bf16'."
         ) from error
 
@@ -97,20 +97,20 @@ def convert(module: nn.Module, float8: Float8 | None, layout: str) -> None:
 
     Args:
         float8: None converts nothing.
-        layout: the name of the one that follows.
+        layout: name of the layout that will be applied.
     Raises:
-        UsageError: no layer is chosen; a layout under which it was not tried.
+        UsageError: no layer is chosen, or the layout is not supported.
     """
     if float8 is None:
         return
     torchao = _torchao()
     if layout == "tp" or "tp=" in layout:
-        raise PrecisionError("precision 'float8' is not there under layout 'tp' yet. Take 'fsdp', or precision='bf16'.")
+        raise PrecisionError("precision 'float8' does not support layout 'tp' yet. Use 'fsdp', or precision='bf16'.")
     chosen = _chosen(module, float8)
     if not chosen:
         raise PrecisionError(
-            f"precision 'float8' finds no linear layer in {type(module).__name__} for it: in its repeated blocks, of sizes that "
-            f"are multiples of {_MULTIPLE}, and not in filter_fqns. Take precision='bf16'."
+            f"precision 'float8' finds no suitable linear layer in {type(module).__name__}: in its repeated blocks, with sizes "
+            f"that are multiples of {_MULTIPLE}, and not in filter_fqns. Use precision='bf16'."
         )
     config = replace(
         torchao.Float8LinearConfig.from_recipe_name(float8.recipe),
@@ -123,13 +123,13 @@ def convert(module: nn.Module, float8: Float8 | None, layout: str) -> None:
 def refuse_wrapped(module: nn.Module, float8: Float8 | None) -> None:
     """
     Raises:
-        UsageError: layers would be replaced, of which the wrapper of the module knows.
+        UsageError: float8 would replace layers of a module that is already wrapped.
     """
     if float8 is None:
         return
     raise PrecisionError(
-        f"precision 'float8' replaces layers, and {type(module).__name__} is made parallel already. Pass the plain module with a "
-        "layout, or call torchao's convert_to_float8_training before you wrap it, and take precision='bf16'."
+        f"precision 'float8' replaces layers, but {type(module).__name__} is already parallel. Pass the plain module with a "
+        "layout, or call torchao's convert_to_float8_training before you wrap it, and use precision='bf16'."
     )
 
 
@@ -150,7 +150,7 @@ def _chosen(module: nn.Module, float8: Float8) -> set[str]:
 
 
 def scales_after_step(prepared: Prepared[Any], float8: Float8 | None) -> None:
-    """With weights that travel in 8 bits: their scales after each update in one all-reduce, instead of one for each weight."""
+    """If weights are gathered in 8 bits: compute their scales after each update in one all-reduce instead of one per weight."""
     if float8 is not None and float8.enable_fsdp_float8_all_gather:
         compute = _torchao().precompute_float8_dynamic_scale_for_fsdp
         prepared._follow_step(lambda: compute(prepared.module))

@@ -1,12 +1,12 @@
-"""Compute precision: autocast's type, and the loss scaling that fp16 needs, with one verdict over all ranks.
+"""Compute precision: autocast's dtype, and fp16's loss scaling, on which all ranks decide together.
 
-Parameters, gradients and optimizer state stay in float32, sharded or not; `fsdp/units.py` says what a sharded module
-gathers. In fp16 an update goes
+Parameters, gradients and optimizer state stay in float32, sharded or not; `fsdp/units.py` says in which dtype a sharded module is
+gathered. In fp16 an update goes
 
     backward of loss x scale  ->  unscale all gradients, look for inf and nan  ->  the ranks agree  ->  update, or skip it
 
-torch's scalers look at the gradients of an optimizer's parameters. Under a sharded optimizer a rank's optimizer has only
-some of them, and a rank has only some of the elements; so they are shown `Shards` in the optimizer's place.
+torch's scalers look at the gradients of an optimizer's parameters. A partitioned optimizer has only some of the parameters on
+each rank, and a rank may have only some of their elements. So the scalers get `Shards` in place of the optimizer.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Precision:
 
     Args:
         dtype: None, torch.float16 or torch.bfloat16.
-        float8: with bfloat16: the blocks' matrix products in 8 bits, by torchao.
-        init_scale, growth_factor, backoff_factor, growth_interval: of fp16's loss scale, as in torch.amp.GradScaler: it starts
-            at `init_scale`, is multiplied by `backoff_factor` after an update with an inf, and by `growth_factor` after
-            `growth_interval` updates without.
+        float8: with bfloat16: torchao computes the blocks' matrix products in 8 bits.
+        init_scale, growth_factor, backoff_factor, growth_interval: fp16's loss scale, as in torch.amp.GradScaler: it starts at
+            `init_scale`, is multiplied by `backoff_factor` after an update with an inf, and by `growth_factor` after
+            `growth_interval` updates without one.
     Source: Micikevicius et al. 2018, "Mixed Precision Training".
     """
 
@@ -59,7 +59,7 @@ class Precision:
             raise PrecisionError(f"dtype must be torch.float16, torch.bfloat16, or None for float32, got {self.dtype}.")
         require(isinstance(self.float8, Float8 | None), "float8", "Float8(...) or None", self.float8, kind=PrecisionError)
         if self.float8 is not None and self.dtype is not torch.bfloat16:
-            raise PrecisionError(f"float8 must go with dtype=torch.bfloat16, in which the rest computes, got {self.dtype}.")
+            raise PrecisionError(f"float8 must go with dtype=torch.bfloat16, for all other operations, got {self.dtype}.")
         number("init_scale", self.init_scale, "above 0", lambda scale: 0 < scale < math.inf, kind=PrecisionError)
         number("growth_factor", self.growth_factor, "above 1", lambda factor: 1 < factor < math.inf, kind=PrecisionError)
         number("backoff_factor", self.backoff_factor, "between 0 and 1", lambda factor: 0 < factor < 1, kind=PrecisionError)
@@ -94,10 +94,10 @@ class Precision:
         return torch.autocast(device.type, dtype=self.dtype)
 
     def look_at(self, device: torch.device) -> None:
-        """Warn of a device that only emulates this type.
+        """Warn if the device only emulates this dtype.
 
         Raises:
-            UsageError: float8 where it is not installed, or the device cannot.
+            UsageError: float8 without torchao, or on a device without it.
         """
         if self.float8 is not None:
             self.float8.check(device)
@@ -105,13 +105,13 @@ class Precision:
             return
         if torch.cuda.get_device_capability(device) < (8, 0):
             logger.warning(
-                "precision 'bf16': %s has no units for bfloat16 and emulates it, slower than float32. Take precision='fp16', "
-                "which brings its gradient scaler.",
+                "precision 'bf16': %s has no bfloat16 units and emulates it, slower than float32. Use precision='fp16', which "
+                "includes a gradient scaler.",
                 torch.cuda.get_device_name(device),
             )
 
     def scaler(self, device: torch.device, prepared: Prepared[Any]) -> torch.amp.GradScaler | None:
-        """fp16's small gradients would vanish without a scaler; bf16 has float32's range and needs none."""
+        """fp16's gradient scaler, without which small gradients would vanish; None for bf16, which has float32's range."""
         if self.dtype is not torch.float16:
             return None
         names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
@@ -120,21 +120,21 @@ class Precision:
             return torch.amp.GradScaler(device.type, **options)
         from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-        # Its default for the group is the one that was there when torch's module was imported.
+        # An explicit None: torch's default argument is the group that existed when its module was imported.
         return ShardedGradScaler(device.type, process_group=None, **options)
 
 
 def check_scaler(scaler: torch.amp.GradScaler | None, precision: Precision, prepared: Prepared[Any]) -> None:
-    """Before training; warns of float16 without a scaler.
+    """Check the scaler before training, and warn of float16 without one.
 
     Raises:
-        UsageError: a scaler of the user's own that would see this rank's shards only, so that ranks part ways.
+        UsageError: the user's own scaler would see only this rank's shards, so ranks would decide differently.
     """
     if scaler is None:
         if torch.float16 in (precision.dtype, prepared.form.gathered_in):
             logger.warning(
-                "the forward pass computes in float16 and there is no gradient scaler: gradients below 6e-8 become 0. Give the "
-                "unit precision='fp16', which brings one, or compute in bfloat16."
+                "the forward pass computes in float16 without a gradient scaler: gradients below 6e-8 become 0. Give the unit "
+                "precision='fp16', which includes one, or compute in bfloat16."
             )
         return
     if agree.is_joined() and _is_sharded(prepared):
@@ -142,8 +142,8 @@ def check_scaler(scaler: torch.amp.GradScaler | None, precision: Precision, prep
 
         if not isinstance(scaler, ShardedGradScaler):
             raise PrecisionError(
-                f"grad_scaler is a {type(scaler).__name__}, which checks this rank's shards only, so that on an inf some "
-                "ranks would skip the update and others not. Choose its options with "
+                f"grad_scaler is a {type(scaler).__name__}, which checks only this rank's shards, so on an inf some ranks would "
+                "skip the update and others not. Set its options by "
                 "precision=ech.layouts.Precision(torch.float16, init_scale=...)."
             )
 
@@ -153,10 +153,10 @@ def _is_sharded(prepared: Prepared[Any]) -> bool:
 
 
 class Shards:
-    """What a gradient scaler sees in the place of an optimizer: this rank's part of every gradient, and the update itself.
+    """Stands in for an optimizer in a gradient scaler: this rank's part of every gradient, and the update.
 
     Attributes:
-        optimizer: whose parts these are.
+        optimizer: the real optimizer.
         updated: whether the last `step` of the scaler changed the parameters.
     """
 
@@ -169,13 +169,13 @@ class Shards:
         return [{"params": list(self._parts())}]
 
     def _parts(self) -> Iterator[torch.Tensor]:
-        # The optimizer's may be fewer (its part of them) or more (a temperature that is no part of the module), and may grow.
+        # The optimizer may have fewer parameters (its partition) or more (a temperature outside of the module), and may get more.
         own = (p for group in self.optimizer.param_groups for p in group["params"])
         for parameter in {id(p): p for p in (*self._parameters, *own)}.values():
             if parameter.grad is not None:
                 gradient = local(parameter.grad)
                 part = gradient.detach()
-                part.grad = gradient  # as a parameter has it; the same memory
+                part.grad = gradient  # the scaler reads `.grad`, as of a parameter; the same memory
                 yield part
 
     def step(self) -> Any:
@@ -183,7 +183,7 @@ class Shards:
         return self.optimizer.step()
 
     def update_with(self, scaler: torch.amp.GradScaler) -> bool:
-        """The optimizer's step unless a rank has found an inf; then the scale's. Whether the parameters have changed."""
+        """Step the optimizer unless a rank has found an inf, then update the scale. Returns whether the parameters changed."""
         self.updated = False
         scaler.step(self)  # type: ignore[arg-type]
         scaler.update()

@@ -1,4 +1,4 @@
-"""What happens to a module besides being made parallel: activation checkpointing, compilation, the precision it computes in."""
+"""Changes of a module besides its layout: activation checkpointing, compilation, and the precision of its computation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recipe:
-    """What happens to a module besides being made parallel.
+    """Changes of a module besides its layout.
 
     Args:
-        precision: a layout that gathers parameters gathers them in it (`fsdp/units.py`); autocast is the caller's, under every
-            layout. None: the layout's own options decide.
+        precision: the precision in which a sharded layout gathers parameters (`fsdp/units.py`); None leaves that to the layout's
+            own options. Under every layout the caller applies autocast.
     """
 
     activation_checkpoint: ActivationCheckpointParams | None = None
@@ -36,8 +36,8 @@ class Recipe:
         compiled, recomputed = self.torch_compile, self.activation_checkpoint
         if recomputed is not None and compiled is not None and compiled.backend == "eager":
             raise CompileError(
-                "torch.compile's backend 'eager' draws other dropout masks when it recomputes activations (torch 2.13), and the "
-                "gradients are wrong. Use backend='aot_eager' or 'inductor', or no recompute."
+                "torch.compile's backend 'eager' draws different dropout masks when it recomputes activations (torch 2.13), so "
+                "the gradients are wrong. Use backend='aot_eager' or 'inductor', or no recompute."
             )
         module = checkpoint_activations(module, recomputed)
         if compiled is None or compiled.disable:
@@ -47,12 +47,12 @@ class Recipe:
     def check(self, device: torch.device) -> None:
         """
         Raises:
-            UsageError: what is asked for is not installed, or has no effect.
+            UsageError: the compiler backend is unknown, or not installed.
         """
         compiled, recomputed = self.torch_compile, self.activation_checkpoint
         if compiled is not None and not compiled.disable:
             check_backend(compiled.backend, device)
         elif recomputed is not None and recomputed.memory_budget is not None:
             logger.warning(
-                "memory_budget=%g has no effect: it is about compiled graphs. Give compile='blocks'", recomputed.memory_budget
+                "memory_budget=%g has no effect without compiled graphs. Set compile='blocks'", recomputed.memory_budget
             )
