@@ -193,7 +193,7 @@ def test_it_is_compiled_without_a_break() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"target": torch.full((2, 5), 11)}, r"target must be from 0 to 10, or -100 for what does not count, got 11\. Is the"),
+        ({"target": torch.full((2, 5), 11)}, r"target must be from 0 to 10, or -100 to ignore a token, got 11\. Is the"),
         ({"target": torch.zeros(2, 5)}, "target must be of type int64"),
         ({"target": torch.zeros(2, 4).long()}, r"target must be of shape \(2, 5\), got \(2, 4\)"),
         ({"hidden": torch.zeros(2, 5, 7)}, r"hidden must be of shape \(\.\.\., 6\), as the weight is \(11, 6\), got \(2, 5, 7\)"),

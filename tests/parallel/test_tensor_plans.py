@@ -467,7 +467,7 @@ def test_parts_of_a_sharded_module_that_are_called_directly_are_refused(ranks: R
         (Encoder, None, 2, False, "none can be inferred. layer.self_attn stays whole: torch's MultiheadAttention"),
         (Encoder, IN_ATTENTION, 2, False, "layer.self_attn.out_proj is a part of torch's MultiheadAttention"),
         (Normed, None, 2, False, "none can be inferred"),
-        (Normed, {"up": "colwise"}, 2, False, "weight or bias of Normed.up is no parameter but computed from others"),
+        (Normed, {"up": "colwise"}, 2, False, "weight or bias of Normed.up is computed from other parameters"),
         (Small, {"wte": "rowwise"}, 2, False, "wte.weight and lm_head.weight are one tied parameter"),
         (Small, {"wpe": "rowwise_split"}, 2, False, "Small.wpe is an Embedding that cannot be 'rowwise_split'"),
         (InOneForward, None, 2, True, "InOneForward.blocks.0.q_proj must lie in a child of the block blocks.0"),

@@ -1,11 +1,11 @@
-"""What the ranks that share layers send one another, as functions whose gradients are known.
+"""Differentiable collectives among the ranks that share layers.
 
-Each has its opposite, which its backward pass calls: so second derivatives are right, too.
+The functions come in pairs: the backward pass of one calls the other. So second derivatives are right, too.
 
-    same  / summed     nothing forward, the sum of all gradients backward / the sum forward, nothing backward
-    whole / total      as these, of parameters: gradients of 16 bits are added in float32 and rounded once
-    gathered / part    all ranks' parts of a dimension put together / this rank's part of it
-    collected / spread all parts put together, backward the sum of all gradients, of which this rank takes its part / the reverse
+    same / summed       identity forward, all-reduce backward / all-reduce forward, identity backward
+    whole / total       the same for parameters: 16-bit gradients are summed in float32 and rounded once
+    gathered / part     all-gather of a dim forward, this rank's part of the gradient backward / the reverse
+    collected / spread  all-gather of a dim forward, reduce-scatter of the gradient backward / the reverse
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ __all__ = ["collected", "gathered", "part", "same", "spread", "summed", "whole"]
 
 
 def same(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The tensor, which all ranks have, for work that each does a part of: its gradient is the sum of theirs."""
+    """A tensor equal on all ranks, as input of work that is split over them. Its gradient is summed over the ranks."""
     return _sent(tensor, "same", axis)
 
 
 def whole(parameter: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """`same` of a parameter: its gradient is small, and what the ranks' sum loses is lost in every update."""
+    """`same` for a parameter: gradients below 32 bits are summed in float32, since rounding errors would enter every update."""
     return _sent(parameter, "whole", axis)
 
 
 def summed(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """The sum of what the ranks have, on all of them."""
+    """The sum of the ranks' tensors, on all of them."""
     return _sent(tensor, "summed", axis)
 
 
 def gathered(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """All ranks' parts of a dimension, for work that each does whole."""
+    """All ranks' parts of a dim, concatenated, as input of work that every rank does in full."""
     return _sent(tensor, "gathered", axis, dim)
 
 
 def part(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """This rank's part of a dimension, which the size of the axis divides, of a tensor that all ranks have."""
+    """This rank's part of a dim of a tensor that is equal on all ranks. The size of the axis must divide the dim."""
     return _sent(tensor, "part", axis, dim)
 
 
 def collected(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """All ranks' parts of a dimension, for work that each does a part of."""
+    """All ranks' parts of a dim, concatenated, as input of work that is split over the ranks."""
     return _sent(tensor, "collected", axis, dim)
 
 
 def spread(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """This rank's part of a dimension, which the size of the axis divides, of the sum of what the ranks have."""
+    """This rank's part of a dim of the sum of the ranks' tensors. The size of the axis must divide the dim."""
     return _sent(tensor, "spread", axis, dim)
 
 
@@ -71,11 +71,11 @@ class _Sent(torch.autograd.Function):
         return _sent(gradient, _OPPOSITE[ctx.way], ctx.axis, ctx.dim), None, None, None
 
 
-# --- what is sent
+# --- the collectives
 
 
 def _nothing(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    # Not a view, which would keep the input: whoever remembers this on the input would keep both, and their graph, for good.
+    # Not a view: `entered` stores the result on the input, and a view would refer back to it, so neither would be freed.
     return tensor.detach()
 
 

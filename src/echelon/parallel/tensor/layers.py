@@ -1,8 +1,8 @@
-"""A layer of which each rank has a part: its parameters are DTensors, its work is on this rank's plain tensors.
+"""A layer split over ranks: its parameters are DTensors, its forward works on this rank's plain tensors.
 
-torch's own styles pass DTensors through every operation of a layer, which takes longer than the operations of a small one, and
-send the gradient of an input once for each layer that reads it. Here only parameters are DTensors, and layers that read the same
-tensor share one message. A layer keeps its class, its name and its hooks; `forward` is replaced on the instance.
+torch's own styles pass DTensors through every operation of a layer, which costs more than the operations of a small layer, and
+all-reduce the gradient of an input once for each layer that reads it. Here only parameters are DTensors, and layers that read the
+same tensor share one all-reduce. A layer keeps its class, name and hooks; `forward` is replaced on the instance.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ __all__ = [
 
 
 def is_transposed(layer: nn.Module) -> bool:
-    """Whether it is the Conv1D of transformers: a Linear whose weight is (inputs, outputs)."""
+    """Whether the layer is the Conv1D of transformers: a Linear whose weight is (inputs, outputs)."""
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf") and hasattr(layer, "nx")
 
 
 def has_own_weights(layer: nn.Module) -> bool:
-    """Whether weight and bias are parameters: weight_norm, other parametrizations and pruning compute them from others."""
+    """Whether weight and bias are parameters. Parametrizations such as weight_norm, and pruning, compute them from others."""
     own = {name for name, _ in layer.named_parameters(recurse=False)}
     return "weight" in own and ("bias" in own or getattr(layer, "bias", None) is None)
 
 
 def split_dims(layer: nn.Module, style: str) -> dict[str, int]:
-    """Which dimension of which parameter a style splits. What is not in it stays whole."""
+    """By name of a parameter, the dim that a style splits. Parameters without an entry stay whole."""
     colwise = style.startswith("colwise")
     if isinstance(layer, nn.Embedding):  # (words, features)
         return {"weight": int(colwise)}
@@ -60,28 +60,28 @@ def split_dims(layer: nn.Module, style: str) -> dict[str, int]:
 
 
 def shared_axis(module: nn.Module) -> Axis | None:
-    """The ranks that share this module's layers; None if none is split here."""
+    """The axis over which this module's layers are split; None if no layer is split by `install`."""
     replaced = (vars(layer).get("forward") for layer in module.modules())
     return next((each.axis for each in replaced if isinstance(each, _Split)), None)
 
 
 def split_outputs(module: nn.Module) -> list[str]:
-    """The layers that leave each rank a part of their outputs as a plain tensor, which the next layer must take as such."""
+    """The layers whose output is this rank's part of the features. The layers that read it must expect a part."""
     replaced = ((name, vars(layer).get("forward")) for name, layer in module.named_modules())
     return [name for name, each in replaced if isinstance(each, _Colwise) and each.style == "colwise"]
 
 
 def install(layer: nn.Module, style: str, mesh: DeviceMesh, axis: Axis, sequence: PartOfSequence | None = None) -> None:
-    """Split a layer's parameters over the mesh, without traffic: all ranks have the same. Its forward is a part's from now on.
+    """Split a layer's parameters over the mesh and replace its forward. No communication: all ranks have the same values.
 
     Args:
         mesh: the ranks that share layers, 1-D.
-        axis: the same.
-        sequence: what the layer's input and output are a part of, where the sequence is split, too.
+        axis: the same ranks.
+        sequence: the split sequence around the layer, with sequence parallelism.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    own = dict(layer.named_parameters(recurse=False))  # not what another stage of a pipeline has, as a tied layer's bias
+    own = dict(layer.named_parameters(recurse=False))  # without those of another pipeline stage, as a tied layer's bias
     for name, dim in split_dims(layer, style).items():
         if (parameter := own.get(name)) is not None:
             parts = distribute_tensor(parameter, mesh, [Shard(dim)], src_data_rank=None)
@@ -99,7 +99,7 @@ def install(layer: nn.Module, style: str, mesh: DeviceMesh, axis: Axis, sequence
 
 
 class _Split:
-    """What stands in for a layer's `forward`."""
+    """Replaces a layer's `forward`."""
 
     def __init__(self, layer: nn.Module, axis: Axis) -> None:
         self.layer, self.axis = layer, axis
@@ -110,7 +110,7 @@ class _Split:
         self._is_words = own and type(layer).forward is nn.Embedding.forward
 
     def _run(self, x: torch.Tensor, given: Given, tensors: Mapping[str, torch.Tensor | None]) -> torch.Tensor:
-        """The layer's own forward, with `x` for its first argument and these tensors in the place of its parameters."""
+        """Run the layer's own forward, with `x` as its first argument and these tensors in place of its parameters."""
         if self._is_linear:
             return F.linear(x, tensors["weight"], tensors["bias"])  # type: ignore[arg-type]
         if self._is_transposed:
@@ -120,7 +120,7 @@ class _Split:
             return self._forward(*args, **kwargs)
 
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call, of which the first may be given by name
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of a call; the first may be a keyword argument
 
 
 def first_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -143,7 +143,7 @@ def exchanged(layer: nn.Module, tensors: Mapping[str, torch.Tensor | None]) -> I
 
 
 class _Colwise(_Split):
-    """This rank's part of the outputs; "colwise_gather" puts them together."""
+    """Computes this rank's part of the outputs; "colwise_gather" then gathers all parts."""
 
     def __init__(self, layer: nn.Module, axis: Axis, style: str, sequence: PartOfSequence | None) -> None:
         super().__init__(layer, axis)
@@ -152,7 +152,7 @@ class _Colwise(_Split):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         first = first_of(args, kwargs)
-        # Of a sequence in parts, gradients are summed where the parts were put together.
+        # With a split sequence, the backward pass of `collect` sums the gradients.
         in_parts = self._sequence is not None and self._sequence.is_split
         x = first if self._reads_words or in_parts else entered(first, self.axis)
         bias = getattr(self.layer, "bias", None)
@@ -161,7 +161,7 @@ class _Colwise(_Split):
 
 
 class _Rowwise(_Split):
-    """The sum of what each rank makes of its part of the inputs. The bias, which all have, is added once."""
+    """Sums the ranks' products of their parts of the inputs. The bias, equal on all ranks, is added once."""
 
     def __init__(self, layer: nn.Module, axis: Axis, takes_part: bool, sequence: PartOfSequence | None) -> None:
         super().__init__(layer, axis)
@@ -174,14 +174,14 @@ class _Rowwise(_Split):
         bias: Any = getattr(self.layer, "bias", None)
         if self._sequence is not None and self._sequence.is_split:
             out = self._sequence.spread(out)
-            bias = None if bias is None else traffic.whole(bias, self.axis)  # of this rank's part of the sequence
+            bias = None if bias is None else traffic.whole(bias, self.axis)  # its gradient comes from a part of the sequence
         else:
             out = traffic.summed(out, self.axis)
         return out if bias is None else out + bias.to(out.dtype)
 
 
 class _Words(_Split):
-    """An embedding of which each rank has some words; of the others it makes zeros, and the ranks add up."""
+    """An embedding whose rows are split over the ranks. A rank computes zeros for tokens it does not have; the ranks sum up."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         layer: Any = self.layer
@@ -204,7 +204,7 @@ class _Words(_Split):
 
 
 class _Summed(_Split):
-    """A whole layer that works on this rank's part of the features: its gradient is the sum over the ranks."""
+    """A whole layer that works on this rank's part of the features. Its gradient is summed over the ranks."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         own = self.layer.named_parameters(recurse=False)
@@ -213,7 +213,7 @@ class _Summed(_Split):
 
 
 def _local(parameter: Any) -> torch.Tensor:
-    """This rank's part, which it always is: torch.compile does not see whether a parameter has the method."""
+    """This rank's part. The parameter is always a DTensor; a check with hasattr would not compile."""
     part: torch.Tensor = parameter.to_local()
     return part
 
@@ -222,28 +222,28 @@ _ENTERED = "_echelon_entered"
 
 
 def entered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """What a colwise layer reads: its gradient is summed over the ranks, once for all layers that read the same tensor."""
+    """`same` for the input of a colwise layer, with one all-reduce of the gradient for all layers that read the tensor."""
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     if torch.compiler.is_compiling():
         return traffic.same(x, axis)
-    known = getattr(x, _ENTERED, None)  # it lives as long as the tensor
+    known = getattr(x, _ENTERED, None)  # cached on the tensor, so that both are freed together
     if known is None or known[0] is not axis or known[1] != x._version:
         known = (axis, x._version, traffic.same(x, axis))
         setattr(x, _ENTERED, known)
     return known[2]
 
 
-# A sequence of which each of the ranks that share layers has a part, and how it travels: see `sequence`.
+# A sequence split over the ranks that share layers, and its collectives: see `sequence`.
 
 _DIM = 1  # (batch, sequence, features)
 
 
 class PartOfSequence:
-    """Which part of the present forward pass's sequence this rank has.
+    """Splits and gathers the sequence of the current forward pass.
 
     Attributes:
-        is_split: whether it has a part of it; a single token is whole on all ranks.
+        is_split: whether this rank has a part of the sequence. A single token is whole on all ranks.
     """
 
     def __init__(self, axis: Axis) -> None:
@@ -258,36 +258,36 @@ class PartOfSequence:
         return self.is_split and isinstance(tensor, torch.Tensor) and tensor.dim() == 3 and tensor.shape[_DIM] == self._part
 
     def begin(self, hidden: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a sequence (batch, length, features) that all have."""
+        """This rank's part of a sequence (batch, length, features) that is whole on all ranks."""
         self._length = hidden.shape[_DIM]
         self.is_split = self._length > 1
         return traffic.part(self._filled(hidden), self._axis, _DIM) if self.is_split else hidden
 
     def end(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The whole sequence of the parts, for work that each rank does whole."""
+        """The whole sequence, gathered for work that every rank does in full."""
         return self._cut(traffic.gathered(hidden, self._axis, _DIM)) if self.is_part(hidden) else hidden
 
     def collect(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The whole sequence of the parts, for split layers."""
+        """The whole sequence, gathered for split layers: the gradient is reduce-scattered."""
         return self._cut(traffic.collected(hidden, self._axis, _DIM)) if self.is_part(hidden) else hidden
 
     def spread(self, hidden: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum of what the ranks have."""
+        """This rank's part of the sequence of the sum of the ranks' tensors."""
         if hidden.dim() != 3 or hidden.shape[_DIM] != self._length:
             raise TensorParallelError(
-                f"sequence_parallel: a 'rowwise' layer must get (batch, {self._length}, features), the whole sequence, and gives "
+                f"sequence_parallel: a 'rowwise' layer must return the whole sequence, (batch, {self._length}, features), got "
                 f"{tuple(hidden.shape)}. Split the layers before it in the same submodule, or leave sequence_parallel out."
             )
         return traffic.spread(self._filled(hidden), self._axis, _DIM)
 
     def dropout(self, hidden: torch.Tensor, p: float) -> torch.Tensor:
-        """The mask of the whole sequence, as one process draws it, of which this rank takes its part."""
+        """Dropout with this rank's part of the mask that a single process draws for the whole sequence."""
         shape = (hidden.shape[0], self._length, *hidden.shape[2:])
         mask = F.dropout(torch.ones(shape, dtype=hidden.dtype, device=hidden.device), p)
         return hidden * traffic.part(self._filled(mask), self._axis, _DIM)
 
     def same(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A parameter that works on this rank's part: its gradient is the sum over the ranks."""
+        """A parameter used on this rank's part of the sequence. Its gradient is summed over the ranks."""
         return traffic.whole(tensor, self._axis)
 
     def _filled(self, tensor: torch.Tensor) -> torch.Tensor:

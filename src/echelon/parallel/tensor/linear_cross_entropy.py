@@ -1,18 +1,18 @@
-"""The loss of a language model's last layer, computed a few rows at a time: the logits of a batch never exist together.
+"""The loss of a language model's last layer, computed in chunks of rows: the logits of a batch never exist all at once.
 
-`cross_entropy(linear(hidden, weight), target)` keeps N x V logits three times over in float32; with 8k tokens and 128k words that
-is 12.9 GB. Here the rows are taken in chunks. For each chunk
+`cross_entropy(linear(hidden, weight), target)` keeps N x V logits three times in float32; with 8k tokens and a vocabulary of 128k
+that is 12.9 GB. Here the rows are processed in chunks. For each chunk
 
     logits = hidden weight^T + bias        p = softmax(logits)        loss_i = -log p_i[target_i]
     d = s_i (p_i - onehot(target_i))       d_hidden_i = d weight      d_weight += d^T hidden
 
-where s_i is what the row counts: 1/(rows that count) for a mean. "mean" and "sum" know s_i in the forward pass up to one factor,
-so the gradients are computed there, from logits that are still at hand, and the backward pass multiplies them by that factor: no
-more multiplications than the usual way. "none", fp16 (whose gradient scaler must act before anything is rounded), a second
-backward pass and a compiled one compute the logits again instead.
+where s_i is the row's weight: 1/(number of rows not ignored) for a mean. For "mean" and "sum", s_i is known in the forward pass
+up to one factor. So the forward pass computes the gradients while it has the logits, and the backward pass multiplies them by
+this factor: no more matrix products than the usual way. The logits are recomputed instead for "none", fp16 (whose gradient scaler
+must act before rounding), a second backward pass and a compiled one.
 
-Communication: none, unless the words are split over tensor-parallel ranks. Then, for each chunk, the maxima and the sums of these
-ranks, and once the gradient of hidden.
+Communication: none, unless the vocabulary is split over tensor-parallel ranks. Then all-reduces of the maxima and the sums for
+each chunk, and one all-reduce of the gradient of hidden.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ __all__ = ["WordShard", "liger", "linear_cross_entropy", "unit_of"]
 
 Reduction = Literal["mean", "sum", "none"]
 
-# Logits of a chunk: 512 MiB in float32 on a GPU, 1,024 rows of 128k words, where a multiplication is worth its traffic with
-# memory; 64 MiB on a CPU, which gains nothing by more (BENCHMARKS.md).
+# Logits of a chunk. On a GPU 512 MiB in float32, 1,024 rows with a vocabulary of 128k: enough for an efficient matrix product.
+# On a CPU 64 MiB: larger chunks gain nothing (BENCHMARKS.md).
 _LOGITS_AT_ONCE = {"cpu": 2**24}
 _LOGITS_AT_ONCE_ELSEWHERE = 2**27
 
@@ -56,25 +56,27 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """`cross_entropy(linear(hidden, weight, bias), target)` in a fraction of the memory.
 
-    With the weight's rows split over tensor-parallel ranks it is collective over these; all of them have the same hidden and
-    target. A weight that `fully_shard` has split is gathered as in its module's forward, which is collective, too.
+    Collective over the tensor-parallel ranks if the weight's rows are split over them; they must have the same hidden and target.
+    A weight that `fully_shard` has split is gathered as in its module's forward, which is collective as well.
 
     Args:
-        hidden: (..., D) of floats; as a DTensor it is made whole.
-        weight: (V, D), the embedding's own or not; also a DTensor.
-        target: (...) of int64: words from 0 to V - 1, or ignore_index.
+        hidden: (..., D) of floats; a DTensor is gathered.
+        weight: (V, D), tied to the embedding or not; may be a DTensor.
+        target: (...) of int64: token ids from 0 to V - 1, or ignore_index.
         bias: (V,), or None.
-        ignore_index: targets that count nothing.
-        label_smoothing: from 0 to 1: this part of the target is spread over all words, as in `torch.nn.functional.cross_entropy`.
-        reduction: "mean" over the targets that count (nan if none does), "sum", or "none": a loss per target.
-        chunk_tokens: rows whose logits exist together; by default so many that these take 512 MiB (64 MiB on a CPU).
-        kernel: "liger" takes Liger's Triton kernel on a GPU, if `liger-kernel` is installed and the words are not split. It is no
-            default: it waits for the device in each forward pass, and rounds logits and sums to the types of its arguments.
+        ignore_index: target value of tokens without a loss.
+        label_smoothing: from 0 to 1, the share of the target that is spread over the whole vocabulary, as in
+            `torch.nn.functional.cross_entropy`.
+        reduction: "mean" over the targets that are not ignored (nan if there are none), "sum", or "none": a loss per target.
+        chunk_tokens: rows whose logits exist together; by default as many as take 512 MiB (64 MiB on a CPU).
+        kernel: "liger" uses Liger's Triton kernel on a GPU, if `liger-kernel` is installed and the vocabulary is not split. It is
+            not the default: it waits for the device in each forward pass, and rounds logits and sums to its arguments' dtypes.
     Returns:
-        the loss in float32, in float64 if hidden is. Multiplications are in autocast's type where it is on, else in hidden's;
-        sums over words and over chunks are in float32 or wider.
+        the loss in float32, or float64 if hidden is. Matrix products are in autocast's dtype if it is on, else in hidden's; sums
+        over the vocabulary and over chunks are in float32 or wider.
     Raises:
-        UsageError: shapes or types that do not fit together; a target outside of the words, on a CPU; a kernel that is not there.
+        UsageError: shapes or dtypes do not fit together, a target is outside of the vocabulary (checked on a CPU only), or the
+            kernel is not available.
     """
     _check(hidden, weight, target, bias, reduction)
     require(kernel in ("torch", "liger"), "kernel", "'torch' or 'liger'", kernel)
@@ -95,12 +97,12 @@ def linear_cross_entropy(
 
 @dataclass(frozen=True)
 class _How:
-    """What stays the same for all chunks.
+    """The options that are the same for all chunks.
 
     Args:
         trains: whether gradients are enabled.
-        computes_in: the type of the multiplications.
-        chunk: rows taken together.
+        computes_in: the dtype of matrix products.
+        chunk: rows per chunk.
     """
 
     reduction: Reduction
@@ -117,7 +119,7 @@ class _How:
 
     @property
     def early(self) -> bool:
-        """Whether the forward pass can compute the gradients: they are one factor away from what the backward pass wants."""
+        """Whether the forward pass computes the gradients, up to a factor known only in the backward pass."""
         return (
             self.trains
             and self.reduction != "none"
@@ -156,7 +158,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             raise UsageError("linear_cross_entropy has no second derivatives. Use cross_entropy(linear(...)) for these.")
         wanted = tuple(ctx.needs_input_grad[:3])
         early, ctx.early = ctx.early, None
-        if early is not None:  # nobody else has them, and they are as large as the weight: multiplied in place
+        if early is not None:  # multiplied in place: nothing else refers to them, and they are as large as the weight
             for made in early:
                 if made is not None:
                     made.mul_(gradient)
@@ -166,7 +168,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factors = (target != how.ignore_index).to(how.sums_in)
         if how.reduction == "mean":
             factors = factors / factors.sum().clamp(min=1)
-        # A loss that is not a number gives no gradient to rows that do not count.
+        # Rows that do not count get a zero gradient even if the incoming gradient is nan.
         factors = torch.where(factors == 0, torch.zeros_like(factors), factors * gradient.to(how.sums_in))
         work = _Chunks(hidden, weight, bias, target, how, factors, wanted)
         work.losses()
@@ -174,11 +176,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Chunks:
-    """One pass over all rows, chunk by chunk: their losses, and the gradients that are wanted.
+    """One pass over all rows, chunk by chunk: their losses, and the requested gradients.
 
     Args:
-        factors: (N,): what a row's loss counts in the gradients.
-        wanted: which gradients: of hidden, weight, bias.
+        factors: (N,), the factor of each row's loss in the gradients.
+        wanted: whether to compute the gradients of hidden, weight and bias.
     """
 
     def __init__(
@@ -200,7 +202,7 @@ class _Chunks:
         self._of_bias = torch.zeros(len(weight), **sums) if wanted[2] else None
 
     def losses(self) -> torch.Tensor:
-        """(N,), 0 for rows that do not count. Computes the gradients on the way. Collective over the shards of the words."""
+        """The losses (N,), 0 for ignored rows. Also computes the gradients. Collective over the shards of the vocabulary."""
         how = self._how
         losses = torch.zeros(len(self._hidden), dtype=how.sums_in, device=self._hidden.device)
         with torch.autocast(self._hidden.device.type, enabled=False):
@@ -230,11 +232,11 @@ class _Chunks:
         p = p.to(how.computes_in)
         if self._of_hidden is not None:
             self._of_hidden[rows] = _multiply(p, weight, how.sums_in) * factors
-        if self._of_weight is not None:  # rows of hidden are shorter than rows of logits: they take the factors
+        if self._of_weight is not None:  # the factors multiply hidden, whose rows are shorter than those of the logits
             _add_product(self._of_weight, p.t(), (hidden * factors).to(how.computes_in))
 
     def gradients(self) -> Gradients:
-        """Collective over the shards of the words, each of which has a part of hidden's gradient."""
+        """The gradients of hidden, weight and bias. Collective over the shards of the vocabulary: it sums hidden's gradient."""
         if self._of_hidden is not None and self._how.shard.size > 1:
             dist.all_reduce(self._of_hidden, group=self._how.shard.group)
         return (
@@ -246,11 +248,11 @@ class _Chunks:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the targets of a chunk are among this rank's words.
+    """Where the targets of a chunk are among this rank's rows of the vocabulary.
 
     Args:
-        index: (n, 1); some word of this rank's where it has none of the target's.
-        own: (n, 1): whether this rank has the target.
+        index: (n, 1), the row of the target; 0 if this rank does not have it.
+        own: (n, 1), whether this rank has the target.
     """
 
     index: torch.Tensor
@@ -264,7 +266,7 @@ class _Place:
 
 
 def _softmax(logits: torch.Tensor, target: torch.Tensor, how: _How) -> tuple[torch.Tensor, torch.Tensor, _Place]:
-    """The loss of each row (n,), and the probabilities (n, V) of this rank's words. The logits are used up."""
+    """The loss of each row (n,), and the probabilities (n, V) of this rank's part of the vocabulary. Overwrites the logits."""
     place = _Place.of(target, how.shard, logits.shape[1])
     if how.shard.size == 1:
         logs = torch.log_softmax(logits, 1)
@@ -272,7 +274,7 @@ def _softmax(logits: torch.Tensor, target: torch.Tensor, how: _How) -> tuple[tor
         if how.smoothing:
             loss = (1 - how.smoothing) * loss - how.smoothing * logs.mean(1)
         return loss, logs.exp_(), place
-    # Phase 1: the largest logit of all ranks, so that no exp overflows. A rank without words has none.
+    # Phase 1: the largest logit of all ranks, so that no exp overflows. A rank may have no part of the vocabulary.
     largest = logits.amax(1) if logits.shape[1] else logits.new_full((len(logits),), float("-inf"))
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=how.shard.group)
     logits -= largest[:, None]
@@ -290,7 +292,7 @@ def _softmax(logits: torch.Tensor, target: torch.Tensor, how: _How) -> tuple[tor
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, result: torch.dtype) -> torch.Tensor:
-    """a b, of type `result`: rounded once where the device can."""
+    """The matrix product a b in dtype `result`, rounded only once on CUDA."""
     if a.dtype is result:
         return a @ b
     if a.device.type == "cuda":
@@ -308,7 +310,7 @@ def _add_product(into: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
 
 
 def _slices(rows: int, at_once: int) -> Iterator[slice]:
-    """Chunks of nearly one size, none larger than `at_once`."""
+    """Chunks of nearly equal size, none larger than `at_once`."""
     size = -(-rows // max(1, -(-rows // at_once)))
     return (slice(first, first + size) for first in range(0, rows, max(1, size)))
 
@@ -336,41 +338,41 @@ def _check(hidden: Any, weight: Any, target: Any, bias: Any, reduction: Any) -> 
     )
     fits = hidden.dim() >= 1 and hidden.shape[-1] == weight.shape[1]
     require(fits, "hidden", f"of shape (..., {weight.shape[1]}), as the weight is {tuple(weight.shape)}", tuple(hidden.shape))
-    require(target.dtype is torch.int64, "target", "of type int64", target.dtype, "Probabilities are no targets of it.")
+    require(target.dtype is torch.int64, "target", "of type int64", target.dtype, "Probabilities are not supported.")
     require(target.shape == hidden.shape[:-1], "target", f"of shape {tuple(hidden.shape[:-1])}", tuple(target.shape))
     if bias is not None:
         require(bias.shape == weight.shape[:1], "bias", f"of shape ({len(weight)},)", tuple(bias.shape))
 
 
 def _check_target(target: torch.Tensor, words: int, ignore_index: int) -> None:
-    """On a CPU. Elsewhere a look would wait for the device, which stops at a wrong index by itself."""
+    """Check the targets, on a CPU only. Elsewhere the check would wait for the device, which fails at a wrong index itself."""
     if target.device.type != "cpu" or torch.compiler.is_compiling():
         return
     wrong = (target != ignore_index) & ((target < 0) | (target >= words))
     if wrong.any():
         raise UsageError(
-            f"target must be from 0 to {words - 1}, or {ignore_index} for what does not count, got {int(target[wrong][0])}. "
+            f"target must be from 0 to {words - 1}, or {ignore_index} to ignore a token, got {int(target[wrong][0])}. "
             "Is the vocabulary of the tokenizer larger than the weight?"
         )
 
 
-# A weight with a row for each word, whichever way it is split over ranks: by words, which stays so, or as `fully_shard` splits.
+# A weight with a row per token of the vocabulary may be split by tensor parallelism, by `fully_shard`, or both.
 #
-# A DTensor does not say why it is split. One that `fully_shard` made is gathered for the time of a forward and backward pass, by
-# its module; one that tensor parallelism made stays where it is, and every rank works on its words.
+# A DTensor does not say which of them split it. A shard of `fully_shard` is gathered by its module for a forward and backward
+# pass. A shard of tensor parallelism stays, and every rank works on its part of the vocabulary.
 
 Operands = tuple["WordShard", torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class WordShard:
-    """Which words this rank has.
+    """This rank's part of the vocabulary.
 
     Args:
-        words: of all ranks.
-        first: the first of this rank's.
-        group: the ranks that have the others.
-        size: their number, with this one; 1 if it has all words.
+        words: the size of the whole vocabulary.
+        first: the first token id of this rank.
+        group: the ranks over which the vocabulary is split.
+        size: the number of these ranks; 1 if this rank has the whole vocabulary.
     """
 
     words: int
@@ -383,7 +385,7 @@ def liger(rows: torch.Tensor, shard: WordShard) -> Callable[..., torch.Tensor]:
     """Liger's function for the same loss.
 
     Raises:
-        UsageError: it is not installed, or cannot work on these rows.
+        UsageError: it is not installed, or does not support these rows.
     """
     if shard.size > 1 or rows.device.type != "cuda":
         where = f"a {rows.device.type}" if shard.size == 1 else f"words that are split over {shard.size} ranks"
@@ -402,10 +404,10 @@ def liger(rows: torch.Tensor, shard: WordShard) -> Callable[..., torch.Tensor]:
 def split_words(
     hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, bias: torch.Tensor | None
 ) -> Iterator[Operands]:
-    """The operands of a loss as plain tensors, weight and bias with the rows of this rank's words. Collective."""
+    """The operands of a loss as plain tensors, weight and bias with this rank's rows of the vocabulary. Collective."""
     unit = unit_of(weight) if is_split(weight) else None
     if unit is not None and torch.is_grad_enabled() and not hidden.requires_grad:
-        # A frozen body: no gradient reaches the hooks by which `fully_shard` reduces those of a unit.
+        # hidden is frozen: no gradient reaches the hooks with which `fully_shard` reduces the gradients of a unit.
         weight, bias, unit = _averaged(weight), _averaged(bias), None
     try:
         if unit is not None:
@@ -430,7 +432,7 @@ def _words_of(weight: torch.Tensor, bias: Any) -> tuple[WordShard, torch.Tensor,
     if len(axes) > 1:
         raise TensorParallelError(f"weight must be split over one axis of ranks at most, got {placements} over {mesh}.")
     kept = [Shard(0) if i in axes else Replicate() for i in range(mesh.ndim)]
-    # Every rank computes the whole gradient of its words: nothing is left to be summed.
+    # Every rank computes the whole gradient of its rows: it need not be summed.
     weight = weight.redistribute(placements=kept).to_local(grad_placements=kept)  # type: ignore[attr-defined]
     if not axes:
         return WordShard(words), weight, _whole(bias)
@@ -453,11 +455,11 @@ def _whole(tensor: Any) -> Any:
     return tensor.redistribute(placements=whole).to_local(grad_placements=whole)
 
 
-# --- what `fully_shard` has split
+# --- weights that `fully_shard` has split
 
 
 def _averaged(parameter: Any) -> Any:
-    """A shard gathered by itself: gradients are averaged over the ranks as `fully_shard` does, in each backward pass."""
+    """Gather a shard without its module. Each backward pass averages the gradient over the ranks, as `fully_shard` does."""
     if parameter is None or not is_split(parameter):
         return parameter
     from torch.distributed.tensor import Partial, Replicate, Shard
@@ -465,21 +467,21 @@ def _averaged(parameter: Any) -> Any:
     mesh, placements = parameter.device_mesh, parameter.placements
     if any(placement not in (Shard(0), Replicate()) for placement in placements):
         raise TensorParallelError(
-            f"hidden has no gradient, and the weight is split over {mesh.mesh_dim_names} in a way that only fully_shard reduces, "
-            f"{placements}. Train a layer before it, too."
+            f"hidden has no gradient, and only fully_shard can reduce a weight split over {mesh.mesh_dim_names} as "
+            f"{placements}. Train also a layer before it."
         )
     whole = parameter.redistribute(placements=[Replicate()] * mesh.ndim)
     return whole.to_local(grad_placements=[Partial("avg")] * mesh.ndim)
 
 
 def _now(unit: nn.Module, names: dict[int, str], parameter: Any) -> Any:
-    """What has taken the place of a sharded parameter."""
+    """The tensor that now replaces a sharded parameter in its module."""
     name = names.get(id(parameter))
     return parameter if name is None else unit.get_parameter(name)
 
 
 def unit_of(parameter: torch.Tensor) -> nn.Module | None:
-    """The innermost module given to `fully_shard` with this parameter among its shards; None if it is no such shard.
+    """The innermost module given to `fully_shard` that shards this parameter; None if `fully_shard` does not shard it.
 
     torch has no public way from a parameter to its module, nor a list of sharded modules. `_module_state_mapping` has them as
     its keys (torch 2.11 to 2.13; tests/parallel/test_linear_cross_entropy.py notices a change).

@@ -1,9 +1,8 @@
-"""How a module's layers are split over ranks: as the user says, as the module says, as transformers says, or inferred.
+"""How a module's layers are split over ranks: by a plan of the user, the module or transformers, or by an inferred plan.
 
-What is inferred is right for any code: attention, whose code may count on all heads, gets the outputs of its first layers put
-together again, and only their weights and products are split. Between the two halves of an MLP everything works on single
-features if its submodules, of which one is an activation, say so: then these stay split. Nothing is inferred in silence:
-`Plan.text` is logged.
+An inferred plan is right for any code. Attention code may assume all heads are present, so the outputs of its query, key and
+value layers are gathered: only their weights and products are split. The two halves of an MLP stay split only if all submodules
+between them are elementwise and one of them is an activation. An inferred plan is always logged (`Plan.text`).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from echelon.parallel.tensor.layers import has_own_weights, is_transposed, split
 
 __all__ = ["ALIASES", "STYLES", "Plan", "plan_of", "tp_plan"]
 
-# What may be written in a plan. The others are names that transformers has or had for the same.
+# The styles of a plan. ALIASES maps names that transformers uses or used for the same.
 STYLES = ("colwise", "rowwise", "colwise_gather", "rowwise_split", "summed")
 ALIASES = {
     "colwise_rep": "colwise_gather",
@@ -33,7 +32,7 @@ ALIASES = {
     "rowwise_split_input": "rowwise_split",
     "replicated_with_grad_allreduce": "summed",
 }
-# Styles of transformers for experts, which all ranks then compute whole, and for what is whole anyway.
+# transformers' styles for experts, which every rank then computes in full, and for layers that are whole anyway.
 _LEFT_WHOLE = {
     "replicate",
     "moe_tp_experts",
@@ -46,7 +45,7 @@ _LEFT_WHOLE = {
     "local_packed_rowwise",
 }
 
-# What is right for any code, beside a layer that transformers splits as nothing else does.
+# Replacements that are right for any code, used for the siblings of a layer whose transformers style is unknown here.
 _WITH_ALL_HEADS = {"colwise": "colwise_gather", "rowwise": "rowwise_split"}
 
 _QUERIES = {
@@ -54,7 +53,7 @@ _QUERIES = {
     *("c_attn", "qkv", "qkv_proj", "in_proj", "Wqkv", "query_key_value", "query_proj", "key_proj", "value_proj"),
 }
 _OUTS = {"o", "o_proj", "out_proj", "out", "proj", "c_proj", "wo", "to_out", "dense"}
-# (what widens, what narrows), by the names that one parent gives them.
+# (widening layers, narrowing layer), by their names in one parent.
 _MLPS = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("gate", "up"), "down"),
@@ -75,12 +74,13 @@ _HEADS_OF_WORDS = {"lm_head", "head", "output", "embed_out", "decoder", "unembed
 
 @dataclass(frozen=True)
 class Plan:
-    """Styles by pattern of names, and where they are from.
+    """Styles by pattern of names, and their origin.
 
     Args:
-        source: for messages.
-        given: the user wrote it for this module, so that what does not fit is an error; else it is left out and reported.
-        whole: what stays whole on every rank, and why.
+        source: where the plan comes from, for messages.
+        given: the user or the module states this plan, so a layer that cannot be split is an error. Else it is left whole and
+            reported.
+        whole: by pattern, the layers that stay whole on every rank, with the reason.
     """
 
     source: str
@@ -90,21 +90,21 @@ class Plan:
 
     @property
     def text(self) -> str:
-        """For people: a line for each pattern."""
+        """The plan as text, one line for each pattern."""
         width = max([len(name) for name in (*self.styles, *self.whole)], default=0)
         lines = [f"  {name:<{width}}  {style}" for name, style in self.styles.items()]
         return "\n".join([f"{self.source}:", *lines, *(f"  {name:<{width}}  whole: {why}" for name, why in self.whole.items())])
 
 
 def tp_plan(module: nn.Module, size: int = 1) -> dict[str, Any]:
-    """The plan by which tensor parallelism splits a module that is given none: patterns of submodule names to styles.
+    """The default plan by which tensor parallelism splits a module: patterns of submodule names to styles.
 
     It is the module's own `tp_plan`, or that of transformers, or inferred from names and shapes of common attention and MLP
-    blocks. Print it before you train, change what you know better, and give it to Layout(plan=...).
+    blocks. Print it before you train, correct it if necessary, and pass it to Layout(plan=...).
 
     Args:
-        module: not yet made parallel; the meta device will do.
-        size: ranks that share a layer: inferred parts of the vocabulary that it does not divide are left whole.
+        module: not yet made parallel; it may be on the meta device.
+        size: number of ranks that share a layer. Inferred layers whose split dim it does not divide are left whole.
     Raises:
         UsageError: there is none, and nothing can be inferred.
     """
@@ -113,7 +113,7 @@ def tp_plan(module: nn.Module, size: int = 1) -> dict[str, Any]:
 
 
 def plan_of(module: nn.Module, given: Mapping[str, Any] | None, size: int) -> Plan:
-    """The plan that counts for a module.
+    """The plan to use for a module.
 
     Raises:
         UsageError: there is none, and nothing can be inferred.
@@ -130,7 +130,7 @@ def plan_of(module: nn.Module, given: Mapping[str, Any] | None, size: int) -> Pl
 
 
 def _own(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The plans that classes or modules have, outermost first."""
+    """Patterns and styles of the plans that the module or its submodules have; an outer plan replaces those inside it."""
     if prefix == "" or "tp_plan" in vars(module) or hasattr(type(module), "tp_plan"):
         has = "tp_plan" in vars(module) or hasattr(type(module), "tp_plan")
         plan = module.tp_plan if has else vars(module).get("_tp_plan")
@@ -146,11 +146,11 @@ def _is_of_transformers(module: nn.Module) -> bool:
     return any(hasattr(m, "config") and isinstance(vars(m).get("_tp_plan"), Mapping) for m in module.modules())
 
 
-# --- transformers, and what is inferred
+# --- transformers' plans and inferred ones
 
 
 def _with_inferred(module: nn.Module, own: Mapping[str, Any], size: int) -> Plan:
-    """A plan of transformers, which says what any model of a family might have; what it says nothing of is inferred."""
+    """Complete a plan of transformers, which lists the layers that any model of a family might have, by inference."""
     names = [name for name, _ in module.named_modules() if name]
     styles: dict[str, Any] = {}
     whole: dict[str, str] = {}
@@ -170,7 +170,7 @@ def _with_inferred(module: nn.Module, own: Mapping[str, Any], size: int) -> Plan
         styles[pattern] = style
         taken |= set(matched)
     inner = any("." in name for name in taken if not isinstance(module.get_submodule(name), nn.Embedding))
-    if not inner:  # the head at most: a family without a plan for its blocks
+    if not inner:  # the plan has at most the head: a family without a plan for its blocks
         blocks = dict(_blocks(module, size, whole))
         for name, style in blocks.items():
             alike = all(blocks.get(other) == style for other in matching(_pattern(name), names))
@@ -178,13 +178,13 @@ def _with_inferred(module: nn.Module, own: Mapping[str, Any], size: int) -> Plan
     _words(module, styles, whole, size)
     for name, part in module.named_modules():
         if isinstance(part, nn.MultiheadAttention):
-            whole[_pattern(name)] = "torch's MultiheadAttention has its first weights in one parameter, and takes them itself"
+            whole[_pattern(name)] = "torch's MultiheadAttention has its first weights in one parameter, and reads them directly"
     source = f"inferred for {type(module).__name__}" if not inner else f"as transformers says of {type(module).__name__}"
     return Plan(source, styles, False, whole)
 
 
 def _pattern(name: str) -> str:
-    """The name with `*` for its first number, that of a block."""
+    """The name with `*` in place of its first number, the block's."""
     parts = name.split(".")
     first = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
     return ".".join("*" if i == first else part for i, part in enumerate(parts))
@@ -193,7 +193,7 @@ def _pattern(name: str) -> str:
 def _blocks(module: nn.Module, size: int, whole: dict[str, str]) -> Iterator[tuple[str, str]]:
     for name, parent in module.named_modules():
         if isinstance(parent, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)):
-            continue  # torch's code takes the weights of their layers itself
+            continue  # torch's code reads the weights of their layers directly
         prefix = f"{name}." if name else ""
         layers = {n: inner for n, layer in parent.named_children() if _splits(inner := without_adapter(layer))}
         layers_found = _mlp(parent, layers)
@@ -224,7 +224,7 @@ def _mlp(parent: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
             continue
         others = [child for n, child in parent.named_children() if n not in (*widening, narrow)]
         features = {_features(layers[n])[1] for n in widening} | {_features(layers[narrow])[0]}
-        # Without an activation among the children, what forward does between the halves is not known: softmax needs all features.
+        # Without an activation among the children, forward may do anything between the halves: a softmax needs all features.
         known = any(_is_elementwise(child) and not isinstance(child, _EACH) for child in others)
         if known and len(features) == 1 and all(_is_elementwise(child) for child in others):
             return dict.fromkeys(widening, "colwise") | {narrow: "rowwise"}
@@ -233,7 +233,7 @@ def _mlp(parent: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
 
 
 def _pairs_in_sequence(parent: nn.Sequential) -> dict[str, str]:
-    """Linear, functions of single features, Linear."""
+    """Styles for each run of Linear, elementwise modules, Linear."""
     styles: dict[str, str] = {}
     first: str | None = None
     for name, child in parent.named_children():
@@ -273,7 +273,7 @@ _EACH = (nn.Dropout, nn.Identity)
 
 
 def _is_elementwise(part: nn.Module) -> bool:
-    """Whether it is known to work on each feature by itself: dropout, and activation functions, which have no parameters."""
+    """Whether the module is known to be elementwise: dropout and parameter-free activation functions."""
     if any(True for _ in part.parameters()) or isinstance(part, _ACROSS):
         return False
     ours = type(part).__module__
@@ -284,7 +284,7 @@ def _is_elementwise(part: nn.Module) -> bool:
 
 
 def _words(module: nn.Module, styles: dict[str, Any], whole: dict[str, str], size: int) -> None:
-    """What has a row for each word is split by words: an embedding and the Linear that shares its weight, or a head alone."""
+    """Split layers with a row per token of the vocabulary by rows: an embedding and the Linear tied to it, or a head alone."""
     for group in _tables(module, styles):
         layers = {name: module.get_submodule(name) for name in group}
         for name in group:
@@ -307,7 +307,7 @@ def _words(module: nn.Module, styles: dict[str, Any], whole: dict[str, str], siz
 
 
 def _tables(module: nn.Module, styles: Mapping[str, Any]) -> Iterator[list[str]]:
-    """The names of the layers that share a weight with a row for each word."""
+    """The names of layers with a row per token of the vocabulary, in groups that share one weight."""
     named = tied_names(module.named_parameters(remove_duplicate=False))
     tied = [[name.rpartition(".")[0] for name in group] for group in named if all(n.endswith(".weight") for n in group)]
     tied = [group for group in tied if any(isinstance(module.get_submodule(name), nn.Embedding) for name in group)]
@@ -320,13 +320,13 @@ def _tables(module: nn.Module, styles: Mapping[str, Any]) -> Iterator[list[str]]
 
 
 def _ties_more(names: list[str], group: list[str]) -> bool:
-    """Whether these names of one parameter are of these layers and of others, such as a bias that a parent has, too."""
+    """Whether a parameter belongs both to layers of the group and to others, such as a bias that a parent also has."""
     inside = [name.rpartition(".")[0] in group for name in names]
     return any(inside) and not all(inside)
 
 
 def _can_be_split(module: nn.Module, group: list[str]) -> bool:
-    """A Linear among them is called as a layer: code that takes an embedding's weight by itself has none."""
+    """Whether the group has a Linear, which is called as a layer. Otherwise code may read the embedding's weight directly."""
     return any(isinstance(module.get_submodule(name), nn.Linear) for name in group)
 
 

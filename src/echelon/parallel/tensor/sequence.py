@@ -1,9 +1,9 @@
-"""Sequence parallelism: between split layers, the ranks that share these work on parts of the sequence.
+"""Sequence parallelism: between split layers, each rank that shares them works on its part of the sequence.
 
-The first block of the model gets this rank's part of the sequence, the last gives all parts back. A child of a block that holds
-split layers reads the whole sequence, put together at its entrance; its last layer, split by its inputs, gives each rank its part
-of the sum: together as much traffic as one all-reduce. What lies between (norms, dropout, sums of residuals) is done once instead
-of by every rank, and takes that much less memory. Any length will do: the last part is filled up with zeros that nobody reads.
+The sequence is split before the first block of the model and gathered after the last. A child of a block with split layers reads
+the whole sequence, gathered at its entrance; its rowwise layer reduce-scatters its output along the sequence. Together they send
+as much as one all-reduce. The modules between (norms, dropout, residual sums) work on a part only, instead of the same whole on
+every rank, and need that much less memory. Any length is allowed: the last part is padded with zeros that nothing reads.
 
 Source: Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2.
 """
@@ -24,10 +24,10 @@ __all__ = ["check_sequence", "split_sequence"]
 
 
 def check_sequence(module: nn.Module, styles: Mapping[str, Any]) -> list[str]:
-    """The blocks between which the sequence is split, in the order in which they are called.
+    """The blocks that work on a split sequence, in the order in which they are called.
 
     Raises:
-        UsageError: there is not one list of blocks, or code of theirs would take a part of the sequence for all of it.
+        UsageError: there is not exactly one list of blocks, or code in a block would take a part of the sequence for the whole.
     """
     kind = type(module).__name__
     if any(not isinstance(style, str) for style in styles.values()):
@@ -37,9 +37,9 @@ def check_sequence(module: nn.Module, styles: Mapping[str, Any]) -> list[str]:
     lists = list(dict.fromkeys(module_list for name in styles if (module_list := _list_of(module, name)) is not None))
     if len(lists) != 1:
         why = (
-            f"got {', '.join(lists)}. Between an encoder and a decoder each rank would have other parts of the sequence. Leave"
+            f"got {', '.join(lists)}. An encoder and a decoder would split their sequences at different places. Leave"
             if lists
-            else "got none: the sequence is split before the first and put together after the last. Put them into one, or leave"
+            else "got none: the sequence is split before the first block and gathered after the last. Add such a list, or leave"
         )
         raise TensorParallelError(
             f"sequence_parallel: {kind} must have one ModuleList or Sequential of blocks with split layers, {why} "
@@ -57,19 +57,19 @@ def check_sequence(module: nn.Module, styles: Mapping[str, Any]) -> list[str]:
             if style.startswith("colwise") and name.endswith(".base_layer"):
                 raise TensorParallelError(
                     f"sequence_parallel: {kind}.{name.removesuffix('.base_layer')} has an adapter of PEFT, whose first layer "
-                    "would take a part of the sequence for all. Leave sequence_parallel out."
+                    "would take a part of the sequence for the whole. Leave sequence_parallel out."
                 )
             if style.startswith("colwise") and name.count(".") != block.count(".") + 2:
                 raise TensorParallelError(
-                    f"sequence_parallel: {kind}.{name} must lie in a child of the block {block}, whose entrance puts the "
-                    "sequence together: other code would take a part of it for all. Put attention and the MLP into such children."
+                    f"sequence_parallel: {kind}.{name} must lie in a child of the block {block}, whose entrance gathers the "
+                    "sequence: other code would take a part of it for the whole. Put attention and the MLP into such children."
                 )
         _check_parts(module, block, inside)
     return blocks
 
 
 def _check_parts(module: nn.Module, block: str, inside: Mapping[str, str]) -> None:
-    """What is whole works on each token by itself, and lies between submodules with split layers, not in one."""
+    """Refuse whole modules that mix tokens, or that lie inside a submodule with split layers."""
     readers = _readers(inside)
     for name, part in module.get_submodule(block).named_modules():
         name = f"{block}.{name}" if name else block
@@ -79,31 +79,31 @@ def _check_parts(module: nn.Module, block: str, inside: Mapping[str, str]) -> No
         each = isinstance(part, (nn.Linear, nn.LayerNorm, nn.RMSNorm)) or all(p.dim() == 1 for p in own)
         if not each or isinstance(part, (nn.modules.batchnorm._NormBase, nn.GroupNorm)):
             raise TensorParallelError(
-                f"sequence_parallel: {type(module).__name__}.{name} is a {type(part).__name__}, which may need more of the "
-                "sequence than a rank has. Split it by the plan, or leave sequence_parallel out."
+                f"sequence_parallel: {type(module).__name__}.{name} is a {type(part).__name__}, which may need more than this "
+                "rank's part of the sequence. Split it by the plan, or leave sequence_parallel out."
             )
         reader = next((r for r in readers if name.startswith(f"{r}.")), None)
         if reader is not None and not _comes_after(inside, reader, name, module):
             raise TensorParallelError(
-                f"sequence_parallel: {type(module).__name__}.{name} lies in {reader} beside split layers, and whether it reads a "
-                'part of the sequence is not known. Name it "summed" if it works on split features, or move it out.'
+                f"sequence_parallel: {type(module).__name__}.{name} lies in {reader} beside split layers, and it is not known "
+                'whether it reads a part of the sequence. Name it "summed" if it works on split features, or move it out.'
             )
 
 
 def _comes_after(inside: Mapping[str, str], reader: str, name: str, module: nn.Module) -> bool:
-    """Whether it follows the layer that ends a submodule, in the order of construction."""
+    """Whether the module follows the rowwise layers of its submodule, in the order of construction."""
     order = [n for n, _ in module.named_modules()]
     ends = [n for n, style in inside.items() if n.startswith(f"{reader}.") and style.startswith("rowwise")]
     return bool(ends) and all(order.index(name) > order.index(end) for end in ends)
 
 
 def _readers(inside: Mapping[str, str]) -> list[str]:
-    """The submodules that read the whole sequence: those that hold a colwise layer."""
+    """The submodules that read the whole sequence: those with a colwise layer."""
     return list(dict.fromkeys(name.rpartition(".")[0] for name, style in inside.items() if style.startswith("colwise")))
 
 
 def _list_of(module: nn.Module, name: str) -> str | None:
-    """The outermost list of blocks that a layer is in."""
+    """The outermost list of blocks that contains a layer."""
     parts = name.split(".")
     for i in range(len(parts) - 1):
         holder = ".".join(parts[:i])
@@ -113,7 +113,7 @@ def _list_of(module: nn.Module, name: str) -> str | None:
 
 
 def split_sequence(module: nn.Module, blocks: Sequence[str], styles: Mapping[str, str], part: PartOfSequence) -> None:
-    """Have the blocks work on parts of the sequence. Their layers are split already."""
+    """Make the blocks work on parts of the sequence. Their layers must be split already."""
     for block in blocks:
         inside = {name: style for name, style in styles.items() if name.startswith(f"{block}.")}
         for reader in _readers(inside):
@@ -129,7 +129,7 @@ def split_sequence(module: nn.Module, blocks: Sequence[str], styles: Mapping[str
     for run in runs:
         module.get_submodule(run[0]).register_forward_pre_hook(_Begins(part, run[0]), with_kwargs=True, prepend=True)
         module.get_submodule(run[-1]).register_forward_hook(_Ends(part))
-    if len(blocks) == len(siblings):  # otherwise a stage's, whose calls of the module do not end
+    if len(blocks) == len(siblings):  # otherwise a pipeline stage, where the call of the module does not end
         order = _Order(blocks)
         for block in blocks:
             module.get_submodule(block).register_forward_pre_hook(order.calls(block), prepend=True)
@@ -138,7 +138,7 @@ def split_sequence(module: nn.Module, blocks: Sequence[str], styles: Mapping[str
 
 
 def _runs(blocks: Sequence[str], siblings: Sequence[str]) -> list[list[str]]:
-    """The blocks in groups that follow each other: a rank's stages may lie apart, with those of other ranks between."""
+    """Group the blocks into consecutive runs: between a rank's stages may lie stages of other ranks."""
     runs: list[list[str]] = []
     before = None
     for block in blocks:
@@ -151,9 +151,9 @@ def _runs(blocks: Sequence[str], siblings: Sequence[str]) -> list[list[str]]:
 
 
 class _Order:
-    """Sees to it that a call of the model splits the sequence once at a time, and puts it together.
+    """Checks that within a call of the model every split of the sequence is gathered before the next split.
 
-    Recomputations in a backward pass, which come in another order, lie outside of such calls.
+    Recomputations in a backward pass call the blocks in another order, but outside of the model's call.
     """
 
     def __init__(self, blocks: Sequence[str]) -> None:
@@ -179,7 +179,7 @@ class _Order:
     def _refuse(self, got: str) -> None:
         raise TensorParallelError(
             f"sequence_parallel: calls of blocks must begin with {self._first} and end with {self._last}, since the sequence is "
-            f"split before the first and put together after the last, got {got}. Leave sequence_parallel out."
+            f"split before the first and gathered after the last, got {got}. Leave sequence_parallel out."
         )
 
 
@@ -189,7 +189,7 @@ class _Hook:
 
 
 class _Begins(_Hook):
-    """Before the first block."""
+    """Splits the sequence before the first block."""
 
     def __init__(self, part: PartOfSequence, name: str) -> None:
         super().__init__(part)
@@ -216,7 +216,7 @@ def _is_alike(value: Any, hidden: torch.Tensor) -> bool:
 
 
 class _Collects(_Hook):
-    """At the entrance of a submodule with split layers."""
+    """Gathers the sequence at the entrance of a submodule with split layers."""
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = first_of(args, kwargs)
@@ -224,7 +224,7 @@ class _Collects(_Hook):
 
 
 class _Ends(_Hook):
-    """After the last block."""
+    """Gathers the sequence after the last block."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, (tuple, list)):
@@ -233,7 +233,7 @@ class _Ends(_Hook):
 
 
 class _Dropout:
-    """In the place of a dropout's `forward`."""
+    """Replaces a dropout's `forward`."""
 
     def __init__(self, layer: nn.Dropout, part: PartOfSequence) -> None:
         self._layer, self._part, self._forward = layer, part, layer.forward
@@ -245,7 +245,7 @@ class _Dropout:
 
 
 class _OnPart:
-    """In the place of the `forward` of what has whole parameters."""
+    """Replaces the `forward` of a module with whole parameters."""
 
     def __init__(self, layer: nn.Module, part: PartOfSequence) -> None:
         self._layer, self._part, self._forward = layer, part, layer.forward

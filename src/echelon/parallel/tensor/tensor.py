@@ -1,9 +1,9 @@
 """Tensor parallelism: single layers are split over ranks that work on the same samples.
 
-Communication: within the tensor-parallel ranks, an all-reduce of activations after every "rowwise" layer, and one of the
-gradient of what "colwise" layers read (see `layers`); over the data-parallel ranks what `fully_shard` does. All
-parameters, those that tensor parallelism leaves whole, too, are under `fully_shard`, if need be over groups of one rank: so that
-state, optimizers and clipping meet one kind of parameter. DistributedDataParallel would lose the split ones from the state dict.
+Communication: among the tensor-parallel ranks, an all-reduce of activations after every "rowwise" layer, and an all-reduce of the
+gradient of each input of "colwise" layers (see `layers`); over the data-parallel ranks that of `fully_shard`. All parameters,
+also whole ones, are under `fully_shard`, if necessary over groups of one rank, so that state, optimizers and clipping meet one
+kind of parameter. DistributedDataParallel would lose split parameters from the state dict.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ _TIED = (
 
 @dataclass(frozen=True)
 class Chosen:
-    """What `check_tensor` found in order.
+    """A checked plan, as `check_tensor` returns it.
 
     Args:
         plan: as it was given or found.
-        styles: by name of the submodule, each once.
-        blocks: of which the sequence is split, too; empty without sequence parallelism.
+        styles: by name of the submodule, each submodule once.
+        blocks: the blocks with a split sequence; empty without sequence parallelism.
     """
 
     plan: Plan
@@ -65,12 +65,12 @@ class Chosen:
     blocks: Sequence[str] = ()
 
     def report(self, world: World) -> None:
-        """Say which plan was found, where the user did not give one: on rank 0's log."""
+        """Log on rank 0 which plan was found, unless it was given."""
         if world.rank == 0 and not self.plan.given:
             logger.info("tensor parallelism %s", self.plan.text)
 
     def of_stages(self, module: nn.Module) -> Chosen:
-        """Without the layers that stages of other ranks hold, whose parameters are gone."""
+        """The plan without the layers of other ranks' pipeline stages, which have no parameters here."""
 
         def is_here(name: str) -> bool:
             return any(True for _ in module.get_submodule(name).parameters())
@@ -80,12 +80,12 @@ class Chosen:
 
 
 def check_tensor(module: nn.Module, plan: Mapping[str, Any] | None, tp_size: int, *, sequence_parallel: bool = False) -> Chosen:
-    """Everything that can be wrong about splitting a module's layers over `tp_size` ranks. No collective, nothing is changed.
+    """Check whether a module's layers can be split over `tp_size` ranks. Not collective; changes nothing.
 
     Args:
-        plan: None for the module's own, transformers', or an inferred one.
+        plan: None for the module's own plan, transformers', or an inferred one.
     Raises:
-        UsageError: with the layer's name and the numbers.
+        UsageError: they cannot; names the layer and the numbers.
     """
     resolved = plan_of(module, plan, tp_size)
     styles = with_adapters(module, _by_name(module, resolved))
@@ -100,7 +100,7 @@ def check_tensor(module: nn.Module, plan: Mapping[str, Any] | None, tp_size: int
 
 
 def split_layers(module: nn.Module, chosen: Chosen, tp_mesh: DeviceMesh) -> None:
-    """Split a module's layers in place over the ranks of a 1-D mesh. Its values must be the same on all of them. No traffic."""
+    """Split a module's layers in place over a 1-D mesh. Its values must be the same on all ranks. No communication."""
     axis = axes_of(tp_mesh)[0]
     tied = tied_names(module.named_parameters(remove_duplicate=False))
     sequence = PartOfSequence(axis) if chosen.blocks else None
@@ -119,7 +119,7 @@ def split_layers(module: nn.Module, chosen: Chosen, tp_mesh: DeviceMesh) -> None
 
 
 def _by_name(module: nn.Module, plan: Plan) -> dict[str, Any]:
-    """The plan with every pattern replaced by the names that it matches; a layer with several names has its first."""
+    """The plan's styles by name of the layers that each pattern matches. A layer with several names has its first."""
     first: dict[nn.Module, str] = {}
     found_all = module.named_modules(remove_duplicate=False)
     names = {plain: first.setdefault(m, name) for name, m in found_all if (plain := plain_name(name))}
@@ -138,7 +138,7 @@ def _by_name(module: nn.Module, plan: Plan) -> dict[str, Any]:
                     f"ParallelStyle objects, got {style!r} for {pattern!r}."
                 )
         for name in matches:
-            styles.pop(name, None)  # the last pattern that matches counts
+            styles.pop(name, None)  # the last matching pattern wins
             styles[name] = style
     return styles
 
@@ -160,8 +160,8 @@ def _check(module: nn.Module, styles: Mapping[str, Any], size: int) -> None:
             continue
         if not has_own_weights(layer):
             raise TensorParallelError(
-                f"tensor-parallel plan: the weight or bias of {kind}.{name} is no parameter but computed from others, as by "
-                "weight_norm, another parametrization or pruning: it cannot be split. Leave this layer out of the plan."
+                f"tensor-parallel plan: the weight or bias of {kind}.{name} is computed from other parameters, as by "
+                "weight_norm, another parametrization or pruning, and cannot be split. Leave this layer out of the plan."
             )
         dim = split_dims(layer, simple)["weight"]
         weight = layer.weight
@@ -187,8 +187,9 @@ def _refuse_kind(module: nn.Module, name: str, style: Any) -> None:
     parent = module.get_submodule(name.rpartition(".")[0])
     if isinstance(parent, nn.MultiheadAttention):
         raise TensorParallelError(
-            f"tensor-parallel plan: {kind}.{name} is a part of torch's MultiheadAttention, which takes the layer's weight itself "
-            "and has the others in one parameter. Write attention with three Linear layers and scaled_dot_product_attention."
+            f"tensor-parallel plan: {kind}.{name} is a part of torch's MultiheadAttention, which reads its weight directly "
+            "and has the other weights in one parameter. Write attention with three Linear layers and "
+            "scaled_dot_product_attention."
         )
     if isinstance(layer, nn.Embedding) and isinstance(style, str):
         odd = [n for n in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(layer, n)]
@@ -200,9 +201,9 @@ def _refuse_kind(module: nn.Module, name: str, style: Any) -> None:
 
 
 def _check_tied(module: nn.Module, styles: Mapping[str, Any]) -> None:
-    """One parameter is split one way."""
+    """Refuse a tied parameter that the plan would split in two ways."""
     if any(not isinstance(style, str) for style in styles.values()):
-        return  # `_tie` finds out
+        return  # `_tie` checks it after the split
     for group in tied_names(module.named_parameters(remove_duplicate=False)):
         how = {}
         for name in group:
@@ -218,14 +219,14 @@ def _refuse_scalars(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.dim() == 0 and parameter.requires_grad:
             raise TensorParallelError(
-                f"{type(module).__name__}.{name} is a scalar. Whether the ranks that share a layer have all of its gradient or a "
-                "part of it depends on where it is used, which tensor parallelism cannot know. Make it a tensor of one element "
-                "for each feature, freeze it, or take layout 'fsdp'."
+                f"{type(module).__name__}.{name} is a scalar. Where it is used decides whether each rank that shares layers "
+                "has its whole gradient or a part, and tensor parallelism cannot know that. Make it a tensor of one element "
+                "for each feature, freeze it, or use layout 'fsdp'."
             )
 
 
 def _check_heads(module: nn.Module, name: str, size: int) -> None:
-    """Features may divide where heads do not: then a rank would hold half a head."""
+    """Refuse a size that divides the features but not the heads: a rank would hold half a head."""
     name = name.removesuffix(".base_layer")
     parent = module.get_submodule(name.rpartition(".")[0])
     holders: list[tuple[Any, str]] = [(parent, "")]
@@ -243,7 +244,7 @@ def _check_heads(module: nn.Module, name: str, size: int) -> None:
 
 
 def equalize(module: nn.Module, world: World, *, from_rank0: bool) -> None:
-    """What has values goes to the device; the same on all ranks."""
+    """Move all tensors with values to the device; with `from_rank0` broadcast rank 0's values."""
     tensors = dict.fromkeys(t for t in (*module.parameters(), *module.buffers()) if not t.is_meta)
     with torch.no_grad():
         for tensor in tensors:
@@ -254,7 +255,7 @@ def equalize(module: nn.Module, world: World, *, from_rank0: bool) -> None:
 
 
 def _tie(module: nn.Module, tied: list[list[str]]) -> None:
-    """Splitting makes a new parameter for each name; one takes the place of all that were one before."""
+    """Tie parameters again: splitting has made a new parameter for each name."""
     for first, *others in tied:
         parameter = module.get_parameter(first)
         for name in others:
@@ -265,22 +266,22 @@ def _tie(module: nn.Module, tied: list[list[str]]) -> None:
             setattr(module.get_submodule(holder), attribute, parameter)
 
 
-# Whether ranks that share layers have the same gradients of what they do not share. A plan that forgets a layer is found out.
+# Checks that ranks that share layers have equal gradients of whole parameters. They find a layer that the plan forgot.
 #
-# A whole layer between split ones, such as a norm of each head, works on this rank's part of the features: its gradient is a
-# part, too, and the ranks' copies of it would drift apart in silence.
+# A whole layer between split ones, such as a norm of each head, works on this rank's part of the features. Its gradient is then
+# partial, too, and the ranks' copies of the layer would silently drift apart.
 
-# Kernels may add up in another order on each rank; parts of a gradient have nothing in common.
+# Relative tolerances: kernels may sum in another order on each rank, while partial gradients differ completely.
 _SAME = 0.01
-_SAME_LOSS = {torch.float32: 1e-4, torch.float64: 1e-4}  # of other types 0.02, which is a few roundings
-_NOISE = 1e-6  # of the norm of all gradients: what is zero but for rounding
+_SAME_LOSS = {torch.float32: 1e-4, torch.float64: 1e-4}  # for other dtypes 0.02, a few roundings
+_NOISE = 1e-6  # relative to the norm of all gradients: a smaller one is zero up to rounding
 
 
 def check_same_loss(module: nn.Module, loss: torch.Tensor) -> None:
-    """Compare the losses of ranks that share layers. Where one is of a part of the outputs, gradients may yet agree. Collective.
+    """Compare the losses of ranks that share layers: a loss of partial outputs can have equal gradients. Collective over them.
 
     Raises:
-        UsageError: they differ; on all of these ranks.
+        UsageError: the losses differ; raised on all of these ranks.
     """
     axis, parts = shared_axis(module), split_outputs(module)
     if axis is None or not parts or not agree.is_joined():
@@ -293,22 +294,22 @@ def check_same_loss(module: nn.Module, loss: torch.Tensor) -> None:
         return
     raise TensorParallelError(
         f"tensor parallelism: the loss of the first update differs between the {axis.size} ranks that share layers: it is "
-        f"{least:.6g} to {largest:.6g}. Each computes it from its part of the outputs of a layer that is 'colwise' in the plan, "
-        f"such as {class_name(module)}.{parts[-1]}. What takes these must be 'rowwise'; or give the layer the style "
-        "'colwise_gather'."
+        f"{least:.6g} to {largest:.6g}. Each rank computes it from its part of the outputs of a layer that is 'colwise' in the "
+        f"plan, such as {class_name(module)}.{parts[-1]}. The layer that reads these outputs must be 'rowwise'; or give "
+        "this layer the style 'colwise_gather'."
     )
 
 
 def check_whole_layers(module: nn.Module) -> None:
-    """After a backward pass that reduced gradients: compare their norms. Collective over the ranks that share layers.
+    """Compare the gradient norms of whole parameters after gradients are reduced. Collective over the ranks that share layers.
 
     Raises:
-        UsageError: a gradient differs; on all of these ranks.
+        UsageError: a gradient differs; raised on all of these ranks.
     """
     axis = shared_axis(module)
     if axis is None:
         return
-    # By the module's form alone, which is the same on these ranks: which of them have a gradient need not be.
+    # Chosen by the module's form, which is the same on these ranks; whether a parameter has a gradient may differ.
     whole = [(name, p) for name, p in plain_names(module) if not _is_shared(p, axis)]
     if not whole:
         return
@@ -322,8 +323,8 @@ def check_whole_layers(module: nn.Module) -> None:
     number = int(differs.nonzero()[0])
     raise TensorParallelError(
         f"tensor parallelism: the gradient of {class_name(module)}.{whole[number][0]} differs between the {axis.size} ranks "
-        f"that share layers: its norm is {float(least[number]):.3g} to {float(largest[number]):.3g}. It works on a part of the "
-        'features or of the sequence. Give its layer the style "summed" in the plan, or split the layers around it otherwise.'
+        f"that share layers: its norm is {float(least[number]):.3g} to {float(largest[number]):.3g}. The layer works on a part "
+        'of the features or of the sequence. Give it the style "summed" in the plan, or split the layers around it differently.'
     )
 
 
@@ -335,7 +336,7 @@ def _norm(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _is_shared(parameter: torch.Tensor, axis: Axis) -> bool:
-    """Whether each of these ranks has another part of it."""
+    """Whether the parameter is split over this axis."""
     if not is_split(parameter):
         return False
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
