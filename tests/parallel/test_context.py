@@ -384,8 +384,8 @@ class Weighs(Language):
 # What a unit counts, in batches of which a part of the targets is ignored, and what is said of it.
 WEIGHTS: dict[str, tuple[Any, float, str | None]] = {
     "targets": (lambda data: (data["targets"] != -100).sum(), 0.3, None),
-    "rows": (lambda data: len(data["inputs"]), 0.0, r"weight\(\) must give .* whole, 2 together, got 2 \+ 2\. .*leave weight"),
-    "all but each row's first": (lambda data: (data["targets"][:, 1:] != -100).sum(), 0.3, r"must give for the 2 parts"),
+    "rows": (lambda data: len(data["inputs"]), 0.0, r"weight\(\) of the 2 parts .* whole, 2, got 2 \+ 2\. .*leave weight"),
+    "all but each row's first": (lambda data: (data["targets"][:, 1:] != -100).sum(), 0.3, r"of the 2 parts of a .* must add up"),
 }
 
 

@@ -1,8 +1,8 @@
-"""Attention of a part of a sequence: this rank's queries, all ranks' keys and values.
+"""Attention for a part of a sequence: this rank's queries, all ranks' keys and values.
 
 Communication: before each attention, one all-gather of its keys and values over the context-parallel ranks; after its backward
-pass, one reduce-scatter of their gradients. With grouped queries these are small beside what attention computes.
-A mode of torch (`torch.overrides.TorchFunctionMode`) takes the place of `scaled_dot_product_attention`, however it is imported.
+pass, one reduce-scatter of their gradients. With grouped queries both are small compared with the attention itself.
+A `torch.overrides.TorchFunctionMode` replaces `scaled_dot_product_attention`, however it is imported.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from echelon.parallel.context.batch import SequenceParts
 __all__ = ["SplitAttention", "attend", "current", "over", "positions", "whole_sequence"]
 
 
-# Whether passes go over parts of sequences now, and over which: asked by attention, masks and positions.
+# Whether the current pass works on parts of sequences, and on which. Attention, masks and positions ask for it.
 
-# Innermost last; None is a pass over whole sequences. Not of one thread: a GPU's backward pass runs in a thread of its own, and
-# recomputes there what was computed within one.
+# Innermost last; None stands for whole sequences. Not thread-local: a GPU's backward pass runs in a thread of its own, and
+# recomputes forward passes there.
 _active: list[SequenceParts | None] = []
 
 
 def current() -> SequenceParts | None:
-    """This rank's part of the sequences that go through the module now; None if they are whole."""
+    """This rank's part of the sequences of the current pass; None if they are whole."""
     return _active[-1] if _active else None
 
 
 @contextlib.contextmanager
 def over(parts: SequenceParts | None) -> Iterator[None]:
-    """Context of passes over these parts, or over whole sequences."""
+    """Context of passes over `parts`, or over whole sequences if None."""
     _active.append(parts)
     try:
         yield
@@ -46,13 +46,13 @@ def over(parts: SequenceParts | None) -> Iterator[None]:
 
 
 def positions(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-    """Where the tokens of `x` stand in their sequence: `torch.arange(x.shape[dim])`, which it is without context parallelism.
+    """The positions of the tokens of `x` in their sequence. Without context parallelism this is `torch.arange(x.shape[dim])`.
 
-    With it, a rank has an early and a late chunk of each sequence. Call it in the module's forward.
+    With context parallelism a rank has an early and a late chunk of each sequence. Call it in the module's forward.
 
     Args:
-        x: this rank's tokens, or what was computed of them.
-        dim: of the sequence.
+        x: this rank's tokens, or values computed from them.
+        dim: the dim of the sequence.
     Returns:
         int64 of shape (x.shape[dim],), on the device of x.
     """
@@ -64,9 +64,9 @@ def positions(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
 
 
 def whole_sequence(x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-    """The whole sequence in its order, from the parts of all context-parallel ranks; `x` itself without them.
+    """The whole sequence in order, gathered from all context-parallel ranks; `x` itself without context parallelism.
 
-    For the keys' side of a mask, where this rank's tokens are the queries: `documents[:, :, None] ==
+    Use it for the keys' side of a mask, where this rank's tokens are the queries: `documents[:, :, None] ==
     echelon.nn.whole_sequence(documents)[:, None, :]`. Gradients go back to the ranks. Collective over them, in a forward pass.
     """
     parts = current()
@@ -81,7 +81,7 @@ _SLICE = torch.Tensor.__getitem__
 _BACKWARD = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _SPECIAL = frozenset({_LOSS, _SLICE, *_BACKWARD})
 
-# What computes attention in another way, by the name of the function that torch calls.
+# Other functions that compute attention, by the name that the mode sees, with their names for messages.
 _OTHERS = {
     "multi_head_attention_forward": "nn.MultiheadAttention",
     "flex_attention": "flex_attention",
@@ -92,17 +92,17 @@ _OTHERS = {
     "_flash_attn_varlen_forward": "flash_attn_varlen_func",
     "_flash_attn_forward": "flash_attn_func",
 }
-# All that is looked at, by name: of some thousand calls in a step most end at the first question.
+# The names of all functions that the mode handles. Most of the thousands of calls in a step return after this one lookup.
 _NAMES = frozenset({_SPLIT.__name__, *(each.__name__ for each in _SPECIAL), *_OTHERS})
 
 
 class SplitAttention(TorchFunctionMode):
-    """While it is entered and a part of a sequence is `current`, attention sees all ranks' keys and values. Of one thread.
+    """Torch function mode in which attention sees all ranks' keys and values while a part is `current`. For one thread.
 
     Args:
-        of_targets: is told how many whole numbers a cross-entropy has as targets, or a slice leaves of how many.
-        aside: context of a backward pass, within which torch takes a mode aside, and which may compute a module again.
-        attends: what computes attention, `attend` or what leads to it.
+        of_targets: called with the number of targets of a cross-entropy, or of elements in a slice of 2-D int64 values.
+        aside: context of a backward pass. torch disables the mode during a backward pass, which may recompute modules.
+        attends: computes attention: `attend`, or a function that calls it.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class SplitAttention(TorchFunctionMode):
         parts = current()
         if func is _SPLIT and parts is not None:
             return self._attend(parts, *args, **(kwargs or {}))
-        if torch.compiler.is_compiling():  # what follows is for the first pass, and for passes that are not compiled
+        if torch.compiler.is_compiling():  # the checks below are only for the first pass and for uncompiled passes
             return func(*args, **(kwargs or {}))
         if func in _SPECIAL and parts is not None:
             return self._run(func, args, kwargs or {})
@@ -155,14 +155,14 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """As `scaled_dot_product_attention`, of this rank's part of the sequence. Collective over the parts' ranks.
+    """`scaled_dot_product_attention` for this rank's part of the sequence. Collective over the ranks of the sequence.
 
     Args:
         query, key, value: (..., H, T, D), the tokens of this rank's part.
-        attn_mask: over all keys: its last dimension is the whole length. Rows are this rank's queries, or all, or one for all.
-            With one row for all it may also be of this rank's keys: a mask of padding.
+        attn_mask: over all keys: its last dim is the length of the whole sequence. Its rows are this rank's queries, all queries,
+            or one row for all. A mask with one row may also cover this rank's keys only (a padding mask).
     Raises:
-        UsageError: a mask of another shape, which says nothing about the other ranks' keys; parts of another length.
+        UsageError: the mask has another shape and does not cover the other ranks' keys, or a part has another length.
     """
     options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
     length, chunk = query.shape[-2], parts.chunk_of_part(query.shape[-2], "scaled_dot_product_attention")
@@ -173,8 +173,8 @@ def attend(
         attn_mask, is_causal = None, True
     if is_causal and key.shape[-2] != length:
         raise ContextParallelError(
-            f"context parallelism: causal attention must have as many keys as queries, got {key.shape[-2]} and {length} in this "
-            "rank's part."
+            f"context parallelism: causal attention must have as many keys as queries, got {key.shape[-2]} keys and {length} "
+            "queries in this rank's part."
         )
     mask = None if attn_mask is None else _rows(parts, attn_mask, length, key.shape[-2])
     keys, values = _gathered(parts, key, value)
@@ -189,20 +189,20 @@ def attend(
 
 
 def _causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
-    """The last of the keys belong to the queries."""
+    """Causal attention of queries whose own keys are the last of `keys`."""
     if query.shape[-2] == keys.shape[-2]:
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, **options)
     rows, columns = query.shape[-2], keys.shape[-2]
     bias: Any
-    if query.device.type == "cpu" or query.dtype is torch.float64:  # torch makes a mask of a CausalBias there, and under a
-        bias = query.new_ones(rows, columns, dtype=torch.bool).tril(columns - rows)  # TorchDispatchMode cannot make one (2.13)
+    if query.device.type == "cpu" or query.dtype is torch.float64:  # torch expands a CausalBias to a mask in these cases, which
+        bias = query.new_ones(rows, columns, dtype=torch.bool).tril(columns - rows)  # fails under a TorchDispatchMode (2.13)
     else:
-        bias = causal_lower_right(rows, columns)  # kernels know it by its name: no mask in memory
+        bias = causal_lower_right(rows, columns)  # kernels recognise it and need no mask in memory
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias, **options)
 
 
 def _gathered(parts: SequenceParts, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """All ranks', in one message where their shapes allow it."""
+    """All ranks' keys and values, in one all-gather if their shapes and dtypes are equal."""
     if key.shape == value.shape and key.dtype == value.dtype:
         keys, values = parts.whole(torch.stack([key, value]), -2).unbind()
         return keys, values
@@ -210,9 +210,9 @@ def _gathered(parts: SequenceParts, key: torch.Tensor, value: torch.Tensor) -> t
 
 
 def _rows(parts: SequenceParts, mask: torch.Tensor, queries: int, keys: int) -> torch.Tensor:
-    """The part of a mask that belongs to this rank's queries, over all keys."""
+    """The rows of a mask for this rank's queries, over all keys."""
     rows, columns, whole = mask.shape[-2] if mask.dim() > 1 else 1, mask.shape[-1], keys * parts.size
-    if rows == queries > 1 and mask.stride(-2) == 0 and columns == keys:  # one row that was expanded
+    if rows == queries > 1 and mask.stride(-2) == 0 and columns == keys:  # one expanded row
         mask, rows = mask.narrow(-2, 0, 1), 1
     if columns == keys and rows == 1:
         return parts.whole(mask, -1)
@@ -224,8 +224,8 @@ def _rows(parts: SequenceParts, mask: torch.Tensor, queries: int, keys: int) -> 
 def _wrong_mask(shape: tuple[int, int], length: int, size: int) -> UsageError:
     return ContextParallelError(
         f"context parallelism: an attention mask must be over all {length * size} keys of the sequence, or one row for all "
-        f"queries, got {shape[0]} x {shape[1]} where this rank has {length} of the tokens. For a causal mask say is_causal=True. "
-        "For another, take the keys' side from echelon.nn.whole_sequence: documents[:, :, None] == "
-        "echelon.nn.whole_sequence(documents)[:, None, :], and positions from echelon.nn.positions(x). If the code is not yours "
-        "to change, train it without cp."
+        f"queries, got {shape[0]} x {shape[1]} where this rank has {length} of the tokens. For a causal mask use is_causal=True. "
+        "For another mask, compute the keys' side with echelon.nn.whole_sequence: documents[:, :, None] == "
+        "echelon.nn.whole_sequence(documents)[:, None, :], and positions with echelon.nn.positions(x). If you cannot change the "
+        "code, train without cp."
     )

@@ -1,4 +1,4 @@
-"""Which tensors of a batch have the sequence, and along which dimension: what context parallelism cuts."""
+"""How context parallelism cuts batches: which tensors have the sequence, along which dim, and which chunks a rank gets."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ __all__ = [
 ]
 
 
-# How a sequence is cut over the ranks of a context-parallel group, and put together again.
+# How a sequence is cut over the ranks of a context-parallel group, and gathered again.
 #
-# The sequence becomes 2 x size chunks of one length; rank i has chunk i and chunk 2 x size - 1 - i. With a causal mask a late
-# token has more to attend to than an early one, and so every rank gets the same work. Everything follows from the length of a
-# rank's part alone, so nothing has to be remembered from the batch to the attention.
+# The sequence is cut into 2 x size chunks of equal length; rank i has chunk i and chunk 2 x size - 1 - i. With a causal mask late
+# tokens attend to more keys than early ones, so this gives every rank the same work. Everything follows from the length of a
+# rank's part, so no state is passed from the batch to the attention.
 # Source: Llama 3 (arXiv 2407.21783), section 3.3.2.
 
 
@@ -44,8 +44,8 @@ class SequenceParts:
 
     Args:
         rank: this rank's place in the group.
-        size: ranks in it.
-        group: these ranks; None is the default group.
+        size: the number of ranks in the group.
+        group: the ranks that share the sequence; None is the default group.
     """
 
     rank: int
@@ -57,10 +57,10 @@ class SequenceParts:
         return cls(dist.get_rank(group), dist.get_world_size(group), group)
 
     def chunk_of(self, length: int, name: str = "the sequence") -> int:
-        """The length of a chunk, of a whole sequence.
+        """The length of a chunk, from the length of the whole sequence.
 
         Raises:
-            UsageError: the chunks would not be of one length.
+            UsageError: the sequence cannot be cut into chunks of equal length.
         """
         chunk, rest = divmod(length, 2 * self.size)
         if rest or not chunk:
@@ -68,24 +68,24 @@ class SequenceParts:
             near = sorted({max(1, length // pieces) * pieces, -(-length // pieces) * pieces})
             raise ContextParallelError(
                 f"{name} must have a length that 2 x cp = {pieces} divides, so that each of {self.size} context-parallel ranks "
-                f"gets an early and a late chunk, got {length}. Take {' or '.join(map(str, near))}, by cutting or padding "
-                f"(pad_to_multiple_of={pieces} in a collator of transformers). If these are tokens that compute_loss shifts "
+                f"gets an early and a late chunk, got {length}. Use {' or '.join(map(str, near))}, by cutting or padding "
+                f"(pad_to_multiple_of={pieces} in a collator of transformers). If compute_loss shifts these tokens "
                 "itself, as data[:, :-1] and data[:, 1:], let the dataset give inputs and targets instead."
             )
         return chunk
 
     def chunk_of_part(self, length: int, name: str) -> int:
-        """The length of a chunk, of one rank's part."""
+        """The length of a chunk, from the length of this rank's part."""
         if length % 2 or not length:
             raise ContextParallelError(
-                f"{name} has {length} tokens of this rank's part of the sequence, which is an early and a late chunk of one "
-                "length, and so an even number. Was the part shifted or cut after it came from the loader, as data[:, :-1]? "
+                f"{name}: this rank's part of the sequence must have an even number of tokens, an early and a late chunk of "
+                f"equal length, got {length}. Was the part shifted or cut after it came from the loader, as data[:, :-1]? "
                 "Let the dataset give inputs and targets, so that they are shifted before they are split."
             )
         return length // 2
 
     def bounds(self, chunk: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """First and last position (exclusive) of this rank's two chunks."""
+        """The first and last (exclusive) positions of this rank's two chunks."""
         first, second = self.rank, 2 * self.size - 1 - self.rank
         return (first * chunk, (first + 1) * chunk), (second * chunk, (second + 1) * chunk)
 
@@ -95,22 +95,22 @@ class SequenceParts:
         return torch.cat([whole.narrow(dim, first, chunk), whole.narrow(dim, second, chunk)], dim)
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
-        """Where the tokens of a part of this length stand in the whole sequence: (length,), int64."""
-        # Not kept: made in inference mode, or under a FakeTensorMode, they would be of no use to training.
+        """The positions of the tokens of this rank's part in the whole sequence: (length,), int64."""
+        # Not cached: tensors made in inference mode or under a FakeTensorMode cannot be used in training.
         return torch.cat([torch.arange(first, last, device=device) for first, last in self.bounds(length // 2)])
 
     def whole(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """The sequence in its order, from the parts of all ranks; gradients go back to the ranks. Collective."""
+        """The whole sequence in order, gathered from all ranks; gradients go back to the ranks. Collective."""
         return _Whole.apply(part, dim % part.dim(), self)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Whole(torch.autograd.Function):
-    """Forward: all-gather, laid in order. Backward: what all ranks' losses say of this rank's part, summed up: reduce-scatter."""
+    """Forward: all-gather, and put the chunks in order. Backward: reduce-scatter of the gradients of all ranks' losses."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, dim: int, parts: SequenceParts) -> torch.Tensor:
         ctx.dim, ctx.parts = dim, parts
-        ctx.crosses_ranks = True  # `pass_zeros` must not stop what comes from the others
+        ctx.crosses_ranks = True  # gradients of other ranks' losses arrive here: `pass_zeros` must not stop them
         part, size = part.contiguous(), parts.size
         gathered = part.new_empty(size * part.shape[0], *part.shape[1:]) if part.dim() else part
         all_gather_single(gathered, part, group=parts.group)
@@ -126,7 +126,7 @@ class _Whole(torch.autograd.Function):
         dim, parts = ctx.dim, ctx.parts
         size, chunk = parts.size, grad.shape[dim] // (2 * parts.size)
         chunks = grad.split(chunk, dim)
-        # A rank's two chunks side by side, the ranks one after the other in the first dimension.
+        # (rank, ..., both chunks of the rank, ...)
         own_grad = grad.new_empty(*grad.shape[:dim], 2 * chunk, *grad.shape[dim + 1 :])
         laid = grad.new_empty(size, *own_grad.shape)
         for rank, part in enumerate(laid):
@@ -136,7 +136,7 @@ class _Whole(torch.autograd.Function):
         return own_grad, None, None
 
 
-# A dimension of every tensor that has so many; or of those that are named, None for those that stay whole.
+# One dim for all tensors that have it; or a dim by name of the tensor, None for tensors that stay whole.
 SequenceDim = int | Mapping[str, int | None] | None
 
 _LABELS = ("shift_labels", "labels", "targets")
@@ -144,9 +144,10 @@ IGNORED = -100
 
 
 def check_sequence_dim(value: Any) -> SequenceDim:
-    """
+    """Check the option `sequence_dim`.
+
     Raises:
-        UsageError: it is no SequenceDim.
+        UsageError: the value is not a SequenceDim.
     """
     if value is None:
         return None
@@ -159,13 +160,13 @@ def check_sequence_dim(value: Any) -> SequenceDim:
 
 
 def sequence_dims(batch: Any, given: SequenceDim = None) -> dict[str, int]:
-    """For each tensor that has the sequence: its name and the dimension. The name is a key, a field, or a number in a tuple.
+    """The dim of the sequence by name of the tensor, for each tensor that has it. A name is a key, a field, or a tuple index.
 
-    Unless `given`, the sequence is dimension 1 of the first tensor of whole numbers with two dimensions or more, or of the first
-    one; other tensors have it in dimension 1 where that is as long, and masks (B, 1, T, T) in the rows.
+    Default: dim 1 of the first integer tensor with at least two dims, or else of the first tensor with at least two dims. Other
+    tensors have the sequence in dim 1 if it has the same length; masks (B, 1, T, T) have it in the rows.
 
     Raises:
-        UsageError: no tensor has it, or one may have it or not.
+        UsageError: no tensor has the sequence, or it is not clear whether one has it.
     """
     tensors = dict(named(batch))
     if isinstance(given, int):
@@ -184,7 +185,7 @@ def sequence_dims(batch: Any, given: SequenceDim = None) -> dict[str, int]:
     if not dims:
         raise ContextParallelError(
             "context parallelism splits sequences, but no tensor of the batch has one: a tensor of shape (rows, length, ...). "
-            f"Got {_names(tensors) or type(batch).__name__}. Say Layout(sequence_dim={{name: dimension}}), or train without cp."
+            f"Got {_names(tensors) or type(batch).__name__}. Set Layout(sequence_dim={{name: dimension}}), or train without cp."
         )
     return dims
 
@@ -206,7 +207,7 @@ def _guessed(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
         elif length in t.shape and (t.dim() == 1 or length in t.shape[1:]):
             raise ContextParallelError(
                 f"context parallelism: the sequence has {length} tokens, and {_shape(name, tensors)} has that many in another "
-                "dimension than 1. Say which tensors have the sequence and where, None for those without: "
+                "dimension than 1. State the dimension of the sequence by tensor, None for tensors without: "
                 f"Layout(sequence_dim={_example(tensors, name)})."
             )
     return dims
@@ -218,15 +219,15 @@ def cut_batch(batch: Any, dims: Mapping[str, int], parts: SequenceParts) -> Any:
 
 
 def size_of(batch: Any, dims: Mapping[str, int]) -> tuple[int, int]:
-    """Rows and length of the first tensor that has the sequence in dimension 1; of none, 0."""
+    """Rows and length of the first tensor with the sequence in dim 1; (0, 0) if there is none."""
     return next(((t.shape[0], t.shape[1]) for name, t in named(batch) if dims.get(name) == 1), (0, 0))
 
 
 def beginning_at(batch: Any, dims: Mapping[str, int], start: int, length: int, fill: Mapping[str, torch.Tensor]) -> Any:
-    """So many tokens of each tensor in `dims`, from the same token on; of masks the keys, too.
+    """`length` tokens from `start` on, of each tensor in `dims`; masks are cut along their keys as well.
 
     Args:
-        fill: by name, where labels are to be ignored.
+        fill: by name of the labels, a mask of the labels to ignore.
     """
 
     def take(name: str, t: torch.Tensor) -> torch.Tensor:
@@ -242,7 +243,7 @@ def beginning_at(batch: Any, dims: Mapping[str, int], start: int, length: int, f
 
 
 def labels_of(batch: Any, dims: Mapping[str, int]) -> tuple[str, torch.Tensor] | None:
-    """Those of the tokens, by their name, or the last tensor of whole numbers."""
+    """The labels with their name: the tensor with a name of `_LABELS`, or else the last integer tensor."""
     tensors = dict(named(batch))
     numbers = [n for n in dims if n in tensors and not tensors[n].is_floating_point() and tensors[n].dtype is not torch.bool]
     name = next((n for known in _LABELS for n in numbers if n.rpartition(".")[2] == known), numbers[-1] if numbers else None)
@@ -250,7 +251,7 @@ def labels_of(batch: Any, dims: Mapping[str, int]) -> tuple[str, torch.Tensor] |
 
 
 def counted(batch: Any, part: Any, dims: Mapping[str, int], size: int) -> float | torch.Tensor:
-    """How much of what the whole batch counts is counted in the part: its share of the labels that are not ignored."""
+    """The part's share of the batch's labels that are not ignored; 1/size if the batch has no labels."""
     labels, own_labels = labels_of(batch, dims), labels_of(part, dims)
     if labels is None or own_labels is None:
         return 1 / size
@@ -281,7 +282,7 @@ def _example(tensors: Mapping[str, torch.Tensor], doubtful: str) -> str:
 
 
 def named(data: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors by name, in their order."""
+    """The tensors of a batch by name, in order."""
     tensors: list[tuple[str, torch.Tensor]] = []
 
     def take(name: str, value: Any) -> Any:

@@ -1,9 +1,9 @@
 """Context parallelism: each sequence is cut over ranks that work on the same samples.
 
-`ContextParallel` cuts the batches; within its `active` context attention sees the keys and values of all its ranks
-(`attention`), `positions` says where a rank's tokens stand, and dropout draws other masks on each rank. Everything else
-in a model works token by token and needs nothing. What does not, as attention written by hand, is found by a probe before
-training (`probe`).
+`ContextParallel` cuts the batches. Within its `active` context attention sees the keys and values of all its ranks
+(`attention`), `positions` gives the positions of a rank's tokens, and dropout draws different masks on each rank. The rest of a
+model must work token by token. Code that does not, such as attention written by hand, is found by a probe before training
+(`probe`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _has_sequence(value: Any, length: int) -> bool:
 
 
 def check_context(module: nn.Module, recipe: Recipe) -> None:
-    """
+    """Check that compilation and recomputation can be combined with context parallelism.
+
     Raises:
         UsageError: compiled blocks would recompute attention without the other ranks' keys.
     """
@@ -65,25 +66,25 @@ def check_context(module: nn.Module, recipe: Recipe) -> None:
     if compiled is not None and not compiled.disable and recomputes:
         what = f"{own[0]}.gradient_checkpointing" if own else "recompute"
         raise ContextParallelError(
-            f"context parallelism takes compile or {what}, got both: what is compiled and computed again would attend to this "
-            "rank's tokens only (torch 2.13). Leave out one, or say what to keep of each graph: "
+            f"context parallelism takes compile or {what}, got both: a compiled block that is recomputed would attend to this "
+            "rank's tokens only (torch 2.13). Leave out one, or use a memory budget for each graph: "
             "ActivationCheckpointParams(memory_budget=0.5)."
         )
 
 
 class ContextParallel(Batches):
-    """A module's context parallelism on this rank. Before activation checkpointing, compilation and sharding.
+    """A module's context parallelism on this rank. Create it before activation checkpointing, compilation and sharding.
 
     Args:
-        module: is changed in place: its submodules' `forward` goes on in the context where a backward pass calls it again.
+        module: changed in place: the `forward` of its submodules re-enters the context when a backward pass recomputes them.
         mesh: the ranks that share sequences, 1-D.
         device: where this rank computes.
-        sequence_dim: where a batch's tensors have the sequence; see `sequence_dims`.
-        check: compare the first batch's beginning with a pass over whole sequences before training.
+        sequence_dim: the dim of the sequence in a batch's tensors; see `sequence_dims`.
+        check: compare a pass over parts with a pass over whole sequences for the beginning of the first batch, before training.
     Attributes:
-        parts: which part of a sequence this rank has.
-        gathered_in: the type in which parameters are gathered to compute, where that is another than theirs.
-        kept: where losses are compared for the same outputs: these.
+        parts: this rank's part of a sequence.
+        gathered_in: the all-gather dtype of parameters; None if it is their own dtype.
+        kept: the module's outputs for whole sequences, while losses are compared for the same outputs; else None.
     """
 
     def __init__(
@@ -99,12 +100,12 @@ class ContextParallel(Batches):
         self.gathered_in: torch.dtype | None = None
         self.doubts = agree.is_joined()
         self.kept: KeptOutputs | None = None
-        self._outputs: list[torch.Tensor] = []  # of the latest pass, until the loss was looked at
+        self._outputs: list[torch.Tensor] = []  # of the latest pass, until `check_loss`
         self._rng_differs = False
         self._module, self._device, self._said = module, device, check_sequence_dim(sequence_dim)
         self._checks = check and agree.is_joined()
         self._cut, self._unchecked, self._compared = "", self._checks, False
-        self._rows = self._length = 0  # of the latest part
+        self._rows = self._length = 0  # of the latest part of a batch
         self._here = threading.local()
         self._learns = False
         self._attend = torch.compiler.disable(self._split)  # graphs end where ranks exchange keys and values
@@ -121,7 +122,7 @@ class ContextParallel(Batches):
         """This rank's part of every tensor with a sequence, in the same structure.
 
         Raises:
-            UsageError: no sequence, one that does not divide, or tensors of which it is not clear whether they have it.
+            UsageError: there is no sequence, its length cannot be divided, or it is not clear whether a tensor has it.
         """
         batch, dims = self._dims_of(super().part_of(batch))
         return self._part_of(batch, dims)
@@ -146,11 +147,11 @@ class ContextParallel(Batches):
     def check_parts(
         self, batch: Any, weigh: Callable[[Any], Any], compute: Callable[[Any], Any], dtype: torch.dtype | None
     ) -> None:
-        """Of the first batch: do weights and losses of its parts add up to its own? Collective over all ranks.
+        """Check for the first batch that weights and losses of its parts add up to those of the batch. Collective over all ranks.
 
         Raises:
-            UsageError: on all ranks: tokens at the ends of parts are left out, each part counts as the whole, or the loss is no
-                mean over tokens.
+            UsageError: on all ranks: tokens at the ends of parts are left out, each part counts as the whole, or the loss is not
+                a mean over tokens.
         """
         self.doubts = False
         shifted, dims = self._dims_of(batch)
@@ -189,7 +190,9 @@ class ContextParallel(Batches):
             check_losses(self.parts, Losses(self._module, of_whole, of_part, dtypes), batch, dims, length)
 
     def look_at_outputs(self, module: nn.Module) -> None:
-        """Note what the module gives, for `check_loss`. After `fully_shard`, whose hooks a look at gradients must not call."""
+        """Record the module's outputs for `check_loss`. Call it after `fully_shard`: its hooks must stay outside the recorded
+        outputs, so that gradients taken of these do not run them.
+        """
         if not self._checks:
             return
 
@@ -211,7 +214,7 @@ class ContextParallel(Batches):
         return self._outputs[-1]
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """Of the first batch, where nothing can be computed again: is the loss a sum over tokens? Collective over all ranks.
+        """Check for the first batch that the loss is a sum over tokens, if it cannot be recomputed. Collective over all ranks.
 
         Raises:
             UsageError: on all ranks: it is not.
@@ -225,19 +228,17 @@ class ContextParallel(Batches):
         if any(agree.gather(wrong := abs(sum(weights) - whole) > 1e-6 * abs(whole))):
             if not wrong:
                 raise ContextParallelError(
-                    "weight() does not count parts of sequences as wholes on another rank; its log says how."
+                    "on another rank, weight() gives another sum for the parts of a sequence than for the whole; see its log."
                 )
             raise ContextParallelError(
-                f"weight() must give for the {len(weights)} parts of a sequence what it gives for the whole, {whole:g} together, "
+                f"weight() of the {len(weights)} parts of a sequence must add up to weight() of the whole, {whole:g}, "
                 f"got {' + '.join(f'{weight:g}' for weight in weights)}. Count a part's tokens, for a causal language model by "
-                "echelon.count_tokens(data, next_token=True), as labels are shifted before a sequence is cut; where rows count, "
+                "echelon.count_tokens(data, next_token=True), since labels are shifted before a sequence is cut; to count rows, "
                 "leave weight() to AutoUnit, or multiply by self.prepared.batches.share."
             )
 
     def whole_of(self, outputs: Any) -> Any:
-        """Outputs for the latest batch from those for its parts, on all its ranks: what has the sequence is put together, along
-        dimension 1. Collective.
-        """
+        """Outputs for the latest batch, from those for its parts: tensors with the sequence in dim 1 are gathered. Collective."""
         length = self._length
         return map_tensors(outputs, lambda t: self.parts.whole(t, 1) if _has_sequence(t, length) else t)
 
@@ -245,11 +246,13 @@ class ContextParallel(Batches):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Context of forward and backward passes over parts. Where gradients are computed, this rank draws its own dropout masks:
-        of a stream that begins with a number which its ranks draw alike, so that a checkpoint has all that a resume needs.
+        """Context of forward and backward passes over parts.
+
+        With gradients this rank draws its own dropout masks. Their stream is seeded by a number that all ranks of the sequence
+        draw alike, so the RNG state in a checkpoint is enough to resume.
 
         Raises:
-            UsageError: in the place of torch's words, where shapes do not fit: perhaps what was cut is no sequence.
+            UsageError: instead of torch's error about shapes that do not fit: the dim that was cut may not be a sequence.
         """
         self._learns = torch.is_grad_enabled()
         streams = self._own_stream() if self._learns or self._rng_differs else contextlib.nullcontext()
@@ -262,15 +265,15 @@ class ContextParallel(Batches):
                 raise
             refusal = ContextParallelError(
                 f"context parallelism: code met shapes that do not fit, after {self._cut} of the batch was cut into "
-                f"{self.parts.size} parts. If that dimension is no sequence, Layout(sequence_dim=...) says which one is; a "
-                f"batch without sequences is for 'fsdp' or 'ddp'. Layers that mix tokens must be attention. torch says: {error}"
+                f"{self.parts.size} parts. If that dimension is not the sequence, set Layout(sequence_dim=...); for a "
+                f"batch without sequences use 'fsdp' or 'ddp'. Layers that mix tokens must be attention. torch says: {error}"
             )
             raise refusal.with_traceback(error.__traceback__) from error
         self._unchecked = False
 
     @property
     def is_here(self) -> bool:
-        """Whether this thread's attention is split already."""
+        """Whether this thread has entered the `SplitAttention` mode."""
         return getattr(self._here, "entered", False)
 
     @contextlib.contextmanager
@@ -287,7 +290,7 @@ class ContextParallel(Batches):
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """The mode is there, but does not hear of what is called now: modules enter it anew."""
+        """Context of a backward pass, during which torch disables the mode: modules that are recomputed enter it again."""
         self._here.entered = False
         try:
             yield
@@ -302,45 +305,46 @@ class ContextParallel(Batches):
             yield
 
     def check_once(self, kind: str, forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the first pass: does the module give for parts what it gives for whole sequences? Collective over the ranks."""
+        """Before the first pass, check that the module gives the same for parts as for whole sequences. Collective."""
         if self._unchecked and not self._compared:
             self._compared = True
             probe(self.parts, kind, forward, module, args, kwargs)
 
     def _split(self, parts: SequenceParts, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """
+        """Compute attention for this rank's part.
+
         Raises:
-            UsageError: a backward pass will call this attention again, and not through a module, so that nothing splits it then.
+            UsageError: a backward pass will recompute this attention outside of a module, where the mode is not entered.
         """
         if self._learns and (again := _computed_again()) is not None:
             raise ContextParallelError(
                 f"context parallelism: torch.utils.checkpoint will call {again} again in the backward pass, outside of a module, "
-                "and its attention would see only this rank's tokens. Give checkpoint a module that computes attention, as in "
-                "checkpoint(block, x), or leave it to recompute='blocks'."
+                "and its attention would see only this rank's tokens. Pass a module that computes attention, as in "
+                "checkpoint(block, x), or use recompute='blocks'."
             )
         return attend(parts, *args, **kwargs)
 
     def _of_targets(self, targets: int) -> None:
-        """In the first pass: so many targets must not be those of a shift within this rank's part.
+        """In the first pass, refuse targets that were shifted within this rank's part.
 
         Raises:
-            UsageError: it is.
+            UsageError: their number is that of a shift by one token.
         """
         if self._unchecked and self._length > 2 and targets == self._rows * (self._length - 1):
             raise ContextParallelError(
                 f"context parallelism over {self.parts.size} ranks: {self._rows} x {self._length - 1} targets were taken of "
                 f"this rank's {self._rows} x {self._length} tokens. Were they shifted in compute_loss, as logits[:, :-1] and "
-                "tokens[:, 1:]? The tokens of a part are no neighbours where its two chunks meet. Let the dataset give inputs "
-                "and targets; a causal model of transformers computes its loss itself, if it is given labels."
+                "tokens[:, 1:]? The tokens of a part are not neighbours where its two chunks meet. Let the dataset give inputs "
+                "and targets; a causal model of transformers computes its loss itself if it gets labels."
             )
 
 
 class _InContext:
-    """The `forward` of a module that may be called again in a backward pass. A class, as activation checkpointing's."""
+    """The `forward` of a module that a backward pass may recompute. A class, as activation checkpointing's."""
 
     def __init__(self, context: ContextParallel, module: nn.Module) -> None:
         self._context, self._forward = context, module.forward
-        self.__wrapped__ = module.forward  # for inspect.signature, by which programs tell what a model takes
+        self.__wrapped__ = module.forward  # for inspect.signature, with which programs find a model's arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context = self._context
@@ -354,7 +358,7 @@ _ENTERS, _CHECKPOINT = _InContext.__call__.__code__, inspect.unwrap(checkpoint).
 
 
 def _computed_again() -> str | None:
-    """The function that `checkpoint` was given, if the caller runs within it, and in no module within it."""
+    """The name of the function given to `checkpoint`, if the caller runs in it and not in a module inside it."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_code is not _ENTERS:
         if frame.f_code is _CHECKPOINT:
@@ -365,7 +369,7 @@ def _computed_again() -> str | None:
 
 
 class _Root(_InContext):
-    """Of the module itself, which is compared in its first pass."""
+    """The `forward` of the root module, which compares parts with whole sequences in its first pass."""
 
     def __init__(self, context: ContextParallel, module: nn.Module) -> None:
         super().__init__(context, module)

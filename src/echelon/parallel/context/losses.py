@@ -1,8 +1,8 @@
-"""Before training under context parallelism: is the loss of a sequence the mean of those of its parts, by their weights?
+"""Check before training under context parallelism that the loss of a sequence is the weighted mean of the losses of its parts.
 
-Only a mean over tokens is. The beginning and the end of the first batch's sequences go through `compute_loss` whole and in parts,
-without gradients and without dropout, with parameters as they are and with noise: new models give all tokens about one loss, of
-which nearly everything is the mean.
+That holds only for a mean over tokens. The beginning and the end of the first batch's sequences go through `compute_loss` whole
+and in parts, without gradients and dropout, with parameters as they are and with noise. Noise is needed because a new model gives
+all tokens nearly the same loss, and then almost any average equals the mean.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = ["KeptOutputs", "Losses", "check_losses", "check_separate"]
 logger = logging.getLogger(__name__)
 
 _CHUNK = 4  # tokens
-# How far the losses may be apart, by the bytes of a number: rounding, and what authors add to a denominator.
+# Relative tolerance of the losses by the bytes of the dtype: for rounding, and for epsilons in a denominator.
 _TOLERANCE = {8: 1e-5, 4: 1e-3}
 _COARSE = 2e-2
-_ROUNDED = 1e-2  # of the same outputs
-_OUTPUTS = -1  # in the place of a level: noise on the module's outputs
-_LEFT_OUT = 0.4  # of the labels
-_APART = 1e-4  # what tokens may have to do with one another, relative to what they have with themselves
+_ROUNDED = 1e-2  # for losses of the same outputs
+_OUTPUTS = -1  # used as a level: noise on the module's outputs
+_LEFT_OUT = 0.4  # share of labels to ignore
+_APART = 1e-4  # how much a token's gradient may depend on other tokens, relative to its dependence on itself
 _REMEDY = (
     "A loss of one token of each sequence, of pooled or neighbouring tokens, a sum, or a mean for each sequence is for 'fsdp' or "
     "'ddp'. If only the comparison is wrong, switch it off: Layout(check_context=False)."
@@ -46,13 +46,13 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class Losses:
-    """How losses are computed and weighed.
+    """How losses and their weights are computed.
 
     Args:
-        module: of which they are.
-        whole: (loss, weight) of a whole batch; with `keep`, the part's loss is then computed of the module's outputs.
-        part: the same of this rank's part of it.
-        dtypes: in which is computed.
+        module: the module under test.
+        whole: returns (loss, weight) of a whole batch. With `keep` the module's outputs are kept, and `part` then uses them.
+        part: returns (loss, weight) of this rank's part of a batch.
+        dtypes: the dtypes of the computation.
     """
 
     module: nn.Module
@@ -62,31 +62,31 @@ class Losses:
 
 
 class KeptOutputs:
-    """What the module gives for whole sequences, with noise, of which each rank takes its part.
+    """The module's outputs for whole sequences, with noise; each rank takes its part of them.
 
-    So the loss is compared by itself: in 16 bits the module's own rounding hides how a loss differs.
+    So the loss is compared on its own: in 16 bits the module's rounding would hide a difference between losses.
     """
 
     def __init__(self, parts: SequenceParts, length: int) -> None:
         self._parts, self._length, self._outputs = parts, length, deque[Any]()
 
     def check(self) -> None:
-        """After the whole sequences.
+        """Check the outputs after the pass over whole sequences.
 
         Raises:
-            ValueError: the module was not called, or did not say where its outputs have the sequence.
+            ValueError: the module was not called, or its outputs do not show where the sequence is.
         """
         flat = [t for outputs in self._outputs for t in tensors_of(outputs)]
         if not any(self._dim(t) for t in flat):
             raise ValueError("no outputs of tokens")
 
     def _dim(self, output: torch.Tensor) -> int:
-        """Where the sequence is, never the first; 0 if nowhere, or perhaps in several places."""
+        """The dim of the sequence, never the first; 0 if there is none or several candidates."""
         places = [dim for dim, size in enumerate(output.shape) if dim and size == self._length]
         return places[0] if len(places) == 1 else 0
 
     def keep(self, outputs: Any) -> Any:
-        """The outputs with noise, the same on all ranks."""
+        """Keep and return the outputs with noise, the same on all ranks."""
         generator = torch.Generator().manual_seed(len(self._outputs))
 
         def add(output: Any) -> Any:
@@ -98,7 +98,7 @@ class KeptOutputs:
         return self._outputs[-1]
 
     def part_of_next(self) -> Any:
-        """This rank's part of what the next call of the module gave."""
+        """This rank's part of the outputs of the next call of the module."""
 
         def cut(output: Any) -> Any:
             dim = self._dim(output) if isinstance(output, torch.Tensor) else 0
@@ -109,9 +109,9 @@ class KeptOutputs:
 
 @dataclass(frozen=True)
 class _Told:
-    """What one rank found of one piece of the batch: two losses with their weights, or none."""
+    """One rank's result for one piece of the batch: two losses with their weights, or none."""
 
-    group: int  # its first rank
+    group: int  # the first rank of the sequence's group
     may: float
     failed: bool
     refused: bool
@@ -124,14 +124,14 @@ def check_losses(parts: SequenceParts, losses: Losses, batch: Any, dims: Mapping
     """Compare the loss of whole sequences with those of their parts. Collective over all ranks.
 
     Args:
-        batch: whole.
-        dims: where its tensors have the sequence.
-        length: of the sequences.
+        batch: the whole batch.
+        dims: the dim of the sequence by name of the tensor.
+        length: the length of the sequences.
     Raises:
         UsageError: on all ranks, with both numbers.
     """
     shortest = 2 * parts.size * _CHUNK
-    for short in (min(length, shortest), length):  # code may take one length only
+    for short in (min(length, shortest), length):  # the code may accept only the full length
         pieces = _pieces(batch, dims, length, short)
         if all(_can_compare(parts, losses, piece, level) for level in (*LEVELS, _OUTPUTS) for piece in pieces):
             return
@@ -143,7 +143,10 @@ def check_losses(parts: SequenceParts, losses: Losses, batch: Any, dims: Mapping
 
 
 def _pieces(batch: Any, dims: Mapping[str, int], length: int, short: int) -> list[Any]:
-    """The beginning of the sequences; and where most labels count, some of which are ignored if a batch may have such."""
+    """Two pieces of the batch: the beginning, and the end.
+
+    If the batch has ignored labels, the second is the piece with the most counted labels instead, with some more of them ignored.
+    """
     label_places = labels_of(batch, dims)
     if label_places is None:
         return [beginning_at(batch, dims, start, short, {}) for start in (0, length - short)]
@@ -161,7 +164,7 @@ def _pieces(batch: Any, dims: Mapping[str, int], length: int, short: int) -> lis
 
 
 def _can_compare(parts: SequenceParts, losses: Losses, piece: Any, level: int) -> bool:
-    """Compare one piece; False if code cannot be called so."""
+    """Compare one piece; False if the code cannot be called with it."""
     losses_here, error = _computed(parts, losses, piece, level)
     losses_of_all = [_Told(*each) for each in agree.gather(list(vars(losses_here).values()))]
     if isinstance(error, UsageError):
@@ -169,9 +172,9 @@ def _can_compare(parts: SequenceParts, losses: Losses, piece: Any, level: int) -
     if refusing := [rank for rank, each in enumerate(losses_of_all) if each.refused]:
         raise ContextParallelError(f"context parallelism: rank {refusing[0]} refused the first batch; its log says why.")
     if any(each.failed for each in losses_of_all):
-        return level != AS_IS  # code may ask for numbers that noise does not give
+        return level != AS_IS  # with noise the code may reject the values
     if any(each.draws for each in losses_of_all):
-        return True  # of other random numbers, which says nothing
+        return True  # the losses use different random numbers and cannot be compared
     for group in sorted({each.group for each in losses_of_all}):
         _check_group([each for each in losses_of_all if each.group == group])
     return True
@@ -214,16 +217,17 @@ def _are_same(a: Any, b: Any) -> bool:
 
 
 def _check_group(group: list[_Told]) -> None:
-    """
+    """Compare the results of the ranks that share a sequence.
+
     Args:
-        group: by the ranks of one sequence.
+        group: one result for each of these ranks.
     """
     whole, part_losses = group[0].whole, [each.part for each in group if each.part is not None]
     if whole is None or len(part_losses) < len(group):
         return
     (loss, weight), counted = whole, [(one, of) for one, of in part_losses if of]
     total = sum(of for _, of in counted)
-    if not weight or not total or not math.isfinite(loss):  # of a part alone, as in 0 / 0, it differs
+    if not weight or not total or not math.isfinite(loss):  # a part alone may be nan (0 / 0); that is a difference
         return
     mean = sum(one * of for one, of in counted) / weight
     size = max(abs(loss), sum(abs(one) * of for one, of in counted) / weight)
@@ -232,19 +236,20 @@ def _check_group(group: list[_Told]) -> None:
     shares = " + ".join(f"{of / weight:.3g} x {one:.6g}" for one, of in counted)
     raise ContextParallelError(
         f"context parallelism over {len(group)} ranks would change the loss: compute_loss gives {loss:.6g} for whole sequences "
-        f"of the first batch, and {mean:.6g} for their parts, {shares}, each by its share of the weight. It must be a mean over "
-        "tokens, of each by itself, and weight() must count what it is over: by default rows, by the share of their labels that "
-        f"are not {IGNORED}. {_REMEDY}"
+        f"of the first batch, and {mean:.6g} for their parts, {shares}, each times its share of the weight. It must be a mean "
+        "over tokens, of each by itself, and weight() must count the tokens of this mean: by default it counts rows, times the "
+        f"share of their labels that are not {IGNORED}. {_REMEDY}"
     )
 
 
 def check_separate(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
-    """Whether a loss is a sum of what each token of the outputs (B, T, ...) gives by itself. Collective over all ranks.
+    """Check that a loss is a sum of terms of single tokens of the outputs (B, T, ...). Collective over all ranks.
 
-    As far as derivatives tell: a second one by two tokens is zero then, and not only one token of each sequence counts.
+    It checks derivatives only: the mixed second derivative of two tokens must be zero, and more than one token of each sequence
+    must have a gradient.
 
     Raises:
-        UsageError: on all ranks.
+        UsageError: on all ranks: it is not.
     """
     tie, only = 0.0, None
     with contextlib.suppress(RuntimeError):  # no second derivative
@@ -262,14 +267,14 @@ def check_separate(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
 
 
 def _tie(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> float:
-    """How much gradients of every second token change with the others, relative to how much they change with themselves."""
+    """How much the gradients of odd tokens change with the even tokens, relative to the total change of gradients."""
     greatest = 0.0
     for output in outputs:
         (grad,) = torch.autograd.grad(loss, output, create_graph=True, allow_unused=True)
         if grad is None or not grad.requires_grad:
             continue
         one = torch.zeros_like(output)
-        one[:, ::2] = output.detach()[:, ::2].sign() + 0.5  # no constant: of that a softmax has no derivative
+        one[:, ::2] = output.detach()[:, ::2].sign() + 0.5  # not constant: a softmax does not change along a constant
         (second,) = torch.autograd.grad(grad, output, one, retain_graph=True, allow_unused=True)
         if second is None or not bool(norm := second.double().norm()):
             continue
@@ -278,7 +283,7 @@ def _tie(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> float:
 
 
 def _only_token(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> int | None:
-    """The place of the one token that has a gradient, if it is the same in each row."""
+    """The place of the only token with a gradient, if it is the same in every row."""
     count = None
     for output in outputs:
         (grad,) = torch.autograd.grad(loss, output, retain_graph=True, allow_unused=True)

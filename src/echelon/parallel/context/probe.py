@@ -1,9 +1,9 @@
-"""Before training under context parallelism: does the module give for the parts of a sequence what it gives for the whole?
+"""Check before training under context parallelism that the module gives the same for the parts of a sequence as for the whole.
 
-The beginning of the first batch goes through the module twice, whole and in parts, without gradients and without dropout; what
-goes into and comes out of every submodule is compared. Then again with noise on the parameters, as what begins at zero hides
-what it multiplies. So an attention that looks at a rank's own tokens alone, or positions
-that are counted from a rank's first token, are an error that names the submodule, and not a model that learns something else.
+The beginning of the first batch goes through the module twice, whole and in parts, without gradients and dropout. The inputs and
+outputs of every submodule are compared. Then again with noise on the parameters, since a parameter that is zero hides whatever
+it multiplies. So an attention over a rank's own tokens only, or positions counted from a rank's first token, raise an error that
+names the submodule, and do not silently train another model.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from echelon.world.device import map_tensors
 
 __all__ = ["AS_IS", "LEVELS", "perturbed", "probe", "tensors_of", "undisturbed"]
 
-_CHUNK = 4  # tokens: what looks at its neighbours alone shows at one of two ends
-# By how much the norm of a difference may exceed rounding, which layers amplify. What is wrong differs by a tenth or more.
+_CHUNK = 4  # tokens: even code that mixes only neighbours differs at the ends of a chunk
+# Relative tolerances for the norm of a difference: layers amplify rounding. Wrong code differs by a tenth or more.
 _TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-2}
 _COARSE = 0.2
 
@@ -44,15 +44,15 @@ def probe(
     """Compare passes over the beginning of these arguments. Collective: `fully_shard` gathers parameters for each pass.
 
     Args:
-        kind: the module's class, as its author named it.
-        forward: the module's own.
-        args, kwargs: this rank's part.
+        kind: the name of the module's class.
+        forward: the module's own forward.
+        args, kwargs: its arguments for this rank's part.
     Raises:
-        UsageError: on all ranks, with the submodule where they differ first.
+        UsageError: on all ranks, with the first submodule that differs.
     """
     given = [value for value in tensors_of((args, kwargs)) if value.dim() > 1]
     first = next((t for t in given if not t.is_floating_point()), given[0] if given else None)
-    can = first is not None and first.shape[1] % 2 == 0  # else nothing to cut, or what attention refuses
+    can = first is not None and first.shape[1] % 2 == 0  # else there is nothing to cut, or attention will raise
     if not all(agree.gather(can)):
         return
     assert first is not None
@@ -76,7 +76,7 @@ def probe(
             return
         if isinstance(error, UsageError):
             raise error
-        # A model for one length only may fail at the first.
+        # A model that accepts only the full length may fail at the shorter one.
         if not any(refused for *_, refused in answers) and short == shortest:
             continue
         raise _could_not(module, kind, short, error, [rank for rank, (_, failed, _) in enumerate(answers) if failed]) from error
@@ -85,11 +85,11 @@ def probe(
 def _could_not(module: nn.Module, kind: str, short: int, error: Exception | None, ranks: list[int]) -> Exception:
     if error is None:
         return ContextParallelError(
-            f"context parallelism: {kind} could not be compared with itself on whole sequences, for an error on rank {ranks[0]}, "
-            "whose log has it."
+            f"context parallelism: {kind} could not be compared with itself on whole sequences because of an error on rank "
+            f"{ranks[0]}; see its log."
         )
     if any(each in str(error) for each in SHAPES):
-        return error  # perhaps what was cut is no sequence: whoever cut it says so
+        return error  # the dim that was cut may not be a sequence: `active` explains the error
     if (message := meaning(module, str(error))) is not None:
         return ContextParallelError(f"{message} torch says: {error}")
     return ContextParallelError(
@@ -110,13 +110,13 @@ def _compared(parts: SequenceParts, forward: Any, module: nn.Module, whole: Any,
             except Exception as error:
                 if level == AS_IS or isinstance(error, UsageError):
                     raise
-                continue  # code may ask for numbers that noise does not give
-            first = difference if first is None else first  # and go on: a pass is one of other ranks, too
+                continue  # with noise the code may reject the values
+            first = difference if first is None else first  # no early return: the passes are collective
     return first
 
 
 def _check_alike(parts: SequenceParts, kind: str, given: dict[str, Any], length: int) -> None:
-    """What belongs to a sequence as a whole, such as the time of a diffusion model, must be one for all of its parts."""
+    """Check that arguments for a sequence as a whole, such as a diffusion model's time, are the same for all of its parts."""
     sums = {
         name: zlib.crc32(value.detach().double().cpu().numpy().tobytes())
         for name, value in given.items()
@@ -126,13 +126,14 @@ def _check_alike(parts: SequenceParts, kind: str, given: dict[str, Any], length:
     }
     sums_of_all = agree.kinds(sums, parts.group)
     apart = next((name for name in sums if len({each.get(name) for each in sums_of_all}) > 1), None)
-    # All ranks stop, of other sequences, too.
+    # All ranks stop, also those of other sequences.
     if (unlike := agree.first_not_none(None if apart is None else [apart, list(given[apart].shape)])) is not None:
         name, shape = unlike
         raise ContextParallelError(
             f"context parallelism: {kind} must get the same {f'argument {name}' if name.isdigit() else name} on the {parts.size} "
-            f"ranks of a sequence, got values that differ. It has no sequence, of shape {tuple(shape)}. If compute_loss draws "
-            "it, or computes it from its part, let the dataset or its collate_fn do so: each rank gets what these give."
+            f"ranks of a sequence, got values that differ. It has no dimension for the sequence, being of shape {tuple(shape)}. "
+            "If compute_loss draws it, or computes it from its part, let the dataset or its collate_fn do so: all ranks of a "
+            "sequence get their results."
         )
 
 
@@ -142,14 +143,14 @@ def _has_padding_mask(kwargs: dict[str, Any]) -> bool:
 
 
 def _with_padding(whole: Any) -> list[Any]:
-    """These arguments; and with padding, which positions may depend on, and without which masks may be left out."""
+    """The arguments as they are, and with padding: positions may depend on padding, and code may skip a mask without any."""
     mask = whole[1]["attention_mask"]
     padded = mask.index_fill(1, torch.arange(2, device=mask.device), 0)
     return [whole, (whole[0], {**whole[1], "attention_mask": padded})]
 
 
 def _passes(parts: SequenceParts, forward: Any, module: nn.Module, whole: Any, short: int) -> list[Any] | None:
-    """Both, and where this rank's part differs first."""
+    """Run both passes, and return the first difference of this rank's part."""
     part = map_tensors(whole, lambda value: _cut(value, short, parts))
     with undisturbed(module), torch.no_grad():
         with over(None), _Watch(module) as first:
@@ -167,18 +168,18 @@ def _differs(module: nn.Module, root: str, name: str, side: str, difference: flo
         f"context parallelism over {size} ranks would change the model: {where} {what} for the parts of a sequence than "
         f"for the whole; they differ by {difference:.1%} of their norm. It must compute attention by "
         "torch.nn.functional.scaled_dot_product_attention, positions by echelon.nn.positions(x) instead of torch.arange, and "
-        "anything else token by token; if the code is not yours to change, train it without cp. If only the comparison is wrong, "
+        "anything else token by token; if you cannot change the code, train without cp. If only the comparison is wrong, "
         "as with random numbers in evaluation mode, switch it off: Layout(check_context=False)."
     )
 
 
 def tensors_of(data: Any) -> list[torch.Tensor]:
-    """All plain ones in it."""
+    """The tensors in `data`, without DTensors."""
     return [value for _, value in named(data) if not hasattr(value, "to_local")]
 
 
 def _dim_of(value: Any, length: int) -> int | None:
-    """Where a tensor among the arguments has the sequence."""
+    """The dim of the sequence in an argument; None if it has none."""
     if not isinstance(value, torch.Tensor):
         return None
     if value.dim() > 1 and value.shape[1] == length:
@@ -189,11 +190,11 @@ def _dim_of(value: Any, length: int) -> int | None:
 
 
 def _beginning(value: Any, rows: int, length: int, short: int, parts: SequenceParts) -> Any:
-    """The first `short` tokens of what has `length` on this rank, of the first row: enough, and small."""
+    """The first `short` tokens of the first row, of an argument with `length` tokens on this rank."""
     dim = _dim_of(value, length)
     if dim is not None:
         whole = parts.whole(value.detach(), dim).narrow(dim, 0, short)
-        if dim and dim == whole.dim() - 2 and whole.shape[-1] == length * parts.size:  # a mask: its keys, too
+        if dim and dim == whole.dim() - 2 and whole.shape[-1] == length * parts.size:  # a mask: cut its keys as well
             whole = whole.narrow(-1, 0, short)
         value = whole
     has_rows = isinstance(value, torch.Tensor) and value.dim() > 0 and dim != 0 and value.shape[0] == rows
@@ -206,10 +207,10 @@ def _cut(value: Any, short: int, parts: SequenceParts) -> Any:
 
 
 class _Watch:
-    """Records what goes into and comes out of each submodule, in the order of the calls.
+    """Records the inputs and outputs of each submodule, in the order of the calls.
 
     Attributes:
-        seen: by (name, number of the call, "in" or "out").
+        seen: tensors by (name, number of the call, "in" or "out").
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -218,7 +219,7 @@ class _Watch:
         self.seen: _Seen = {}
 
     def __enter__(self) -> _Watch:
-        # The experts of a layer have the tokens in an order of their own; what the layer gives is compared.
+        # The experts of an MoE layer get tokens in an order of their own, so only the layer's own outputs are compared.
         sorted_within = tuple(f"{name}." for name, part in self._module.named_modules() if isinstance(part, MoE))
         for name, part in self._module.named_modules():
             if name and not name.startswith(sorted_within):
@@ -230,7 +231,7 @@ class _Watch:
         self._stack.close()
 
     def note(self, outputs: Any) -> None:
-        """What the module itself gave."""
+        """Record the outputs of the module itself."""
         self.seen["", 0, "out"] = [t.detach() for t in tensors_of(outputs)]
 
     def _hook(self, name: str, side: str) -> Any:
@@ -244,7 +245,7 @@ class _Watch:
 
 
 def _first_difference(whole: _Seen, part: _Seen, short: int, parts: SequenceParts) -> list[Any] | None:
-    """Of the calls in their order: [number of the call, name, side, difference relative to the norm]."""
+    """The first call that differs: [number of the call, name, side, difference relative to the norm]."""
     for number, (key, tensors) in enumerate(whole.items()):
         for a, b in zip(tensors, part.get(key, []), strict=False):
             own_part, may = _mine(a, b, short, parts), _TOLERANCE.get(b.dtype, _COARSE if b.is_floating_point() else 0.0)
@@ -254,7 +255,7 @@ def _first_difference(whole: _Seen, part: _Seen, short: int, parts: SequencePart
 
 
 def _are_among(whole: _Seen, key: tuple[str, int, str], part: torch.Tensor, may: float) -> bool:
-    """Whether these are tokens in an order of their own, as experts have them: each is somewhere in what all calls had."""
+    """Whether the tokens are only reordered, as experts reorder them: each occurs in some call of the whole pass."""
     name, _, side = key
     calls = (tensors for (n, _, s), tensors in whole.items() if (n, s) == (name, side))
     alike = [t.double() for tensors in calls for t in tensors if t.dim() == 2 and t.shape[1] == part.shape[-1]]
@@ -266,19 +267,19 @@ def _are_among(whole: _Seen, key: tuple[str, int, str], part: torch.Tensor, may:
 
 
 def _mine(whole: torch.Tensor, part: torch.Tensor, short: int, parts: SequenceParts) -> torch.Tensor | None:
-    """What the part should be; None if that is not known, as of losses, which are means over other tokens."""
+    """The expected value of the part; None if it is not known, as for losses, which are means over other tokens."""
     if not whole.dim() or whole.dim() != part.dim() or whole.dtype != part.dtype:
         return None
     length = short // parts.size
     if whole.shape == part.shape:
-        # A result for each row, such as of a classifier; what has no rows may be statistics of the tokens.
+        # A result for each row, as of a classifier. A tensor without rows may be a statistic of the tokens.
         return whole if whole.dim() > 1 else None
     for dim, (a, b) in enumerate(zip(whole.shape, part.shape, strict=True)):
         if a == b:
             continue
         if (a, b) == (short, length):
             return parts.cut(whole, dim)
-        # Rows and tokens as one dimension, as routers have it. Of several numbers for each token nobody knows the order.
+        # Rows and tokens flattened into one dim, as in routers. With several numbers for each token the order is unknown.
         if dim == 0 and whole.dim() > 1 and a % short == 0 and b * parts.size == a:
             return parts.cut(whole.unflatten(0, (a // short, short)), 1).flatten(0, 1)
         return None
@@ -299,11 +300,11 @@ def _far(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Passes leave nothing behind: buffers, RNGs and each submodule's mode are as before; dropout is off meanwhile."""
+    """Context of evaluation passes that restores buffers, RNG state and each submodule's mode; dropout is off."""
     modes = [(part, part.training) for part in module.modules()]
     buffers = [(b, b.clone()) for b in module.buffers()]
     streams = rng.states()
-    # Compiled for these lengths, and with these hooks, it would be compiled in vain.
+    # A compilation for these lengths and hooks would be of no use later.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
     module.eval()
     try:
@@ -318,22 +319,22 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
         rng.put_back(streams)
 
 
-# Parameters with noise, to see what theirs hide: what is multiplied by zero, as new gates, projections and positions are.
+# Noise on parameters. Without it, parameters that are zero hide what they multiply, as new gates, projections and positions do.
 
-# How far from their values. GENTLE leaves each what it computes, about; STRONG gives those that are zero the size that learned
-# positions have beside tokens, and leaves the others alone.
+# How much noise. GENTLE changes all parameters a little. STRONG changes only parameters that are zero: it gives them the size of
+# learned positions relative to tokens.
 AS_IS, GENTLE, STRONG = LEVELS = (0, 1, 2)
 
 
 @contextlib.contextmanager
 def perturbed(module: nn.Module, level: int, *, in_forward: bool = False) -> Iterator[None]:
-    """Within it parameters have noise, the same on ranks that hold the same; afterwards they are as before, to the bit.
+    """Context in which parameters have noise, equal on ranks with equal values. Afterwards they are restored bit for bit.
 
-    Parameters that are sharded are changed where they lie, without traffic.
+    Shards are changed in place, without communication.
 
     Args:
         level: one of LEVELS.
-        in_forward: it is entered in the module's own forward, whose parameters are gathered then and stay so.
+        in_forward: the context is entered in the module's own forward, where its parameters are gathered and stay so.
     """
     if level == AS_IS:
         yield
@@ -344,17 +345,17 @@ def perturbed(module: nn.Module, level: int, *, in_forward: bool = False) -> Ite
         for name, parameter in module.named_parameters():
             if not parameter.is_floating_point() or parameter.is_meta:
                 continue
-            # Without a version of its own: a graph that holds the parameter must not hear of what is taken back.
+            # By `.data`, which does not change the version: a graph may hold the parameter, and the values are restored.
             values = local(parameter.detach()).data
             if not values.numel() or (level == STRONG and bool(values.any())):
                 continue
-            saved.append((values, values.to("cpu", copy=True)))  # not where parameters fill the memory
+            saved.append((values, values.to("cpu", copy=True)))  # parameters may fill the device's memory
             _add(values, parameter, f"{level} {name}", _spread(parameter, level))
         yield
     finally:
         for values, before in saved:
             values.copy_(before)
-        for part in sharded:  # what was gathered meanwhile has the noise
+        for part in sharded:  # parameters gathered meanwhile have the noise
             part.reshard()  # type: ignore[operator]
 
 
@@ -371,7 +372,7 @@ def _spread(parameter: torch.Tensor, level: int) -> float:
 
 
 def _place(parameter: torch.Tensor) -> list[tuple[str, int]]:
-    """Which shard this rank has: along the dimensions of a mesh that replicate it, ranks have the same."""
+    """Which shard of a parameter this rank has. Ranks along axes that replicate it have the same one."""
     mesh, placements = getattr(parameter, "device_mesh", None), getattr(parameter, "placements", ())
     where = None if mesh is None else mesh.get_coordinate()
     if where is None:
