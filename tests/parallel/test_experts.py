@@ -561,7 +561,7 @@ REFUSED: list[tuple[str, dict[str, int], str]] = [
     (
         "foreign",
         {"ep": 2},
-        "1 is a MixtralExperts, whose parameters are not stacked, with one for each expert in their first dim",
+        "1 is a MixtralExperts, whose parameters are not stacks with one entry for each expert in the first dim",
     ),
     ("auxiliary", {"pp": 2}, "pp must be 1 for Model, whose blocks.0.1 is an echelon.nn.MoE with balance='auxiliary', got 2"),
 ]

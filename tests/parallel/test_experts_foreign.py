@@ -180,7 +180,7 @@ def test_a_rank_whose_experts_have_no_tokens_computes_nothing_and_waits_for_nobo
         (Loop, 3, "ep 3 does not divide the 4 experts of Sequential.1.experts. Use an ep that divides 4."),
         (Weighted, 2, "whose 1.experts, a Weighted, cannot be divided: its forward(tokens, experts, weights) does not give"),
         (Dropping, 2, "whose 1.experts, a Dropping, cannot be divided: its forward(tokens, experts, weights) does not give"),
-        (Normed, 2, r"whose 1.experts, a Normed, cannot be divided: its norm.weight is (6,), and no stack of 4 experts"),
+        (Normed, 2, r"whose 1.experts, a Normed, cannot be divided: its norm.weight is (6,), not a stack of 4 experts"),
         (Called, 2, "whose 1.experts, a Called, cannot be divided: its forward was replaced on the instance"),
     ],
 )

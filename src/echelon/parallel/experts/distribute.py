@@ -1,4 +1,4 @@
-"""Divide the experts of a module over ranks: each holds a part of every layer's."""
+"""Divide the experts of a module over ranks: each rank holds a part of every layer's experts."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ __all__ = ["check_experts", "count", "distribute_experts", "divided_experts", "m
 
 
 def moe_layers(module: nn.Module) -> dict[str, MoE]:
-    """By name."""
+    """The `MoE` layers of a module, by name."""
     return {name: part for name, part in module.named_modules() if isinstance(part, MoE)}
 
 
 def stacked_experts(module: nn.Module) -> dict[str, nn.Module]:
-    """Modules that have the experts of a layer, by name: for an `echelon.nn.MoE` the layer's."""
+    """The modules that hold experts, by name: `experts` of each `echelon.nn.MoE`, by the layer's name, and foreign ones."""
     own: dict[str, nn.Module] = {name: layer.experts for name, layer in moe_layers(module).items()}
     return own | foreign_experts(module)
 
 
 def count(experts: nn.Module) -> int:
-    """How many experts one of `stacked_experts` has, on whatever ranks they are."""
+    """The number of experts of one of `stacked_experts`, on all ranks together."""
     return experts.num_experts if isinstance(experts, Experts) else num_experts(experts)
 
 
 def check_experts(module: nn.Module, ep: int, pp: int = 1) -> None:
-    """Before any collective.
+    """Check before any collective that experts can be divided over `ep` ranks.
 
     Raises:
-        UsageError: there are no experts, or `ep` ranks do not divide them; or stages of a pipeline would lose auxiliary losses.
+        UsageError: there are no experts, `ep` does not divide their number, or pipeline stages would lose auxiliary losses.
     """
     layers = moe_layers(module)
     added = [name for name, layer in layers.items() if layer.router.balance == "auxiliary"]
@@ -63,8 +63,8 @@ def check_experts(module: nn.Module, ep: int, pp: int = 1) -> None:
         if hasattr(holder := module.get_submodule(name.rpartition(".")[0]), "parameter_name") and hasattr(holder, "lora_A"):
             raise ExpertsError(
                 f"ep must be 1 for {type(module).__name__}, whose {name} has adapters of PEFT on its parameters "
-                "(target_parameters), which are of all experts and cannot be divided with them. Give the ranks to dp_shard, or "
-                "leave experts without."
+                "(target_parameters), which belong to all experts and cannot be divided with them. Give the ranks to dp_shard, "
+                "or train the experts without adapters."
             )
         kind = (type(part), tuple((n, tuple(p.shape)) for n, p in part.named_parameters()), "forward" in vars(part))
         if kind not in tried:
@@ -79,8 +79,8 @@ def check_experts(module: nn.Module, ep: int, pp: int = 1) -> None:
 def _refuse_without(module: nn.Module, ep: int) -> None:
     named = [name for name, part in module.named_modules() if type(part).__name__.lower().endswith(("experts", "moeblock"))]
     hint = (
-        f" {named[0]} is a {type(module.get_submodule(named[0])).__name__}, whose parameters are not stacked, with one for each "
-        "expert in their first dim, or which is not called with (tokens, experts, weights)."
+        f" {named[0]} is a {type(module.get_submodule(named[0])).__name__}, whose parameters are not stacks with one entry for "
+        "each expert in the first dim, or whose forward does not take (tokens, experts, weights)."
         if named
         else ""
     )
@@ -91,15 +91,15 @@ def _refuse_without(module: nn.Module, ep: int) -> None:
 
 
 def distribute_experts(module: nn.Module, ep_mesh: DeviceMesh, ep_data_mesh: DeviceMesh) -> None:
-    """Let each rank of `ep_mesh` keep its part of every layer's experts, as DTensors. No communication.
+    """Divide every layer's experts over `ep_mesh`, as DTensors. No communication.
 
-    Call it when parameters are the same on all ranks, or on the meta device, before `FSDPStrategy.shard`, which then shards
-    experts over `ep_data_mesh`, and the rest over its own mesh. What can be wrong was checked by `check_experts`.
+    Parameters must be the same on all ranks, or on the meta device. Call it after `check_experts` and before
+    `FSDPStrategy.shard`, which then shards experts over `ep_data_mesh`, and the rest over its own mesh.
 
     Args:
-        ep_mesh: 1-D, the ranks that have all experts between them.
-        ep_data_mesh: the ranks that have the same experts as this one: 1-D, or 2-D with copies of the shards. Both are parts of
-            one mesh.
+        ep_mesh: 1-D, the ranks over which the experts are divided.
+        ep_data_mesh: the ranks that have the same experts as this one: 1-D, or 2-D with replicas of the shards. Both are parts
+            of one mesh.
     """
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -114,7 +114,7 @@ def distribute_experts(module: nn.Module, ep_mesh: DeviceMesh, ep_data_mesh: Dev
 
 
 def divided_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, Dispatch]]:
-    """Experts that `distribute_experts` has divided, by name, and over which ranks; of a pipeline's stage, its own."""
+    """The experts that `distribute_experts` has divided: name, module and ranks. In a pipeline only those of own stages."""
     for name, part in module.named_modules():
         dispatch = vars(part).get("dispatch")
         if isinstance(dispatch, Dispatch) and any(True for _ in part.parameters()):

@@ -1,9 +1,9 @@
-"""Experts that another library wrote, such as those of Mixtral or Qwen-MoE in transformers, divided over ranks as they are.
+"""Experts of other libraries, such as those of Mixtral or Qwen-MoE in transformers, divided over ranks unchanged.
 
-What they have in common is their form, not a class: every parameter is a stack, whose first dim counts experts, and
-`forward(tokens, experts, weights)` gives for each token the weighted sum of what its experts make of it. So their own forward
-computes the part of the experts that a rank has, whatever is inside of an expert and however its weights lie: each row that
-arrives is a token with one expert and a weight of 1. That they do compute such a sum is tried before anything is divided.
+They are recognised by their form, not by a class: every parameter is a stack whose first dim counts experts, and
+`forward(tokens, experts, weights)` returns for each token the weighted sum of its experts' results. So their own forward can
+compute a rank's part of the experts, whatever is inside an expert: each row that arrives is a token with one expert and a weight
+of 1. A test with random values checks this sum before anything is divided.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from echelon.parallel.experts.stacks import Dispatch, Experts, Order, part_of_st
 
 __all__ = ["DividedForward", "check_foreign", "foreign_experts", "num_experts"]
 
-_TOKENS = 16  # that are tried, most of them with one expert: none may be left out
+_TOKENS = 16  # tokens of the test. Most go first to the same expert, to find experts with a capacity
 
 
 def foreign_experts(module: nn.Module) -> dict[str, nn.Module]:
-    """By name: submodules that look like experts, but for those of `echelon.nn.MoE`, whether or not they can be divided."""
+    """By name, the submodules that look like experts, except those of `echelon.nn.MoE`. Perhaps they cannot be divided."""
     return {name: part for name, part in module.named_modules() if _looks_like_experts(part)}
 
 
@@ -37,12 +37,12 @@ def _looks_like_experts(part: nn.Module) -> bool:
 
 
 def num_experts(part: nn.Module) -> int:
-    """How many experts a layer has, on whatever ranks they are."""
+    """The number of experts of a layer, on all ranks together."""
     return next(part.parameters(recurse=False)).shape[0]
 
 
 def _counts(part: nn.Module) -> list[str]:
-    """Attributes that say how many experts there are, such as num_experts."""
+    """The attributes that hold the number of experts, such as num_experts."""
     count = num_experts(part)
     return [name for name, value in vars(part).items() if "expert" in name.lower() and type(value) is int and value == count]
 
@@ -61,7 +61,7 @@ def check_foreign(part: nn.Module) -> str | None:
         return "its forward was replaced on the instance"
     for name, parameter in part.named_parameters():
         if parameter.dim() == 0 or parameter.shape[0] != num_experts(part):
-            return f"its {name} is {tuple(parameter.shape)}, and no stack of {num_experts(part)} experts"
+            return f"its {name} is {tuple(parameter.shape)}, not a stack of {num_experts(part)} experts"
         if not parameter.is_floating_point():
             return f"its {name} is of {parameter.dtype}"
     if (buffer := next((name for name, _ in part.named_buffers()), None)) is not None:
@@ -77,14 +77,14 @@ _NO_SUM = (
 
 @torch.no_grad()
 def _is_a_sum(part: nn.Module) -> bool:
-    """Whether two experts of these shapes, with random values, compute what `DividedForward` takes for granted."""
+    """Whether two experts of these shapes, with random values, compute the sum that `DividedForward` assumes."""
     source = torch.Generator().manual_seed(0)
     bare = _Bare(part).eval()
     stacks = {name: _random(tuple(p.shape[1:]), source) for name, p in part.named_parameters()}
     second = {name: stack[1:] for name, stack in stacks.items()}
     widths = {size for stack in stacks.values() for size in stack.shape[1:]}
     likely = [getattr(part, name, None) for name in ("hidden_size", "hidden_dim")]
-    experts = (torch.arange(_TOKENS) >= _TOKENS - 3).long()  # the first of each token; the other expert is its second
+    experts = (torch.arange(_TOKENS) >= _TOKENS - 3).long()  # the first expert of each token; its second is the other one
     for width in sorted(widths, key=lambda size: size not in likely):
         tokens = torch.randn(_TOKENS, width, generator=source, dtype=torch.float32)
         weights = torch.rand(_TOKENS, 2, generator=source, dtype=torch.float32) + 0.5
@@ -94,7 +94,7 @@ def _is_a_sum(part: nn.Module) -> bool:
             each = [bare.of(stacks, tokens, zeros + i, ones) for i in range(2)]
             alone = bare.of(second, tokens, zeros, ones)
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
-            continue  # a token has another width
+            continue  # not the width of a token
         chosen = experts.bool()[:, None]
         wanted = torch.where(chosen, each[1], each[0]) * weights[:, :1] + torch.where(chosen, each[0], each[1]) * weights[:, 1:]
         return _close(got, wanted) and _close(alone, each[1]) and not _close(*each)
@@ -113,14 +113,14 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class _Bare(nn.Module):
-    """Experts without parameters of their own, nor the hooks on them, called with the stacks of some of them."""
+    """Experts without parameters and hooks, called with the stacks of a part of them."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
         self.experts, self._counts = _without_parameters(part), _counts(part)
 
     def of(self, stacks: Mapping[str, torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
-        """`forward` of the experts whose parameters these are."""
+        """Run `forward` with these parameters."""
         count = len(next(iter(stacks.values())))
         vars(self.experts).update(dict.fromkeys(self._counts, count))
         named = {f"experts.{name}": stack for name, stack in stacks.items()}
@@ -133,7 +133,7 @@ class _Bare(nn.Module):
 
 
 def _without_parameters(module: nn.Module) -> nn.Module:
-    """A module with the same attributes, and places on the meta device for parameters. No copy: hooks may hold anything."""
+    """A module with the same attributes and meta tensors for parameters. Not a deepcopy: hooks may hold anything."""
     made: nn.Module = object.__new__(type(module))
     nn.Module.__init__(made)
     own = set(vars(made))
@@ -148,11 +148,11 @@ def _without_parameters(module: nn.Module) -> nn.Module:
 
 
 class DividedForward:
-    """The forward of experts of which each rank has a part, in the place of their author's.
+    """Replaces the author's forward of experts that are divided over ranks.
 
     Args:
-        part: as it was written, before anything else has replaced its forward.
-        dispatch: the ranks that have all of them.
+        part: the experts, before anything else has replaced their forward.
+        dispatch: the ranks over which they are divided.
     """
 
     def __init__(self, part: nn.Module, dispatch: Dispatch) -> None:
@@ -168,7 +168,7 @@ class DividedForward:
         counts = torch.bincount(experts.reshape(-1), minlength=self._num_experts)
         if len(counts) > self._num_experts or tokens.dim() != 2:
             raise ExpertsError(
-                f"{self._name} must be called with (tokens, features) and numbers of experts below {self._num_experts} under ep, "
+                f"{self._name} must be called with (tokens, features) and expert numbers below {self._num_experts} under ep, "
                 f"got {tuple(tokens.shape)} and numbers up to {len(counts) - 1}."
             )
         order = Order(experts.reshape(-1), k := experts.shape[1])
@@ -178,9 +178,9 @@ class DividedForward:
         return made
 
     def _compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """This rank's experts, one for each row."""
+        """Compute the rows with this rank's experts."""
         stacks = {name: part_of_stack(self._part.get_parameter(name), self._dispatch) for name in self._names}
-        if not len(rows):  # the gradients of other ranks' tokens pass through here all the same
+        if not len(rows):  # the parameters must get gradients even without tokens
             return rows + torch.stack([stack.reshape(-1)[:0].sum() for stack in stacks.values()]).sum().to(rows.dtype)
         experts = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
         return self._bare.of(stacks, rows, experts[:, None], rows.new_ones(len(rows), 1))

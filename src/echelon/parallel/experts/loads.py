@@ -1,9 +1,9 @@
-"""How many tokens each expert has: counted over the whole update and all ranks, then used to balance them, and shown.
+"""The loads of experts: their tokens are counted over the whole update and all ranks, used for balancing, and reported.
 
-A layer counts in its backward pass, once for each micro-batch, so that nothing counts twice when activations are computed
-again, and evaluations do not count. A micro-batch of weight 0 (padding, where other ranks have more batches) does not, either.
+A layer counts in its backward pass, once for each micro-batch. So recomputed activations do not count twice, and evaluations do
+not count. A micro-batch of weight 0 (padding, while other ranks have more batches) does not count either.
 
-Communication: one all-reduce after each update of (experts + 3) float64 numbers a layer, for all layers together.
+Communication: after each update one all-reduce per group for all layers together, of (experts + 3) float64 numbers per layer.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["Routers", "auxiliary_loss", "balance_experts", "expert_loads", "rout
 
 
 def auxiliary_loss(module: nn.Module) -> torch.Tensor:
-    """What layers with `balance="auxiliary"` add to the loss of the forward pass that was just made: a sum over the layers.
+    """The auxiliary loss of the latest forward pass: the sum over all layers with `balance="auxiliary"`.
 
     Call it once after each forward pass, in `compute_loss`: `loss + echelon.nn.auxiliary_loss(self.module)`. It is a mean over
-    the micro-batch's tokens (those that a mask counts) and is weighted as the loss is: exact for any division into micro-batches
-    where `weight` counts these tokens, or rows of as many tokens each. Without gradients it is 0.
+    the micro-batch's tokens (those that a mask counts) and gets the same weight as the loss. So it is exact for any division into
+    micro-batches if `weight` counts these tokens, or rows with equally many tokens. Without gradients it is 0.
 
     Raises:
-        UsageError: no layer of the module has one.
+        UsageError: no layer of the module has an auxiliary loss.
     """
     seen = [router.seen for router in routers_of(module).values() if router.balance == "auxiliary"]
     if not seen:
@@ -46,9 +46,9 @@ def auxiliary_loss(module: nn.Module) -> torch.Tensor:
 
 
 def expert_loads(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Each layer's share of choices by expert, (num_experts,), in the latest update over all ranks; by the layer's name.
+    """By layer, each expert's share of the choices in the latest update, over all ranks: (num_experts,).
 
-    Even loads are 1/num_experts each. A layer that has made no update yet is left out.
+    Even loads are 1/num_experts each. Layers without an update yet are left out.
     """
     return {
         name: (choices / choices.sum()).cpu()
@@ -58,15 +58,15 @@ def expert_loads(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def balance_experts(module: nn.Module) -> None:
-    """Balance the experts of a module after an update, by its loads over all ranks. Collective over the default group, if any.
+    """Balance the experts of a module after an update, by the loads of all ranks. Collective over the default group, if any.
 
-    AutoUnit and loops with `echelon.prepare` do so by themselves. Call it after `optimizer.step()` in a `train_step` of your own.
+    AutoUnit and loops with `echelon.prepare` do this themselves. In a `train_step` of your own call it after `optimizer.step()`.
     """
     Routers(module, [dist.group.WORLD] if is_joined() else []).end_window(updated=True)
 
 
 def routers_of(module: nn.Module) -> dict[str, Router]:
-    """By the name of their layer."""
+    """The routers of a module, by the name of their layer."""
     return {
         name.removesuffix(".router") if name != "router" else "": part
         for name, part in module.named_modules()
@@ -75,10 +75,10 @@ def routers_of(module: nn.Module) -> dict[str, Router]:
 
 
 class Routers:
-    """All routers of a module, as one of `Prepared.listeners`: they are told what counts, and act after each update.
+    """All routers of a module, as one of `Prepared.listeners`: they get the weight of each micro-batch and act after each update.
 
     Args:
-        groups: the axes of ranks with other samples, and of stages with other routers.
+        groups: the groups over which loads are summed: ranks with other samples, and pipeline stages with other routers.
     """
 
     def __init__(self, module: nn.Module, groups: Sequence[dist.ProcessGroup | None]) -> None:
@@ -94,10 +94,10 @@ class Routers:
             router.seen.forget()
 
     def end_window(self, *, updated: bool) -> None:
-        """Balance the experts by the update's loads. Collective, if there are any.
+        """Balance the experts by the update's loads. Collective if the module has routers.
 
         Raises:
-            UsageError: on all ranks: a layer's auxiliary loss is in no loss.
+            UsageError: on all ranks: a layer's auxiliary loss was not added to the loss.
         """
         if not updated:
             self.discard()
@@ -129,23 +129,23 @@ class Routers:
 
 
 def _lacks_loss(router: Router) -> bool:
-    """Whether this rank's losses of the update do not have the router's. Others' may: all are told."""
+    """Whether this rank's losses of the update lack the router's auxiliary loss. Other ranks' may have it: the sum tells all."""
     trained = router.gate.weight.requires_grad and router.seen.counted is not None
     return router.balance == "auxiliary" and trained and not router.seen.was_added
 
 
 def _not_added(name: str) -> UsageError:
     return ExpertsError(
-        f"{name or 'MoE'}: balance='auxiliary' must be in the loss of every rank, and no backward pass of one has reached it. "
-        "Return loss + echelon.nn.auxiliary_loss(self.module) from compute_loss, or take balance='loss_free'."
+        f"{name or 'MoE'}: balance='auxiliary' must be in the loss of every rank, but on a rank no backward pass has reached it. "
+        "Return loss + echelon.nn.auxiliary_loss(self.module) from compute_loss, or use balance='loss_free'."
     )
 
 
 def _balance(router: Router, choices: torch.Tensor) -> None:
     if not any(True for _ in router.buffers(recurse=False)):
-        return  # another stage has them
+        return  # the buffers are in another pipeline stage
     if router.expert_bias is not None:
-        # An update without tokens has even loads, and moves nothing.
+        # An update without tokens has equal counts, so the biases stay.
         router.expert_bias += router.bias_update_rate * torch.sign(choices.mean() - choices).to(router.expert_bias.dtype)
     if router.load is not None:
         total = choices.sum()

@@ -1,10 +1,10 @@
-"""A layer of experts: each token goes to the few that its router chooses, and gets the weighted sum of their results.
+"""A layer of experts: a router chooses a few experts for each token, whose result is the weighted sum of theirs.
 
     logits = gate(x)        p = softmax(logits), or sigmoid(logits)
     chosen = the k experts with the largest p + bias;  y = sum over these of weight_i * expert_i(x),  weight_i = p_i (/ their sum)
 
 Sources: Shazeer et al. 2017 (top-k gating), Fedus et al. 2021 (top-1, auxiliary loss), Wang et al. 2024, arXiv 2408.15664 (biases
-instead of it). No token is left out, whatever the load: there is no capacity.
+instead of an auxiliary loss). There is no capacity: no token is dropped, whatever the load.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from echelon.parallel.experts.stacks import Experts, Order, experts_of
 __all__ = ["Added", "MoE", "Router"]
 
 
-# What a router has seen of an update so far. A layer counts in its backward pass, so that nothing counts twice.
+# The statistics of a router. A layer counts in its backward pass, so that recomputation does not count twice.
 
 
 class Seen:
-    """What a router has seen.
+    """The statistics of a router.
 
     Attributes:
-        counted: of the update under way: choices of each expert, the sum of entropies, tokens. None if there are none.
-        latest: the same of the latest update, over all ranks.
-        counts: whether the micro-batch counts whose forward pass runs: a number or a tensor, 0 for no. Its backward pass may come
-            after the forward passes of others.
-        auxiliary: the loss of the latest forward pass that has a gradient, until it is taken.
-        was_added: whether the update's losses had it.
+        counted: for the current update: choices of each expert, the sum of entropies, the number of tokens. None before any.
+        latest: the same for the latest update, over all ranks.
+        counts: the weight of the micro-batch in its forward pass, a number or a tensor; 0 if it does not count. Its backward
+            pass may come after the forward passes of other micro-batches.
+        auxiliary: the auxiliary loss of the latest forward pass with gradients, until `auxiliary_loss` takes it.
+        was_added: whether the current update's losses contain an auxiliary loss.
     """
 
     def __init__(self, num_experts: int) -> None:
@@ -61,7 +61,7 @@ class Seen:
 
 
 class Counted(torch.autograd.Function):
-    """A layer's results as they are; their backward pass counts what was chosen."""
+    """Identity on a layer's results. The backward pass adds the layer's counts to the statistics."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, seen: Seen, counted: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class Counted(torch.autograd.Function):
 
 
 class Added(torch.autograd.Function):
-    """An auxiliary loss as it is; its backward pass notes that it was added to the loss."""
+    """Identity on an auxiliary loss. The backward pass notes that it was added to the loss."""
 
     @staticmethod
     def forward(ctx: Any, loss: torch.Tensor, seen: Seen) -> torch.Tensor:
@@ -92,7 +92,7 @@ Balance = Literal["loss_free", "auxiliary"] | None
 
 
 class _Gate(nn.Linear):
-    """In float32 at least, also under autocast: rounded logits send tokens to other experts (Fedus et al. 2021, section 2.4)."""
+    """Computes at least in float32, also under autocast: rounding changes the choice of experts (Fedus et al. 2021, 2.4)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -101,13 +101,13 @@ class _Gate(nn.Linear):
 
 
 class Router(nn.Module):
-    """Chooses experts for tokens, and keeps account of the choice. See `MoE` for the arguments.
+    """Chooses experts for tokens, and counts the choices. See `MoE` for the arguments.
 
     Attributes:
-        expert_bias: (num_experts,), what is added when experts are chosen, with `balance="loss_free"`.
+        expert_bias: (num_experts,), added to the scores when experts are chosen, with `balance="loss_free"`.
         load: (num_experts,), each expert's share of the choices in the latest update, with `balance="auxiliary"`.
-        seen: of the update under way, and of the latest one.
-        ranks_agree: all ranks give its buffers the same values, from sums over all of them.
+        seen: the statistics of the current and the latest update.
+        ranks_agree: its buffers have the same values on all ranks, because they are computed from sums over all ranks.
     """
 
     ranks_agree = True
@@ -136,7 +136,7 @@ class Router(nn.Module):
         self.seen = Seen(num_experts)
 
     def reset_parameters(self) -> None:
-        """Buffers only: the gate resets itself."""
+        """Reset the buffers; the gate has a `reset_parameters` of its own."""
         if self.expert_bias is not None:
             self.expert_bias.zero_()
         if self.load is not None:
@@ -145,10 +145,10 @@ class Router(nn.Module):
     def forward(
         self, x: torch.Tensor, mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(N, D) -> weights (N, k), experts (N, k), rows for each expert (num_experts,), and what is counted of them.
+        """(N, D) -> weights (N, k), experts (N, k), rows of each expert (num_experts,), statistics (num_experts + 2,).
 
         Args:
-            mask: (N,), True for tokens that count in statistics and balance.
+            mask: (N,), True for tokens that count in the statistics and in balancing.
         """
         logits = self.gate(x)
         p = logits.softmax(-1) if self.score == "softmax" else logits.sigmoid()
@@ -165,7 +165,7 @@ class Router(nn.Module):
         return weights, chosen, rows, self._count(shares.detach(), chosen, rows, mask)
 
     def _auxiliary(self, shares: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """E * sum_i f_i P_i (Fedus et al. 2021, equations 4 to 6), with the latest update's f and this micro-batch's P."""
+        """E * sum_i f_i P_i (Fedus et al. 2021, equations 4 to 6), with f of the latest update and P of this micro-batch."""
         assert self.load is not None
         counts = shares.new_ones(len(shares)) if mask is None else mask.to(shares.dtype)
         mean = counts @ shares / counts.sum().clamp(min=1)
@@ -173,7 +173,9 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _count(self, shares: torch.Tensor, chosen: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """(num_experts + 2,) in float64, where counts add up exactly: choices of each expert, the sum of entropies, tokens."""
+        """The choices of each expert, the sum of entropies, and the number of tokens: (num_experts + 2,). In float64, which adds
+        counts exactly.
+        """
         entropies = torch.special.entr(shares).sum(-1)
         if mask is None:
             return torch.cat([rows.double(), entropies.sum().double()[None], rows.new_full((1,), len(chosen)).double()])
@@ -190,24 +192,24 @@ class MoE(nn.Module):
 
     Args:
         dim: features of a token.
-        experts: modules from (rows, dim) to (rows, dim), alike but for their values; a function that makes one; or
-            GroupedExperts(dim, hidden, num_experts), which are multiplied together and faster. Their parameters are stacked: the
-            first dim counts experts.
-        num_experts: with a function, how many.
-        top_k: experts for each token.
-        balance: how the load of the experts is kept even. "loss_free": a bias for each expert, moved by `bias_update_rate`
-            after each update towards the mean load, which takes part in the choice and not in the weights. "auxiliary": a loss,
-            which `compute_loss` adds: `loss + echelon.nn.auxiliary_loss(module)`. None: nothing.
+        experts: modules from (rows, dim) to (rows, dim) that differ only in their values; a function that makes one; or
+            GroupedExperts(dim, hidden, num_experts), which are faster because they are multiplied together. Their parameters are
+            stacked: the first dim counts experts.
+        num_experts: the number of experts, with a function.
+        top_k: experts per token.
+        balance: how loads are balanced. "loss_free": a bias for each expert, which takes part in the choice but not in the
+            weights. Each update moves it by `bias_update_rate` towards the mean load. "auxiliary": a loss that `compute_loss`
+            must add: `loss + echelon.nn.auxiliary_loss(module)`. None: no balancing.
         score: "softmax" over the experts, or "sigmoid" of each.
-        normalize: divide the weights of a token by their sum; by default with more than one expert for each token, since a
-            single weight of 1 would give the router no gradient.
-        bias_update_rate: as DeepSeek-V3 has it (arXiv 2412.19437).
-        auxiliary_coefficient: as Switch Transformer has it (arXiv 2101.03961).
-        shared: a module that every token goes to besides, as in DeepSeekMoE (arXiv 2401.06066).
+        normalize: divide the weights of a token by their sum. Default: only if `top_k` > 1, since with one expert the weight
+            would be 1 and the router would get no gradient.
+        bias_update_rate: the default is that of DeepSeek-V3 (arXiv 2412.19437).
+        auxiliary_coefficient: the default is that of Switch Transformer (arXiv 2101.03961).
+        shared: a module that every token goes to as well, as in DeepSeekMoE (arXiv 2401.06066).
 
-    Loads are those of the whole update, on all ranks, so training gives the same numbers on any number of ranks, for any division
-    into micro-batches. The auxiliary loss takes the load f of the update before, as its gradient is that of the mean
-    probabilities P alone.
+    Loads are those of the whole update on all ranks, so training gives the same numbers on any number of ranks and for any
+    division into micro-batches. The auxiliary loss uses the load f of the previous update: its gradient flows only through the
+    mean probabilities P.
     """
 
     def __init__(
@@ -257,7 +259,7 @@ class MoE(nn.Module):
         """(..., dim) -> (..., dim).
 
         Args:
-            mask: (...), True for tokens that count in the loads and the auxiliary loss; padding should not. All of them are
+            mask: (...), True for tokens that count in the loads and the auxiliary loss; padding should not. All tokens are
                 computed.
         """
         tokens = x.reshape(-1, x.shape[-1])

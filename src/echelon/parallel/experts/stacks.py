@@ -1,6 +1,6 @@
-"""Experts of a layer, with the parameters of all of them stacked: the first dim counts experts.
+"""Experts of a layer with stacked parameters: the first dim counts experts.
 
-So every layout has the same names, a rank's part is a slice, and what one layout saves any other reads.
+So names are the same in every layout, a rank's part is a slice, and any layout reads the checkpoints of another.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["Dispatch", "Experts", "GroupedExperts", "Order", "StackedExperts", "
 
 
 class Experts(nn.Module):
-    """What experts have in common. Subclasses say how rows that are sorted by expert are computed.
+    """Base class of experts. Subclasses compute rows that are sorted by expert.
 
     Attributes:
-        num_experts: in all, on whatever ranks they are.
-        dispatch: the ranks that have them; None if each has all.
+        num_experts: the number of experts on all ranks together.
+        dispatch: the ranks over which they are divided; None if each rank has all.
     """
 
     def __init__(self, num_experts: int) -> None:
@@ -42,12 +42,12 @@ class Experts(nn.Module):
 
         Args:
             rows: sorted by expert.
-            counts: (num_experts,) integers: rows for each.
+            counts: (num_experts,) integers: the rows of each expert.
         """
         return self.compute(rows, counts) if self.dispatch is None else self.dispatch(rows, counts, self.compute)
 
     def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """The same with the experts that this rank has."""
+        """As `forward`, with this rank's experts."""
         raise NotImplementedError
 
     def mine(self, stack: torch.Tensor) -> torch.Tensor:
@@ -58,18 +58,18 @@ class Experts(nn.Module):
 def part_of_stack(stack: torch.Tensor, dispatch: Dispatch) -> torch.Tensor:
     """This rank's part of a divided parameter, (experts, ...).
 
-    Its gradient is divided by the number of ranks that have the others: tokens of all of them come here, so it is their sum
-    already, and what reduces it takes the mean over fewer ranks than that of other parameters. Not by `fully_shard`'s
-    `set_gradient_divide_factor`: over a single rank torch 2.13 divides twice.
+    Its gradient is divided by the size of the expert-parallel group. This rank gets tokens of all ranks of the group, so the
+    gradient is already their sum, but it is then averaged over fewer ranks than the gradients of other parameters.
+    `fully_shard`'s `set_gradient_divide_factor` cannot do this: over a single rank torch 2.13 divides twice.
     """
-    if not hasattr(stack, "placements"):  # whole, as a plan has those of a pipeline's other stages
+    if not hasattr(stack, "placements"):  # whole, as `echelon plan` has those of other pipeline stages
         return stack.chunk(dispatch.size)[dispatch.mesh.get_local_rank()]
     part: torch.Tensor = _Part.apply(stack, 1 / dispatch.size)  # type: ignore[no-untyped-call]
     return part
 
 
 class _Part(torch.autograd.Function):
-    """A DTensor's part on this rank, with its gradient multiplied by a number: `to_local` in one node of the graph."""
+    """This rank's part of a DTensor, with its gradient multiplied by a factor: `to_local` in one node of the graph."""
 
     @staticmethod
     def forward(ctx: Any, stack: Any, factor: float) -> torch.Tensor:
@@ -85,7 +85,7 @@ class _Part(torch.autograd.Function):
 
 
 class _Contiguous(torch.autograd.Function):
-    """The same, with a gradient that lies in memory as a matrix: `grouped_mm` takes no expanded one (torch 2.13)."""
+    """Identity that makes the gradient contiguous: `grouped_mm` rejects an expanded one (torch 2.13)."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -97,16 +97,16 @@ class _Contiguous(torch.autograd.Function):
 
 
 class GroupedExperts(Experts):
-    """SwiGLU experts, `w2(silu(w1 x) * w3 x)`, multiplied in groups: one kernel for all experts instead of one for each.
+    """SwiGLU experts, `w2(silu(w1 x) * w3 x)`, with one grouped kernel for all experts instead of one kernel for each.
 
     Args:
         dim: features of a token.
-        hidden: features inside of an expert.
-        num_experts: how many.
+        hidden: features inside an expert.
+        num_experts: the number of experts.
 
-    `w1` and `w3` are (num_experts, hidden, dim), `w2` is (num_experts, dim, hidden); each expert starts as an nn.Linear does. In
-    float64, with sizes that are no multiples of 16 bytes, and with a torch that has no `grouped_mm`, experts are multiplied one
-    by one.
+    `w1` and `w3` are (num_experts, hidden, dim), `w2` is (num_experts, dim, hidden); each expert starts like an nn.Linear.
+    In float64, with sizes that are not multiples of 16 bytes, and with a torch without `grouped_mm`, experts are computed one by
+    one.
     """
 
     def __init__(self, dim: int, hidden: int, num_experts: int) -> None:
@@ -149,15 +149,15 @@ class GroupedExperts(Experts):
 
 
 class StackedExperts(Experts):
-    """The user's own modules as experts, one by one: any module that takes and gives (rows, D), also none.
+    """The user's own modules as experts, computed one by one. A module maps (rows, D) to (rows, D), also with zero rows.
 
-    The parameters of all are stacked under the names of one: `each.up.weight` is (num_experts, ...). Beyond its parameters the
-    first module counts for all: its forward, its options.
+    The parameters of all modules are stacked under the names of one: `each.up.weight` is (num_experts, ...). Except for the
+    parameters, the first module is used for all experts: its forward, its options.
 
     Args:
-        modules: one for each expert, of one class and shape; their values are taken over.
+        modules: one for each expert, of equal class and shapes; their values are copied.
     Raises:
-        UsageError: they differ in class, names or shapes, or have buffers, or share parameters.
+        UsageError: they differ in class, names or shapes, or have buffers, or use a parameter twice.
     """
 
     _template: tuple[nn.Module]
@@ -176,7 +176,7 @@ class StackedExperts(Experts):
                     holder.add_module(part, nn.Module())
                 holder = holder.get_submodule(part)
             holder.register_parameter(last, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
-        # Not among the submodules: its own parameters are of no use, and nothing may be done to its layers.
+        # Not a submodule: its own parameters are unused, and layouts must not change its layers.
         object.__setattr__(self, "_template", (first.to("meta"),))
 
     def train(self, mode: bool = True) -> StackedExperts:
@@ -187,7 +187,7 @@ class StackedExperts(Experts):
     def compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         names, stacks = zip(*((name, self.mine(stack).unbind()) for name, stack in self.each.named_parameters()), strict=True)
         template = self._template[0]
-        # An expert without rows is called, too: then its gradients are zeros and not missing, on whatever rank it is.
+        # An expert without rows is called as well, so that its gradients are zero and not None on every layout.
         parts = zip(rows.split(counts.tolist()), zip(*stacks, strict=True), strict=True)
         each = [torch.func.functional_call(template, dict(zip(names, weights, strict=True)), (part,)) for part, weights in parts]
         return torch.cat(each)
@@ -210,22 +210,22 @@ def _check_alike(modules: Sequence[nn.Module]) -> None:
             )
         shapes = own_form
         if not own_form:
-            raise ExpertsError(f"an expert must have parameters, got a {kind} without.")
+            raise ExpertsError(f"an expert must have parameters, got a {kind} without any.")
         if any(True for _ in module.buffers()):
             name = next(n for n, _ in module.named_buffers())
             raise ExpertsError(
-                f"an expert must have no buffers, got a {kind} with {name}: which tokens it sees changes with the ranks. Use a "
-                "norm without running statistics."
+                f"an expert must have no buffers, got a {kind} with {name}: the tokens it sees depend on the number of ranks. "
+                "Use a norm without running statistics."
             )
         if len(list(module.named_parameters(remove_duplicate=False))) != len(own_form):
             raise ExpertsError(f"an expert must not use a parameter under two names, got a {kind} that does.")
 
 
 def experts_of(experts: Any, num_experts: int | None) -> Experts:
-    """From GroupedExperts, a list of modules, or a function that makes one and their number.
+    """Make `Experts` from GroupedExperts, a list of modules, or a function that makes a module and their number.
 
     Raises:
-        UsageError: none of these.
+        UsageError: `experts` is none of these.
     """
     if isinstance(experts, Experts):
         made = experts
@@ -248,16 +248,16 @@ def experts_of(experts: Any, num_experts: int | None) -> Experts:
     return made
 
 
-# Tokens on their way to the experts and back: in order of the experts, and over the ranks that have them.
+# How tokens get to the experts and back: sorted by expert, and sent to the ranks that have the experts.
 #
-# Communication, of a layer with experts on n ranks: how many tokens go to each expert (n times the experts of a rank, integers),
-# then the tokens, then their results; in the backward pass the gradients of both, in the reverse order. All are all-to-alls of
-# uneven parts, so nothing is padded and nothing left out. The order of the tokens at an expert is that of the ranks, and on each
-# that of its batch: the same in every run.
+# Communication of a layer with experts on n ranks: the number of tokens for each expert (n times the experts of a rank,
+# integers), then the tokens, then their results; in the backward pass the gradients of both, in the reverse order. All are
+# all-to-alls of uneven parts, so nothing is padded or dropped. An expert gets tokens in the order of the ranks, and within a rank
+# in the order of its batch: the same in every run.
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of tokens, each token `k` times, in another order. Its gradient is added up in a fixed order, also on a GPU."""
+    """Gathers rows of tokens, `k` rows per token, in a given order. Gradients are summed in a fixed order, also on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, k: int) -> torch.Tensor:
@@ -273,10 +273,10 @@ class _Gather(torch.autograd.Function):
 
 
 class Order:
-    """Rows sorted by the expert that each goes to.
+    """The order of rows sorted by their expert.
 
     Args:
-        experts: (rows,) the expert of each row, where a token has `k` rows, one after the other.
+        experts: (rows,), the expert of each row. A token has `k` consecutive rows.
     """
 
     def __init__(self, experts: torch.Tensor, k: int = 1) -> None:
@@ -315,12 +315,12 @@ def _exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: d
 
 
 class Dispatch:
-    """The ranks among which the experts of a layer are divided: rank i has the i-th part of them.
+    """The ranks over which the experts of a layer are divided: rank i has the i-th part of them.
 
     Attributes:
-        mesh: 1-D, the ranks that have all experts between them.
-        data_mesh: the ranks that have the same experts as this one, with other samples: 1-D, or 2-D with copies of the shards.
-        size: ranks in `mesh`.
+        mesh: 1-D, the ranks over which the experts are divided.
+        data_mesh: the ranks with the same experts and other samples: 1-D, or 2-D with replicas of the shards.
+        size: the number of ranks in `mesh`.
     """
 
     def __init__(self, mesh: DeviceMesh, data_mesh: DeviceMesh) -> None:
@@ -328,27 +328,27 @@ class Dispatch:
         self._group = mesh.get_group()
 
     def __call__(self, rows: torch.Tensor, counts: torch.Tensor, compute: Any) -> torch.Tensor:
-        """The rows' results. Collective over `mesh`.
+        """Send the rows to their experts and return the results. Collective over `mesh`.
 
         Args:
             rows: (N, D), sorted by expert.
-            counts: (experts,) integers: this rank's rows for each.
-            compute: takes (rows, counts) of this rank's experts.
+            counts: (experts,) integers: this rank's rows for each expert.
+            compute: called with (rows, counts) for this rank's experts.
         """
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=self._group)
-        arriving = arriving.view(self.size, -1)  # (from rank, expert of mine)
-        # The host must know the parts to make room for them: one wait for a device.
+        arriving = arriving.view(self.size, -1)  # (from rank, own expert)
+        # The host needs the sizes to allocate memory: it waits once for the device.
         sent, received = torch.stack([counts.view(self.size, -1).sum(1), arriving.sum(1)]).tolist()
         own_rows = _AllToAll.apply(rows, sent, received, self._group)  # type: ignore[no-untyped-call]
-        # By rank, and there by expert: now by expert alone.
+        # The rows arrive sorted by rank, then by expert. Sort them by expert only.
         experts = torch.arange(arriving.shape[1], device=rows.device).repeat(self.size)
         order = Order(experts.repeat_interleave(arriving.reshape(-1), output_size=sum(received)))
         done = order.undo(compute(order.sort(own_rows), arriving.sum(0)))
         return _AllToAll.apply(done, received, sent, self._group)  # type: ignore[no-any-return, no-untyped-call]
 
     def placement(self, parameter: torch.Tensor) -> Any:
-        """How `fully_shard` cuts a stack over `data_mesh`: by experts, or within them where it has more ranks than experts."""
+        """How `fully_shard` shards a stack over `data_mesh`: by experts if their number is divisible, else within experts."""
         from torch.distributed.tensor import Shard
 
         shards = self.data_mesh.size(self.data_mesh.ndim - 1)
