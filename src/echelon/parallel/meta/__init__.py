@@ -1,1 +1,1 @@
-"""Modules built without memory, and given their values once they are laid out."""
+"""Modules built on the meta device, which get their values after they are sharded."""

@@ -1,13 +1,14 @@
-"""Build a model without memory for it, and compute any of its tensors later, each by itself.
+"""Build a model without memory, and compute any of its tensors later, one at a time.
 
-`with on_meta():` makes tensors on the meta device and writes down every function that would have given them values. Random ones
-also draw, into memory that is freed at once: so the generator moves exactly as in a plain build, and its state before each
-draw is known. A tensor's value is the replay of the functions that it depends on, in order, with these states.
+`with on_meta():` makes tensors on the meta device and records every function that would have given them values. Random functions
+also draw, into scratch memory: so the generator advances exactly as in a plain build, and its state before each draw is known. To
+compute a tensor, the functions that it depends on are replayed in order, with these states.
 
-Code that asks a recorded tensor where it lies hears "cpu", as in a plain build: libraries leave out their initialisation on the
-meta device. Where values are needed at once (`item()`, a mask as an index, a tensor that is not on meta) they are computed.
+A recorded tensor reports its device as "cpu", as in a plain build, because libraries skip their initialisation on the meta
+device. If values are needed at once (by `item()`, a mask as an index, a write into a tensor that is not on meta), they are
+computed.
 
-Built on the public `torch.overrides.TorchFunctionMode`, which sees what Python code calls; torch's own layers included.
+Built on the public `torch.overrides.TorchFunctionMode`, which sees all calls from Python code, including those of torch's layers.
 """
 
 from __future__ import annotations
@@ -54,17 +55,17 @@ __all__ = ["Recording", "on_meta", "recording"]
 def on_meta(*, on_device: bool = False, restores: bool = False) -> Iterator[None]:
     """Build modules without memory for their parameters: `with ech.on_meta(): model = Model()`.
 
-    Pass the model to a layout: each rank then computes its own shards, one parameter at a time, with the values that a plain
-    build gives here, to the bit. Whatever changes values after construction, a loop of initialisers or `model.double()`,
-    belongs inside the block too. It takes as long as a plain build, and the memory of one parameter.
+    Pass the model to a layout: each rank then computes its own shards, one parameter at a time, with the values of a plain build,
+    bit for bit. Code that changes values after construction, such as a loop of initialisers or `model.double()`, must be inside
+    the block as well. It takes as long as a plain build, and the memory of one parameter.
 
     Args:
-        on_device: draw no random numbers here, but parameter by parameter on each rank's device, where that takes moments. The
-            values are others than those of a plain build (the same distributions), the same on any number of ranks of one kind of
-            device; so are random numbers after the block.
-        restores: of no effect. Say `on_device` where a restore follows and a plain build's values take long.
+        on_device: do not draw random numbers here, but later on each rank's device, where it takes only moments. The values
+            differ from those of a plain build (with the same distributions), and are the same on any number of ranks with one
+            kind of device. Random numbers after the block differ as well.
+        restores: no effect. Use `on_device` if a restore follows and the values of a plain build take long.
     Raises:
-        UsageError: inside, a `from_pretrained` that builds on the meta device by itself; it loads the whole model.
+        UsageError: a `from_pretrained` inside the block builds on the meta device itself, and would load the whole model.
     """
     flags(on_device=on_device, restores=restores, kind=LayoutError)
     with recording(on_device=on_device):
@@ -73,7 +74,10 @@ def on_meta(*, on_device: bool = False, restores: bool = False) -> Iterator[None
 
 @contextlib.contextmanager
 def recording(*, on_device: bool = False) -> Iterator[None]:
-    """Context in which tensors are made on the meta device and what gives them values is written down. One lies in no other."""
+    """Context in which tensors are made on the meta device and the calls that give them values are recorded.
+
+    Inside another recording it does nothing.
+    """
     if _inside.now:
         yield
         return
@@ -104,15 +108,15 @@ _DRAWS = {
 }
 
 
-# What these write into has nothing left of what it was. Layers draw in their constructors, and models then draw again.
+# Functions that overwrite their target completely. Layers draw in their constructors, and models then often draw again.
 _OVERWRITE = {"normal_", "uniform_", "zero_", "fill_", "trunc_normal_", "kaiming_uniform_", "kaiming_normal_"}
 
 
 class Recording(TorchFunctionMode):
-    """Writes down what happens to meta tensors while it is entered.
+    """Records the calls that make or change meta tensors while it is entered.
 
     Attributes:
-        tape: what is written.
+        tape: the recorded calls.
     """
 
     def __init__(self, tape: Tape | None = None) -> None:
@@ -129,14 +133,14 @@ class Recording(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func in (_DEVICE, _IS_META, _IS_CPU, torch.device, torch.Tensor.data_ptr):
             return self._where(func, args, kwargs)
-        if asks_for_meta(kwargs.get("device")):  # its maker's own business, as in a plain build
+        if asks_for_meta(kwargs.get("device")):  # explicitly on meta: not recorded, as in a plain build
             refuse_loading()
             return func(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
         metas = [t for t in tensors if is_meta(t)]
         if metas and (name in _READS or (len(metas) < len(tensors) and changes_real(func, name, args, kwargs))):
             return self._at_once(func, args, kwargs)
-        if name in ("to", "cpu") and metas and metas[0] is args[0]:  # it is there already, as in a plain build
+        if name in ("to", "cpu") and metas and metas[0] is args[0]:  # it is on the CPU already, as in a plain build
             if name == "cpu":
                 return args[0]
             args, kwargs = mapped(not_away, args), mapped(not_away, kwargs)
@@ -155,32 +159,32 @@ class Recording(TorchFunctionMode):
             if not isinstance(error, NotImplementedError):
                 raise
             result = None if name == "__setitem__" else written[0]
-        if name == "__deepcopy__":  # its memo belongs to the caller
+        if name == "__deepcopy__":  # recorded as a clone: the memo belongs to the caller
             func, args, kwargs = torch.clone, args[:1], {}
         if metas or any(is_meta(t) for t in tensors_in(result)):
             self._note(func, name, args, kwargs, result, written)
-        elif not tensors and any(leaf is HERE for leaf in leaves((args, kwargs))):  # Module.to has its arguments read so
+        elif not tensors and any(leaf is HERE for leaf in leaves((args, kwargs))):  # Module.to parses its arguments this way
             result = mapped(lambda leaf: HERE if isinstance(leaf, torch.device) and leaf == META else leaf, result)
         return result
 
     def _where(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What code that asks for devices and addresses hears: of recorded tensors, what a plain build would say."""
+        """Answer questions about devices and addresses; for recorded tensors as in a plain build."""
         if func is torch.device:
             return args[0] if len(args) == 1 and args[0] is HERE else func(*args, **kwargs)
         tensor = args[0]
         if not is_meta(tensor) or tensor.untyped_storage() not in origins:
             return func(*args, **kwargs)
-        if func == torch.Tensor.data_ptr:  # all are 0 on meta, which looks as if all were tied
+        if func == torch.Tensor.data_ptr:  # on meta all addresses are 0, as if all tensors were tied
             return ((self._number(tensor) + 1) << 40) + int(tensor.storage_offset()) * tensor.dtype.itemsize
         return HERE if func == _DEVICE else func == _IS_CPU
 
     @torch.no_grad()
     def _at_once(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call it with values: its result is no tensor, or has a shape that depends on them, or it changes a real tensor."""
+        """Call a function with values: its result or the result's shape depends on them, or it changes a real tensor."""
         return func(*mapped(on_cpu, self._computed(args)), **mapped(on_cpu, self._computed(kwargs)))
 
     def _lifted(self, leaf: Any) -> Any:
-        """A recorded tensor in place of a real one, which has its value of now."""
+        """A recorded tensor with the current value of a real one."""
         if not isinstance(leaf, torch.Tensor) or is_meta(leaf):
             return leaf
         lifted = leaf.detach().to(META)
@@ -192,7 +196,7 @@ class Recording(TorchFunctionMode):
         outputs = list(tensors_in(result))
         made = {i: t for i, t in enumerate(outputs) if is_meta(t) and t.untyped_storage() not in origins}
         if not made and not written:
-            return  # a view, or a question
+            return  # a view, or a query
         generator = kwargs.get("generator") or torch.default_generator
         state, stream = None, None
         if name in _DRAWS and self.tape.on_device:
@@ -217,7 +221,7 @@ class Recording(TorchFunctionMode):
         if origin is None:
             origins[storage] = (self.tape, len(self.tape.writers))
             self.tape.writers[len(self.tape.writers)] = []
-        elif origin[0] is not self.tape:  # it continues from what another recording made of it
+        elif origin[0] is not self.tape:  # made by another recording: it begins here with the value it had there
             elements = storage.nbytes() // tensor.dtype.itemsize
             before = Value(*origin, tensor.dtype, (elements,), (1,), 0)
             del origins[storage]
@@ -226,7 +230,7 @@ class Recording(TorchFunctionMode):
         return origins[storage][1]
 
     def _begin(self, tensor: torch.Tensor, value: torch.Tensor | Value, *, is_set: bool) -> None:
-        """Note a tensor's storage as one that begins with a value."""
+        """Record that a tensor's storage begins with a value."""
         number = self._number(tensor)
         self.tape.writers[number].append(len(self.tape.calls))
         made = Call(
@@ -235,7 +239,7 @@ class Recording(TorchFunctionMode):
         self.tape.calls.append(made)
 
     def _values(self, tree: Any) -> Any:
-        """Meta tensors as `Value`s, other tensors and arrays as they are now, and "cpu" for this recording's device."""
+        """Replace meta tensors by `Value`s, other tensors and arrays by copies, and the recording's device by "cpu"."""
 
         def kept(leaf: Any) -> Any:
             if isinstance(leaf, torch.Tensor):
@@ -255,11 +259,11 @@ class Recording(TorchFunctionMode):
 
     @torch.no_grad()
     def _draw(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> None:
-        """Move the generator as the plain build would: the same function, into memory that nobody reads.
+        """Advance the generator as a plain build would: call the same function on scratch memory.
 
-        It is kept for the next: memory that is freed and asked for again leaves holes in the heap.
+        The scratch memory is kept for the next call: freeing and allocating it again would fragment the heap.
         """
-        if agree.is_alone():  # nobody will have the values
+        if agree.is_alone():  # the values will not be used
             return
         targets = {id(t) for t in written}
 

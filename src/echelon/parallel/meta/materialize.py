@@ -1,13 +1,13 @@
 """Give values to a module that was built on the meta device: after sharding, one parameter at a time.
 
-    remember(module)              before anything is sharded: how each tensor gets its value
+    remember(module)              before anything is sharded: store how each tensor gets its value
     ... shard, on meta ...
-    materialize(module, device)   memory for this rank's parts, and the values in them
+    materialize(module, device)   allocate this rank's parts, and fill in the values
 
-Values come from the recording of `on_meta()`: those of a plain build, to the bit. A module built under a bare
-`torch.device("meta")` has none; then each layer's own `reset_parameters` is recorded now, in the order of construction, which
-gives a plain build's values only if its constructor did nothing else. A rank never holds more than its parts, and what one
-parameter depends on; `fill` says which rank computes it.
+Values come from the recording of `on_meta()`: those of a plain build, bit for bit. A module built under a bare
+`torch.device("meta")` has no recording. Then each layer's own `reset_parameters` is recorded now, in the order of construction,
+which gives a plain build's values only if the constructors did nothing else. Besides its own parts, a rank holds only the tensors
+that one parameter depends on. `fill` decides which rank computes it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["check_kept", "materialize", "on_meta_tensors", "remember"]
 logger = logging.getLogger(__name__)
 
 _remembered: WeakKeyDictionary[nn.Module, list[Origin]] = WeakKeyDictionary()
-# By name of a tensor, others from whose values its own were computed.
+# By name of a tensor, the names of the tensors from which its values were computed.
 _computed_from: WeakKeyDictionary[nn.Module, dict[str, set[str]]] = WeakKeyDictionary()
 
 
@@ -43,10 +43,10 @@ def on_meta_tensors(module: nn.Module) -> bool:
 
 
 def remember(module: nn.Module) -> None:
-    """Note how each tensor without values gets them. A module without such is left alone.
+    """Store how each tensor without values gets them. A module with all values is left alone.
 
     Raises:
-        UsageError: nothing gives a value to one of them.
+        UsageError: nothing gives a value to one of these tensors.
     """
     if module in _remembered or not on_meta_tensors(module):
         return
@@ -70,7 +70,7 @@ def remember(module: nn.Module) -> None:
         origins.append(Origin(names[key], value))
     for holder, name, tensor in list(_attributes(module)):
         attribute = Value.of(tensor)
-        if tensor.grad_fn is not None:  # as the older weight_norm leaves one: its graph would hold the parameters as they are now
+        if tensor.grad_fn is not None:  # as of the older weight_norm: its graph would keep the current parameters alive
             _exchanged(holder, lambda t: t.detach() if t.grad_fn is not None else t)
         if id(tensor) not in tensors and attribute is not None and attribute.is_set:
             origins.append(Origin([name], attribute, holder))
@@ -80,17 +80,17 @@ def remember(module: nn.Module) -> None:
 def materialize(
     module: nn.Module, device: torch.device, *, buffers: torch.device | None = None, same_on_all: bool = True
 ) -> nn.Module:
-    """Put the module on `device`, with the values of its initialisation where it has none. Nothing happens without meta tensors.
+    """Move the module to `device`, and give tensors without values their initial ones. Without meta tensors it does nothing.
 
-    Parameters keep their identity, so tied ones stay tied. Collective if `same_on_all`.
+    Parameters keep their identity, so tied parameters stay tied. Collective if `same_on_all`.
 
     Args:
         module: with its parameters in their final form, DTensors or plain.
-        device: of this rank's parts.
-        buffers: of buffers, if it is another one.
-        same_on_all: rank 0's RNGs count on all ranks; False keeps each rank's own.
+        device: for this rank's parts.
+        buffers: for buffers, if it is another device.
+        same_on_all: use rank 0's RNG states on all ranks; False keeps each rank's own.
     Raises:
-        UsageError: as `remember`, which it calls if nobody has; ranks that built different models.
+        UsageError: as in `remember`, which is called if it was not before; or ranks have built different models.
     """
     if not on_meta_tensors(module):
         return module
@@ -106,7 +106,7 @@ def materialize(
             fill_in(targets[name], tensor)
         fill([origin for origin in origins if origin.holder is None], targets, device, same_on_all=same_on_all)
         for origin in origins:
-            if origin.holder is not None:  # on the CPU, where a plain build leaves it
+            if origin.holder is not None:  # a plain attribute: stays on the CPU, as in a plain build
                 value = origin.computed()
                 _exchanged(origin.holder, lambda t, o=origin, v=value: v if Value.of(t) == o.value else t)  # type: ignore[misc]
         for buffer in module.buffers():
@@ -116,12 +116,12 @@ def materialize(
 
 
 def check_kept(module: nn.Module, kept: Collection[str]) -> None:
-    """Before weights of another program are read into a module.
+    """Check that weights of another program can be read into a module. Call it before they are read.
 
     Args:
-        kept: names to which they give no value, and are not expected to, as those of adapters.
+        kept: names that the file need not contain, such as those of adapters. They keep their values.
     Raises:
-        UsageError: one of these was computed from a tensor that will have other values, when the module was built without memory.
+        UsageError: the module was built on meta, and a kept tensor was computed from one that the file will change.
     """
     for part in module.modules():
         for name, sources in _computed_from.get(part, {}).items():
@@ -147,7 +147,7 @@ def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Recorded tensors that modules have as plain attributes, alone or in lists, tuples and dicts: tables of positions, say."""
+    """Recorded tensors in plain attributes of modules, alone or in lists, tuples and dicts, such as tables of positions."""
     for path, part in module.named_modules():
         for name, value in vars(part).items():
             if name not in _MODULES_OWN:
@@ -155,7 +155,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tenso
                     yield part, f"{path}.{name}" if path else name, tensor
 
 
-# In which nn.Module keeps what `_named` finds, and what is no tensor.
+# Where nn.Module keeps its parameters and buffers, which `_named` finds, and its submodules.
 _MODULES_OWN = {"_parameters", "_buffers", "_modules"}
 
 
@@ -168,17 +168,17 @@ def _is_recorded(value: Any) -> bool:
 
 
 def _exchanged(holder: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Change the recorded tensors among a module's plain attributes, wherever they lie in these."""
+    """Replace the recorded tensors in a module's plain attributes by `change` of them."""
     for name, value in list(vars(holder).items()):
         if name not in _MODULES_OWN and any(True for _ in _within(value)):
             vars(holder)[name] = mapped(lambda leaf: change(leaf) if _is_recorded(leaf) else leaf, value)
 
 
 def _record_resets(module: nn.Module) -> None:
-    """What torch's layers do at the end of their constructors, innermost layers first, as they are constructed."""
+    """Record the `reset_parameters` of layers without values, innermost layers first, in the order of construction."""
     logger.warning(
-        "%s was built on the meta device without a record: its initial values come from each layer's reset_parameters; what its "
-        "constructor did besides is not repeated. Build it under `with echelon.on_meta():` for the values of a plain build.",
+        "%s was built on the meta device without a recording: its initial values come from reset_parameters of each layer; other "
+        "initialisation by constructors is lost. Build it under `with echelon.on_meta():` for the values of a plain build.",
         type(module).__name__,
     )
     resets = []
@@ -199,15 +199,15 @@ def _innermost_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _agree_on_streams(origins: list[Origin]) -> None:
-    """Rank 0's generator states for all: a few kilobytes a draw instead of the values.
+    """Broadcast rank 0's generator states: a few kilobytes per draw instead of the values.
 
     Raises:
-        RanksDisagreeError: ranks initialise differently, by something other than torch's generators.
+        RanksDisagreeError: ranks initialise differently, because of something other than torch's generators.
     """
     if not agree.is_joined():
         return
     tapes = list(dict.fromkeys(origin.value.tape for origin in origins))
-    for each in tapes:  # which grows
+    for each in tapes:  # the list grows during the loop
         tapes += [source for source in each.sources if source not in tapes]
     draws = [call for each in tapes for call in each.calls if call.state is not None]
     states = [call.state for call in draws if call.state is not None]
@@ -219,7 +219,7 @@ def _agree_on_streams(origins: list[Origin]) -> None:
     agree.same_on_all(
         "the numbers that initialise the model",
         digest,
-        "What numpy, random or a file gave must be the same on every rank: seed them alike (echelon.seed does).",
+        "Values from numpy, random or a file must be the same on every rank: seed them alike (echelon.seed does).",
     )
     if seeded:
         seeds = torch.tensor([each.seed for each in seeded])
@@ -235,7 +235,7 @@ def _agree_on_streams(origins: list[Origin]) -> None:
 
 
 def _allocate(module: nn.Module, device: torch.device) -> None:
-    """Memory for all tensors. Exchanging contents under the parameters keeps ties, and what sharding refers to."""
+    """Allocate all tensors. Parameters are swapped in place, which keeps ties and the references of sharding."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -244,11 +244,11 @@ def _allocate(module: nn.Module, device: torch.device) -> None:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-# The values of tensors without any, computed and put in place: each large one on one rank, or on the device.
+# Computing the values of tensors and filling them in.
 #
-# Computing a value takes as long as in a plain build. So large ones are divided over the ranks: each computes every so many-th
-# and sends it to the others, which keep their parts of it. What `on_meta(on_device=True)` recorded each rank computes on its
-# device.
+# Computing a value takes as long as in a plain build. So large ones are divided over the ranks: each rank computes some of them
+# and broadcasts them to the others, which keep their parts. Values recorded by `on_meta(on_device=True)` are computed by every
+# rank on its device.
 
 # Smaller values are computed by every rank: sending one takes as long.
 SENT_BYTES = 1 << 20
@@ -256,22 +256,23 @@ SENT_BYTES = 1 << 20
 
 @dataclass
 class Origin:
-    """A tensor without values, under all the names that it has."""
+    """A tensor without values, with all its names."""
 
     names: list[str]
     value: Value
-    holder: nn.Module | None = None  # of a tensor that is a plain attribute, or lies within one
+    holder: nn.Module | None = None  # the module, if the tensor is in a plain attribute
 
     def computed(self, device: torch.device | None = None) -> torch.Tensor:
-        """
+        """Compute its values.
+
         Raises:
-            UsageError: nothing gives a value to a part of it.
+            UsageError: a part of the tensor gets no value.
         """
         value = self.value.compute(device)
         if self.value.may_be_unset and value.is_floating_point() and bool(value.isnan().any()):
             raise LayoutError(
                 f"{self.names[0]} {tuple(value.shape)} was made by torch.empty, or before on_meta began, and a part of it is "
-                "given no value, or nan. In a plain build it would be whatever lies in memory. Initialise all of it."
+                "given no value, or nan. A plain build would leave that part uninitialised. Initialise all of it."
             )
         return value
 
@@ -281,27 +282,28 @@ class Origin:
 
 
 def fill(origins: Sequence[Origin], targets: dict[str, torch.Tensor], device: torch.device, *, same_on_all: bool) -> None:
-    """Give the targets, by name, their values. Collective if `same_on_all`.
+    """Fill the values of origins into the targets. Collective if `same_on_all`.
 
     Args:
+        targets: tensors by name.
         device: where this rank computes.
     """
     together = same_on_all and agree.is_joined() and dist.get_world_size() > 1
     divided = [o for o in origins if together and not o.value.tape.on_device and o.size_bytes >= SENT_BYTES]
     for origin in origins:
-        if origin not in divided and origin.names[0] in targets:  # of a pipeline's other stages, this rank has none
+        if origin not in divided and origin.names[0] in targets:  # tensors of other pipeline stages are not here
             fill_in(targets[origin.names[0]], origin.computed(device))
     _fill_divided(divided, targets, device)
 
 
 def _fill_divided(origins: list[Origin], targets: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Each value is computed by one rank. Collective.
+    """Compute each value on one rank, and broadcast it. Collective.
 
     Raises:
-        UsageError: on all ranks, for what one of them cannot compute.
+        UsageError: on all ranks: a rank cannot compute a value.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if origins else (0, 1)
-    origins = sorted(origins, key=lambda origin: -origin.size_bytes)  # so that ranks compute about as much at a time
+    origins = sorted(origins, key=lambda origin: -origin.size_bytes)  # so that the ranks compute equally large values in a turn
     for start in range(0, len(origins), size):
         turn = origins[start : start + size]
         own_value, problem = None, None
@@ -320,7 +322,7 @@ def _fill_divided(origins: list[Origin], targets: dict[str, torch.Tensor], devic
             dist.broadcast(value.view(torch.uint8) if value.dtype is torch.bool else value, src=owner)
             if origin.names[0] in targets:
                 fill_in(targets[origin.names[0]], value)
-            del value  # before the next one's memory is taken
+            del value  # before the next value is allocated
 
 
 def fill_in(target: torch.Tensor, value: torch.Tensor) -> None:

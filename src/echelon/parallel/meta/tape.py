@@ -1,4 +1,4 @@
-"""What a recording of `deferred` wrote down: the calls that made or changed tensors, and how to compute a tensor from them."""
+"""The tape of a recording (`deferred`): the calls that made or changed tensors, and how to compute a tensor from them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Value:
-    """A recorded tensor: where in which storage it lies."""
+    """A recorded tensor: its tape and storage, and its layout in the storage."""
 
     tape: Tape
     storage: int
@@ -51,7 +51,7 @@ class Value:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Value | None:
-        """None if the tensor was not made under a recording."""
+        """The value of a tensor; None if it was not made under a recording."""
         origin = origins.get(tensor.untyped_storage())
         if origin is None:
             return None
@@ -59,17 +59,17 @@ class Value:
 
     @property
     def is_set(self) -> bool:
-        """Whether anything gave it a value: `torch.empty` does not."""
+        """Whether any call gave it a value; `torch.empty` does not."""
         return any(self.tape.calls[i].sets for i in self.tape.writers[self.storage])
 
     @property
     def may_be_unset(self) -> bool:
-        """Whether it began without values, so that a nan may stand for none."""
+        """Whether its storage began without values, so that a nan may mean that none was set."""
         first = self.tape.writers[self.storage][:1]
         return not first or not self.tape.calls[first[0]].sets or self.tape.calls[first[0]].made.get(0) != self.storage
 
     def needs(self) -> set[tuple[Tape, int]]:
-        """What it is computed from, itself included: tapes, and numbers of storages on them."""
+        """The storages that it is computed from, including its own: tapes with numbers of storages."""
         needed = {(self.tape, self.storage)}
         for call in self.tape.needed(self.storage):
             needed |= {(self.tape, read) for read in call.reads}
@@ -79,12 +79,12 @@ class Value:
         return needed
 
     def compute(self, device: torch.device | None = None) -> torch.Tensor:
-        """The tensor. Uses the memory of what it depends on, as a rule only itself.
+        """Compute the tensor. This needs memory for the tensors it depends on, usually only itself.
 
-        What nothing set is nan, if it is of a floating type.
+        Elements that no call has set are nan if the dtype is floating.
 
         Args:
-            device: where, if the recording may be computed elsewhere than in host memory.
+            device: where to compute a recording made with `on_device`; others are computed on the CPU.
         """
         place = device if device is not None and self.tape.on_device else torch.device("cpu")
         return self.within(self.tape.replay(self.storage, place), place)
@@ -106,27 +106,28 @@ class Call:
     args: Any
     kwargs: dict[str, Any]
     reads: frozenset[int]
-    made: dict[int, int]  # which of its outputs began which storage
+    made: dict[int, int]  # by number of an output, the new storage that it began
     sets: bool
-    dtype: torch.dtype  # the default one
+    dtype: torch.dtype  # the default dtype during the call
     generator: torch.Generator
-    state: torch.Tensor | None  # of the generator before it, if it draws
-    stream: int | None = None  # in place of a state: which stream of random numbers it has on a device
-    overwrites: frozenset[int] = frozenset()  # of which nothing stays that was there before
+    state: torch.Tensor | None  # the generator's state before the call, if it draws
+    stream: int | None = None  # the number of its random stream on a device, in place of a state
+    overwrites: frozenset[int] = frozenset()  # storages whose previous content is lost completely
 
 
-# By storage: the tape that a meta tensor belongs to, and its number there. Views, parameters and `.data` share storages.
+# By storage of a meta tensor: its tape, and its number there. Views, parameters and `.data` share storages.
 origins: WeakKeyDictionary[torch.UntypedStorage, tuple[Tape, int]] = WeakKeyDictionary()
 
 
 class Tape:
-    """
+    """The recorded calls of one recording.
+
     Attributes:
-        calls: in order.
-        writers: by storage, which of them made or changed it.
-        sources: tapes of earlier recordings, whose tensors were changed in this one.
-        on_device: values may be computed on any device, from random numbers of their own.
-        seed: of these.
+        calls: all calls, in order.
+        writers: by storage, the numbers of the calls that made or changed it.
+        sources: tapes of earlier recordings whose tensors this one used.
+        on_device: values may be computed on any device, with random streams of their own.
+        seed: the seed of these streams.
     """
 
     def __init__(self, *, on_device: bool = False) -> None:
@@ -138,7 +139,7 @@ class Tape:
 
     @torch.no_grad()
     def replay(self, storage: int, device: torch.device) -> dict[int, torch.UntypedStorage]:
-        """Compute a storage: it, and what it depends on, by number."""
+        """Compute a storage. Returns it and the storages that it depends on, by number."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def real(leaf: Any) -> Any:
@@ -166,8 +167,8 @@ class Tape:
                 elif not torch.equal(before, call.generator.get_state()):
                     name = torch.overrides.resolve_name(call.func) or call.func
                     raise EchelonError(
-                        f"{name} draws random numbers, and on_meta did not know that it does. "
-                        "Build the model on a device, and please report it."
+                        f"{name} draws random numbers, but on_meta does not know it as a function that draws. "
+                        "Build the model without on_meta, and report this error."
                     )
                 for output, number in call.made.items():
                     storages[number] = outputs[output].untyped_storage()
@@ -176,14 +177,14 @@ class Tape:
         return storages
 
     def _drawn(self, call: Call, args: Any, kwargs: dict[str, Any], device: torch.device) -> list[torch.Tensor]:
-        """A call that draws, from its own stream; the device's generator is as it was before."""
+        """Run a call that draws, from its own stream. The device's generator is restored."""
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             torch.manual_seed((self.seed + (call.stream or 0)) % 2**63)
             return list(tensors_in(call.func(*args, **{k: v for k, v in kwargs.items() if k != "generator"})))
 
     def digest(self, start: int = 0) -> int:
-        """A checksum of what was called with which numbers, whatever the generators gave."""
+        """A checksum of the functions called and their arguments, independent of the generators' states."""
         for call in self.calls:
             start = zlib.crc32(getattr(call.func, "__name__", "").encode(), start)
             for leaf in leaves((call.args, call.kwargs)):
@@ -191,8 +192,10 @@ class Tape:
         return start
 
     def needed(self, storage: int) -> list[Call]:
-        """The calls that a storage's final content depends on: its writers since it was last overwritten, the one that made it,
-        and before each, those of what it reads.
+        """The calls that a storage's final content depends on, in order.
+
+        These are the call that made it, its writers since it was last overwritten, and for each of these calls the same for the
+        storages it reads, as they were before the call.
         """
         needed: set[int] = set()
         waiting = [(storage, len(self.calls))]
@@ -212,19 +215,19 @@ class Tape:
         return [self.calls[i] for i in sorted(needed)]
 
 
-# What `deferred` asks of a function that is called: where its result would lie, what it changes, which tensors it is given.
+# Helpers for `deferred`: the device of a call's result, the tensors that the call changes, and its arguments.
 
-# What `torch.device` gives to functions that were told no device: tells them from those that were told "cpu" or "meta".
+# The default device inside a recording. It differs from an explicit "cpu" or "meta".
 DEFAULT = torch.device("cpu", 0)
 META, _CPU = torch.device("meta"), torch.device("cpu")
-# What recorded tensors say of themselves. Known again by identity: who makes a tensor "where that one is" makes a recorded one.
+# The device that recorded tensors report. Recognised by identity: a tensor made with `device=recorded.device` is recorded, too.
 HERE = torch.device("cpu")
 
 _SETTERS = {vars(kind)[name].__set__ for kind in torch.Tensor.__mro__ for name in ("data", "grad") if name in vars(kind)}
 
 
 def reach(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Elements from a tensor's first to its last in memory."""
+    """The number of elements from a tensor's first to its last in memory."""
     return 0 if 0 in size else 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
 
 
@@ -233,7 +236,7 @@ def is_meta(value: Any) -> bool:
 
 
 def mark(*tensors: torch.Tensor) -> None:
-    """nan for what nothing has set yet, so that it cannot pass for a value."""
+    """Fill tensors without values with nan, so that these are noticed."""
     for tensor in tensors:
         if tensor.is_floating_point() or tensor.is_complex():
             tensor.fill_(float("nan"))
@@ -252,7 +255,7 @@ def on_cpu(leaf: Any) -> Any:
 
 
 def on_device(leaf: Any, device: torch.device) -> Any:
-    """What a call was told of the CPU, on another device: the place itself, and tensors that lie there."""
+    """Replace an argument that is on the CPU, or names it, by the same on another device."""
     if isinstance(leaf, torch.Tensor):
         return leaf.to(device)
     is_cpu = isinstance(leaf, torch.device) and leaf.type == "cpu"
@@ -260,7 +263,7 @@ def on_device(leaf: Any, device: torch.device) -> Any:
 
 
 def not_away(leaf: Any) -> Any:
-    """This place instead of the CPU."""
+    """The recording's device in place of the CPU."""
     is_cpu = isinstance(leaf, torch.device) and leaf.type == "cpu"
     return HERE if is_cpu or (isinstance(leaf, str) and leaf in ("cpu", "cpu:0")) else leaf
 
@@ -270,10 +273,10 @@ def asks_for_meta(device: Any) -> bool:
 
 
 def refuse_loading() -> None:
-    """`from_pretrained` makes a model on meta of its own, then puts in loaded values: a whole model on every rank.
+    """Refuse `from_pretrained`: it builds on meta itself, and then loads the whole model on every rank.
 
     Raises:
-        UsageError: the caller is within one.
+        UsageError: a caller is `from_pretrained`.
     """
     frame = sys._getframe(2)
     while frame is not None:
@@ -287,7 +290,7 @@ def refuse_loading() -> None:
 
 
 def changes_real(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function puts something into a tensor that has values already."""
+    """Whether a function writes into a tensor with values."""
     target = [args[0]] if func in _SETTERS else targets(name, args, kwargs)
     return any(not is_meta(t) for t in target)
 
@@ -301,7 +304,7 @@ _NOT_IN_PLACE = {"__invert__", "__int__", "__index__", "__iter__"}
 
 
 def targets(name: str, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that a function changes, by torch's conventions of naming."""
+    """The tensors that a function changes, according to torch's naming conventions."""
     changed: list[torch.Tensor] = list(tensors_in(kwargs.get("out")))
     in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     if in_place or name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE):
@@ -331,14 +334,14 @@ def leaves(tree: Any) -> Iterator[Any]:
 
 
 def as_bytes(leaf: Any) -> bytes:
-    """What ranks compare of an argument."""
+    """The bytes of an argument that ranks compare."""
     if isinstance(leaf, torch.Tensor):
         return flat_bytes(leaf).numpy().tobytes()
     if isinstance(leaf, np.ndarray):
         return leaf.tobytes()
     if isinstance(leaf, (bool, int, float, complex, str, type(None), torch.dtype)):
         return repr(leaf).encode()
-    return type(leaf).__name__.encode()  # nothing that says more is the same in two processes
+    return type(leaf).__name__.encode()  # other representations differ between processes
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
