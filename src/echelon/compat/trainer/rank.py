@@ -23,7 +23,6 @@ from echelon.data.torch_loader import as_loader, is_distributed
 from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.unit_options import AutoOptions
 from echelon.loop.callback import Callback
-from echelon.loop.checkpointing.checkpoints import Checkpoints
 from echelon.loop.checkpointing.folder import left_alone
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver, RestoreOptions
 from echelon.loop.run import evaluate, predict, run_training, test
@@ -39,7 +38,6 @@ from echelon.world.init import World, init_from_env
 __all__ = [
     "BETWEEN_PROCESSES",
     "OLDER",
-    "Plan",
     "Work",
     "in_order",
     "kept",
@@ -60,32 +58,6 @@ _METRICS = {"validate": "eval_loss", "test": "test_loss"}
 _NONE = object()
 # Arguments of a Trainer, by their older names.
 OLDER = {"max_steps": "max_updates", "evaluate_every_n_steps": "evaluate_every_n_updates"}
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a Trainer was told, for its ranks; its docstring says what each means.
-
-    Args:
-        on_cpu: leave GPUs alone.
-        training: the limits of training, as a PhaseState has them.
-        in_steps: evaluations are after so many micro-batches, said in an older word.
-        limits: batches of an epoch on each rank, by "train", "val", "test" or "predict"; what is not there has all.
-        checkpoints: where they are, if they have a folder.
-        saves: `fit` saves there.
-        resumes: and goes on from the newest there, without being told.
-    """
-
-    on_cpu: bool
-    layout: Any
-    unit_options: Mapping[str, Any]
-    training: Mapping[str, Any]
-    in_steps: float | None
-    limits: Mapping[str, int | None]
-    callbacks: list[Callback]
-    checkpoints: Checkpoints | None
-    saves: bool
-    resumes: bool = True
 
 
 @dataclass(frozen=True)
@@ -136,20 +108,20 @@ class _Outputs(Callback):
             self.outputs.append(copy_data_to_device(phase.step_output, torch.device("cpu")))
 
 
-def work_in_rank(plan: Plan, work: Work) -> Done:
+def work_in_rank(trainer: Any, work: Work) -> Done:
     """In a rank that the Trainer started."""
     rng.start(work.seeds)
-    init_from_env("cpu" if plan.on_cpu else None)
+    init_from_env("cpu" if trainer.accelerator == "cpu" else None)
     unit: Any = work.unit
     if isinstance(work.unit, Parcel):
-        unit = unpack(work.unit, **changes_for(plan, work.unit.options))
+        unit = unpack(work.unit, **changes_for(trainer, work.unit.options))
         if work.before is not None:
             DistributedCheckpointSaver.restore(work.before, unit, restore_options=BETWEEN_PROCESSES)
-        metrics, outputs = _run(plan, work, unit)
+        metrics, outputs = _run(trainer, work, unit)
         if work.phase == "fit":
             save(unit, Path(work.after))
     else:
-        metrics, outputs = work_here(plan, work)
+        metrics, outputs = work_here(trainer, work)
     world = World.current(torch.device("cpu"))
     rank_and_size = unit.data_rank_and_size if isinstance(unit, Unit) else None  # a class may be the function that builds one
     data_rank, _ = rank_and_size or (world.rank, world.size)
@@ -158,96 +130,96 @@ def work_in_rank(plan: Plan, work: Work) -> Done:
         return Done(metrics, data_rank, outputs if divided else [])
     attributes = {**metrics, **own_attributes(unit, progress=work.phase != "fit")} if isinstance(unit, AutoUnit) else {}
     savers = DistributedCheckpointSaver  # whose folder and lease are the rank's, also if it is within a callback
-    own = [(c, {} if isinstance(c, savers) else vars(c)) for c in plan.callbacks]
+    own = [(c, {} if isinstance(c, savers) else vars(c)) for c in trainer.unit_callbacks]
     callbacks = [remembered(c, {k: v for k, v in each.items() if not isinstance(v, savers)}) for c, each in own]
     return Done(metrics, data_rank, outputs, remembered(unit, attributes), callbacks)
 
 
-def work_here(plan: Plan, work: Work) -> tuple[dict[str, float], list[Any]]:
+def work_here(trainer: Any, work: Work) -> tuple[dict[str, float], list[Any]]:
     """In a process that runs anyway: (metrics, predictions)."""
-    init_from_env("cpu" if plan.on_cpu else None)
+    init_from_env("cpu" if trainer.accelerator == "cpu" else None)
     given: Any = work.unit
     unit = given if isinstance(given, Unit) else given()
     if not isinstance(unit, Unit):
         raise TrainerError(f"unit must be a function that returns a unit, got one that returned {type(unit).__name__}.")
     if isinstance(unit, AutoUnit):
         options = unit.auto_options
-        changes = changes_for(plan, options)
+        changes = changes_for(trainer, options)
         if any(getattr(options, name) != value for name, value in changes.items()):
             rebuild(unit, **changes)
-    elif plan.unit_options:
+    elif trainer.unit_options:
         raise TrainerError(
-            f"{', '.join(sorted(plan.unit_options))} must be given to {type(unit).__name__} itself, which is not an AutoUnit."
+            f"{', '.join(sorted(trainer.unit_options))} must be given to {type(unit).__name__} itself, which is not an AutoUnit."
         )
-    return _run(plan, work, unit)
+    return _run(trainer, work, unit)
 
 
-def changes_for(plan: Plan, options: AutoOptions) -> dict[str, Any]:
+def changes_for(trainer: Any, options: AutoOptions) -> dict[str, Any]:
     """What the Trainer says about a unit that was built with these options."""
-    changes, own = dict(plan.unit_options), options.layout
+    changes, own = dict(trainer.unit_options), options.layout
     if "precision" in changes:
         changes["precision"] = Precision.of(changes["precision"])
     if own is None:
-        chosen = plan.layout
+        chosen = trainer.layout
         if chosen == "auto":
             chosen = "ddp" if World.current().size > 1 else None
         changes |= {"layout": chosen} if chosen is not None else {}
-    elif plan.layout not in ("auto", None) and resolve(own) != resolve(plan.layout):
-        logger.warning("layout %r of the Trainer has no effect: the unit was built with %r", plan.layout, own)
+    elif trainer.layout not in ("auto", None) and resolve(own) != resolve(trainer.layout):
+        logger.warning("layout %r of the Trainer has no effect: the unit was built with %r", trainer.layout, own)
     return changes
 
 
-def _run(plan: Plan, work: Work, unit: Any) -> tuple[dict[str, float], list[Any]]:
+def _run(trainer: Any, work: Work, unit: Any) -> tuple[dict[str, float], list[Any]]:
     _, data_size = unit.data_rank_and_size or (0, World.current().size)
     accumulation = accumulation_of(unit, work.loaders[0]) if work.phase == "fit" else 1
     as_before = None
-    if work.phase == "fit" and (path := _checkpoint(plan, work, unit)) is not None:
+    if work.phase == "fit" and (path := _checkpoint(trainer, work, unit)) is not None:
         as_before = kept_global_batch(path, work.loaders[0], data_size, accumulation)
     loader = shared(work.loaders[0], data_size, accumulation, trains=work.phase == "fit", global_batch=as_before)
-    _restore(plan, work, unit, loader if work.phase == "fit" else None)
-    callbacks, outputs = list(plan.callbacks), _Outputs()
+    _restore(trainer, work, unit, loader if work.phase == "fit" else None)
+    callbacks, outputs = list(trainer.unit_callbacks), _Outputs()
     if work.phase == "fit":
-        _fit(plan, unit, loader, shared(work.loaders[1], data_size, 1), callbacks)
+        _fit(trainer, unit, loader, shared(work.loaders[1], data_size, 1), callbacks)
     elif work.phase == "validate":
-        evaluate(unit, loader, max_steps_per_epoch=plan.limits.get("val"), callbacks=callbacks)
+        evaluate(unit, loader, max_steps_per_epoch=trainer.limits.get("val"), callbacks=callbacks)
     elif work.phase == "test":
-        test(unit, loader, max_steps_per_epoch=plan.limits.get("test"), callbacks=callbacks)
+        test(unit, loader, max_steps_per_epoch=trainer.limits.get("test"), callbacks=callbacks)
     else:
-        predict(unit, loader, max_steps_per_epoch=plan.limits.get("predict"), callbacks=[*callbacks, outputs])
+        predict(unit, loader, max_steps_per_epoch=trainer.limits.get("predict"), callbacks=[*callbacks, outputs])
     name = "eval_loss" if work.phase == "fit" and work.loaders[1] is not None else _METRICS.get(work.phase, "")
     value = getattr(unit, name, None)
     return {name: value} if isinstance(value, float) else {}, outputs.outputs
 
 
-def _checkpoint(plan: Plan, work: Work, unit: Any) -> Path | None:
+def _checkpoint(trainer: Any, work: Work, unit: Any) -> Path | None:
     """That training goes on from, as far as that can be said before it is read."""
     if work.ckpt_path not in (None, "last"):
         return Path(work.ckpt_path)
-    if plan.checkpoints is None or (work.ckpt_path is None and not _takes_up(plan, work, unit)):
+    if trainer.checkpoints is None or (work.ckpt_path is None and not _takes_up(trainer, work, unit)):
         return None
-    folder = location(plan.checkpoints.folder)
+    folder = location(trainer.checkpoints.folder)
     checkpoints = commit.candidates(folder)
     return Path(str(checkpoints[0])) if checkpoints and not left_alone(folder) else None
 
 
-def _takes_up(plan: Plan, work: Work, unit: Any) -> bool:
+def _takes_up(trainer: Any, work: Work, unit: Any) -> bool:
     """Whether `fit` goes on from the newest checkpoint without being told."""
     return (
         work.phase == "fit"
         and work.ckpt_path is None
-        and plan.saves
-        and plan.resumes
+        and trainer.saves
+        and trainer.resumes
         and not unit.train_progress.num_updates_completed
     )
 
 
-def _restore(plan: Plan, work: Work, unit: Any, loader: Any) -> None:
-    if work.ckpt_path == "last" or _takes_up(plan, work, unit):
-        assert plan.checkpoints is not None
-        folder = plan.checkpoints.folder
+def _restore(trainer: Any, work: Work, unit: Any, loader: Any) -> None:
+    if work.ckpt_path == "last" or _takes_up(trainer, work, unit):
+        assert trainer.checkpoints is not None
+        folder = trainer.checkpoints.folder
         if (
             not DistributedCheckpointSaver.restore_from_latest(
-                folder, unit, train_dataloader=loader, restore_options=plan.checkpoints.restore_options
+                folder, unit, train_dataloader=loader, restore_options=trainer.checkpoints.restore_options
             )
             and work.phase != "fit"
         ):
@@ -256,13 +228,13 @@ def _restore(plan: Plan, work: Work, unit: Any, loader: Any) -> None:
         DistributedCheckpointSaver.restore(work.ckpt_path, unit, train_dataloader=loader)
 
 
-def _fit(plan: Plan, unit: Any, train_loader: Any, eval_loader: Any, callbacks: list[Callback]) -> None:
-    if plan.saves and plan.checkpoints is not None:
-        callbacks.append(plan.checkpoints.saver())
-    refuse_steps("Trainer", {"evaluate_every_n_steps": plan.in_steps}, OLDER, accumulation_of(unit, train_loader))
-    training, evaluation = PhaseState(dataloader=train_loader, **plan.training), None
+def _fit(trainer: Any, unit: Any, train_loader: Any, eval_loader: Any, callbacks: list[Callback]) -> None:
+    if trainer.saves and trainer.checkpoints is not None:
+        callbacks.append(trainer.checkpoints.saver())
+    refuse_steps("Trainer", {"evaluate_every_n_steps": trainer.in_steps}, OLDER, accumulation_of(unit, train_loader))
+    training, evaluation = PhaseState(dataloader=train_loader, **trainer.training_limits()), None
     if eval_loader is not None:
-        evaluation = PhaseState(dataloader=eval_loader, max_steps_per_epoch=plan.limits.get("val"))
+        evaluation = PhaseState(dataloader=eval_loader, max_steps_per_epoch=trainer.limits.get("val"))
     run_training(unit, training, evaluation, callbacks, None)
 
 

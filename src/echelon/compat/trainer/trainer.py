@@ -25,7 +25,7 @@ from echelon.common.errors import TrainerError, require
 from echelon.common.machine import visible_devices
 from echelon.common.numbers import whole
 from echelon.common.older_words import renames, translated, unknown
-from echelon.compat.trainer.rank import BETWEEN_PROCESSES, OLDER, Plan, Work, in_order, save, work_here, work_in_rank
+from echelon.compat.trainer.rank import BETWEEN_PROCESSES, OLDER, Work, in_order, save, work_here, work_in_rank
 from echelon.compat.trainer.rebuild import pack, recall
 from echelon.launcher.calls import end_bootstrap
 from echelon.launcher.functions.launch import launch
@@ -81,6 +81,8 @@ class Trainer:
         UsageError: a value that makes no sense; the text names it.
     """
 
+    resumes = True  # `fit` goes on from the newest checkpoint, without being told
+
     @renames(strategy="layout")
     def __init__(
         self,
@@ -110,7 +112,7 @@ class Trainer:
         self.limits = _named("max_steps_per_epoch", max_steps_per_epoch, PHASES)
         limits = {"max_updates": max_updates, "evaluate_every_n_updates": evaluate_every_n_updates}
         now = translated("Trainer", {name: value for name, value in older.items() if name != "gpus"}, OLDER, limits)
-        self._in_steps = older.get("evaluate_every_n_steps")  # refused where these are no updates, once the unit is known
+        self.in_steps = older.get("evaluate_every_n_steps")  # refused where these are no updates, once the unit is known
         self.max_epochs, self.max_updates = max_epochs, now["max_updates"]
         self.evaluate_every_n_epochs = evaluate_every_n_epochs
         self.evaluate_every_n_updates = now["evaluate_every_n_updates"]
@@ -148,11 +150,11 @@ class Trainer:
 
     def _check_limits(self) -> None:
         """In the words of the loop, which is given them in other processes."""
-        PhaseState(dataloader=(), **self._training())
+        PhaseState(dataloader=(), **self.training_limits())
         for limit in self.limits.values():
             PhaseState(dataloader=(), max_steps_per_epoch=limit)
 
-    def _training(self) -> dict[str, Any]:
+    def training_limits(self) -> dict[str, Any]:
         """The limits of training, as a PhaseState has them."""
         return {
             "max_epochs": self.max_epochs,
@@ -242,7 +244,7 @@ class Trainer:
             )
         elif (ranks := self._local_ranks()) > 1 or self.device_numbers:
             return self._launch(ranks, work)
-        metrics, outputs = work_here(self._plan(), work)
+        metrics, outputs = work_here(self, work)
         self.callback_metrics |= metrics
         return outputs
 
@@ -254,19 +256,10 @@ class Trainer:
             return 1  # one process drives all devices
         return self.ranks or (auto_ranks() if gpus else 1)
 
-    def _plan(self) -> Plan:
-        """What is true now: attributes may have been set since."""
-        return Plan(
-            on_cpu=self.accelerator == "cpu",
-            layout=self.layout,
-            unit_options=self.unit_options,
-            training=self._training(),
-            in_steps=self._in_steps,
-            limits=self.limits,
-            callbacks=self.callbacks,
-            checkpoints=self.checkpoints,
-            saves=self.saves,
-        )
+    @property
+    def unit_callbacks(self) -> list[Callback]:
+        """Those that run in echelon's loop."""
+        return self.callbacks
 
     def _check_launched(self) -> None:
         info = rank_info()
@@ -298,9 +291,7 @@ class Trainer:
             seeds = rng.draw()  # of the caller's streams: a seed of the caller's decides what ranks draw
             work = replace(work, unit=sent, before=before, after=str(folder / "after"), seeds=seeds)
             try:
-                done = launch(
-                    work_in_rank, ranks=ranks, args=(self._plan(), work), env=self.environment_of_ranks(), run_dir=self.run_dir
-                )
+                done = launch(work_in_rank, ranks=ranks, args=(self, work), env=self.environment_of_ranks(), run_dir=self.run_dir)
             finally:
                 if isinstance(unit, AutoUnit):
                     unit.prepared.unwrapped.to(unit.device)

@@ -29,7 +29,6 @@ from echelon.compat.lightning.pytorch.session import Session, Work
 from echelon.compat.lightning.pytorch.states import TrainerState
 from echelon.compat.lightning.pytorch.strategies import among_plugins
 from echelon.compat.trainer import trainer
-from echelon.compat.trainer.rank import Plan
 from echelon.compat.trainer.trainer import is_launched
 from echelon.contracts.overrides import overrides
 from echelon.contracts.rank import RankInfo
@@ -136,7 +135,7 @@ class Trainer(trainer.Trainer):
     num_sanity_val_steps: int
     callback_metrics: dict[str, Any]
     reload_dataloaders_every_n_epochs = 0
-    keeps_predictions = True
+    keeps_predictions, resumes = True, False
 
     add_argparse_args = from_argparse_args = parse_argparser = ARGPARSE
 
@@ -211,6 +210,8 @@ class Trainer(trainer.Trainer):
         )
         self.enable_checkpointing = enable_checkpointing
         self.saves = self.saves and enable_checkpointing is not False
+        if self.checkpoints is not None:
+            self.checkpoints = replace(self.checkpoints, every="epoch", keep=1)
         self.loop_callbacks: list[LoopCallback] = self.callbacks
         self.callbacks = [*self.given_callbacks, *self.loop_callbacks]
         for name, value in self.of_modules.items():
@@ -266,15 +267,14 @@ class Trainer(trainer.Trainer):
     def max_steps(self) -> Any:
         return self.max_updates
 
-    def _training(self) -> dict[str, Any]:
+    def training_limits(self) -> dict[str, Any]:
         """Evaluations within an epoch are after batches there."""
         interval = self.val_check_interval
-        return {**super()._training(), "evaluate_every_n_steps": interval if isinstance(interval, int) else None}
+        return {**super().training_limits(), "evaluate_every_n_steps": interval if isinstance(interval, int) else None}
 
-    def _plan(self) -> Plan:
-        where = self.checkpoints
-        kept = None if where is None else replace(where, every="epoch", keep=1)
-        return replace(super()._plan(), callbacks=self.loop_callbacks, checkpoints=kept, resumes=False)
+    @property
+    def unit_callbacks(self) -> list[LoopCallback]:
+        return self.loop_callbacks
 
     def _check_for_units(self) -> None:
         """
