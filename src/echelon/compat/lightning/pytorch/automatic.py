@@ -13,12 +13,11 @@ from echelon.common.errors import LossError
 from echelon.compat.lightning.pytorch.hooks import Callback, ModuleHooks, overridden
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.optimizers import LightningOptimizer, NoOptimizer, Schedules, configured
-from echelon.compat.lightning.pytorch.saving import Kept
-from echelon.compat.lightning.pytorch.steps import Moves, StepCaller
+from echelon.compat.lightning.pytorch.steps import ModuleSteps
 from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.unit_options import AutoOptions
 from echelon.loop.auto.update import Update
-from echelon.loop.state import ActivePhase, State
+from echelon.loop.state import State
 from echelon.loop.unit import AppStateMixin
 from echelon.parallel.names import class_name
 from echelon.parallel.shards import reshard
@@ -70,7 +69,7 @@ class HookedUpdate(Update):
         return bool(unit.updated)
 
 
-class AutomaticUnit(AutoUnit[Any]):
+class AutomaticUnit(ModuleSteps, AutoUnit[Any]):
     """
     Args:
         lightning_module: also what is trained.
@@ -83,13 +82,8 @@ class AutomaticUnit(AutoUnit[Any]):
 
     def __init__(self, session: Any, lightning_module: LightningModule, **options: Any) -> None:
         super().__init__(module=lightning_module, options=AutoOptions(zero_grad_first=True, **options))
-        self.session = session
         self.eval_loss = self.test_loss = None  # type: ignore[assignment]  # what is logged has other names
-        self.lightning = Kept(session)
-        self.schedules = Schedules([], self.lightning_module.lr_scheduler_step)
-        self.moves = Moves(lightning_module, session.datamodule, self.device)
-        self.batch: Any = None  # the latest, for the hook after its update
-        self._steps = StepCaller(session, lambda: self.module, self.autocast)
+        self.attach(session)
         self._must_clear = self.before_step = False
         hears = overridden("on_before_zero_grad", lightning_module, ModuleHooks)
         self._hears_of_clearing = hears or any(
@@ -100,12 +94,6 @@ class AutomaticUnit(AutoUnit[Any]):
             name: overridden(name, lightning_module, LightningModule)
             for name in ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
         }
-
-    @property
-    def lightning_module(self) -> LightningModule:
-        unwrapped = self.prepared.unwrapped
-        assert isinstance(unwrapped, LightningModule)
-        return unwrapped
 
     def may_divide_batches(self) -> bool:
         return False  # hooks and limits count batches
@@ -131,7 +119,7 @@ class AutomaticUnit(AutoUnit[Any]):
     def compute_loss(self, state: State, data: Any) -> tuple[torch.Tensor, Any]:
         weight = state.logged.weight
         counts = not isinstance(weight, (int, float)) or weight > 0
-        output = self._steps.train(state, self.train_progress, data, counts=counts)
+        output = self.call_training_step(state, self.train_progress, data, counts=counts)
         self.batch = data
         loss = output["loss"] if isinstance(output, Mapping) else output
         if not isinstance(loss, torch.Tensor):
@@ -148,24 +136,6 @@ class AutomaticUnit(AutoUnit[Any]):
         if self._must_clear:
             self._clear(state)
         return loss, output
-
-    def eval_step(self, state: State, data: Any) -> Any:
-        return self._steps.evaluate("validation", state.eval_state, self.eval_progress, data)
-
-    def test_step(self, state: State, data: Any) -> Any:
-        return self._steps.evaluate("test", state.test_state, self.test_progress, data)
-
-    def predict_step(self, state: State, data: Any) -> Any:
-        return self._steps.evaluate("predict", state.predict_state, self.predict_progress, data)
-
-    def placement(self, phase: str) -> tuple[Any, Any]:
-        return super().placement(phase) if not self.moves else (self.move_data_to_device, self._copies)
-
-    def move_data_to_device(self, state: State, data: Any, non_blocking: bool) -> Any:
-        if not self.moves:
-            return super().move_data_to_device(state, data, non_blocking)
-        phase = {ActivePhase.EVALUATE: "validation"}.get(state.active_phase, str(state.active_phase))
-        return self.moves(data, non_blocking, self.session.loader_idx_of(phase))
 
     def epoch_closed(self, state: State, phase: str) -> None:
         if phase == "train":

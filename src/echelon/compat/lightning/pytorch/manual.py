@@ -18,11 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch.optimizers import LightningOptimizer, Schedules, configured
-from echelon.compat.lightning.pytorch.saving import Kept
-from echelon.compat.lightning.pytorch.steps import Moves, StepCaller
+from echelon.compat.lightning.pytorch.steps import ModuleSteps
 from echelon.contracts.overrides import overrides
 from echelon.loop.own.cleared import Cleared
-from echelon.loop.state import ActivePhase, State
+from echelon.loop.state import State
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
 from echelon.parallel.gradients.unreduced_params import average_in_turns_
 from echelon.parallel.layouts import resolve
@@ -39,7 +38,7 @@ __all__ = ["ManualUnit"]
 _SHARDED = ("fsdp", "fsdp2", "hsdp", "zero2", "zero3")
 
 
-class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any]):
+class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any]):
     """
     Args:
         layout, precision: as AutoUnit's.
@@ -51,7 +50,7 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
     def __init__(self, session: Any, lightning_module: Any, *, layout: Any = None, precision: Any = None, **_: Any) -> None:
         super().__init__()
         self.device = init_from_env()
-        self.session, self.eval_loss = session, None
+        self.eval_loss = None
         decided = overrides()
         self.computes = Precision.of(decided.precision or precision)
         if self.computes.dtype is torch.float16:
@@ -73,15 +72,11 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
             self.module = prepare_module(lightning_module, self.device, layout=layout, precision=self.computes)
             self._parts = [Prepared.of(self.module, World.current(self.device))]
             self._loose = list(lightning_module.parameters()) if self._is_ddp else []
-        self.batch: Any = None
-        self.lightning = Kept(session)
-        self.schedules = Schedules([], lightning_module.lr_scheduler_step)
-        self.moves = Moves(lightning_module, session.datamodule, self.device)
+        self.attach(session)
         self.updates, self._averages = 0, True
         self._unaveraged: set[nn.Parameter] = set()  # that have got gradients since the ranks last averaged theirs
         self._compared = self._averages_itself = False
         self._cleared: list[tuple[Cleared, torch.optim.Optimizer]] = []
-        self._steps = StepCaller(session, lambda: self.module, self.autocast)
 
     @property
     def _is_ddp(self) -> bool:
@@ -109,10 +104,6 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
                 for parameter in self._loose:
                     dist.broadcast(parameter.data, 0)
 
-    @property
-    def lightning_module(self) -> Any:
-        return self._steps.module
-
     # --- what the loop asks
 
     @property
@@ -122,13 +113,6 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
     @property
     def data_rank_and_size(self) -> tuple[int, int] | None:
         return next((rank_and_size for part in self._parts if (rank_and_size := part.data.rank_and_size) is not None), None)
-
-    def placement(self, phase: str) -> tuple[Any, Any]:
-        return (None, None) if self.device.type == "cpu" and not self.moves else (self.move_data_to_device, None)
-
-    def move_data_to_device(self, state: State, data: Any, non_blocking: bool) -> Any:
-        phase = {ActivePhase.EVALUATE: "validation"}.get(state.active_phase, str(state.active_phase))
-        return self.moves(data, non_blocking or self.device.type == "cuda", self.session.loader_idx_of(phase))
 
     def configure(self) -> None:
         """Build the optimizers, as attributes that checkpoints have, if there are none yet."""
@@ -160,30 +144,18 @@ class ManualUnit(TrainUnit[Any], EvalUnit[Any], TestUnit[Any], PredictUnit[Any])
         self.batch = data
         self._watch_for_clearing()
         with self._passes(), self.autocast():
-            return self._steps.train(state, self.train_progress, data)
-
-    def eval_step(self, state: State, data: Any) -> Any:
-        self._send_buffers()
-        return self._steps.evaluate("validation", state.eval_state, self.eval_progress, data)
-
-    def test_step(self, state: State, data: Any) -> Any:
-        self._send_buffers()
-        return self._steps.evaluate("test", state.test_state, self.test_progress, data)
-
-    def predict_step(self, state: State, data: Any) -> Any:
-        self._send_buffers()
-        return self._steps.evaluate("predict", state.predict_state, self.predict_progress, data)
+            return self.call_training_step(state, self.train_progress, data)
 
     def _watch_for_clearing(self) -> None:
         for cleared, optimizer in self._cleared:
             cleared.watch(optimizer)
 
     def _passes(self) -> AbstractContextManager[Any]:
-        self._send_buffers()
+        self.send_buffers()
         # `manual_backward` averages: the wrapper would wait for gradients of all parameters, once per step.
         return self.module.no_sync() if self._is_ddp else nullcontext()  # type: ignore[operator]
 
-    def _send_buffers(self) -> None:
+    def send_buffers(self) -> None:
         if self._is_ddp:
             vars(self.module)["require_forward_param_sync"] = True
 

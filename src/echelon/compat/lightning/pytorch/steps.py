@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,18 +20,17 @@ from torch.distributed.fsdp import FSDPModule
 from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
+from echelon.compat.lightning.pytorch.optimizers import Schedules
+from echelon.compat.lightning.pytorch.saving import Kept
 from echelon.loop.auto.uncounted import forgetting
 from echelon.loop.samples import rows
-from echelon.loop.state import step_under_way
+from echelon.loop.state import ActivePhase, State, step_under_way
 from echelon.parallel.over_ranks import without_samples
 from echelon.parallel.patching import replace
 from echelon.parallel.shards import is_split
 from echelon.world.device import copy_data_to_device
 
-if TYPE_CHECKING:
-    from echelon.loop.state import State
-
-__all__ = ["Moves", "StepCaller", "gather_when_alone"]
+__all__ = ["ModuleSteps", "gather_when_alone"]
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -61,70 +60,101 @@ class Moves:
         return after(batch, dataloader_idx) if after else batch
 
 
-class StepCaller:
-    """Calls the steps of a module that take no part in training, with their hooks.
+class ModuleSteps:
+    """Of a unit, before the loop's among its bases: a module's steps, with their hooks.
 
-    Args:
-        autocast: makes the context of a forward pass.
+    Attributes:
+        batch: the latest, for the hook after its update.
     """
 
-    def __init__(self, session: Any, wrapper: Callable[[], Any], autocast: Callable[[], Any]) -> None:
-        self._session, self.module, self._wrapper, self._autocast = session, session.module, wrapper, autocast
+    module: Any
+    device: Any
+    autocast: Any
+    eval_progress: Any
+    test_progress: Any
+    predict_progress: Any
+
+    def attach(self, session: Any) -> None:
+        self.session, self.lightning = session, Kept(session)
+        self.schedules = Schedules([], session.module.lr_scheduler_step)
+        self.moves = Moves(session.module, session.datamodule, self.device)
+        self.batch: Any = None
         self._places: dict[str, int] = {}  # by a step's name, how many arguments it takes
+
+    @property
+    def lightning_module(self) -> Any:
+        return self.session.module
+
+    def move_data_to_device(self, state: State, data: Any, non_blocking: bool) -> Any:
+        phase = {ActivePhase.EVALUATE: "validation"}.get(state.active_phase, str(state.active_phase))
+        return self.moves(data, non_blocking or self.device.type == "cuda", self.session.loader_idx_of(phase))
+
+    def placement(self, phase: str) -> tuple[Any, Any]:
+        on_host = self.device.type == "cpu" and not self.moves
+        return (None, None) if on_host else (self.move_data_to_device, getattr(self, "_copies", None))
+
+    def send_buffers(self) -> None:
+        """Before a pass that trains nothing."""
+
+    def eval_step(self, state: State, data: Any) -> Any:
+        return self._evaluate_batch("validation", state.eval_state, self.eval_progress, data)
+
+    def test_step(self, state: State, data: Any) -> Any:
+        return self._evaluate_batch("test", state.test_state, self.test_progress, data)
+
+    def predict_step(self, state: State, data: Any) -> Any:
+        return self._evaluate_batch("predict", state.predict_state, self.predict_progress, data)
 
     def _arguments(self, name: str, step: Any, batch: Any, batch_idx: int, dataloader_idx: int | None) -> tuple[Any, ...]:
         if name not in self._places:
             self._places[name] = _places(step)
         return _arguments(name, self._places[name], batch, batch_idx, dataloader_idx)
 
-    def evaluate(self, phase: str, phase_state: Any, progress: Any, batch: Any) -> Any:
-        """Args:
-        phase: "validation", "test" or "predict".
-        phase_state: the phase's state.
-        """
-        session, module = self._session, self.module
+    def _evaluate_batch(self, phase: str, phase_state: Any, progress: Any, batch: Any) -> Any:
+        session, module = self.session, self.lightning_module
+        self.send_buffers()
         batch_idx, dataloader_idx = session.place_of(phase, progress.num_steps_completed_in_epoch)
         step = getattr(module, f"{phase}_step")
         taken = self._arguments(f"{phase}_step", step, batch, batch_idx, dataloader_idx)
         if step_under_way(phase_state).is_padding:  # a rank that has fewer batches takes part in collectives alone
-            with self._autocast(), session.hook(f"{phase}_step"), forgetting([module]), without_samples(), self._without_trace():
-                return _through(self._wrapper(), module, step, *taken)
+            with self.autocast(), session.hook(f"{phase}_step"), forgetting([module]), without_samples(), self._without_trace():
+                return _through(self.module, module, step, *taken)
         session.begin_batch(phase, lambda: rows(batch, step_under_way(phase_state).samples), dataloader_idx)
         place = (batch, batch_idx) if dataloader_idx is None else (batch, batch_idx, dataloader_idx)
         session.call(f"on_{phase}_batch_start", *place)
-        with self._autocast(), session.hook(f"{phase}_step"):
-            output = _through(self._wrapper(), module, step, *taken)
+        with self.autocast(), session.hook(f"{phase}_step"):
+            output = _through(self.module, module, step, *taken)
         session.call(f"on_{phase}_batch_end", output, *place)
         session.end_evaluation_batch(phase)
         return output
 
-    def train(self, state: State, progress: Any, batch: Any, *, counts: bool = True) -> Any:
+    def call_training_step(self, state: State, progress: Any, batch: Any, *, counts: bool = True) -> Any:
         """`training_step`, with the hook before it.
 
         Args:
             counts: the batch does not stand for none.
         """
-        session, module = self._session, self.module
+        session, module = self.session, self.lightning_module
         batch_idx, samples = progress.num_steps_completed_in_epoch, step_under_way(state.train_state).samples
         session.begin_batch("train", lambda: rows(batch, samples) if counts else 0, None)
         session.call("on_train_batch_start", batch, batch_idx)
         taken = self._arguments("training_step", module.training_step, batch, batch_idx, None)
         with session.hook("training_step"), nullcontext() if counts else self._without_trace():
-            return _through(self._wrapper(), module, module.training_step, *taken)
+            return _through(self.module, module, module.training_step, *taken)
 
     @contextmanager
     def _without_trace(self) -> Iterator[None]:
         """Around a step whose batch stands in for none: what it logs, and collects in attributes of the module, is forgotten."""
         of_every_module = vars(nn.Module())
-        own = {name: value for name, value in vars(self.module).items() if name not in of_every_module}
+        own = {name: value for name, value in vars(self.lightning_module).items() if name not in of_every_module}
         contents = [(value, copy(value)) for value in own.values() if type(value) in (list, dict, set)]
         try:
-            with self._session.silence():
+            with self.session.silence():
                 yield
         finally:
-            for name in vars(self.module).keys() - own.keys() - of_every_module.keys():
-                delattr(self.module, name)
-            vars(self.module).update(own)
+            for name in vars(self.lightning_module).keys() - own.keys() - of_every_module.keys():
+                delattr(self.lightning_module, name)
+            vars(self.lightning_module).update(own)
             for value, before in contents:
                 value.clear()
                 value.extend(before) if isinstance(value, list) else value.update(before)
