@@ -130,15 +130,9 @@ def test_parameters_bytes_and_operations_are_counted() -> None:
     assert block.submodule_summaries["blocks.0.3"].flops_backward == 0
     assert (first.in_size, first.out_size, block.out_size) == ([3, 4], [3, 8], [3, 8])
     assert 0 < first.forward_elapsed_time_ms < summary.forward_elapsed_time_ms  # type: ignore[operator]
-    lazy = get_module_summary(Lazy(), (torch.ones(1, 4),))
-    assert lazy.has_uninitialized_param
-    for name, value, what in (
-        ("num_parameters", 8, "number of parameters"),
-        ("size_bytes", 72, "byte sizes"),
-        ("flops_forward", "?", "number of FLOPs"),
-    ):
-        with pytest.warns(UserWarning, match=f"UninitializedParameter was found. Thus, the total {what} detected may be"):
-            assert getattr(lazy, name) == value
+    with pytest.warns(UserWarning, match="UninitializedParameter was found"):
+        lazy = get_module_summary(Lazy(), (torch.ones(1, 4),))
+    assert lazy.has_uninitialized_param and (lazy.num_parameters, lazy.size_bytes, lazy.flops_forward) == (8, 72, "?")
 
 
 def test_looking_changes_nothing() -> None:

@@ -54,6 +54,13 @@ class _Nothing:
     def __setitem__(self, key: Any, value: Any) -> None: ...
 
 
+class _Silent(_Nothing):
+    """The logger of a run that writes nothing: a module's code may call what it calls of any logger, or of its experiment."""
+
+    name = version = ""
+    save_dir = log_dir = None
+
+
 def rank_zero_experiment(experiment: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """For the property `experiment` of a Logger of your own: on other ranks than 0 an object that does nothing."""
 
@@ -102,27 +109,6 @@ class Logger(ABC):
     def finalize(self, status: str) -> None:
         """At the end of `fit`."""
         return
-
-
-class _Silent(Logger):
-    """Of a run that writes nothing: a module's code may call what it calls of any logger, or of its experiment."""
-
-    @property
-    def name(self) -> str:
-        return ""
-
-    version = name
-
-    @property
-    def experiment(self) -> Any:
-        return _Nothing()
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(_Nothing(), name)
 
 
 def _values_of(params: Any) -> dict[str, Any]:

@@ -23,27 +23,14 @@ __all__ = [
 T = TypeVar("T")
 
 
-class TooFewDevicesError(UsageError, RuntimeError):
-    """More ranks than devices."""
-
-
 def get_device_from_env() -> torch.device:
-    """cuda:LOCAL_RANK, which becomes the current device, or the CPU.
-
-    Raises:
-        TooFewDevicesError, a RuntimeError: there are not so many.
-    """
+    """cuda:LOCAL_RANK, which becomes the current device, or the CPU."""
     try:
         info = RankInfo.from_env()
     except LauncherEnvironmentError:  # LOCAL_RANK alone is enough here
         local = get_local_rank()
         info = RankInfo(rank=local, local_rank=local, world_size=local + 1, local_world_size=local + 1)
-    try:
-        device = devices.device_of(info)
-    except UsageError as error:
-        if info.local_rank < max(1, torch.cuda.device_count()):
-            raise
-        raise TooFewDevicesError(f"The local rank is larger than the number of available GPUs. {error}") from None
+    device = devices.device_of(info)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device

@@ -127,17 +127,7 @@ def get_tcp_init_method(
 
 
 def _place(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    rank = get_global_rank() if rank is None else rank
-    size = get_world_size() if world_size is None else world_size
-    if size < 1:
-        raise UsageError(f"Invalid world_size value provided: {size}. Value must be greater than 0.")
-    if rank < 0:
-        raise UsageError(f"Invalid rank value provided: {rank}. Value must be at least 0.")
-    if rank >= size:
-        raise UsageError(
-            f"Invalid rank and world_size values provided: rank={rank}, world_size={size}. Rank must be less than world_size."
-        )
-    return rank, size
+    return (get_global_rank() if rank is None else rank), (get_world_size() if world_size is None else world_size)
 
 
 # --- what ranks tell each other

@@ -33,7 +33,7 @@ class ModuleSummary:
     Attributes:
         module_name, module_type: its path from the root, whose own is empty, and its class.
         num_parameters, num_trainable_parameters, size_bytes: a shared parameter counts once; of one split over ranks, all.
-        has_uninitialized_param: lazy parameters, which count nothing yet; whoever reads a number of them is warned.
+        has_uninitialized_param: lazy parameters, which count nothing yet; a warning says so.
         flops_forward, flops_backward: of products and convolutions; a multiplication and its addition are one.
         in_size, out_size: shape of the tensor, or a list of shapes.
         forward_elapsed_time_ms: of a single pass; on a GPU until it is done.
@@ -59,32 +59,6 @@ class ModuleSummary:
     __repr__ = __str__
 
 
-def _warns(name: str, what: str) -> property:
-    """A number that is too small while parameters are lazy."""
-
-    def read(self: ModuleSummary) -> Any:
-        if self.has_uninitialized_param:
-            warnings.warn(
-                f"A layer with UninitializedParameter was found. Thus, the total {what} detected may be inaccurate.", stacklevel=2
-            )
-        return vars(self)[name]
-
-    def write(self: ModuleSummary, value: Any) -> None:
-        vars(self)[name] = value
-
-    return property(read, write)
-
-
-for _name, _what in (
-    ("num_parameters", "number of parameters"),
-    ("num_trainable_parameters", "number of parameters"),
-    ("size_bytes", "byte sizes"),
-    ("flops_forward", "number of FLOPs"),
-    ("flops_backward", "number of FLOPs"),
-):
-    setattr(ModuleSummary, _name, _warns(_name, _what))
-
-
 def get_module_summary(
     module: nn.Module, module_args: tuple[Any, ...] | None = None, module_kwargs: Mapping[str, Any] | None = None
 ) -> ModuleSummary:
@@ -100,6 +74,10 @@ def get_module_summary(
     """
     observed: dict[str, ModuleSummary] = {}
     lazy = any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters())
+    if lazy:
+        warnings.warn(
+            "A layer with UninitializedParameter was found: its parameters count nothing yet.", stacklevel=2
+        )
     if not lazy and (_has_tensor(module_args) or _has_tensor(module_kwargs)):
         observed = _observe(module, module_args or (), dict(module_kwargs or {}))
     return _summary("", module, observed)
