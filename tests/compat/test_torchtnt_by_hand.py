@@ -27,7 +27,7 @@ from echelon.compat.torchtnt.utils.prepare_module import (
 )
 from echelon.compat.torchtnt.utils.progress import Progress
 from echelon.compat.torchtnt.utils.timer import Timer
-from echelon.errors import UsageError
+from echelon.errors import DeviceError, UsageError
 from tests.kit.refusals import refused
 
 CPU = torch.device("cpu")
@@ -197,7 +197,7 @@ def test_devices_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         patch("torch.cuda.is_available", return_value=True),
         patch("torch.cuda.device_count", return_value=2),
-        refused(UsageError),
+        refused(DeviceError),
     ):
         device.get_device_from_env()
 
