@@ -75,9 +75,7 @@ def get_module_summary(
     observed: dict[str, ModuleSummary] = {}
     lazy = any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters())
     if lazy:
-        warnings.warn(
-            "A layer with UninitializedParameter was found: its parameters count nothing yet.", stacklevel=2
-        )
+        warnings.warn("A layer with UninitializedParameter was found: its parameters count nothing yet.", stacklevel=2)
     if not lazy and (_has_tensor(module_args) or _has_tensor(module_kwargs)):
         observed = _observe(module, module_args or (), dict(module_kwargs or {}))
     return _summary("", module, observed)
