@@ -436,7 +436,7 @@ def test_a_parameter_that_no_module_of_the_unit_holds_is_in_the_state_of_its_opt
     assert "belong to no module" not in caplog.text
     saved_by_an_earlier_echelon: Any = {}
     OptimizerState({"module": other.module}, other.optimizer).targets("optimizer", saved_by_an_earlier_echelon, {})
-    assert "a parameter of a AdamW belong to no module" in caplog.text and "they stay as they are" in caplog.text
+    assert "the unit's attributes holds a parameter of a AdamW" in caplog.text and "they keep their current values" in caplog.text
 
 
 # --- ranks that differ

@@ -280,7 +280,7 @@ def test_what_cannot_be_divided_is_said_on_all_ranks(ranks: Ranks) -> None:
     for lbfgs, differs, twice, again, late in ranks(2, _errors):
         assert "cannot shard LBFGS, which needs all parameters at once" in lbfgs
         assert "ranks disagree about the optimizer's parameters" in differs
-        assert "sharded already" in twice and "this ZeroRedundancyOptimizer is sharded already" in again
+        assert "already sharded" in twice and "this ZeroRedundancyOptimizer is already sharded" in again
         assert "first.weight was frozen when the optimizer was built" in late
 
 

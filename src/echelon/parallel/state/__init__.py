@@ -1,1 +1,1 @@
-"""The state of modules and optimizers by parameter name, whatever the layout; what is whole and what a rank holds of it."""
+"""The state of modules and optimizers by parameter name under any layout, and the partition of optimizers over ranks."""

@@ -1,7 +1,7 @@
-"""Optimizers that step by another one, which they hold: timm's Lookahead, SAM. Its state is a part of theirs.
+"""Optimizers that hold an inner optimizer and step by it: timm's Lookahead, SAM. The inner state is saved within the outer one.
 
-The state of a parameter is that of the outer one, with the inner one's as a dict in it. Without it moments would begin anew after
-a restart, in silence, as neither `outer.state` nor, often, `outer.state_dict()` has them
+A parameter's state is the outer optimizer's, with the inner optimizer's as a dict in it. Otherwise moments would silently start
+anew after a restart, as `outer.state` never has them, and `outer.state_dict()` often lacks them, too
 (tests/checkpoint/test_further_state.py).
 """
 
@@ -14,26 +14,26 @@ import torch
 
 __all__ = ["hooked", "inner_of", "linked", "put_inside", "state_of", "without_inner"]
 
-_INNER = "~inner"  # no name of a parameter's state
+_INNER = "~inner"  # a key that no optimizer uses in a parameter's state
 
 
 def hooked(optimizer: torch.optim.Optimizer) -> None:
-    """Have it call hooks around its steps: one that leaves out `Optimizer.__init__`, as timm's Lookahead does, calls none.
+    """Have the optimizer call step hooks. One that skips `Optimizer.__init__`, as timm's Lookahead does, calls none.
 
-    What torch does after unpickling adds what is missing, and changes nothing where all is there.
+    `__setstate__`, which torch calls after unpickling, adds missing attributes and changes no existing ones.
     """
     torch.optim.Optimizer.__setstate__(optimizer, {"defaults": getattr(optimizer, "defaults", {})})
 
 
 def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """The one that it holds for the same parameters."""
+    """The optimizer that it holds for the same parameters; None without one."""
     held = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer) and each is not optimizer]
     own_ids = {id(p) for group in optimizer.param_groups for p in group["params"]} if held else set()
     return next((each for each in held if any(id(p) in own_ids for group in each.param_groups for p in group["params"])), None)
 
 
 def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:
-    """A parameter's, with that of the optimizer inside."""
+    """A parameter's state, with that of the inner optimizer."""
     own: Mapping[str, Any] = optimizer.state.get(parameter, {})
     inner = inner_of(optimizer)
     if inner is None or inner.state is optimizer.state or not (further := state_of(inner, parameter)):
@@ -42,15 +42,15 @@ def state_of(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mappi
 
 
 def without_inner(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the outer optimizer loads."""
+    """The part of a parameter's state that the outer optimizer loads."""
     return {key: value for key, value in state.items() if key != _INNER}
 
 
 def linked(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Before it loads, which puts others in the place of its groups and its state.
+    """Record whether outer and inner optimizer share `param_groups` and `state`. Call before a load, which replaces the outer's.
 
     Returns:
-        what gives these to the optimizer inside again, where both had the same.
+        a function that makes the inner optimizer share the outer's again.
     """
     inner = inner_of(optimizer)
     if inner is None:
@@ -67,7 +67,7 @@ def linked(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
 
 def put_inside(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
-    """A parameter's state, as it was saved, into the optimizers inside."""
+    """Load a parameter's saved state into the inner optimizers."""
     inner = inner_of(optimizer)
     if inner is not None and _INNER in state:
         inner.state[parameter] = without_inner(state[_INNER])

@@ -11,15 +11,15 @@ from echelon.common.errors import CheckpointMismatchError
 
 __all__ = ["Saved", "by_parameter", "known", "leaves", "mine", "nested", "options", "tensor_options"]
 
-# What a checkpoint holds: (type, shape) of tensors by their name in it.
+# (dtype, shape) of a checkpoint's tensors by name.
 Saved = Mapping[str, tuple[torch.dtype, list[int]]]
 
-# How an optimizer computes, not what: the script's choice, which suits this machine and layout.
+# Implementation flags, not hyperparameters: the script chooses them to suit its machine and layout, so they are not restored.
 HOW = {"foreach", "fused", "capturable", "differentiable"}
 
 
 def leaves(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state without its nesting, keyed by path."""
+    """A flattened state, keyed by path."""
     values: dict[str, Any] = {}
     for key, value in state.items():
         values |= leaves(f"{prefix}.{key}", value) if isinstance(value, Mapping) else {f"{prefix}.{key}": value}
@@ -38,23 +38,23 @@ def nested(prefix: str, leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def known(keys: Iterable[str]) -> set[str]:
-    """The parameters whose options are among the keys: all that the saved optimizer had."""
+    """The parameters whose options are among the keys: all parameters of the saved optimizer."""
     return {k.removeprefix("param_groups.").rpartition(".")[0] for k in keys if k.startswith("param_groups.")}
 
 
 def tensor_options(me: str, saved: Saved) -> dict[str, torch.Tensor]:
-    """Room for options that are tensors, such as a learning rate on a GPU."""
+    """Empty tensors for options that were saved as tensors, such as a learning rate on a GPU."""
     own_kinds = {k.removeprefix(f"{me}."): kind for k, kind in saved.items() if k.startswith(f"{me}.param_groups.")}
     return {key: torch.empty(shape, dtype=dtype) for key, (dtype, shape) in own_kinds.items()}
 
 
 def mine(me: str, saved: Saved) -> list[str]:
-    """The keys of the state that is called `me` in a checkpoint."""
+    """The keys of the state with the name `me` in a checkpoint."""
     return [key.removeprefix(f"{me}.") for key in saved if key.startswith(f"{me}.")]
 
 
 def by_parameter(keys: Iterable[str], names: Collection[str]) -> dict[str, list[str]]:
-    """The keys of a state by parameter: "state.<parameter>.<what>", where both may have dots in them."""
+    """The keys of a state, "state.<parameter>.<what>", by parameter. Both parts may contain dots."""
     every, keys_of = set(names), dict[str, list[str]]()
     for key in keys:
         first, *parts = key.split(".")
@@ -66,10 +66,10 @@ def by_parameter(keys: Iterable[str], names: Collection[str]) -> dict[str, list[
 
 
 def options(group: Mapping[str, Any], names: list[str], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options as its parameters had them; the group's own for what the checkpoint does not know.
+    """A group's options as its parameters were saved; the group's current ones if the checkpoint lacks them.
 
     Raises:
-        CheckpointMismatchError: they were in groups with different options.
+        CheckpointMismatchError: the parameters were saved in groups with different options.
     """
     options = {k: v for k, v in group.items() if k != "params"}
     prefixes = [f"param_groups.{name}." for name in names]

@@ -1,6 +1,6 @@
-"""The state of an optimizer, keyed by parameter name whatever the layout.
+"""The state of an optimizer, keyed by parameter name under any layout.
 
-A tied parameter has its first name here; a module's state has all of them.
+A tied parameter has its first name here; a module's state has all of its names.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ logger = logging.getLogger(__name__)
 class OptimizerState:
     """An optimizer's state, keyed "state.<parameter>.<what>" and "param_groups.<parameter>.<option>".
 
-    What it trains and no module has, such as a learned weight of a loss, is in nobody else's state: "values.<parameter>". What
-    else its `state_dict()` has is "further", once for all parameters.
+    Parameters that no module has, such as a learned loss weight, are in no other state, so their values are saved here:
+    "values.<parameter>". Whatever else `state_dict()` has is saved as "further", once for all parameters.
 
-    Of an optimizer that is divided over the ranks each has the tensors of what it owns; the methods are collective then.
+    If the optimizer is partitioned over the ranks, each rank has the tensors of the parameters that it owns, and the methods are
+    collective.
 
     Args:
-        modules: those whose parameters it has, by their names.
-        optimizer: of a divided one, that of what this rank owns.
-        everyones: the parameters of each group, also those of other ranks, where no `Partition` knows.
+        modules: the modules that hold its parameters, by name.
+        optimizer: for a partitioned optimizer, the one with this rank's parameters.
+        everyones: the parameters of each group, also those of other ranks, if there is no `Partition`.
     """
 
     keyed_by_name = True
@@ -84,33 +85,33 @@ class OptimizerState:
             return {**self._of_all_stages({**options, **own}), **options, **own}
         if not self._is_divided:
             return {**own, **options}
-        # Numbers are written by rank 0 alone, which does not own all of them.
+        # Only rank 0 writes numbers, and it does not own all of them.
         numbers = agree.gather({k: v for k, v in own.items() if not isinstance(v, torch.Tensor)})
         return {k: v for each in (*numbers, own, options) for k, v in each.items()}
 
     def _of_all_stages(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What is no tensor, of the other stages' parameters as well: rank 0 writes it. Collective over the pipeline."""
+        """Plain values for the parameters of all stages, since only rank 0 writes them. Collective over the pipeline."""
         states = agree.gather([[k, *_packed(v)] for k, v in state.items() if _packed(v)], self._apart)
         return {k: tuple(v) if is_tuple else v for each in states for k, v, is_tuple in each}
 
     def _owns(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank does, of what the optimizer's groups have here."""
+        """Whether this rank owns a parameter of the optimizer's groups."""
         partition = Partition.of(self._optimizer)
         return partition is None or partition.owns(parameter)
 
     def full_names(self) -> dict[str, str]:
-        """By a parameter's name here, its name in the checkpoint."""
+        """Maps a parameter's name here to its name in the checkpoint."""
         return {name: self._values[parameter] for parameter, name in self._names.items() if parameter in self._values}
 
     def targets(self, me: str, saved: Saved, values: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """Tensors to be filled from a checkpoint, and parameters of which it knows nothing. Changes nothing yet.
+        """Tensors to be filled from a checkpoint, and options of parameters that the checkpoint lacks. Changes nothing yet.
 
-        What an optimizer has not computed with yet has no state, and is given what the checkpoint has, whatever that is: no
-        step is made to see what a state would be.
+        A parameter before its first step has no state, so it gets room for whatever the checkpoint has. No trial step is made to
+        find out what its state would be.
 
         Args:
             me: this state's name in the checkpoint.
-            values: what else it holds of this state.
+            values: the checkpoint's entries of this state that are not tensors.
         """
         by_parameter = state_keys.by_parameter(
             (k.removeprefix(f"{me}.") for k in saved if k.startswith(f"{me}.")), self._names.values()
@@ -129,7 +130,7 @@ class OptimizerState:
                         room[key] = now
                         continue
                     if weight is not None and dtype == weight[0]:
-                        dtype = parameter.dtype  # a state of its parameter's type, as torch's optimizers have it
+                        dtype = parameter.dtype  # the state had its parameter's dtype, as in torch's optimizers
                     room[key] = _room(parameter, dtype, shape)
         room |= state_keys.tensor_options(me, saved) | self._saved_values(me, saved)
         known = state_keys.known((*values, *room))
@@ -137,30 +138,30 @@ class OptimizerState:
         return room, [f"param_groups.{name}" for name in everyones if name not in known]
 
     def untrained(self, values: Mapping[str, Any]) -> list[str]:
-        """What the saved optimizer held, and this one does not, though it is not frozen.
+        """Parameters that the saved optimizer held and this one does not, although they are not frozen.
 
         Args:
-            values: what a checkpoint holds of this state besides tensors.
+            values: the checkpoint's entries of this state that are not tensors.
         """
         known, own_parameters = state_keys.known(values), {p for group in self._groups for p in group}
         left = (name for p, name in self._names.items() if name in known and p not in own_parameters and p.requires_grad)
         return [f"param_groups.{name}" for name in left]
 
     def _saved_values(self, me: str, saved: Saved) -> dict[str, torch.Tensor]:
-        """The parameters that no module has, whose values a checkpoint holds; those of earlier echelons did not."""
+        """Parameters that no module has and whose values the checkpoint holds. Checkpoints of older versions do not."""
         values = {f"values.{name}": p.detach() for p, name in self._loose.items()}
         saved_values = {key: value for key, value in values.items() if f"{me}.{key}" in saved}
         if len(saved_values) < len(values):
             logger.warning(
-                "%s of a %s belong to no module among the unit's attributes, and their values are not in this checkpoint: they "
-                "stay as they are",
+                "no module among the unit's attributes holds %s of a %s, and this checkpoint lacks their values: they keep their "
+                "current values",
                 "a parameter" if len(values) - len(saved_values) == 1 else f"{len(values) - len(saved_values)} parameters",
                 type(self._optimizer).__name__,
             )
         return saved_values
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of what `state_dict` knows; what it knows without a state has none then."""
+        """Load the state of the parameters in `state_dict`. A parameter that is there without a state has no state afterwards."""
         known = state_keys.known(state_dict)
         state: dict[int, Mapping[str, Any]] = {}
         parameters: list[torch.Tensor] = []
@@ -192,14 +193,14 @@ class OptimizerState:
 
 
 class ZeroRedundancyState(OptimizerState):
-    """The state of torch's ZeroRedundancyOptimizer, which is that of the optimizer inside it."""
+    """The state of torch's ZeroRedundancyOptimizer: that of the optimizer inside it."""
 
     def __init__(self, modules: Mapping[str, nn.Module], optimizer: Any) -> None:
         super().__init__(modules, optimizer.optim, [list(group["params"]) for group in optimizer.param_groups])
         self._outer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        self._give_options(self._outer, self._optimizer)  # a schedule's latest, which the next step would pass on
+        self._give_options(self._outer, self._optimizer)  # a schedule's latest options, which the next step would pass on
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -213,14 +214,14 @@ class ZeroRedundancyState(OptimizerState):
 
 
 def _packed(value: Any) -> list[Any]:
-    """A plain value, and whether it is a tuple; nothing for what is not plain."""
+    """A plain value, and whether it is a tuple; empty for other values."""
     parts = value if isinstance(value, tuple | list) else [value]
     plain = all(each is None or isinstance(each, bool | int | float | str) for each in parts)
     return [value, isinstance(value, tuple)] if plain else []
 
 
 def _keep_types(loaded: Any, given: Mapping[str, Any]) -> None:
-    """Undo that torch gives every tensor of a state its parameter's type."""
+    """Restore dtypes: torch casts every loaded tensor of a state to its parameter's dtype."""
     for key, value in given.items():
         if isinstance(value, Mapping):
             _keep_types(loaded[key], value)
@@ -229,32 +230,32 @@ def _keep_types(loaded: Any, given: Mapping[str, Any]) -> None:
 
 
 def _check_fused(group: Mapping[str, Any], parameter: torch.Tensor, key: str, shape: list[int]) -> None:
-    """Fused kernels on CPUs believe in the shapes of a state: of another, they read and write beyond its memory (torch 2.13)."""
+    """Refuse a state of another shape: fused CPU kernels do not check it, and read and write beyond its memory (torch 2.13)."""
     wanted = [] if key.endswith(".step") else list(parameter.shape)
     if group.get("fused") and shape != wanted:
         raise CheckpointMismatchError(
-            f"{key} has the shape {shape}, and a fused optimizer wants {wanted}. Use fused=False, if it is meant."
+            f"{key} has the shape {shape}, but a fused optimizer needs {wanted}. Use fused=False, if it is meant."
         )
 
 
 def _room(parameter: torch.Tensor, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-    """An empty tensor for a state: cut as its parameter is, if it has its shape."""
+    """An empty tensor for a state, sharded like its parameter if it has the same shape."""
     if list(parameter.shape) == shape and shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     return torch.empty(shape, dtype=dtype)
 
 
-# State of optimizers that keep it in a few bits, as torchao's AdamW8bit: in checkpoints it is what it stands for, in float32.
+# Quantised state, as of torchao's AdamW8bit: checkpoints have it dequantised, in float32.
 #
-# So it goes on under any layout, on any number of ranks, or with another optimizer. It is quantised once more then than without a
-# stop, as in every step: a run that goes on is not bit-equal.
+# So it can be loaded under any layout, on any number of ranks, or with another optimizer. A resume quantises it once more than an
+# uninterrupted run, so the resumed run is not bit-equal.
 #
 # torchao 0.18 has no public way to make an empty state: `_new_buffer` decides which parameters are large enough for one.
 # tests/parallel/test_low_bit.py fails when that changes.
 
 
 def is_low_bit(value: Any) -> bool:
-    """Whether it is a tensor that stands for numbers which it does not hold."""
+    """Whether it is a quantised tensor."""
     if not isinstance(value, torch.Tensor):
         return False
     kind = type(local(value))
@@ -262,7 +263,7 @@ def is_low_bit(value: Any) -> bool:
 
 
 def as_float(value: Any) -> Any:
-    """What it stands for; anything else as it is."""
+    """A quantised tensor dequantised; any other value as it is."""
     if not is_low_bit(value):
         return value
     from torch.distributed.tensor import DTensor
@@ -277,45 +278,45 @@ def as_float(value: Any) -> Any:
 
 @torch.no_grad()
 def quantise_again(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-    """Give a parameter's state, which was read as numbers, the form in which the optimizer keeps it."""
+    """Quantise a parameter's state, which was loaded dequantised, as the optimizer keeps it."""
     make: Callable[[torch.Tensor, bool], torch.Tensor] | None = getattr(optimizer, "_new_buffer", None)
     if make is None or not type(optimizer).__module__.startswith("torchao."):
         return
     state = optimizer.state.get(parameter, {})
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() and not is_low_bit(value):
-            kept = make(parameter, key == "exp_avg")  # squares have no sign
+            kept = make(parameter, key == "exp_avg")  # signed, unlike squares
             local(kept).copy_(local(value))
             state[key] = kept
 
 
-# What an optimizer's state has besides that of its parameters and their options, such as a count of its own steps.
+# Further state of an optimizer, besides that of its parameters and their options, such as a count of its own steps.
 #
-# torch's `state_dict()` keeps what lies in `optimizer.state` under other keys than parameters; a class or a hook may add keys
-# beside "state" and "param_groups". Both are plain values and whole tensors, equal on all ranks: where they differ, rank 0's
-# count.
+# torch's `state_dict()` includes entries of `optimizer.state` whose keys are not parameters; a class or a hook may add keys
+# beside "state" and "param_groups". Both must be plain values and whole tensors, equal on all ranks; if values differ, rank 0's
+# are saved.
 
 # Its key in a checkpoint, beside those of the parameters.
 FURTHER = "further"
 
-# {"state": by key, "dict": by key, "off_cpu": paths of the tensors that lay on an accelerator}
+# {"state": by key, "dict": by key, "off_cpu": paths of the tensors that were on an accelerator}
 Further = dict[str, Any]
 
-_BY_TENSORS = object()  # stands for what has a tensor for a key
+_BY_TENSORS = object()  # stands for an entry whose key is a tensor
 
 _REMEDY = (
-    "Keep what belongs to a parameter in optimizer.state[parameter], which is saved by the parameter's name under any layout; "
-    "elsewhere plain values and whole tensors by names, which are the same on every rank."
+    "Keep state of a parameter in optimizer.state[parameter], which is saved by the parameter's name under any layout; keep "
+    "elsewhere only plain values and whole tensors by name, equal on every rank."
 )
 
 
 def further_state(optimizer: torch.optim.Optimizer, *, is_divided: bool = False) -> Further:
-    """As it is now; empty if there is nothing.
+    """The optimizer's current further state; empty if there is none.
 
     Args:
-        is_divided: each rank has that of the parameters which it owns. Collective then.
+        is_divided: each rank has only its own parameters' state. Then this is collective.
     Raises:
-        CheckpointError: what no checkpoint can give back.
+        CheckpointError: an entry that a checkpoint cannot restore, or entries that differ between ranks.
     """
     further, problem = _taken(optimizer)
     if is_divided:
@@ -324,8 +325,8 @@ def further_state(optimizer: torch.optim.Optimizer, *, is_divided: bool = False)
         every = agree.kinds(sorted(kinds))
         if len(every) > 1:
             problem = (
-                f"{type(optimizer).__name__}.state_dict() must hold the same on every rank besides the state of the parameters "
-                f"that it owns, got ranks with other things at {min(set(every[0]).symmetric_difference(*every[1:]))}. {_REMEDY}"
+                f"{type(optimizer).__name__}.state_dict() must hold the same on every rank, except for the state of parameters "
+                f"that the rank owns, but ranks differ at {min(set(every[0]).symmetric_difference(*every[1:]))}. {_REMEDY}"
             )
     if problem is not None:
         raise CheckpointError(problem)
@@ -334,7 +335,7 @@ def further_state(optimizer: torch.optim.Optimizer, *, is_divided: bool = False)
 
 
 def _taken(optimizer: torch.optim.Optimizer) -> tuple[Further, str | None]:
-    """What there is, and what is wrong with it."""
+    """The further state, and a message if it cannot be saved."""
     name, state_dict = type(optimizer).__name__, _told(optimizer)
     if not isinstance(state_dict, Mapping):
         return {}, f"{name}.state_dict() must give a dict, got a {type(state_dict).__name__}. {_REMEDY}"
@@ -343,7 +344,7 @@ def _taken(optimizer: torch.optim.Optimizer) -> tuple[Further, str | None]:
         return {}, f"the keys of {name}.state must be parameters and names, got {numbers[0]}. {_REMEDY}"
     state = state_dict.get("state")
     further = {
-        # Numbers stand for parameters there, whose state is saved by name.
+        # Integer keys stand for parameters, whose state is saved by name.
         "state": {k: v for k, v in state.items() if not isinstance(k, int)} if isinstance(state, Mapping) else {},
         "dict": {k: v for k, v in state_dict.items() if k not in ("state", "param_groups")},
     }
@@ -355,7 +356,7 @@ def _taken(optimizer: torch.optim.Optimizer) -> tuple[Further, str | None]:
 
 
 def given_back(optimizer: torch.optim.Optimizer, saved: Any) -> Further:
-    """What the optimizer is to load: what was saved; what an earlier echelon has not saved stays as it is."""
+    """The further state to load: the saved one, completed by the current one for entries that an older version did not save."""
     now = further_state(optimizer)
     if not isinstance(saved, Mapping):
         saved = {}
@@ -365,7 +366,7 @@ def given_back(optimizer: torch.optim.Optimizer, saved: Any) -> Further:
 
 
 def _told(optimizer: torch.optim.Optimizer) -> Any:
-    """Its `state_dict()`, which torch refuses to make where a parameter has a state and is in no group any more."""
+    """The optimizer's `state_dict()`, without state of parameters that are in no group any more, for which torch raises."""
     own_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
     dropped = {p: each for p, each in optimizer.state.items() if isinstance(p, torch.Tensor) and id(p) not in own_ids}
     for parameter in dropped:
@@ -377,7 +378,7 @@ def _told(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What is no container, by where it lies."""
+    """All values that are not containers, with their paths."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             if isinstance(key, torch.Tensor):
@@ -392,7 +393,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _placed(value: Any, path: str, paths: set[str], device: torch.device) -> Any:
-    """What was just read, with the tensors at these paths on the device."""
+    """A value that was read from a checkpoint, with the tensors at `paths` moved to the device."""
     if isinstance(value, torch.Tensor):
         return value.to(device) if path.removeprefix("dict.") in paths else value
     if isinstance(value, MutableMapping):

@@ -1,11 +1,11 @@
-"""An optimizer whose state is sharded over the ranks: each rank updates the parameters that it owns, and broadcasts them.
+"""An optimizer whose state is partitioned over the ranks: each rank updates the parameters that it owns, and broadcasts them.
 
-The user's own optimizer object stays, so schedulers, scalers and hooks on it keep working; in a step its parameter groups are
-what this rank owns, and between steps all of them, as scripts that clip or look at gradients expect. torch's
-ZeroRedundancyOptimizer would be another object, built from a class and its arguments, which an optimizer that exists does not
-give away (AdamW's `defaults` are not arguments that AdamW accepts).
+The user's optimizer object stays, so schedulers, scalers and hooks on it keep working. During a step its parameter groups hold
+the parameters that this rank owns; between steps they hold all parameters, as scripts that clip or read gradients expect. torch's
+ZeroRedundancyOptimizer would be another object, built from a class and its arguments, which an existing optimizer does not reveal
+(AdamW's `defaults` are not arguments that AdamW accepts).
 
-Communication: after each step one broadcast per owner, type and device; parameters are views of the buffers that are sent.
+Communication: after each step one broadcast per owner, dtype and device; parameters are views of the buffers that are sent.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from echelon.world import agree
 
 __all__ = ["Partition", "assign", "is_zero_redundancy", "parameter_groups", "parameters_of"]
 
-_ALIGNMENT_BYTES = 64  # what vectorised kernels like their tensors to start at
+_ALIGNMENT_BYTES = 64  # of each parameter in a buffer, for vectorised kernels
 
 
 def assign(sizes: Sequence[int], load: list[int], *, largest_first: bool = True) -> list[int]:
-    """The owner of each item, so that owners have about equally much: to whom has least. Deterministic.
+    """The owner of each item: always the owner with the least load, so that loads are about equal. Deterministic.
 
     Args:
-        load: what each owner has; what it gets is added.
-        largest_first: else in the order of the items, which divides less evenly.
+        load: each owner's load, which is updated.
+        largest_first: assign the largest items first; else in the order of the items, which is less even.
     """
     chosen = [0] * len(sizes)
     least = [(has, owner) for owner, has in enumerate(load)]
@@ -53,7 +53,7 @@ def assign(sizes: Sequence[int], load: list[int], *, largest_first: bool = True)
 
 @dataclass
 class _Buffer:
-    """One owner's parameters of one type and device, which are views of `flat`; and where they lay when it was made."""
+    """One owner's parameters of one dtype and device, which are views of `flat`, and their addresses when it was made."""
 
     owner: int
     parameters: list[nn.Parameter]
@@ -62,28 +62,28 @@ class _Buffer:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a parameter has been given other memory since: `module.to(...)`, or `parameter.data = ...`."""
+        """Whether a parameter has other memory now, after `module.to(...)` or `parameter.data = ...`."""
         return any(p.data_ptr() != address for p, address in zip(self.parameters, self.addresses, strict=True))
 
 
 class Partition:
-    """Divides the state of an optimizer over the ranks of a group, whose gradients must be equal already. Collective.
+    """Partitions the state of an optimizer over the ranks of a group, which must already have equal gradients. Collective.
 
-    A frozen parameter belongs to nobody. Parameters that come later by `add_param_group` are divided at the next step, those
-    that are unfrozen later by `refresh`.
+    Frozen parameters have no owner. Parameters added later by `add_param_group` get an owner at the next step, and parameters
+    unfrozen later by `refresh`.
 
     Args:
-        optimizer: just built. What its constructor made for what others own is dropped.
+        optimizer: just built. State that its constructor made for other ranks' parameters is dropped.
         names: parameter names for messages.
-        what: who divides, for messages.
-        unfreezing: what to do about a parameter that was unfrozen too late, for messages.
+        what: the layout or class that partitions, for messages.
+        unfreezing: the remedy for a parameter that was unfrozen too late, for messages.
         largest_first: as in `assign`.
-        shows_all: the optimizer's groups have all parameters between its steps; else always what this rank owns.
+        shows_all: between steps the optimizer's groups hold all parameters; else always this rank's only.
     Attributes:
         groups: every group's parameters, of all owners, in the order of the optimizer's groups.
-        owners: the rank within the group that owns a parameter; frozen ones are not in it.
+        owners: the rank within the group that owns each parameter, without frozen ones.
     Raises:
-        UsageError: an optimizer that looks at all parameters at once; ranks whose optimizers differ.
+        UsageError: an optimizer that needs all parameters at once, or ranks whose optimizers differ.
     """
 
     _all: ClassVar[WeakKeyDictionary[torch.optim.Optimizer, Partition]] = WeakKeyDictionary()
@@ -105,7 +105,7 @@ class Partition:
             raise OptimizerError(f"{what} cannot shard LBFGS, which needs all parameters at once. Use layout 'ddp'.")
         if Partition.of(optimizer) is not None or is_zero_redundancy(optimizer):
             raise OptimizerError(
-                f"this {type(optimizer).__name__} is sharded already, and {what} would shard it again. Build it unsharded."
+                f"this {type(optimizer).__name__} is already sharded, and {what} would shard it again. Build it unsharded."
             )
         self._group, self._names = group, names or {}
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
@@ -119,13 +119,13 @@ class Partition:
         hooked(optimizer)
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
-        # The optimizer's own would leave the gradients of what others own.
+        # The optimizer's own zero_grad would leave the gradients of other ranks' parameters.
         replace(optimizer, "zero_grad", "partition", partial(_zero_grad, self))
-        for name in ("train", "eval"):  # schedule-free optimizers put other values in the place of their parameters
+        for name in ("train", "eval"):  # schedule-free optimizers swap their parameters' values here
             if callable(getattr(type(optimizer), name, None)):
                 replace(optimizer, name, "partition", partial(self._change, name))
         Partition._all[optimizer] = self
-        if self._size > 1 and what.startswith("layout"):  # others consolidate what they give
+        if self._size > 1 and what.startswith("layout"):  # other users consolidate the state dict themselves
             tell_when_optimizer_is_pickled(optimizer)
 
     @staticmethod
@@ -135,19 +135,19 @@ class Partition:
 
     @staticmethod
     def behind(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The optimizer that does the work: itself, or the divided one that it is a facade of."""
+        """The optimizer that does the work: itself, or the partitioned one behind this facade."""
         if is_zero_redundancy(optimizer):
             return optimizer.optim  # type: ignore[attr-defined, no-any-return]
         partition = Partition.of(optimizer)
         return optimizer if partition is None else partition.optimizer
 
     def stands_behind(self, facade: torch.optim.Optimizer) -> None:
-        """`Partition.of(facade)` is this one from now on: another optimizer through which users see the divided one."""
+        """Have `Partition.of(facade)` return this: users see the partitioned optimizer through the optimizer `facade`."""
         Partition._all[facade] = self
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The divided optimizer itself."""
+        """The partitioned optimizer itself."""
         optimizer = self._optimizer()
         assert optimizer is not None
         return optimizer
@@ -161,22 +161,22 @@ class Partition:
         return [p for group in self.groups for p in group]
 
     def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank does."""
+        """Whether this rank owns the parameter."""
         return self.owners.get(parameter) == self._rank  # type: ignore[call-overload, no-any-return]
 
     def refresh(self) -> None:
-        """Give owners to what was added or unfrozen since. Collective; from then on its gradients must be equal, too."""
+        """Give owners to parameters added or unfrozen since. Collective. From then on ranks must have equal gradients of them."""
         self._take(self.optimizer)
         unfrozen = [p for p in self._frozen if p.requires_grad]
         agree.same_on_all(
-            "what has been unfrozen", [list(p.shape) for p in unfrozen], "Unfreeze the same on every rank.", self._group
+            "the unfrozen parameters", [list(p.shape) for p in unfrozen], "Unfreeze the same on every rank.", self._group
         )
         if unfrozen:
             self._frozen = [p for p in self._frozen if not p.requires_grad]
             self._divide(self.optimizer, unfrozen)
 
     def _take(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the groups that are not divided yet."""
+        """Give owners to the parameters of groups that were added since."""
         new = optimizer.param_groups[len(self.groups) :]
         agree.same_on_all(
             "the optimizer's parameters",
@@ -206,7 +206,7 @@ class Partition:
             self._buffers += _buffers(parameters, owners)
 
     def _change(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """A method of the optimizer that changes parameters beside its step, of those that this rank owns. Collective."""
+        """Call a method that changes parameters outside of a step, such as `train`, for this rank's parameters. Collective."""
         self._before(self.optimizer, args, kwargs)
         try:
             return getattr(type(self.optimizer), name)(self.optimizer, *args, **kwargs)
@@ -219,8 +219,8 @@ class Partition:
         for parameter in self._frozen:
             if parameter.grad is not None:
                 raise OptimizerError(
-                    f"{self._what}: {self._names.get(parameter, 'a parameter')} was frozen when the optimizer was built, and "
-                    f"has a gradient now that no rank has reduced. {self._unfreezing}"
+                    f"{self._what}: {self._names.get(parameter, 'a parameter')} was frozen when the optimizer was built, and now "
+                    f"has a gradient that was not reduced. {self._unfreezing}"
                 )
         _show(optimizer, self._mine)
 
@@ -229,7 +229,7 @@ class Partition:
         if self._shows_all:
             _show(optimizer, self.groups)
         if any(buffer.is_lost for buffer in self._buffers):
-            # Each at its own place, so that the order of the broadcasts is the same on all ranks.
+            # Replace each in its place, so that all ranks broadcast in the same order.
             buffers = ([b] if not b.is_lost else _buffers(b.parameters, self.owners) for b in self._buffers)
             self._buffers = [buffer for each in buffers for buffer in each]
         works = [dist.broadcast(b.flat, group_src=b.owner, group=self._group, async_op=True) for b in self._buffers]
@@ -239,7 +239,7 @@ class Partition:
 
 
 def is_zero_redundancy(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is torch's own: a facade, whose groups have everyone's parameters, of an optimizer over what this rank owns."""
+    """Whether it is torch's own: a facade with all ranks' parameters before an optimizer with this rank's parameters."""
     return isinstance(optimizer, imported("torch.distributed.optim", "ZeroRedundancyOptimizer"))
 
 
@@ -256,7 +256,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its parameters have any: as a rule all are cleared, or none."""
+    """Whether its parameters have gradients. Looks at the first and the last one: as a rule all are cleared, or none."""
     groups = parameter_groups(optimizer)
     return any(parameter.grad is not None for parameter in (*groups[0][:1], *groups[-1][-1:]))
 
@@ -273,27 +273,27 @@ def _buffers(parameters: Iterable[nn.Parameter], owners: dict[nn.Parameter, int]
 
 
 def _show(optimizer: torch.optim.Optimizer, groups: list[list[nn.Parameter]]) -> None:
-    for group, parameters in zip(optimizer.param_groups, groups, strict=False):  # of more, some are not divided yet
+    for group, parameters in zip(optimizer.param_groups, groups, strict=False):  # further groups have no owners yet
         group["params"] = parameters
 
 
 def _zero_grad(partition: Partition, set_to_none: bool = True) -> None:
-    for group in parameter_groups(partition.optimizer):  # also those that are divided only at the next step
+    for group in parameter_groups(partition.optimizer):  # also groups that get owners only at the next step
         for parameter in group:
             if set_to_none or parameter.grad is None:
                 parameter.grad = None
             else:
-                parameter.grad.detach().zero_()  # which may be a view of a bucket
+                parameter.grad.detach().zero_()  # it may be a view of a bucket
 
 
 def _flatten(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """Move parameters of one type and device into one buffer, of which they become views."""
+    """Move parameters of one dtype and device into one buffer; they become views of it."""
     step = max(1, _ALIGNMENT_BYTES // parameters[0].element_size())
     room = [(p.numel() + step - 1) // step * step for p in parameters]
     flat = parameters[0].new_zeros(sum(room))
     start = 0
     for parameter, size in zip(parameters, room, strict=True):
-        # As it lies in memory: channels-last weights keep their strides, which gradient buckets rely on.
+        # In memory order: channels-last weights keep their strides, which gradient buckets rely on.
         order = sorted(range(parameter.dim()), key=lambda d: (-parameter.stride()[d], d))
         shape = [parameter.shape[d] for d in order]
         view = flat[start : start + parameter.numel()].view(shape).permute([order.index(d) for d in range(len(order))])

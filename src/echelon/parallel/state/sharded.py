@@ -1,7 +1,7 @@
-"""State dicts that hold a rank's part of a model say so when they are pickled, as `torch.save` does.
+"""State dicts of shards warn when they are pickled, as by `torch.save`. Sharded modules and optimizers load whole tensors.
 
-The file would have a part of the weights, or of the optimizer's state, under the names of the whole. torch's own checkpoints,
-which understand parts, pickle none; nor does `load_state_dict`.
+A pickled file would hold a part of the weights, or of the optimizer's state, under the names of the whole. torch's distributed
+checkpoints, which handle shards, do not pickle state dicts; nor does `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ __all__ = ["part_like", "take_whole_states", "tell_when_module_is_pickled", "tel
 logger = logging.getLogger(__name__)
 
 _OF_MODULE = (
-    "%s.state_dict() holds this rank's shards, and is being pickled, as by torch.save. On all ranks call "
+    "%s.state_dict() holds only this rank's shards, and is being pickled, as by torch.save. On all ranks call "
     "get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) of "
-    "torch.distributed.checkpoint.state_dict, and save on rank 0 what it gives; or let checkpoints= or a "
+    "torch.distributed.checkpoint.state_dict, and save its result on rank 0; or let checkpoints= or a "
     "DistributedCheckpointSaver save the run (echelon ckpt export takes weights from there)"
 )
 _OF_OPTIMIZER = (
-    "%s.state_dict() holds the state of this rank's part of the parameters, and is being pickled, as by torch.save. Let "
-    "checkpoints= or a DistributedCheckpointSaver save the run, which keeps the whole"
+    "%s.state_dict() holds only the state of this rank's part of the parameters, and is being pickled, as by torch.save. Let "
+    "checkpoints= or a DistributedCheckpointSaver save the run, with the whole state"
 )
 
 
 def tell_when_module_is_pickled(module: nn.Module) -> None:
-    """Of a module that is split over the ranks: one warning for what its `state_dict()` gives."""
+    """Have state dicts of a sharded module warn, once, when they are pickled."""
     tell = _once(_OF_MODULE, class_name(module))
 
     def mark(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
@@ -50,7 +50,7 @@ def tell_when_module_is_pickled(module: nn.Module) -> None:
 
 
 def tell_when_optimizer_is_pickled(optimizer: torch.optim.Optimizer) -> None:
-    """Likewise, of an optimizer whose state is divided."""
+    """Have state dicts of a sharded or partitioned optimizer warn, once, when they are pickled."""
     tell = _once(_OF_OPTIMIZER, type(optimizer).__name__)
     hooked(optimizer)
     optimizer.register_state_dict_post_hook(lambda optimizer, state: _Part(state, tell))
@@ -69,9 +69,9 @@ def _once(text: str, name: str) -> Callable[[], None]:
 
 
 class _Mark:
-    """On an ordered dict that is pickled as torch's own is, and tells. So do copies of it.
+    """Makes an OrderedDict, and copies of it, warn when pickled. The pickle is that of a plain OrderedDict.
 
-    Pickling and copying ask an object for these methods by its attributes.
+    Pickling and copying look these methods up among an object's attributes.
     """
 
     def __init__(self, state: OrderedDict[str, Any], tell: Callable[[], None]) -> None:
@@ -97,7 +97,7 @@ class _Mark:
 
 
 class _Part(dict[str, Any]):
-    """An optimizer's."""
+    """An optimizer's state dict that warns when pickled."""
 
     def __init__(self, state: dict[str, Any], tell: Callable[[], None]) -> None:
         super().__init__(state)
@@ -114,14 +114,14 @@ class _Part(dict[str, Any]):
         return _Part(copy.deepcopy(dict(self), memo), self._tell)
 
 
-# `load_state_dict` of a sharded module takes whole tensors, too, such as pretrained weights.
+# `load_state_dict` of a sharded module also takes whole tensors, such as pretrained weights.
 
 
 def take_whole_states(root: nn.Module) -> None:
-    """From now on. Each rank takes its parts of the tensors that it is given, so these must be the same on all ranks.
+    """Let `load_state_dict` of a sharded module take whole tensors from now on. They must be equal on all ranks.
 
     Args:
-        root: of `fully_shard`; its parameters are split.
+        root: a root of `fully_shard`, whose parameters are split.
     """
     for part in root.modules():
         split = [name for name, p in part.named_parameters(recurse=False) if is_split(p)]
@@ -133,29 +133,29 @@ def _split(root: weakref.ref[nn.Module], names: list[str], part: nn.Module, stat
     own_parameters = dict(part.named_parameters(recurse=False))
     if not all(
         is_split(own_parameters[name]) for name in names if name in own_parameters
-    ):  # an evaluation leaves whole ones, which are lost
+    ):  # an evaluation leaves gathered parameters, which would be freed with the loaded values
         reshard(root() or part)
         own_parameters = dict(part.named_parameters(recurse=False))
     for name in names:
         given, parameter = state.get(prefix + name), own_parameters.get(name)
         if parameter is None or not is_split(parameter) or not isinstance(given, torch.Tensor) or is_split(given):
             continue
-        if given.shape == parameter.shape:  # else torch says so
+        if given.shape == parameter.shape:  # else torch raises
             state[prefix + name] = part_like(given, parameter, prefix + name)
 
 
 def part_like(given: torch.Tensor, parameter: Any, name: str) -> torch.Tensor:
-    """A whole tensor, which every rank has, split as a parameter is.
+    """Split a whole tensor, which every rank has, like a parameter.
 
     Raises:
-        UsageError: it is split along several axes.
+        UsageError: the parameter has a placement other than Shard and Replicate.
     """
     from torch.distributed.tensor import distribute_tensor
 
     if any(type(each).__name__ not in ("Shard", "Replicate") for each in parameter.placements):
         raise LayoutError(
-            f"{name} is split along several axes, as {parameter.placements}, and takes no whole tensor. Load weights before the "
-            "module is made parallel."
+            f"{name} is split along several axes, as {parameter.placements}, and cannot be loaded from a whole tensor. Load "
+            "weights before the module is made parallel."
         )
     value = given.detach().to(parameter.device)
     return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -1,7 +1,7 @@
-"""The state of modules and optimizers, keyed by parameter name whatever the layout: what one wrote, any other can read.
+"""The state of modules and optimizers, keyed by parameter name under any layout: a state saved under one loads under another.
 
-Names are those of the module as its author wrote it. A tied parameter has its first name in an optimizer's state, and all of
-them in the module's.
+Names are those of the module as its author wrote it. An optimizer's state has a tied parameter under its first name, a module's
+state under all of its names.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ __all__ = ["ModuleState", "states_by_name"]
 
 
 class ModuleState:
-    """Parameters and buffers of a module, by name; sharded ones as DTensors.
+    """A module's parameters and buffers by name; sharded ones as DTensors.
 
-    All of them, also where a script has put a `state_dict` of its own on the module, as for PEFT: to say what a library writes.
+    It has all of them, also if a script has set a `state_dict` of its own on the module, as for PEFT to choose what a library
+    writes.
     """
 
     keyed_by_name = True
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._renamed: list[str] = []  # what the module's own hooks gave other names, when it was last asked
+        self._renamed: list[str] = []  # tensors that the module's own hooks renamed in the latest state_dict()
 
     @property
     def _is_bare(self) -> bool:
-        """Without parameters and buffers, as a loss: torch's functions take that for an error."""
+        """Whether it has no parameters and buffers, like a loss: torch's functions raise for such a module."""
         return not any(True for tensors in (self._module.parameters(), self._module.buffers()) for _ in tensors)
 
     @property
@@ -71,7 +72,7 @@ class ModuleState:
         return state
 
     def _by_torch(self) -> dict[str, Any] | None:
-        """The state by the names of the module's parts; None if hooks of its own have given it others, which torch looks up."""
+        """The state from torch's function; None if the module's own hooks rename entries, which torch then does not find."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         try:
@@ -81,15 +82,15 @@ class ModuleState:
                 name, why = class_name(unwrapped(self._module)), str(error).partition(" but ")[0]
                 raise CheckpointError(
                     f"the state_dict() of the {name} must have the names of its parameters and buffers in a "
-                    f"FullyShardedDataParallel, got others, as hooks of its own give: {why}. Rename in what reads the weights, "
-                    "not in the module; or give the plain module to layout='fsdp'."
+                    f"FullyShardedDataParallel, got others, which its own hooks give: {why}. Rename in the code that reads the "
+                    "weights, not in the module; or give the plain module to layout='fsdp'."
                 ) from error
             if isinstance(error, AssertionError):
                 raise
             return None
 
     def room(self, me: str, saved: Saved) -> dict[str, torch.Tensor]:
-        """Tensors to be filled from a checkpoint in place of buffers that had another shape there, or have no value yet.
+        """Empty tensors to read from a checkpoint, for buffers with another shape there or without a value yet.
 
         Args:
             me: this state's name in the checkpoint.
@@ -103,7 +104,7 @@ class ModuleState:
         return tensors
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state. A buffer of another shape is the module's own to load; where it does not, it gets that shape."""
+        """Load the state. If the module does not itself load a buffer that was saved with another shape, it gets that shape."""
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
         if self._is_bare:
@@ -115,21 +116,21 @@ class ModuleState:
             for key, owner, name, buffer in self._reshaped(shapes):
                 if buffer is None:
                     setattr(owner, name, torch.empty_like(state_dict[key]))
-                else:  # the last of its hooks: its own, and a `_load_from_state_dict` of its class, have done what they do
+                else:  # registered last, so it runs after the module's own hooks
                     stack.callback(owner.register_load_state_dict_pre_hook(partial(_reshape, name)).remove)
             names = {plain_name(name): name for name in unwrapped(self._module).state_dict()}
             if self._has_fsdp1 or (not names.keys() >= state_dict.keys() and self._by_torch() is not None):
                 set_model_state_dict(self._module, state_dict)
-            else:  # torch's function loses a module that is in two places, once a wrapper gives names a prefix
+            else:  # torch's function loses a module that is registered in two places if a wrapper adds a prefix to names
                 unwrapped(self._module).load_state_dict({names.get(name, name): value for name, value in state_dict.items()})
 
     def _living(self) -> dict[str, list[int]]:
-        """The shapes of parameters and buffers."""
+        """Shapes of parameters and buffers, by name."""
         living = (*plain_names(self._module, every_name=True), *plain_buffers(self._module, every_name=True))
         return {name: list(tensor.shape) for name, tensor in living}
 
     def _reshaped(self, shapes: Mapping[str, list[int]]) -> Iterator[tuple[str, nn.Module, str, torch.Tensor | None]]:
-        """Whole buffers that do not have these shapes, or no value: by key, with their owner and their name in it."""
+        """Whole buffers that have another shape or no value, as (key, owner, name in the owner, buffer)."""
         now = self._living()
         if not (odd := [key for key, shape in shapes.items() if now.get(key) != shape]):
             return
@@ -138,35 +139,35 @@ class ModuleState:
             path, _, name = key.rpartition(".")
             try:
                 buffer: torch.Tensor | None = owners[path].get_buffer(name)
-            except (KeyError, AttributeError):  # a parameter, or nothing that there is
+            except (KeyError, AttributeError):  # a parameter, or unknown
                 continue
             if not is_split(buffer):
                 yield key, owners[path], name, buffer
 
     @property
     def is_cut(self) -> bool:
-        """Whether other ranks have other parameters altogether, as stages of a pipeline."""
+        """Whether ranks hold entirely different parameters, as stages of a pipeline do."""
         return ranks_apart(self._module) is not None
 
     @property
     def of_first_rank(self) -> list[str]:
-        """Buffers, which a forward pass changes on every rank by itself before the next one makes them equal: rank 0's count."""
+        """Whole buffers, saved as rank 0 has them: a forward pass changes them on each rank until the next one equalizes them."""
         return [*(name for name, buffer in plain_buffers(self._module) if not is_split(buffer)), *self._renamed]
 
     def tied(self) -> list[list[str]]:
-        """Names of one and the same parameter, for each that has several."""
+        """The names of each tied parameter."""
         return tied_names(plain_names(self._module, every_name=True))
 
 
 def _reshape(name: str, owner: nn.Module, state: Mapping[str, Any], prefix: str, *_: Any) -> None:
     given, buffer = state.get(prefix + name), owner.get_buffer(name)
     if isinstance(given, torch.Tensor) and given.shape != buffer.shape:
-        # The same object, which DDP sends to all ranks.
+        # Keep the object: DDP broadcasts it.
         buffer.data = torch.empty(given.shape, dtype=buffer.dtype, device=buffer.device)
 
 
 def states_by_name(app_state: Mapping[str, Any]) -> dict[str, Any]:
-    """A unit's app state with its modules and optimizers behind their names; everything else as it is."""
+    """A unit's app state with a state by name for each module and optimizer; everything else as it is."""
     modules = {name: m for name, m in app_state.items() if isinstance(m, nn.Module)}
     for module in modules.values():
         reshard(module)
@@ -182,7 +183,7 @@ def states_by_name(app_state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def module_state(module: nn.Module) -> ModuleState:
-    """A module's state, or that of the module in a wrapper which torch's functions do not know."""
+    """A module's state; for a wrapper that torch's functions do not know, the state of the module inside."""
     kind = wrapper_of(module)
     if kind is not None and kind.module_state is not None:
         made: ModuleState = kind.module_state(module)
@@ -200,6 +201,6 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.
 
 
 def _owners(parameters: list[nn.Parameter], modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The modules that hold the parameters. By identity: shards have no address of their own to compare."""
+    """The modules that hold the parameters, found by identity: shards have no address to compare."""
     ids = {id(p) for p in parameters}
     return {name: m for name, m in modules.items() if any(id(p) in ids for p in m.parameters())}
