@@ -1,9 +1,9 @@
-"""A call on its way to other processes, and its values on their way back: pickles, of which only trusted ones are loaded.
+"""Calls sent to other processes, and values sent back. Both are pickles, and only trusted ones are loaded.
 
-A call is loaded only if its file has the checksum that came by another way, such as the command line of a batch script, of
-which Slurm keeps the only copy. A value, or a rank's exception, is loaded only if its file is this user's own and is sealed
-with the job's key: a rank of this very job has written it, for this very place. The key comes to a rank over the socket of the
-process that forks it, or in job.json, which only this user reads and whose checksum is in the batch script.
+A call is loaded only if its file has the checksum that came by another way, such as the command line of a batch script that Slurm
+keeps. A value, or a rank's exception, is loaded only if its file is this user's own and sealed with the job's key: then a rank of
+this job wrote it, for this place. A rank gets the key over the socket of the process that forks it, or from job.json, which only
+this user can read and whose checksum is in the batch script.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _SEAL_BYTES = 32
 
 @dataclass(frozen=True)
 class Call:
-    """A function and what to call it with; of an array, one set of arguments for each task.
+    """A function and its arguments; in an array of tasks, one set of arguments per task.
 
     Args:
-        path: where modules are looked for; empty leaves that to the process which loads the call.
-        argv: of the caller; empty likewise.
+        path: the module search path; empty to use that of the process that loads the call.
+        argv: the caller's; empty to use that of the process that loads the call.
     """
 
     function: Callable[..., Any]
@@ -65,7 +65,7 @@ class Call:
 
 
 def main_module() -> dict[str, Any]:
-    """spawn's own description of how to make the caller's `__main__` importable elsewhere; empty in an interactive session."""
+    """multiprocessing's description of how to import the caller's `__main__` elsewhere; empty in an interactive session."""
     known = spawn.get_preparation_data("rank")
     if not Path(known.get("init_main_from_path", __file__)).is_file():  # "<stdin>"
         return {}
@@ -73,24 +73,24 @@ def main_module() -> dict[str, Any]:
 
 
 def refuse_in_bootstrap(what: str) -> None:
-    """A rank imports the caller's script to find its functions; a script that starts ranks at its top level would recurse.
+    """Refuse to start ranks while a rank imports the caller's script: the script would start ranks again, without end.
 
     Raises:
-        UsageError: this is such a rank, importing.
+        UsageError: this process is a rank that imports the script.
     """
     if in_bootstrap():
         script = getattr(sys.modules.get("__mp_main__"), "__file__", None) or "the script that started it"
         raise LaunchError(
-            f"{what} was called while a rank imports {script}. There, put what is called under "
+            f"{what} was called while a rank imports {script}. There, put the call under "
             '`if __name__ == "__main__":`, which is false in a rank.'
         )
 
 
 def end_bootstrap(what: str) -> None:
-    """A script without a main guard trains at its top level: a rank that imports it has all it needs, and goes no further.
+    """End the import of a script without a main guard, which trains at its top level: the rank has all it needs by now.
 
     Raises:
-        UsageError: this is a rank that was started by another function than a Trainer's, importing.
+        UsageError: the rank imports the script for a function that may need the rest of the script.
     """
     if bootstrap_may_end():
         raise ImportEndsError
@@ -98,15 +98,15 @@ def end_bootstrap(what: str) -> None:
 
 
 def pack(call: Call, copied: Callable[[str], str] = lambda path: path) -> bytes:
-    """A call as bytes: by reference, with the caller's main module to import; what cannot be, by value with cloudpickle.
+    """A call as bytes: by reference, with the caller's main module to import, or by value with cloudpickle.
 
     Args:
         copied: maps a path to its copy, or to itself if it was not copied.
     Raises:
-        UsageError: it can be sent in neither way.
+        UsageError: the call can be sent in neither way.
     """
     main = {k: copied(v) if k == "init_main_from_path" else v for k, v in main_module().items()}
-    main["may_end"] = _is_ours(call.function)  # a function of the script's own may stand behind
+    main["may_end"] = _is_ours(call.function)  # a function of the script's own may be defined further down
     path = [copied(p) for p in call.path]
     return pickle.dumps((main, path, list(call.argv), _pickled((call.function, list(call.arguments)), call.function)))
 
@@ -121,7 +121,7 @@ def _pickled(call: Any, function: Callable[..., Any]) -> bytes:
     except Exception:  # any type can raise anything when it is pickled
         logger.debug("%r cannot be sent by reference, so it is sent by value", function, exc_info=True)
     else:
-        if b"__main__" not in data or main_module():  # an interactive session's cannot be imported elsewhere
+        if b"__main__" not in data or main_module():  # an interactive session cannot be imported elsewhere
             return data
     import cloudpickle  # here: few calls need it
 
@@ -134,13 +134,14 @@ def _pickled(call: Any, function: Callable[..., Any]) -> bytes:
         of_kwargs = [item for _, kwargs in call[1] for item in kwargs.items()]
         culprit = _unsendable([(name, function), *of_args, *of_kwargs]) or f"{name} or its arguments"
         raise LaunchError(
-            f"{culprit} cannot be sent to other processes: {error}. Open files, locks and connections where they are used, and "
-            "pass what they are made from."
+            f"{culprit} cannot be sent to other processes: {error}. Open files, locks and connections in the process that uses "
+            f"them, and "
+            "pass the values needed to open them."
         ) from error
 
 
 def _unsendable(parts: Iterable[tuple[str, Any]], depth: int = 12) -> str | None:
-    """The name of the first of these that cannot be pickled; rather of the attribute, variable or item inside it that is why."""
+    """The name of the first part that cannot be pickled; if possible of the attribute, variable or item inside it that fails."""
     import cloudpickle
 
     for name, value in parts if depth else ():
@@ -160,13 +161,13 @@ def _parts(name: str, value: Any) -> list[tuple[str, Any]]:
         variables = zip(value.__code__.co_freevars, cells, strict=True)
         return [(f"the variable {inner} of {value.__qualname__}", cell.cell_contents) for inner, cell in variables]
     kind, own = type(value), {} if isinstance(value, type) else getattr(value, "__dict__", {})
-    if kind.__module__.startswith("echelon."):  # what an argument is called there says more than the class
+    if kind.__module__.startswith("echelon."):  # the argument's name says more than echelon's class
         return list(own.items())
     return [(f"the attribute {inner} of {kind.__name__}", each) for inner, each in own.items()]
 
 
 def write_call(path: Path, packed: bytes) -> str:
-    """Write what `pack` gave, for this user alone; the checksum without which `load_call` loads nothing."""
+    """Write the bytes of `pack` for this user alone; returns the checksum that `load_call` needs."""
     with open(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
         file.write(packed)
     return checksum(packed)
@@ -180,7 +181,7 @@ def load_call(path: str, sha256: str) -> Call:
     """Make the caller's modules importable in this process, and load its call.
 
     Raises:
-        EchelonError: the file is not the one that was submitted; nothing of it is loaded.
+        EchelonError: the file is not the one that was submitted. Nothing of it is loaded.
     """
     packed = Path(path).read_bytes()
     digest = checksum(packed)
@@ -202,7 +203,7 @@ def load_call(path: str, sha256: str) -> Call:
 
 
 class _Sealed:
-    """A file that is written while its seal is made."""
+    """A file whose seal is computed while it is written."""
 
     def __init__(self, file: IO[bytes], seal: Any) -> None:
         self._file, self._seal = file, seal
@@ -213,7 +214,7 @@ class _Sealed:
 
 
 class _ByName(pickle.Pickler):
-    """Names classes and functions of the caller's session, such as a notebook's, that came here by value."""
+    """Pickles classes and functions that came here by value from the caller's session, such as a notebook, by name."""
 
     def reducer_override(self, obj: Any) -> Any:
         is_of_session = isinstance(obj, (type, FunctionType)) and obj.__module__ == "__main__" and obj.__qualname__.isidentifier()
@@ -225,14 +226,14 @@ def _of_session(name: str) -> Any:
 
 
 def _seal(path: Path, key: str) -> Any:
-    """Of a file at a place: of another attempt or rank it is another."""
+    """The seal of a file at this path: the same bytes for another attempt or rank have another seal."""
     seal = hashlib.blake2b(key=bytes.fromhex(key), digest_size=_SEAL_BYTES)
     seal.update(f"{path.parent.name}/{path.name}\0".encode())
     return seal
 
 
 def write_value(value: Any, path: str | Path, key: str) -> None:
-    """Write a pickle for this user alone, whole or not at all.
+    """Write a sealed pickle for this user alone, whole or not at all.
 
     Args:
         key: of the job, in hexadecimal digits.
@@ -244,7 +245,7 @@ def write_value(value: Any, path: str | Path, key: str) -> None:
             file.write(bytes(_SEAL_BYTES))
             try:
                 pickle.dump(value, _Sealed(file, seal))
-            except Exception:  # any type can raise anything; what does so for another reason does it again
+            except Exception:  # any type can raise anything; other causes raise again below
                 file.seek(_SEAL_BYTES)
                 file.truncate()
                 seal = _seal(path, key)
@@ -259,10 +260,11 @@ def write_value(value: Any, path: str | Path, key: str) -> None:
 
 
 def load_value(path: Path, key: str) -> Any:
-    """
+    """Load a value that `write_value` wrote.
+
     Raises:
-        EchelonError: another user can have written the file, or no rank of the job whose key this is has; or the value can
-            only be loaded in a rank.
+        EchelonError: another user may have written the file, or it was not written by a rank of the job with this key; or the
+            value can only be loaded in a rank.
         FileNotFoundError: the rank left no value.
     """
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
@@ -277,10 +279,10 @@ def load_value(path: Path, key: str) -> Any:
                 f"{path} was not written by a rank of this job, or not for this place: it is not loaded, since a pickle can run "
                 "code. Who can write there?"
             )
-        file.seek(_SEAL_BYTES)  # of the same open file, which nobody else can write to
+        file.seek(_SEAL_BYTES)  # in the same open file, which no other user can write
         try:
             return pickle.load(file)
-        except Exception as error:  # loading it runs its class's own code
+        except Exception as error:  # loading runs code of the value's class
             raise EchelonError(
                 f"a rank returned a value that cannot be loaded here ({type(error).__name__}: {error}). Return plain values, "
                 "arrays or tensors; of a model, what is inside DistributedDataParallel, or its state_dict()."
@@ -288,16 +290,17 @@ def load_value(path: Path, key: str) -> Any:
 
 
 def load_values(paths: Sequence[Path], key: str) -> list[Any]:
-    """Of all ranks, in order, as `load_value`.
+    """The values of all ranks, in order, by `load_value`.
 
     Raises:
-        RankFailedError: ranks left none.
+        RankFailedError: some ranks left no value.
     """
     missing = [rank for rank, path in enumerate(paths) if not path.exists()]
     if missing:
         folder = str(paths[0].parent)
         raise RankFailedError(
-            f"{rank_ranges(missing)} exited with 0, but left no value in {folder}. Did the function end its process, as by "
+            f"{rank_ranges(missing)} exited with 0, but left no value in {folder}. Did the function end its process, for "
+            f"example with "
             "sys.exit(0)?",
             rank=missing[0],
             exit_code=0,
@@ -307,12 +310,12 @@ def load_values(paths: Sequence[Path], key: str) -> list[Any]:
 
 
 def load_exception(path: Path, key: str) -> BaseException | None:
-    """The exception that a rank left; None if it left none, or none that can be loaded here."""
+    """The exception that a rank left; None if there is none, or it cannot be loaded here."""
     try:
         value = load_value(path, key)
     except FileNotFoundError:
         return None
-    except Exception:  # loading it runs its class's own code
+    except Exception:  # loading runs code of the exception's class
         logger.debug("the exception in %s cannot be loaded here", path, exc_info=True)
         return None
     return value if isinstance(value, BaseException) else None
@@ -320,7 +323,7 @@ def load_exception(path: Path, key: str) -> BaseException | None:
 
 @contextlib.contextmanager
 def owner_only() -> Iterator[None]:
-    """Context in which new files and folders are this user's alone."""
+    """In this context new files and folders are this user's alone."""
     before = os.umask(0o077)
     try:
         yield

@@ -30,30 +30,30 @@ __all__ = [
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A program to run on ranks, of this machine or of several.
+    """A program to run on ranks, on this machine or on several.
 
     Args:
         target: path of a Python script; with `module`, a dotted module name; with `call`, the file of a call; with `command`,
             the path of the script that the command runs.
-        kind: which of them `target` is: "script", "module", "call" or "command".
+        kind: what `target` is: "script", "module", "call" or "command".
         args: the program's own arguments; of a launch command (`launcher.functions.launch_command`), its words.
-        ranks: how many processes, on each node.
-        min_ranks: when ranks were lost, a restart may have fewer, down to so many; None always has `ranks`.
-        max_restarts: how often the whole group is started again after a rank failed.
+        ranks: number of processes on each node.
+        min_ranks: the fewest ranks of a restart after ranks were lost; None always restarts with `ranks`.
+        max_restarts: how often all ranks are started again after a failure.
         grace_s: seconds between asking the ranks to stop and killing them.
-        stop_after_s: seconds, of all attempts together, after which the ranks are asked to save and end; None is no limit.
-        restart: start over although the run's folder shows progress.
+        stop_after_s: seconds, over all attempts, after which the ranks are asked to save and end; None is no limit.
+        restart: start over even if the run's folder has progress.
         env: variables set on top of this process's environment.
         own_device: each rank sees one GPU only, by CUDA_VISIBLE_DEVICES (`launcher.local.placement`).
-        nodes: how many machines; more than one is a matter of Slurm's.
-        code: the folder from which a module is imported; empty is the one that the ranks run in. Of a command, the file which
-            tells the call of the script that it is.
+        nodes: number of machines; more than one needs Slurm.
+        code: the folder from which a module is imported; empty for the ranks' working folder. For a command, the file that
+            identifies the call to the script.
         bind: give each rank cores of its own (`launcher.local.placement`), with as many threads.
-        sha256: of the file of a call, which travels in command lines and is believed from there only; or of a command's `code`.
-        stall_after_s: seconds without a step after which the launcher says which rank is behind; None is the variable
+        sha256: checksum of a call's file, passed on command lines and trusted from there only; or of a command's `code`.
+        stall_after_s: seconds without a step after which the launcher says which rank is behind; None takes the variable
             ECHELON_STALL_AFTER, else 60.
-        hang_timeout_s: seconds without progress after which the ranks are ended, as failed; 0 never does that; None is the
-            variable ECHELON_HANG_TIMEOUT, else 600.
+        hang_timeout_s: seconds without progress after which the ranks are ended as failed; 0 is never; None takes the variable
+            ECHELON_HANG_TIMEOUT, else 600.
     """
 
     target: str
@@ -76,7 +76,7 @@ class JobSpec:
 
 
 def spec_of(values: Any) -> JobSpec | None:
-    """From what `dataclasses.asdict` gave; None if a field is of another kind than it should be, or lacks."""
+    """A spec from the result of `dataclasses.asdict`; None if a field is missing or has a wrong type."""
     if not isinstance(values, dict) or not isinstance(values.get("target"), str):
         return None
     known = {f.name: values[f.name] for f in fields(JobSpec) if f.name in values}
@@ -111,7 +111,7 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
 class Outcome:
     """How a job ended: exit code 0 without a failure, 75 without one if it can be resumed, or the first failing rank's.
 
-    `note` says why it was not started again with fewer ranks.
+    `note` says why the job was not restarted with fewer ranks.
     """
 
     exit_code: int
@@ -121,15 +121,15 @@ class Outcome:
 
 
 def auto_ranks() -> int:
-    """One rank per visible NVIDIA device, else, or if ranks are told to compute on the CPU, one per core this process may use."""
+    """One rank per visible NVIDIA device; without one, or with the CPU as device, one per core that this process may use."""
     return (0 if os.environ.get(DEVICE_VARIABLE) == "cpu" else len(visible_devices())) or usable_cores()
 
 
 def cores_of_a_rank(gpus_per_node: int | None) -> int:
-    """What a rank is given when nobody says how many: four with a GPU, else one.
+    """Default number of cores of a rank: four with a GPU, else one.
 
-    One core is too few for a GPU's rank: besides launching kernels it reads data, pins memory and writes checkpoints. Four are
-    what the smallest nodes with GPUs have for each.
+    One core is too few for a rank with a GPU: it launches kernels, reads data, pins memory and writes checkpoints. The smallest
+    nodes with GPUs have four for each.
     """
     return 4 if gpus_per_node else 1
 
@@ -161,7 +161,7 @@ def parse_rank_range(text: str) -> tuple[int | None, int]:
     """(least, most) from "MIN:MAX"; (None, ranks) from a plain number or "auto".
 
     Raises:
-        UsageError: no numbers of ranks, or the first is the larger.
+        UsageError: not a range of ranks, or MIN is larger than MAX.
     """
     if ":" not in text:
         return None, parse_ranks(text)
@@ -179,9 +179,9 @@ def parse_duration(text: str, what: str = "a duration") -> float:
     """Seconds from "90", "90s", "55m", "10min", "1h30m" or "2d".
 
     Args:
-        what: the option or the variable, for the error.
+        what: name of the option or variable, for the error.
     Raises:
-        UsageError: anything else, and nothing at all.
+        UsageError: anything else, also an empty text.
     """
     parts = re.fullmatch("".join(rf"(?:({_AMOUNT}){unit})?" for unit in _UNITS), text)
     seconds = sum(float(n) * unit for n, unit in zip(parts.groups(), _UNITS.values(), strict=True) if n) if parts else 0.0
@@ -196,7 +196,7 @@ def parse_hang_timeout(text: str, what: str = "a hang timeout") -> float:
     """Seconds from a duration; 0 from "none", which never ends a run.
 
     Args:
-        what: the option or the variable, for the error.
+        what: name of the option or variable, for the error.
     Raises:
         UsageError: anything else.
     """

@@ -1,6 +1,6 @@
-"""What every launcher promises: a JobSpec and a run folder go in, a FolderJob comes out: ask it, stop it, wait for it.
+"""The interface of every launcher: it takes a JobSpec and a run folder, and returns a FolderJob to query, stop and wait for.
 
-A job is known by its run folder, so that another process, another day, finds it again: `job_of(run)`.
+A job is known by its run folder, so another process can find it later: `job_of(run)`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["FolderJob", "JobState", "note_submitted", "read_spec", "write_spec"]
 
 
 class JobState(enum.Enum):
-    """The state of a job. `STOPPED` has saved and can be resumed; how a `LOST` one ended is unknown."""
+    """The state of a job. `STOPPED`: it saved and can be resumed. `LOST`: how it ended is unknown."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -47,15 +47,14 @@ class JobState(enum.Enum):
 
 
 def write_spec(run: RunDir, spec: JobSpec, *, launcher: str, **more: Any) -> str:
-    """Keep what was submitted in the run's folder, for the nodes that will run it and the commands that ask for it.
+    """Write the submitted job into the run's folder, for the nodes that run it and the commands that query it.
 
     Args:
-        more: plain values to keep with it.
+        more: plain values to store with it.
     Returns:
-        the SHA-256 of what was written, for `read_spec`. It holds a number that nobody can guess, so nobody else can write
-        the same again.
+        the SHA-256 of the file, for `read_spec`. The file holds a secret number, so nobody else can write the same file again.
     Raises:
-        UsageError: somebody else could change what the job runs.
+        UsageError: another user could change what the job runs.
     """
     folder = run.path / "job"
     try:
@@ -66,21 +65,21 @@ def write_spec(run: RunDir, spec: JobSpec, *, launcher: str, **more: Any) -> str
     for path in (run.path, folder):
         if why := why_untrusted(path, os.stat(path)):
             raise RunFolderError(why)
-    (folder / _SUBMITTED).unlink(missing_ok=True)  # of a job before
+    (folder / _SUBMITTED).unlink(missing_ok=True)  # of an earlier job
     text = json.dumps({"spec": asdict(spec), "launcher": launcher, **more, "key": secrets.token_hex(32)}, indent=2)
     write_whole(folder / _JOB, text)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_spec(run: RunDir, sha256: str | None = None, *, believe: bool = True) -> tuple[JobSpec, Mapping[str, Any]]:
-    """What `write_spec` and `note_submitted` wrote: the job, and everything else by name.
+    """The job that `write_spec` and `note_submitted` wrote, and all other values by name.
 
     Args:
-        sha256: which `write_spec` returned, and which came here another way: Slurm's copy of the batch script, a command line.
-        believe: what is read decides what runs, or which process is ended; otherwise it is only shown, and `said["doubt"]`
-            tells why it is not to be believed.
+        sha256: the checksum from `write_spec`, passed another way: by Slurm's copy of the batch script or a command line.
+        believe: the values decide what runs, or which process is ended. Otherwise they are only shown, and `said["doubt"]` is the
+            reason not to trust them.
     Raises:
-        UsageError: the folder is not that of a submitted job; or somebody else can have written it.
+        UsageError: the folder holds no submitted job, or another user may have written it.
     """
     try:
         text, why = read_trusted(run.path / "job", _JOB, _MOST_BYTES)
@@ -94,7 +93,8 @@ def read_spec(run: RunDir, sha256: str | None = None, *, believe: bool = True) -
     digest = hashlib.sha256(text).hexdigest()
     if sha256 is not None and digest != sha256:
         raise RunFolderError(
-            f"{run.path / 'job' / _JOB} is not what was submitted: its SHA-256 begins with {digest[:12]}, not {sha256[:12]}. "
+            f"{run.path / 'job' / _JOB} is not what was submitted: its SHA-256 begins with {digest[:12]}, not "
+            f"{sha256[:12]}. "
             "Nothing of it was run. Who can write there? Submit again."
         )
     if believe:
@@ -112,7 +112,7 @@ def read_spec(run: RunDir, sha256: str | None = None, *, believe: bool = True) -
 
 
 def note_submitted(run: RunDir, **more: Any) -> None:
-    """Under which name the system knows the job, once it does; job.json itself never changes."""
+    """Record the name under which the system knows the job, once it has one; job.json itself never changes."""
     write_json(run.path / "job" / _SUBMITTED, more)
 
 
@@ -131,10 +131,10 @@ def _is_said(value: Mapping[str, Any]) -> bool:
 
 
 class FolderJob(ABC):
-    """A submitted job, as far as its folder tells; what is left to a launcher is `_ask` and `_stop`.
+    """A submitted job, as its folder describes it. A launcher implements `_ask` and `_stop`.
 
     Attributes:
-        id: the name under which the system knows it: Slurm's number, a process id.
+        id: the system's name of it: Slurm's number, or a process id.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -144,14 +144,14 @@ class FolderJob(ABC):
 
     @property
     def ranks(self) -> int:
-        """How many processes it has, on all nodes together."""
+        """Number of processes on all nodes together."""
         return self.spec.ranks * self.spec.nodes
 
     def verified(self) -> Mapping[str, Any]:
-        """What was said of the job.
+        """The values stored with the job.
 
         Raises:
-            UsageError: somebody else can have written it.
+            UsageError: another user may have written them.
         """
         if why := str(self.said["doubt"]):
             raise RunFolderError(why)
@@ -159,11 +159,11 @@ class FolderJob(ABC):
 
     @abstractmethod
     def _ask(self) -> tuple[JobState | None, str]:
-        """What the system says of the job, and why; None if it no longer knows it."""
+        """The system's state of the job, and the reason; None if the system no longer knows the job."""
 
     @abstractmethod
     def _stop(self) -> None:
-        """Ask the system to end it."""
+        """Ask the system to end the job."""
 
     @property
     def attempts(self) -> Sequence[Path]:
@@ -177,7 +177,7 @@ class FolderJob(ABC):
         return self.look()[1]
 
     def look(self) -> tuple[JobState, str]:
-        """`state` and `why`, for which the system is asked once."""
+        """`state` and `why` with one query to the system."""
         state, why = self._ask()
         if state is None:
             state = self._state_of_folder()
@@ -198,20 +198,21 @@ class FolderJob(ABC):
         return newest / f"rank{rank}.log"
 
     def cancel(self) -> None:
-        """
+        """End the job.
+
         Raises:
-            UsageError: somebody else can have written what is to be ended.
+            UsageError: another user may have written which process or job to end.
         """
         self.verified()
-        # First: a job that is asked to stop must know that it shall not come back.
+        # First: the job must see, when asked to stop, that it shall not be queued again.
         os.close(open_file(self.run.path / "job" / "cancelled", os.O_WRONLY | os.O_CREAT))
         self._stop()
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
-        """Until it has ended.
+        """Wait until the job has ended.
 
         Raises:
-            TimeoutError: it has not after `timeout_s`. It continues.
+            TimeoutError: it has not ended after `timeout_s`. It continues.
         """
         until = time.monotonic() + timeout_s if timeout_s is not None else None
         pause_s = 0.1
@@ -219,7 +220,7 @@ class FolderJob(ABC):
             if until is not None and time.monotonic() > until:
                 raise TimeoutError(f"job {self.id} is still {state.value} after {timeout_s:g} s.")
             time.sleep(pause_s)
-            pause_s = min(2.0, pause_s * 1.2)  # a controller is asked by everybody
+            pause_s = min(2.0, pause_s * 1.2)  # Slurm's controller serves all users
         return self.outcome(state)
 
     def outcome(self, state: JobState) -> Outcome:
@@ -231,7 +232,7 @@ class FolderJob(ABC):
         return Outcome(int(ended.get("exit_code", usual)) or usual, failure, note=f"job {self.id}: {state.value}{why}")
 
     def result(self, timeout_s: float | None = None) -> Outcome:
-        """As `wait`.
+        """Wait as `wait` does, and raise if the job failed.
 
         Raises:
             RankFailedError: the first failing rank's own traceback; also for a job that was cancelled or lost.

@@ -1,7 +1,7 @@
-"""What launcher/ does to other libraries for want of a supported way: all of it, and nothing else.
+"""All that launcher/ changes in other libraries because they offer no supported way.
 
-Each entry says what goes wrong without it, the versions in which that was seen, the upstream issue, and why no public name
-will do. For each, a test in test_workarounds.py fails when it is no longer needed, or no longer possible: then it goes.
+Each entry gives the fault, the versions in which it was seen, the upstream issue, and why no public name suffices. For each, a
+test in test_workarounds.py fails once the entry is no longer needed, or no longer possible; then the entry is deleted.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def has_destroyed_groups() -> bool:
 
 
 def keep_process_groups() -> None:
-    """Keep process groups that are destroyed from here on alive until this process ends. Replaces `destroy_process_group`.
+    """Keep process groups that are destroyed from now on alive until this process ends. Replaces `destroy_process_group`.
 
-    When gloo's group is freed, its destructor joins the group's threads, and may do so without letting go of the interpreter's
-    lock. One of the threads may be waiting for that lock, to free the tensors of the last collective. So a function that
-    returns, and with it its last reference to a wrapped model, hangs now and then: the `main` of a script, too. Somebody must
-    hold the group by then; but torch has no public list of groups, and no callback when one is destroyed.
+    When gloo's group is freed, its destructor joins the group's threads, and may do so while it holds the GIL. One of the threads
+    may be waiting for the GIL to free the tensors of the last collective. So a function hangs now and then when it returns and
+    drops its last reference to a wrapped model; so does the `main` of a script. Something must hold the group by then, but torch
+    has no public list of groups, and no callback when one is destroyed.
     """
     dist = sys.modules.get("torch.distributed")
     if dist is None or not dist.is_available() or hasattr(dist.destroy_process_group, "__wrapped__"):
@@ -74,24 +74,24 @@ def keep_process_groups() -> None:
 
 # ---- CPython 3.11 to 3.14: https://github.com/python/cpython/issues/83856 (exit functions in forked children)
 #
-# A forked rank cannot end by returning: that would run the code of the process that forked it. Nor can it tear the interpreter
-# down, since a thread of gloo's that still needs it then ends the process with "terminate called without an active exception"
-# (https://github.com/pytorch/pytorch/issues/190489, open). So it ends by `os._exit`, which skips all that an ordinary end does.
+# A forked rank cannot end by returning: that would run the code of the process that forked it. Nor can it finalize the
+# interpreter: a gloo thread that still needs it then ends the process with "terminate called without an active exception"
+# (https://github.com/pytorch/pytorch/issues/190489, open). So it ends by `os._exit`, which skips all steps of an ordinary end.
 # The steps that matter have no public name; `multiprocessing` ends its forked children by the same ones.
 
 
 def run_exit_functions(*, join_threads: bool) -> None:
-    """The first steps of an ordinary end of Python: threads are joined, those of idle executors told to end, atexit is run."""
+    """The first steps of an ordinary end of Python: join threads, tell those of idle executors to end, run atexit functions."""
     if join_threads:
         threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
 
 
 def keep_finalizers() -> None:
-    """What finalizes objects of this process as Python ends stays its own business: a rank forked from it does not do it.
+    """Keep finalizers that run at Python's end in this process: a rank forked from it does not run them.
 
-    `weakref.finalize` does not look at who registered it: the first rank to end would delete the temporary folders of the
-    process that forked it, and each takes torch's 170 operator libraries down, in 50 ms of computing (torch 2.13).
+    `weakref.finalize` ignores which process registered it. The first rank to end would delete the temporary folders of the
+    process that forked it, and each rank would unload torch's 170 operator libraries, which takes 50 ms of CPU (torch 2.13).
     There is no public list of finalizers.
     """
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
@@ -99,7 +99,7 @@ def keep_finalizers() -> None:
 
 
 def write_open_files() -> None:
-    """Flush the files that the program left open, as Python does when it frees them; only the collector knows them all."""
+    """Flush files that the program left open, as Python does when it frees them. Only the garbage collector knows all."""
     for thing in gc.get_objects():
         if issubclass(type(thing), io.IOBase):
             try:
@@ -110,19 +110,19 @@ def write_open_files() -> None:
 
 
 class ImportEndsError(BaseException):
-    """The script that is imported has come to where it starts this very rank. No `except Exception` of its own stops it."""
+    """The imported script has reached the call that started this rank. `except Exception` lets it pass."""
 
 
 def prepare_main(main: Mapping[str, Any], *, may_end: bool = False) -> None:
-    """Import the caller's script under another name than `__main__`, as a child of `multiprocessing` does.
+    """Import the caller's script under a name other than `__main__`, as a child of `multiprocessing` does.
 
     Args:
-        main: what `multiprocessing.spawn.get_preparation_data` told of the script in the caller's process.
-        may_end: the import may end by an ImportEndsError; what the script has defined until then stays.
+        main: the caller's `multiprocessing.spawn.get_preparation_data`, its entries about the script.
+        may_end: an ImportEndsError may end the import; the names defined until then stay.
     """
     process: Any = multiprocessing.current_process()
     path = main.get("init_main_from_path") if may_end else None
-    process._inheriting = ImportEndsError if path else True  # whoever starts processes at its top level is told not to
+    process._inheriting = ImportEndsError if path else True  # makes multiprocessing refuse to start processes at the top level
     try:
         if path is None:
             spawn.prepare(dict(main))
@@ -133,7 +133,7 @@ def prepare_main(main: Mapping[str, Any], *, may_end: bool = False) -> None:
 
 
 def _import_until_it_ends(path: str) -> None:
-    """As multiprocessing's own import, whose names would be lost with the error."""
+    """Import as multiprocessing does, but keep the module's names when ImportEndsError ends the import."""
     module = types.ModuleType("__mp_main__")
     module.__file__ = path
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module
@@ -142,12 +142,12 @@ def _import_until_it_ends(path: str) -> None:
 
 
 def in_bootstrap() -> bool:
-    """Whether `prepare_main`, or multiprocessing, imports the caller's script at this moment."""
+    """Whether `prepare_main`, or multiprocessing, is importing the caller's script."""
     return bool(getattr(multiprocessing.current_process(), "_inheriting", False))
 
 
 def bootstrap_may_end() -> bool:
-    """Whether an ImportEndsError ends that import."""
+    """Whether an ImportEndsError would end that import."""
     return getattr(multiprocessing.current_process(), "_inheriting", False) is ImportEndsError
 
 
@@ -155,15 +155,15 @@ def bootstrap_may_end() -> bool:
 
 
 def close_failed(group: Any) -> None:
-    """Close Dragon's group after a rank has failed: `close` raises that failure once more instead, at every call."""
+    """Close Dragon's group after a rank has failed: the public `close` raises that failure again at every call."""
     try:
         group._close_no_decorator()
-    except Exception:  # whatever is wrong with a runtime whose ranks have failed: the failure has been told
+    except Exception:  # any fault of a runtime whose ranks failed: the failure itself was reported
         logger.debug("Dragon's group could not be closed", exc_info=True)
 
 
 def look_for_failures_with_pauses(group: Any) -> None:
-    """While ranks run, Dragon's thread of their group asks its queue for failures, and each of these waits keeps a core busy."""
+    """Pause between polls for failures: each wait of Dragon's thread that polls its queue keeps a core busy."""
     ask = group._exq.poll
 
     def poll(timeout: float) -> bool:
@@ -176,5 +176,5 @@ def look_for_failures_with_pauses(group: Any) -> None:
 
 
 def serve_dragon_on_loopback() -> None:
-    """Dragon's own RankInfo names the host, which may resolve to an unreachable address, even on one node."""
+    """Dragon uses the host's name as rendezvous address, which may resolve to an unreachable address, even on one node."""
     os.environ["_DRAGON_CG_MASTER_ADDR"] = "127.0.0.1"

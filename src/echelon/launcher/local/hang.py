@@ -1,10 +1,10 @@
-"""Decides that an attempt hangs, and ends it: only where nothing moves any more, for far longer than it usually takes.
+"""Decides that an attempt hangs, and ends it: only if no rank moves any more, for far longer than is usual.
 
-A rank in a loop of echelon's has a position: it hangs when it keeps that for the time limit, or several times as long where it
-visibly works (its stack changes, it computes, reads or writes) or is in a phase that takes long by its nature. In a user's own
-code there is no position, and a long silence is no fault: the file of an hour ago may still be sorted. There an attempt hangs
-when every rank waits in a collective for another, or when one is stopped. A user who gives a limit of their own says more: that a
-rank which does nothing at all for so long, while others wait for it, hangs as well.
+A rank in an echelon loop has a position. It hangs if it keeps that for the time limit, or for several times the limit if it
+visibly works (its stack changes, it computes, reads or writes) or is in a phase that is slow by nature. In a user's own code
+there is no position, and a long silence is no fault: it may still sort an hour-old file. There an attempt hangs if every rank
+waits in a collective for another, or if one is stopped. With a limit that the user gives, a rank also hangs if it does nothing at
+all for so long while others wait for it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,17 @@ __all__ = ["HANG_VARIABLE", "HangLimit", "hang_timeout"]
 
 HANG_VARIABLE = "ECHELON_HANG_TIMEOUT"
 _DEFAULT_S = 600.0
-_SAMPLE_S = 15.0  # between looks at stacks and processes, of ranks without progress
+_SAMPLE_S = 15.0  # between samples of the stacks and processes of ranks without progress
 _ANSWER_S = 0.05
-_CPU, _IO_BYTES = 0.05, 256 << 10  # of a core, and between two looks: from here on a process works
-_FEW_CALLS = 12  # collectives begun and ended: what comes before and between them may take long, as a first step does
-_BRIEF = (Phase.DATA, Phase.STEP)  # all other phases, evaluations too, have several times as long
+_CPU, _IO_BYTES = 0.05, 256 << 10  # from this share of a core, or these bytes between two samples, a process works
+_FEW_CALLS = 12  # collectives begun and ended: up to here a rank may be slow, as in a first step
+_BRIEF = (Phase.DATA, Phase.STEP)  # all other phases, also evaluations, have several times the limit
 
 
 def hang_timeout(given_s: float | None) -> tuple[float, bool]:
-    """Seconds without progress after which an attempt is ended, and whether a person gave them: `given_s`, else the
-    variable's, else 600; 0 never ends one.
+    """Seconds without progress after which an attempt is ended, and whether the user gave them.
+
+    `given_s`, else the variable's value, else 600; 0 is never.
     """
     if given_s is not None:
         return given_s, True
@@ -49,11 +50,11 @@ def hang_timeout(given_s: float | None) -> tuple[float, bool]:
 
 @dataclass
 class _Rank:
-    """What was seen of one rank at the last looks.
+    """What the last looks showed of one rank.
 
     Args:
-        acted_at: when it last made progress, or visibly worked.
-        called_at: when it last called a collective, in a loop of its own.
+        acted_at: when it last made progress or visibly worked.
+        called_at: when it last called a collective, if it is in a loop of its own.
         answered_at: when its interpreter last ran.
         pending: it has called a collective that has not ended.
         stopped_at: since when its process is stopped; None if it runs.
@@ -82,14 +83,14 @@ class _Rank:
 
 @dataclass
 class HangLimit:
-    """Of the ranks of one node, of one attempt after another.
+    """The limit for the ranks of one node, over all attempts.
 
     Args:
         after_s: 0 is no limit.
-        strict: a person gave it.
-        progress: which has looked before.
+        strict: the user gave the limit.
+        progress: updated before each `look`.
         sight: asks the ranks.
-        say_after_s: after so long without a collective in loops of their own a line is said.
+        say_after_s: seconds without a collective in loops of their own after which a line is shown.
     """
 
     after_s: float
@@ -101,16 +102,16 @@ class HangLimit:
     _told_of_left: bool = False
     _begun: int = 0
     _sampled_at: float = 0.0
-    _held_at: float = -math.inf  # when a debugger last held a rank: what others waited until then was for a person
+    _held_at: float = -math.inf  # when a debugger last held a rank: until then the others waited for its user
     _ranks: dict[int, _Rank] = field(default_factory=dict)
 
     @property
     def look_s(self) -> float:
-        """How often to look, so that a short limit is kept as well."""
+        """Seconds between looks; short for a short limit."""
         return min(0.5, max(0.1, self.after_s / 10)) if self.after_s else 1.0
 
     def look(self, attempt: Attempt) -> float | None:
-        """For how long nothing has moved, if that is too long; None where something may."""
+        """Seconds without any movement, if these are too many; None otherwise."""
         self._see(attempt)
         return self._hangs() if self.after_s else None
 
@@ -134,7 +135,7 @@ class HangLimit:
         return {rank: at.now - max(at.since[rank], self._ranks[rank].acted_at, self._held_at) for rank in at.seen}
 
     def _is_held(self, rank: int) -> bool:
-        """Whether a debugger has it: the kernel's state t, or Python's own."""
+        """Whether a debugger holds the rank: the kernel's state t, or Python's own debugger."""
         this = self._ranks[rank]
         return is_debugged(this.stack) or (self.progress.seen[rank].stopped and this.stopped_at is None)
 
@@ -155,12 +156,13 @@ class HangLimit:
         if not all(self._is_stuck(rank, idle[rank]) for rank in others):
             return None
         if not loops and not any(self._ranks[rank].waits for rank in others):
-            return None  # they all sleep, in code of their own, or none is left
+            return None  # all ranks sleep in code of their own, or none is left
         return min(idle[rank] for rank in (*last, *others))
 
     def quiet(self) -> str | None:
-        """A line for people, when ranks in loops of their own have called no collective for long and one waits: once, and again
-        when that time has doubled. Where a rank visibly works, it comes later.
+        """A line for the user when ranks in loops of their own have called no collective for long, and one of them waits.
+
+        Shown once, and again each time the silence has doubled; later if a rank visibly works.
         """
         at, idle = self.progress, self._idle_s()
         idle_s = min((at.now - self._ranks[rank].called_at for rank in at.seen), default=0.0)
@@ -179,7 +181,7 @@ class HangLimit:
         return f"no collective for {idle_s:.0f} s: {positions(seen, late, works=works)}"
 
     def left(self, attempt: Attempt) -> str | None:
-        """A line for people, once, when ranks have ended well and all others wait for somebody: NCCL tells them nothing."""
+        """A line for the user, once, when some ranks ended well and all others wait for a rank: NCCL does not tell them."""
         seen = self.progress.seen
         gone = [rank for rank in attempt.pids if rank not in seen]
         if self._told_of_left or not gone or not seen or not all(self._ranks[rank].waits for rank in seen):
@@ -190,11 +192,11 @@ class HangLimit:
         return f"{who} ended with exit code 0, and the others wait: {positions(seen, list(seen))}"
 
     def _placed(self) -> dict[int, RankState]:
-        """As last seen, with where their last stacks say that they are."""
+        """The last seen states, with the places that the last stacks show."""
         return {rank: replace(s, where=place_in(self._ranks[rank].stack)) for rank, s in self.progress.seen.items()}
 
     def silent_s(self) -> dict[int, float]:
-        """For how long each rank has made no progress, where that can be seen: by its position, or by its collectives."""
+        """Seconds without progress for each rank where that can be seen: by its position, or by its collectives."""
         at, known = self.progress, self.progress.silent_s()
         for rank, this in self._ranks.items() if at.begun == self._begun else ():
             if this.stopped_at is not None:
@@ -209,7 +211,7 @@ class HangLimit:
         return idle_s > limit_s or at.now - max(at.since[rank], self._held_at) > PATIENT * limit_s
 
     def _is_stuck(self, rank: int, idle_s: float) -> bool:
-        """Of a rank in a user's own code."""
+        """Whether a rank in a user's own code is stuck."""
         this = self._ranks[rank]
         if this.waits:
             return idle_s > self.after_s
@@ -222,14 +224,14 @@ class HangLimit:
         now = self.progress.now
         for rank, seen in self.progress.seen.items():
             this = self._ranks[rank]
-            # One that a debugger holds is somebody's business.
+            # A rank that a debugger holds does not count as stopped.
             is_so = seen.stopped and process_stat(attempt.pids[rank])[:1] == ["T"]
             this.stopped_at = (now if this.stopped_at is None else this.stopped_at) if is_so else None
 
     def _sample(self, attempt: Attempt) -> None:
-        """Of those that have no position, or have kept it for long: how many collectives, which stack, what the processes do."""
+        """Sample ranks without a position, or with an old one: number of collectives, stack, and use of CPU and I/O."""
         at, now, long_s = self.progress, self.progress.now, self.after_s / 4 or math.inf
-        if len(at.seen) < len(attempt.pids):  # those that are left may wait for one that has ended
+        if len(at.seen) < len(attempt.pids):  # the remaining ranks may wait for one that has ended
             long_s = min(long_s, _SAMPLE_S)
         quiet = [r for r, s in at.seen.items() if not s.stopped and (not s.is_known or now - at.since[r] > long_s)]
         for rank in set(self._ranks) - set(quiet):
@@ -247,14 +249,13 @@ class HangLimit:
                 this.called = answer.called
             idle_s = now - max(at.since[rank], this.acted_at)
             still = idle_s > (long_s if is_known else min(long_s, self.say_after_s / 4))
-            stack = (
-                main_thread(answer.main) if answer is not None and still else ()
-            )  # of one that does not answer nothing is known
+            stack = main_thread(answer.main) if answer is not None and still else ()  # unknown if the rank does not answer
             if this.stack and stack and stack != this.stack:
                 this.acted_at = now
             this.stack = stack
             if still:
-                # NCCL waits busily; but in code of the user's own a thread may compute while the main one waits, as with RPC.
+                # NCCL waits busily, so CPU use does not count there; in a user's own loop a thread may compute while the main one
+                # waits (RPC).
                 self._note_use(this, attempt.pids[rank], counts=not (is_known and this.waits))
             else:
                 this.used = None
@@ -270,11 +271,11 @@ class HangLimit:
 
 
 def _used(pid: int) -> tuple[float, int]:
-    """By a process and all that it has started: seconds of computing, bytes read and written; 0 where Linux does not tell."""
+    """CPU seconds, and bytes read and written, of a process and its descendants; 0 where Linux does not tell."""
     cpu_s, io_bytes, pids = 0.0, 0, [pid]
     for each in pids:
         fields = process_stat(each)
-        if len(fields) > 14:  # with what its ended children took
+        if len(fields) > 14:  # includes ended children
             cpu_s += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
         with contextlib.suppress(OSError, ValueError):
             io_bytes += sum(int(line.split()[1]) for line in Path(f"/proc/{each}/io").read_text().splitlines()[:2])

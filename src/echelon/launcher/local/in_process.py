@@ -1,4 +1,4 @@
-"""Run a job of one rank in this very process: `breakpoint()` and an interactive debugger work.
+"""Run a job of one rank in this very process, so that `breakpoint()` and an interactive debugger work.
 
 Its output also goes to the rank's log.
 """
@@ -38,15 +38,15 @@ from echelon.launcher.local.worker import STACK_SIGNAL, end, run_program
 
 __all__ = ["run_here"]
 
-# How long the program may take to react to SIGTERM, after the whole grace time.
+# Time for the program to react to SIGTERM, after the whole grace time.
 _LAST_WAIT_S = 5.0
 
 
 def run_here(job: JobSpec, run: RunDir) -> Outcome:
-    """Run a job of one rank. Returns its exit code with its failure; 75 when it ended to be started again later."""
+    """Run a job of one rank. Returns its exit code and failure; exit code 75 means that it ended to be started again later."""
     info = RankInfo(rank=0, world_size=1, run_id=run.name)
     env = rank_environment(job, run, os.environ, 1, restart=job.restart)
-    # Without a group to join, a world of one needs no address; scripts that insist on env:// find a free port.
+    # A world of one joins no group, so it needs no address; scripts that insist on env:// find a free port.
     _, place = bound(0, 1, {**os.environ, **job.env}, devices=job.own_device)
     os.environ.update({**env, **place, **info.to_env(), "MASTER_PORT": str(free_port())})
     log, record, ended = run.log(0), run.rank_exit(0), run.exit_json.absolute()
@@ -72,11 +72,11 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
         sys.stdout, sys.stderr = _Tee(out, copy), _Tee(err, copy)
         try:
             code = run_program(start)
-            if os.getpid() != pid:  # a child that the program forked and that came back here
+            if os.getpid() != pid:  # a child that the program forked returned to here
                 end(code)
         finally:
             sys.stdout, sys.stderr = out, err
-            with contextlib.suppress(OSError):  # the run's folder may be known by a relative name, and the program elsewhere
+            with contextlib.suppress(OSError):  # paths of the run may be relative, and the program may have changed the folder
                 os.chdir(folder)
     for each in (limit, hang):
         if each is not None:
@@ -89,7 +89,7 @@ def run_here(job: JobSpec, run: RunDir) -> Outcome:
 
 
 class _Limit(threading.Thread):
-    """May end this process, until it is lifted."""
+    """A thread that may end this process until `lift` is called."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
@@ -104,13 +104,13 @@ class _Limit(threading.Thread):
                 os._exit(code)
 
     def lift(self) -> None:
-        """The program has ended: neither a signal comes any more, nor its end."""
+        """Call when the program has ended: from then on the thread neither signals nor ends this process."""
         with self._lock:
             self._lifted.set()
 
 
 class _TimeLimit(_Limit):
-    """After a time, asks this process to save and end, as the launcher asks ranks: SIGUSR1, SIGTERM, then its end.
+    """After a time, ask this process to save and end as the launcher asks ranks: SIGUSR1, then SIGTERM, then an exit.
 
     Args:
         record: called before this process is ended by force.
@@ -127,7 +127,7 @@ class _TimeLimit(_Limit):
         self._ask(signal.SIGUSR1, f"{self._stop_after_s:g} s are over: asked to save and end within {self._grace_s:g} s")
         if self._lifted.wait(self._grace_s):
             return
-        if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # whose default would end this process without a record
+        if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:  # its default would end this process without a record
             self._ask(signal.SIGTERM, f"it did not end within {self._grace_s:g} s")
             if self._lifted.wait(min(_LAST_WAIT_S, self._grace_s)):
                 return
@@ -147,15 +147,15 @@ class _TimeLimit(_Limit):
 
 
 class _HangLimit(_Limit):
-    """Ends this process, with its evidence in the run's folder, when it makes no progress for too long.
+    """Ends this process when it makes no progress for too long, with evidence in the run's folder.
 
-    Only with a limit that a person gave: a single rank waits for nobody, and may be in a debugger. The thread needs the
-    interpreter's lock now and then, so it cannot end code in C that keeps it.
+    Only with a limit from the user: a single rank waits for no other, and may be in a debugger. The thread needs the GIL now and
+    then, so it cannot end C code that holds the GIL.
     """
 
     def __init__(self, run: RunDir, after_s: float) -> None:
         super().__init__("echelon-hang-timeout")
-        self._run = RunDir(run.path.absolute(), run.attempt)  # the program may change into another folder
+        self._run = RunDir(run.path.absolute(), run.attempt)  # the program may change its working folder
         self._sight = RankProbe(lambda rank, number: os.kill(os.getpid(), number))
         shared = self._sight.pulses.make(0)
         pulse.join(shared)
@@ -189,22 +189,22 @@ class _HangLimit(_Limit):
 
 
 def _write(text: str) -> None:
-    """To descriptor 2 itself, whose live line may have hidden the cursor."""
+    """Write to descriptor 2 directly, and show the cursor again, which a progress line may have hidden."""
     os.write(2, (b"\x1b[?25h" if os.isatty(2) else b"") + f"{text}\n".encode(errors="replace"))
 
 
 class _Tee:
-    """A stream that also writes to a log, and whose reader may go away; everything else is the terminal's own."""
+    """A stream that also writes to a log, and that survives the loss of its reader. Other attributes are the stream's own."""
 
     def __init__(self, stream: Any, log: Any) -> None:
         self._stream, self._log = stream, log
 
     def write(self, data: Any) -> int:
-        with contextlib.suppress(ValueError):  # a logger that outlives the program and its log
+        with contextlib.suppress(ValueError):  # a logger may outlive the program and its log
             self._log.write(data)
             if isinstance(data, bytes):
                 self._log.flush()
-        with contextlib.suppress(OSError):  # `| head -1`, a terminal that has gone: the run continues, and its log has it all
+        with contextlib.suppress(OSError):  # `| head -1`, a closed terminal: the run continues, and its log has all output
             self._stream.write(data)
         return len(data)
 

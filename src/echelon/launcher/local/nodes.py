@@ -1,8 +1,8 @@
 """How the launchers of several nodes meet: through a file in the run's folder, which all of them see.
 
-The first node binds the port on which it will serve the store of the job, on the address that the others reach it by, and
-writes both down with a token that is new for every start. No port is agreed on beforehand, so that none can be taken,
-and the token travels in a file that only its owner can read: not in an argument, not in the environment of a job's record.
+The first node binds the port on which it will serve the job's store, on the address by which the others reach it. It writes both
+to the file, with a token that is new for every start. No port is agreed on beforehand, so none can be taken. The token is in a
+file that only its owner can read: not in an argument, and not in the environment that Slurm records.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Meeting:
     Args:
         node, nodes: this node's index, and how many there are.
         attempt: the number of the attempt in the run's folder.
-        host, port: of the store, which the first node serves; unused on a single node.
-        token: begins every key of the launchers in the store.
+        host, port: address of the store, which the first node serves; unused on a single node.
+        token: prefix of all keys of the launchers in the store.
         interface: the network interface through which this node reaches the others; empty if it has no name.
-        listener: the first of several nodes': bound and listening.
+        listener: on the first of several nodes: the store's socket, bound and listening.
         hosts: the nodes' names.
-        command_port: at which the ranks of a launch command meet; 0 if the job is none, or of one node.
-        reserved: the first node's: has that port until the command takes it.
+        command_port: where the ranks of a launch command meet; 0 for other jobs, and on one node.
+        reserved: on the first node: holds that port until the command takes it.
     """
 
     node: int
@@ -59,7 +59,7 @@ class Meeting:
         return f"node {node} ({self.hosts[node]})" if node < len(self.hosts) else f"node {node}"
 
     def exit_path(self, attempt_dir: RunDir) -> Path:
-        """Where this node records how the attempt ended: for all, or with several nodes for itself."""
+        """Where this node records the end of the attempt: for the whole job, or for itself if there are several nodes."""
         return attempt_dir.node_exit(self.node) if self.nodes > 1 else attempt_dir.exit_json
 
 
@@ -70,12 +70,12 @@ def meet(
 
     Args:
         run: the run; the first node takes its next attempt.
-        start: names this start of the job, such as job id and restart count: files of other starts are not read.
+        start: name of this start of the job, such as job id and restart count; files of other starts are not read.
         node: this node's index in `hosts`.
         hosts: the names of all nodes, in order.
-        command: the ranks are a launch command's, and meet at a port of their own.
+        command: the ranks are those of a launch command, and meet at a port of their own.
     Raises:
-        EchelonError: the first node has written nothing after `timeout_s`.
+        EchelonError: the first node has written no file after `timeout_s`.
         LauncherEnvironmentError: the name of a node has no address.
     """
     path = meeting_path(run, start)
@@ -88,7 +88,7 @@ def meet(
                 f"the first node, {hosts[0]}, wrote no {path} within {timeout_s:g} s. Does every node see this folder?"
             )
         time.sleep(0.05)
-        os.listdir(path.parent)  # has an NFS client look again
+        os.listdir(path.parent)  # makes an NFS client look again
     host, port = record["host"], record["port"]
     interface = interface_of(local_address_towards(host))
     own = record["command_port"]
@@ -102,7 +102,7 @@ def meeting_path(run: RunDir, start: str) -> Path:
 
 
 def _open(run: RunDir, path: Path, hosts: list[str], command: bool) -> Meeting:
-    host, listener, reserved = "127.0.0.1", None, None  # of one node: its ranks have a new store at every attempt
+    host, listener, reserved = "127.0.0.1", None, None  # on one node the ranks get a new store at every attempt
     if len(hosts) > 1:
         host = local_address_towards(hosts[1])
         listener, reserved = _bound(host), _bound(host) if command else None
@@ -116,14 +116,14 @@ def _open(run: RunDir, path: Path, hosts: list[str], command: bool) -> Meeting:
 
 
 def _bound(host: str) -> socket.socket:
-    """To a free port."""
+    """A socket bound to a free port."""
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     bound.bind((host, 0))
     return bound
 
 
 def local_address_towards(host: str) -> str:
-    """This machine's own address on the way to `host`. Nothing is sent: the kernel only looks up the route."""
+    """This machine's own address on the route to `host`. Nothing is sent: the kernel only looks up the route."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     except OSError as error:
@@ -134,7 +134,7 @@ def local_address_towards(host: str) -> str:
 
 
 def free_port() -> int:
-    """A port of this node that is free now. It can be taken before it is used, but is not given twice in a row."""
+    """A port of this node that is free now. Another process may take it before use; it is not returned twice in a row."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Where a rank's standard streams go, and what happens when they cannot be written: never the end of the run."""
+"""A rank's standard streams. Output that cannot be written never ends the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["forgive_output", "output_to", "redirect"]
 
 
 def redirect(log: str | None, output: int | None = None, error: int | None = None) -> None:
-    """Point standard input at nothing, output and error at these descriptors, else at the log."""
+    """Connect standard input to /dev/null; output and error to these descriptors, or else to the log."""
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -29,21 +29,21 @@ def redirect(log: str | None, output: int | None = None, error: int | None = Non
         os.dup2(fd, 1)
         os.dup2(fd, 2)
         os.close(fd)
-    # New objects: the server's may hold another encoding or buffer. Lines are flushed, so a kill loses none.
+    # New objects: those of the server may have another encoding or buffered text. Line buffering: a kill loses no whole line.
     sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]
     forgive_output()
 
 
 def forgive_output() -> None:
-    """From here on, what cannot be written to standard output and error does not end this process."""
+    """From here on, a failed write to standard output or error does not end this process."""
     sys.stdout = sys.__stdout__ = _line_writer(1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _line_writer(2)  # type: ignore[misc]
 
 
 class _Output(io.FileIO):
-    """A descriptor to write to whose trouble is not the program's: a full disk costs lines of output, never the run.
+    """A descriptor whose write errors are ignored: a full disk loses lines of output, but never ends the run.
 
-    What could not be written is counted, and said where writing continues.
+    Lost bytes are counted, and reported when writing works again.
     """
 
     _lost = 0
@@ -58,7 +58,7 @@ class _Output(io.FileIO):
         except OSError:
             self._lost += size
             return size
-        return size if written is None else written  # None: a pipe that is full and does not block
+        return size if written is None else written  # None: a full pipe that does not block
 
 
 def _open_log(path: str | Path) -> int:
@@ -71,7 +71,7 @@ def _open_log(path: str | Path) -> int:
 
 
 def output_to(log: Path) -> io.TextIOWrapper:
-    """The log of this process's rank, to write to."""
+    """A text stream to the log of this process's rank."""
     return _line_writer(_open_log(log), closes=True)
 
 

@@ -1,4 +1,4 @@
-"""A rank's first lines: it takes on its environment and output, runs the user's program, and records how that ended."""
+"""A rank's first lines: set up its environment and output, run the user's program, and record how it ended."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# What ranks are likely to need, slow to import.
+# Modules that ranks probably need and that are slow to import.
 SLOW_MODULES = (
     "torch",
     "torch._dynamo",
@@ -64,13 +64,14 @@ SLOW_MODULES = (
 
 
 def may_be_preloaded(name: str) -> bool:
-    """Whether the server may import a module for the ranks of later calls: ours and the slow ones of torch, which start no thread
-    as they are imported, and read no variable of a rank's.
+    """Whether the server may import a module for the ranks of later calls.
+
+    True for echelon's modules and torch's slow ones: importing them starts no thread, and reads no variable of a rank.
     """
     return name in SLOW_MODULES or name.startswith("echelon.")
 
 
-# By which a rank is asked for its stack. Real-time signals are nobody's: a training script may want SIGUSR2 for itself.
+# Asks a rank for its stack. A real-time signal, since a training script may use SIGUSR2 itself.
 STACK_SIGNAL = signal.SIGRTMAX - 3
 
 
@@ -78,21 +79,21 @@ def run(start: Start, handed: Handed) -> NoReturn:
     """Become the rank described by `start`. Never returns: the process ends with the program's exit code."""
     try:
         _take_on(start, handed)
-    except Exception as error:  # a folder that has gone, a log that cannot be written: the launcher shows it
+    except Exception as error:  # a missing folder, a log that cannot be written: the launcher shows it
         _record(start, 1, describe(error))
         os._exit(1)
     pid = os.getpid()
     code = run_program(start, handed.log)
     if os.getpid() == pid:
         end(code)
-    os._exit(code)  # a child that the program forked and that came back here
+    os._exit(code)  # a child that the program forked returned to here
 
 
 def _take_on(start: Start, handed: Handed) -> None:
     os.environ.clear()
     os.environ.update(start.env)
     rank = start.env.get("RANK", "")
-    with contextlib.suppress(OSError):  # by which `ps` and `top` show it, in 15 letters: of more the end would be missing
+    with contextlib.suppress(OSError):  # shown by `ps` and `top`, which cut it after 15 characters
         Path("/proc/self/comm").write_text(f"{'echelon:' if len(rank) < 4 else ''}rank{rank}")
     if handed.pulse is not None:
         os.set_inheritable(handed.pulse, False)
@@ -112,48 +113,50 @@ def _take_on(start: Start, handed: Handed) -> None:
 
 
 def end(code: int) -> NoReturn:
-    """End like an ordinary Python process: threads joined, atexit run, files flushed; but without tearing the interpreter down.
+    """End like an ordinary Python process: join threads, run atexit, flush files; but do not finalize the interpreter.
 
-    A rank that failed does not wait for its threads: the others wait for it to end.
+    A rank that failed does not wait for its threads, since the other ranks wait for it to end.
     """
     try:
         run_exit_functions(join_threads=code in (0, REQUEUE))
-    except BaseException:  # Python shows what an exit function raises, and ends all the same
+    except BaseException:  # Python has shown the exit function's error, and would end, too
         logger.debug("the end of this rank raised", exc_info=True)
     write_open_files()
     os._exit(code)
 
 
 def _fresh_state() -> None:
-    """Undo what forking copies: random states equal on all ranks, and a thread count read before our environment."""
+    """Undo effects of forking: RNG states equal on all ranks, and a thread count read before this rank's environment was set."""
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal():
         set_threads(int(threads))
-    if "torch" in sys.modules and os.environ.get("TORCH_DISTRIBUTED_DEBUG"):  # read as torch was imported, before it was set
+    if "torch" in sys.modules and os.environ.get(
+        "TORCH_DISTRIBUTED_DEBUG"
+    ):  # torch read it when it was imported, before it was set
         sys.modules["torch"].distributed.set_debug_level_from_env()
 
 
 def set_threads(count: int) -> None:
-    """For this process, whether it has torch loaded or not: OpenMP reads the variable when it is."""
+    """Set the number of threads of this process. Without torch loaded, OpenMP reads the variable later."""
     os.environ["OMP_NUM_THREADS"] = str(count)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(count)
 
 
 def run_program(start: Start, log: int | None = None) -> int:
-    """Run the user's program in this process; returns its exit code and writes the rank's record."""
+    """Run the user's program in this process, and write the rank's record. Returns the exit code."""
     sys.argv = [start.target, *start.args]
-    keep_process_groups()  # before modules are imported, which may take the function by its name
+    keep_process_groups()  # before modules are imported, which may import the function by name
     return run_recorded(start, partial({"script": _run_script, "module": _run_module, "call": _call}[start.kind], start), log)
 
 
 def run_recorded(start: Start, program: Callable[[], None], log: int | None = None) -> int:
-    """Run `program` in this process; returns its exit code and writes the record of `start`.
+    """Run `program` in this process, and write the record of `start`. Returns the exit code.
 
-    What it raised goes into the rank's log; through `log` where the launcher writes that, which keeps what came first, first.
+    The traceback goes into the rank's log; through `log` if the launcher writes that file, to keep the order of lines.
     """
     failure: dict[str, Any] | None = None
     code, pid, finished = 0, os.getpid(), False
@@ -166,8 +169,8 @@ def run_recorded(start: Start, program: Callable[[], None], log: int | None = No
         gc.disable()
         code, failure = _system_exit(stop)
     except BaseException as error:
-        # From here on nothing needs collecting, and collecting can hang: a process group that is freed joins its threads
-        # while it holds the interpreter's lock, for which one of them may be waiting (gloo, torch 2.13).
+        # From here on nothing needs collecting, and collecting can hang: freeing a process group joins its threads while it holds
+        # the GIL, for which one of them may be waiting (gloo, torch 2.13).
         gc.disable()
         _hear_no_more_of_data_workers()
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
@@ -175,7 +178,7 @@ def run_recorded(start: Start, program: Callable[[], None], log: int | None = No
         _leave_room_for_files()
         failure = describe(error)
         text = failure["traceback"]
-        if start.log:  # the launcher shows the first failure itself; the log has them all, whole
+        if start.log:  # the launcher shows only the first failure; the logs have them all, whole
             with (
                 contextlib.suppress(OSError),
                 open(log or open_to_append(start.log), "a", encoding="utf-8", errors="backslashreplace") as file,
@@ -183,21 +186,22 @@ def run_recorded(start: Start, program: Callable[[], None], log: int | None = No
                 file.write(text)
         else:
             sys.stderr.write(text)
-    if os.getpid() == pid:  # else a child that the program forked
-        # What the launcher has asked for before it ended this rank says where the rank was; what came since, only how it ended.
+    if os.getpid() == pid:  # otherwise this is a child that the program forked
+        # Keep a flight record that the launcher asked for before it ended this rank: it shows where the rank was; a new one would
+        # not.
         keeps = failure is None or start.flight is None or os.path.lexists(start.flight)
         flight = flight_record() if keeps else write_flight(Path(str(start.flight)))
         _record(start, code, failure, last_calls(flight), finished=finished)
     return code
 
 
-# The sockets of a process that dies are closed a moment before its parent is told.
+# The sockets of a dying process close shortly before its parent is notified.
 _UNTOLD_S = 0.5
 
 
 @contextlib.contextmanager
 def _telling_of_data_workers() -> Iterator[None]:
-    """Where a connection broke, wait for torch to say that it was a data worker's: its handler of SIGCHLD raises in here."""
+    """After a broken connection, wait for torch to report a dead data worker: its handler of SIGCHLD raises in here."""
     try:
         yield
     except (ConnectionError, EOFError):
@@ -211,14 +215,14 @@ def _hears_of_data_workers() -> bool:
 
 
 def _hear_no_more_of_data_workers() -> None:
-    """What comes from here on must not break off what this rank has to say; torch's handler raises wherever the program is."""
+    """Remove torch's SIGCHLD handler: it raises anywhere, and would interrupt the report of this rank's failure."""
     if _hears_of_data_workers():
-        with contextlib.suppress(ValueError):  # not in the main thread, where no handler runs
+        with contextlib.suppress(ValueError):  # not the main thread: handlers run in the main thread only
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _leave_room_for_files() -> None:
-    """A rank that has opened as many files as it may is still to say so, which takes one."""
+    """Free a file descriptor, so that a rank that reached its limit of open files can still write its record."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -226,28 +230,28 @@ def _leave_room_for_files() -> None:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError:
         with contextlib.suppress(OSError):  # the program may have closed it
-            os.close(0)  # nobody reads any more
+            os.close(0)  # standard input is no longer read
 
 
 def _has_no_group() -> bool:
-    """Whether the program destroyed its process group, as one does that has come to its own end."""
+    """Whether the program destroyed its process group, as programs do at their own end."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and not distributed.is_initialized()
 
 
 @contextlib.contextmanager
 def _leaving_when_asked() -> Iterator[None]:
-    """SIGUSR1 ends the program with exit code 75 at any moment of it, SIGTERM and SIGHUP from `init_from_env` on; and none does
-    anything once it has ended.
+    """Let SIGUSR1 end the program with exit code 75 at any moment, and SIGTERM and SIGHUP from `init_from_env` on.
 
-    The parent blocks `SIGNALS` before it starts a rank: what came while it had no handler yet is delivered here instead of lost.
+    After the program's end all are ignored. The parent blocks `SIGNALS` before it starts a rank: a signal that came before there
+    was a handler is delivered here instead of lost.
     """
     if signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN:
         signal.signal(signal.SIGUSR1, leave)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         yield
-    finally:  # what comes in this very line is raised by it, and caught like the rest
+    finally:  # a signal at this very line raises here, and is caught like the others
         for number in SIGNALS:
             if number == signal.SIGUSR1 or is_ours(signal.getsignal(number)):
                 signal.signal(number, signal.SIG_IGN)
@@ -259,7 +263,7 @@ def _run_module(start: Start) -> None:
 
 
 def _run_script(start: Start) -> None:
-    """As `python script.py` does. Unlike with `runpy`, `__main__` stays: threads and atexit functions still need it."""
+    """Run as `python script.py` does. Unlike with `runpy`, `__main__` stays: threads and atexit functions still need it."""
     path = os.path.abspath(start.target)
     sys.path[:] = [str(Path(start.target).resolve().parent), *start.sys_path]
     main = types.ModuleType("__main__")
@@ -278,11 +282,11 @@ def _record(
     *,
     finished: bool = False,
 ) -> None:
-    """Leave how this rank ended for the launcher: whole or not at all.
+    """Write how this rank ended, for the launcher; whole or not at all.
 
     Args:
-        collectives: the last that it called, by group.
-        finished: it came to its program's end, and had destroyed its process group.
+        collectives: the last call of each group.
+        finished: the program reached its end, and had destroyed its process group.
     """
     if start.record:
         ending = {"exit_code": code, "time_ns": time.monotonic_ns(), "collectives": dict(collectives)}
@@ -292,7 +296,7 @@ def _record(
         ending |= ({"finished": True} if finished else {}) | ({"heard": asked} if (asked := heard()) else {})
         record = {**ending, **(failure or {})}
         with contextlib.suppress(OSError):
-            if failure is not None:  # it is told all the same, if its folder was removed meanwhile
+            if failure is not None:  # record a failure even if its folder was removed meanwhile
                 Path(start.record).parent.mkdir(parents=True, exist_ok=True)
             write_json(Path(start.record), record)
 
@@ -307,12 +311,12 @@ def _system_exit(stop: SystemExit) -> tuple[int, dict[str, Any] | None]:
         sys.stderr.write(message + "\n")
     if code == 0:
         return 0, None
-    # `except RuntimeError: sys.exit(1)`: what was being handled tells whether this rank or its peer failed first.
+    # `except RuntimeError: sys.exit(1)`: the handled error shows whether this rank or its peer failed first.
     return code, {**describe(stop), "kind": "SystemExit", "message": message or f"exit code {code}"}
 
 
 def _call(start: Start) -> None:
-    """Call the function that was sent here, and leave its value for the sender."""
+    """Call the function that was sent here, and write its value for the sender."""
     sys.path[:] = list(start.sys_path)
     assert start.result is not None and start.sha256 is not None
     call = load_call(start.target, start.sha256)
@@ -322,7 +326,7 @@ def _call(start: Start) -> None:
 
 
 def leave_value(function: Callable[[], Any], result: str, name: str, key: str) -> None:
-    """Call `function` and write its value, or beside it the exception that it raised, sealed with the job's key.
+    """Call `function` and write its value, or beside it the exception that it raised; both sealed with the job's key.
 
     Raises:
         UsageError: the value cannot be pickled.
@@ -333,7 +337,7 @@ def leave_value(function: Callable[[], Any], result: str, name: str, key: str) -
     except Exception as error:
         try:
             write_value(error, f"{result}.error", key)
-        except Exception:  # not every exception can be pickled; its text arrives in any case
+        except Exception:  # not every exception can be pickled; its text reaches the caller anyway
             logger.debug("the exception cannot be sent to the caller", exc_info=True)
         raise
     try:
