@@ -92,7 +92,7 @@ def _loader(divisible: int, together: int = 1, fixed: bool = False) -> dict[str,
         (4, 3, [_killed(1)], [_loader(8)], 0, "no number of ranks from 3 to 3 can divide global_batch 8"),
         (4, 3, [_killed(1), _killed(2)], [], 0, "leaves 2 of 4 ranks, and --ranks wants at least 3"),
         (2, 1, [_killed(0), _killed(1)], [], 0, "leaves 0 of 2 ranks"),
-        (4, 1, [_killed(1)], [_loader(8, fixed=True)], 4, "StreamLoader goes on with as many ranks only"),
+        (4, 1, [_killed(1)], [_loader(8, fixed=True)], 4, "StreamLoader can go on only with the same number of ranks"),
         (4, 1, [_raised(1)], [], 4, "no rank was lost"),
         (4, 1, [_raised(1), _killed(2, "SIGSEGV")], [], 4, "no rank was lost"),  # it fell in consequence
         (4, 1, [_killed(1), _raised(2), _killed(3, "SIGABRT")], [], 3, "rank 1 was killed by SIGKILL"),

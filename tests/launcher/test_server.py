@@ -113,7 +113,7 @@ def test_a_rank_that_the_system_gives_no_process_is_said_so(tmp_path: Path, monk
     (tmp_path / "no_processes.py").write_text("import os\ndef fork(): raise BlockingIOError(11, 'Too many')\nos.fork = fork\n")
     monkeypatch.syspath_prepend(tmp_path)
     with contextlib.closing(ForkServer.start(("no_processes",))) as server:
-        with pytest.raises(EchelonError, match=r"could not be made: Too many. See `ulimit -u`"):
+        with pytest.raises(EchelonError, match=r"could not be started: Too many. See `ulimit -u`"):
             rank_of(server, tmp_path, "")
         assert server.alive()
 

@@ -265,7 +265,7 @@ def test_a_rank_whose_program_has_ended_and_whose_process_runs_on_is_told_of_onc
     attempt.record_path(1).write_text('{"exit_code": 0}')
     said = [lingering.look(attempt) for _ in range(4)]
     assert [line for line in said if line] == [
-        "rank 1 has come to the end of the program, and its process runs on for 0 s: a thread that is no daemon, or a function "
+        "rank 1 has come to the end of the program, and its process runs on for 0 s: a non-daemon thread, or a function "
         "given to atexit, has not ended"
     ]
     attempt.record_path(0).write_text('{"exit_code": 0}')

@@ -1,4 +1,4 @@
-"""Start processes and learn how they ended. Imports without torch; the elastic agent and the ranks load it.
+"""Start processes and learn how they ended. Imports no torch; the agent and the ranks load it.
 
-Not named `launch`: that is the function, and both would be the attribute `echelon.launch`.
+Not named `launch`: the function of that name is the attribute `echelon.launch`.
 """

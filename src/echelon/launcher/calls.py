@@ -299,8 +299,7 @@ def load_values(paths: Sequence[Path], key: str) -> list[Any]:
     if missing:
         folder = str(paths[0].parent)
         raise RankFailedError(
-            f"{rank_ranges(missing)} exited with 0, but left no value in {folder}. Did the function end its process, for "
-            f"example with "
+            f"{rank_ranges(missing)} exited with 0, but left no value in {folder}. Did the function end its process, as by "
             "sys.exit(0)?",
             rank=missing[0],
             exit_code=0,

@@ -1,1 +1,1 @@
-"""Functions and launch commands on ranks: a call goes there, each rank's value comes back."""
+"""Functions and launch commands on ranks: a call goes there, and each rank's value comes back."""

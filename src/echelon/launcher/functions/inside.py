@@ -1,8 +1,8 @@
-"""In a rank that a launch command started: the user's script runs once more, and here is the call that it was started for.
+"""Runs in a rank that a launch command started: the user's script runs again, and executes the submitted call here.
 
-The node's launcher says in one variable which call of the script that is; nothing of it ever is in the submitter's own
-environment. Calls before it are jobs of their own and are not made again; the one itself runs here, leaves its value or its
-error by rank, and ends the process: what follows in the script is the submitter's.
+The node's launcher names the call in one variable, which is never in the submitter's own environment. Earlier calls are jobs of
+their own and are not made again. The named call runs here, writes its value or error by rank, and ends the process: the rest of
+the script is for the submitter alone.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CallSite:
-    """Which call of a script this process was started for.
+    """The call of a script for which this process was started.
 
     Args:
         folder: of the attempt, for values, records and logs.
         node: this node's index.
-        number: how many jobs the script had submitted before.
-        function: the name of what it called.
-        task: of an array, which.
-        earlier: the run folders of the jobs that it had submitted before.
-        key: of the job, for the values.
+        number: how many jobs the script had submitted before this one.
+        function: name of the called function.
+        task: its index in an array.
+        earlier: run folders of the jobs submitted before.
+        key: the job's key, which seals the values.
     """
 
     folder: str
@@ -62,7 +62,7 @@ _begun = False
 
 
 def call_site() -> CallSite | None:
-    """Where this process is, if a launch command started it and its call has not begun."""
+    """The call site, if a launch command started this process and the call has not begun."""
     text = os.environ.get(VARIABLE)
     if not text or _begun:
         return None
@@ -73,10 +73,10 @@ def call_site() -> CallSite | None:
 
 
 def run_call(at: CallSite, name: str, function: Callable[[], Any]) -> NoReturn:
-    """Call `function`, leave its value and a record, and end this process.
+    """Call `function`, write its value and a record, and end this process.
 
     Raises:
-        UsageError: the script did not come to the call for which it was started, but to another.
+        UsageError: the script reached another call than the one for which it was started.
     """
     global _begun
     if name != at.function:
@@ -87,10 +87,10 @@ def run_call(at: CallSite, name: str, function: Callable[[], Any]) -> NoReturn:
     _begun = True
     info, folder = RankInfo.from_env(), Path(at.folder)
     record, log = folder / f"exit.rank{info.rank}.json", folder / f"rank{info.rank}.log"
-    record.unlink(missing_ok=True)  # of an earlier try, where the command starts its ranks again by itself
+    record.unlink(missing_ok=True)  # of an earlier try, if the command restarts its ranks itself
     die_with_parent(signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until `run_recorded` hears them
-    signal.signal(signal.SIGUSR1, leave)  # ignored so far: the command got it from Slurm, too
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until `run_recorded` handles them
+    signal.signal(signal.SIGUSR1, leave)  # ignored until now, since Slurm sent it to the command, too
     _log_to(log)
     start = Start(
         "call",
@@ -118,15 +118,15 @@ def run_call(at: CallSite, name: str, function: Callable[[], Any]) -> NoReturn:
         leave_value(lambda: _in_one_world(function(), asked), str(start.result), name, at.key)
 
     code = run_recorded(start, program)
-    # A rank that saved to resume later has done its work: with 75, torchrun would kill the others, who are about to save.
+    # Exit code 0 for a rank that saved to resume later: at 75, torchrun would kill the others, which are about to save.
     end(0 if code == REQUEUE else code)
 
 
 def _in_one_world(value: T, asked: ExpectedWorld) -> T:
-    """The function's value, unless it joined fewer ranks than the job has, as a library may that reads other variables.
+    """Return the function's value, unless it joined fewer ranks than the job has, as libraries that read other variables may do.
 
     Raises:
-        LauncherEnvironmentError: this rank trained with fewer others than were asked for.
+        LauncherEnvironmentError: this rank trained with fewer ranks than the job has.
     """
     joined: dict[str, int] = {}
     dist, accelerate = sys.modules.get("torch.distributed"), sys.modules.get("accelerate.state")
@@ -141,7 +141,7 @@ def _in_one_world(value: T, asked: ExpectedWorld) -> T:
 
 
 def _log_to(path: Path) -> None:
-    """Standard output and error of this process go to the rank's log, line by line."""
+    """Send standard output and error of this process to the rank's log, line by line."""
     sys.stdout.flush()
     sys.stderr.flush()
     fd = open_to_append(path)

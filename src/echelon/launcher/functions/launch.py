@@ -1,4 +1,4 @@
-"""Run a function on ranks of this machine and get each rank's value back."""
+"""Run a function on ranks of this machine and return each rank's value."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ T = TypeVar("T")
 
 _server: ForkServer | None = None
 _loaded_by_ranks: set[str] = set()
-_one_at_a_time = threading.Lock()  # the server speaks with one caller
+_one_at_a_time = threading.Lock()  # the server serves one caller
 
 
 def shared_server() -> ForkServer:
-    """One server for all launches of this process: the first pays for importing torch, the others take milliseconds."""
+    """One server for all launches of this process: only the first launch waits for the import of torch."""
     global _server
     if _server is None or not _server.alive():
         _server = ForkServer.start(_needed())
@@ -50,19 +50,19 @@ def shared_server() -> ForkServer:
 
 
 def running_server() -> ForkServer | None:
-    """The shared server, if there is one already."""
+    """The shared server, if one is running."""
     return _server
 
 
 def _needed() -> list[str]:
-    """What the server loads, so that no rank has to: what this process has loaded, and what ranks have had to before."""
+    """Modules for the server to import, so that ranks need not: those loaded here, and those that earlier ranks loaded."""
     modules = [m for m in SLOW_MODULES if m == "torch" or m in sys.modules]
     return [*modules, *sorted(_loaded_by_ranks.difference(modules))]
 
 
 @contextlib.contextmanager
 def _one_server(*, wait: bool) -> Iterator[ForkServer]:
-    """The shared server, or while another call has it, and this one cannot wait, a new one."""
+    """The shared server; or a new one if another call uses it and this one must not wait."""
     if _one_at_a_time.acquire(blocking=wait):
         try:
             yield shared_server()
@@ -97,23 +97,23 @@ def launch(
 ) -> list[T]:
     """Call `fn(*args, **kwargs)` on every rank and return the values, by rank.
 
-    The ranks find torchrun's variables in their environment, so `init_from_env()` and `env://` work in `fn`. Rank 0's
-    output is shown; that of the others goes to files.
+    The ranks have torchrun's variables in their environment, so `init_from_env()` and `env://` work in `fn`. Rank 0's output is
+    shown; the output of other ranks goes to files.
 
     Args:
-        fn: any function whose arguments and surroundings can be sent; one of a module or a script is sent by its name, a lambda,
-            a closure or one of a notebook's cells by value (cloudpickle).
-        ranks: how many processes; "auto" is one per GPU, else one per core.
-        max_restarts: how often the group is started again after a rank failed.
-        timeout_s: after so long the job is stopped and the stacks of all ranks are shown.
-        env: more environment variables for the ranks, such as {"ECHELON_DEVICE": "cpu"} for more ranks than GPUs.
+        fn: a function that can be sent: by name if a module or script defines it; by value (cloudpickle) if it is a lambda, a
+            closure or defined in a notebook.
+        ranks: number of processes; "auto" is one per GPU, else one per core.
+        max_restarts: how often all ranks are started again after a failure.
+        timeout_s: seconds after which the job is stopped, and the stacks of all ranks are shown.
+        env: further environment variables for the ranks, such as {"ECHELON_DEVICE": "cpu"} for more ranks than GPUs.
         quiet: rank 0's output goes to its log only.
-        run_dir: where logs go. By default a temporary folder, which is kept only if a rank fails.
+        run_dir: folder for logs. By default a temporary folder, which is kept only if a rank fails.
     Raises:
         RankFailedError: with the text of the first failing rank's traceback; the exception itself is its `__cause__`.
         RankTimeoutError: with the stacks of all ranks.
-        SystemExit: with code 75, as the ranks had it: they were asked to stop, and saved.
-        UsageError: `fn` cannot be sent to another process, or `ranks` makes no sense.
+        SystemExit: with code 75, if the ranks were asked to stop, and saved.
+        UsageError: `fn` cannot be sent to another process, or `ranks` is invalid.
     """
     _refuse_under_prove()
     return call(
@@ -147,17 +147,17 @@ class Cancel:
         self._wanted = False
 
     def now(self) -> None:
-        """The kernel kills the ranks, since their server dies; the next launch starts another one."""
+        """Kill the server; the kernel then kills its ranks. The next launch starts another server."""
         with self._lock:
             self._wanted = True
             if self._server is not None:
                 self._server.kill()
 
     def begun(self, server: ForkServer | None) -> None:
-        """The call has this server to itself now; or no longer.
+        """The call has this server to itself from now on; None: no longer.
 
         Raises:
-            EchelonError: it is not wanted any more.
+            EchelonError: the call was cancelled.
         """
         with self._lock:
             if server is not None and self._wanted:
@@ -206,7 +206,7 @@ def call(
 
 @contextlib.contextmanager
 def _run_of(fn: Callable[..., Any], run_dir: str | os.PathLike[str] | None) -> Iterator[RunDir]:
-    """A run's folder; a temporary one stays only if a rank fails: the error names the logs in there."""
+    """The run's folder. A temporary one is kept only if a rank fails, since the error names logs in it."""
     if run_dir is not None:
         yield RunDir.create(run_dir, None, stem=str(getattr(fn, "__name__", "launch")))
         return
@@ -224,8 +224,8 @@ def _run_of(fn: Callable[..., Any], run_dir: str | os.PathLike[str] | None) -> I
 def _values(
     job: JobSpec, payload: bytes, run: RunDir, timeout_s: float | None, screen: SilentScreen | None, cancel: Cancel | None
 ) -> list[Any]:
-    """What the ranks returned."""
-    from echelon.launcher.local.run import run_local  # which the ranks, who import what has called `launch`, have no need of
+    """The values that the ranks returned."""
+    from echelon.launcher.local.run import run_local  # here: ranks import this module, but never run a job
 
     key = secrets.token_hex(32)
     call = CallFile(write_call(Path(job.target), payload), key)
@@ -238,10 +238,10 @@ def _values(
         text = f"{render(failure, job.ranks)}\n\n{printable(failure.traceback)}".rstrip()
         error = RankFailedError(text, rank=failure.rank, exit_code=failure.exit_code, logs=str(run.attempt_path))
         raise error from load_exception(run.attempt_path / f"value.rank{failure.rank}.pkl.error", key)
-    if outcome.exit_code == REQUEUE:  # the ranks saved and ended as they were asked to: so does their caller
+    if outcome.exit_code == REQUEUE:  # the ranks saved and ended on request: so does their caller
         raise SystemExit(REQUEUE)
     if outcome.exit_code:
-        # A signal that was meant for this process: our ranks have ended, now it takes its ordinary course.
+        # A signal that was meant for this process: the ranks have ended, so it takes its ordinary course.
         signal.raise_signal(outcome.exit_code - 128)
         raise KeyboardInterrupt
     return load_values([run.attempt_path / f"value.rank{rank}.pkl" for rank in range(job.ranks)], key)
@@ -267,15 +267,15 @@ def check_environment(env: Mapping[str, str], what: str) -> None:
     require(isinstance(env, Mapping), what, "a dict from names of variables to strings", env, kind=LaunchError)
     for name, value in env.items():
         if not (isinstance(name, str) and isinstance(value, str)):
-            kind = type(value).__name__  # not the value, which may be a secret
+            kind = type(value).__name__  # not the value: it may be a secret
             raise LaunchError(f"{what}[{name!r}] must be a string, as all environment variables, got {kind}.")
 
 
 def spawn(fn: Callable[..., T], args: Sequence[Any] = (), nprocs: int | str = 1, **options: Any) -> list[T]:
-    """`torch.multiprocessing.spawn`'s call: `fn(rank, *args)` on `nprocs` ranks; returns each rank's value.
+    """The signature of `torch.multiprocessing.spawn`: `fn(rank, *args)` on `nprocs` ranks; returns each rank's value.
 
-    `options` are those of `launch`. `join`, `daemon` and `start_method` of the original are accepted where they change
-    nothing: joining is what this does, and ranks never outlive the caller.
+    `options` are those of `launch`. `join`, `daemon` and `start_method` of the original are accepted with values that change
+    nothing: spawn always joins, and ranks never outlive the caller.
     """
     for name, harmless in (("join", (True,)), ("daemon", (True, False)), ("start_method", ("spawn", "forkserver"))):
         if options.pop(name, harmless[0]) not in harmless:

@@ -1,7 +1,7 @@
-"""A launch command, such as `accelerate launch` or `torchrun`: checked when a job is submitted, run once on every node.
+"""A launch command, such as `accelerate launch` or `torchrun`: checked when a job is submitted, and run once on every node.
 
-It is a list of words, never a text for a shell. The ranks that it starts run the user's script again, as far as the call that
-was submitted (`launcher.functions.inside`); what they leave by rank becomes the node's record here.
+It is a list of words, never text for a shell. The ranks that it starts run the user's script again, up to the submitted call
+(`launcher.functions.inside`). From the files that they leave, this module writes the node's record.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ __all__ = ["PLACEHOLDERS", "parse", "run_command", "substitute"]
 PLACEHOLDERS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
 _FIELD = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 _SHELL = {"&&", "||", "|", ";", "&", ">", ">>", "<", "2>&1"}
-# Which would tell the ranks of another job, or of another place, who they are.
+# Variables that would give the ranks the identity of another job or place.
 _FOREIGN = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?RANK|(LOCAL_|ROLE_|GROUP_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|ECHELON_(ASKED|CALL|STORE_PREFIX))"
 )
 _POLL_S = 0.05
-# Of the ranks that fell, this node may have none but those which lost a peer: how long to wait for word of the others.
+# All failed ranks of this node may have lost a peer only: time to wait for failures of other nodes.
 _CULPRIT_WAIT_S = 5.0
 _LAST_WAIT_S = 5.0
 _TAIL_LINES = 15
@@ -85,7 +85,7 @@ def parse(command: str) -> list[str]:
 
 
 def substitute(words: Sequence[str], values: Mapping[str, str | int]) -> list[str]:
-    """The words with each placeholder replaced; every other brace stays, as in JSON."""
+    """The words with each placeholder replaced; other braces stay, as in JSON."""
     return [_FIELD.sub(lambda m: str(values.get(m[1], m[0])), word) for word in words]
 
 
@@ -93,7 +93,7 @@ def run_command(spec: JobSpec, attempt_dir: RunDir, meeting: Meeting, task: int,
     """Run the command on this node until it and its ranks have ended, and write the node's record.
 
     Raises:
-        UsageError: there is no such program.
+        UsageError: the program does not exist.
     """
     about = _about(spec)
     at = CallSite(str(attempt_dir.attempt_path.absolute()), meeting.node, task=task, key=key, **about["call"])
@@ -114,7 +114,7 @@ def run_command(spec: JobSpec, attempt_dir: RunDir, meeting: Meeting, task: int,
     env["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), env.get("PATH", os.defpath)))
     words[0] = _program(words[0], env)
     if meeting.reserved is not None:
-        meeting.reserved.close()  # it held the port until now, for the command
+        meeting.reserved.close()  # it reserved the port for the command
     command = _Command(spec, attempt_dir, meeting, asked)
     try:
         outcome, failures = command.run(words, env)
@@ -126,10 +126,10 @@ def run_command(spec: JobSpec, attempt_dir: RunDir, meeting: Meeting, task: int,
 
 
 def _about(spec: JobSpec) -> dict[str, Any]:
-    """Which call of the script it is, and the script's own arguments.
+    """The call of the script, and the script's own arguments.
 
     Raises:
-        UsageError: not what was submitted.
+        UsageError: the file is not what was submitted.
     """
     try:
         text = read_bytes(spec.code)
@@ -142,7 +142,7 @@ def _about(spec: JobSpec) -> dict[str, Any]:
 
 
 def _program(name: str, env: Mapping[str, str]) -> str:
-    """Where the program is on the PATH of `env`."""
+    """The program's path on the PATH of `env`."""
     program = shutil.which(name, path=env["PATH"])
     if program is None:
         raise LaunchError(
@@ -153,15 +153,15 @@ def _program(name: str, env: Mapping[str, str]) -> str:
 
 
 class _Command:
-    """The command of one node while it runs. How far its ranks come is seen by what they print, as far as anything is.
+    """The command of one node while it runs. The ranks' progress is only visible by their output.
 
     Attributes:
         ended: when each rank of this node was seen to have ended, in ns of the monotonic clock.
-        left: ranks that have ended as they were asked to, to resume later.
-        stopped_by: the signal that asked for an end of all.
-        cut_short: ranks were killed because others had left as they were asked to.
-        silent: nothing has been heard of another node for too long, in words: the ranks are to be ended. Set by a thread.
-        gave_up: ranks, or the command, ended by themselves while another node was silent, in words.
+        left: ranks that ended on request, to resume later.
+        stopped_by: the signal that asked the whole job to end.
+        cut_short: ranks were killed because others had left on request.
+        silent: why the ranks are to be ended, if another node has been silent for too long. Set by a thread.
+        gave_up: that another node was silent when ranks, or the command, ended by themselves; empty otherwise.
     """
 
     silent = gave_up = ""
@@ -184,16 +184,16 @@ class _Command:
 
     @property
     def attempt(self) -> object:
-        """The ranks that have begun their call: a command starts them when its nodes have met, which are missed from then on."""
+        """The ranks that have begun their call. A command starts them once its nodes have met, so then silence counts."""
         return self.pids or None
 
     def moves(self) -> dict[tuple[str, int], object]:
-        """How much the ranks of this node have printed."""
+        """The amount of output of this node's ranks."""
         logs = [self.log, *(self.folder / f"rank{rank}.log" for rank in self.pids)]
         return {(str(path), 0): path.stat().st_size for path in logs if path.exists()}
 
     def record_silence(self, why: str) -> None:
-        """That another node is silent, for which the ranks were ended and are worth another start; from any thread."""
+        """Record that the ranks were ended because another node is silent, and that a restart is worthwhile. From any thread."""
         write_exit(self.meeting.exit_path(self.attempt_dir), REQUEUE, stopped=why)
 
     def run(self, words: Sequence[str], env: Mapping[str, str]) -> tuple[Outcome, list[Failure]]:
@@ -228,7 +228,7 @@ class _Command:
         return {signal.SIGUSR1: wish, signal.SIGTERM: stop, signal.SIGINT: stop, signal.SIGHUP: stop}
 
     def _wait(self, process: subprocess.Popen[bytes]) -> int:
-        """Until the command and its ranks have ended; its exit code. A rank may outlive it, when its parent was stopped."""
+        """Wait until the command and its ranks have ended; returns its exit code. A rank may outlive the command."""
         asked = False
         until: float | None = None
         while True:
@@ -254,13 +254,13 @@ class _Command:
         return self.folder / f"exit.rank{rank}.json"
 
     def _look(self, *, now: bool) -> list[int]:
-        """The ranks of this node that run, and have begun the call. The folder is asked `now`, or after growing pauses."""
+        """The running ranks of this node that have begun the call. Reads the folder `now`, or after growing pauses."""
         if now or time.monotonic() > self._find_at:
-            self._pause_s = min(2.0, self._pause_s * 1.1)  # a shared file system is asked by everybody
+            self._pause_s = min(2.0, self._pause_s * 1.1)  # a shared file system serves everybody
             self._find_at = time.monotonic() + self._pause_s
             self._find()
         for rank in [r for r, pid in self.pids.items() if r not in self.ended and not runs(pid)]:
-            self.ended[rank] = time.monotonic_ns()  # and never asked for again: the number may be another process's
+            self.ended[rank] = time.monotonic_ns()  # never checked again: the number may go to another process
             if (rank_record(self._record(rank)) or {}).get("exit_code") == REQUEUE:
                 self.left.add(rank)
         return [rank for rank in self.pids if rank not in self.ended]
@@ -272,26 +272,26 @@ class _Command:
                 continue
             rank, pid = about["rank"], about["pid"]
             self.local_world_size = about["local_world_size"]
-            if self.pids.get(rank) != pid:  # also where the command has started its ranks again by itself
+            if self.pids.get(rank) != pid:  # also if the command restarted its ranks itself
                 self.pids[rank] = pid
                 self.ended.pop(rank, None)
                 self.told.pop(rank, None)
 
     def _pass_on(self, running: Sequence[int]) -> None:
-        """A rank that begins its call late is told, too."""
+        """Pass requests on to the running ranks, also to one that begins its call late."""
         for rank in running:
             if self.told.get(rank, 0) < self.wishes:
                 self.told[rank] = self.wishes
-                signal_if(self.pids[rank], signal.SIGUSR1, descends)  # what a file names may be any process
+                signal_if(self.pids[rank], signal.SIGUSR1, descends)  # the file may name any process
 
     def _outcome(self, code: int) -> tuple[Outcome, list[Failure]]:
         records = {rank: rank_record(self._record(rank)) for rank in sorted(self.pids)}
         codes = [record["exit_code"] if record else None for record in records.values()]
         failures = [self._failure(rank, record) for rank, record in records.items() if not record or _failed(record)]
         left = REQUEUE in codes
-        # The command may stumble over its own end, when all that it was for is done.
+        # The command may fail in its own shutdown after all its work is done.
         well = bool(codes) and set(codes) == {0} and (code == 0 or len(codes) == self.local_world_size)
-        if left or self.stopped_by is not None:  # then those have not failed that lost a peer, or were made to end
+        if left or self.stopped_by is not None:  # then ranks that lost a peer or were killed have not failed
             ended = self.cut_short or self.stopped_by is not None
             failures = [f for f in failures if not f.is_victim and (f.reported or not ended)]
         elif not well and all(f.is_victim for f in failures) and (silent := self.silence.words()):
@@ -314,30 +314,30 @@ class _Command:
         log = self.folder / f"rank{rank}.log"
         if record is not None:
             return Failure.from_record(rank, int(record["exit_code"]), 0, record, log)
-        text = f"it ended without a word: killed, perhaps for want of memory (`dmesg`). What the command says: {self.log}"
+        text = f"it ended without a word: killed, perhaps for lack of memory (`dmesg`). The command's output: {self.log}"
         return Failure(rank, 1, self.ended.get(rank, 0), "exit", text, log=log, reported=False)
 
     def _command_failure(self, code: int, *, began: bool) -> Failure:
-        """The ranks left no error, so the last lines of the command's output are the reason."""
+        """The failure of the command itself. The ranks left no error, so its last lines of output are the reason."""
         lines = read_end(self.log, _MOST_LOG).decode(errors="replace").splitlines()
-        # The ranks' own error comes first; torchrun's summary of it, without a reason, is what the log ends with.
+        # The ranks' own error comes first; the log ends with torchrun's summary, which lacks the reason.
         first = next((n for n, line in enumerate(lines) if line.startswith("Traceback (")), len(lines) - _TAIL_LINES)
         lines = lines[max(0, first) :][:_TAIL_LINES]
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         what = "" if began else " before any rank came to the call that was submitted"
-        text = "\n".join([f"the launch command {how}{what}. Its words:", *lines])
+        text = "\n".join([f"the launch command {how}{what}. Its output:", *lines])
         rank = self.meeting.node * self.spec.ranks
         return Failure(rank, 128 - code if code < 0 else code or 1, time.monotonic_ns(), "exit", text, log=self.log)
 
     def _too_few(self, ranks: Sequence[int]) -> Failure:
-        """All ranks that reached the call ended well, but their number is not the one asked for."""
+        """A failure for too few ranks: all that reached the call ended well."""
         came = f"{len(ranks)} came to the call on node {self.meeting.node} (rank {', '.join(map(str, ranks))})"
         return Failure(
             ranks[0], 1, time.monotonic_ns(), "LauncherEnvironmentError", str(self.asked.error(came)), ours=True, log=self.log
         )
 
     def _of_other_nodes(self) -> list[Failure]:
-        """What the ranks of other nodes wrote that failed by themselves; waits until their launchers have ended, too."""
+        """Failures of ranks of other nodes that failed by themselves. Waits until these nodes' launchers have ended, too."""
         others = [n for n in range(self.meeting.nodes) if n != self.meeting.node]
         until = time.monotonic() + _CULPRIT_WAIT_S
         while time.monotonic() < until:
@@ -364,6 +364,6 @@ def _failed(record: Mapping[str, Any]) -> bool:
 
 
 def _before_exec() -> None:
-    """In the child. Slurm sends SIGUSR1 to every process of a step: the command would be killed by it."""
+    """Runs in the child. Slurm sends SIGUSR1 to every process of a step, which would kill the command."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     die_with_parent(signal.SIGTERM)

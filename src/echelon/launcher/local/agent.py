@@ -1,7 +1,6 @@
-"""The agent of this node: starts its ranks, watches them, and starts them again as often as the job allows. `NodeAgent.run` is
-the whole of it.
+"""The agent of this node: starts its ranks, watches them, and restarts them as often as the job allows. See `NodeAgent.run`.
 
-It loads torch, by `launcher.local.rendezvous`; so `launcher.local.run` imports it inside a function.
+It loads torch through `launcher.local.rendezvous`, so `launcher.local.run` imports it inside a function.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from echelon.launcher.local.worker import SLOW_MODULES, STACK_SIGNAL
 
 __all__ = ["NodeAgent", "StopSignal"]
 
-_LOOK_S = 0.01  # between two looks at the ranks
-# How long a rank may take to react to SIGTERM once another has failed: it has nothing left to finish.
+_LOOK_S = 0.01  # seconds between two looks at the ranks
+# Time for a rank to react to SIGTERM once another has failed: it has nothing left to finish.
 _FAILURE_GRACE_S = 5.0
 _HUNG_GRACE_S = 0.5  # for a rank that has done nothing for minutes
 _CULPRIT_WAIT_S = 2.0
@@ -45,7 +44,7 @@ _ANSWER_S = 1.0
 
 
 class StopSignal(BaseException):
-    """A signal has asked this launcher to stop. No Exception: nothing on the way to `run` may take it for an error."""
+    """A signal has asked this launcher to stop. Not an Exception, so that no handler takes it for an error."""
 
     def __init__(self, number: signal.Signals) -> None:
         super().__init__(f"stopped by {number.name}")
@@ -53,10 +52,10 @@ class StopSignal(BaseException):
 
 
 class _Ranks(enum.Enum):
-    """What the ranks of this node do."""
+    """The state of this node's ranks."""
 
     RUN = enum.auto()
-    ENDED = enum.auto()  # well, on all nodes
+    ENDED = enum.auto()  # ended well, on all nodes
     FAILED = enum.auto()
 
 
@@ -66,22 +65,22 @@ class NodeAgent:
     Args:
         job: what to run.
         server: forks the ranks.
-        begin_attempt: called with the number of each attempt; returns its folder, and the descriptors that rank 0 writes its
-            output to, where it is shown.
-        start_of: what a rank of an attempt is told; its keys in the store begin with the third argument.
-        requests: to stop and resume later; the ranks are asked, and may refuse.
-        timeout_s: after so long the stacks of all ranks are collected and `RankTimeoutError` is raised; None never does.
-        meeting: with the agents of other nodes; None is alone.
+        begin_attempt: called with the number of each attempt; returns its folder, and descriptors for rank 0's output, if this
+            node shows it.
+        start_of: gives the description of a rank of an attempt; the rank's keys in the store begin with the third argument.
+        requests: requests to stop and resume later; the ranks are asked, and may refuse.
+        timeout_s: seconds after which `RankTimeoutError` is raised with the stacks of all ranks; None is no limit.
+        meeting: with the agents of other nodes; None for one node.
         say: shows a line beside the ranks' own output.
     Attributes:
-        restarts: how many there were.
-        plan: how many ranks the present or coming attempt has, and why.
+        restarts: number of restarts so far.
+        plan: number of ranks of the present or coming attempt, and the reason.
         failures: of the latest failed attempt.
-        cut_short: ranks were ended because others had left, or because the time was up.
-        world_size: how many ranks the attempt has on all nodes.
-        hang_s: the attempt was ended since nothing had moved for so long; None if it was not.
-        seen: how far the ranks had come when one failed, or they were first asked to end.
-        silent: nothing has been heard of another node for too long, in words: the ranks are to be ended. Set by a thread.
+        cut_short: ranks were ended because others had left on request, or because the time limit was over.
+        world_size: number of ranks of the attempt on all nodes.
+        hang_s: seconds without progress after which the attempt was ended; None if it was not.
+        seen: the states of the ranks when one failed, or when they were first asked to end.
+        silent: why the ranks are to be ended, if another node has been silent for too long. Set by a thread.
     """
 
     silent = ""
@@ -125,14 +124,14 @@ class NodeAgent:
         self._hang = HangLimit(*hang_timeout(job.hang_timeout_s), self._watch.progress, self.sight, stall_s)
 
     def run(self) -> bool:
-        """Start the ranks and watch them, again after a failure, until they have ended well or for good.
+        """Start the ranks and watch them, and restart them after failures, until they have ended well or for good.
 
         Returns:
-            Whether they ended well. No rank is left, also after an exception.
+            Whether they ended well. No rank is left, not even after an exception.
         Raises:
-            StopSignal: a signal asked for the end.
-            NodeSilentError: another node is not heard of.
-            RankTimeoutError: the time is up.
+            StopSignal: a signal asked this launcher to stop.
+            NodeSilentError: another node has been silent for too long.
+            RankTimeoutError: the time limit is over.
             EchelonError: the ranks cannot meet, or those of another node have failed for good.
         """
         ends_by = signal.SIGTERM
@@ -157,7 +156,7 @@ class NodeAgent:
             self._end_for_good(ends_by)
 
     def _start(self) -> None:
-        """The ranks of one more attempt."""
+        """Start the ranks of the next attempt."""
         host, port = self._meetings.meet()
         self.restarts += self.attempt is not None
         self.attempt, outputs = self._begin_attempt(self.restarts)
@@ -185,7 +184,7 @@ class NodeAgent:
                 if fd is not None:
                     os.close(fd)
         if self.restarts == 0 and self._job.max_restarts > 0:
-            # A restart should not wait for what the first start imported rank by rank.
+            # A restart need not wait for imports that each rank did at the first start.
             self._server.preload(SLOW_MODULES)
 
     def _fork(self, attempt: Attempt, info: RankInfo, outputs: Handed) -> None:
@@ -209,7 +208,7 @@ class NodeAgent:
         if (looks and attempt.stuck()) or any(attempt.failure(rank) for rank in attempt.ended):
             failures = self._hear_them_out()
             if (self.cut_short or attempt.left()) and all(f.is_victim for f in failures):
-                attempt.expected_exits.update(f.rank for f in failures)  # they lost a peer that had left as it was asked to
+                attempt.expected_exits.update(f.rank for f in failures)  # they lost a peer that had left on request
                 return _Ranks.RUN
             self.failures = failures
             self._plan_restart(attempt)
@@ -228,7 +227,7 @@ class NodeAgent:
         for line in (self._hang.quiet(), self._hang.left(attempt), self._lingering.look(attempt)):
             if line is not None:
                 self._say(line)
-        # A node whose ranks have all ended hears of the others' end by itself.
+        # A node whose ranks have all ended learns of the others' end by itself.
         all_late = self._meetings.all_late(idle_s is not None or (self._hang.after_s > 0 and not attempt.running))
         return idle_s if all_late else None
 
@@ -237,7 +236,7 @@ class NodeAgent:
         self.hang_s, now = idle_s, time.monotonic_ns()
         where = positions({rank: self.seen[rank] for rank in attempt.running}, attempt.running)
         headline = f"no rank made progress for {idle_s:.0f} s"
-        own = {f.rank: f for f in attempt.failures()}  # one that has failed may wait in a function that it gave to atexit
+        own = {f.rank: f for f in attempt.failures()}  # a failed rank may wait in an atexit function
         self.failures = [
             own.get(rank) or Failure(rank, HUNG, now, HANGS, where, log=attempt.log_path(rank), headline=headline)
             for rank in attempt.running
@@ -245,7 +244,7 @@ class NodeAgent:
         self._plan_restart(attempt)
 
     def _see_to_requests(self, attempt: Attempt, looks: bool) -> None:
-        """Pass on what was asked of the ranks. Once one has left, or the time is up, the others have the grace time."""
+        """Pass requests on to the ranks. Once one has left, or the time limit is over, the others have the grace time."""
         requests, now, grace_s = self._requests, time.monotonic(), self._job.grace_s
         if requests.time_is_up(now) and self._leave_by is None:
             self._leave_by = now + grace_s
@@ -268,16 +267,16 @@ class NodeAgent:
     def _plan_restart(self, attempt: Attempt) -> None:
         """Whether there is a next attempt, and with how many ranks."""
         if self._requests.count or attempt.left():
-            self._gives_up = True  # who was asked to stop is not started again
+            self._gives_up = True  # a job that was asked to stop is not restarted
         elif self._job.min_ranks is not None and self.restarts < self._job.max_restarts:
             loaders = loaders_of(attempt.folder.parent)
             self.plan = next_ranks(len(attempt.pids), self._job.min_ranks, self.failures, loaders)
             self._gives_up = not self.plan.ranks
 
     def _hear_them_out(self) -> list[Failure]:
-        """Ranks fall within milliseconds of one another: wait, so that the first is found by its time, not by luck.
+        """Wait for further failures: ranks fail within milliseconds of one another, and the first must be found by its time.
 
-        While all that is known is that a peer has gone, wait longer for that peer.
+        If all failures so far are lost peers, wait longer for the peer.
         """
         until = time.monotonic() + _CULPRIT_WAIT_S
         while True:
@@ -292,11 +291,11 @@ class NodeAgent:
 
     @property
     def hang_limit_s(self) -> float:
-        """0 is none."""
+        """Seconds; 0 is no limit."""
         return self._hang.after_s
 
     def moves(self) -> dict[tuple[str, int], object]:
-        """What changes as this node's ranks come on, of all that can be asked; from any thread."""
+        """Values that change as this node's ranks make progress. Called from any thread."""
         attempt = self.attempt
         if attempt is None:
             return {}
@@ -306,7 +305,7 @@ class NodeAgent:
         return {("attempt", attempt.number): len(running), **{("at", r): self.sight.pulses.read(r) for r in running}, **calls}
 
     def end_at_once(self) -> None:
-        """Ends the ranks from any thread, when the main one does not come to it."""
+        """End the ranks from any thread, if the main thread does not get to it."""
         self._server.kill()
 
     def _gather(self, attempt: Attempt) -> dict[int, RankState]:
@@ -316,11 +315,11 @@ class NodeAgent:
     def _signal(self, rank: int, number: int) -> None:
         assert self.attempt is not None
         pid = self.attempt.pids[rank]
-        if number != STACK_SIGNAL or has_handler(pid, number):  # else it has become another program, which that would end
+        if number != STACK_SIGNAL or has_handler(pid, number):  # otherwise it runs another program, which the signal would end
             self._server.signal(pid, number, group=False)
 
     def exit_code(self, otherwise: int) -> int:
-        """75 if the ranks have left to be started again, else what the caller made of their ends."""
+        """75 if ranks left to be started again, else `otherwise`."""
         codes = set(self.attempt.exit_codes().values()) if self.attempt is not None else set()
         if otherwise == 0:
             return REQUEUE if self.cut_short or REQUEUE in codes else 0
@@ -340,15 +339,15 @@ class NodeAgent:
 
     def _end_for_good(self, number: int) -> None:
         if self.attempt is not None and self.attempt.running and not self.seen:
-            self._gather(self.attempt)  # who ends a run that seems to hang wants to know where it stood
-        # A terminal that has gone asks for what SIGTERM asks for, which programs of any kind know.
+            self._gather(self.attempt)  # a user who ends a run that seems to hang wants to know where it stood
+        # After SIGHUP (a closed terminal) send SIGTERM, which programs of any kind handle.
         self._end(signal.SIGTERM if number == signal.SIGHUP else number, self._job.grace_s)
         self._meetings.close()
 
     def _end(self, number: int, grace_s: float) -> None:
-        """Ask the ranks that still run to stop, and kill those that have not by the end of the grace time.
+        """Ask the running ranks to stop, and kill those that still run after the grace time.
 
-        The request goes to the rank alone: it may want to save, for which it needs its data workers and helpers.
+        The request goes to the rank alone: to save, it may need its data workers and helpers.
         """
         if self.attempt is None:
             return
@@ -358,14 +357,14 @@ class NodeAgent:
             for pid in [self.attempt.pids[rank] for rank in self.attempt.running]:
                 self._server.signal(pid, sign, group=sign == signal.SIGKILL)
                 if sign != signal.SIGKILL:
-                    self._server.signal(pid, signal.SIGCONT)  # a stopped process would not get the first one
+                    self._server.signal(pid, signal.SIGCONT)  # a stopped process must continue to get the first signal
             until = time.monotonic() + wait_s
             while len(self.attempt.ended) < len(self.attempt.pids) and time.monotonic() < until:
                 self._note_ends(min(0.1, max(0.001, until - time.monotonic())))
 
 
 def _name_stopped(failures: list[Failure], seen: Mapping[int, RankState]) -> list[Failure]:
-    """Add to the failures' messages which ranks are stopped."""
+    """Add the stopped ranks to the failures' messages."""
     stopped = [rank for rank, s in seen.items() if s.stopped]
     if not stopped:
         return failures

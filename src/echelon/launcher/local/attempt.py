@@ -1,4 +1,4 @@
-"""One attempt as the launcher sees it: processes, how they ended, and what was asked of them."""
+"""One attempt as the launcher sees it: its processes, how they ended, and the requests to them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from echelon.launcher.local.memory import OomCount, gib
 
 __all__ = ["Attempt", "Requests"]
 
-# How long a rank may take to end by itself once it has reported its failure.
+# Time for a rank to end by itself after it has reported its failure.
 _EXIT_WAIT_S = 10.0
 
 
@@ -42,14 +42,14 @@ class Requests:
 
 
 class Attempt:
-    """One start of the whole group: the processes of its ranks and where each leaves its record.
+    """One start of all ranks: their processes, and where each leaves its record.
 
     Attributes:
-        pids: by rank.
-        ended: ranks that have ended: (wait status, when, in ns of the monotonic clock).
+        pids: process ids by rank.
+        ended: for each rank that has ended: (wait status, time in ns on the monotonic clock).
         expected_exits: ranks whose end is no failure, however they ended.
-        peaks: of ranks that have ended: the most memory that the process had at once, in bytes.
-        oom: what the OOM killer has done since the start.
+        peaks: for each rank that has ended: its peak memory in bytes.
+        oom: counts kills by the OOM killer since the start.
     """
 
     def __init__(self, number: int, folder: Path) -> None:
@@ -66,7 +66,7 @@ class Attempt:
 
     @property
     def dumps(self) -> Path:
-        """Where the stacks and flight records of this start go."""
+        """Folder for the stacks and flight records of this start."""
         return self.folder.parents[1] / "dumps" / self.folder.name
 
     def record_path(self, rank: int) -> Path:
@@ -76,7 +76,7 @@ class Attempt:
         return self.folder / f"rank{rank}.log"
 
     def failure(self, rank: int) -> Failure | None:
-        """How the rank failed; None if it ended well or runs on. One may still run its exit functions with its record written."""
+        """How the rank failed; None if it ended well or runs. After writing its record, a rank may still run atexit functions."""
         status, time_ns = self.ended.get(rank, (None, 0))
         if status == 0 or rank in self.expected_exits:
             return None
@@ -90,10 +90,10 @@ class Attempt:
             return None
         if code < 0 and record.get("exit_code", 0) in (0, REQUEUE):
             return self._signalled(rank, -code, time_ns)
-        # A signal after a rank has said how it failed came while it ended: torch's threads abort what has no device any more.
+        # A signal after the rank recorded its failure came while it ended: torch's threads abort when their device is gone.
         code = code if code >= 0 else 128 - code
         failure = Failure.from_record(rank, code, time_ns, record, self.log_path(rank))
-        if not record:  # it may have printed its error itself, and left by `os._exit`
+        if not record:  # it may have printed its error itself, and called `os._exit`
             with contextlib.suppress(OSError):
                 log = read_end(self.log_path(rank), TAIL_BYTES).decode("utf-8", "replace")
                 failure = replace(failure, traceback=last_traceback(log))
@@ -111,9 +111,9 @@ class Attempt:
         return Failure(rank, 128 + number, time_ns, name, message, traceback=words, log=log, reported=False, oom=oom)
 
     def _killed(self, rank: int) -> tuple[bool, str]:
-        """Whether the kernel has killed it for want of memory, and how that is said. It kills the first; others follow."""
+        """Whether the OOM killer killed the rank, and the words for it. The first killed ranks count; later ones only follow."""
         if not self.oom.known:
-            return False, " (the OOM killer? `dmesg` tells)"
+            return False, " (the OOM killer? `dmesg` shows it)"
         killed = [r for r, (status, _) in self.ended.items() if status == signal.SIGKILL]
         killed.sort(key=lambda r: self.ended[r][1])
         if rank not in killed[: self.oom.since()]:
@@ -123,16 +123,16 @@ class Attempt:
         return True, f": no memory was left (OOM killer){had}{f', of {gib(limit)} for all processes here' if limit else ''}"
 
     def stuck(self) -> bool:
-        """Whether a rank has reported its failure and not ended since: a thread or a destructor holds it, and it all others."""
+        """Whether a rank reported its failure long ago and still runs: a thread or a destructor holds it, and so all others."""
         limit = time.monotonic_ns() - int(_EXIT_WAIT_S * 1e9)
         return any(f.time_ns < limit for rank in self.pids if rank not in self.ended and (f := self.failure(rank)) is not None)
 
     def exit_codes(self) -> dict[int, int]:
-        """Of the ranks that have ended; -n if signal n ended it."""
+        """Exit codes of the ranks that have ended; -n if signal n ended the rank."""
         return {rank: os.waitstatus_to_exitcode(status) for rank, (status, _) in self.ended.items()}
 
     def left(self, *, records: bool = True) -> list[int]:
-        """The ranks that ended because they were asked to, or are about to, by their records."""
+        """The ranks that ended because they were asked to; with `records` also those about to."""
         codes = self.exit_codes()
         stopped = (
             [r for r in self.running if (rank_record(self.record_path(r)) or {}).get("exit_code") == REQUEUE] if records else []

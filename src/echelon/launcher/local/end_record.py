@@ -1,4 +1,4 @@
-"""The record of how an attempt ended: what ranks left, and who is to blame for it, as `diagnosis` says."""
+"""The record of how an attempt ended: the ranks' failures, and the one to blame by `diagnosis`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = ["HUNG", "record_end", "write_exit"]
 
 logger = logging.getLogger(__name__)
 
-HUNG = 124  # the exit code, as `timeout` has it
-# Of exit.json, which is read whole: bytes of each text of the first failure; of the others', less and less until all fits.
+HUNG = 124  # exit code of a hang, as of `timeout`
+# Limits of exit.json, which is read whole: bytes of each text of the first failure; of the others', ever less until all fit.
 _LARGEST, _OF_FIRST, _OF_OTHERS = MOST_BYTES * 3 // 4, 1 << 19, (16_000, 4_000, 1_000, 200)
 _MOST_FAILURES = 5000
 
@@ -38,12 +38,12 @@ def record_end(
     hang_s: float | None = None,
     world_size: int | None = None,
 ) -> Failure | None:
-    """Write an attempt's exit.json, as `write_exit` does, and return the failure from which the others follow.
+    """Write an attempt's exit.json, as `write_exit` does, and return the failure that the others follow from.
 
     Args:
-        code: if no rank failed.
+        code: the exit code if no rank failed.
         failures: of all ranks that failed.
-        seen: how far each rank had come before the ranks were ended; of other nodes as their records say it.
+        seen: each rank's progress before the ranks were ended; for other nodes, from their records.
     """
     first = Failure.first(failures) if failures else None
 
@@ -54,7 +54,7 @@ def record_end(
     try:
         evidence = Evidence.of(attempt_dir.path, attempt_dir.attempt)
         verdict = explain(evidence)
-    except Exception:  # whatever the folder holds: the end of a run does not depend on its explanation
+    except Exception:  # a run must end even if its folder cannot be explained
         logger.debug("the end of attempt %d cannot be explained", attempt_dir.attempt, exc_info=True)
         return first
     if first is None:
@@ -79,16 +79,16 @@ def write_exit(
     world_size: int | None = None,
     explained: str | None = None,
 ) -> None:
-    """Record how an attempt ended. If that cannot be written, report it; the exit code stays.
+    """Record how an attempt ended. If the file cannot be written, say so; the exit code stays.
 
     Args:
-        path: the attempt's exit.json, or with several nodes a node's own.
-        failures: of all ranks that failed; `first` is the one that the others followed.
-        stopped: what ended it, if no rank did.
-        seen: how far each rank, or each of a node's, had come before they were ended.
-        hang_s: it was ended since no rank had made progress for so long.
-        world_size: how many ranks there were, on all nodes.
-        explained: a paragraph of why it ended, for a person.
+        path: the attempt's exit.json, or on several nodes the node's own.
+        failures: of all ranks that failed; `first` is the one that the others follow from.
+        stopped: the reason for the end, if no rank failed.
+        seen: progress of each rank, or of each rank of a node, before the ranks were ended.
+        hang_s: seconds without progress after which the attempt was ended.
+        world_size: number of ranks on all nodes.
+        explained: a paragraph for the user on why it ended.
     """
     states = {rank: s.as_json() if isinstance(s, RankState) else s for rank, s in (seen or {}).items()}
     record: dict[str, Any] = {
@@ -119,7 +119,7 @@ def write_exit(
 
 
 def _write_end(path: Path, text: str, *, again: bool) -> None:
-    """Where the folder was removed meanwhile: into a new one if there is a failure to be told."""
+    """Write the record. If its folder was removed meanwhile, make a new one, but only for a failure."""
     try:
         if again:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def _write_end(path: Path, text: str, *, again: bool) -> None:
 
 
 def _shortened(failure: Failure, most: int) -> dict[str, Any]:
-    """With texts of at most about so many bytes each; where that is little, without what the others of its file say as well."""
+    """A failure with texts of at most about `most` bytes; if that is little, also without frames and log path."""
     record = failure.as_json()
     record["message"], record["traceback"] = _short(failure.message, most), _short(failure.traceback, most)
     frames = list(failure.user_frames) if most > 1000 else []
@@ -139,7 +139,7 @@ def _shortened(failure: Failure, most: int) -> dict[str, Any]:
 
 
 def _short(text: str, most: int) -> str:
-    """Its beginning and its end, as which an exception has what it says."""
+    """The beginning and the end of a text, where an exception says most."""
     if len(text) <= most and len(json.dumps(text)) <= most:
         return text
     size = min(most, len(text))

@@ -1,12 +1,12 @@
-"""Which collectives this rank has called: torch's own flight record, read through a private name.
+"""The collectives that this rank has called: torch's own flight record, read through a private name.
 
-torch keeps the last collectives of every process group, on gloo and NCCL, without being asked to, and has no public way to read
-them: its debug server opens a port for everybody, and its analyser stumbles over gloo's. `torch._C._distributed_c10d` has
-`_dump_fr_trace_json` (torch 2.13.0) and, where torch was built with NCCL, `_dump_nccl_trace_json`. Gloo's does not say which
-ranks are in a group: `torch.distributed.distributed_c10d._world` does. This file is all that uses these names. Without them, or
-with another form, there is no record, and nothing else changes; tests/contracts/test_evidence.py notices.
+torch keeps the last collectives of every process group, on gloo and NCCL, by default. It has no public way to read them: its
+debug server opens a port for everybody, and its analyser fails on gloo's records. `torch._C._distributed_c10d` has
+`_dump_fr_trace_json` (torch 2.13.0) and, where torch was built with NCCL, `_dump_nccl_trace_json`. Gloo's records lack the ranks
+of a group, which `torch.distributed.distributed_c10d._world` has. Only this file uses these names. Without them, or with another
+format, there is no record, and nothing else changes; tests/contracts/test_evidence.py notices.
 
-Imports no torch: a rank that has none loaded has called no collective.
+Imports no torch: a rank that has not loaded torch has called no collective.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from echelon.common.files import private_folder, write_whole
 
 __all__ = ["called", "flight_record", "last_calls", "write_flight"]
 
-# What a reader compares is the end of it; of many groups less, so that the file stays below some megabytes.
+# A reader compares the last calls; with many groups fewer of each are kept, so that the file stays below some megabytes.
 MOST_OF_A_GROUP, MOST = 200, 4000
-_MOST_GROUPS, _LARGEST_GROUP = 100, 4096  # of which the members are told
+_MOST_GROUPS, _LARGEST_GROUP = 100, 4096  # groups whose members are recorded
 _NAMES = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 
 
 def called() -> tuple[int, bool]:
-    """How many collectives have begun and ended here, over all groups, which grows as long as a rank talks to others; and
-    whether one has begun and not ended.
+    """Number of collectives begun plus ended here, over all groups, and whether one has begun but not ended.
+
+    The number grows as long as a rank communicates.
     """
     begun = ended = 0
     pending = False
@@ -42,7 +43,7 @@ def called() -> tuple[int, bool]:
 
 
 def flight_record() -> dict[str, Any] | None:
-    """As torch gives it, cut to the last 200 entries of each process group; None where there is none."""
+    """The record that torch gives, cut to the last 200 entries of each process group; None if there is none."""
     records = _dumps(entries=True)
     if not records:
         return None
@@ -51,7 +52,7 @@ def flight_record() -> dict[str, Any] | None:
         of_nccl = set(groups)
         for entry in record["entries"]:
             name = group_of(entry)
-            if name in of_nccl:  # one group with two backends, each of which counts from 1
+            if name in of_nccl:  # one group with two backends, each counting from 1
                 name = f"{name}/gloo"
                 entry["process_group"] = [name, *entry["process_group"][1:]]
             groups.setdefault(name, []).append(entry)
@@ -62,15 +63,15 @@ def flight_record() -> dict[str, Any] | None:
 
 
 def _members() -> dict[str, dict[str, list[int]]]:
-    """The ranks of each group that this rank is in, but of the default one: {"1": {"ranks": [0, 2]}}."""
+    """The members of each group of this rank, except the default group: {"1": {"ranks": [0, 2]}}."""
     world: Any = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     members: dict[str, dict[str, list[int]]] = {}
     try:  # the program may make a group at this very moment
         for group, ranks in list(world.pg_group_ranks.items()):
-            name = world.pg_names.get(group)  # None of those that this rank is not in
+            name = world.pg_names.get(group)  # None for groups without this rank
             if name not in (None, "0") and len(ranks) <= _LARGEST_GROUP and len(members) < _MOST_GROUPS:
                 members[str(name)] = {"ranks": sorted(map(int, ranks))}
-    except Exception:  # another torch's
+    except Exception:  # another version of torch
         return {}
     return members
 
@@ -81,7 +82,7 @@ def group_of(entry: Mapping[str, Any]) -> str:
 
 
 def last_calls(record: Mapping[str, Any] | None) -> dict[str, str]:
-    """By process group, the last that this rank called: {"0": "all_reduce #118"}."""
+    """The last call of this rank in each process group: {"0": "all_reduce #118"}."""
     last = {group_of(entry): entry for entry in (record or {}).get("entries", ())}
     return {
         group: f"{str(entry.get('profiling_name', '')).rpartition(':')[2]} "
@@ -91,10 +92,10 @@ def last_calls(record: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def write_flight(path: Path) -> dict[str, Any] | None:
-    """Leave the record of this rank in a file, whole or not at all; returns it. Without an entry there is no file."""
+    """Write this rank's record to a file, whole or not at all; returns it. Without entries no file is written."""
     record = flight_record()
     if record is not None and record["entries"]:
-        with contextlib.suppress(OSError):  # a full disk, a folder that has gone
+        with contextlib.suppress(OSError):  # a full disk, or a removed folder
             private_folder(path.parent.parent)
             private_folder(path.parent)
             write_whole(path, json.dumps(record))
@@ -110,7 +111,7 @@ def _dumps(*, entries: bool) -> list[dict[str, Any]]:
             continue
         try:
             record = json.loads(dump(includeCollectives=entries, onlyActive=False))
-        except Exception:  # another torch's: any error of C++ may come
+        except Exception:  # another version of torch may raise any C++ error
             continue
         if isinstance(record, dict):
             listed = record.get("entries")

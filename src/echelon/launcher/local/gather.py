@@ -1,7 +1,7 @@
-"""What is gathered of ranks before they are ended: where they are, and in the run's folder their stacks and flight records.
+"""Evidence gathered from ranks before they are ended: where they are; and in the run's folder, their stacks and flight records.
 
-A rank that waits in a collective, sleeps or computes in Python answers within milliseconds. One that holds the interpreter's lock
-in C gives its stack, but no flight record; one that is stopped gives its stack once it is continued, as it is ended.
+A rank that waits in a collective, sleeps or computes in Python answers within milliseconds. One that holds the GIL in C code
+gives its stack, but no flight record. A stopped rank gives its stack when it is continued to be ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ANSWER_WAIT_S, _STACK_WAIT_S, _LOOK_S = 1.0, 0.3, 0.01
 
 
 class RankProbe:
-    """The ranks of the present attempt as their launcher sees them.
+    """The launcher's view of the ranks of the present attempt.
 
     Args:
         send: sends a rank a signal.
@@ -40,8 +40,9 @@ class RankProbe:
         self._send(rank, STACK_SIGNAL)
 
     def ask_stacks(self, ranks: Sequence[int]) -> None:
-        """So that soon it is known where they stand, of ranks that may be well: each says it itself, and only one whose
-        interpreter is kept by code in C is asked by a signal.
+        """Ask ranks, which may be well, for their stacks, which arrive soon after.
+
+        Each rank sends its own; only a rank whose GIL is held by C code is asked by a signal.
         """
         answers = self.responders.ask(ranks, HOW_FAR, _ANSWER_WAIT_S)
         for rank in ranks:
@@ -51,7 +52,7 @@ class RankProbe:
                 self.pulses.ask(rank, self.ask_stack)
 
     def look(self, attempt: Attempt, silent_s: Mapping[int, float]) -> dict[int, RankState]:
-        """What is seen of all ranks without asking any."""
+        """The state of all ranks, without asking any."""
         ended = attempt.exit_codes()
         return {
             rank: RankState(
@@ -63,13 +64,13 @@ class RankProbe:
     def gather(
         self, attempt: Attempt, silent_s: Mapping[int, float], others: Callable[[], None] = lambda: None
     ) -> dict[int, RankState]:
-        """What is seen of all ranks, the running ones asked, their stacks and flight records in the run's folder.
+        """The state of all ranks. Running ranks are asked, and write their stacks and flight records into the run's folder.
 
-        Takes milliseconds, and a second where a rank does not answer. Afterwards the ranks are to be ended: those that were
-        stopped have been continued.
+        Takes milliseconds, or a second if a rank does not answer. The ranks are to be ended afterwards: stopped ones have been
+        continued.
 
         Args:
-            others: waits until other nodes have asked theirs.
+            others: waits until the other nodes have asked their ranks.
         """
         seen = self.look(attempt, silent_s)
         asked = [rank for rank in attempt.running if not seen[rank].stopped]
@@ -78,11 +79,11 @@ class RankProbe:
         for rank, answer in answers.items():
             self.pulses.note_stacks(rank, answer.stacks)
         silent = [rank for rank in asked if rank not in answers]
-        for rank in silent:  # its interpreter is kept by code in C, so that no frame changes while it is looked at
+        for rank in silent:  # C code holds its GIL, so no frame changes while the stack is read
             self.pulses.ask(rank, self.ask_stack)
         self._stacks_come(silent, time.monotonic() + _STACK_WAIT_S)
         others()
-        for rank in stopped:  # last, since it may make others go on; it writes its stack before anything else
+        for rank in stopped:  # last, since it may let others go on; it writes its stack first of all
             self.pulses.ask(rank, self.ask_stack)
             self._send(rank, signal.SIGCONT)
         self._stacks_come(stopped, time.monotonic() + _STACK_WAIT_S)
@@ -95,7 +96,7 @@ class RankProbe:
         return seen
 
     def _stacks_come(self, ranks: Sequence[int], until: float) -> None:
-        """Wait until all have written: until nothing is added any more."""
+        """Wait until all have written their stacks, and nothing more is added."""
         before: dict[int, str] = {}
         while ranks and time.monotonic() < until:
             time.sleep(_LOOK_S)
@@ -105,7 +106,7 @@ class RankProbe:
             before = now
 
     def _write_stacks(self, attempt: Attempt, ranks: Sequence[int]) -> None:
-        with contextlib.suppress(OSError):  # a full disk: what was seen is in exit.json, if that can be written
+        with contextlib.suppress(OSError):  # a full disk: exit.json holds the states, if it can be written
             private_folder(attempt.dumps.parent)
             private_folder(attempt.dumps)
             for rank in ranks:
@@ -113,7 +114,7 @@ class RankProbe:
                     write_whole(attempt.dumps / f"stack.rank{rank}.txt", text + "\n")
 
     def timeout_error(self, attempt: Attempt, timeout_s: float) -> RankTimeoutError:
-        """Shows the stacks of all ranks side by side."""
+        """An error with the stacks of all ranks side by side."""
         running = attempt.running
         self.gather(attempt, {})
         stacks = []

@@ -1,4 +1,4 @@
-"""Detects kills by the kernel's OOM killer: its counters, before and after."""
+"""Detects kills by the kernel's OOM killer, by its counters before and after."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 
 __all__ = ["OomCount", "gib"]
 
-_UNLIMITED = 1 << 60  # version 1 of control groups says so in pages, just below 2**63
+_UNLIMITED = 1 << 60  # version 1 of control groups writes "no limit" as pages, just below 2**63
 
 
 class OomCount:
-    """How many processes the kernel has killed for want of memory since this was made.
+    """Number of processes that the OOM killer has killed since this object was made.
 
-    In the control groups of this process, which its ranks share; where none can be read, on the whole machine.
+    Counts in the control groups of this process, which its ranks share; if none can be read, on the whole machine.
 
     Args:
-        groups, own, machine: where Linux tells of control groups, of this process's, and of the machine.
+        groups, own, machine: paths where Linux describes control groups, those of this process, and the machine.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class OomCount:
             _, kinds, path = [*line.split(":", 2), "", ""][:3]
             if kinds and "memory" not in kinds.split(","):
                 continue
-            # In a container the path may be the machine's, of which only the root is seen.
+            # In a container the path may be the machine's, of which only the root is visible.
             inner, root = Path(path.lstrip("/")), groups / "memory" if kinds else groups
             name, limit = ("memory.oom_control", "memory.limit_in_bytes") if kinds else ("memory.events", "memory.max")
             folders = [root / folder for folder in (inner, *inner.parents) if ".." not in folder.parts]
@@ -52,7 +52,7 @@ class OomCount:
         return max(0, now - self._before) if now is not None and self._before is not None else 0
 
     def limit_bytes(self) -> int | None:
-        """The least that one of the groups may use; None if there is no limit."""
+        """The smallest limit of the groups; None if there is no limit."""
         limits = []
         for file in self._limits:
             with contextlib.suppress(OSError, ValueError):

@@ -1,8 +1,8 @@
-"""Which cores, threads, device and network interface each rank of a node has: pure functions of what the node has.
+"""Cores, threads, device and network interface of each rank of a node, as pure functions of the node's hardware.
 
-Binding is asked for (`--bind cores`, `--bind devices`), not the default: two jobs that share a node, or a job beside a server,
-would be bound to the same first cores while others are idle, and data workers inherit their rank's cores. Slurm and Dragon
-bind by themselves, and what they leave to this process is what is divided here.
+Binding is optional (`--bind cores`, `--bind devices`). By default, two jobs that share a node, or a job beside a server, would be
+bound to the same first cores while other cores are idle, and data workers inherit their rank's cores. Slurm and Dragon bind by
+themselves; the cores that they leave to this process are divided here.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def cores_of_rank(cores: Sequence[int], local_rank: int, local_ranks: int, numa: Sequence[Sequence[int]] = ()) -> list[int]:
-    """The cores of one rank: nearly equal, disjoint shares; neighbouring ranks on the same NUMA node.
+    """The cores of one rank: nearly equal, disjoint shares, with neighbouring ranks on the same NUMA node.
 
-    A rank never has cores of two NUMA nodes unless there are fewer ranks than nodes. More ranks than cores share them all.
+    A rank has cores of two NUMA nodes only if there are fewer ranks than nodes. With more ranks than cores, all ranks share all
+    cores.
 
     Args:
-        cores: that the ranks may use.
+        cores: the cores that the ranks may use.
         local_rank: 0 <= local_rank < local_ranks.
-        numa: the cores of each NUMA node; cores in none of them form one of their own. Empty is one node.
+        numa: the cores of each NUMA node; cores in none of them form a node of their own. Empty is one node.
     """
     require(0 <= local_rank < local_ranks, "local_rank", f"between 0 and {local_ranks - 1}", local_rank, kind=LaunchError)
     allowed = sorted(set(cores))
@@ -49,7 +50,7 @@ def cores_of_rank(cores: Sequence[int], local_rank: int, local_ranks: int, numa:
 
 
 def _ranks_per_node(sizes: Sequence[int], ranks: int) -> list[int]:
-    """At least one for each node, never more than it has cores; the next one always where a rank has most cores."""
+    """Ranks of each node: at least one, at most its number of cores. Each further rank goes where a rank then has most cores."""
     counts = [1] * len(sizes)
     for _ in range(ranks - len(sizes)):
         fullest = max((i for i in range(len(sizes)) if counts[i] < sizes[i]), key=lambda i: (sizes[i] / (counts[i] + 1), -i))
@@ -85,21 +86,21 @@ def parse_cpu_list(text: str) -> list[int]:
 def bound(
     local_rank: int, local_ranks: int, env: Mapping[str, str], *, cores: bool = False, devices: bool = False
 ) -> tuple[list[int], dict[str, str]]:
-    """(cores, variables) of a rank of this machine; no cores are all.
+    """(cores, variables) of a rank of this machine; empty cores are all cores.
 
     Args:
-        env: the rank's environment; a thread count in it stays.
+        env: the rank's environment; a thread count in it is kept.
         cores: the rank has cores of its own, on the NUMA node of its GPU if it has one, and as many threads.
-        devices: it sees one GPU only. By default all see all, which NCCL's direct copies between devices need.
+        devices: the rank sees only its GPU. By default ranks see all GPUs, as NCCL's direct copies between devices need.
     Raises:
-        UsageError: fewer GPUs than ranks.
+        UsageError: there are fewer GPUs than ranks.
     """
     own: list[int] = []
     variables = {}
     if cores:
         every = sorted(os.sched_getaffinity(0))
         own = _near_its_gpu(every, local_rank, local_ranks, env) or cores_of_rank(every, local_rank, local_ranks, numa_nodes())
-        threads = len(own) if local_ranks <= len(every) else 1  # more ranks than cores share them all
+        threads = len(own) if local_ranks <= len(every) else 1  # otherwise all ranks share all cores
         variables = {} if "OMP_NUM_THREADS" in env else {"OMP_NUM_THREADS": str(threads)}
     if devices:
         visible = visible_devices(env)
@@ -111,21 +112,21 @@ def bound(
 
 
 def _near_its_gpu(cores: Sequence[int], local_rank: int, local_ranks: int, env: Mapping[str, str]) -> list[int]:
-    """A share of the cores on the NUMA node of this rank's GPU; none if that is not known of every rank's."""
+    """A share of the cores on the NUMA node of this rank's GPU; empty unless it is known for every rank's GPU."""
     if env.get(DEVICE_VARIABLE) == "cpu":
         return []
     return cores_near(cores, cores_of_gpus(visible_devices(env))[:local_ranks], local_rank, local_ranks)
 
 
 def cores_near(cores: Sequence[int], near: Sequence[Sequence[int]], local_rank: int, local_ranks: int) -> list[int]:
-    """A rank's share of the cores near its GPU, which it has with the ranks whose GPUs are on the same NUMA node.
+    """A rank's share of the cores near its GPU, divided among the ranks with GPUs on the same NUMA node.
 
     Args:
-        cores: that the ranks may use.
-        near: of each local rank's GPU, the cores on its NUMA node.
+        cores: the cores that the ranks may use.
+        near: for each local rank's GPU, the cores on its NUMA node.
     Returns:
-        none where a GPU has no cores nearby, or fewer than ranks want of them, or GPUs' nodes overlap in part; nor where all
-        are near to all, so that `cores_of_rank` knows as much.
+        Empty if a GPU has no cores nearby, or fewer than ranks need, or if GPUs' nodes overlap in part; also if all cores are
+            near to all GPUs, where `cores_of_rank` knows as much.
     """
     homes = [tuple(core for core in sorted(set(cores)) if core in set(every)) for every in near]
     kinds = set(homes)
@@ -142,13 +143,13 @@ def cores_of_gpus(
     driver: str | os.PathLike[str] = "/proc/driver/nvidia/gpus",
     devices: str | os.PathLike[str] = "/sys/bus/pci/devices",
 ) -> list[list[int]]:
-    """The cores on the NUMA node of each GPU that CUDA_VISIBLE_DEVICES names so; none of one that is not found.
+    """The cores on the NUMA node of each GPU, named as in CUDA_VISIBLE_DEVICES; empty for a GPU that is not found.
 
-    Numbers count in the order of PCI addresses, as CUDA counts GPUs of one kind.
+    A number counts in the order of PCI addresses, as CUDA numbers GPUs of one kind.
 
     Args:
-        driver: where NVIDIA's driver has a folder for each GPU, named by its PCI address.
-        devices: where Linux says of a PCI device which cores are near.
+        driver: where NVIDIA's driver has a folder for each GPU, named by PCI address.
+        devices: where Linux lists the cores near each PCI device.
     """
     cores: dict[str, list[int]] = {}
     for number, folder in enumerate(sorted(Path(driver).glob("*:*"))):
@@ -168,11 +169,11 @@ def cores_of_gpus(
 
 
 def interfaces(way: str | None, network: str | os.PathLike[str] = "/sys/class/net") -> dict[str, str]:
-    """The variables by which gloo and NCCL choose a network interface; they are defaults, which a user's own precede.
+    """Variables by which gloo and NCCL choose a network interface. They are defaults; the user's own take precedence.
 
     Args:
-        way: the interface towards the other nodes, empty if it has no name; None is one node. Then nothing opens a port to
-            the network, and no host name is resolved, which fails in many containers.
+        way: the interface towards the other nodes, empty if it has no name; None for one node. Then no port is opened to the
+            network, and no host name is resolved, which fails in many containers.
         network: where Linux lists its interfaces.
     """
     known = [path.name for path in Path(network).glob("*")]
@@ -181,6 +182,6 @@ def interfaces(way: str | None, network: str | os.PathLike[str] = "/sys/class/ne
     if not way:
         return {}
     # gloo would resolve the host's own name, to loopback on many clusters. NCCL would take the first interface that is neither
-    # loopback nor docker's, such as a bridge of virtual machines; but knows InfiniBand, and when to prefer it.
+    # loopback nor docker's, such as a bridge of virtual machines; but it knows InfiniBand, and when to prefer it.
     infiniband = way != "lo" and any(name.startswith("ib") for name in known)
     return {"GLOO_SOCKET_IFNAME": way} | ({} if infiniband else {"NCCL_SOCKET_IFNAME": f"={way}"})

@@ -1,4 +1,4 @@
-"""Processes that this one did not start itself: whether they run, whether they are its descendants, and their end."""
+"""Processes that this one did not start itself: whether they run, whether they are its descendants, and ending them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["descends", "kill_children", "runs", "signal_if"]
 
 
 def runs(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Whether a process exists and is not a zombie."""
     return process_stat(pid)[:1] not in ([], ["Z"], ["X"])
 
 
 def descends(pid: int) -> bool:
-    """Whether a process was started by this one, or by one that was; Linux alone tells, and elsewhere it counts as true."""
+    """Whether a process is a descendant of this one. Only Linux tells; elsewhere the answer is True."""
     if not os.path.exists("/proc/self/stat"):
         return True
     while pid > 1 and pid != os.getpid():
@@ -28,14 +28,15 @@ def descends(pid: int) -> bool:
 
 
 def signal_if(pid: int, number: int, is_meant: Callable[[int], bool]) -> None:
-    """Send a signal to a process that is looked at first, and held before that: no other is given its number meanwhile.
+    """Send a signal to a process after a check. A handle is opened before, so the number cannot pass to another process
+    meanwhile.
 
     Args:
-        is_meant: whether the process that has the number now is the one that is meant.
+        is_meant: whether the process that now has the number is the intended one.
     """
     try:
         held = os.pidfd_open(pid)
-    except (OSError, AttributeError):  # it has ended; there are no such handles
+    except (OSError, AttributeError):  # the process has ended, or the system has no such handles
         return
     try:
         if is_meant(pid):
@@ -46,8 +47,8 @@ def signal_if(pid: int, number: int, is_meant: Callable[[int], bool]) -> None:
 
 
 def kill_children() -> None:
-    """All that this process has started, and what these have; of a subreaper also what is left of those that have ended."""
-    import psutil  # type: ignore[import-untyped,unused-ignore]  # here: few need it
+    """Kill all descendants of this process; of a subreaper also the orphans it adopted."""
+    import psutil  # type: ignore[import-untyped,unused-ignore]  # here: few runs need it
 
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Since when each rank is where it is, and how long it may be there: steps vary, and some phases take long by their nature."""
+"""Since when each rank is where it is, and how long it may stay: steps vary, and some phases are slow by nature."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from echelon.launcher.local.rank_state import Pulses, RankState, behind, is_stop
 
 __all__ = ["PATIENT", "Progress"]
 
-# A first step that compiles, a checkpoint, a user's code between epochs may take so many times as long as a step.
+# A first step that compiles, a checkpoint, or a user's code between epochs may take this many times as long as a step.
 PATIENT = 5
 _USUAL_STEPS = 10
 _LOOPING = (Phase.EVAL_DATA, Phase.EVAL_STEP, Phase.DATA, Phase.STEP)
-_GAP_S = 5.0  # this process was stopped itself, or its machine slept: nothing follows from the time
+_GAP_S = 5.0  # a longer gap between looks: this process was stopped, or its machine slept
 _FIRST_BEATS = 6  # of two steps
 
 
 class Progress:
-    """Of the ranks of one attempt after another.
+    """The progress of the ranks of one attempt after another.
 
     Attributes:
-        now: of the latest look, in seconds of the monotonic clock.
-        gap: seconds of it in which this process did not run itself, else 0.
-        seen: the ranks that run, without their stacks.
-        since: when each came to where it is.
-        stopped_at: since when each is stopped that is.
-        longest_s: the longest time for which each stood and then went on.
-        begun: how many attempts there were.
+        now: time of the latest look, on the monotonic clock.
+        gap: seconds before it in which this process itself did not run, else 0.
+        seen: the running ranks, without their stacks.
+        since: when each rank reached its position.
+        stopped_at: since when each stopped rank is stopped.
+        longest_s: the longest time that each rank stayed at a position before it went on.
+        begun: number of attempts.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Progress:
         self._usual_s: dict[int, float] = {}
 
     def look(self, pids: Mapping[int, int], running: Sequence[int], pulses: Pulses, now: float | None = None) -> None:
-        """Called about once a second, with the processes of an attempt and the ranks that run of it."""
+        """Called about once a second, with the processes of an attempt and its running ranks."""
         now = time.monotonic() if now is None else now
         if pids is not self._pids:
             self._begin(pids, now)
@@ -62,7 +62,7 @@ class Progress:
         self.stopped_at = {rank: self.stopped_at.get(rank, now) for rank, s in self.seen.items() if s.stopped}
 
     def silent_s(self) -> dict[int, float]:
-        """For how long the ranks that have a position have kept it."""
+        """Seconds that each rank with a position has kept it."""
         known = [rank for rank, standing in self.known.items() if standing.phase is not Phase.NONE]
         return {rank: self.now - self.since[rank] for rank in known}
 
@@ -76,7 +76,7 @@ class Progress:
         evaluates = standing.phase in (Phase.EVAL_DATA, Phase.EVAL_STEP)
         count = standing.evaluated if evaluates else standing.step
         if self._evaluates.get(rank) is not evaluates:
-            begins = rank not in self._evaluates  # what takes long before the first step tells nothing of the others
+            begins = rank not in self._evaluates  # the time before the first step says nothing about later ones
             self._evaluates[rank], self._stepped[rank] = evaluates, (count, None if begins else now)
         before, when = self._stepped[rank]
         if count > before:
@@ -87,13 +87,13 @@ class Progress:
         return standing
 
     def limit_s(self, rank: int, after_s: float, brief: Collection[Phase] = _LOOPING) -> float:
-        """How long a rank may stand where it is: `after_s`, or more where its steps are slow or its phase is none of `brief`."""
+        """Seconds that a rank may stay where it is: `after_s`, or more if its steps are slow or its phase is not in `brief`."""
         standing = self.known[rank]
         limit_s = max(after_s, _USUAL_STEPS * self._usual_s.get(rank, 0.0))
         return limit_s if standing.phase in brief and standing.beats > _FIRST_BEATS else PATIENT * limit_s
 
     def late(self, after_s: float) -> list[int]:
-        """The ranks that hold up the rest, for too long: those that are stopped; those behind; or all of them."""
+        """The ranks that have held up the rest for too long: stopped ranks, else those behind, else all."""
         stopped = [rank for rank, at in self.stopped_at.items() if self.now - max(at, self.since[rank]) > after_s]
         if stopped:
             return stopped

@@ -1,4 +1,4 @@
-"""An exception as plain values for a rank's record: frames of the user's own files apart from those of libraries."""
+"""An exception as plain values for a rank's record, with frames of the user's own files apart from those of libraries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_FRAMES = 100
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """An exception as plain values, its frames in the user's own files apart from those of libraries. Of a group the first."""
+    """An exception as plain values, with the frames in the user's own files apart. Of an exception group, the first exception."""
     if isinstance(error, BaseExceptionGroup):
         return _of_group(error)
     trace = _skip_launcher(error.__traceback__)
@@ -40,7 +40,7 @@ def describe(error: BaseException) -> dict[str, Any]:
 
 
 def _of_group(group: BaseExceptionGroup[BaseException]) -> dict[str, Any]:
-    """What `asyncio` and others raise together: what went wrong is in what it holds."""
+    """An exception group, as `asyncio` and others raise it: described by its first exception."""
     record, trace = describe(group.exceptions[0]), _skip_launcher(group.__traceback__)
     whole = "".join(traceback.format_exception(type(group), group, trace))
     known = secret_values(sys.argv, os.environ)
@@ -53,7 +53,7 @@ def _of_group(group: BaseExceptionGroup[BaseException]) -> dict[str, Any]:
 
 
 def cut(text: str) -> str:
-    """The beginning and the end: an exception may hold a whole tensor, and whoever reads a record reads no more than a few MB."""
+    """The beginning and the end of a text: an exception may hold a whole tensor, and readers of records read only a few MB."""
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}\n[...]\n{text[-_LONGEST // 2 :]}"
 
 
@@ -65,7 +65,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def _skip_launcher(trace: TracebackType | None) -> TracebackType | None:
-    """Drop the frames that lead into the user's program: ours and runpy's say nothing about it."""
+    """Drop the frames that lead into the user's program: those of echelon and runpy say nothing about it."""
     entry, ours = trace, str(Path(__file__).parents[1]) + os.sep
     while entry is not None:
         file = entry.tb_frame.f_code.co_filename
@@ -76,7 +76,7 @@ def _skip_launcher(trace: TracebackType | None) -> TracebackType | None:
 
 
 def user_frames(trace: TracebackType | None) -> list[str]:
-    """The frames in files that belong to no library, outermost first, as a traceback prints them."""
+    """The frames in files outside libraries, outermost first, in a traceback's format."""
     frames = []
     for frame in traceback.extract_tb(trace):
         if frame.filename.startswith("<") or in_library(frame.filename):

@@ -1,4 +1,4 @@
-"""What is seen of a rank from outside: its position, the kernel's state of its process, its Python stack, what it waits in."""
+"""A rank as seen from outside: its position, the kernel's state of its process, its Python stack, and what it waits in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from echelon.diagnosis.stacks import Frame, main_thread, user_frame
 __all__ = ["Pulses", "RankState", "behind", "has_handler", "is_debugged", "is_stopped", "place_in", "waits"]
 
 _DEBUGGER = re.compile(r"/(pdb|bdb)\.py$|/(debugpy|pydevd[^/]*|IPython)/")
-# Of torch: files whose calls into C++ wait for other ranks, through which files they go, and what other files call so.
+# Files of torch: those whose calls into C++ wait for other ranks, those that such calls pass through, and calls elsewhere that
+# wait.
 _COLLECTIVES = re.compile(r"/torch/distributed/(distributed_c10d|_functional_collectives(_impl)?|rendezvous)\.py$")
 _PASSES_ON = re.compile(r"/torch/(_ops\.py$|_library/)")
 _WAITING_CALL = re.compile(r"\.wait\(|\._broadcast_coalesced\(|\._verify_params_across_processes\(")
@@ -30,12 +31,12 @@ class RankState:
     """What is known of a rank at one moment.
 
     Args:
-        stopped: its process exists and does not run.
+        stopped: its process exists but does not run.
         where: its innermost frame in the user's code, as "train.py:30 in load"; empty if it did not answer.
-        silent_s: since it was last seen to make progress; None where that cannot be seen.
+        silent_s: seconds since its last visible progress; None if progress cannot be seen.
         answers: whether its interpreter ran; None if it was not asked.
         ended: its exit code, or -n if signal n ended it; None if it ran.
-        raised: the exception that it was handling, as `raised.describe` has it; None if none, or not known.
+        raised: the exception that it was handling, from `raised.describe`; None if there was none, or it is unknown.
     """
 
     standing: RankProgress
@@ -88,11 +89,11 @@ class Pulses:
             send(rank)
 
     def note_stacks(self, rank: int, stacks: str) -> None:
-        """As the rank itself has given them, in place of what it writes when it is asked by a signal."""
+        """Take the stacks that the rank itself sent, in place of those it writes on a signal."""
         self._told[rank] = stacks
 
     def stack(self, rank: int) -> str:
-        """Of all its threads, the main one last, as it was last told; empty if nothing was."""
+        """The last known stacks of all its threads, the main one last; empty if there are none."""
         return self._told.get(rank) or (pulse.stack(self._fds[rank]) if rank in self._fds else "")
 
     def main_stack(self, rank: int) -> tuple[Frame, ...]:
@@ -107,17 +108,17 @@ class Pulses:
 
 
 def place_in(frames: Sequence[Frame]) -> str:
-    """The innermost frame that is no library's, as "train.py:30 in load"; empty if there is none."""
+    """The innermost frame that is not in a library, as "train.py:30 in load"; empty if there is none."""
     return str(user_frame(frames) or "")
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process exists and does not run: the kernel's state T."""
+    """Whether a process exists but does not run: the kernel's state T, or t under a debugger."""
     return process_stat(pid)[:1] in (["T"], ["t"])
 
 
 def has_handler(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal, which would else end it; where Linux does not tell, it is taken to."""
+    """Whether a process handles a signal that would end it otherwise; True where Linux does not tell."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -127,19 +128,19 @@ def has_handler(pid: int, number: int) -> bool:
 
 
 def is_debugged(frames: Sequence[Frame]) -> bool:
-    """Whether a person is at it, in a debugger of Python's."""
+    """Whether the rank is in a Python debugger, with a user at it."""
     return any(_DEBUGGER.search(frame.file) for frame in frames)
 
 
 def waits(frames: Sequence[Frame], *, pending: bool) -> bool:
-    """Whether the main thread waits for other ranks. Who saves a checkpoint with torch does not: it may wait for a slow disk.
+    """Whether the main thread waits for other ranks. Saving a checkpoint with torch does not count: it may wait for a slow disk.
 
     Args:
-        frames: of that thread, innermost first.
-        pending: torch says that a collective has begun and not ended; on gloo it may go on saying so after the last of all.
+        frames: of the main thread, innermost first.
+        pending: by torch, a collective has begun and not ended; on gloo this may stay so after the very last one.
     """
     frame = next((each for each in frames if not _PASSES_ON.search(each.file)), None)
-    if frame is None or _CALLS in frame.file:  # which a thread may be serving
+    if frame is None or _CALLS in frame.file:  # a thread may be serving the call
         return False
     if _COLLECTIVES.search(frame.file):
         return True
@@ -147,7 +148,7 @@ def waits(frames: Sequence[Frame], *, pending: bool) -> bool:
 
 
 def behind(seen: Mapping[int, RankState]) -> list[int]:
-    """The ranks that have not come as far as others. None where all are equally far, or one's position is not known."""
+    """The ranks that are behind others; empty if all are equally far, or a rank's position is unknown."""
     at = {rank: s.standing.position for rank, s in seen.items()}
     if not at or any(s.standing.phase is Phase.NONE for s in seen.values()):
         return []

@@ -1,4 +1,4 @@
-"""Rank 0's output on its way to the terminal: read from pipes, copied to the rank's log, handed to a screen."""
+"""Rank 0's output on its way to the terminal: read from pipes, copied to the rank's log, passed to a screen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LOG = "log"
 
 
 class Screen(Protocol):
-    """Who owns the terminal while ranks run."""
+    """Owner of the terminal while ranks run."""
 
     def write(self, stream: str, data: bytes) -> None:
         """Show output of rank 0; `stream` is "stdout" or "stderr"."""
@@ -36,7 +36,7 @@ class Screen(Protocol):
 
 
 class SilentScreen:
-    """Shows nothing: the log has it."""
+    """Shows nothing; the log has the output."""
 
     def write(self, stream: str, data: bytes) -> None: ...
 
@@ -72,8 +72,9 @@ class Relay:
         self._thread.start()
 
     def open(self, log: Path) -> Handed:
-        """Descriptors to write to: standard output and error, and what is for the log alone. The caller closes them once the
-        rank has them.
+        """Descriptors for a rank's standard output and error, and for text that goes to the log alone.
+
+        The caller closes them once the rank has them.
         """
         file = open(open_to_append(log), "ab", buffering=0)
         self._logs.append(file)
@@ -87,13 +88,13 @@ class Relay:
         return Handed(*writers)
 
     def say(self, text: str) -> None:
-        """Show a line of the launcher's own, beside the output of rank 0."""
+        """Show a line of the launcher itself, beside the output of rank 0."""
         with self._lock:
             self._lines.append(f"echelon: {text}\n".encode())
         os.write(self._wake_write, b"x")
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Drain the pipes, then end. A process that outlived its rank delays this by the timeout at most."""
+        """Drain the pipes, then end. A process that outlives its rank delays this by at most the timeout."""
         self._stopping = True
         os.write(self._wake_write, b"x")
         self._thread.join(timeout_s)
@@ -105,7 +106,7 @@ class Relay:
     def _run(self) -> None:
         open_pipes = 0
         while True:
-            # The log's own last: a rank writes there behind what it printed, of which a read takes all that a pipe holds.
+            # The log pipe last: a rank writes there after it has printed, and one read takes all that the output pipes hold.
             for key, _ in sorted(self._selector.select(0.1), key=_is_for_the_log):
                 if key.data is None:
                     os.read(self._wake_read, 4096)
@@ -142,13 +143,13 @@ class Relay:
             self._guarded(self._screen.write, stream, data)
 
     def _guarded(self, show: Callable[..., None], *args: Any) -> None:
-        """Whatever goes wrong with showing, the pipes must be emptied: else rank 0 waits for us in its next print."""
+        """Call `show`, ignoring its errors: the pipes must be emptied, or rank 0 blocks in its next print."""
         try:
             show(*args)
         except Exception:
             if not self._has_failed:
                 self._has_failed = True
-                with contextlib.suppress(OSError):  # a terminal that has gone
+                with contextlib.suppress(OSError):  # the terminal may be closed
                     traceback.print_exc()
 
 

@@ -1,10 +1,10 @@
-"""Where the agents of a job meet, and the store in which their ranks do. Nothing that is read there is ever unpickled.
+"""Where the agents of a job meet, and the store in which their ranks meet. Nothing read there is ever unpickled.
 
-Every attempt on one node has a store of its own: a new socket on loopback, a new server, no key of an earlier attempt. With
-torchrun's shared store, restarted ranks read the addresses of dead ones and wait for half an hour. On several nodes there is
-one store on one address, and every attempt has a prefix of its own.
+On one node every attempt has its own store: a new socket on loopback, a new server, no key of an earlier attempt. With torchrun's
+shared store, restarted ranks read the addresses of dead ones and wait for half an hour. On several nodes there is one store on
+one address, and every attempt has its own key prefix.
 
-The only module of the launcher that imports torch at its top.
+The only module of the launcher that imports torch at its top level.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from echelon.launcher.local.nodes import Meeting
 __all__ = ["NodesRendezvous", "OneNodeRendezvous"]
 
 _LOOPBACK, _CONNECT_S = "127.0.0.1", 10.0
-# Between the first node that has come so far, or has ended, and the last.
+# Time between the first and the last node that reaches a meeting, or ends.
 _NODES_WAIT_S = 300.0
-# The nodes look once a second, and ranks that do not answer are waited for as long.
+# The nodes look once a second, and wait as long for ranks that do not answer.
 _GATHER_WAIT_S = 3.0
 _ENDED = -1  # in the place of a meeting's number
 
 
 def _listening() -> socket.socket:
-    """A socket at a free port of the loopback interface, to which this machine can connect.
+    """A socket on a free port of the loopback interface that accepts connections.
 
     Raises:
-        EchelonError: it cannot; torch's store would try for a minute.
+        EchelonError: this machine cannot connect to it; torch's store would try for a minute.
     """
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -45,24 +45,25 @@ def _listening() -> socket.socket:
     except OSError as error:
         listener.close()
         raise EchelonError(
-            f"ranks meet at {_LOOPBACK}, to which this machine cannot connect: {error.strerror or error}. Bring its loopback "
+            f"this machine must be able to connect to {_LOOPBACK}, where ranks meet, got: {error.strerror or error}. Bring its "
+            f"loopback "
             "interface up, as `ip link set lo up` does, with that address."
         ) from error
     return listener
 
 
 class OneNodeRendezvous:
-    """The meeting of one agent with itself: no port for the agents, and a fresh store for the ranks at every attempt."""
+    """The meeting of a single agent: no port for agents, and a new store for the ranks at every attempt."""
 
     def __init__(self) -> None:
         self._closed = False
         self._store: dist.TCPStore | None = None
 
     def meet(self) -> tuple[str, int]:
-        """Before each attempt: the address of the store in which its ranks meet.
+        """Called before each attempt: the address of the store in which its ranks meet.
 
         Raises:
-            EchelonError: they cannot, or other nodes do not come.
+            EchelonError: the ranks cannot meet, or other nodes do not come.
         """
         # Bound here and handed over: no other process can take the port first, and nothing listens beyond loopback.
         listener = _listening()
@@ -78,34 +79,34 @@ class OneNodeRendezvous:
         return _LOOPBACK, port
 
     def others_start_again(self) -> bool:
-        """Whether other nodes wait for this one to come to the next attempt, since ranks of theirs have failed."""
+        """Whether other nodes wait for this one at the next attempt, since ranks of theirs failed."""
         return False
 
     def all_done(self) -> bool:
-        """Called when all ranks of this node have ended well: whether those of the others have, too."""
+        """Called when all ranks of this node have ended well: whether those of all nodes have."""
         return True
 
     def all_late(self, late: bool) -> bool:
-        """Whether the ranks of all nodes make no progress; `late` is said of those of this one."""
+        """Whether the ranks of all nodes make no progress; `late` is whether those of this node make none."""
         return late
 
     def all_gathered(self) -> None:
-        """Called when this node has gathered what its ranks can say: comes back when the others have, or takes too long."""
+        """Called when this node has gathered its ranks' evidence: returns when all nodes have, or after a time limit."""
 
     def wait_for_others(self) -> None:
         """Called when the ranks of all nodes have ended well."""
 
     def close(self) -> None:
-        """No meeting any more: the ranks of this node have ended, well or for good."""
+        """End the meetings: the ranks of this node have ended, well or for good."""
         self._closed, self._store = True, None
 
 
 class NodesRendezvous(OneNodeRendezvous):
-    """The meeting of the agents of several nodes, and of their ranks: both through one store, which the first node serves.
+    """The meeting of the agents of several nodes, and of their ranks, through one store that the first node serves.
 
-    Whoever comes to the next meeting, since ranks of its own have failed, is seen by the others, which then come too. A meeting
-    is between the same nodes as the first: of another set of nodes the batch system makes another start of the job. Every
-    key begins with the token of the start, and every value is plain text.
+    A node whose ranks failed comes to the next meeting; the others see that and come, too. All meetings are between the same
+    nodes: for other nodes the batch system starts the job again. Every key begins with the token of the start, and every value is
+    plain text.
 
     Args:
         comes_again: there may be a next meeting.
@@ -115,7 +116,7 @@ class NodesRendezvous(OneNodeRendezvous):
         super().__init__()
         self._meeting, self._comes_again, self._number = meeting, comes_again, -1
         self._look_at = self._done_look_at = 0.0
-        self._done_in = -1  # the meeting whose ranks here have ended well
+        self._done_in = -1  # number of the meeting after which this node's ranks ended well
         self._late = False
 
     def meet(self) -> tuple[str, int]:
@@ -137,9 +138,10 @@ class NodesRendezvous(OneNodeRendezvous):
         return f"{self._meeting.token}/came/{number}/{node}"
 
     def _come(self, store: dist.TCPStore, otherwise: str) -> None:
-        """
+        """Come to the meeting, and wait for all nodes.
+
         Raises:
-            EchelonError: another node does not come any more; it begins with `otherwise`.
+            EchelonError: another node no longer comes; the message begins with `otherwise`.
         """
         until = time.monotonic() + _NODES_WAIT_S
         try:
@@ -147,7 +149,7 @@ class NodesRendezvous(OneNodeRendezvous):
                 store.set(self._key(who, self._number), "1")
             came = self._key("count", self._number)
             store.add(came, 1)
-            # All nodes ask again and again: each time for one number, and for names only where somebody is missing for good.
+            # All nodes poll: they read one number, and names only if a node is missing for good.
             while store.add(came, 0) < self._meeting.nodes:
                 late = time.monotonic() > until
                 if late or store.check([self._key("any", _ENDED)]):
@@ -157,7 +159,7 @@ class NodesRendezvous(OneNodeRendezvous):
                     if late and missing:
                         raise EchelonError(f"{otherwise}: {self._named(missing)} did not come within {_NODES_WAIT_S:g} s")
                 time.sleep(0.05)
-        except dist.DistError as error:  # the store has gone with the first node
+        except dist.DistError as error:  # the first node ended, and the store with it
             raise EchelonError(f"{otherwise}: the first node has ended") from error
 
     @staticmethod
@@ -165,7 +167,7 @@ class NodesRendezvous(OneNodeRendezvous):
         return f"node {', '.join(map(str, nodes))}"
 
     def _absent(self, store: dist.TCPStore, key: Callable[[int], str]) -> tuple[list[int], list[int]]:
-        """The nodes that have not set their key, and those of them whose ranks have ended."""
+        """The nodes that have not set their key, and those among them whose ranks have ended."""
         missing = [node for node in range(self._meeting.nodes) if not store.check([key(node)])]
         return missing, [node for node in missing if store.check([self._key(node, _ENDED)])]
 
@@ -175,7 +177,7 @@ class NodesRendezvous(OneNodeRendezvous):
         self._look_at = time.monotonic() + 0.5
         try:
             return self._store.check([self._key("any", self._number + 1)])
-        except dist.DistError:  # the first node has ended, which the ranks will hear by themselves
+        except dist.DistError:  # the first node has ended; the ranks will notice it themselves
             return False
 
     def all_done(self) -> bool:
@@ -208,7 +210,7 @@ class NodesRendezvous(OneNodeRendezvous):
         late_nodes = f"{self._meeting.token}/late/{self._number}"
         try:
             count = self._store.add(late_nodes, int(late) - int(self._late))
-        except dist.DistError:  # the first node has ended, which the ranks will hear by themselves
+        except dist.DistError:  # the first node has ended; the ranks will notice it themselves
             return False
         self._late = late
         return late and count >= self._meeting.nodes
@@ -224,7 +226,7 @@ class NodesRendezvous(OneNodeRendezvous):
                 count = self._store.add(gathered, 0)
 
     def wait_for_others(self) -> None:
-        """The first node serves the store until all have read that all are done."""
+        """The first node serves the store until all nodes have read that all are done."""
         if self._store is None:
             return
         left, until = f"{self._meeting.token}/left", time.monotonic() + _NODES_WAIT_S

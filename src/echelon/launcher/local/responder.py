@@ -1,9 +1,9 @@
-"""A rank's responder: a thread that answers the launcher, also while the program waits in a collective.
+"""A rank's responder: a thread that answers the launcher, even while the program waits in a collective.
 
-It blocks on a socket and costs a step nothing. It answers as long as the interpreter runs: not in a process that is stopped, nor
-while code in C holds the interpreter's lock, and then that is what is known of the rank.
+It blocks on a socket, so a step costs nothing more. It answers as long as the interpreter runs. It does not answer in a stopped
+process, or while C code holds the GIL; then that silence is what is known of the rank.
 
-The launcher sends one byte per question and reads a line of JSON: `Answer`. What a rank says is believed as little as a file.
+The launcher sends one byte per question and reads one line of JSON: `Answer`. Answers are trusted no more than files.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["FLIGHT", "HOW_FAR", "Answer", "Responders", "begin", "handled"]
 HOW_FAR, FLIGHT = b"h", b"f"
 _LONGEST = 1 << 20
 _MOST_HANDLED = 10
-# Of a main thread; of all threads of a rank.
+# Of the main thread; below, of all threads of a rank.
 _MOST_FRAMES, _MOST_TEXT = 30, 4000
 _MOST_OF_EACH, _MOST_STACKS = 100, 200_000
 _MOST_SAID = 3000  # of an exception's text, and of its traceback
@@ -41,16 +41,16 @@ _MOST_SAID = 3000  # of an exception's text, and of its traceback
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says of itself.
+    """A rank's answer.
 
     Args:
-        called: how many collectives have begun and ended.
+        called: number of collectives begun plus ended.
         pending: one has begun and not ended.
-        main: the stack of its main thread, as faulthandler would show it. That one looks at frames while threads change them,
-            which has ended programs that were well with SIGSEGV: it is only for ranks that do not answer.
-        stacks: those of all its threads, the main one last; empty where they were not asked for.
-        raised: the exception that its main thread is handling: a rank that waits in `finally` has printed nothing of it. None
-            where it handles none, or that was not asked for.
+        main: the stack of its main thread, in faulthandler's format. faulthandler itself reads frames while threads change them,
+            and has ended healthy programs with SIGSEGV: it is used only for ranks that do not answer.
+        stacks: of all its threads, the main one last; empty if not asked for.
+        raised: the exception that its main thread is handling, since a rank that waits in `finally` has not printed it. None if
+            there is none, or it was not asked for.
     """
 
     called: int = 0
@@ -70,16 +70,16 @@ class Answer:
 
 
 def begin(descriptor: int, flight: str | None) -> None:
-    """Answer on this socket from now on, in a thread that ends with the process.
+    """Answer questions on this socket from now on, in a thread that ends with the process.
 
     Args:
-        flight: where to write the flight record when it is asked for.
+        flight: where to write the flight record on request.
     """
     threading.Thread(target=_answer, args=(descriptor, flight), name="echelon-responder", daemon=True).start()
 
 
 def _answer(descriptor: int, flight: str | None) -> None:
-    # Signals are the program's: one that came here would not wake its main thread. Those of a fault of its own stay.
+    # Signals belong to the program: one delivered here would not wake its main thread. Signals of this thread's own faults stay.
     faults = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL}
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - faults)
     owner = os.getpid()
@@ -95,14 +95,14 @@ def _answer(descriptor: int, flight: str | None) -> None:
 
 
 def handled() -> dict[str, Any] | None:
-    """What the main thread is handling in `except`, `finally` or `__exit__`, also further out than the call in which it is."""
+    """The exception that the main thread is handling in `except`, `finally` or `__exit__`, also in an outer call."""
     raised: Any = sys._current_exceptions().get(threading.main_thread().ident or 0)
-    error = raised[1] if isinstance(raised, tuple) else raised  # before Python 3.12 as `sys.exc_info` has it
+    error = raised[1] if isinstance(raised, tuple) else raised  # before Python 3.12 in the format of `sys.exc_info`
     if not isinstance(error, BaseException):
         return None
     record = describe(next((each for each in _and_further_out(error) if user_frames(each.__traceback__)), error))
     trace, raised, _ = record["traceback"].rpartition(record["message"] or "\n")
-    if not raised:  # it was cut
+    if not raised:  # the traceback was cut
         frames = [f"  {frame}" for frame in record["user_frames"]]
         trace = "\n".join(["Traceback (most recent call last):", *frames, f"{record['kind']}: "])
     message = record["message"][:_MOST_SAID]
@@ -110,7 +110,7 @@ def handled() -> dict[str, Any] | None:
 
 
 def _and_further_out(error: BaseException) -> Iterator[BaseException]:
-    """It and those further out. A library handles some inside a call, which are no fault: as `mkdir(exist_ok=True)` does."""
+    """The error and its contexts, outwards. A library may handle one inside a call, as `mkdir(exist_ok=True)` does."""
     for _ in range(_MOST_HANDLED):
         yield error
         if error.__context__ is None:
@@ -119,12 +119,12 @@ def _and_further_out(error: BaseException) -> Iterator[BaseException]:
 
 
 def _main_stack() -> str:
-    """The innermost frames of the main thread, which stands still meanwhile: this one has the interpreter."""
+    """The innermost frames of the main thread, which cannot run meanwhile: this thread has the GIL."""
     return _frames(sys._current_frames().get(threading.main_thread().ident or 0), _MOST_FRAMES)[:_MOST_TEXT]
 
 
 def _all_stacks() -> str:
-    """Of all threads but this one, the main one last."""
+    """The stacks of all threads but this one, the main one last."""
     frames = sys._current_frames()
     frames.pop(threading.get_ident(), None)
     main = frames.pop(threading.main_thread().ident or 0, None)
@@ -150,7 +150,7 @@ def _frames(frame: FrameType | None, most: int) -> str:
 
 
 class Responders:
-    """The launcher's ends of one attempt's responders. A rank that does not answer is not waited for a second time."""
+    """The launcher's ends of one attempt's responders. A rank that did not answer once is not waited for again."""
 
     def __init__(self) -> None:
         self._sockets: dict[int, socket.socket] = {}
@@ -159,14 +159,14 @@ class Responders:
         self._lock = threading.RLock()  # the thread that looks for silent nodes asks as well
 
     def make(self, rank: int) -> socket.socket:
-        """The rank's end, which the caller closes once the rank has it."""
+        """Make a socket pair and return the rank's end, which the caller closes once the rank has it."""
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self._sockets[rank], self._owed[rank], self._heard[rank] = ours, 0, b""
         return theirs
 
     def ask(self, ranks: Iterable[int], question: bytes, wait_s: float) -> dict[int, Answer]:
-        """Ask all of them at once; those that have answered within `wait_s`."""
+        """Ask all ranks at once; returns the answers that came within `wait_s`."""
         with self._lock:
             return self._ask(ranks, question, wait_s)
 
@@ -188,11 +188,11 @@ class Responders:
         return {rank: answer for rank, answer in answers.items() if not self._owed.get(rank)}
 
     def _send(self, rank: int, question: bytes) -> bool:
-        if question == HOW_FAR and self._owed[rank]:  # its answer to the last one is as good
+        if question == HOW_FAR and self._owed[rank]:  # the answer to the last question will do
             return True
         try:
             self._sockets[rank].send(question)
-        except BlockingIOError:  # so many questions are unanswered
+        except BlockingIOError:  # too many unanswered questions
             return True
         except OSError:
             self._drop(rank)
@@ -201,7 +201,7 @@ class Responders:
         return True
 
     def _hear(self, rank: int) -> Answer | None:
-        """The newest whole answer that has come."""
+        """The newest complete answer."""
         try:
             chunk = self._sockets[rank].recv(65536)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Run a job on this machine: the agent here, the ranks forked from a server that has torch loaded.
+"""Run a job on this machine: the agent runs here, and the ranks are forked from a server that has torch loaded.
 
 One rank without restarts runs in this very process instead: `launcher.local.in_process`.
 """
@@ -39,25 +39,26 @@ from echelon.launcher.local.start import NOTHING, CallFile, Handed, Start
 __all__ = ["path_without_launcher", "rank_environment", "run_local"]
 
 _DESCRIPTORS = 1 << 16
-_OWN, _OF_A_RANK, _OF_A_CONNECTION = 26, 2, 1  # descriptors that the launcher holds at the least
+_OWN, _OF_A_RANK, _OF_A_CONNECTION = 26, 2, 1  # fewest descriptors that the launcher holds
 
 
 def rank_environment(
     job: JobSpec, run: RunDir, given: Mapping[str, str], ranks: int, *, restart: bool, meeting: Meeting | None = None
 ) -> dict[str, str]:
-    """What every rank's environment holds apart from its rank.
+    """The part of the environment that all ranks share.
 
     Args:
-        given: this process's own, as the user gave it.
-        ranks: how many there are this time on this node.
+        given: this process's environment, as the user gave it.
+        ranks: number of ranks of this attempt on this node.
         restart: this attempt starts over.
-        meeting: with other nodes; None is one node.
+        meeting: with other nodes; None for one node.
     """
     env = {**given, **run.to_env(), **job.env}
     env.pop(RESTART_VARIABLE, None)
     if restart:
         env[RESTART_VARIABLE] = "1"
-    # Two processes with two threads each are five times slower on two cores than with one: the threads wait for one another.
+    # Two processes with two threads each are five times slower on two cores than with one thread each: the threads wait for each
+    # other.
     env.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     if visible_devices(env):
         private_folder(run.dumps)
@@ -79,25 +80,27 @@ def run_local(
     timeout_s: float | None = None,
     meeting: Meeting | None = None,
 ) -> Outcome:
-    """Run `job` on ranks of this machine until all have ended, restarting the group as often as the job allows.
+    """Run `job` on ranks of this machine until all have ended, restarting all ranks as often as the job allows.
 
     Args:
         run: the run folder; logs and records go to its attempts.
-        screen: who shows rank 0's output; by default it goes to this process's own.
-        server: forks the ranks; by default this process forks itself, which needs it to be single-threaded.
-        call: of a job that is a function.
-        timeout_s: raise `RankTimeoutError` with all stacks after so long.
-        meeting: with the launchers of other nodes, each of which runs `job.ranks` ranks; None is one node.
+        screen: shows rank 0's output; by default it goes to this process's own.
+        server: forks the ranks; by default this process forks itself, for which it must be single-threaded.
+        call: for a job that is a function.
+        timeout_s: seconds after which `RankTimeoutError` is raised, with all stacks.
+        meeting: with the launchers of other nodes, each of which runs `job.ranks` ranks; None for one node.
     Returns:
         Exit code 0, or the first failing rank's with its failure; 75 when ranks ended to be started again later; 128 + n when
         signal n stopped the job.
     """
     requests = Requests(job.stop_after_s)
     given = dict(os.environ)
-    if screen is not None or not terminal.is_terminal(sys.stderr):  # else rank 0 writes its progress, as one process would
+    if screen is not None or not terminal.is_terminal(
+        sys.stderr
+    ):  # otherwise rank 0 writes its progress itself, as a single process would
         given["ECHELON_SCREEN"] = "launcher"
     with _sigusr1_asks(requests):
-        if server is None:  # this process becomes the server; libgomp reads the number when torch is imported, below
+        if server is None:  # this process becomes the server; libgomp reads the variable when torch is imported below
             threads = rank_environment(job, run, given, job.ranks, restart=False)["OMP_NUM_THREADS"]
             os.environ.setdefault("OMP_NUM_THREADS", threads)
             load(["echelon.launcher.local.agent"])
@@ -127,12 +130,12 @@ def run_local(
 
 @contextlib.contextmanager
 def _many_descriptors(nodes: int, ranks: int) -> Iterator[None]:
-    """Raise the limit of open files: every connection to the store's port holds one, idle ones too.
+    """Raise the limit of open files: every connection to the store's port holds one, even an idle one.
 
-    The ranks, whose server was started before, keep the user's own limit.
+    The ranks keep the user's own limit, since their server was started before.
 
     Raises:
-        EchelonError: it is too low for so many ranks on each node: some would wait for minutes to be connected.
+        EchelonError: the hard limit is too low for so many ranks on each node; some would wait minutes for a connection.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
@@ -164,7 +167,7 @@ def _until_ended(starts: _Starts) -> Outcome:
     except NodeSilentError as error:
         starts.record_silence(str(error))
         raise
-    except EchelonError as error:  # out of time, or the server was killed
+    except EchelonError as error:  # the time limit is over, or the server was killed
         starts.record(starts.run, 1, agent.failures, str(error).partition("\n")[0])
         raise
     failure = None if ended_well else Failure.first(agent.failures)
@@ -173,15 +176,15 @@ def _until_ended(starts: _Starts) -> Outcome:
 
 
 class _Starts:
-    """Every start of a job's ranks: its folder, and what each rank is told.
+    """Every start of a job's ranks: its folder, and each rank's description.
 
     Args:
-        run: stands at the newest attempt.
+        run: set to the newest attempt.
         given: the environment, as the user gave it.
-        call: of a job that is a function.
+        call: for a job that is a function.
     Attributes:
-        agent: that starts them.
-        silence: of other nodes, if there are any.
+        agent: the agent that starts the ranks.
+        silence: watches other nodes, if there are any.
     """
 
     agent: Any
@@ -198,7 +201,7 @@ class _Starts:
     ) -> None:
         self.job, self.run, self.meeting, self.relay = job, run, meeting, relay
         self._given, self._call, self._first = given, call, run.attempt
-        # `launch` needs the caller's whole path; a program has its own folder there, instead of the launcher's.
+        # `launch` needs the caller's whole path; a program has its own folder in place of the launcher's.
         self._sys_path = [p for p in sys.path if p] if job.kind == "call" else path_without_launcher()
 
     def begin(self, number: int) -> tuple[Attempt, Handed]:
@@ -210,44 +213,44 @@ class _Starts:
         return Attempt(attempt_dir.attempt, attempt_dir.attempt_path), self.relay.open(attempt_dir.log(0)) if shown else NOTHING
 
     def _end_before(self, attempt_dir: RunDir, number: int) -> None:
-        """Of the start before, which failed: its record, and a word of why there is one more."""
+        """Write the record of the previous start, which failed, and print why there is another one."""
         failures, plan = self.agent.failures, self.agent.plan
         first = self.record(attempt_dir.at_attempt(attempt_dir.attempt - 1), 1, failures)
         before = render(first, self.job.ranks) if first else "echelon: ranks of another node failed"
         how = f" with {plan.ranks} ranks: {plan.why}" if plan.why else ""
-        with contextlib.suppress(OSError):  # a terminal that has gone
+        with contextlib.suppress(OSError):  # the terminal may be closed
             sys.stderr.write(f"{before}\nechelon: restart {number} of {self.job.max_restarts}{how}\n")
 
     def record(self, attempt_dir: RunDir, code: int, failures: Sequence[Failure], stopped: str | None = None) -> Failure | None:
-        """How the attempt ended, on this node; the failure from which the others follow.
+        """Record how the attempt ended on this node; returns the failure that the others follow from.
 
         Args:
-            code: if no rank failed.
+            code: the exit code if no rank failed.
         """
         agent, at = self.agent, self.meeting
         hang_s, ranks = agent.hang_s, agent.world_size
         if at is None or at.nodes == 1:
             return record_end(attempt_dir, code, failures, stopped, seen=agent.seen, hang_s=hang_s, world_size=ranks)
-        first = Failure.first(failures) if failures else None  # the guilty one may be another node's: `finish_job` knows all
+        first = Failure.first(failures) if failures else None  # the guilty rank may be on another node: `finish_job` decides
         code = first.exit_code if first is not None else code
         silent = self.silence.words() if self.silence is not None else ""
-        if silent and failures and all(f.is_victim for f in failures):  # they gave up first
+        if silent and failures and all(f.is_victim for f in failures):  # the ranks gave up before the launcher
             code, stopped = REQUEUE, silent
         write_exit(at.exit_path(attempt_dir), code, failures, first, stopped, seen=agent.seen, hang_s=hang_s, world_size=ranks)
         return first
 
     def record_silence(self, why: str) -> None:
-        """That another node is silent, for which the attempt ended and is worth another start; from any thread."""
+        """Record that the attempt ended because another node is silent, and that a restart is worthwhile. From any thread."""
         agent = self.agent
         if not agent.seen and agent.attempt is not None:
-            with contextlib.suppress(Exception):  # evidence, which the main thread may be gathering
+            with contextlib.suppress(Exception):  # the main thread may be gathering evidence, too
                 agent.seen = agent.sight.gather(agent.attempt, {})
         self.record(self.run, REQUEUE, [], why)
 
     def start_of(self, attempt: Attempt, info: RankInfo, store_prefix: str) -> Start:
-        """What a rank of an attempt is told."""
+        """The description of a rank of an attempt."""
         attempt_dir = RunDir(self.run.path, attempt.number)
-        # Until an attempt has set aside what was there: one that died before would else resume from it.
+        # Restart until an attempt has set the old progress aside: after one that died before that, the next would resume from it.
         earlier = (RunDir(attempt_dir.path, n).attempt_path for n in range(self._first, attempt.number))
         restart = self.job.restart and not any(map(has_begun, earlier))
         ranks, job, call = info.local_world_size, self.job, self._call
@@ -256,7 +259,7 @@ class _Starts:
             **rank_environment(job, attempt_dir, self._given, ranks, restart=restart, meeting=self.meeting),
             **place,
             **info.to_env(),
-            # torch's env:// then joins the store that the agent serves, in place of serving one from rank 0.
+            # With this, torch's env:// joins the store that the agent serves, instead of serving one from rank 0.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             STORE_PREFIX_VARIABLE: store_prefix,
         }
@@ -283,15 +286,15 @@ class _Starts:
 def _signals_raise(exception: Callable[[signal.Signals], BaseException], grace_s: float, *, patient: bool) -> Iterator[None]:
     """The first SIGINT, SIGTERM or SIGHUP raises in the main thread, so that the agent stops its ranks; the next kills at once.
 
-    One that is ignored stays so: `nohup` means what it says. With `patient`, the next does nothing: a batch system sends
-    several at once, and is not to be hindered from killing by SIGKILL when its patience is over.
+    An ignored signal stays ignored, as under `nohup`. With `patient`, further signals do nothing: a batch system sends several at
+    once, and itself sends SIGKILL when its grace time is over.
     """
 
     on_terminal = os.isatty(2)
 
     def kill(number: int, frame: FrameType | None) -> None:
         if on_terminal:
-            os.write(2, b"\x1b[?25h")  # a live line hides the cursor
+            os.write(2, b"\x1b[?25h")  # a progress line hides the cursor
         os._exit(128 + number)  # the server notices our end and kills the ranks
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -306,7 +309,7 @@ def _signals_raise(exception: Callable[[signal.Signals], BaseException], grace_s
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
                 previous[number] = signal.signal(number, stop)
-    except ValueError:  # not the main thread, as in a notebook's executor: the main thread's owner has the signals
+    except ValueError:  # not the main thread, as in a notebook's executor: signals belong to the main thread
         pass
     try:
         yield
@@ -316,21 +319,21 @@ def _signals_raise(exception: Callable[[signal.Signals], BaseException], grace_s
 
 
 def _write_now(text: str) -> None:
-    """For a handler of signals: to descriptor 2 itself, since it may interrupt a write to sys.stderr."""
+    """Write from a signal handler: to descriptor 2 directly, since the signal may interrupt a write to sys.stderr."""
     with contextlib.suppress(OSError):
         os.write(2, (f"\r\nechelon: {text}\r\n" if os.isatty(2) else f"echelon: {text}\n").encode())
 
 
 @contextlib.contextmanager
 def _sigusr1_asks(requests: Requests) -> Iterator[None]:
-    """SIGUSR1 is passed on to the ranks from the start; this process continues."""
+    """Pass SIGUSR1 on to the ranks from the start; this process continues."""
 
     def ask(number: int, frame: FrameType | None) -> None:
         requests.add()
         _write_now("SIGUSR1: asked the ranks to save and end")
 
     previous: Any = signal.SIG_IGN
-    with contextlib.suppress(ValueError):  # not the main thread, whose owner has the signals
+    with contextlib.suppress(ValueError):  # not the main thread
         if signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN:
             previous = signal.signal(signal.SIGUSR1, ask)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # the parent process may have blocked it
@@ -342,5 +345,5 @@ def _sigusr1_asks(requests: Requests) -> Iterator[None]:
 
 
 def path_without_launcher() -> list[str]:
-    """Where the launcher looks for modules, without the first place, which is its own folder or the one it was started in."""
+    """The launcher's module search path without its first entry, the launcher's own folder or working folder."""
     return [p for p in sys.path[0 if sys.flags.safe_path else 1 :] if p]

@@ -1,11 +1,11 @@
-"""A server that has torch loaded and forks ranks: a rank starts in milliseconds instead of importing torch again.
+"""A server that has torch loaded and forks ranks, so that a rank starts in milliseconds instead of importing torch again.
 
-The server is single-threaded when it forks and never touches CUDA, so that forking it is safe. It speaks lines of JSON over one
-socket with its owner: requests `{"fork": {...}, "handed": [...]}`,
+The server is single-threaded when it forks and never touches CUDA, so that forking it is safe. It exchanges lines of JSON with
+its owner over one socket: requests `{"fork": {...}, "handed": [...]}`,
 `{"signal": [pid, number]}`, answers `{"forked": pid}`, `{"exited": pid, ...}`.
-While ranks run, it imports in a thread: it hears of their ends at once, and a fork waits for that thread's end.
-When the owner goes away, however it dies, the socket closes and the server kills every process it started; when the
-server itself is killed, the kernel kills the ranks (parent-death signal) and the owner kills the children of these.
+While ranks run, it imports in a thread: it learns of their ends at once, and a fork waits until the thread has ended.
+When the owner ends, in whatever way, the socket closes and the server kills every process it started. When the server itself
+is killed, the kernel kills the ranks (parent-death signal) and the owner kills the ranks' children.
 """
 
 from __future__ import annotations
@@ -42,43 +42,43 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
 
 
 def die_with_parent(number: signal.Signals) -> None:
-    """This process gets the signal when its parent ends."""
+    """Send this process the signal when its parent ends."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
-    """What a child of this process started becomes a child of this process when that child ends."""
+    """Make this process the parent of its children's children when the children end."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _prctl(option: int, value: int) -> None:
-    """Linux only; elsewhere the socket's end is the only sign of the owner's death."""
+    """On Linux only; elsewhere the closed socket is the only sign of the owner's death."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 class ForkServer:
-    """The owner's end: asks for ranks and hears how they end. Not thread-safe."""
+    """The owner's end: requests ranks and learns how they end. Not thread-safe."""
 
     def __init__(self, sock: socket.socket, pid: int, process: subprocess.Popen[bytes] | None = None) -> None:
         self._socket, self.pid, self._process = sock, pid, process
         self._buffer = b""
         self._exits: dict[int, tuple[int, int]] = {}
-        self.peaks: dict[int, int] = {}  # of ranks that have ended: the most memory at once, in bytes
+        self.peaks: dict[int, int] = {}  # peak memory of ended ranks, in bytes
         self._running: set[int] = set()
         self._owner = os.getpid()
-        self._handle = _handle_of(pid)  # while it surely has that number
+        self._handle = _handle_of(pid)  # while the number still is the server's
 
     @classmethod
     def start(cls, preload: Sequence[str] = ("torch",)) -> ForkServer:
-        """A fresh process that imports `preload` first. For a caller that may have threads or CUDA and must not fork."""
+        """Start a new process that imports `preload` first. For a caller that may have threads or CUDA and must not fork."""
         ours, theirs = socket.socketpair()
         code = f"from echelon.launcher.local.server import main; main({theirs.fileno()}, {list(preload)!r})"
         # One thread per library at import: libgomp reads this once, and forking a process with running threads is unsafe.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         env.setdefault(VARIABLE, "0")
         env["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-        # Without -P the first place on its path would be the folder it is started in, which may be anybody's.
+        # Without -P, the first entry of its module path would be the working folder, which may be another user's.
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", code], pass_fds=[theirs.fileno()], env=env, stdin=subprocess.DEVNULL, process_group=0
         )
@@ -89,7 +89,7 @@ class ForkServer:
 
     @classmethod
     def fork_self(cls) -> ForkServer:
-        """Fork this process as the server: it has its imports at no cost. Only for a single-threaded process."""
+        """Fork this process as the server, which then has all its imports. Only for a single-threaded process."""
         ours, theirs = socket.socketpair()
         flush(sys.stdout, sys.stderr)
         pid = os.fork()
@@ -109,9 +109,9 @@ class ForkServer:
         Returns:
             The rank's process id, which is also its process group.
         Raises:
-            EchelonError: the system gave no process, or the server has gone.
+            EchelonError: the system gave no process, or the server has ended.
         """
-        with contextlib.suppress(OSError):  # the server has gone: the answer says so
+        with contextlib.suppress(OSError):  # if the server has ended, the receive below reports it
             given = {name: fd for name, fd in asdict(handed).items() if fd is not None}
             self._send({"fork": asdict(start), "handed": list(given)}, list(given.values()))
         while True:
@@ -123,8 +123,8 @@ class ForkServer:
                 return pid
             if "unforked" in message:
                 raise EchelonError(
-                    f"the process of a rank could not be made: {message['unforked']}. See `ulimit -u`, the tasks that the job's "
-                    "cgroup may have (threads count, too), and `free`."
+                    f"a rank's process could not be started: {message['unforked']}. See `ulimit -u`, the task limit of the job's "
+                    "cgroup (threads count, too), and `free`."
                 )
             self._note(message)
 
@@ -148,7 +148,7 @@ class ForkServer:
     def signal(self, pid: int, number: int, *, group: bool = True) -> None:
         """Send a signal to a rank, and with `group` to every process it started.
 
-        It goes through the server, which alone knows that the pid has not been given to another process.
+        It goes through the server, since only the server knows that the pid is still the rank's.
         """
         with contextlib.suppress(OSError):
             self._send({"signal": [pid, int(number), group]})
@@ -159,7 +159,7 @@ class ForkServer:
             self._send({"preload": list(modules)})
 
     def kill(self) -> None:
-        """Kill the server, and by that its ranks; from any thread. Another process that was given its number lives on."""
+        """Kill the server, and thereby its ranks; from any thread. A process that got the server's pid since is not harmed."""
         if self._handle is not None:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
@@ -184,7 +184,7 @@ class ForkServer:
     def _send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
         data = json.dumps(message).encode() + b"\n"
         if fds:
-            # The descriptors ride on one byte of their own: a stream may cut the message, but never this byte.
+            # The descriptors are sent with one byte of their own: a stream may split the message, but not this byte.
             socket.send_fds(self._socket, [b"F"], list(fds))
         self._socket.sendall(data)
 
@@ -218,11 +218,11 @@ def main(fd: int, preload: Sequence[str]) -> None:
     """The server's process: `ForkServer.start` runs this."""
     load(["echelon.launcher.local.worker", *preload])  # once here, not in every rank that is forked
     serve(socket.socket(fileno=fd))
-    os._exit(0)  # an import may still be under way, in a thread that an ordinary end would trip over
+    os._exit(0)  # a thread may still be importing, which an ordinary end would disturb
 
 
 def load(modules: Sequence[str]) -> None:
-    """Import what can be imported, with the collector off: it would search again and again what stays, a quarter of the time."""
+    """Import the modules that exist, with the garbage collector off: its repeated searches cost a quarter of the time."""
     was_on = gc.isenabled()
     gc.disable()
     for name in modules:
@@ -233,7 +233,7 @@ def load(modules: Sequence[str]) -> None:
 
 
 def _readable(fds: Sequence[int], timeout_s: float | None) -> set[int]:
-    """Of these descriptors those that can be read, or have been closed at their other end. select() takes none above 1023."""
+    """The descriptors that are readable, or closed at the other end. With poll, since select() takes none above 1023."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
@@ -241,14 +241,14 @@ def _readable(fds: Sequence[int], timeout_s: float | None) -> set[int]:
 
 
 def _handle_of(pid: int) -> int | None:
-    """Of a child that has not been waited for; None where there are no such handles."""
+    """A handle of a child that has not been waited for; None where the system has none."""
     with contextlib.suppress(AttributeError, OSError):
         return os.pidfd_open(pid)
     return None
 
 
 class _IsRank(BaseException):
-    """Raised in a process that was just forked, so that it leaves the server's frames: its own story begins at `serve`."""
+    """Raised in a newly forked process, to leave the server's frames: the rank's own work begins at `serve`."""
 
     def __init__(self, start: Start, handed: Handed) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class _Server:
     def __init__(self, sock: socket.socket) -> None:
         self.socket, self.buffer, self.fds = sock, b"", list[int]()
         self.children: set[int] = set()
-        self.waiting: list[tuple[dict[str, Any], list[str]]] = []  # forks that were asked for during an import
+        self.waiting: list[tuple[dict[str, Any], list[str]]] = []  # forks requested during an import
         self.loading: threading.Thread | None = None
         self.loaded = threading.Event()
         self.loaded.set()
@@ -269,7 +269,7 @@ class _Server:
     def run(self) -> None:
         signal.set_wakeup_fd(self.wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # The owner decides when ranks stop; a Ctrl-C reaches it, and its end reaches us.
+        # The owner decides when ranks stop: a Ctrl-C reaches the owner, and the owner's end reaches the server.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -283,7 +283,7 @@ class _Server:
                 return
 
     def read(self) -> bool:
-        """Handle what the owner sent; False when it has gone."""
+        """Handle what the owner sent; False when the owner has ended."""
         try:
             data, fds, _, _ = socket.recv_fds(self.socket, 65536, 8)
         except ConnectionError:
@@ -323,7 +323,7 @@ class _Server:
             before.join()
         load(modules)
         loaded.set()
-        with contextlib.suppress(BlockingIOError):  # so full that it wakes us all the same
+        with contextlib.suppress(BlockingIOError):  # a full pipe wakes the server, too
             os.write(self.wake_write, b"\0")
 
     def fork_waiting(self) -> None:
@@ -337,12 +337,12 @@ class _Server:
 
     def fork(self, start: dict[str, Any], names: list[str]) -> None:
         fds, self.fds = self.fds[: len(names)], self.fds[len(names) :]
-        gc.freeze()  # objects loaded so far leave the collector, so that its passes do not unshare every page
+        gc.freeze()  # exclude loaded objects from collection, whose passes would unshare every page
         keep_finalizers()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
             pid = os.fork()
-        except OSError as error:  # ranks that have started go on until the owner, who is told, ends them
+        except OSError as error:  # started ranks go on until the owner, which is told, ends them
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             for fd in fds:
                 os.close(fd)
@@ -352,14 +352,14 @@ class _Server:
             raise _IsRank(Start(**start), Handed(**dict(zip(names, fds, strict=True))))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         with contextlib.suppress(PermissionError, ProcessLookupError):
-            os.setpgid(pid, pid)  # both sides set it: whichever runs first
+            os.setpgid(pid, pid)  # both sides set it, since either may run first
         for fd in fds:
             os.close(fd)
         self.children.add(pid)
         self.send({"forked": pid})
 
     def leave_to_rank(self) -> None:
-        """In the process of a rank: nothing of the server's is left."""
+        """Remove everything of the server's from a rank's process."""
         with contextlib.suppress(PermissionError):
             os.setpgid(0, 0)
         server = os.getppid()
@@ -385,7 +385,7 @@ class _Server:
             pid, time_ns = ended.si_pid, time.monotonic_ns()
             if pid in self.children:
                 self.children.discard(pid)
-                # What the rank started: its data workers must not outlive it. Until it is waited for, the number is its own.
+                # Kill the rank's own children: its data workers must not outlive it. Its pid stays valid until it is waited for.
                 _kill_group(pid, signal.SIGKILL)
                 _, status, used = os.wait4(pid, 0)
                 peak = used.ru_maxrss * 1024  # Linux counts in KiB
@@ -396,8 +396,8 @@ class _Server:
             self.kill_orphans()
 
     def kill_orphans(self) -> None:
-        """Kill what ranks had started in a process group or session of its own: as subreaper, we have become its parent."""
-        import psutil  # type: ignore[import-untyped,unused-ignore]  # here: few need it, and it is slower to import than a rank
+        """Kill processes of ranks in groups or sessions of their own: as a subreaper, this process became their parent."""
+        import psutil  # type: ignore[import-untyped,unused-ignore]  # here: few runs need it, and importing it takes longer than starting a rank
 
         for process in psutil.Process().children():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -424,10 +424,10 @@ def _kill_group(pid: int, number: int) -> None:
 
 
 def _kill_left(groups: Iterable[int]) -> None:
-    """Kill what is left of the groups of ranks that somebody else has waited for, as after the death of their parent.
+    """Kill the rest of ranks' process groups that another process has waited for, as after the death of their parent.
 
-    The number may be another's by now. While any process of a group is left, no other gets its leader's number, and none but
-    their descendants is in this session and such a group.
+    A number may belong to another process by now. But while any process of a group is left, no other process gets its leader's
+    number, and only descendants of the ranks are in this session and such a group.
     """
     wanted, session = set(groups), os.getsid(0)
     for name in os.listdir("/proc") if wanted and os.path.isdir("/proc/self") else ():
@@ -436,14 +436,14 @@ def _kill_left(groups: Iterable[int]) -> None:
 
 
 def serve(sock: socket.socket) -> None:
-    """Serve one owner until it goes away, then kill every process started for it. Each of these comes back here to begin."""
+    """Serve one owner until it ends, then kill every process started for it. Forked ranks return here and begin their work."""
     server, rank = _Server(sock), None
     try:
         server.run()
     except _IsRank as forked:
         rank = forked
     except Exception:
-        traceback.print_exc()  # of ours: nothing that a rank does gets here
+        traceback.print_exc()  # a bug of the server: errors of a rank do not get here
     finally:
         if rank is None:
             server.kill_all()
@@ -456,4 +456,4 @@ def serve(sock: socket.socket) -> None:
         except BaseException:
             traceback.print_exc()
         finally:
-            os._exit(1)  # never reached after a start that worked
+            os._exit(1)  # reached only if the start failed

@@ -1,4 +1,4 @@
-"""How many ranks the next attempt has, after some were lost: as many as can share the run's global batches."""
+"""The number of ranks of the next attempt after some were lost: as many as can divide the run's global batches."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Plan", "loaders_of", "next_ranks"]
 
 @dataclass(frozen=True)
 class Plan:
-    """`ranks` processes because of `why`; 0 gives up."""
+    """Start `ranks` processes, because of `why`; 0 gives up."""
 
     ranks: int
     why: str
 
 
 def loaders_of(attempts: Path) -> list[dict[str, Any]]:
-    """What rank 0 wrote down of its loaders, in the newest attempt that came so far."""
+    """Rank 0's notes on its loaders, in the newest attempt that has any."""
     for folder in sorted(attempts.glob("[0-9]*"), reverse=True):
         if loaders := read_loaders(folder):
             return loaders
@@ -30,17 +30,17 @@ def loaders_of(attempts: Path) -> list[dict[str, Any]]:
 
 
 def next_ranks(ranks: int, least: int, failures: Sequence[Failure], loaders: Collection[Mapping[str, Any]]) -> Plan:
-    """The number of ranks after `failures` among `ranks`: those that are left, or fewer, never fewer than `least`.
+    """The number of ranks after `failures` among `ranks`: those left, or fewer, but at least `least`.
 
     Args:
-        loaders: as `contracts.restart_notes.note_loader` wrote them; none if nothing is known.
+        loaders: notes of `contracts.restart_notes.note_loader`; empty if nothing is known.
     """
     lost = _lost(failures)
     if not lost:
         return Plan(ranks, "no rank was lost")
     who = f"rank {', '.join(str(f.rank) for f in lost)} {'was' if len(lost) == 1 else 'were'} killed by {lost[0].kind}"
     if any(loader.get("fixed") for loader in loaders):
-        return Plan(ranks, f"{who}, but a StreamLoader goes on with as many ranks only")
+        return Plan(ranks, f"{who}, but a StreamLoader can go on only with the same number of ranks")
     left = ranks - len(lost)
     if left < least:
         return Plan(0, f"{who}, which leaves {left} of {ranks} ranks, and --ranks wants at least {least}")
@@ -57,9 +57,10 @@ def next_ranks(ranks: int, least: int, failures: Sequence[Failure], loaders: Col
 
 
 def _lost(failures: Sequence[Failure]) -> list[Failure]:
-    """The ranks that died without a word: all by the signal of the first of them.
+    """The ranks that died without an own record, by the same signal as the first of them.
 
-    After an exception none was lost. Nor by SIGABRT: a process does that to itself, and torch to ranks that wait for a dead one.
+    After an exception no rank was lost. Nor by SIGABRT: a process sends that to itself, and torch to ranks that wait for a dead
+    one.
     """
     first = Failure.first(failures)
     if first.reported or not first.kind.startswith("SIG") or first.kind == "SIGABRT":

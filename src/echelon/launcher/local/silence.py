@@ -1,9 +1,8 @@
-"""Names a node of which nothing is heard any more, as behind a link that has gone dead without a word to anybody, and ends the
-run when that lasts.
+"""Names a node that has been silent for too long, as behind a dead link, and ends the run if the silence lasts.
 
-Every node beats in the launchers' store, by a connection of its own. The first, which serves that, counts the others' beats; the
-others see whether it answers. A call to a node behind a dead link does not return for many minutes, so a second thread looks. The
-main one may stand in such a call as well: then that thread ends the launcher, too.
+Every node beats in the launchers' store, over a connection of its own. The first node serves the store and counts the others'
+beats; the others see whether it answers. A call to a node behind a dead link may block for many minutes, so a second thread
+watches. If the main thread is blocked in such a call, that thread also ends the launcher.
 """
 
 from __future__ import annotations
@@ -22,21 +21,24 @@ from echelon.launcher.local.nodes import Meeting
 __all__ = ["SILENT_S", "Agent", "NodeSilentError", "Silence"]
 
 SILENT_S = 25.0
-_LATE_S = 12.0  # from here on it is looked at whether the ranks come on
+_LATE_S = 12.0  # from here on, check whether the ranks make progress
 _BEAT_S, _LOOK_S, _CONNECT_S = 5.0, 1.0, 300.0
-_ASK_S = 15.0  # between looks at whether the ranks here come on although a node is silent
+_ASK_S = 15.0  # between checks of the ranks' progress while a node is silent
 _CLOSE_S = 2.0
-_MAIN_S, _WRITE_S = 15.0, 10.0  # for the main thread to end the ranks; to write of it, as into a folder behind the same link
-_ENDED = 1 << 40  # more beats than there will be: that node has come to its end
-_EXIT_CODE = 124  # a bad one, for which srun ends what is left on the other nodes; as `timeout` has it
+_MAIN_S, _WRITE_S = (
+    15.0,
+    10.0,
+)  # limits for the main thread to end the ranks, and for writing the record, perhaps over the same link
+_ENDED = 1 << 40  # more beats than any node makes: that node has ended
+_EXIT_CODE = 124  # nonzero, so that srun ends the other nodes; the code of `timeout`
 
 
 class NodeSilentError(EchelonError):
-    """The ranks were ended since nothing was heard of another node for too long."""
+    """The ranks were ended because another node was silent for too long."""
 
 
 class Agent(Protocol):
-    """Who runs this node's ranks."""
+    """The part of this node that runs its ranks."""
 
     silent: str
 
@@ -52,14 +54,14 @@ class Agent(Protocol):
 
 
 class Silence:
-    """Of the nodes of a job, from `start` to `close`.
+    """Watches the other nodes of a job, from `start` to `close`.
 
     Args:
-        meeting: of several nodes.
-        say: shows a line, from a thread.
-        agent: whose hang limit ends a silence in which no rank here comes on.
-        record: writes down that it was ended, and why.
-        serves: the first node serves the store here, and the agents need none.
+        meeting: of at least two nodes.
+        say: shows a line; called from a thread.
+        agent: its hang limit ends a silence in which no rank here makes progress.
+        record: writes that the attempt was ended, and why.
+        serves: the first node serves the store in this object, since the agents need none.
     """
 
     def __init__(
@@ -74,10 +76,10 @@ class Silence:
         self._meeting, self._say, self._agent, self._record = meeting, say, agent, record
         self._listener = meeting.listener if serves else None
         others = range(1, meeting.nodes) if meeting.node == 0 else (0,)
-        self._heard: dict[int, float] = {}  # when, of each node that was heard of, be it as ranks were started
+        self._heard: dict[int, float] = {}  # last sign of each node, first when ranks were started
         self._unheard = set(others)
         self._beats: dict[int, int] = {}
-        self._known: dict[tuple[str, int], object] = {}  # how far the ranks here have come
+        self._known: dict[tuple[str, int], object] = {}  # progress of the ranks here
         self._moved_at = self._asked_at = 0.0
         self._closed = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="echelon-beat", daemon=True)
@@ -87,12 +89,12 @@ class Silence:
         threading.Thread(target=self._watch, name="echelon-silence", daemon=True).start()
 
     def close(self) -> None:
-        """Tell the other nodes that this one ends; behind a dead link they are not waited for."""
+        """Tell the other nodes that this one ends; nodes behind a dead link are not waited for."""
         self._closed.set()
         self._beating.join(_CLOSE_S)
 
     def words(self) -> str:
-        """Which nodes are silent now, and since when; empty if none is."""
+        """The nodes that are silent now, and since when; empty if there are none."""
         return "; ".join(self._words(node, silent_s) for node, silent_s in self._late(SILENT_S).items())
 
     def _words(self, node: int, silent_s: float) -> str:
@@ -110,7 +112,7 @@ class Silence:
         return f"{self._meeting.token}/beat/{node}"
 
     def _beat(self) -> None:
-        import torch.distributed as dist  # here: which a launcher of ranks has loaded by then, and a command's has not
+        import torch.distributed as dist  # here: the launcher of a command has not loaded torch
 
         at = self._meeting
         others = sorted(self._unheard)
@@ -132,7 +134,7 @@ class Silence:
                     return
                 self._closed.wait(_BEAT_S)
         except dist.DistError:
-            if not self._late(SILENT_S):  # the first node has ended, which the ranks will hear by themselves
+            if not self._late(SILENT_S):  # the first node has ended; the ranks will notice it themselves
                 self._unheard.clear()
                 self._heard = {}
 
@@ -140,17 +142,17 @@ class Silence:
         if beats >= _ENDED:
             self._unheard.discard(node)
             self._heard.pop(node, None)
-        elif self._meeting.node or beats != self._beats.get(node, 0):  # the first node is heard of by its answer alone
+        elif self._meeting.node or beats != self._beats.get(node, 0):  # any answer is a sign of the first node
             self._heard[node], self._beats[node] = time.monotonic(), beats
 
     def _watch(self) -> None:
         before, reported = time.monotonic(), set[int]()
         while not self._closed.wait(_LOOK_S):
             now = time.monotonic()
-            if now - before > SILENT_S / 2:  # this process stood itself, as when all are suspended
+            if now - before > SILENT_S / 2:  # this process itself was suspended
                 self._heard = dict.fromkeys(self._heard, now)
             before = now
-            if self._unheard and self._agent.attempt is not None:  # for which all launchers have met
+            if self._unheard and self._agent.attempt is not None:  # there is an attempt, so all launchers have met
                 self._heard = {**dict.fromkeys(self._unheard, now), **self._heard}
                 self._unheard.clear()
             late = self._late(_LATE_S)
@@ -165,7 +167,7 @@ class Silence:
                 return
 
     def _is_over(self, silent_s: float, now: float) -> bool:
-        """Whether for the limit's time neither the node was heard of nor a rank here came on, as over another network."""
+        """Whether for the limit's time no sign came from the node, and no rank here made progress, as over another network."""
         limit_s = self._agent.hang_limit_s
         self._moved_at = max(self._moved_at, now - silent_s)
         if now - self._asked_at >= min(_ASK_S, limit_s / 8):
@@ -177,7 +179,7 @@ class Silence:
         return 0 < limit_s < now - self._moved_at
 
     def _end(self, why: str) -> None:
-        why = f"{why}. The ranks of {self._meeting.named(self._meeting.node)} were ended: none had come on meanwhile"
+        why = f"{why}. The ranks of {self._meeting.named(self._meeting.node)} were ended: none had made progress meanwhile"
         self._agent.silent = why
         if self._closed.wait(_MAIN_S):
             return

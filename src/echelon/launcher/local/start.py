@@ -1,4 +1,4 @@
-"""What a rank is told before its first line, and what it is handed open."""
+"""What a rank gets before its first line: its description, and open descriptors."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ __all__ = ["NOTHING", "CallFile", "Handed", "Start"]
 
 @dataclass(frozen=True)
 class Start:
-    """Who a rank is, what to run, and where its output and its record go.
+    """Which rank to become, what to run, and where its output and record go.
 
     Args:
-        kind: "script", "module" or "call", of which `target` is the file, the name or the file of the call.
+        kind: "script", "module" or "call"; `target` is the script's file, the module's name or the call's file.
         env: its whole environment.
-        result: of a call, where its value goes.
-        flight: where its flight record goes when it fails, or when it is asked for.
-        cores: that it is bound to; none are all.
-        code: the first place on its path.
-        sha256, task, key: of a call, see `CallFile`.
+        result: for a call, the file for its value.
+        flight: the file for its flight record, written on failure or on request.
+        cores: the cores it is bound to; empty for all.
+        code: the first entry of its module search path.
+        sha256, task, key: for a call, see `CallFile`.
     """
 
     kind: str
@@ -41,12 +41,12 @@ class Start:
 
 @dataclass(frozen=True)
 class CallFile:
-    """The file that has a call.
+    """The file that holds a call.
 
     Args:
         sha256: its checksum.
         key: seals the values that come back.
-        task: which, of an array of calls.
+        task: its index in an array of calls.
     """
 
     sha256: str
@@ -56,13 +56,13 @@ class CallFile:
 
 @dataclass(frozen=True)
 class Handed:
-    """Open descriptors; None is not handed over.
+    """Open descriptors for a rank; None where it gets none.
 
     Args:
-        output, error: that become its standard output and error.
-        log: to write to what belongs into its log and is not to be shown, behind what it has written to these two.
-        pulse: in which it says how far it is; its stack is written there, too.
-        asked: on which its responder is asked.
+        output, error: become its standard output and error.
+        log: for text that goes into the log but is not shown, after what the rank wrote to `output` and `error`.
+        pulse: shared memory for its progress and its stack.
+        asked: the socket of its responder.
     """
 
     output: int | None = None

@@ -1,7 +1,7 @@
-"""Watches for ranks without progress, and says which is behind, at which line.
+"""Watches for ranks without progress, and reports which is behind, at which line.
 
-What is said was seen: the position of each rank (`contracts.pulse`), the kernel's state of its process, its Python stack. A rank
-that runs a loop of its own has no position; of that, only a stopped process and the stacks are known.
+Reports hold only what was seen: each rank's position (`contracts.pulse`), the kernel's state of its process, and its Python
+stack. A rank that runs a loop of its own has no position; for it, only the stack and a stopped process are known.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DEFAULT_S = 60.0
 
 
 def stall_after(given_s: float | None) -> float:
-    """Seconds without a step after which something is said: `given_s`, else the variable's, else 60."""
+    """Seconds without a step after which a report is shown: `given_s`, else the variable's value, else 60."""
     if given_s is not None:
         return given_s
     text = os.environ.get(STALL_VARIABLE)
@@ -32,12 +32,12 @@ def stall_after(given_s: float | None) -> float:
 
 
 class Watch:
-    """Reports now and then that no step is made, and which rank is behind.
+    """Reports now and then that no rank makes a step, and which rank is behind.
 
     Args:
-        after_s: without a step for so long, and for several times as long as steps usually take.
+        after_s: seconds without a step before a report; at least several times the usual duration of a step.
         say: shows a line.
-        ask: asks ranks for their stacks, which are there at the next look.
+        ask: asks ranks for their stacks, which arrive by the next look.
     """
 
     def __init__(self, after_s: float, say: Callable[[str], None], ask: Callable[[Sequence[int]], None]) -> None:
@@ -50,7 +50,7 @@ class Watch:
         self._asked, self._said_s, self._late_since = False, 0.0, 0.0
 
     def look(self, pids: Mapping[int, int], running: Sequence[int], pulses: Pulses, now: float | None = None) -> None:
-        """Called about once a second, with the processes of an attempt and the ranks that run of it."""
+        """Called about once a second, with the processes of an attempt and its running ranks."""
         at = self.progress
         at.look(pids, running, pulses, now)
         if at.begun != self._begun:
@@ -77,10 +77,10 @@ class Watch:
 
 
 def positions(seen: Mapping[int, RankState], late: Sequence[int], *, works: bool = False) -> str:
-    """Who is late first, then where the others stand; ranks that stand alike together.
+    """A line with the late ranks first, then the others; ranks in the same state together.
 
     Args:
-        works: those that are late visibly work.
+        works: the late ranks visibly work.
     """
     rest = [rank for rank in seen if rank not in late]
     parts = []
@@ -99,12 +99,12 @@ def positions(seen: Mapping[int, RankState], late: Sequence[int], *, works: bool
 
 
 class Lingering:
-    """Says of a rank whose program has ended well, and whose process runs on, what keeps it: everybody waits, and nothing moves.
+    """Reports what keeps the process of a rank whose program has ended, since the other ranks wait for that process.
 
-    It ends nothing: a thread may write to a slow disk.
+    It ends no process: a thread may write to a slow disk.
 
     Args:
-        after_s: a process may take so long to end.
+        after_s: seconds that a process may take to end.
     """
 
     def __init__(self, after_s: float) -> None:
@@ -114,7 +114,7 @@ class Lingering:
         self._said = set[int]()
 
     def look(self, attempt: Attempt) -> str | None:
-        """A line for people, once for each rank; called about once a second."""
+        """A line for the user, once per rank; called about once a second."""
         if attempt is not self._attempt:
             self._attempt, self._since, self._said = attempt, {}, set()
         now = time.monotonic()
@@ -129,6 +129,6 @@ class Lingering:
         who = f"rank{'s' if several else ''} {', '.join(map(str, late))}"
         has, its, runs = ("have", "their processes", "run") if several else ("has", "its process", "runs")
         return (
-            f"{who} {has} come to the end of the program, and {its} {runs} on for {self._after_s:.0f} s: a thread that is no "
-            f"daemon, or a function given to atexit, has not ended"
+            f"{who} {has} come to the end of the program, and {its} {runs} on for {self._after_s:.0f} s: a non-daemon "
+            f"thread, or a function given to atexit, has not ended"
         )
