@@ -1,4 +1,4 @@
-"""The units that `fully_shard` splits and gathers one by one: blocks, embeddings, the head, and modules kept in float32."""
+"""The units that `fully_shard` splits and gathers one by one: blocks, experts, embeddings, the head, modules kept in float32."""
 
 from __future__ import annotations
 
