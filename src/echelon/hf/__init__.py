@@ -1,1 +1,1 @@
-"""What is known of models of transformers and PEFT: facts of modules and files, which rooms above act on."""
+"""Facts about models of transformers and PEFT and their files. parallel, checkpoint and loop act on them."""

@@ -1,8 +1,8 @@
-"""Context parallelism for models of transformers, whose forward makes positions, masks and next-token labels by itself.
+"""Context parallelism for models of transformers, whose forward computes positions, masks and next-token labels itself.
 
-Each is made of the local tokens there, and so would be wrong on every rank without an error. So the model's
-forward gets positions and shifted labels of the whole sequence, and masks are made by a function of ours, which transformers
-calls by its public registers (`AttentionInterface`, `AttentionMaskInterface`). Without an active context all is as with "sdpa".
+There they would be computed from the local tokens, and be silently wrong on every rank. So the model's forward gets positions and
+shifted labels of the whole sequence, and a function of this module makes the masks. transformers calls it through its public
+registries (`AttentionInterface`, `AttentionMaskInterface`). Without an active context everything is as with "sdpa".
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _IGNORED = -100
 
 
 class Parts(Protocol):
-    """How sequences are cut over ranks, as `parallel/context/batch.py` does it."""
+    """How sequences are cut over ranks: the part of `SequenceParts` (`parallel/context/batch.py`) that is used here."""
 
     @property
     def size(self) -> int: ...
@@ -40,13 +40,13 @@ Replace = Callable[[nn.Module, str, str, Any], Any]
 
 
 def adapt(module: nn.Module, current: Current, replace: Replace) -> bool:
-    """Prepare the models of transformers that are in the module. Returns whether one shifts its labels.
+    """Prepare the models of transformers in the module. Returns whether one of them shifts its labels.
 
     Args:
-        current: this rank's part of the sequences that go through the module when it is called; None if they are whole.
-        replace: puts another in the place of a module's forward.
+        current: returns this rank's part of the sequences of the current pass; None if they are whole.
+        replace: replaces a module's forward.
     Raises:
-        UsageError: one computes attention otherwise than by "sdpa", or leaves out layers at random, or has no positions.
+        UsageError: a model does not compute attention by "sdpa", leaves out layers at random, or takes no positions.
     """
     if "transformers" not in sys.modules:
         return False
@@ -66,13 +66,13 @@ def _adapt_one(model: Any, current: Current, replace: Replace) -> bool:
     names = inspect.signature(model.forward).parameters
     if "position_ids" not in names:
         raise ContextParallelError(
-            f"context parallelism: {kind}.forward takes no position_ids, so nobody can tell it where a rank's tokens stand in "
+            f"context parallelism: {kind}.forward takes no position_ids, so it cannot get the positions of a rank's tokens in "
             "their sequence. Train it without cp."
         )
     used = config._attn_implementation
     if used not in ("sdpa", _NAME):
         can = getattr(model, "_supports_sdpa", False)
-        what = "Make the model with attn_implementation='sdpa'" if can else "transformers has none for it: train it without cp"
+        what = "Make the model with attn_implementation='sdpa'" if can else "It does not support 'sdpa': train it without cp"
         raise ContextParallelError(
             f"context parallelism: {kind} must compute attention by scaled_dot_product_attention, got "
             f"attn_implementation={used!r}. {what}."
@@ -95,7 +95,7 @@ def _adapt_one(model: Any, current: Current, replace: Replace) -> bool:
 
 
 def _refuse_looks_at_length(model: Any) -> None:
-    """What depends on how many tokens are in sight, and so differs between the parts: too late in a sequence for the probe."""
+    """Refuse code that depends on the number of local tokens. The probe misses it: it matters only for long sequences."""
     for name, part in model.named_modules():
         if getattr(part, "attn_temperature_tuning", False) and not getattr(part, "use_rope", True):
             raise ContextParallelError(
@@ -107,30 +107,30 @@ def _refuse_looks_at_length(model: Any) -> None:
             if isinstance(each, str) and ("dynamic" in each or each == "longrope"):
                 raise ContextParallelError(
                     f"context parallelism: the rotary frequencies of {type(model).__name__} must not depend on the length of the "
-                    f"sequence, of which a rank sees a part, got rope_type={each!r} in {name}. Give its configuration "
+                    f"sequence, since a rank sees only a part of it, got rope_type={each!r} in {name}. Give its configuration "
                     "another rope_type in rope_parameters, such as 'default', 'linear' or 'yarn', or train it without cp."
                 )
 
 
 def _refuse_other_losses(kind: str, names: Iterable[str], config: Any, given: Mapping[str, Any]) -> None:
-    """Losses that are no means over tokens, of which the parts' mean would be another."""
+    """Refuse losses that are not means over tokens: they differ from the mean of their parts."""
     if "start_positions" in names:
         raise ContextParallelError(
-            f"context parallelism: the loss of {kind} compares all tokens of a sequence with one another, and a rank has a part "
-            "of them. Train it without cp."
+            f"context parallelism: the loss of {kind} compares all tokens of a sequence with one another, but a rank has only a "
+            "part of them. Train it without cp."
         )
     routers = given.get("output_router_logits")
     routers = getattr(config, "output_router_logits", False) if routers is None else routers
     if routers and getattr(config, "router_aux_loss_coef", 0):
         raise ContextParallelError(
             f"context parallelism: the loss of {kind} has a part for the load of its experts (output_router_logits=True), which "
-            "is no mean over tokens: the parts of a sequence would give another. Set output_router_logits=False, or train it "
-            "without cp."
+            "is not a mean over tokens: the parts of a sequence would give another loss. Set output_router_logits=False, or "
+            "train it without cp."
         )
 
 
 def with_shifted_labels(batch: Any) -> Any:
-    """A batch of a causal model with the labels as its loss shifts them, (B, T), beside the labels, before it is cut."""
+    """Add the shifted labels of a causal model's loss, (B, T), to a whole batch, before it is cut."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or "shift_labels" in batch:
         return batch
@@ -144,7 +144,7 @@ def _shifted(labels: torch.Tensor) -> torch.Tensor:
 
 
 class _Filled:
-    """The `forward` of a model: on parts, what it would make of its local tokens is made of the whole sequence."""
+    """The `forward` of a model. On parts it passes positions, masks and shifted labels of the whole sequence."""
 
     def __init__(self, model: Any, names: tuple[str, ...], shifts: bool, current: Current) -> None:
         self._current = current
@@ -172,20 +172,20 @@ class _Filled:
             given["position_ids"] = parts.positions(length, tokens.device)[None]
         elif mask is None and self._sees_documents(given) and (documents := self._documents(parts, where)) is not None:
             mask = given["attention_mask"] = self._mask_of_documents(parts, documents, rows)
-        if mask is None:  # or transformers would take the gap between the two chunks for the beginning of another document
+        if mask is None:  # else transformers would take the gap between the two chunks for the start of a new document
             given["attention_mask"] = torch.ones(rows, length, dtype=torch.bool, device=tokens.device)
         if self._shifts and given.get("labels") is not None and given.get("shift_labels") is None:
             given["shift_labels"] = parts.cut(_shifted(parts.whole(given["labels"], 1)), 1)
         return given
 
     def _sees_documents(self, given: Mapping[str, Any]) -> bool:
-        """Whether transformers would tell documents by their positions: not where it fills a cache of keys and values."""
+        """Whether transformers would detect documents by their positions. It does not if it fills a cache of keys and values."""
         cached = given.get("use_cache")
         cached = getattr(self._config, "use_cache", False) if cached is None else cached
         return self._causal and not cached and given.get("past_key_values") is None
 
     def _documents(self, parts: Parts, where: torch.Tensor) -> torch.Tensor | None:
-        """The number of each token's document, (B, T), where positions begin again within a row; None where they do not."""
+        """The document number of each token, (B, T); None if no row's positions begin again."""
         if where.dim() != 2:
             raise ContextParallelError(
                 f"context parallelism: position_ids must have shape (rows, length), got {tuple(where.shape)}."
@@ -199,7 +199,7 @@ class _Filled:
         if (window := getattr(self._config, "sliding_window", None)) is not None:
             raise ContextParallelError(
                 f"context parallelism: {self._kind} has a sliding window of {window} and was given packed documents "
-                "(position_ids that begin again). Give one document a row."
+                "(position_ids that begin again). Give one document per row."
             )
         positions = parts.positions(documents.shape[1] // parts.size, documents.device)
         every = torch.arange(documents.shape[1], device=documents.device)
@@ -216,7 +216,7 @@ def _register(current: Current) -> None:
 
 
 class _Mask:
-    """How transformers has masks made: of this rank's queries over all keys. Without an active context as "sdpa" makes them."""
+    """Makes masks for transformers: this rank's queries over all keys. Without an active context as "sdpa" does."""
 
     def __init__(self, usual: Callable[..., Any], current: Current) -> None:
         self._usual, self._current = usual, current
@@ -253,7 +253,7 @@ class _Mask:
         if q_length != kv_length or more.get("use_vmap"):
             raise ContextParallelError(
                 f"context parallelism: a mask of {q_length} queries and {kv_length} keys"
-                f"{', of a function of its own,' if more.get('use_vmap') else ''} cannot be made of parts of a sequence. Train "
+                f"{', from a custom mask function,' if more.get('use_vmap') else ''} is not supported with cp. Train "
                 "this model without cp."
             )
         length = kv_length * parts.size

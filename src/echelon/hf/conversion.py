@@ -1,8 +1,8 @@
-"""Where the tensors of a model of transformers, or of PEFT around one, lie in its files.
+"""Where the tensors of a model of transformers, with or without PEFT, lie in its files.
 
-Files and models differ in names (a model's task is a prefix more or less), in how weights are cut (experts one by one, fused
-projections), and in what an adapter puts around a layer. transformers says how a class of models is converted while it loads;
-here the same is said of what each rank reads.
+Files and models differ in names (a task head adds or removes a prefix), in how weights are divided (separate experts, fused
+projections), and in the modules that an adapter adds around a layer. transformers converts the weights of a class of models while
+it loads them. Here the same conversion is described as slices of the files, so that each rank reads only its part.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ AuthorsClasses = Callable[[nn.Module], AbstractContextManager[None]]
 
 
 def lays_for(module: nn.Module, plain_name: Callable[[str], str], authors_classes: AuthorsClasses) -> Lays | None:
-    """How a module's files are to be understood; None if neither transformers nor PEFT made it.
+    """A function that lays out a module's files; None if the module is neither of transformers nor of PEFT.
 
     Args:
-        plain_name: gives a name as the author of the module has it.
-        authors_classes: context in which the parts of a module have the classes that their authors gave them.
+        plain_name: returns a name without what wrappers have inserted.
+        authors_classes: context in which a module and its submodules have their authors' classes.
     """
     peft, transformers = sys.modules.get("peft"), sys.modules.get("transformers")
     adapted = peft is not None and isinstance(module, peft.PeftModel)
@@ -43,7 +43,7 @@ def lays_for(module: nn.Module, plain_name: Callable[[str], str], authors_classe
 
     def lays(held: Mapping[str, Held], state: Shapes) -> Layout:
         names, kept = _of_base(module, base, state, plain_name) if adapted else ({name: name for name in state}, set[str]())
-        known: dict[str, list[str]] = {}  # a module that is trained whole beside an adapter is there twice
+        known: dict[str, list[str]] = {}  # several names for a module that is trained in full beside an adapter
         for name, plain in names.items():
             known.setdefault(plain, []).append(name)
         shapes = {plain: state[each[0]] for plain, each in known.items()}
@@ -59,7 +59,7 @@ def lays_for(module: nn.Module, plain_name: Callable[[str], str], authors_classe
 
 
 def _of_base(module: Any, base: nn.Module, state: Shapes, plain_name: Callable[[str], str]) -> tuple[dict[str, str], set[str]]:
-    """By name in the state the name in the base model, and which names are an adapter's own."""
+    """Names in the base model by name in the state, and the names that belong to adapters."""
     layers = sys.modules["peft"].tuners.tuners_utils.BaseTunerLayer
     at = next(plain_name(path) for path, part in module.named_modules() if part is base)
     own = {
@@ -87,10 +87,10 @@ def _as_they_are(held: Mapping[str, Held], shapes: Shapes) -> Layout:
 
 
 class _Conversion:
-    """What transformers would do with these files for a model.
+    """The conversion that transformers would apply to these files for a model.
 
     Attributes:
-        layout: by the model's own names.
+        layout: the layout, by the model's own names.
     """
 
     def __init__(self, model: Any, held: Mapping[str, Held], shapes: Shapes, authors_classes: AuthorsClasses) -> None:
@@ -99,7 +99,7 @@ class _Conversion:
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
             from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-        except ImportError:  # an older version 5 has other ways
+        except ImportError:  # an older version 5 does not have these functions
             self.layout = _as_they_are(held, shapes)
             return
         with authors_classes(model):
@@ -129,17 +129,17 @@ class _Conversion:
         return name in self.layout.blocks or name in self.layout.computed
 
     def _ignored(self, what: str) -> list[str]:
-        """Patterns by which a class of transformers says that it is no mistake."""
+        """The patterns of a class of transformers for `missing` or `unexpected` names that are not errors."""
         return list(getattr(self.model, f"_keys_to_ignore_on_load_{what}", None) or ())
 
     def _unknown(self, name: str, now: str) -> None:
-        """What a file has and the model does not: a table of positions that it computes by itself is no mistake."""
+        """Handle a name that the model does not have: not an error for a buffer that the model computes itself."""
         computed = {name for name, _ in self.model.named_buffers()}
         if now in computed or any(re.search(pattern, now) for pattern in self._ignored("unexpected")):
             self.layout.unused.add(name)
 
     def _convert(self, first: str, converter: Any, sources: dict[str, list[str]]) -> None:
-        """Lay out the targets of a conversion, of which `first` is the first name."""
+        """Lay out the targets of a conversion whose first target is `first`."""
 
         def converted(read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
             fresh = copy.deepcopy(converter)
@@ -159,7 +159,7 @@ class _Conversion:
         except Exception as error:
             names = [name for each in sources.values() for name in each]
             raise CheckpointOptionError(
-                f"transformers cannot make {first} of {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}: {error}"
+                f"transformers cannot make {first} from {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}: {error}"
             ) from error
         blocks = self._blocks(converter, sources)
         for at, (name, target) in enumerate(targets.items()):
@@ -171,7 +171,7 @@ class _Conversion:
                 self.layout.unused |= {name for each in sources.values() for name in each}
 
     def _blocks(self, converter: Any, sources: dict[str, list[str]]) -> list[Block] | None:
-        """The targets of a conversion that only moves what is there, in their order; None of another one."""
+        """The targets of a conversion in order, if it only moves data; None if it computes."""
         now = {pattern: [Block.of(name, self.held[name].shape) for name in names] for pattern, names in sources.items()}
         for operation in converter.operations:
             kind, dim = type(operation).__name__, getattr(operation, "dim", 0)
@@ -197,24 +197,24 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 
 # Where the tensors of a model lie in another program's files, if not one by one under the same names.
 #
-# An expert's matrix may lie in a file of its own and be a slice of a stacked parameter; a fused matrix may become three.
+# A tensor of a file may be a slice of a stacked parameter (one expert); a fused matrix may become three parameters.
 
 
 class Held(NamedTuple):
-    """A tensor of a file: its type, by torch's name, and its shape."""
+    """A tensor of a file: torch's name of its dtype, and its shape."""
 
     dtype: str
     shape: list[int]
 
 
 class Piece(NamedTuple):
-    """A part of a tensor that lies in one tensor of a file, row by row.
+    """A part of a tensor that is a slice of one tensor of a file.
 
     Args:
-        offsets, sizes: where in the tensor, and how much.
+        offsets, sizes: the slice of the tensor.
         source: the name in the file.
-        viewed: the source's shape, with as many dimensions as the tensor has.
-        begins: where in the source the piece begins.
+        viewed: the source's shape, viewed with the tensor's number of dims.
+        begins: where the slice begins in the source.
     """
 
     offsets: list[int]
@@ -226,7 +226,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """A tensor as the pieces that it consists of."""
+    """A tensor, as the pieces that it consists of."""
 
     shape: list[int]
     pieces: list[Piece]
@@ -238,7 +238,7 @@ class Block:
 
 
 class Computed(NamedTuple):
-    """A tensor that has to be computed from whole ones of the files: `value(read)` gives it, `read(name)` one of a file."""
+    """A tensor computed from whole tensors of the files: `value(read)` computes it, `read(name)` reads one of a file."""
 
     dtype: str
     shape: list[int]
@@ -247,11 +247,12 @@ class Computed(NamedTuple):
 
 @dataclass
 class Layout:
-    """
+    """Where the tensors of a model's state come from.
+
     Attributes:
-        blocks, computed: by the names of the model's state.
-        unused: names in the files that the model has no use for, and that are no mistake.
-        kept: names of the model's state that no file is asked for.
+        blocks, computed: the tensors by name in the model's state.
+        unused: names in the files that the model does not use; they are not errors.
+        kept: names in the model's state that the files need not contain.
     """
 
     blocks: dict[str, Block] = field(default_factory=dict)
@@ -260,12 +261,12 @@ class Layout:
     kept: set[str] = field(default_factory=set)
 
 
-# From what the files hold, and the shapes of the model's state.
+# Called with the tensors of the files, and the shapes of the model's state.
 Lays = Callable[[Mapping[str, Held], Mapping[str, list[int]]], Layout]
 
 
 def stacked(blocks: Sequence[Block], dim: int) -> Block:
-    """As torch.stack."""
+    """The layout of `torch.stack`."""
     pieces = [
         Piece(_with(p.offsets, dim, at), _with(p.sizes, dim, 1), p.source, _with(p.viewed, dim, 1), _with(p.begins, dim, 0))
         for at, block in enumerate(blocks)
@@ -275,7 +276,7 @@ def stacked(blocks: Sequence[Block], dim: int) -> Block:
 
 
 def joined(blocks: Sequence[Block], dim: int) -> Block:
-    """As torch.cat."""
+    """The layout of `torch.cat`."""
     starts = itertools.accumulate((block.shape[dim] for block in blocks), initial=0)
     pieces = [
         p._replace(offsets=_moved(p.offsets, dim, start))
@@ -288,7 +289,7 @@ def joined(blocks: Sequence[Block], dim: int) -> Block:
 
 
 def chunks(block: Block, count: int, dim: int) -> list[Block]:
-    """As torch.chunk, for what divides evenly."""
+    """The layouts of `torch.chunk` into equal parts."""
     size, rest = divmod(block.shape[dim], count)
     if rest:
         raise ValueError(f"{block.shape[dim]} is not {count} equal parts")

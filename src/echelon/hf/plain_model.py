@@ -1,4 +1,4 @@
-"""A model of transformers, or of PEFT around one, built once more from what it says of itself, to be written or merged."""
+"""Rebuild a model of transformers, with or without PEFT, from its configuration, to write or merge it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["can_be_built", "of_adapters", "plain_model"]
 
 
 def of_adapters(module: Any, stand_ins: Mapping[str, torch.Tensor]) -> set[str] | None:
-    """Names of what PEFT writes of a model, which is not the base; None of a model without adapters.
+    """The names of the weights that PEFT writes: without the base model's. None for a model without adapters.
 
     Args:
-        stand_ins: tensors without memory for all weights, by name.
+        stand_ins: meta tensors for all weights, by name.
     """
     peft = sys.modules.get("peft")
     if peft is None or not isinstance(module, peft.PeftModel):
@@ -29,13 +29,13 @@ def of_adapters(module: Any, stand_ins: Mapping[str, torch.Tensor]) -> set[str] 
     for adapter in module.peft_config:
         for value in peft.get_peft_model_state_dict(module, state_dict=dict(stand_ins), adapter_name=adapter).values():
             if id(value) not in names:
-                return set(stand_ins)  # it computes with them
+                return set(stand_ins)  # PEFT computes new tensors: it may need all weights
             chosen.add(names[id(value)])
     return chosen
 
 
 def can_be_built(module: nn.Module) -> bool:
-    """Whether `plain_model` can make another one."""
+    """Whether `plain_model` can rebuild the module."""
     peft, transformers = sys.modules.get("peft"), sys.modules.get("transformers")
     if peft is not None and isinstance(module, peft.PeftModel):
         module = module.get_base_model()
@@ -44,14 +44,14 @@ def can_be_built(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def plain_model(module: Any, state: Mapping[str, torch.Tensor], *, is_cut: bool) -> Any:
-    """The model once more as its library builds it from its configuration, not sharded or cut, with these weights.
+    """Rebuild the model with its library from its configuration, unsharded and whole, with these weights.
 
     Args:
-        module: with the classes that its authors gave it.
-        state: all weights; those that nobody needs lie on the meta device.
-        is_cut: ranks have stages of it.
+        module: the model, with its authors' classes.
+        state: all weights; unneeded ones are on the meta device.
+        is_cut: whether the model is cut into pipeline stages.
     Raises:
-        UsageError: it has other weights than one that is built so.
+        UsageError: the rebuilt model has other weights than `state`.
     """
     peft = sys.modules.get("peft")
     adapted = peft is not None and isinstance(module, peft.PeftModel)
@@ -79,11 +79,11 @@ def plain_model(module: Any, state: Mapping[str, torch.Tensor], *, is_cut: bool)
 
 
 def _adapted(plain: nn.Module, module: Any) -> Any:
-    """PEFT's own model around a plain one, with the adapters that a trained one has."""
+    """PEFT's model around the rebuilt one, with the adapters of the trained one."""
     configs = copy.deepcopy(module.peft_config)
     for config in configs.values():
         if hasattr(config, "init_lora_weights"):
-            config.init_lora_weights = False  # the values are there
+            config.init_lora_weights = False  # the values come from `state`
     (first, config), *others = configs.items()
     made = type(module)(plain, config, adapter_name=first)
     for name, config in others:
