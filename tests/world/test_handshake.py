@@ -116,11 +116,11 @@ def test_a_rank_that_came_to_another_jobs_store_is_told() -> None:
         met = pool.map(lambda rank: _met(store, rank, 2, _said(), Facts(), WAIT), range(2))
         assert list(met) == ["", ""]
     text = _met(store, 1, 2, _said(job="another"), Facts(), WAIT)
-    assert text.startswith("LauncherEnvironmentError: two processes say that they are rank 1 of 2 at MASTER_ADDR=127.0.0.1 ")
+    assert text.startswith("LauncherEnvironmentError: two processes are rank 1 of 2 at MASTER_ADDR=127.0.0.1 ")
     text = _met(store, 2, 2 + 1, _said(job="another"), Facts(), WAIT)
     assert "the world size must be the same on all ranks, got rank 0: 2; rank 2: 3." in text
     store.delete_key("came/1")
-    assert "rank 1 runs something else than those that rank 0 at" in _met(store, 1, 2, _said(job="another"), Facts(), WAIT)
+    assert "rank 1 runs another program than the ranks that rank 0 at" in _met(store, 1, 2, _said(job="another"), Facts(), WAIT)
 
 
 JOINS = """
@@ -140,8 +140,11 @@ except echelon.world.init.LauncherEnvironmentError as error:
 @pytest.mark.parametrize(
     ("address", "says"),
     [
-        ("127.0.0.1", "rank 1 of 2: what listens at MASTER_ADDR=127.0.0.1 MASTER_PORT={port} does not answer as rank 0 would."),
-        ("no.such.host.invalid", "knows no address for MASTER_ADDR=no.such.host.invalid. Set it to rank 0's host"),
+        (
+            "127.0.0.1",
+            "rank 1 of 2: a program listens at MASTER_ADDR=127.0.0.1 MASTER_PORT={port} but does not answer like rank 0.",
+        ),
+        ("no.such.host.invalid", "knows no address for MASTER_ADDR=no.such.host.invalid. Set it to a name of rank 0's host"),
         ("127.0.0.2", "rank 1 waits for rank 0 at MASTER_ADDR=127.0.0.2 MASTER_PORT={port}, where nothing listens yet."),
     ],
     ids=["another program that says nothing", "no such name", "nobody"],
@@ -166,7 +169,7 @@ def test_a_shell_that_holds_another_programs_ranks_is_said_and_not_by_warnings_o
     program = started.python(started.script(JOINS), env={**env, "PMIX_NAMESPACE": "words"})
     err = program.communicate(timeout=180)[1].decode()
     assert program.returncode == 1 and "ranks 1-3 of 4 did not come within 2 s" in err
-    assert "is said by OMPI_COMM_WORLD_RANK=0 and OMPI_COMM_WORLD_SIZE=4: unset these" in err
+    assert "The world size 4 comes from OMPI_COMM_WORLD_RANK=0 and OMPI_COMM_WORLD_SIZE=4: unset these" in err
     assert "waitForInput" not in err, err
 
 
@@ -248,7 +251,7 @@ def test_a_rank_that_never_tells_what_it_runs_holds_nobody_for_long(monkeypatch:
         monkeypatch.setattr(f"echelon.world.meeting.{name}", timedelta(seconds=0.2))
     store = dist.HashStore()
     store.set("facts/1", json.dumps({"digest": "other", "world_size": 2}))
-    assert "rank 1 runs something else than rank 0, and did not tell what within 0.2 s" in _met(
+    assert "rank 1 runs another program than rank 0, and did not send it within 0.2 s" in _met(
         store, 0, 2, _said(), Facts(), WAIT
     )
 

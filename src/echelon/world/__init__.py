@@ -1,1 +1,1 @@
-"""This rank: its group, its device, its RNGs, and how ranks agree."""
+"""This rank: its group, device and RNGs, and how ranks agree."""

@@ -1,12 +1,11 @@
-"""How ranks agree before they act: rule of truth 5. Small, on host memory, without pickle.
+"""How ranks agree before they act: rule of truth 5. Small messages in host memory, without pickle.
 
-All functions are collective over the default group, or the one that they are given: every rank of it calls them in the same
-order. In a world of one they return at once. The default group needs a backend for host memory (gloo), which `init_from_env`
-always provides.
+All functions are collective over the default group, or over the group passed: every rank of it calls them in the same order. In a
+world of one they return at once. The default group needs a backend for host memory (gloo), which `init_from_env` always provides.
 
-What a rank gets, of R ranks and values of B bytes: one value by `any_rank`, `first_not_none`, `same_on_all` and `from_rank0`, and
-by `kinds` where all have the same; else by `kinds` R digests and the values that differ; R x B by `gather`, which is for a few
-words. What only rank 0 must know goes by `first`.
+What a rank receives, with R ranks and values of B bytes: one value by `any_rank`, `first_not_none`, `same_on_all` and
+`from_rank0`, and by `kinds` if all values are equal. Otherwise `kinds` sends R digests and the different values. `gather` sends
+R x B bytes and is for a few words only. Use `rank0` for values that only rank 0 needs.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ _is_alone = False
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Within it nobody is asked: what this rank says is taken for what all say. For a world whose other ranks do not exist."""
+    """Context without messages: this rank's value counts for all ranks. For a world whose other ranks do not exist."""
     global _is_alone
     before, _is_alone = _is_alone, True
     try:
@@ -71,17 +70,17 @@ def alone() -> Iterator[None]:
 
 
 def is_alone() -> bool:
-    """Whether `alone` holds."""
+    """Whether the `alone` context is active."""
     return _is_alone
 
 
 def is_joined() -> bool:
-    """Whether there are other ranks to ask."""
+    """Whether this process has joined other ranks."""
     return not _is_alone and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def rank() -> int:
-    """Of this process among those that have joined; 0 alone."""
+    """This process's rank in the default group; 0 if it has not joined others."""
     return dist.get_rank() if is_joined() else 0
 
 
@@ -91,9 +90,9 @@ def is_rank0() -> bool:
 
 
 def control_group() -> dist.ProcessGroup | None:
-    """The group for host memory: the default one if it has a CPU backend, else a gloo group beside it, made once.
+    """The group for messages in host memory: the default group if it has gloo, else a separate gloo group, made once.
 
-    Collective at its first call for a default group without a CPU backend, as when a user starts plain "nccl".
+    The first call is collective if the default group lacks gloo, for example if a user starts plain "nccl".
     """
     default = dist.group.WORLD
     if default is None or _is_alone:
@@ -117,10 +116,10 @@ def any_rank(flag: bool) -> bool:
 
 
 def any_ranks(flags: Sequence[bool]) -> list[bool]:
-    """`any_rank` for each of several flags, equally many on all ranks."""
+    """`any_rank` for each of several flags; their number must be the same on all ranks."""
     if not is_joined() or not flags:
         return list(flags)
-    # As bits: gloo sends each element of a short message round its ring by itself, which takes as long as the whole message.
+    # As bits: gloo sends each element of a short message separately, which takes as long as the whole message.
     words = [sum(int(flag) << bit for bit, flag in enumerate(flags[at : at + _BITS])) for at in range(0, len(flags), _BITS)]
     values = torch.tensor(words, dtype=torch.int64)
     dist.all_reduce(values, op=dist.ReduceOp.BOR, group=control_group())
@@ -128,20 +127,20 @@ def any_ranks(flags: Sequence[bool]) -> list[bool]:
     return [bool(flags_of_all[i // _BITS] >> i % _BITS & 1) for i in range(len(flags))]
 
 
-_BITS = 62  # of an int64, so that no sign is in the way
+_BITS = 62  # of an int64, without the sign
 
 
 def any_ranks_and_number(flags: Sequence[bool], number: int) -> tuple[list[bool], int]:
-    """`any_ranks`, and in the same message a number of rank 0's, from 0 to 2**32 - 1."""
+    """`any_ranks`, and in the same message a number of rank 0, from 0 to 2**32 - 1."""
     bits = [is_rank0() and bool(number >> bit & 1) for bit in range(32)]
     flags_of_all = any_ranks([*flags, *bits])
     return flags_of_all[: len(flags)], sum(int(flag) << bit for bit, flag in enumerate(flags_of_all[len(flags) :]))
 
 
 class AnyRanksLater:
-    """`any_ranks` for flags that are asked again and again: each call sends them and returns the answer of the call before.
+    """`any_ranks` for repeated flags: each call sends the flags and returns the result of the previous call.
 
-    Nothing waits for the network. Every rank makes equally many calls, with equally many flags, at most 62.
+    So no call waits for the network. Every rank must make the same number of calls, with the same number of flags, at most 62.
     """
 
     def __init__(self) -> None:
@@ -159,7 +158,7 @@ class AnyRanksLater:
         return [bool(answer >> bit & 1) for bit in range(len(flags))]
 
     def last(self) -> int:
-        """The answer of the latest call, as bits."""
+        """The result of the latest call, as bits."""
         if self._work is None:
             bits, self._told_alone = self._told_alone, 0
             return bits
@@ -169,7 +168,7 @@ class AnyRanksLater:
 
 
 def channel(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, torch.device]:
-    """The group over which to talk about `group`'s business, and where its messages must lie: host memory, if it can be."""
+    """The group to use for agreements of the ranks of `group`, and the device of its messages: the CPU if possible."""
     if group is None or group is dist.group.WORLD:
         return control_group(), torch.device("cpu")
     if "gloo" in str(dist.get_backend_config(group)):
@@ -178,7 +177,7 @@ def channel(group: dist.ProcessGroup | None) -> tuple[dist.ProcessGroup | None, 
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, by rank, on every rank. The value is anything that JSON can hold; a short one takes one collective."""
+    """All-gather a value that JSON can hold; returns the values by rank. Short values take one collective."""
     if not is_joined():
         return [value]
     group, device = channel(group)
@@ -195,7 +194,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 
 
 def _of_all(payload: torch.Tensor, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Every rank's bytes, equally many."""
+    """All-gather bytes; their number must be the same on all ranks."""
     ranks, each = dist.get_world_size(group), payload.numel()
     parts = torch.empty(ranks, each, dtype=torch.uint8, device=payload.device)
     dist.all_gather(list(parts.unbind()), payload, group=group)
@@ -203,7 +202,7 @@ def _of_all(payload: torch.Tensor, group: dist.ProcessGroup | None) -> list[byte
     return [data[at : at + each] for at in range(0, ranks * each, each)]
 
 
-# A message's first part has this size: its length, and as much of it as fits. Most agreements are `null` or a few words.
+# Size of a message's first part: its length, and as much of its content as fits. Most agreements are `null` or a few words.
 _FRAME, _LENGTH = 256, 8
 _SHORT = _FRAME - _LENGTH
 
@@ -213,7 +212,7 @@ def _frame(data: bytes) -> torch.Tensor:
 
 
 def _from(rank: int, value: Any, group: dist.ProcessGroup | None) -> Any:
-    """The value of that rank of the group. What it is elsewhere does not matter."""
+    """Broadcast the value of one rank of the group. Values of other ranks are ignored."""
     group, device = channel(group)
     speaks = dist.get_rank(group) == rank
     data = json.dumps(value if speaks else None).encode()
@@ -229,9 +228,9 @@ def _from(rank: int, value: Any, group: dist.ProcessGroup | None) -> Any:
 
 
 def first_not_none(value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """What the first rank says that does not say None; None if all do. The value is anything that JSON can hold.
+    """The value of the first rank whose value is not None; None if all are None. The value is anything that JSON can hold.
 
-    One collective where nobody has anything to say.
+    One collective if all values are None.
     """
     if not is_joined():
         return value
@@ -244,18 +243,18 @@ def first_not_none(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 
 def raise_on_all(problem: str | None, kind: type[Exception] = errors.UsageError) -> None:
-    """What is wrong on the first rank on which something is, as an error on all. Collective."""
+    """Raise the problem of the first rank that has one, on all ranks. Collective."""
     if (first := first_not_none(problem)) is not None:
         raise kind(first)
 
 
 def fail_together(error: Exception | None, where: str, group: dist.ProcessGroup | None = None) -> None:
-    """What went wrong on a rank ends all: for a rank that must not leave before the others have sent what they wait for.
+    """Raise on all ranks if a rank has an error. A failed rank calls it after all messages that others wait for.
 
     Args:
-        where: what failed, in the error of the other ranks.
+        where: what failed, for the error of the other ranks.
     Raises:
-        Exception: where something went wrong, that; on the other ranks `told_error` of the first of these.
+        Exception: a rank's own error; on ranks without one `told_error` of the first rank that has one.
     """
     failure = first_not_none(None if error is None else [rank(), *in_json(error)], group)
     if error is not None:
@@ -265,29 +264,29 @@ def fail_together(error: Exception | None, where: str, group: dist.ProcessGroup 
 
 
 def in_json(error: Exception) -> list[Any]:
-    """An error as other ranks are told of it: its class's name, its words, and its fields."""
-    # A failure here would leave the others waiting, so of errors that are not ours, which may have any `fields`, none are taken.
+    """An error as JSON for other ranks: the name of its class, its text, and its fields."""
+    # A failure here would leave the others waiting. So `fields` of foreign errors, which may be anything, are skipped.
     fields = error.fields if isinstance(error, EchelonError) else {}
     return [type(error).__name__, str(error), json.loads(json.dumps(fields, default=str, skipkeys=True))]
 
 
 def made_of(kind: str, text: str, fields: dict[str, Any]) -> EchelonError | None:
-    """The error that `in_json` told of; None if its class is none of ours."""
+    """The error from its parts of `in_json`; None if its class is not one of echelon's."""
     known = getattr(errors, kind, None)
     return known(text, **fields) if isinstance(known, type) and issubclass(known, EchelonError) else None
 
 
 def told_error(where: str, of_rank: int, kind: str, text: str, fields: dict[str, Any]) -> EchelonError:
-    """Another rank's error, as `in_json` has it."""
+    """Another rank's error, from its parts of `in_json`."""
     made = made_of(kind, text, fields) or EchelonError(f"{where} failed: {kind}: {text}")
     made.add_note(f"{TOLD_BY} {of_rank}.")
     return made
 
 
 def kinds(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The different values of all ranks, each once, by the first rank that has it. The value is anything that JSON can hold.
+    """The distinct values of all ranks, in the order of the first ranks that have them. The value is anything that JSON can hold.
 
-    One small collective where all have the same, however long that is.
+    One small collective if all values are equal, however long they are.
     """
     if not is_joined():
         return [value]
@@ -297,19 +296,19 @@ def kinds(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     channel_, device = channel(group)
     digests = _of_all(torch.frombuffer(bytearray(_digest(data)), dtype=torch.uint8).to(device), channel_)
     firsts = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
-    if 2 * len(firsts) > len(digests):  # nearly all differ: told at once
+    if 2 * len(firsts) > len(digests):  # most values differ: one gather is cheaper
         values = gather(value, group)
         return [values[rank] for rank in sorted(firsts.values())]
     return [_from(rank, value, group) for rank in sorted(firsts.values())]
 
 
 def is_same(value: Any, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether all ranks say the same, by one small collective. The value is anything that JSON can hold."""
+    """Whether the value is equal on all ranks, by one small collective. The value is anything that JSON can hold."""
     return not is_joined() or _is_same(json.dumps(value).encode(), group)
 
 
 def from_one(rank: int, say: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """What that rank of the group says, on every rank; the others are not asked."""
+    """Call `say` on one rank of the group only, and broadcast its value."""
     if not is_joined():
         return say()
     value: T = _from(rank, say() if dist.get_rank(channel(group)[0]) == rank else None, group)
@@ -321,20 +320,20 @@ def _digest(data: bytes) -> bytes:
 
 
 def _is_same(data: bytes, group: dist.ProcessGroup | None) -> bool:
-    """Whether all ranks have the same bytes: the largest digest is the smallest one."""
+    """Whether all ranks have the same bytes: the largest digest equals the smallest."""
     group, device = channel(group)
     words = torch.frombuffer(bytearray(_digest(data)), dtype=torch.int64)
-    both = torch.cat([words, ~words]).to(device)  # ~ turns the order round, and cannot overflow
+    both = torch.cat([words, ~words]).to(device)  # ~ reverses the order and cannot overflow
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     most, least = both.cpu().chunk(2)
     return torch.equal(most, ~least)
 
 
 def unless_same(name: str, value: Any, group: dist.ProcessGroup | None = None) -> list[Any] | None:
-    """None if all ranks say the same, by one small collective; else every rank's value, by rank.
+    """None if the value is equal on all ranks, by one small collective; else the values by rank.
 
     Raises:
-        RanksDisagreeError: on every rank, if another one is at the comparison of something else: it has made other calls.
+        RanksDisagreeError: on every rank, if a rank compares something else, because it has made other calls.
     """
     if is_same([name, value], group):
         return None
@@ -345,14 +344,14 @@ def unless_same(name: str, value: Any, group: dist.ProcessGroup | None = None) -
         ]
         shown = ", ".join(f"rank {r}: {place}" for r, place in enumerate(places[:16])) + (", ..." if len(places) > 16 else "")
         raise RanksDisagreeError(
-            f"the ranks must make the same calls, and compare different things: {shown}. Let all ranks train, evaluate, test and "
+            f"the ranks must make the same calls, but compare different things: {shown}. Let all ranks train, evaluate, test and "
             "save together, without `if rank == 0`."
         )
     return [each[1] for each in values]
 
 
 def same_on_all(name: str, value: T, remedy: str, group: dist.ProcessGroup | None = None) -> T:
-    """Return `value` if every rank has the same.
+    """Return `value` if it is equal on all ranks.
 
     Raises:
         RanksDisagreeError: on every rank, with each rank's value and `remedy`.
@@ -362,7 +361,7 @@ def same_on_all(name: str, value: T, remedy: str, group: dist.ProcessGroup | Non
     values = unless_same(name, value, group)
     if values is None:
         return value
-    if all(v == values[0] for v in values):  # 1 and 1.0, or a dict in another order
+    if all(v == values[0] for v in values):  # as 1 and 1.0, or dicts in another order
         return value
     apart = _where_apart(values)
     shown = ", ".join(f"rank {r}: {v}" for r, v in enumerate(apart[:16])) + (", ..." if len(values) > 16 else "")
@@ -370,7 +369,7 @@ def same_on_all(name: str, value: T, remedy: str, group: dist.ProcessGroup | Non
 
 
 def _where_apart(values: list[Any]) -> list[Any]:
-    """Of several things by name, those that differ."""
+    """Only the entries that differ, if all values are dicts with the same keys."""
     if not all(isinstance(each, dict) and each.keys() == values[0].keys() for each in values):
         return values
     names = [name for name in values[0] if any(each[name] != values[0][name] for each in values)]
@@ -378,9 +377,9 @@ def _where_apart(values: list[Any]) -> list[Any]:
 
 
 def from_rank0(read: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """The first rank alone runs `read`; every rank gets its value, or its error. The value is anything that JSON can hold.
+    """Run `read` on the first rank only; every rank gets its value, or its error. The value is anything that JSON can hold.
 
-    For what only one rank should look at: a folder that another machine may still see as it was.
+    For reads that must be consistent, such as of a folder of which another machine may still see an older state.
     """
     if not is_joined():
         return read()
@@ -389,7 +388,7 @@ def from_rank0(read: Callable[[], T], group: dist.ProcessGroup | None = None) ->
     if dist.get_rank(group) == 0:
         try:
             answer = {"value": read()}
-        except Exception as error:  # it must reach the other ranks, whatever it is
+        except Exception as error:  # any error must reach the other ranks
             failure, answer = error, {"error": in_json(error)}
     first = _from(0, answer, group)
     if failure is not None:

@@ -1,6 +1,6 @@
-"""The clock of this rank's loop: marks around the parts of its steps, between which wall and processor time are added up.
+"""The clock of this rank's loop. Marks separate the parts of a step; wall and processor time are summed for each part.
 
-A mark costs a quarter of a microsecond, and next to nothing where nobody writes the times down. `loop/reporting/times.py` does.
+A mark costs a quarter of a microsecond, and next to nothing if no clock runs. `loop/reporting/times.py` writes the times down.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ __all__ = ["Clock", "Group", "Part", "during", "enter", "in_checkpoint", "start"
 
 
 class Part(IntEnum):
-    """What the loop is at."""
+    """The part of a step that the loop is in."""
 
     OTHER = 0  # hooks, callbacks, a loop's own code between its steps
     DATA = 1
-    STEP = 2  # code of the user's own: forward, backward and optimizer
+    STEP = 2  # the user's code: forward, backward and optimizer
     FORWARD = 3
     BACKWARD = 4
     OPTIMIZER = 5
-    WAIT = 6  # for a message of the loop's own
+    WAIT = 6  # waiting for a message of the loop itself
     CHECKPOINT = 7
     EVAL = 8
 
 
 _PARTS = len(Part)
-OTHER, EVAL = int(Part.OTHER), int(Part.EVAL)  # asking the enumeration takes as long as making a mark
-_BRIEF_S = 0.0002  # a part that is over so soon counts as computed: asking the kernel costs more than all else here
-_GROUP_S = 0.03  # steps are noted one by one if they take longer, else so many at once: a note costs as much as twenty marks
-# More than come between two records, unless nobody takes them: the disk hangs, or the thread beside the loop has ended.
+OTHER, EVAL = int(Part.OTHER), int(Part.EVAL)  # a look-up in the enumeration takes as long as a mark
+_BRIEF_S = 0.0002  # a shorter part counts as computed: a call of the kernel costs more than everything else here
+_GROUP_S = 0.03  # shorter steps are noted in groups: a note costs as much as twenty marks
+# More groups than come between two records, unless nothing takes them: the disk hangs, or the writing thread has ended.
 _MOST_GROUPS = 4096
 
 
@@ -48,7 +48,7 @@ class Group:
         step: training steps completed.
         at: `perf_counter`.
         wall, used: seconds in each part so far, and the thread's processor time in it.
-        queued: seconds so far for which the thread could have run, and others had the cores.
+        queued: seconds so far in which the thread was ready to run but others had the cores.
     """
 
     step: int
@@ -59,12 +59,12 @@ class Group:
 
 
 class Clock:
-    """Adds up the time of the thread that makes it.
+    """Sums the time of the thread that creates it.
 
     Attributes:
-        part: which it is in.
-        thread, native: that thread, as Python and as the kernel number it.
-        groups: totals since they were last taken; the newest is last. Where they are not taken, ever fewer of the older ones.
+        part: the current part.
+        thread, native: the thread's number in Python and in the kernel.
+        groups: totals since they were last taken, the newest last. If they are not taken, older ones are thinned out.
     """
 
     __slots__ = ("_idle", "_lag", "_queue", "_since", "_wall", "groups", "native", "noted_at", "part", "step", "thread")
@@ -74,7 +74,7 @@ class Clock:
         self.part, self.step = int(Part.OTHER), step
         self._wall, self._idle = [0.0] * _PARTS, [0.0] * _PARTS
         self._since = self.noted_at = perf_counter()
-        self._lag = self._since - thread_time()  # which grows by what the thread does not compute
+        self._lag = self._since - thread_time()  # grows while the thread does not compute
         self._queue = open_proc(f"/proc/self/task/{self.native}/schedstat")
         self.groups: list[Group] = []
         self.note()
@@ -91,7 +91,7 @@ class Clock:
         return before
 
     def step_ended(self, step: int) -> None:
-        """So many are complete; what follows is OTHER. One of an evaluation is part of that."""
+        """Note that `step` training steps are complete; OTHER begins. Steps of an evaluation are ignored."""
         if self.part == EVAL:
             return
         self.enter(OTHER)
@@ -100,17 +100,17 @@ class Clock:
             self.note()
 
     def note(self) -> None:
-        """Keep the totals as they are now."""
+        """Append the current totals to `groups`."""
         self.enter(self.part)
         self.noted_at = self._since
         queued = 0.0
         if self._queue is not None:
             try:
                 queued = int(os.pread(self._queue, 64, 0).split()[1]) * 1e-9
-            except (OSError, ValueError, IndexError):  # a kernel that counts nothing
+            except (OSError, ValueError, IndexError):  # a kernel without these statistics
                 queued = 0.0
         if len(self.groups) >= _MOST_GROUPS:
-            del self.groups[1:-1:2]  # totals: those that stay say all of the time, in larger pieces
+            del self.groups[1:-1:2]  # these are totals: the remaining ones cover the same time in larger pieces
         used = tuple(wall - idle for wall, idle in zip(self._wall, self._idle, strict=True))
         self.groups.append(Group(self.step, self._since, tuple(self._wall), used, queued))
 
@@ -127,12 +127,12 @@ def open_proc(path: str) -> int | None:
         return None
 
 
-# Of the loop that is written down, if there is one. What makes a mark in every step asks for it here.
+# The clock of the recorded loop, if there is one. Code that makes marks in every step reads it here.
 running: Clock | None = None
 
 
 def start(step: int) -> Clock | None:
-    """Begin to add up, in this thread; None if a loop around this one does, or a thread beside it."""
+    """Start a clock in this thread; None if one runs already, of an outer loop or another thread."""
     global running
     if running is not None:
         return None
@@ -148,13 +148,13 @@ def stop() -> None:
 
 
 def enter(part: int) -> int:
-    """From now on the loop is in `part`; returns the one it was in."""
+    """Mark that the loop enters `part`; returns the part before."""
     return part if running is None else running.enter(part)
 
 
 @contextlib.contextmanager
 def during(part: int) -> Iterator[None]:
-    """Context of a part, after which the loop is in the one before."""
+    """Context of a part; afterwards the loop is in the previous one."""
     before = enter(part)
     try:
         yield
@@ -164,6 +164,6 @@ def during(part: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_checkpoint() -> Iterator[None]:
-    """Context in which the loop stops for a checkpoint, also for the launcher."""
+    """Context in which the loop saves or reads a checkpoint; the launcher sees this as well."""
     with pulse.during(pulse.Phase.CHECKPOINT), during(Part.CHECKPOINT):
         yield

@@ -1,4 +1,4 @@
-"""This rank's device, and data on its way there."""
+"""This rank's device, and moving data to it."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ __all__ = [
 
 T = TypeVar("T")
 
-# By which torch's allocator is configured: since 2.9, and before. 2.11 to 2.13 read both.
+# The variables that configure torch's allocator: since 2.9, and before. 2.11 to 2.13 read both.
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def device_of(info: RankInfo, device_type: str | None = None, *, shared: bool = False) -> torch.device:
-    """The device of a rank: cuda:LOCAL_RANK if there is CUDA, else the CPU. $ECHELON_DEVICE, set by `--device`, decides first.
+    """The device of a rank: cuda:LOCAL_RANK if there is CUDA, else the CPU. $ECHELON_DEVICE, set by `--device`, overrides both.
 
     Args:
-        shared: with more ranks than devices, ranks take turns, as gloo allows it and NCCL does not.
+        shared: several ranks may share a device, which gloo allows and NCCL does not.
     Raises:
-        UsageError: an unknown or absent device type, or fewer devices than ranks on this node.
+        UsageError: the device type is unknown or absent, or this node has fewer devices than ranks.
     """
     source, chosen = ("device_type", device_type)
     if imposed := os.environ.get(DEVICE_VARIABLE):
@@ -56,7 +56,7 @@ def device_of(info: RankInfo, device_type: str | None = None, *, shared: bool = 
     count = torch.cuda.device_count()
     if count == 0:
         raise DeviceError(f"{source} is 'cuda', but torch finds no CUDA device here. Use {source}='cpu'.")
-    # A launcher that shows every rank one device only (CUDA_VISIBLE_DEVICES per rank) leaves index 0.
+    # If the launcher shows every rank only its own device (CUDA_VISIBLE_DEVICES per rank), that is index 0.
     index = 0 if count == 1 and info.local_world_size > 1 and "CUDA_VISIBLE_DEVICES" in os.environ else info.local_rank
     if index >= count and not shared:
         raise DeviceError(
@@ -68,10 +68,10 @@ def device_of(info: RankInfo, device_type: str | None = None, *, shared: bool = 
 
 
 def use(device: torch.device) -> None:
-    """Make a GPU this process's current one, before anything is allocated there.
+    """Make a GPU the current device of this process, before anything is allocated on it.
 
-    Segments of its memory may grow, unless the user configures the allocator: a step whose sizes vary, or a whole evaluation
-    between two steps, then leaves no holes that nothing fits into. torch reads either variable once, at the first allocation.
+    Unless the user configures the allocator, it gets expandable segments: then varying sizes, or an evaluation between two steps,
+    do not fragment the memory. torch reads either variable once, at the first allocation.
     """
     if device.type != "cuda":
         return
@@ -81,10 +81,10 @@ def use(device: torch.device) -> None:
 
 
 def in_thread(work: Callable[[], None]) -> Callable[[], None]:
-    """The same work, for another thread of this rank that may touch CUDA.
+    """Wrap work that may use CUDA, to run in another thread with this rank's device.
 
-    A thread begins with device 0 as its current one, whatever its process has chosen. Without this each rank of a node would
-    open a context there, half a gigabyte each, by waiting for an event or asking for page-locked memory.
+    A new thread starts with device 0, whatever the process has chosen. Without this every rank of a node would open a context on
+    device 0, of half a gigabyte, as soon as the thread waits for an event or allocates page-locked memory.
     """
     if not torch.cuda.is_initialized():
         return work
@@ -98,7 +98,7 @@ def in_thread(work: Callable[[], None]) -> Callable[[], None]:
 
 
 def set_threads(info: RankInfo) -> None:
-    """Share the cores of this node between its ranks, unless the user has said otherwise.
+    """Divide the cores of this node between its ranks, unless OMP_NUM_THREADS is set.
 
     Two ranks with two threads each on two cores are five times slower than with one: the threads wait for one another.
     """
@@ -112,13 +112,14 @@ def set_threads(info: RankInfo) -> None:
 
 
 def same_kernels(parts: int) -> None:
-    """Compute alike whether this process does all or one of `parts` parts: deterministic kernels, threads for one part.
+    """Make results independent of whether this process computes all or one of `parts` parts.
 
-    The number of threads decides in which order a matrix product adds. An operation without a deterministic kernel raises.
+    It selects deterministic kernels and the number of threads for one part, since this number decides the order of sums in a
+    matrix product. An operation without a deterministic kernel raises.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with workspaces of fixed sizes
     torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False  # it takes what was fastest this time
+    torch.backends.cudnn.benchmark = False  # it selects the kernel that was fastest in this run
     compile_alike()
     torch.set_num_threads(max(1, usable_cores() // parts))
 
@@ -127,15 +128,15 @@ def copy_data_to_device(data: T, device: torch.device, *args: Any, **options: An
     """The same structure with every tensor on `device`: dicts, lists, tuples, named tuples, dataclasses, anything with `.to`.
 
     Args:
-        args, options: more of what `Tensor.to` takes, such as `non_blocking=True`.
+        args, options: further arguments of `Tensor.to`, such as `non_blocking=True`.
     """
     return map_tensors(data, lambda t: t.to(device, *args, **options))  # type: ignore[no-any-return]
 
 
 def record_stream(data: Any, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that `stream` uses these tensors, however deep they lie, so that their memory is not reused early.
+    """Tell the allocator that `stream` uses the tensors in a nested structure, so that their memory is not reused early.
 
-    Other objects that have a method `record_stream` beside `to` are told as well.
+    Calls `record_stream` also on other objects with the methods `to` and `record_stream`.
     """
 
     def record(value: Any) -> Any:
@@ -147,13 +148,13 @@ def record_stream(data: Any, stream: torch.cuda.Stream) -> None:
 
 
 def from_host(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:
-    """`like.new_tensor(values)`, without waiting for the device: only page-locked memory is copied beside its kernels."""
+    """`like.new_tensor(values)`, without waiting for the device: copies from page-locked memory overlap with its kernels."""
     on_host = torch.tensor(values, dtype=like.dtype, pin_memory=like.is_cuda)
     return on_host.to(like.device, non_blocking=True)
 
 
 def to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """Start copying values to host memory; the event tells when they are there. None if they are there already."""
+    """Start copying values to host memory. The event tells when they have arrived; it is None for values on the CPU."""
     if not values.is_cuda:
         return values, None
     on_host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -164,18 +165,18 @@ def to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None
 
 
 def map_tensors(data: Any, fn: Any) -> Any:
-    """The same structure with `fn(value)` for each tensor, and for each other object that has a method `to`."""
+    """The same structure with `fn(value)` for each tensor and each other object with a method `to`."""
     return map_named(data, lambda _, value: fn(value))
 
 
 def map_named(data: Any, fn: Any, name: str = "") -> Any:
-    """As `map_tensors`, with `fn(name, value)`: the keys, fields and numbers on the way there, with dots between them."""
+    """`map_tensors` with `fn(name, value)`, where name is the path of keys, fields and indices, joined by dots."""
     below = f"{name}." if name else ""
     if isinstance(data, torch.Tensor):
         return fn(name, data)
     if isinstance(data, Mapping):
         return mapping_of(data, {k: map_named(v, fn, f"{below}{k}") for k, v in data.items()})
-    if isinstance(data, PackedSequence):  # a tuple, whose lengths torch wants in host memory
+    if isinstance(data, PackedSequence):  # a tuple whose lengths must stay in host memory
         rest = (map_named(v, fn, name) for v in data[2:])
         return type(data)(fn(f"{below}data", data.data), data.batch_sizes, *rest)
     if isinstance(data, deque):
@@ -185,7 +186,7 @@ def map_named(data: Any, fn: Any, name: str = "") -> Any:
     if isinstance(data, (list, tuple)):
         return type(data)(map_named(v, fn, f"{below}{i}") for i, v in enumerate(data))
     if dataclasses.is_dataclass(data) and not isinstance(data, type):
-        # Fields are set on a copy: a constructor may do more than store what it is given.
+        # Fields are set on a copy: a constructor may do more than store its arguments.
         twin: Any = copy.copy(data)
         for field in dataclasses.fields(data):
             object.__setattr__(twin, field.name, map_named(getattr(data, field.name), fn, f"{below}{field.name}"))
@@ -199,7 +200,7 @@ def mapping_of(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """A mapping of the same kind as `data`, with these items in place of its own."""
     if type(data) is dict:
         return items
-    if dataclasses.is_dataclass(data):  # as the outputs of transformers, which let nobody call their `update`
+    if dataclasses.is_dataclass(data):  # as the outputs of transformers, whose `update` raises
         made: Any = copy.copy(data)
         for key, value in items.items():
             made[key] = value

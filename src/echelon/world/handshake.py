@@ -1,10 +1,10 @@
-"""Ranks that run different code, versions or settings are refused before they compute: on all of them, with what differs.
+"""Refuse ranks that run different code, versions or settings, before they compute. The error is raised on all of them.
 
-Every rank tells a digest of its `program` (32 digits); who compares sees in one pass whether all have the same. Only where they
-differ, one rank of each kind tells the whole of it. Ranks that join by `init_from_env` compare through the store, before there
-is a group (`meeting`); of a group that was made otherwise, the first `train` or `prepare` does, by one small collective.
+Every rank sends a digest of its `program` (32 digits), which shows whether all are equal. Only if they differ, one rank of each
+kind sends the whole program. Ranks that join by `init_from_env` compare through the store, before there is a group (`meeting`).
+If the group was made in another way, the first `train` or `prepare` compares them by one small collective.
 
-ECHELON_HANDSHAKE is "all"; "versions", where ranks run different scripts or arguments on purpose; or "none".
+ECHELON_HANDSHAKE is "all"; "versions", if ranks run different scripts or arguments on purpose; or "none".
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "ECHELON_HANDSHAKE"
 MODES = ("all", "versions", "none")
-# Kinds of ranks of which the whole is told, lines of a refusal, characters of a value, entries and bytes that are read.
+# Limits: kinds of ranks that send their program, lines of an error, characters of a value, entries and bytes that are read.
 _MOST_KINDS, _MOST_LINES, _LONGEST, _MOST_ENTRIES, _MOST_BYTES = 8, 20, 80, 4000, 1 << 20
 
-# Groups whose ranks have compared themselves.
+# Groups whose ranks are already compared.
 _greeted: weakref.WeakKeyDictionary[dist.ProcessGroup, bool] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class RankSetup:
-    """What a rank says of its program.
+    """A rank's program and settings, to be compared.
 
     Args:
-        mode: how much of it is compared.
-        values: what must be the same, by name.
-        may_differ: what may not, by name.
-        host: where it runs.
+        mode: how much is compared, one of `MODES`.
+        values: by name, the facts that must be the same.
+        may_differ: by name, the facts whose difference is only a warning.
+        host: the name of its host.
     """
 
     mode: str
@@ -59,10 +59,13 @@ class RankSetup:
 
     @classmethod
     def here(cls, info: RankInfo, device: torch.device, backend: str = "gloo") -> RankSetup:
-        """Of this rank, which computes there, in a group of that backend.
+        """The setup of this rank.
 
+        Args:
+            device: where it computes.
+            backend: the backend of its group.
         Raises:
-            UsageError: the variable says something else than one of `MODES`.
+            UsageError: the variable is not one of `MODES`.
         """
         mode = os.environ.get(VARIABLE) or "all"
         require(mode in MODES, VARIABLE, "'all', 'versions' or 'none'", mode, kind=LauncherEnvironmentError)
@@ -76,7 +79,7 @@ class RankSetup:
 
     @classmethod
     def read(cls, text: bytes | str) -> RankSetup:
-        """Of another rank. Anyone can write into a store: what is of another kind than it should be is left out."""
+        """Parse another rank's setup. Anyone can write into a store, so fields of a wrong type are dropped."""
         fields = (parse_object(text) if len(text) <= _MOST_BYTES else None) or {}
         mode, host = fields.get("mode"), fields.get("host")
         return cls(
@@ -92,7 +95,7 @@ class RankSetup:
 
     @property
     def other_digest(self) -> str:
-        """Of what may differ."""
+        """The digest of `may_differ`."""
         return _digest(self.may_differ)
 
 
@@ -107,7 +110,7 @@ def _digest(values: Mapping[str, str]) -> str:
 
 
 def tellers_of(digests: Sequence[object]) -> dict[int, list[int]]:
-    """Of the digests by rank: the first rank of each kind, and who is of this kind. The largest kinds, and at most eight."""
+    """Group ranks by digest: the ranks of each kind, by the first of them. At most the eight largest kinds."""
     kinds: dict[object, list[int]] = {}
     for rank, digest in enumerate(digests):
         kinds.setdefault(digest, []).append(rank)
@@ -118,12 +121,12 @@ def tellers_of(digests: Sequence[object]) -> dict[int, list[int]]:
 def differences(
     setups: Mapping[int, Mapping[str, str]], kinds: Mapping[int, Sequence[int]], hosts: Mapping[int, str]
 ) -> list[str]:
-    """A line for each name that has several values: who has which.
+    """A line for each name with several values, with the ranks that have each value.
 
     Args:
-        setups: by teller, what its kind says.
-        kinds: by teller, the ranks of its kind.
-        hosts: of the tellers.
+        setups: by the first rank of each kind, the values of its kind.
+        kinds: by the first rank of each kind, all ranks of its kind.
+        hosts: by the first rank of each kind, its host.
     """
     lines = []
     for name in sorted(
@@ -131,7 +134,7 @@ def differences(
     ):
         having: dict[str, list[int]] = {}
         for teller, values in setups.items():
-            if name in values or not name.startswith(MODULE):  # a module that some have not imported is no other code
+            if name in values or not name.startswith(MODULE):  # a module that some ranks have not imported is no difference
                 having.setdefault(values.get(name, "none"), []).extend(kinds[teller])
         if len(having) < 2:
             continue
@@ -143,7 +146,7 @@ def differences(
 
 
 def refusal_of(setups: Mapping[int, RankSetup], kinds: Mapping[int, Sequence[int]]) -> str:
-    """What to say to all ranks; empty if they may go on: they differ in what was not to be compared."""
+    """The error for all ranks; empty if they may go on, because they differ only in facts that are not compared."""
     least = max((setup.mode for setup in setups.values()), key=MODES.index)
     if least == "none":
         return ""
@@ -174,26 +177,26 @@ def _value(text: str) -> str:
 
 
 def warn_of(setups: Mapping[int, RankSetup], kinds: Mapping[int, Sequence[int]]) -> None:
-    """Say what may differ and does."""
+    """Log differences of facts that may differ."""
     lines = differences({t: s.may_differ for t, s in setups.items()}, kinds, {t: s.host for t, s in setups.items()})
     if lines and agree.is_rank0():
         logger.warning("ranks differ, which costs speed or the last digits: %s", "; ".join(lines[:_MOST_LINES]))
 
 
 def greeted() -> None:
-    """The ranks of the default group have compared themselves as they joined."""
+    """Note that the ranks of the default group are compared."""
     if dist.group.WORLD is not None:
         _greeted[dist.group.WORLD] = True
 
 
 def check_same_setup(device: torch.device | None = None) -> None:
-    """Compare this rank with the others of the default group, once for each group; collective over it.
+    """Compare this rank with the others of the default group, once for each group. Collective over it.
 
     Args:
-        device: on which this rank computes; by default the GPU that is its current one, if it uses any.
+        device: where this rank computes; by default its current GPU, if it uses any.
     Raises:
-        RanksDisagreeError: on all ranks, with what differs; or on the others, where one cannot tell what it runs.
-        UsageError: on that one, see `RankSetup.here`.
+        RanksDisagreeError: on all ranks, with the differences; or on the others, if a rank cannot determine its setup.
+        UsageError: on that rank, see `RankSetup.here`.
     """
     if not agree.is_joined() or dist.group.WORLD in _greeted:
         return
@@ -203,7 +206,7 @@ def check_same_setup(device: torch.device | None = None) -> None:
     setup = RankSetup("none", {}, {})
     try:
         setup = RankSetup.here(info, device or own_device, str(dist.get_backend_config()))
-    except UsageError as error:  # told first: the others are on their way into the collective
+    except UsageError as error:  # raised after the collective, in which the others wait
         failure = error
     own_digests = [setup.digest, setup.other_digest, str(failure or "")]
     if agree.is_same(own_digests) and failure is None:

@@ -1,7 +1,7 @@
-"""Compiled kernels that are the same in every run: torch's compiler otherwise keeps what its measurements of today find fastest.
+"""Make compiled kernels the same in every run. By default torch's compiler chooses the kernels that it measures as fastest.
 
-The compiler's configuration is `torch._inductor.config`, whose name is private; its environment variable is read when that module
-is imported, which is only when something is compiled. So the variable is set, and the module's value where it is loaded already.
+The compiler's configuration is `torch._inductor.config`, a private name. Its environment variable is read when the module is
+imported, at the first compilation. So this module sets the variable, and also the module's value if it is already loaded.
 Used with torch 2.13; tests/loop/test_bitwise.py notices a change.
 """
 
@@ -15,7 +15,7 @@ __all__ = ["compile_alike"]
 
 
 def compile_alike() -> None:
-    """From here on torch.compile chooses kernels without measuring. Costs speed; what was compiled before stays as it is."""
+    """Make torch.compile choose kernels without measuring from now on. This costs speed; compiled code stays as it is."""
     os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
     config: Any = sys.modules.get("torch._inductor.config")
     if config is not None and hasattr(config, "deterministic"):

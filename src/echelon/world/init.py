@@ -1,7 +1,7 @@
-"""Join the group of ranks that the environment describes, and know one's place in it.
+"""Join the group of ranks that the environment describes, and find this process's place in it.
 
-`World` is a view of torch's default process group, however it was started: by `init_from_env`, by the user, or not at all (a
-world of one). It holds nothing that could disagree with torch.
+`World` is a view of torch's default process group, whether it was started by `init_from_env`, by the user, or not at all (a world
+of one). It has no state that could disagree with torch.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from echelon.world.store import store_of
 __all__ = ["World", "check_joined", "ensure_group", "init_from_env", "is_main", "rank", "rank_info", "world_size"]
 
 
-# torch's default is 30 minutes, which is what a hang then costs. A collective that takes ten has gone wrong.
+# With torch's default a hang costs 30 minutes. A collective that takes ten minutes has gone wrong.
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _LAST_WORK_S = 0.05
 _joins = itertools.count()
-_device: torch.device | None = None  # that this process computes on, once `init_from_env` has chosen
+_device: torch.device | None = None  # this process's device, once `init_from_env` has chosen it
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks as torch has joined them.
+    """This rank in torch's default group.
 
     Args:
-        rank, size: of the default group; 0 of 1 without one.
+        rank, size: this rank's number and the world size; 0 and 1 without a group.
         device: where this rank computes.
     """
 
@@ -55,7 +55,7 @@ class World:
 
     @classmethod
     def current(cls, device: torch.device | None = None) -> World:
-        """The world as it is now; `device` defaults to this rank's own."""
+        """The current world; `device` defaults to this rank's own."""
         if dist.is_available() and dist.is_initialized():
             rank, size = dist.get_rank(), dist.get_world_size()
         else:
@@ -64,8 +64,10 @@ class World:
 
 
 def rank_info() -> RankInfo:
-    """This process's place. The default group is the truth where there is one: ranks that met by a file, or by an address that
-    the script knows, need no launcher's environment, and may have another's, or half of one.
+    """This process's rank and its place on the node.
+
+    A default group goes before the environment: ranks that joined by a file, or by an address in the script, may have no
+    launcher's environment, a different one, or half of one.
 
     Raises:
         LauncherEnvironmentError: there is no group, and the environment is half-set or contradicts itself.
@@ -88,17 +90,17 @@ def rank_info() -> RankInfo:
 
 
 def rank() -> int:
-    """This process's number among the ranks, also before they have met; 0 alone."""
+    """This process's rank, also before the ranks have joined; 0 if it runs alone."""
     return rank_info().rank
 
 
 def world_size() -> int:
-    """How many ranks there are, also before they have met; 1 alone."""
+    """The number of ranks, also before they have joined; 1 if this process runs alone."""
     return rank_info().world_size
 
 
 def is_main() -> bool:
-    """Whether this is rank 0, which prints and writes what one process alone should."""
+    """Whether this is rank 0, which does what a single process should do, such as printing."""
     return rank() == 0
 
 
@@ -112,23 +114,23 @@ def init_from_env(
 ) -> torch.device:
     """Pick this rank's device and join the process group that the launcher's environment describes.
 
-    Every rank calls it, once, before anything that uses the device or the group; a second call returns the device again.
-    Without a launcher this is a world of one and no group is started. From here on SIGTERM, SIGUSR1 and SIGHUP end this process
-    with exit code 75, where the program has no handlers of its own; while a loop trains, it saves first (docs/checkpoints.md).
+    Every rank calls it once, before anything that uses the device or the group; a second call returns the device again.
+    Without a launcher this is a world of one and no group is started. From then on SIGTERM, SIGUSR1 and SIGHUP end this process
+    with exit code 75, unless the program has handlers of its own; a loop that trains saves first (docs/checkpoints.md).
 
     Args:
         device_type: "cpu" or "cuda"; by default cuda if there is a device, else cpu. `--device` and $ECHELON_DEVICE go before it.
-        pg_backend: by default gloo on CPU, and on CUDA nccl for its tensors with gloo for those in host memory. By "gloo" alone
-            several ranks may compute on one GPU.
-        timeout: after which a collective fails. `pg_timeout` is TorchTNT's name for it.
-        float32_matmul_precision: torch's setting of that name; left alone by default.
+        pg_backend: by default gloo on CPU; on CUDA nccl for CUDA tensors and gloo for tensors in host memory. With "gloo" alone
+            several ranks may share a GPU.
+        timeout: the time after which a collective fails. `pg_timeout` is TorchTNT's name for it.
+        float32_matmul_precision: torch's setting of this name; unchanged by default.
     Returns:
         The device.
     Raises:
-        LauncherEnvironmentError: variables are missing or contradict each other, or the port is taken; a launch command started
-            another number of ranks than the job asked of it; or, on all ranks, some cannot compute together (`meeting`).
-        UsageError: the device type, or a network interface that a variable names, does not exist here; ECHELON_HANDSHAKE has a
-            value that there is not.
+        LauncherEnvironmentError: variables are missing or contradict each other, the port is taken, or a launch command started
+            another number of ranks than the job requested; or, on all ranks, some ranks cannot compute together (`meeting`).
+        UsageError: the device type, or a network interface that a variable names, does not exist here; or ECHELON_HANDSHAKE has
+            an unknown value.
     """
     wait = pg_timeout if pg_timeout is not None else timeout
     require(isinstance(wait, timedelta) and wait > timedelta(), "timeout", "a timedelta above 0", wait)
@@ -150,7 +152,7 @@ def init_from_env(
         _join(info, pg_backend or _backend_of(device), wait, device, named=named)
     global _device
     _device = device
-    # Not before: who waits for others inside torch cannot run a handler, and would not end.
+    # Not before joining: a rank that waits inside torch cannot run a handler, and would not end.
     stop.install_stop_handlers()
     return device
 
@@ -158,7 +160,10 @@ def init_from_env(
 def _device_of(
     info: RankInfo, device_type: str | None = None, backend: str | None = None, joining: timedelta | None = None
 ) -> torch.device:
-    """That of an earlier call, unless this one names another kind. If there is none, others that would wait are told."""
+    """The device of an earlier call, unless this one names a type.
+
+    If there is no such device, tell the ranks that would wait for this one.
+    """
     if _device is not None and device_type is None and DEVICE_VARIABLE not in os.environ:
         return _device
     if backend is None and dist.is_available() and dist.is_initialized():
@@ -172,7 +177,7 @@ def _device_of(
 
 
 def _refuse(info: RankInfo, error: UsageError, timeout: timedelta) -> None:
-    """Tell the others, who would wait for this rank, why it does not join."""
+    """Tell the others, which would wait for this rank, why it does not join."""
     with contextlib.suppress(LauncherEnvironmentError):
         _meet(info, refusal(error), timeout)
 
@@ -183,14 +188,14 @@ def _backend_of(device: torch.device) -> str:
 
 def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device, *, named: bool) -> None:
     _end_calmly()
-    # A group that is bound to a device is divided by `split_group`, which gloo cannot do.
+    # torch divides a group that is bound to a device by `split_group`, which gloo does not support.
     device_id = device if device.type == "cuda" and "nccl" in backend else None
     if wrong := missing_interface(os.environ, backend):
         error = UsageError(wrong)
         if info.world_size > 1:
             _refuse(info, error, timeout)
         raise error
-    if info.world_size == 1:  # nobody to meet: no port that another process could have taken
+    if info.world_size == 1:  # no other ranks: no port is needed, which another process could have taken
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device_id)
         return
     with _naming_the_address(info, timeout):
@@ -202,7 +207,7 @@ def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device
         store, compared = _meet(info, Facts.here(device, asked=named, backend=backend), timeout, setup)
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("default_pg", store),  # as torch's own env:// has it
+            store=dist.PrefixStore("default_pg", store),  # the prefix of torch's own env://
             rank=info.rank,
             world_size=info.world_size,
             timeout=timeout,
@@ -215,8 +220,8 @@ def _join(info: RankInfo, backend: str, timeout: timedelta, device: torch.device
 
 
 def _meet(info: RankInfo, facts: Facts, timeout: timedelta, setup: RankSetup | None = None) -> tuple[dist.Store, bool]:
-    """The ranks' store, in which they have agreed that they can join; and whether they have compared what they run."""
-    # torch's env:// reads exactly these; other launchers' facts are given to it under torchrun's names.
+    """Meet the other ranks in the store. Returns the store, and whether the ranks have compared their programs."""
+    # torch's env:// reads only torchrun's variables: set them for other launchers.
     for name, value in info.to_env().items():
         os.environ.setdefault(name, value)
     of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -225,7 +230,7 @@ def _meet(info: RankInfo, facts: Facts, timeout: timedelta, setup: RankSetup | N
     with _naming_the_address(info, timeout):
         if prefix and of_launcher:
             served = dist.TCPStore(info.master_addr, info.master_port, is_master=False, wait_for_workers=False, timeout=timeout)
-            # The launcher's store outlives a group: ranks that join again must not read where the last one's were.
+            # The launcher's store outlives a group: ranks that join again must not read the addresses of the last group.
             store = dist.PrefixStore(f"{prefix}/{number}", served)
         elif of_launcher:
             store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
@@ -254,16 +259,16 @@ def _naming_the_address(info: RankInfo, timeout: timedelta) -> Iterator[None]:
 def _end_calmly() -> None:
     """Give gloo's threads a moment before the interpreter ends.
 
-    Such a thread lets go of a finished collective's tensors after everyone has been told that it is finished, and needs the
-    interpreter for that. If the interpreter has ended meanwhile, the thread takes the process along: "terminate called without
-    an active exception", 6 of 25 short runs under torchrun on a loaded machine (torch 2.13). Destroying the group would not
-    help, for modules still hold it, nor would one more collective, which has the same end.
+    Such a thread releases the tensors of a collective after it has reported the collective as finished, and needs the interpreter
+    for that. If the interpreter has ended by then, the thread aborts the process: "terminate called without an active exception",
+    6 of 25 short runs under torchrun on a loaded machine (torch 2.13). Destroying the group does not help, because modules still
+    hold it. Another collective does not help either, since it ends in the same way.
     """
     atexit.register(time.sleep, _LAST_WORK_S)
 
 
 def check_joined() -> None:
-    """Refuse a world of one where several ranks were launched.
+    """Refuse a world of one if several ranks were launched.
 
     Raises:
         LauncherEnvironmentError: this rank has not joined the others.
@@ -279,7 +284,7 @@ def ensure_group(device: torch.device) -> None:
     """Start a group of one if there is none: sharding needs a group, even for one rank.
 
     Raises:
-        LauncherEnvironmentError: several ranks were launched; each alone would train a model of its own.
+        LauncherEnvironmentError: several ranks were launched but have not joined; each would train a model of its own.
     """
     check_joined()
     if not dist.is_initialized():

@@ -1,11 +1,11 @@
-"""What ranks tell each other through the store before they join: on what each computes, and a digest of what it runs.
+"""Facts that ranks exchange through the store before they join: their device, and a digest of the program they run.
 
 A rank whose GPU is gone would compute on its CPU while the others wait for it in NCCL, and two ranks on one GPU end in NCCL's
-"invalid usage". Both are known before any group exists, so every rank is told, with the names of those concerned.
+"invalid usage". Both can be seen before any group exists, so every rank gets an error that names the ranks concerned.
 
-Rank 0 reads what all have said and answers once: the store does work in proportion to the ranks. The store of a launcher that
-is not ours outlives a restart, and may still hold the last attempt's words. There nobody waits for an answer: each rank compares
-itself with rank 0, and rank 0 with all, so that a rank which is another than before sees it by itself.
+Rank 0 reads the facts of all ranks and answers once, so the work of the store is proportional to the number of ranks. The store
+of another launcher outlives a restart, and may still hold facts of the previous attempt. In that case no rank waits for an
+answer: each rank compares itself with rank 0, and rank 0 with all, so that a rank that has changed finds the problem itself.
 """
 
 from __future__ import annotations
@@ -34,31 +34,32 @@ __all__ = ["Facts", "meet", "refusal"]
 
 logger = logging.getLogger(__name__)
 
-# Between two looks at who has come: a rank of another world size is seen then. Each look is longer than the one before.
+# Time between two checks of which ranks have come, which also find a rank of another world size. Each is longer than the last.
 _LOOK_S, _LONGEST_LOOK_S = 2.0, 30.0
-_FIRST_WORD_S = 10.0  # after which it is said who has not come
-_BLOCK = 256  # ranks whose coming is asked for at once
+_FIRST_WORD_S = 10.0  # time until the first warning about missing ranks
+_BLOCK = 256  # ranks that are checked at once
 _MOST_TOLD = 8  # digests
-_DIGITS = 10  # that no world size has
-# For the whole of what a rank runs, told only when digests differ.
+_DIGITS = 10  # every world size has fewer digits
+# Time for a rank to send its whole program, which is needed only if digests differ.
 _TELL = timedelta(seconds=30)
-# An answer must still come when rank 0 itself has waited its whole time for somebody.
+# Extra time for the answer, since rank 0 may itself have waited for the whole timeout.
 _LATER = timedelta(seconds=5)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank says of itself.
+    """The facts of one rank.
 
     Args:
-        device: the type of the device that it computes on.
-        why: for a rank on its CPU that was not told to be: what it lacks.
-        gpu: names one GPU of all machines; empty on a CPU.
-        nccl: whether its tensors on that GPU travel by NCCL.
+        device: the type of its device.
+        why: if it computes on the CPU without being told to, the reason why it has no GPU.
+        gpu: a name of its GPU, unique among all machines; empty on a CPU.
+        nccl: whether its group uses NCCL.
         host: its machine's name.
         error: why it cannot join at all.
-        world_size: how many ranks it was told that there are.
-        digest, other_digest: of what it runs (`handshake`): of what must be the same, and of what may differ.
+        world_size: its world size.
+        digest, other_digest: digests of its program (`handshake`): of the facts that must be the same, and of those that may
+            differ.
     """
 
     device: str = "cpu"
@@ -73,10 +74,10 @@ class Facts:
 
     @classmethod
     def here(cls, device: torch.device, *, asked: bool, backend: str) -> Facts:
-        """Of this rank.
+        """The facts of this rank.
 
         Args:
-            asked: its device was named, and not found by looking.
+            asked: its device was named, not chosen automatically.
         """
         if device.type == "cpu":
             return cls("cpu", "" if asked else _lack(), nccl="nccl" in backend, host=socket.gethostname())
@@ -86,7 +87,7 @@ class Facts:
 
     @classmethod
     def read(cls, text: bytes) -> Facts:
-        """Of another rank. What is not there, or of another kind, is as by default: anyone can write into a store."""
+        """Parse another rank's facts. Anyone can write into a store, so missing fields and wrong types give the defaults."""
         plain, known = asdict(cls()), parse_object(text) or {}
         return cls(**{name: known[name] if type(known.get(name)) is type(plain[name]) else plain[name] for name in plain})
 
@@ -94,24 +95,24 @@ class Facts:
 def meet(
     store: dist.Store, info: RankInfo, facts: Facts, timeout: timedelta, *, fresh: bool, setup: RankSetup | None = None
 ) -> None:
-    """Tell the others, and hear whether all can join. Every rank calls it, once for each joining.
+    """Exchange facts and find out whether all ranks can join. Every rank calls it, once for each joining.
 
     Args:
-        store: for these ranks' keys of this joining.
-        fresh: no earlier ranks used these keys.
-        setup: what this rank runs, which is compared if `fresh`; None if it cannot join.
+        store: a store with the keys of this joining only.
+        fresh: no earlier attempt has used these keys.
+        setup: this rank's program, compared if `fresh`; None if the rank cannot join.
     Raises:
-        LauncherEnvironmentError: on all ranks if `fresh`, else on those that see it: some rank cannot join, or they compute on
-            different types of device, or two of them on one GPU by NCCL.
-        RanksDisagreeError: on all ranks: they run different code, versions, settings.
-        dist.DistStoreError: some did not come in time.
+        LauncherEnvironmentError: on all ranks if `fresh`, else on those that see it: a rank cannot join, ranks compute on
+            different types of device, or two ranks share a GPU with NCCL.
+        RanksDisagreeError: on all ranks: they run different code, versions or settings.
+        dist.DistStoreError: some ranks did not come in time.
     """
     if setup is not None and fresh:
         facts = replace(facts, digest=setup.digest, other_digest=setup.other_digest)
     facts = replace(facts, world_size=info.world_size)
     if fresh and store.add(f"came/{info.rank}", 1) > 1:
         raise LauncherEnvironmentError(
-            f"two processes say that they are rank {info.rank} of {info.world_size} at MASTER_ADDR={info.master_addr} "
+            f"two processes are rank {info.rank} of {info.world_size} at MASTER_ADDR={info.master_addr} "
             f"MASTER_PORT={info.master_port}. Is that port another job's, or were ranks started twice?"
         )
     store.set(f"facts/{info.rank}", json.dumps(asdict(facts)))
@@ -121,7 +122,7 @@ def meet(
         if fresh and setup is not None and not problem:
             problem, kind = _compared(store, everyones, setup), "differ"
         if fresh:
-            for key in ("verdict", "answer"):  # the first for those who have read already that some are asked for more
+            for key in ("verdict", "answer"):  # "verdict" for ranks that have already read the answer "tell"
                 store.set(key, f"{kind} {problem}" if problem else _go(everyones))
     elif fresh:
         kind, problem = _answer(store, info, setup, timeout)
@@ -138,9 +139,9 @@ def meet(
 
 
 def _answer(store: dist.Store, info: RankInfo, setup: RankSetup | None, timeout: timedelta) -> tuple[str, str]:
-    """What rank 0 says: "go" and nothing, or the kind of problem and the problem. Who is asked for more tells it."""
+    """Rank 0's answer: "go" and an empty text, or the kind of problem and its text. Sends this rank's program if asked."""
     _wait(store, "answer", timeout + _LATER)
-    # Rank 0 may have answered already, while this rank was still asked: then nobody reads what it tells.
+    # This rank may read a question that rank 0 has already given up on. Then its reply is not read.
     kind, _, text = _text(store.get("answer")).partition(" ")
     if kind == "tell":
         if str(info.rank) in text.split() and setup is not None:
@@ -156,13 +157,13 @@ def _answer(store: dist.Store, info: RankInfo, setup: RankSetup | None, timeout:
     if setup is None or setup.digest in known or len(known) != 1:
         return kind, ""
     return "no", (
-        f"rank {info.rank} runs something else than those that rank 0 at MASTER_ADDR={info.master_addr} MASTER_PORT="
+        f"rank {info.rank} runs another program than the ranks that rank 0 at MASTER_ADDR={info.master_addr} MASTER_PORT="
         f"{info.master_port} has met. Is that port another job's? Set MASTER_PORT to a free one on all ranks."
     )
 
 
 def _wait(store: dist.Store, key: str, timeout: timedelta) -> None:
-    """As the store's own wait, during which this rank can be asked to leave: a signal is not heard by who waits in C++."""
+    """The store's own wait, in a thread: a thread that waits in C++ could not handle a stop signal."""
     ended, errors = threading.Event(), []
 
     def wait() -> None:
@@ -179,7 +180,7 @@ def _wait(store: dist.Store, key: str, timeout: timedelta) -> None:
 
 
 def _go(everyones: Mapping[int, Facts]) -> str:
-    """With the digests of those that rank 0 has met: whoever reads it knows whether it was meant."""
+    """The answer "go", with the digests of the ranks that rank 0 has met: a reader can tell whether it is meant for it."""
     return " ".join(["go", str(len(everyones)), *sorted({facts.digest for facts in everyones.values()})[:_MOST_TOLD]])
 
 
@@ -188,7 +189,7 @@ def _text(data: bytes) -> str:
 
 
 def _compared(store: dist.Store, everyones: dict[int, Facts], own_digest: RankSetup) -> str:
-    """Why these may not train together; empty if they may. If digests differ, one rank of each kind is asked for the whole."""
+    """Why these ranks may not train together; empty if they may. If digests differ, a rank of each kind sends its program."""
     must, may = (tellers_of([getattr(facts, name) for facts in everyones.values()]) for name in ("digest", "other_digest"))
     asked = sorted({*must, *may} - {0}) if len(must) > 1 or len(may) > 1 else []
     if not asked:
@@ -200,7 +201,7 @@ def _compared(store: dist.Store, everyones: dict[int, Facts], own_digest: RankSe
             store.wait([f"said/{rank}"], _TELL)
             setups[rank] = RankSetup.read(store.get(f"said/{rank}"))
         except dist.DistStoreError:
-            return f"rank {rank} runs something else than rank 0, and did not tell what within {_TELL.total_seconds():g} s."
+            return f"rank {rank} runs another program than rank 0, and did not send it within {_TELL.total_seconds():g} s."
     problem = refusal_of({t: setups[t] for t in must}, must) if len(must) > 1 else ""
     if not problem and len(may) > 1:
         warn_of({t: setups[t] for t in may}, may)
@@ -208,7 +209,7 @@ def _compared(store: dist.Store, everyones: dict[int, Facts], own_digest: RankSe
 
 
 def _everyones(store: dist.Store, info: RankInfo, timeout: timedelta, *, fresh: bool) -> dict[int, Facts]:
-    """What all have said, as soon as they have; or a refusal for all of them, once those who came contradict each other."""
+    """Wait for the facts of all ranks. Raises for all ranks that came if they contradict each other or some are missing."""
     ranks, at = info.world_size, f"MASTER_ADDR={info.master_addr} MASTER_PORT={info.master_port}"
     keys = [f"facts/{rank}" for rank in range(ranks)]
     until, look_s, warned_s = time.monotonic() + timeout.total_seconds(), _LOOK_S, 0.0
@@ -219,7 +220,7 @@ def _everyones(store: dist.Store, info: RankInfo, timeout: timedelta, *, fresh: 
         facts = {
             rank: Facts.read(text) for rank, text in zip(keys_there, store.multi_get(list(keys_there.values())), strict=True)
         }
-        # Of a store that is not fresh, these may be words of a larger or smaller group before.
+        # In a store that is not fresh, these may be facts of a previous group of another size.
         problem = _sizes({rank: each.world_size for rank, each in facts.items() if each.world_size}) if fresh else ""
         if len(facts) == ranks and not problem:
             return facts
@@ -244,17 +245,13 @@ def _everyones(store: dist.Store, info: RankInfo, timeout: timedelta, *, fresh: 
 
 
 def _why_so_many(info: RankInfo) -> str:
-    """A sentence; a shell may still hold what a launcher has told another program."""
+    """A sentence about the variables that set the world size: a shell may still have those of another program's launcher."""
     variables = said_by(info)
-    return (
-        f" That there are {info.world_size} ranks is said by {variables}: unset these, if it is to run alone."
-        if variables
-        else ""
-    )
+    return f" The world size {info.world_size} comes from {variables}: unset these to run one process alone." if variables else ""
 
 
 def _are_there(store: dist.Store, keys: list[str], patience_s: float) -> bool:
-    """As the store's own wait, which prints two warnings in C++ each time that it is in vain."""
+    """Wait for keys. The store's own wait prints two warnings in C++ at each timeout."""
     until, pause_s = time.monotonic() + patience_s, 0.002
     while not store.check(keys):
         if time.monotonic() >= until:
@@ -265,7 +262,7 @@ def _are_there(store: dist.Store, keys: list[str], patience_s: float) -> bool:
 
 
 def _came(store: dist.Store, keys: Sequence[str]) -> dict[int, str]:
-    """The keys that are there, by rank."""
+    """The keys that are set, by rank."""
     keys_there = {}
     for first in range(0, len(keys), _BLOCK):
         block = range(first, min(first + _BLOCK, len(keys)))
@@ -277,7 +274,7 @@ def _came(store: dist.Store, keys: Sequence[str]) -> dict[int, str]:
 
 
 def _sizes(setups: Mapping[int, int]) -> str:
-    """Why these world sizes contradict each other; empty if they are one."""
+    """Why these world sizes contradict each other; empty if all are equal."""
     having: dict[int, list[int]] = {}
     for rank, size in setups.items():
         having.setdefault(size, []).append(rank)
@@ -288,7 +285,7 @@ def _sizes(setups: Mapping[int, int]) -> str:
 
 
 def _wait_until_joined(store: dist.Store, info: RankInfo, ranks: Sequence[int] | None = None) -> None:
-    """Rank 0 may serve the store: it stays until the others, or those of them that came, have their answer."""
+    """Let rank 0, which may serve the store, wait until the others, or those of them that came, have read the answer."""
     store.set(f"heard/{info.rank}", "")
     if info.rank == 0:
         try:
@@ -298,7 +295,7 @@ def _wait_until_joined(store: dist.Store, info: RankInfo, ranks: Sequence[int] |
 
 
 def _judge(ranks: dict[int, Facts]) -> str:
-    """Why these cannot join; empty if they can."""
+    """Why these ranks cannot join; empty if they can."""
     for rank, facts in ranks.items():
         if facts.error:
             return f"{_at(rank, facts)} cannot join: {facts.error}"
@@ -309,14 +306,14 @@ def _judge(ranks: dict[int, Facts]) -> str:
         shown = " and ".join(f"{kind} on {rank_ranges(members)}" for kind, members in kinds.items())
         lacking = [f" On {_at(rank, facts)}: {facts.why}." for rank, facts in ranks.items() if facts.why]
         return (
-            f"ranks must compute on one type of device, got {shown}.{''.join(lacking[:8])} Mend or leave out such a node, or let "
-            "all compute on their CPUs: `echelon run --device cpu`, init_from_env(device_type='cpu')."
+            f"ranks must compute on one type of device, got {shown}.{''.join(lacking[:8])} Repair or leave out that node, or "
+            "let all compute on their CPUs: `echelon run --device cpu`, init_from_env(device_type='cpu')."
         )
     holders: dict[str, list[int]] = {}
     for rank, facts in ranks.items():
         if facts.nccl and facts.gpu:
             holders.setdefault(facts.gpu, []).append(rank)
-    # NCCL's own variable, with which it lets ranks share a device (2.30).
+    # With this variable NCCL lets ranks share a device (2.30).
     shared = next((r for r in holders.values() if len(r) > 1), None) if not os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") else None
     if shared is not None:
         facts = ranks[shared[0]]
@@ -339,5 +336,5 @@ def _at(rank: int, facts: Facts) -> str:
 
 
 def refusal(error: UsageError) -> Facts:
-    """Of a rank that cannot even tell its device, or what it runs."""
+    """The facts of a rank that cannot join because of an error."""
     return Facts(host=socket.gethostname(), error=str(error))

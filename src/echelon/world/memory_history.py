@@ -1,8 +1,7 @@
 """The history of CUDA's allocator, for pytorch.org/memory_viz.
 
-torch documents these functions ("Understanding CUDA Memory Usage") and keeps them under names with an underscore; there is no
-other way to the history. Called with the arguments that torch 2.11 to 2.13 take; test_profile.py notices when they are
-gone.
+torch documents these functions ("Understanding CUDA Memory Usage") but gives them private names; there is no other access to the
+history. The arguments are those of torch 2.11 to 2.13; test_profile.py notices when the functions are gone.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import torch
 
 __all__ = ["begin", "end", "write"]
 
-_ENTRIES = 100_000  # allocations and frees, the latest
+_ENTRIES = 100_000  # the latest allocations and frees
 
 
 def begin() -> None:

@@ -1,8 +1,9 @@
-"""How the ranks are laid out: a grid whose axes are kinds of parallelism, and torch's DeviceMesh over it.
+"""The layout of ranks: a grid whose axes are kinds of parallelism, and torch's DeviceMesh over it.
 
 The axes, slowest first, in torchtitan's order: `pp` x `dp_replicate` x `dp_shard` x `cp` x `tp`. Ranks that exchange activations
 within a layer (`tp`, then `cp`) are neighbours, which launchers place on one machine; stages of a pipeline are farthest apart.
-`ep` is no further axis: experts are divided over `ep` neighbours of `dp_shard` x `cp`, whose other parameters are sharded alike.
+`ep` is not an axis of its own: experts are divided over `ep` neighbouring ranks of `dp_shard` x `cp`, over which the other
+parameters are sharded.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # slowest first
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Sizes of the axes; their product without `ep` is the world size. `ParallelDims.of` checks that and fills in what is left.
+    """Sizes of the axes; their product without `ep` is the world size. `ParallelDims.of` checks that and infers a missing size.
 
     Args:
-        dp_replicate: groups of ranks that each hold the whole model between them, on different samples.
-        dp_shard: ranks that split parameters among them, on different samples.
-        tp: ranks that split single layers among them, on the same samples.
-        cp: ranks that split each sequence among them; parameters are sharded over them as over `dp_shard`.
-        pp: stages of a pipeline, or groups of them: ranks that hold other layers, on the same samples.
-        ep: ranks among which the experts of a layer are divided; of `dp_shard` x `cp`.
+        dp_replicate: replicas of the model, on different samples. Each may be spread over several ranks.
+        dp_shard: ranks over which parameters are sharded, on different samples.
+        tp: ranks over which single layers are split, on the same samples.
+        cp: ranks over which each sequence is split; parameters are sharded over them as over `dp_shard`.
+        pp: ranks with different layers, on the same samples. Each has one or more stages of the pipeline.
+        ep: ranks of `dp_shard` x `cp` over which the experts of a layer are divided.
     """
 
     dp_replicate: int = 1
@@ -61,9 +62,10 @@ class ParallelDims:
         """The layout of `world_size` ranks.
 
         Args:
-            dp_shard: by default what the others leave. -1 means this for one of the axes; then `dp_shard` is 1 by default.
+            dp_shard: by default the world size divided by the other axes. -1 requests this for another axis; then the default of
+                `dp_shard` is 1.
         Raises:
-            UsageError: the sizes do not multiply to the world size; the nearest that do are named. `ep` does not divide
+            UsageError: the sizes do not multiply to the world size (the nearest that do are named), or `ep` does not divide
                 `dp_shard` x `cp`.
         """
         axes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
@@ -97,16 +99,16 @@ class ParallelDims:
 
     @property
     def dp_size(self) -> int:
-        """Ranks, or groups of them, that see different samples."""
+        """The number of ranks, or groups of ranks, with different samples."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def used(self) -> dict[str, int]:
-        """The axes that have more than one rank, and `ep`, in AXES' order."""
+        """The axes with more than one rank, in the order of AXES, then `ep`."""
         return {name: size for name in (*AXES, "ep") if (size := getattr(self, name)) > 1}
 
     def place(self, rank: int) -> dict[str, int]:
-        """This rank's number along each axis."""
+        """A rank's number along each axis."""
         numbers: dict[str, int] = {}
         for name in reversed(AXES):
             rank, numbers[name] = divmod(rank, getattr(self, name))
@@ -120,8 +122,8 @@ class ParallelDims:
         return rank % self.tp
 
     def speaks(self, rank: int) -> bool:
-        """Whether this rank's loss and weight count: of the ranks that have the same samples and tokens, the first of the last
-        stage of a pipeline, which alone computes the loss.
+        """Whether this rank's loss and weight count. Among ranks with the same samples and tokens that is the first one of the
+        last pipeline stage; only this stage computes the loss.
         """
         place = self.place(rank)
         return place["tp"] == 0 and place["pp"] == self.pp - 1
@@ -129,15 +131,15 @@ class ParallelDims:
     # --- meshes; each method is collective when it is first called for these sizes
 
     def data_mesh(self, device: torch.device) -> DeviceMesh:
-        """The axes over which gradients are averaged, as `fully_shard` takes them: (shards,), or (dp_replicate, shards).
+        """The axes over which gradients are averaged, for `fully_shard`: (shards,), or (dp_replicate, shards).
 
-        The shards are `dp_shard`, or with context parallelism the axis `dp_shard_cp` of both.
+        The axis of shards is `dp_shard`, or with context parallelism `dp_shard_cp`, which joins both axes.
         """
         shards = "dp_shard" if self.cp == 1 else "dp_shard_cp"
         return self.root_mesh(device)[("dp_replicate", shards) if self.dp_replicate > 1 else (shards,)]
 
     def samples_mesh(self, device: torch.device) -> DeviceMesh:
-        """The axes whose ranks have other samples: 1-D, or 2-D (dp_replicate, dp_shard) if there are copies."""
+        """The axes whose ranks have different samples: 1-D, or 2-D (dp_replicate, dp_shard) if there are replicas."""
         return self._axes(device)[("dp_replicate", "dp_shard") if self.dp_replicate > 1 else ("dp_shard",)]
 
     def tp_mesh(self, device: torch.device) -> DeviceMesh:
@@ -145,7 +147,7 @@ class ParallelDims:
         return self.root_mesh(device)["tp"]
 
     def pp_mesh(self, device: torch.device) -> DeviceMesh:
-        """The stages, 1-D."""
+        """The pipeline axis, 1-D."""
         return self.root_mesh(device)["pp"]
 
     def cp_mesh(self, device: torch.device) -> DeviceMesh:
@@ -153,15 +155,15 @@ class ParallelDims:
         return self._axes(device)["cp"]
 
     def ep_mesh(self, device: torch.device) -> DeviceMesh:
-        """The ranks among which experts are divided, 1-D."""
+        """The ranks over which experts are divided, 1-D."""
         return self._experts(device)["ep"]
 
     def ep_data_mesh(self, device: torch.device) -> DeviceMesh:
-        """The ranks that hold the same experts: (dp_shard_ep,), or (dp_replicate, dp_shard_ep) if there are copies."""
+        """The ranks that have the same experts: (dp_shard_ep,), or (dp_replicate, dp_shard_ep) if there are replicas."""
         return self._experts(device)[("dp_replicate", "dp_shard_ep") if self.dp_replicate > 1 else ("dp_shard_ep",)]
 
     def root_mesh(self, device: torch.device) -> DeviceMesh:
-        """The grid of which `data_mesh`, `tp_mesh` and `pp_mesh` are axes."""
+        """The mesh that contains the axes of `data_mesh`, `tp_mesh` and `pp_mesh`."""
         shards = "dp_shard" if self.cp == 1 else "dp_shard_cp"
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, shards: self.dp_shard * self.cp, "tp": self.tp}
         return self._grid(device, sizes, shards)
@@ -182,7 +184,7 @@ class ParallelDims:
         return self._grid(device, sizes, "dp_shard_ep", "ep")
 
     def _grid(self, device: torch.device, sizes: dict[str, int], *always: str) -> DeviceMesh:
-        """The mesh over the axes that are used; each costs a process group, so it is made once per default group."""
+        """The mesh over the used axes. It is made once per default group, because each axis costs a process group."""
         from torch.distributed.device_mesh import init_device_mesh
 
         ensure_group(device)
@@ -190,9 +192,9 @@ class ParallelDims:
             raise LayoutError(_misfit(dist.get_world_size(), {name: getattr(self, name) for name in AXES}))
         global _made_under
         if _made_under is not dist.group.WORLD:
-            _meshes.clear()  # of default groups that are gone
+            _meshes.clear()  # they belong to a default group that is gone
             _made_under = dist.group.WORLD
-        # `fully_shard` wants an axis to shard over, even of one rank; the others are left out if they have no peers.
+        # `fully_shard` needs an axis to shard over, even of one rank; other axes of one rank are left out.
         names = tuple(n for n, s in sizes.items() if s > 1 or n in always)
         key = (device.type, tuple((name, sizes[name]) for name in names))
         if key not in _meshes:
@@ -202,7 +204,7 @@ class ParallelDims:
         return _meshes[key]
 
 
-# By device type and layout, for the default group of now.
+# By device type and layout, for the current default group.
 _meshes: dict[tuple[str, tuple[tuple[str, int], ...]], DeviceMesh] = {}
 _made_under: dist.ProcessGroup | None = None
 
@@ -216,7 +218,7 @@ def _misfit(world_size: int, given: dict[str, int]) -> str:
     asked = " x ".join(f"{name} {size}" for name, size in given.items())
     sizes = f"{asked}{f' = {product}' if len(given) > 1 else ''}"
     message = f"the axes must multiply to the {world_size} ranks that run, got {sizes}."
-    # What the user may change in one place: the first axis that is not one, or the number of ranks.
+    # Remedies that change one thing: the size of one axis, or the number of ranks.
     remedies = []
     for name, size in given.items():
         rest = product // size

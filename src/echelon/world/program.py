@@ -1,8 +1,8 @@
-"""What this rank runs, by name, for a comparison with the others: versions, code, command line, settings. Nothing secret.
+"""The program of this rank, to be compared with other ranks: versions, code, command line, settings. No secrets.
 
-Equal on all ranks must be: torch's and echelon's version, Python's major and minor one, the world size, the job, the script, of
-its own modules those that both ranks have imported, the arguments, and the few variables by which ranks would compute or talk
-in different ways. What may differ: hosts, paths, and arguments that by their name say where a rank is (`--local-rank`, `--port`).
+These must be equal on all ranks: the versions of torch and echelon, Python's major and minor version, the world size, the job,
+the script, the user's modules that both ranks have imported, the arguments, and the few variables that change how ranks compute
+or communicate. These may differ: hosts, paths, and arguments whose name says where a rank is (`--local-rank`, `--port`).
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from echelon.contracts.version import __version__
 
 __all__ = ["MODULE", "SETTINGS", "arguments", "build", "nccl_version", "program"]
 
-# How names of settings and modules begin, which a rank may be told not to compare.
+# How names of settings and modules begin; ECHELON_HANDSHAKE can exclude them from the comparison.
 MODULE = "module "
 SETTINGS = ("argument ", "variable ", "script", MODULE)
-# Ranks that disagree about these reduce in different orders, or take part in collectives that the others do not make.
+# Ranks with different values of these reduce in different orders, or make collectives that the others do not make.
 _VARIABLES = (OVERRIDES_VARIABLE, "TORCH_DISTRIBUTED_DEBUG", "NCCL_ALGO", "NCCL_PROTO")
-# Of an argument's name: it says where a rank is, or which one it is.
+# Words in an argument's name that say where a rank is, or which one it is.
 _PLACES = {
     *("rank", "ranks", "procid", "local", "worker", "machine", "node", "nodes", "id", "ids", "gpu", "gpus", "device", "devices"),
     *("host", "hosts", "hostname", "addr", "address", "ip", "port", "interface", "ifname", "master"),
@@ -43,17 +43,17 @@ _NAMED = re.compile(r"[+~]*[A-Za-z_][\w.\-/@]*=")
 
 
 def program(info: RankInfo, *, nccl: bool = False) -> dict[str, str]:
-    """Of this rank: name -> value, all short texts.
+    """The facts of this rank that must be equal: name -> value, all short texts.
 
     Args:
-        nccl: its group uses NCCL, whose version then counts.
+        nccl: its group uses NCCL, so NCCL's version is compared as well.
     """
     return {
         "torch": str(torch.__version__).partition("+")[0],
         "Python": ".".join(map(str, sys.version_info[:2])),
         "echelon": __version__,
         "world size": str(info.world_size),
-        **({"job": info.run_id} if "SLURM_HET_SIZE" not in os.environ else {}),  # whose parts have numbers of their own
+        **({"job": info.run_id} if "SLURM_HET_SIZE" not in os.environ else {}),  # components of such a job have different ids
         **({"NCCL": nccl_version()} if nccl else {}),
         **dict(_code()),
         **{f"argument {name}": value for name, value in arguments(sys.argv[1:]).items()},
@@ -62,14 +62,14 @@ def program(info: RankInfo, *, nccl: bool = False) -> dict[str, str]:
 
 
 def build(device: torch.device) -> dict[str, str]:
-    """What may differ, and is told: the build of torch, the kind of GPU."""
+    """The facts whose difference is only a warning: the build of torch, the kind of GPU."""
     facts = {"torch's build": str(torch.__version__)}
     gpu = getattr(torch.cuda.get_device_properties(device), "name", "") if device.type == "cuda" else ""
     return facts | ({"GPU": gpu} if gpu else {})
 
 
 def nccl_version() -> str:
-    """Empty where NCCL cannot be used."""
+    """NCCL's version; empty if NCCL cannot be used."""
     if torch.version.cuda is None or not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
         return ""
     version: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call,unused-ignore]
@@ -77,9 +77,9 @@ def nccl_version() -> str:
 
 
 def arguments(words: Sequence[str]) -> dict[str, str]:
-    """Of a command line: the value of each option, without places and secrets.
+    """The value of each option of a command line, without places and secrets.
 
-    `--lr 1e-3`, `--lr=1e-3` and `lr=1e-3` are one by name; what belongs to no option is together under "words".
+    `--lr 1e-3`, `--lr=1e-3` and `lr=1e-3` are options; words that belong to no option are collected under "words".
     """
     by_option: dict[str, list[str]] = {}
     name = "words"
@@ -100,13 +100,13 @@ def arguments(words: Sequence[str]) -> dict[str, str]:
 
 
 def _shown(values: Sequence[str], host: str) -> str:
-    """Paths, and names that contain this host's, may be others elsewhere."""
+    """The values as text, without paths and names that contain this host's: these may differ between hosts."""
     kept = [v for v in values if "/" not in v and "\\" not in v and not (len(host) > 2 and host in v)]
     return " ".join(kept) if len(kept) == len(values) else " ".join([*kept, "(a place)"])
 
 
 def _code() -> Iterator[tuple[str, str]]:
-    """The script, and the modules of the user's that are loaded, with checksums of their files."""
+    """The script and the user's loaded modules, with checksums of their files."""
     foreign = _foreign_folders()
     main = _file(sys.modules.get("__main__"))
     if main is not None and _is_own(main, foreign) and (sum_ := _checksum(main)):
@@ -122,7 +122,7 @@ def _code() -> Iterator[tuple[str, str]]:
 
 
 def _file(module: object) -> str | None:
-    """Not by getattr, which would have modules that load themselves late do it now."""
+    """The source file of a module. Not by getattr, which would make lazy modules load now."""
     path = getattr(module, "__dict__", {}).get("__file__")
     return path if isinstance(path, str) and path.endswith(".py") else None
 
@@ -132,7 +132,7 @@ def _is_own(path: str, foreign: Sequence[str]) -> bool:
 
 
 def _foreign_folders() -> list[str]:
-    """Where installed code is: Python's own, packages, torch and echelon, wherever they were installed from."""
+    """The folders of installed code: Python's own, packages, torch and echelon, wherever they were installed from."""
     paths: Mapping[str, str] = sysconfig.get_paths()
     packages = [Path(torch.__file__).parent, Path(__file__).parents[1]]
     folders = [paths.get("stdlib", ""), paths.get("platstdlib", ""), site.getusersitepackages(), *map(str, packages)]
@@ -140,7 +140,7 @@ def _foreign_folders() -> list[str]:
 
 
 def _checksum(path: str) -> str:
-    """Twelve digits; empty for a file that cannot be read, or is no source."""
+    """Twelve hex digits; empty for a file that cannot be read, or is too large for a source."""
     try:
         with open(path, "rb") as file:
             content = file.read(_LARGEST + 1)

@@ -1,7 +1,7 @@
-"""Gather to rank 0, compute there, scatter: for plans that depend on all ranks, of which each needs its own part.
+"""Gather to rank 0, compute there, scatter: for plans that depend on all ranks and of which each rank needs its own part.
 
-With an all-gather every rank would hold what all have said: of R ranks, R times R messages. Here the others hold their own.
-Collective over the default group, on host memory, without pickle, as `agree` is.
+With an all-gather each of R ranks would hold R values. Here ranks other than 0 hold only their own.
+Collective over the default group, in host memory, without pickle, like `agree`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _DIGEST, _LENGTH = 32, 8
 
 
 def gather(value: Any) -> tuple[Iterator[Any], list[int]] | None:
-    """On rank 0 the different values of all ranks, in the order of the first ranks that have them, and by rank which one it has.
+    """On rank 0, the distinct values in the order of the first ranks that have them, and for each rank the index of its value.
 
-    Elsewhere None. The value is anything that JSON can hold. What several ranks have is sent once, compressed.
+    None on the other ranks. The value is anything that JSON can hold. A value of several ranks is sent once, compressed.
     """
     if not agree.is_joined():
         return iter([value]), [0]
@@ -56,7 +56,7 @@ def gather(value: Any) -> tuple[Iterator[Any], list[int]] | None:
 
 
 def _first_tellers(frames: bytes, ranks: int) -> tuple[dict[int, int], list[int]]:
-    """Of digests with lengths: by the first rank that has one its length, and which of these digests each rank has."""
+    """From frames of digest and length: the length by the first rank of each digest, and the index of each rank's digest."""
     each = len(frames) // ranks
     tellers: dict[int, int] = {}
     numbers: dict[bytes, int] = {}
@@ -72,7 +72,7 @@ def _first_tellers(frames: bytes, ranks: int) -> tuple[dict[int, int], list[int]
 
 
 def scatter(make: Callable[[], Sequence[bytes]]) -> bytes:
-    """Rank 0 alone makes something for each rank; every rank gets its own, or the error. Shorter ones end in zeros."""
+    """Call `make` on rank 0 only and scatter its parts. Shorter parts are padded with zeros; an error is raised on all ranks."""
     if not agree.is_joined():
         return make()[0]
     made: list[bytes] = []

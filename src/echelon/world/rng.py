@@ -1,8 +1,9 @@
-"""RNG states: what must start equal on all ranks does, what must differ between data-parallel ranks differs.
+"""RNG states: equal on all ranks at the start, and different between data-parallel ranks in training.
 
-A script seeds all ranks alike (`seed`), builds the model, and every rank has the same one. Training then needs other streams per
-data-parallel rank: with one for all, dropout drops the same units of different samples, and augmentation turns and cuts them
-alike, on every rank. Ranks that compute the same samples together need the same ones. That holds for torch, numpy and Python.
+A script seeds all ranks alike (`seed`) and builds the model, so every rank has the same one. Training then needs a different
+stream on each data-parallel rank. With one stream for all, dropout would drop the same units of different samples on every rank,
+and augmentation would transform them alike. Ranks that compute the same samples together need the same streams. This applies to
+torch, numpy and Python.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ __all__ = [
 
 
 def seed(seed: int) -> None:
-    """Seed Python, numpy and torch alike on this rank; call it with the same value on all.
+    """Seed Python, numpy and torch on this rank. Call it with the same value on all ranks.
 
     Raises:
-        UsageError: outside 0 .. 2**32 - 1, numpy's range.
+        UsageError: the seed is outside of 0 .. 2**32 - 1, numpy's range.
     """
     seed = whole("seed", seed)
     require(0 <= seed < 2**32, "seed", f"between 0 and {2**32 - 1}, numpy's range", seed)
@@ -52,18 +53,18 @@ def seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-# The seed of the torch stream that is this rank's own already, made by `separate` or loaded from a checkpoint.
+# The seed of this rank's own torch stream, if it was made by `separate` or loaded from a checkpoint.
 _own: int | None = None
-# The digests of streams that were loaded from a checkpoint.
+# The digests of the streams as they were loaded from a checkpoint.
 _loaded: list[str] | None = None
 
 
 def separate(dp_rank: int) -> None:
     """Give this data-parallel rank its own RNG states, derived from the common ones. Rank 0 keeps the common ones. Collective.
 
-    So one process alone draws what the same program without ranks would. Streams that are this rank's own already, or were
-    restored, are left alone. numpy's and Python's do not know their seeds: ranks compare where they stand. Ranks of one
-    `dp_rank` that stand apart, because nobody seeded them or one drew more, are brought together.
+    So a single process draws the same numbers as the program without ranks. Streams that are already this rank's own, or were
+    restored, are left alone. The seeds of numpy's and Python's streams are unknown, so ranks compare their states. If ranks of
+    one `dp_rank` have different states, because they were not seeded or one drew more, they get equal ones.
     """
     global _own
     if dp_rank and torch.initial_seed() != _own:
@@ -84,17 +85,17 @@ def separate(dp_rank: int) -> None:
 
 
 def renew(step: int) -> None:
-    """New common RNG states, the same on all ranks: for a run that resumes without its saved ones."""
+    """Start new common RNG states, the same on all ranks, for a run that resumes without its saved states."""
     torch.manual_seed(mix(torch.initial_seed(), step + 2**32))
     for stream, now in zip(_STREAMS[1:], _digests()[1:], strict=True):
         _begin(stream, now, step + 2**32)
 
 
 def at(common: int, others: str, position: int) -> None:
-    """The streams that belong to a position in training, for whichever rank works on it.
+    """Start the streams of a position in training, the same on whichever rank works on it.
 
     Args:
-        common, others: torch's seed and a `digest` of the rest, as they were on all ranks when training began.
+        common, others: torch's seed and the `digest` of the other streams, as they were on all ranks when training began.
     """
     global _own
     torch.manual_seed(mix(common, position + 2**33))
@@ -104,24 +105,24 @@ def at(common: int, others: str, position: int) -> None:
 
 
 def draw() -> list[int]:
-    """A seed from each of this process's streams, for `start` in another process: what it draws then follows from them."""
+    """Draw a seed from each of this process's streams, for `start` in another process."""
     return [int(torch.randint(2**62, ())), random.getrandbits(62), int(np.random.randint(2**31 - 1))]
 
 
 def start(seeds: Sequence[int]) -> None:
-    """Begin the streams that `draw` in another process decided."""
+    """Seed the streams with the result of `draw` in another process."""
     torch.manual_seed(seeds[0])
     random.seed(seeds[1])
     np.random.seed(seeds[2])
 
 
 def position(state: torch.Tensor) -> int:
-    """A number below 2**32 that tells where a stream of torch's stands, cheaply."""
+    """A checksum of a state of torch's RNG, below 2**32. It is cheap."""
     return zlib.crc32(state.numpy().tobytes())
 
 
 def digest() -> str:
-    """Tells where Python's and numpy's streams stand."""
+    """A digest of the states of Python's and numpy's streams."""
     return "-".join(_digests()[1:])
 
 
@@ -130,7 +131,7 @@ _STREAMS = ("torch", "python", "numpy")
 
 
 def _digests() -> list[str]:
-    """Tell where the streams stand."""
+    """The digests of the states of all streams."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     numpys = (kind, np.asarray(keys).tobytes(), position, has_gauss, gauss)
     each = (torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode(), repr(numpys).encode())
@@ -138,7 +139,7 @@ def _digests() -> list[str]:
 
 
 def _begin(stream: str, origin: str, number: int) -> None:
-    """Seed one stream by another one's digest and a number."""
+    """Seed a stream from a digest and a number."""
     value = int.from_bytes(hashlib.sha256(f"{stream} {origin} {number}".encode()).digest()[:16], "little")
     if stream == "torch":
         torch.manual_seed(value >> 65)
@@ -150,8 +151,8 @@ def _begin(stream: str, origin: str, number: int) -> None:
 
 @contextlib.contextmanager
 def kept(device: torch.device) -> Iterator[torch.Tensor | None]:
-    """Context after which torch's streams on the host and on a device stand where they stood before. Gives the host's state; None
-    where tensors are fake, and nothing is drawn.
+    """Context that restores torch's RNG states on the host and on a device. Yields the host's state; None with fake tensors,
+    which draw nothing.
     """
     host = torch.default_generator.get_state() if type(torch.empty(())) is torch.Tensor else None
     on_gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -165,8 +166,8 @@ def kept(device: torch.device) -> Iterator[torch.Tensor | None]:
 
 
 def begin(seed: int, device: torch.device) -> None:
-    """torch's streams on the host and on a device. `torch.manual_seed` notes the stack of its caller for a GPU that is not used,
-    a millisecond each time.
+    """Seed torch's streams on the host and on a device. `torch.manual_seed` would take a millisecond each time: for an unused
+    GPU it records the stack of its caller.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -174,7 +175,10 @@ def begin(seed: int, device: torch.device) -> None:
 
 
 def mix(common: int, number: int) -> int:
-    """A 63-bit seed, unrelated for neighbouring numbers. Source: the finalizer of SplitMix64, Steele et al. 2014."""
+    """Mix a seed and a number into a 63-bit seed; neighbouring numbers give unrelated seeds.
+
+    Source: the finalizer of SplitMix64, Steele et al. 2014.
+    """
     mask = (1 << 64) - 1
     z = (common + 0x9E3779B97F4A7C15 * number) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
@@ -183,7 +187,7 @@ def mix(common: int, number: int) -> int:
 
 
 def states() -> dict[str, Any]:
-    """This rank's streams as tensors and plain values, to be saved."""
+    """This rank's RNG states as tensors and plain values, to be saved."""
     kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
@@ -194,22 +198,22 @@ def states() -> dict[str, Any]:
 
 
 def load_states(saved: dict[str, Any]) -> None:
-    """Take up `states()` of a checkpoint: from now on this rank's own."""
+    """Load `states()` from a checkpoint. They count as this rank's own streams."""
     global _own, _loaded
     put_back(saved)
     _own, _loaded = torch.initial_seed(), _digests()
 
 
 def put_back(saved: dict[str, Any]) -> None:
-    """Undo what was drawn since `states()`.
+    """Restore RNG states of `states()`.
 
     Raises:
-        KeyError, TypeError, ValueError, RuntimeError: these are not what `states` gives. numpy checks nothing, and would read
-            beyond its table.
+        KeyError, TypeError, ValueError, RuntimeError: `saved` is not a result of `states`. numpy itself checks nothing, and would
+            read beyond its table.
     """
     kind, keys, position, has_gauss, gauss = saved["numpy"]
     if kind != "MT19937" or keys.shape != (624,) or not 0 <= position <= 624:
-        raise ValueError(f"an RNG state of numpy's of type {kind!r} at {position} of {tuple(keys.shape)}")
+        raise ValueError(f"invalid RNG state of numpy: type {kind!r}, position {position}, keys of shape {tuple(keys.shape)}")
     torch.set_rng_state(saved["torch"])
     if saved["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])

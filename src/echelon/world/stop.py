@@ -1,9 +1,10 @@
-"""A request to stop that comes as a signal: SIGTERM, SIGUSR1 or SIGHUP.
+"""Requests to stop by a signal: SIGTERM, SIGUSR1 or SIGHUP.
 
     while a loop trains        a flag is set: the loop agrees on a step, saves, and ends the rank with exit code 75
     before, between and after  the rank ends at once with exit code 75: there is nothing to save
 
-Work inside a handler would meet the ranks at different places: one in a collective, one in a save, and all would wait.
+A handler must not do the work itself: signals reach ranks at different places, one in a collective, one in a save, and all would
+wait for each other.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ logger = logging.getLogger(__name__)
 
 _asked: str | None = None
 _leaving = False
-_tell: Callable[[], None] | None = None  # of the loop that trains
-_heard_by: int | None = None  # the process that this module's state is about
+_tell: Callable[[], None] | None = None  # the callback of the loop that trains
+_heard_by: int | None = None  # the process to which this module's state belongs
 
 
 def asked() -> str | None:
-    """The name of the signal that asked this rank to stop, as soon as there was one; of another rank's, once that is agreed."""
+    """The signal that asked this rank to stop, or, after an agreement, the one that asked another rank; None without any."""
     return _asked
 
 
 def asked_elsewhere(number: str) -> None:
-    """The ranks have found that one of them was asked to stop: what this one begins from now on ends like theirs."""
+    """Note that the ranks have agreed to stop because one of them was asked to. Later loops of this rank stop as well."""
     global _asked
     _asked = _asked or number
 
 
 def leaving() -> None:
-    """This rank has agreed to end: a signal that reaches it later than others must not kill it on its way out."""
+    """Note that this rank has agreed to end: a signal that arrives late must not kill it while it ends."""
     global _leaving
     _leaving = True
 
 
 def _hear(number: int, frame: FrameType | None) -> None:
     global _asked
-    if os.getpid() != _heard_by:  # a child that was forked meanwhile: it has nothing to save
+    if os.getpid() != _heard_by:  # a forked child: it has nothing to save
         if number == signal.SIGTERM:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -65,12 +66,12 @@ _hear.ends_with_75 = True  # type: ignore[attr-defined]  # see contracts/stoppin
 
 
 def install_stop_handlers() -> dict[signal.Signals, Any]:
-    """From here to the end of this process SIGTERM, SIGUSR1 and SIGHUP mean what this module says. Returns the handlers replaced.
+    """Install this module's handlers for SIGTERM, SIGUSR1 and SIGHUP. Returns the replaced handlers.
 
-    A handler of the user's own stays, and so does an ignored signal. Outside the main thread nothing can be installed.
+    The user's own handlers and ignored signals are left alone. Outside the main thread nothing is installed.
     """
     global _heard_by, _asked, _leaving, _tell
-    if _heard_by is not None and _heard_by != os.getpid():  # forked since: what the parent was told is not this one's business
+    if _heard_by is not None and _heard_by != os.getpid():  # a forked child: signals to the parent do not concern it
         _asked, _leaving, _tell = None, False, None
     _heard_by = os.getpid()
     if threading.current_thread() is not threading.main_thread():
@@ -79,9 +80,10 @@ def install_stop_handlers() -> dict[signal.Signals, Any]:
 
 
 def leave_if_asked() -> None:
-    """Call it before work other than training: raises SystemExit(75) if a stop was requested meanwhile.
+    """Raise SystemExit(75) if a stop was requested. Call it before work other than training.
 
-    Also before `install_stop_handlers`: what a handler raises is lost where Python compiles an import, or frees an object.
+    Call it also before `install_stop_handlers`: an exception of a handler is lost while Python compiles an import or frees an
+    object.
     """
     if (reason := _asked or heard()) and _tell is None and not _leaving:
         logger.warning("%s came before training began; exit code %s asks the launcher to start again", reason, REQUEUE)
@@ -90,10 +92,11 @@ def leave_if_asked() -> None:
 
 @contextlib.contextmanager
 def listening(tell: Callable[[], None] | None = None) -> Iterator[None]:
-    """Context in which SIGTERM, SIGUSR1 and SIGHUP are heard, if nobody else hears them.
+    """Context in which this module handles SIGTERM, SIGUSR1 and SIGHUP, unless other handlers are installed.
 
     Args:
-        tell: called at a signal; it may only set flags. None ends the rank at once, unless this is within another's context.
+        tell: called at a signal; it may only set flags. With None a signal ends the rank at once, or calls an outer context's
+            `tell`.
     """
     global _tell
     before, outer = install_stop_handlers(), _tell

@@ -1,4 +1,4 @@
-"""The store at MASTER_ADDR and MASTER_PORT, which rank 0 serves and the others reach. A port that is taken is named."""
+"""The store at MASTER_ADDR and MASTER_PORT, which rank 0 serves. An error names a port that is taken."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["store_of"]
 
 logger = logging.getLogger(__name__)
 
-# Who is not connected after so long is looked after: rank 0 may not be there yet, or another program has its port. That one is
-# given half a minute from when it was first seen: rank 0 may be busy with thousands of others.
+# A rank that is not connected after _LOOK_S checks the address: rank 0 may not run yet, or another program may have its port.
+# A program that listens gets _SILENT_S to answer, since rank 0 may be busy with thousands of ranks.
 _LOOK_S, _SILENT_S = 5.0, 30.0
 _FIRST_WORD_S = 10.0
 
 
 def store_of(info: RankInfo, timeout: timedelta) -> dist.Store:
-    """As torch's env:// has it, but for rank 0's wait for all others, of whom torch would not say which are missing.
+    """The store of torch's env://, but rank 0 does not wait for the others: torch would not say which are missing.
 
     Raises:
-        LauncherEnvironmentError: another process has rank 0's port.
-        dist.DistError: the store is not there within `timeout`.
+        LauncherEnvironmentError: another process has rank 0's port, or this host does not know the address.
+        dist.DistError: the store is not reachable within `timeout`.
     """
     if info.rank == 0:
         _check_port(info)
@@ -43,7 +43,7 @@ def store_of(info: RankInfo, timeout: timedelta) -> dist.Store:
         except BaseException as error:
             result.append(error)
 
-    # In a thread: torch 2.13 waits without an end for the first word of a program that accepts connections and says nothing.
+    # In a thread: torch 2.13 waits forever for a program that accepts connections but does not answer.
     thread = threading.Thread(target=in_thread(connect), name="echelon store", daemon=True)
     thread.start()
     thread.join(_LOOK_S)
@@ -54,10 +54,10 @@ def store_of(info: RankInfo, timeout: timedelta) -> dist.Store:
 
 
 def _watch(thread: threading.Thread, info: RankInfo, timeout: timedelta) -> None:
-    """Until the thread has connected, or failed to.
+    """Wait until the thread has connected or failed.
 
     Raises:
-        LauncherEnvironmentError: it never will.
+        LauncherEnvironmentError: it cannot succeed any more.
     """
     at, since, warned = f"MASTER_ADDR={info.master_addr} MASTER_PORT={info.master_port}", time.monotonic(), False
     before = None
@@ -69,14 +69,14 @@ def _watch(thread: threading.Thread, info: RankInfo, timeout: timedelta) -> None
         long = silent_s > min(_SILENT_S, timeout.total_seconds())
         if long and state == "listens":
             raise LauncherEnvironmentError(
-                f"rank {info.rank} of {info.world_size}: what listens at {at} does not answer as rank 0 would. Another program "
-                "seems to have that port: set MASTER_PORT to a free one on all ranks, or start with `echelon run`, which finds "
-                "one itself."
+                f"rank {info.rank} of {info.world_size}: a program listens at {at} but does not answer like rank 0. Another "
+                "program seems to have that port: set MASTER_PORT to a free one on all ranks, or start with `echelon run`, which "
+                "finds one itself."
             )
         if long and state == "unknown":
             raise LauncherEnvironmentError(
                 f"rank {info.rank} of {info.world_size}: {socket.gethostname()} knows no address for {at.split()[0]}. Set it to "
-                "rank 0's host as this host calls it, or to its address."
+                "a name of rank 0's host that this host can resolve, or to its address."
             )
         if silent_s > min(_FIRST_WORD_S, _SILENT_S) and state == "nothing" and not warned:
             warned, variables = True, said_by(info)
@@ -84,7 +84,7 @@ def _watch(thread: threading.Thread, info: RankInfo, timeout: timedelta) -> None
                 "rank %s waits for rank 0 at %s, where nothing listens yet. Does it run?%s",
                 info.rank,
                 at,
-                f" {variables} say that there is one: unset these, if this process is to run alone." if variables else "",
+                f" It is expected because of {variables}: unset these to run this process alone." if variables else "",
             )
         thread.join(_LOOK_S)
 
@@ -97,7 +97,7 @@ def _connected(info: RankInfo, timeout: timedelta) -> dist.Store:
 
 
 def _look(info: RankInfo) -> Literal["listens", "nothing", "unknown"]:
-    """What is at rank 0's address."""
+    """Whether a program listens at rank 0's address, nothing does, or the address is unknown."""
     try:
         socket.create_connection((info.master_addr, info.master_port), timeout=_LOOK_S).close()
     except socket.gaierror:
@@ -108,7 +108,7 @@ def _look(info: RankInfo) -> Literal["listens", "nothing", "unknown"]:
 
 
 def _check_port(info: RankInfo) -> None:
-    """Rank 0 serves the store: a port that another process holds is named now, before the others wait for it."""
+    """Refuse a port that another process holds, before the other ranks wait for rank 0, which serves the store."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

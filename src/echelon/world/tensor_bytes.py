@@ -1,4 +1,4 @@
-"""A tensor as bytes: to be written, sent, compared or counted."""
+"""A tensor as bytes, to write, send, compare or count them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["flat_bytes"]
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes in the order of its elements, one-dimensional, on its device: a view of them if it is contiguous."""
+    """The tensor's bytes in the order of its elements, 1-D, on its device; a view if the tensor is contiguous."""
     plain = tensor.detach().contiguous()
-    # A dimension of one element may have any stride in what is contiguous, and `view` to another type wants 1 (torch 2.13).
+    # In a contiguous tensor a dim of one element may have any stride, but `view` to another dtype requires 1 (torch 2.13).
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)

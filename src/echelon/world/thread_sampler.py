@@ -1,7 +1,7 @@
-"""Where a thread is: looked at from another one, 20 times a second at first, with its Python frames and its state in the kernel.
+"""Sample a thread from another one, 20 times a second at first: its Python frames and its state in the kernel.
 
-What the clock of the loop cannot tell: whether a thread that does not compute waits for other ranks, for a disk, or in a line of
-the user's own. DistributedDataParallel and FSDP wait within the passes of a model, where no mark can be made.
+This shows what the loop's clock cannot: whether a thread that does not compute waits for other ranks, for a disk, or in the
+user's code. DistributedDataParallel and FSDP wait within a model's passes, where no mark can be made.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ __all__ = ["ThreadSampler"]
 
 Kind = Literal["busy", "queued", "own", "wait", "disk"]
 
-# A thread that computes moves on meanwhile; one that waits does not.
+# A thread computes if its processor time grows by _MOVED_S within _MOMENT_S.
 _MOMENT_S, _MOVED_S = 0.0002, 0.00003
-_DEPTH = 3  # frames of a library that are looked at for a collective
+_DEPTH = 3  # frames of libraries that are searched for a collective
 _PYTHON, _TORCH = "python", "torch"
-_OTHERS_FD = 3  # the first that is not standard input or output
+_OTHERS_FD = 3  # the first descriptor after standard input, output and error
 
 
 class ThreadSampler:
-    """Looks at the thread of a clock.
+    """Samples the thread of a clock.
 
     Attributes:
-        seen: how often it was at what: (the clock's part, the part that the frames show, what it did).
-        lines: of the user's code, how often it was there by itself.
+        seen: the number of samples by (the clock's part, the part that the frames show, kind).
+        lines: the number of samples in each line of the user's code, without waits in collectives.
     """
 
     def __init__(self, clock: Clock, *, waits_in_backward: bool) -> None:
@@ -56,12 +56,12 @@ class ThreadSampler:
         self._libraries = tuple(f"{each}{os.sep}" for each in libraries | {folder_of(os.path.realpath(os.__file__))})
 
     def look(self) -> None:
-        """Once. Where the thread has ended, nothing is seen."""
+        """Take one sample; none if the thread has ended."""
         part, frame = self._clock.part, sys._current_frames().get(self._clock.thread)
         if frame is None:
             return
         before = time.clock_gettime(self._cpu)
-        at_disk = self._is_at_disk()  # first: it may be there for a moment only
+        at_disk = self._is_at_disk()  # checked first: it may last only a moment
         shown, is_wait, line = self._read(frame, part)
         del frame
         kind: Kind
@@ -78,14 +78,14 @@ class ThreadSampler:
             self.lines[line] += 1
 
     def _read(self, frame: FrameType, part: int) -> tuple[int, bool, str]:
-        """The part that the frames show; whether they are in a collective; and the innermost line of the user's."""
+        """The part that the frames show, whether they are in a collective, and the innermost line of the user's code."""
         shown, is_wait, depth, line = int(part), False, 0, ""
         for each in _outwards(frame):
             name = each.f_code.co_filename
             kind = self._kinds.get(name)
             if kind is None:
                 kind = self._kinds[name] = self._kind_of(name)
-            if kind == "loop" and not line:  # what called it says nothing
+            if kind == "loop" and not line:  # the frames further out do not matter
                 break
             if not line and kind == "user":
                 line = f"{name.removeprefix(self._folder)}:{each.f_lineno} in {each.f_code.co_name}"
@@ -100,12 +100,12 @@ class ThreadSampler:
         return shown, is_wait, line
 
     def _waits(self, kind: str, frame: FrameType, depth: int) -> bool:
-        if kind == "autograd":  # in C: where a reducer waits for the buckets of all ranks
+        if kind == "autograd":  # the backward pass in C++, in which DDP's reducer waits for buckets
             return self._waits_in_backward and depth == 0 and frame.f_code.co_name == "_engine_run_backward"
         return kind == "distributed" or (kind == "echelon" and depth == 0)
 
     def _kind_of(self, name: str) -> str:
-        path = os.path.realpath(os.path.join(self._folder or os.sep, name))  # a relative one, by itself, asks where we are now
+        path = os.path.realpath(os.path.join(self._folder or os.sep, name))  # the current folder may have changed
         if path.startswith(self._torch):
             rest = path[len(self._torch) :]
             if rest.startswith(("distributed/", "nn/parallel/")):
@@ -121,17 +121,17 @@ class ThreadSampler:
         return "library" if is_library else "user"
 
     def _state(self) -> str:
-        """The kernel's letter for it: R runs or could, S sleeps, D waits for a disk."""
+        """The kernel's letter for the thread: R runs or is ready to, S sleeps, D waits for a disk."""
         return chr((_read(self._stat).rpartition(b") ")[2] or b"S")[0])
 
     def _is_at_disk(self) -> bool:
-        """Whether it waits in a call of the kernel about a file, or for a page of one."""
+        """Whether the thread is in a system call about a file, or waits for a page of one."""
         call = _read(self._syscall).split()
         if len(call) > 1 and call[0] not in _NOT_ABOUT_FILES:
             first = int(call[1], 16)
             if first == _HERE:  # a path
                 return True
-            with contextlib.suppress(OSError):  # no descriptor
+            with contextlib.suppress(OSError):  # not a descriptor
                 if _OTHERS_FD <= first < 1 << 20 and stat.S_ISREG(os.fstat(first).st_mode):
                     return True
         return self._state() == "D"
@@ -149,7 +149,7 @@ def _read(file: int | None) -> bytes:
         return b""
 
 
-# Calls whose first argument is a small number and no file's: of x86-64 and of ARM wait4, select, pselect6, clock_nanosleep.
+# Calls whose first argument is a small number but not a descriptor, on x86-64 and ARM: wait4, select, pselect6, clock_nanosleep.
 _NOT_ABOUT_FILES = {b"61", b"23", b"270", b"230", b"247"} if os.uname().machine == "x86_64" else {b"260", b"72", b"115", b"95"}
 _HERE = (1 << 64) - 100  # AT_FDCWD
 
@@ -161,7 +161,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _folder() -> str:
-    """The working folder with a slash, as it is at first: a script may leave it, and remove the one that it is in."""
+    """The working folder at the start, with a slash; empty if it does not exist. A script may change or remove it later."""
     try:
         return os.path.join(os.getcwd(), "")
     except OSError:

@@ -1,9 +1,9 @@
-"""How long a collective of a group waits, for groups made beside the default one.
+"""Give groups other than the default one its timeout for collectives.
 
-torch gives these its own default, 10 minutes for NCCL and 30 for gloo, whatever `init_process_group` was told: a run that asked
-for one minute would hang for 30 in a mesh's axis. There is no public way to read a group's timeout, nor to set one after
-`init_device_mesh` has made it: hence `options._timeout` of a group's backends and `_set_pg_timeout`. Used with torch 2.13; a test
-in tests/world/test_init.py notices a change. Where they are missing, groups keep torch's default.
+torch gives them its own default, 10 minutes for NCCL and 30 for gloo, whatever timeout `init_process_group` got: a run that asked
+for one minute would hang for 30 in a mesh's axis. There is no public way to read a group's timeout, or to set it after
+`init_device_mesh` has made the group. So this module uses `options._timeout` of a group's backends and `_set_pg_timeout`. Used
+with torch 2.13; a test in tests/world/test_init.py notices a change. If they are missing, groups keep torch's default.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["inherit_timeout", "timeout_of_default_group"]
 
 
 def timeout_of_default_group() -> timedelta | None:
-    """None if torch does not say."""
+    """The default group's timeout; None if torch does not provide it."""
     timeouts = [getattr(getattr(backend, "options", None), "_timeout", None) for backend in _backends(dist.group.WORLD)]
     known = [timeout for timeout in timeouts if isinstance(timeout, timedelta)]
     return min(known) if known else None

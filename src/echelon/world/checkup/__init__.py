@@ -1,1 +1,1 @@
-"""What `echelon doctor` has every rank measure: facts of its host, then what ranks do together. It judges nothing."""
+"""The measurements of `echelon doctor` on every rank: facts of its host, then communication between ranks. It judges nothing."""

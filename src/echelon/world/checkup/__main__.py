@@ -1,7 +1,7 @@
-"""`python -m echelon.world.checkup`: one rank's part of `echelon doctor`, whoever started it.
+"""`python -m echelon.world.checkup`: one rank's part of `echelon doctor`, under any launcher.
 
-It tells what it finds as lines of JSON, each a rank, a name and a value, as soon as it knows them: what a rank that hangs or dies
-had said before is not lost. A part that fails tells its error, and the next goes on without it.
+It writes each result at once, as a line of JSON with rank, name and value: results from before a hang or crash are not lost. A
+part that fails writes its error, and the next part follows.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from echelon.world.checkup import host
 
 __all__ = ["main"]
 
-MARK = "echelon-doctor "  # begins each line: whatever else is printed here is not ours
+MARK = "echelon-doctor "  # begins each line, to tell it from other output
 _LONGEST = 400  # characters of an error: srun cuts longer lines in two
 
 
 class Teller:
-    """Writes what a rank has to say into a file of its own, or to standard output."""
+    """Writes a rank's results into a file of its own, or to standard output."""
 
     def __init__(self, rank: int, folder: str | None) -> None:
         self.rank = rank
@@ -43,11 +43,11 @@ class Teller:
             os.close(self._file)
 
     def attempt(self, name: str, find: Callable[[], Any]) -> bool:
-        """Tell a part's value, or why it has none; whether it has one."""
+        """Write a part's value, or its error. Returns whether it has a value."""
         self("doing", name)
         try:
             self(name, find())
-        except Exception as error:  # whatever it is, the other parts are to be told, too
+        except Exception as error:  # any error: the other parts must still run
             text = str(error) if isinstance(error, EchelonError) else f"{type(error).__name__}: {error}"
             if os.environ.get("ECHELON_FULL_TRACEBACK"):
                 traceback.print_exc()
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     wait = timedelta(seconds=arguments.wait)
     if tell.attempt("joined", lambda: ranks.join(info, wait)):
         for name, measure in ranks.PARTS.items():
-            # Whoever lost another in one collective would wait for it in the next.
+            # A rank that lost another one in a collective would wait for it in the next.
             if not tell.attempt(name, lambda measure=measure: measure(quick=arguments.quick)):  # type: ignore[misc]
                 break
         else:

@@ -1,4 +1,4 @@
-"""Facts of this rank's host: disks, limits, names, interfaces, settings. No torch, and nothing that waits for another rank."""
+"""Facts of this rank's host: disks, limits, names, interfaces, settings. Nothing here uses torch or waits for another rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from echelon.world.device import in_thread
 
 __all__ = ["PARTS", "code_of", "in_time", "name"]
 
-# A disk that hangs, a name server that is gone: named, and not waited for.
+# Limit for a disk that hangs or a name server that is gone: these become an error.
 _PATIENCE_S = 10.0
 _MiB = 1 << 20
 _MOST_SOURCES = 1000
@@ -33,14 +33,15 @@ _SETTINGS = re.compile(r"(?:NCCL|GLOO|TORCH_NCCL|TORCH_DISTRIBUTED|UCX|FI)_\w+|O
 
 
 def name() -> str:
-    """As Slurm calls this host, or as it calls itself."""
+    """Slurm's name of this host, or its own."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def in_time(find: Callable[[], Any]) -> Any:
-    """
+    """Call `find` with a time limit.
+
     Raises:
-        TimeoutError: no answer; its thread is left behind, since nothing ends what hangs in the kernel.
+        TimeoutError: no answer. Its thread stays, since a thread that hangs in the kernel cannot be ended.
     """
     results: list[Any] = []
 
@@ -65,7 +66,7 @@ def _versions() -> dict[str, str]:
 
 
 def _own_code() -> str:
-    """Of the sources of echelon that this host sees: two installations may have one version."""
+    """A checksum of echelon's sources on this host: two installations may have the same version."""
     package = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -74,7 +75,7 @@ def _own_code() -> str:
 
 
 def code_of(script: str) -> str:
-    """A checksum of a script and of the other sources in its folder, as far as this host sees them.
+    """A checksum of a script and of the other sources in its folder, as this host sees them.
 
     Raises:
         OSError: the script is not there.
@@ -87,7 +88,7 @@ def code_of(script: str) -> str:
 
 
 def _driver() -> str:
-    """NVIDIA's, as its kernel module says; empty without one."""
+    """The version of NVIDIA's kernel module; empty without one."""
     with contextlib.suppress(OSError):
         if match := re.search(r"\s(\d+\.\d[\d.]*)\s", Path("/proc/driver/nvidia/version").read_text()):
             return match[1]
@@ -95,7 +96,7 @@ def _driver() -> str:
 
 
 def _disks() -> dict[str, Any]:
-    """By what it is for: free MiB and files, whether a file can be made there, and the folder's own number on its disk."""
+    """By purpose of the folder: free MiB and files, whether a file can be made there, and the folder's inode number."""
     return {
         what: _place(path)
         for what, path in {"working folder": os.getcwd(), "temporary folder": os.environ.get("TMPDIR") or "/tmp"}.items()
@@ -106,7 +107,7 @@ def _place(path: str) -> dict[str, Any]:
     disk = os.statvfs(path)
     writable = True
     try:
-        with tempfile.TemporaryFile(dir=path):  # it has no name, so that nothing is left
+        with tempfile.TemporaryFile(dir=path):  # it has no name, so nothing remains
             pass
     except OSError:
         writable = False
@@ -120,13 +121,13 @@ def _place(path: str) -> dict[str, Any]:
 
 
 def _shared_memory() -> list[int]:
-    """Free and whole MiB of /dev/shm."""
+    """Free and total MiB of /dev/shm."""
     usage = shutil.disk_usage("/dev/shm")
     return [usage.free // _MiB, usage.total // _MiB]
 
 
 def _limits() -> dict[str, int | None]:
-    """Soft limits; None is none. Locked memory in MiB."""
+    """Soft limits, and the hard one of open files; None is unlimited. Locked memory is in MiB."""
     kinds = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "locked memory": resource.RLIMIT_MEMLOCK}
     soft = {what: resource.getrlimit(kind)[0] for what, kind in kinds.items()}
     none = resource.RLIM_INFINITY
@@ -136,7 +137,7 @@ def _limits() -> dict[str, int | None]:
 
 
 def _memory() -> list[int]:
-    """Available and whole MiB."""
+    """Available and total MiB."""
     import psutil  # type: ignore[import-untyped,unused-ignore]
 
     memory = psutil.virtual_memory()
@@ -144,7 +145,7 @@ def _memory() -> list[int]:
 
 
 def _resolution() -> dict[str, list[str]]:
-    """Addresses for this host's own name; and of Slurm's step, which of the first host and the next one have none here."""
+    """The addresses of this host's own name; and hosts without an address here: of the Slurm step's first and the next host."""
     nodes = expand_hostlist(os.environ.get("SLURM_STEP_NODELIST", ""))
     node_name = os.environ.get("SLURMD_NODENAME", "")
     asked = {nodes[0], nodes[(nodes.index(node_name) + 1) % len(nodes)]} if node_name in nodes else set()
@@ -175,11 +176,11 @@ def _machine() -> dict[str, Any]:
         "cores": usable_cores(),
         "GPUs": len(visible_devices()),
         "InfiniBand": Path("/sys/class/infiniband").is_dir() and bool(os.listdir("/sys/class/infiniband")),
-        "boot": hashlib.sha256(boot_id().encode()).hexdigest()[:12],  # tells hosts apart that have one name
+        "boot": hashlib.sha256(boot_id().encode()).hexdigest()[:12],  # distinguishes hosts with the same name
     }
 
 
-# In this order, each a line of its own.
+# Run in this order; each result is a line of its own.
 PARTS: Mapping[str, Callable[[], Any]] = {
     what: functools.partial(in_time, find)
     for what, find in {

@@ -1,9 +1,9 @@
-"""What ranks measure together: joining, clocks, sums, bandwidth, matrix products. Every rank calls each part, in one order.
+"""Measurements of ranks together: joining, clocks, sums, bandwidth, matrix products. All ranks call all parts in one order.
 
-pairs   up to 8 ranks: every pair, in rounds in which each rank has one partner. More: a hypercube, rank XOR 1, 2, 4, ...,
-        so that of R ranks each has log2(R) partners, near ones and far ones, and time grows by log2(R)
-clocks  each rank notes its clock as it leaves a barrier, several times: what is left besides the clocks is how far apart
-        ranks leave one, milliseconds; the least of it counts
+pairs   up to 8 ranks: every pair, in rounds in which each rank has one partner. With more ranks: a hypercube, rank XOR 1, 2, 4,
+        ..., so that each of R ranks has log2(R) partners, near and far ones, and the time grows as log2(R)
+clocks  each rank notes its clock as it leaves a barrier, several times. Differences are those of the clocks, plus the
+        milliseconds by which ranks leave a barrier apart; the smallest difference counts
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def versions() -> dict[str, str]:
 
 
 def join(info: RankInfo, wait: timedelta) -> dict[str, Any]:
-    """Seconds until all have joined; and of a connection to the store's port, in milliseconds."""
+    """Join the group. Returns the seconds until all have joined, and the milliseconds of a connection to the store's port."""
     os.environ[HANDSHAKE_VARIABLE] = "none"  # differences are to be listed, not refused
     began = time.monotonic()
     device = init_from_env(timeout=wait)
@@ -59,7 +59,7 @@ def _joined() -> bool:
 
 
 def clocks(*, quick: bool) -> list[float]:
-    """In seconds since 1970, at several moments that are nearly the same on all ranks."""
+    """The time in seconds since 1970, at several moments that are nearly the same on all ranks."""
     ticks = []
     for _ in range(_TICKS):
         if _joined():
@@ -69,7 +69,7 @@ def clocks(*, quick: bool) -> list[float]:
 
 
 def sums(*, quick: bool) -> list[dict[str, Any]]:
-    """All-reduces whose result is known: how many numbers are wrong, and MiB/s of a large one; by device."""
+    """All-reduces with known results: by device, how many numbers are wrong, and MiB/s of a large one."""
     devices = [torch.device("cpu")]
     if torch.cuda.is_initialized():
         devices.append(torch.device("cuda", torch.cuda.current_device()))
@@ -89,7 +89,7 @@ def _sum_on(device: torch.device, size_bytes: int) -> dict[str, Any]:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             took_s = time.monotonic() - began
-            bad = values != (places * ranks + each).to(dtype)  # exact in all three types
+            bad = values != (places * ranks + each).to(dtype)  # exact in all three dtypes
             wrong += int(bad.sum())
             if first is None and bad.any():
                 first = f"{values[bad][0].item():g} in place of {(places * ranks + each)[bad][0].item()}"
@@ -98,11 +98,11 @@ def _sum_on(device: torch.device, size_bytes: int) -> dict[str, Any]:
 
 
 def rounds(rank: int, ranks: int) -> list[int | None]:
-    """This rank's partner in each round; None where it has none."""
+    """This rank's partner in each round; None if it has none."""
     if ranks > MOST_PAIRED:
         other = [rank ^ (1 << bit) for bit in range((ranks - 1).bit_length())]
         return [each if each < ranks else None for each in other]
-    # A tournament: one stands still, the others go round.
+    # A round-robin tournament: one seat is fixed, the others rotate.
     seats = ranks + ranks % 2
     partners: list[int | None] = []
     for turn in range(seats - 1):
@@ -116,7 +116,7 @@ def rounds(rank: int, ranks: int) -> list[int | None]:
 
 
 def pairs(*, quick: bool) -> list[list[float]]:
-    """[partner, MiB/s both ways together, wrong bytes] of each round. In host memory, by gloo."""
+    """[partner, MiB/s of both directions together, wrong bytes] of each round. In host memory, by gloo."""
     if not _joined():
         return []
     results = []
@@ -142,7 +142,7 @@ def pairs(*, quick: bool) -> list[list[float]]:
 
 
 def products(*, quick: bool) -> dict[str, Any]:
-    """GFLOP/s of a matrix product, the best of several, while all ranks compute."""
+    """The best GFLOP/s of several matrix products, while all ranks compute."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
     on_gpu = device.type == "cuda"
     n, dtype = (4096, torch.bfloat16) if on_gpu else (1024, torch.float32)
@@ -173,5 +173,5 @@ def leave() -> bool:
     return True
 
 
-# In this order, on all ranks.
+# Run in this order on all ranks.
 PARTS: Mapping[str, Callable[..., Any]] = {"clocks": clocks, "sums": sums, "pairs": pairs, "products": products}
