@@ -161,7 +161,11 @@ def test_what_cannot_be_split_is_an_error_before_any_collective(module: Any, lay
         (4, {"dp_replicate": 3}, "the 4 ranks that run, got dp_replicate 3. Set dp_replicate to 2 or 4, or start 3 ranks."),
         (2, {"tp": 0}, "tp must be at least 1, or -1 for what the other axes leave, got 0."),
         (8, {"dp_replicate": -1, "tp": 2}, (4, 1, 2)),
-        (8, {"dp_replicate": -1, "tp": -1}, "one axis can be -1, what the others leave, got dp_replicate and tp."),
+        (
+            8,
+            {"dp_replicate": -1, "tp": -1},
+            "only one axis can be -1, which stands for what the others leave, got dp_replicate and tp.",
+        ),
         (16, {"pp": 2, "cp": 2, "tp": 2, "ep": 4}, (1, 2, 2, 2, 2, 4)),
         (8, {"cp": 2, "ep": 3}, "got ep=3 for dp_shard 4 x cp 2 = 8. Set ep to 1 or 2 or 4 or 8."),
     ],

@@ -62,8 +62,8 @@ class ParallelDims:
         """The layout of `world_size` ranks.
 
         Args:
-            dp_shard: by default the world size divided by the other axes. -1 requests this for another axis; then the default of
-                `dp_shard` is 1.
+            dp_shard: by default the world size divided by the other axes. -1 requests this for one of the axes; then the
+                default of `dp_shard` is 1.
         Raises:
             UsageError: the sizes do not multiply to the world size (the nearest that do are named), or `ep` does not divide
                 `dp_shard` x `cp`.
@@ -75,7 +75,7 @@ class ParallelDims:
                 raise LayoutError(f"{name} must be at least 1{rest}, got {size}.")
         rest_of = [name for name, size in axes.items() if size == -1]
         if len(rest_of) > 1:
-            raise LayoutError(f"one axis can be -1, what the others leave, got {' and '.join(rest_of)}.")
+            raise LayoutError(f"only one axis can be -1, which stands for what the others leave, got {' and '.join(rest_of)}.")
         free = rest_of[0] if rest_of else "dp_shard" if dp_shard is None else None
         known = {name: 1 if size is None else size for name, size in axes.items() if name != free}
         sizes = dict(known)

@@ -180,7 +180,7 @@ class DividedForward:
     def _compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Compute the rows with this rank's experts."""
         stacks = {name: part_of_stack(self._part.get_parameter(name), self._dispatch) for name in self._names}
-        if not len(rows):  # the parameters must get gradients even without tokens
+        if not len(rows):  # the backward pass must still reach the all-to-all and the parameters
             return rows + torch.stack([stack.reshape(-1)[:0].sum() for stack in stacks.values()]).sum().to(rows.dtype)
         experts = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
         return self._bare.of(stacks, rows, experts[:, None], rows.new_ones(len(rows), 1))

@@ -1,4 +1,4 @@
-"""A layer of experts: a router chooses a few experts for each token, whose result is the weighted sum of theirs.
+"""A layer of experts: a router chooses a few experts for each token, and the weighted sum of their results is the output.
 
     logits = gate(x)        p = softmax(logits), or sigmoid(logits)
     chosen = the k experts with the largest p + bias;  y = sum over these of weight_i * expert_i(x),  weight_i = p_i (/ their sum)

@@ -127,8 +127,8 @@ def check_kept(module: nn.Module, kept: Collection[str]) -> None:
         for name, sources in _computed_from.get(part, {}).items():
             if name in kept and (given := sources.difference(kept)):
                 raise LayoutError(
-                    f"{name} is computed from the values of {min(given)} when the model is built, and the file gives that "
-                    "one others afterwards. Build the model with its weights (from_pretrained), without on_meta."
+                    f"{name} is computed from the values of {min(given)} when the model is built, but the file replaces "
+                    "these values afterwards. Build the model with its weights (from_pretrained), without on_meta."
                 )
 
 

@@ -237,7 +237,10 @@ class Escapes:
 
 
 class KeptByUnits:
-    """Finds the attributes that units set in a pass: tensors, numbers, entries of lists. Other stages cannot read them."""
+    """Finds the attributes that units set in a pass: tensors, numbers, entries of lists. Other stages cannot read them.
+
+    Tensors with gradients are refused before, by `Escapes`.
+    """
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self._units = list(units)

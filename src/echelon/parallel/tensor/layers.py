@@ -213,7 +213,7 @@ class _Summed(_Split):
 
 
 def _local(parameter: Any) -> torch.Tensor:
-    """This rank's part. The parameter is always a DTensor; a check with hasattr would not compile."""
+    """This rank's part. The parameter is always a DTensor: torch.compile cannot check for the method."""
     part: torch.Tensor = parameter.to_local()
     return part
 

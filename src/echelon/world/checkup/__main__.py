@@ -58,10 +58,12 @@ class Teller:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m echelon.world.checkup")
-    parser.add_argument("--to", metavar="FOLDER", help="where each rank's lines go; by default to standard output")
-    parser.add_argument("--wait", type=float, default=30.0, metavar="S", help="for other ranks, at each step")
+    parser.add_argument("--to", metavar="FOLDER", help="folder for each rank's lines; default: standard output")
+    parser.add_argument(
+        "--wait", type=float, default=30.0, metavar="S", help="time limit of each step that waits for other ranks"
+    )
     parser.add_argument("--quick", action="store_true", help="small messages and matrices")
-    parser.add_argument("--script", metavar="FILE", help="of which each host tells a checksum")
+    parser.add_argument("--script", metavar="FILE", help="report a checksum of this script")
     arguments = parser.parse_args(argv)
     info = RankInfo.from_env()
     tell = Teller(info.rank, arguments.to)
