@@ -242,7 +242,7 @@ def speaks_for(shares: Sequence[tuple[int, Sequence[str]]], rank: int) -> int:
         for digest in digests:
             along.setdefault(digest, []).append(each)
     averaged, alike = {rank}, [rank]
-    for each in alike:  # grows meanwhile
+    for each in alike:  # which grows in this loop
         new = {peer for digest in shares[each][1] for peer in along.pop(digest, ())} - averaged
         averaged |= new
         alike += new

@@ -23,7 +23,7 @@ from echelon.world.mesh import AXES
 
 __all__ = ["LAYOUTS", "in_words", "is_word", "resolve", "with_options_of"]
 
-# What users write, and errors list.
+# The words that users write and errors list.
 LAYOUTS: dict[str, Callable[[], Strategy]] = {
     "none": NOOPStrategy,
     "ddp": DDPStrategy,

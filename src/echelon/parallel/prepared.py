@@ -88,8 +88,8 @@ class Form:
     """How the layout changed the module's parameters.
 
     Args:
-        kind: "own": the parameters that the module had before. "others": the layout put other parameters in their place. "flat":
-            the new parameters are parts of flat tensors, so no gradient of a single parameter can be seen whole.
+        kind: "own": the parameters that the module had before. "others": the layout has replaced them. "flat": the new ones are
+            parts of flat tensors, so no gradient of a single parameter can be seen whole.
         gathered_in: dtype in which parameters are all-gathered, if it differs from theirs.
     """
 
@@ -137,7 +137,7 @@ class Batches:
         return batch
 
     def whole_of(self, outputs: Any) -> Any:
-        """Put the outputs for all parts of the latest batch given to `part_of` together. Collective."""
+        """The outputs for the whole latest batch given to `part_of`, gathered from those for its parts. Collective."""
         return outputs
 
     def check_parts(

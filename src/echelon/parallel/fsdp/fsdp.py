@@ -498,7 +498,7 @@ def sharding_named(value: Any) -> tuple[bool, bool]:
     """A ShardingStrategy, or its name, as (reshard after the forward, replicas of the shards). None is FULL_SHARD.
 
     Raises:
-        UsageError: NO_SHARD, which is "ddp"; anything unknown.
+        UsageError: NO_SHARD, for which there is layout "ddp"; an unknown strategy.
     """
     name = getattr(value, "name", value) or "FULL_SHARD"
     if name == "NO_SHARD":
