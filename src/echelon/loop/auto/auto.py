@@ -1,7 +1,8 @@
 """AutoUnit: the user writes the loss and the optimizer; precision, accumulation, clipping and parallelism are values.
 
-What its user writes, its training step, its evaluation, and what it does as phases begin and end. `loop/auto/optimized_unit.py`
-has how it is built, which a loop of one's own shares, `loop/auto/update.py` the way from a loss to the optimizer's step.
+This file has the methods that a user writes, the training step, the evaluation, and what happens as phases begin and end.
+`loop/auto/optimized_unit.py` builds the unit and is shared with the user's own loops; `loop/auto/update.py` leads from a loss to
+the optimizer's step.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TrainStepResults:
-    """What a training step gave.
+    """Results of a training step.
 
     Args:
         loss: this rank's mean loss of the micro-batch, detached.
-        total_grad_norm: before clipping, over all ranks; None if the step updated nothing or no norm was asked for.
+        total_grad_norm: norm before clipping, over all ranks; None if the step made no update or no norm was asked for.
         outputs: as `compute_loss` returned them.
     """
 
@@ -68,29 +69,30 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
     """Training, evaluation, prediction and testing of one module.
 
     Write `compute_loss(state, data) -> (loss, outputs)`, with a *mean* loss, and
-    `configure_optimizers_and_lr_scheduler(module) -> (optimizer, scheduler or None)`. For several optimizers, as of a GAN, write
-    `compute_losses(state, data)`, which yields the name of one and its loss in turn, and
-    `configure_optimizers_and_lr_schedulers(module) -> {name: (optimizer, scheduler or None)}`; the module may hold several.
+    `configure_optimizers_and_lr_scheduler(module) -> (optimizer, scheduler or None)`. For several optimizers, such as a GAN's,
+    write `compute_losses(state, data)`, which yields an optimizer's name with its loss, one pair after the other, and
+    `configure_optimizers_and_lr_schedulers(module) -> {name: (optimizer, scheduler or None)}`. The module may hold several
+    networks.
 
     Args:
         module: the model; `self.module` is what the layout made of it.
-        layout: how it lies on the ranks: "ddp", "fsdp", "tp=2", or a Strategy; None for a module that is wrapped already or stays
-            as it is.
+        layout: how the model is distributed over the ranks: "ddp", "fsdp", "tp=2", or a Strategy; None for a module that is
+            wrapped already or stays as it is.
         precision: "fp32", "bf16", "fp16" (with a gradient scaler), "float8" (torchao), a torch dtype, or a Precision or Float8.
             Parameters, their gradients and optimizer state stay float32; a sharded layout gathers parameters in this type.
-        accumulate: micro-batches per update on each rank. A Loader splits its global batch into as many; of other loaders as many
-            batches make an update. A short last one keeps its full weight. None is 1, or what the loader was told.
-        clip_grad_norm: largest norm of the whole model's gradient; inf only measures it.
+        accumulate: micro-batches per update on each rank. A Loader splits its global batch into that many; with another loader,
+            that many batches make an update. A short last micro-batch keeps its full weight. None is 1, or the loader's number.
+        clip_grad_norm: largest norm of the whole model's gradient; inf measures the norm without clipping.
         compile: "blocks" compiles the repeated blocks one by one, True the whole module; or a TorchCompileParams.
         recompute: "blocks", "selective" or an ActivationCheckpointParams: recompute activations instead of keeping them.
-        ema: keep an exponential moving average of the weights with this decay, such as 0.999, and evaluate, test and predict
-            with it; `swa_model` is the module with it. It is saved with the unit. Or a SWAParams.
-        options: what few units need: device, schedule by epochs, clipping by value, ...
+        ema: decay of an exponential moving average of the weights, such as 0.999, or a SWAParams. Evaluations, tests and
+            predictions use the average; `swa_model` is the module with averaged weights. The average is saved with the unit.
+        options: options that few units need: device, schedule by epochs, clipping by value, ...
         older: older names of these arguments, which are translated with a warning.
     """
 
-    own_schedule = True  # it may have a step_lr_scheduler of its own; training finds out as it begins
-    _reports_step = True  # False once it is known that nobody wants to hear of its steps
+    own_schedule = True  # the unit may override step_lr_scheduler; the start of training finds out
+    _reports_step = True  # False once on_train_step_end is known not to be overridden
 
     def __init__(
         self,
@@ -108,37 +110,37 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
     ) -> None:
         own: dict[str, Any] = {"layout": layout, "precision": precision, "accumulate": accumulate}
         own |= {"clip_grad_norm": clip_grad_norm, "compile": compile, "recompute": recompute, "ema": ema}
-        super(AutoPredictUnit, self).__init__()  # those of all phases: their progress
+        super(AutoPredictUnit, self).__init__()  # makes the progress of each phase
         self.build_from(module, options_from("AutoUnit", options, older, **own))
 
     def build_from(self, module: nn.Module, options: AutoOptions) -> None:
         super().build_from(module, options)
-        self._held: list[MicroBatch[T]] = []  # steps of the window under way, where the layout takes them at once
+        self._held: list[MicroBatch[T]] = []  # micro-batches of the current window, if the layout runs a window at once
         self.eval_loss = self.test_loss = math.nan  # of the latest evaluation and test, over all ranks
-        self.has_eval_loss = False  # whether the latest evaluation counted any
+        self.has_eval_loss = False  # whether the latest evaluation counted a loss
         self._evaluation = MeanOfAPhase()
 
-    # --- what the user writes, beside the optimizers and `weight`, which are OptimizedUnit's
+    # --- what the user writes; the optimizers and `weight` are in OptimizedUnit
 
     @abstractmethod
     def compute_loss(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
-        """The mean loss of a micro-batch, a scalar with a gradient, and anything that hooks should see."""
+        """Return the mean loss of a micro-batch, a scalar that requires grad, and anything that hooks should see."""
 
-    # --- instead, for several optimizers
+    # --- in place of compute_loss, for several optimizers
 
     def compute_losses(self, state: State, data: T) -> Generator[tuple[str | tuple[str, ...], torch.Tensor], None, Any]:
-        """Yield the name of an optimizer and the mean loss that it steps on, in the order of the steps.
+        """Yield an optimizer's name and the mean loss that it steps on, in the order of the steps.
 
-        Where the next loss is computed, that optimizer has stepped, in an update's last micro-batch. It trains on the gradients
-        of this loss alone, over the whole global batch. One loss of several optimizers is yielded with a tuple of their names:
-        as it is here, where all step on `compute_loss`. What may be returned at the end are outputs.
+        In an update's last micro-batch the optimizer steps before the generator goes on to the next loss. It trains on the
+        gradients of this loss alone, over the whole global batch. If several optimizers share one loss, yield it with a tuple
+        of their names; this default yields `compute_loss` for all of them. The generator may return outputs.
         """
         loss, outputs = self.compute_loss(state, data)
         yield tuple(turn.name for turn in self.several.turns) if self.several is not None else (), loss
         return outputs
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """What is written for several optimizers need not be written for one."""
+        """A class that defines the methods for several optimizers need not define those for one."""
         super().__init_subclass__(**options)
         if cls.configure_optimizers_and_lr_schedulers is AutoUnit.configure_optimizers_and_lr_schedulers:
             return
@@ -149,13 +151,13 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
             cls.compute_loss = sum_of_losses  # type: ignore[assignment, method-assign]
 
     def on_train_step_end(self, state: State, data: T, step: int, results: TrainStepResults) -> None:
-        """After a step; `step` counts from 0."""
+        """Called after a training step; `step` counts from 0."""
 
     def has_own_schedule(self) -> bool:
         return _overrides(self, AutoUnit, "step_lr_scheduler")
 
     def step_lr_scheduler(self) -> None:
-        """Advance the scheduler by one interval; override for one that wants a metric.
+        """Advance the scheduler by one interval; override this for a scheduler that needs a metric.
 
         A ReduceLROnPlateau advances after each evaluation within `fit` instead, with `eval_loss`.
         """
@@ -167,7 +169,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
     # --- a training step
 
     def train_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
-        """One micro-batch, and an update if it ends its window. Returns the detached loss and the outputs."""
+        """Run one micro-batch, and the update if it is the window's last. Returns the detached loss and the outputs."""
         update, window = self._update, self.window
         step = update.begin_step(self, state)
         self.has_updated = ends_window = update.is_last
@@ -202,9 +204,9 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         return detached, outputs
 
     def _take_into_window(self, state: State, micro_batch: MicroBatch[T]) -> tuple[Any, Any]:
-        """A step under a layout that computes the micro-batches of an update at once: (None, None) before the window's last.
+        """Hold a micro-batch for a layout that runs a whole window at once. Returns (None, None) before the window's last.
 
-        `on_train_step_end` is called for all steps of the window then, in their order.
+        The window's last micro-batch runs them all; `on_train_step_end` is then called for each, in order.
         """
         self._held.append(micro_batch)
         if not micro_batch.is_last:
@@ -234,7 +236,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
     # --- evaluations and tests
 
     def eval_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
-        """The loss of a batch, counted into `eval_loss` by its weight."""
+        """Compute the loss of a batch and add it to `eval_loss`, by its weight."""
         data, loss, outputs, counts = self._evaluate(state, data, state.eval_state)
         if counts:
             step = (self.train_progress if state.entry_point is EntryPoint.FIT else self.eval_progress).num_steps_completed
@@ -242,14 +244,14 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         return loss, outputs
 
     def test_step(self, state: State, data: T) -> tuple[torch.Tensor, Any]:
-        """As `eval_step`, counted into `test_loss`."""
+        """Like `eval_step`, for `test_loss`."""
         data, loss, outputs, counts = self._evaluate(state, data, state.test_state)
         if counts:
             self.on_test_step_end(state, data, self.test_progress.num_steps_completed, loss, outputs)
         return loss, outputs
 
     def _evaluate(self, state: State, batch: T, phase: PhaseState | None) -> tuple[T, torch.Tensor, Any, bool]:
-        """This rank's part of the batch, its loss and outputs, and whether it counts: not if it is padding."""
+        """Return this rank's part of the batch, its loss and outputs, and whether the batch counts: padding does not."""
         if self.prepared.batches.doubts:
             check_parts(self, state, batch)
         data = self.prepared.batches.part_of(batch)
@@ -271,10 +273,10 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         return made
 
     def on_eval_step_end(self, state: State, data: T, step: int, loss: torch.Tensor, outputs: Any) -> None:
-        """After an evaluation step; within `fit`, `step` is the number of training steps so far."""
+        """Called after an evaluation step; within `fit`, `step` is the number of training steps so far."""
 
     def on_test_step_end(self, state: State, data: T, step: int, loss: torch.Tensor, outputs: Any) -> None:
-        """After a test step."""
+        """Called after a test step."""
 
     # --- what the loops call
 
@@ -299,14 +301,15 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
 
     def _begin_training(self, state: State) -> None:
         super()._begin_training(state)
-        self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")  # by now also one set on the unit itself
+        self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")  # asked here: it may have been set on the instance
         self.own_schedule = self.has_own_schedule()
         if self._plateau:
             _check_plateau(state)
 
     def may_divide_batches(self) -> bool:
         own = ("train_step", "get_next_train_batch")
-        return not (self.has_several or any(_overrides(self, AutoUnit, name) for name in own))  # a loss meets steps before it
+        # With several optimizers, a loss is computed after the steps of the losses before it.
+        return not (self.has_several or any(_overrides(self, AutoUnit, name) for name in own))
 
     def epoch_closed(self, state: State, phase: str) -> None:
         super().epoch_closed(state, phase)
@@ -317,7 +320,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         elif phase == "eval":
             loss = self._evaluation.mean.compute()
             self.has_eval_loss = not self._evaluation.mean.is_empty
-            self.eval_loss = loss if self.has_eval_loss else self.eval_loss  # which a step of the unit's own may have set
+            self.eval_loss = loss if self.has_eval_loss else self.eval_loss  # an eval_step of the user's may have set it
             self.eval_progress.latest_loss = loss if math.isfinite(loss) else None
             if self._plateau and self._options.lr_monitor is None and state.train_state is not None:
                 _check_evaluated(self)
@@ -334,7 +337,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
             try:
                 value, _ = monitored.number(name, state, self, "eval")
             except monitored.Unknown as error:
-                raise LoopError(f"lr_monitor must be the name of a number that is logged, got {name!r}: {error}.") from None
+                raise LoopError(f"lr_monitor must be the name of a logged number, got {name!r}: {error}.") from None
             self.lr_scheduler.step(value)
 
     def evaluating(self) -> AbstractContextManager[Any]:
@@ -351,22 +354,22 @@ def _overrides(unit: object, base: type, name: str) -> bool:
     return name in vars(unit) or getattr(type(unit), name) is not getattr(base, name)
 
 
-# --- what is wrong with a schedule
+# --- refusals of a ReduceLROnPlateau that has no metric
 
 
 def _check_plateau(state: State) -> None:
     if state.eval_state is None:
         raise LoopError(
-            "ReduceLROnPlateau needs a number of evaluations, and this run has none. Give train(..., eval=loader), or override "
-            "step_lr_scheduler and call self.lr_scheduler.step(metric) there."
+            "ReduceLROnPlateau needs a metric of evaluations, but this run has no evaluations. Give train(..., eval=loader), or "
+            "override step_lr_scheduler and call self.lr_scheduler.step(metric) there."
         )
 
 
 def _check_evaluated(unit: Any) -> None:
-    """After an evaluation whose loss a scheduler is to follow."""
+    """Refuse an evaluation without a loss, if the scheduler follows that loss."""
     if not unit.has_eval_loss:
         raise LoopError(
-            f"ReduceLROnPlateau needs the loss of evaluations, and this one counted none: {type(unit).__name__}.eval_step must "
-            "call super().eval_step(state, data), of batches that are not empty. Or override step_lr_scheduler and call "
+            f"ReduceLROnPlateau needs the loss of each evaluation, but this one counted no loss: {type(unit).__name__}.eval_step "
+            "must call super().eval_step(state, data), on batches that are not empty. Or override step_lr_scheduler and call "
             "self.lr_scheduler.step(metric) there."
         )

@@ -1,8 +1,7 @@
 """Averages of the weights along training: an exponential moving average (EMA), or a plain one (SWA).
 
-The averages live like the parameters: split over the ranks where these are, and keyed by name, so that a checkpoint of them
-can be restored under another layout and number of ranks. They are brought forward with torch's own functions, over this
-rank's parts, without communication.
+The averages are sharded like the parameters and keyed by name, so that their checkpoint can be restored under another layout and
+number of ranks. torch's own functions update them, on this rank's shards, without communication.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ class SWALRParams:
     """The learning rate while averaging: torch's SWALR.
 
     Args:
-        anneal_steps_or_epochs: over how many updates, or epochs, as `lr_interval` says, the rate goes to `swa_lrs`.
+        anneal_steps_or_epochs: number of updates, or epochs, as `lr_interval` says, in which the rate goes to `swa_lrs`.
         anneal_strategy: "linear" or "cos".
-        swa_lrs: the rate in the end; a list has one for each parameter group.
+        swa_lrs: final rate, or a list of one for each parameter group.
     """
 
     anneal_steps_or_epochs: int
@@ -54,19 +53,19 @@ class SWALRParams:
 
 @dataclass(frozen=True)
 class SWAParams:
-    """Which weights are averaged, and how. The names are TorchTNT's; what is counted is always updates of the parameters,
-    whatever `UnitOptions(lr_interval=...)` says of the learning rate. For epochs, multiply by the updates of one.
+    """Which weights are averaged, and how. The names are TorchTNT's, but the numbers always count updates of the parameters,
+    whatever `UnitOptions(lr_interval=...)` says of the learning rate. For epochs, multiply by the updates per epoch.
 
     Args:
-        warmup_steps_or_epochs: how many updates pass before the first is averaged. The average begins as a copy of that one.
-        step_or_epoch_update_freq: every how many updates one is averaged.
-        use_buffers: average buffers such as running statistics, too; False keeps them as the module's are. Whole numbers, such as
-            a count of batches, are always kept as they are.
-        averaging_method: "ema" weighs older ones ever less, "swa" all alike.
+        warmup_steps_or_epochs: number of updates that are not averaged. The average starts as a copy of the next one's weights.
+        step_or_epoch_update_freq: average the weights once every this many updates.
+        use_buffers: average buffers such as running statistics, too; False copies the module's buffers. Integer buffers, such as
+            a count of batches, are always copied.
+        averaging_method: "ema" gives older weights less and less influence, "swa" gives all weights the same.
         ema_decay: the weight of the average against the newest weights; only for "ema".
-        use_lit: begin with a small decay, (1 + n) / (10 + n) at the n-th; only for "ema".
-        swalr_params: another learning rate once averaging has begun, in the scheduler's place.
-        use_in_evaluation: evaluate, test and predict with the averages. Not TorchTNT's: its units call `swa_model` themselves.
+        use_lit: begin with a small decay, (1 + n) / (10 + n) at the n-th averaging; only for "ema".
+        swalr_params: learning rate once averaging has begun, in place of the scheduler.
+        use_in_evaluation: evaluate, test and predict with the averages. TorchTNT has no such option: its units call `swa_model`.
     Source: Polyak and Juditsky 1992; Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better Generalization".
     """
 
@@ -97,10 +96,10 @@ def _whole(params: SWAParams | SWALRParams, name: str, *, at_least: int) -> None
 
 
 class AveragedWeights:
-    """The averages of a module's parameters and buffers. Call it like the module to compute with them.
+    """The averages of a module's parameters and buffers. Call it like the module to compute with the averages.
 
     Attributes:
-        n_averaged: how many have been averaged.
+        n_averaged: how often the weights have been averaged.
         passed: updates since the beginning.
     """
 
@@ -112,15 +111,15 @@ class AveragedWeights:
         self._prepared, self.params = prepared, params
         self.n_averaged = self.passed = 0
         self.applied_now = False
-        prepared.parameters_written()  # refuses here what could not be exchanged later
-        # Once: sharded parameters are found under their names only while they are not gathered.
+        prepared.parameters_written()  # raises now if the layout could not swap weights and averages later
+        # Looked up once: sharded parameters have their names only while they are not gathered.
         self._parameters = {f"parameters.{n}": p for n, p in prepared.named_parameters()}
         self._groups = _by_kind({n: p for n, p in self._parameters.items() if _can_be_averaged(p)})
         self._averages = {n: t.detach().clone() for n, t in {**self._parameters, **_buffers_of(prepared)}.items()}
         self._exchanged: list[str] = []
 
     def _buffers(self) -> dict[str, torch.Tensor]:
-        """As they are now: modules may replace one. What a forward pass makes later, or lets grow, is the module's own."""
+        """The module's buffers as they are now: modules may replace one. Buffers made or grown later are not averaged."""
         found, averages = _buffers_of(self._prepared), self._averages
         return {n: b for n, b in found.items() if n in averages and averages[n].shape == b.shape}
 
@@ -130,25 +129,25 @@ class AveragedWeights:
         return self.passed > self.params.warmup_steps_or_epochs
 
     def step(self) -> None:
-        """After an update: average if it is due."""
+        """After an update: average the weights if that is due."""
         since = self.passed - self.params.warmup_steps_or_epochs
         self.passed += 1
         if since >= 0 and since % self.params.step_or_epoch_update_freq == 0:
             self.update()
 
     def warn_if_unused(self) -> None:
-        """At the end of training."""
+        """At the end of training, warn if nothing was averaged."""
         if self.passed and not self.begun:
             logger.warning(
-                "training ends after %s updates, before the averages of the weights began: "
-                "SWAParams(warmup_steps_or_epochs=%s) counts updates. swa_model holds the weights of the beginning.",
+                "training ended after %s updates, before the averages of the weights began: "
+                "SWAParams(warmup_steps_or_epochs=%s) counts updates. swa_model holds the initial weights.",
                 self.passed,
                 self.params.warmup_steps_or_epochs,
             )
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the module's present weights into the averages."""
+        """Add the module's current weights to the averages."""
         count, params, buffers = self.n_averaged, self.params, self._buffers()
         self.n_averaged += 1
         sources = {**self._parameters, **buffers}
@@ -167,9 +166,9 @@ class AveragedWeights:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Context in which the module has the averages for weights; before the first average, its own.
+        """Context in which the module's weights are the averages; before the first average, its own weights.
 
-        Not for training. Every rank enters it if the layout shards.
+        Not for training. If the layout shards, every rank must enter it.
         """
         if self.n_averaged == 0 or self.applied_now:
             yield
@@ -182,7 +181,8 @@ class AveragedWeights:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        # By value: others hold on to the parameters' memory, and so do compiled graphs. What an evaluation made stays.
+        # Swaps values, not tensors: compiled graphs and others refer to the parameters' memory. Buffers that an evaluation has
+        # made stay.
         sources = {**self._parameters, **self._buffers()}
         names = self._exchanged if self.applied_now else sources
         self._exchanged = [n for n in names if n in sources]
@@ -196,19 +196,19 @@ class AveragedWeights:
 
     @torch.no_grad()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's outputs with the averages for weights, without gradients."""
+        """Return the module's outputs with the averages as weights, without gradients."""
         with self.applied():
             return self._prepared.module(*args, **kwargs)
 
     @property
     def of_first_rank(self) -> list[str]:
-        """Averages of buffers, which each rank makes of its own: rank 0's count."""
+        """Names of averages of buffers. Each rank averages its own buffers; a checkpoint keeps rank 0's."""
         return [name for name in self._averages if name.startswith("buffers.")]
 
     def state_dict(self) -> dict[str, Any]:
         """
         Raises:
-            UsageError: the module has the averages for weights just now; a checkpoint would hold them for its own.
+            UsageError: the module's weights are the averages at the moment; a checkpoint would take them for the weights.
         """
         if self.applied_now:
             raise LoopError(
@@ -220,7 +220,7 @@ class AveragedWeights:
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name, average in self._averages.items():
-            if state_dict[name] is not average:  # a checkpoint is read in place
+            if state_dict[name] is not average:  # restoring a checkpoint reads into the tensors of state_dict()
                 local(average).copy_(local(state_dict[name]))
         self.n_averaged, self.passed = state_dict["n_averaged"], state_dict["passed"]
 
@@ -234,7 +234,7 @@ def _can_be_averaged(tensor: torch.Tensor) -> bool:
 
 
 def _by_kind(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
-    """Names in groups of one device and one type, as torch's functions over many tensors want them."""
+    """Group names by device and dtype, as torch's foreach functions need."""
     kinds: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
         kinds.setdefault((tensor.device, tensor.dtype), []).append(name)
@@ -242,10 +242,10 @@ def _by_kind(tensors: dict[str, torch.Tensor]) -> list[list[str]]:
 
 
 def swa_scheduler(optimizer: torch.optim.Optimizer, params: SWALRParams) -> SWALR:
-    """torch's SWALR, made before the warm-up is over and without a say until then."""
+    """Make torch's SWALR before the warm-up is over, without changing the learning rates until then."""
     rates: Any = params.swa_lrs if isinstance(params.swa_lrs, (int, float)) else list(params.swa_lrs)
     before = [group["lr"] for group in optimizer.param_groups]
     made = SWALR(optimizer, rates, params.anneal_steps_or_epochs, params.anneal_strategy)
     for group, lr in zip(optimizer.param_groups, before, strict=True):
-        group["lr"] = lr  # with nothing to anneal, SWALR sets its own at once
+        group["lr"] = lr  # SWALR sets its own rates at once if there is nothing to anneal
     return made

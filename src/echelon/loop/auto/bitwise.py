@@ -1,4 +1,4 @@
-"""Training whose parameters have the same bits on any number of ranks: what `parallel/gradients/fixed_order` needs from the loop.
+"""Bit-equal training on any number of ranks: the loop's side of `parallel/gradients/fixed_order`.
 
 Besides the order of sums, four things must not depend on the number of ranks: the size of a micro-batch (kernels add in an
 order that depends on shapes), the number of threads, the random numbers of a sample, and the factor that undoes weights.
@@ -23,16 +23,16 @@ class BitEqual:
     """Splits every global batch into `parts`, whatever the number of ranks, and adds their gradients in one order.
 
     Args:
-        parts: a power of two that the data-parallel ranks divide.
+        parts: a power of two divisible by the number of data-parallel ranks.
         prepared: from now on it reduces after every micro-batch, in the fixed order.
     Raises:
-        UsageError: the parts cannot be divided, or the layout has no fixed order.
+        UsageError: the parts cannot be divided by the ranks, or the layout has no fixed order.
     """
 
     def __init__(self, parts: int, prepared: Prepared[torch.nn.Module]) -> None:
         if not is_power_of_two(parts) or parts % prepared.data.size:
             raise LoopError(
-                f"--parts must be a power of two that the number of ranks, {prepared.data.size}, divides, got {parts}. "
+                f"--parts must be a power of two divisible by the number of ranks ({prepared.data.size}), got {parts}. "
                 f"Use 1, 2, 4, ... ranks, up to {parts}, or more parts: --parts N."
             )
         prepared.fix_order()
@@ -42,18 +42,18 @@ class BitEqual:
         self._parameters = [p for p in prepared.module.parameters() if p.requires_grad]
         self._tree = GradientTree()
         self._seed: int | None = None
-        self._others = ""  # where numpy's and Python's streams stood
+        self._others = ""  # digest of the RNG states of numpy and Python
 
     def begin(self, update: int, index: int) -> None:
-        """Before micro-batch `index` of an update: the random numbers are those of its part."""
+        """Set the random numbers of a part, before micro-batch `index` of an update."""
         if self._seed is None:
-            self._seed = torch.initial_seed()  # as the script seeded all ranks
+            self._seed = torch.initial_seed()  # the script has seeded all ranks
         self._others = self._others or agree.from_rank0(rng.digest)
         part = update * self.parts + index * self._prepared.data.size + self._prepared.data.rank
         rng.at(self._seed, self._others, part)
 
     def add(self, *, last: bool) -> None:
-        """After its backward pass: take its gradients into the sum, which with the `last` becomes the gradients."""
+        """Add a micro-batch's gradients to the sum, after its backward pass. With the `last`, the sum becomes the gradients."""
         self._tree.add(self._parameters, last=last)
 
     def discard(self) -> None:
@@ -61,7 +61,7 @@ class BitEqual:
         self._tree.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """What the streams began with: they stand elsewhere by now."""
+        """The seeds at the beginning; the RNG states have moved on since."""
         return {"seed": self._seed, "others": self._others}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,9 +1,8 @@
-"""Stop a run whose losses or gradients stay inf or nan: it trains nothing any more.
+"""Stop a run whose losses or gradients stay inf or nan: it no longer trains anything.
 
-The loss over the global batch is the same number on every rank, so that every rank comes to the same end at the same update
-without a message. On a CPU it is looked at as it comes. On a GPU nothing waits for it: `_AT_ONCE` of them are copied together
-beside the computation, and read when so many more have been computed; at fixed updates, and not when the copy has arrived,
-which would be another one on each rank.
+The loss over the global batch is the same number on every rank, so all ranks stop at the same update without a message. On a CPU
+each loss is checked at once. On a GPU nothing waits for the loss: `_AT_ONCE` losses are copied together beside the computation,
+and read after as many more updates. They are read at fixed updates, not when the copy arrives, which differs from rank to rank.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _NO_SCALE = 2.0**-16
 
 @dataclass(frozen=True)
 class _Where:
-    """An update, and its micro-batches among those of its epoch; all counted from 0."""
+    """An update, and which batches of its epoch it used; all counted from 0."""
 
     update: int
     epoch: int
@@ -47,7 +46,7 @@ class _Where:
 
 
 class FiniteWatch:
-    """Counts the updates in a row whose loss is not finite, and those that a gradient scaler has left out.
+    """Counts the updates in a row whose loss is not finite, and those that a gradient scaler has skipped.
 
     Args:
         limit: how many in a row are too many; None counts nothing.
@@ -60,12 +59,12 @@ class FiniteWatch:
         self.forget()
 
     def forget(self) -> None:
-        """After going back to an older state: what was seen is not what will be."""
+        """Start counting anew, after a restore of an older state."""
         self.is_long = False
         self._row = self._skipped = 0
         self._scale: float | None = None
         self._first: _Where | None = None
-        self._own = math.nan  # this rank's own loss of that update
+        self._own = math.nan  # this rank's own loss of the row's first update
         self._pending: list[tuple[_Where, torch.Tensor, torch.Tensor]] = []
         self._copied: tuple[list[_Where], torch.Tensor, torch.cuda.Event | None] | None = None
 
@@ -110,7 +109,7 @@ class FiniteWatch:
                 self._count(where, own)
 
     def take_skip(self, skipped: bool, scaler: torch.amp.GradScaler) -> None:
-        """After an update with a gradient scaler: was it left out? A smaller scale mends an overflow, and no nan."""
+        """Count the updates in a row that the gradient scaler has skipped. A smaller scale cures an overflow, but not a nan."""
         self._skipped = self._skipped + 1 if skipped else 0
         if self.limit is not None and self._skipped >= self.limit and (scale := scaler.get_scale()) < _NO_SCALE:
             self._scale, self.is_long = scale, True
@@ -123,37 +122,37 @@ class FiniteWatch:
         """
         if not self.is_long:
             return
-        off = "AutoUnit(stop_after_nonfinite_losses=None) goes on regardless."
+        off = "AutoUnit(stop_after_nonfinite_losses=None) turns this check off."
         if self._first is None or (self._scale is not None and self._row < (self.limit or 0)):
             raise NonFiniteError(
                 f"the gradients were inf or nan in {self._skipped} updates in a row, although the gradient scaler is down to "
-                f"{self._scale:g}, so nothing is trained any more. The losses are finite, so look for an infinite slope, "
-                f"such as sqrt(0) or a division by a norm; detect_anomaly=True names it. {off}"
+                f"{self._scale:g}: nothing is trained any more. The losses are finite, so look for an infinite derivative, "
+                f"such as that of sqrt(0) or of a division by a norm; detect_anomaly=True names the operation. {off}"
             )
         raise NonFiniteError(
             f"the loss was not finite in {self._row} updates in a row, the first of them {self._first} "
             f"({self._whose(together=together)}). Checkpoints up to step-{self._first.update:08} are from "
-            "before. Look at those batches, lower the learning rate, or clip; RollBack goes back and leaves such batches out by "
-            f"itself. {off}"
+            "before. Look at those batches, lower the learning rate, or clip gradients. The callback RollBack restores a "
+            f"checkpoint and skips such batches. {off}"
         )
 
     def _whose(self, *, together: bool) -> str:
-        """The losses of that first update that were not finite, by rank. Collective if `together`."""
+        """The ranks' own losses of the row's first update that were not finite. Collective if `together`."""
         if not together:
             return str(self._own)
         owns = agree.gather(str(self._own))
         return (
             ", ".join(f"rank {r}: {v}" for r, v in enumerate(owns) if v in _NOT_FINITE)
-            or "of no rank by itself, but of their sum"
+            or "finite on each rank, but not their sum"
         )
 
     def finish(self, updates: int, *, together: bool) -> None:
-        """At the end of training: what was not read yet, and runs that are shorter than a row.
+        """At the end of training: read the remaining losses, and check runs of fewer updates than the limit, too.
 
         Args:
-            updates: of the whole run so far.
+            updates: number of updates of the whole run so far.
         Raises:
-            NonFiniteError: as above; also if no update at all had a finite loss.
+            NonFiniteError: as `raise_if_long`; also if no update had a finite loss.
         """
         self._read()
         if self._pending:
@@ -165,8 +164,7 @@ class FiniteWatch:
             whose = self._whose(together=together)
             if agree.is_rank0():
                 logger.warning(
-                    "training ends with a loss that has not been finite for the last %s updates, from %s on (%s). "
-                    "Check the weights",
+                    "the loss was not finite in the last %s updates of training, from %s on (%s). Check the weights",
                     self._row,
                     self._first,
                     whose,
@@ -174,7 +172,7 @@ class FiniteWatch:
 
 
 def check_loss(loss: torch.Tensor, weight: Any, update: int) -> None:
-    """Before the backward pass, and agreed: a rank that raised alone would leave the others waiting in a collective.
+    """Check the loss before the backward pass. Collective: a rank that raised alone would leave the others waiting.
 
     Raises:
         NonFiniteError: on all ranks.
@@ -200,7 +198,7 @@ def _is_elsewhere(loss: torch.Tensor) -> bool:
 def _to_host(
     pending: list[tuple[_Where, torch.Tensor, torch.Tensor]],
 ) -> tuple[list[_Where], torch.Tensor, torch.cuda.Event | None]:
-    """Start copying losses, in two rows, the ranks' and this one's; the event tells when they are there."""
+    """Start copying losses to the host: a row of global losses, a row of this rank's. The event tells when they have arrived."""
     there = torch.stack(
         [torch.stack([loss for _, loss, _ in pending]).double(), torch.stack([own for *_, own in pending]).double()]
     )

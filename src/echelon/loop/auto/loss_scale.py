@@ -1,9 +1,8 @@
-"""A loss that is no mean, as far as autograd's graph of it shows: a sum over the samples, also divided by those of the global
-batch, or a mean divided by the accumulation.
+"""Warn of a loss that is not a mean: a sum over the samples, such a sum divided by the samples of the global batch, or a mean
+divided by the accumulation. Autograd's graph shows which.
 
-Both are right in plain PyTorch in one process, and train with another step size here, where losses are averaged over ranks and
-micro-batches. What the graph does not show for certain (a loss in compiled code, or of an autograd.Function of the user's) is
-taken as it is.
+These losses are right in plain PyTorch in one process. Here, where losses are averaged over ranks and micro-batches, they train
+with another step size. A loss whose graph is not clear (in compiled code, or by a user's autograd.Function) gets no warning.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ __all__ = ["tell_of_labels", "tell_of_scale"]
 
 logger = logging.getLogger(__name__)
 
-_MEAN, _SUM = 1, 2  # of torch's reductions, as nodes save them
+_MEAN, _SUM = 1, 2  # torch's numbers of reductions, as graph nodes save them
 _AS_IT_IS = {"ToCopyBackward0", "AliasBackward0", "ViewBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "CloneBackward0"}
 _TERMS = {"AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0"}
 _FACTORS = {"MulBackward0", "MulBackward1", "DivBackward0"}
-_LISTS = {"StackBackward0", "CatBackward0"}  # of losses, which are added
+_LISTS = {"StackBackward0", "CatBackward0"}  # join losses, which are then added
 _MOST = 64  # terms
 
 
 def tell_of_scale(loss: torch.Tensor, samples: int, weight: Any, accumulation: int, divided: int) -> None:
-    """Warn of the first loss of a run, on rank 0, if it is no mean over its micro-batch.
+    """Warn on rank 0 if the first loss of a run is not a mean over its micro-batch.
 
     Args:
-        samples: of this micro-batch.
+        samples: number of samples in this micro-batch.
         weight: of this micro-batch.
-        accumulation: micro-batches of an update on this rank.
-        divided: into how many micro-batches, over all ranks, the batch of the script as it was is divided.
+        accumulation: micro-batches per update on this rank.
+        divided: micro-batches per global batch, over all ranks; one batch in the script for one process.
     """
     if not agree.is_rank0():
         return
     node = _through(loss.grad_fn)
     if divided > 1 and samples > 1 and _is_sum(node, samples):
         logger.warning(
-            "the loss seems to be a sum over the %s samples of a micro-batch. It must be their mean: gradients are the mean over "
-            "%s micro-batches, so that those of a sum come out as many times too small. Take reduction='mean', or divide by the "
+            "the loss seems to be a sum over the %s samples of a micro-batch. It must be their mean: gradients are averaged over "
+            "%s micro-batches, so with a sum they are too small by that factor. Use reduction='mean', or divide by the number of "
             "samples",
             samples,
             divided,
@@ -53,7 +52,7 @@ def tell_of_scale(loss: torch.Tensor, samples: int, weight: Any, accumulation: i
     elif divided > 1 and float(weight) != samples * divided and _is_sum_over(node, samples, samples * divided):
         logger.warning(
             "the loss seems to be a sum over the %s samples of a micro-batch, divided by the %s of the global batch. Divide by "
-            "its own %s: the mean over the %s micro-batches is taken anyway, so that gradients come out as many times too small",
+            "its own %s: gradients are averaged over the %s micro-batches anyway, so they are now too small by that factor",
             samples,
             samples * divided,
             samples,
@@ -61,21 +60,21 @@ def tell_of_scale(loss: torch.Tensor, samples: int, weight: Any, accumulation: i
         )
     elif accumulation > 1 and _is_divided(node, accumulation):
         logger.warning(
-            "the loss seems to be divided by the %s micro-batches of an update. Leave that out: the mean over them is taken "
-            "anyway, so that gradients come out as many times too small",
+            "the loss seems to be divided by the %s micro-batches of an update. Do not divide it: gradients are averaged over "
+            "micro-batches anyway, so they are now too small by that factor",
             accumulation,
         )
 
 
 def tell_of_labels(loss: torch.Tensor, samples: int, sizes: set[int]) -> None:
-    """Warn of the first loss of a run, on rank 0, if it is torch's mean over targets of which samples have more or fewer.
+    """Warn on rank 0 if the first loss of a run is torch's mean over targets, and samples differ in their number of targets.
 
-    So it is with weights of classes, with labels that are ignored, and where a batch has the rows of all its samples end to end.
-    Where samples weigh alike, the mean over the ranks is another one than that of the global batch.
+    This happens with class weights, with ignored labels, and if a batch concatenates the rows of its samples. If micro-batches
+    are then weighed by samples, the mean over the ranks differs from the mean over the global batch.
 
     Args:
-        samples: that the micro-batch weighs.
-        sizes: the first dimensions of what is in the batch, among which the rows of a loss are if they are the batch's.
+        samples: the weight of the micro-batch.
+        sizes: first dimensions of the batch's tensors. A loss over the batch's rows has one of these numbers of rows.
     """
     if samples < 2 or not agree.is_rank0():
         return
@@ -85,9 +84,9 @@ def tell_of_labels(loss: torch.Tensor, samples: int, sizes: set[int]) -> None:
         return
     if (rows := targets.size(0)) % samples and rows in sizes:
         logger.warning(
-            "the loss is a mean over %s rows, but weighs its %s samples among micro-batches and ranks, which have more and fewer "
-            "rows: it trains on another mean than that over the global batch. Give the rows as weight: `ech.window(model, "
-            "weight=len(rows))`, or a unit's weight(data)",
+            "the loss is a mean over %s rows, but micro-batches and ranks, which differ in rows, are weighed by their samples "
+            "(here %s): training does not follow the mean over the global batch. Give the number of rows as weight: "
+            "`ech.window(model, weight=len(rows))`, or a unit's weight(data)",
             rows,
             samples,
         )
@@ -97,14 +96,14 @@ def tell_of_labels(loss: torch.Tensor, samples: int, sizes: set[int]) -> None:
 
 def _tell_of_counts(node: Any, labels: torch.Tensor, samples: int) -> None:
     of_classes, index = _saved(node, "weight"), _saved(node, "ignore_index")
-    ignored = labels == (index - 2**64 if index >= 2**63 else index)  # which is saved without its sign
+    ignored = labels == (index - 2**64 if index >= 2**63 else index)  # the node saves it as an unsigned number
     counts = (~ignored).double() if of_classes is None else (~ignored) * of_classes[labels.masked_fill(ignored, 0)]
-    for of_samples in (counts.view(samples, -1).sum(1), counts.view(-1, samples).sum(0)):  # whichever dimension they are in
+    for of_samples in (counts.view(samples, -1).sum(1), counts.view(-1, samples).sum(0)):  # samples may be in either dimension
         if torch.allclose(of_samples, of_samples[:1]):
             return
     logger.warning(
-        "the loss is a mean over labels that count %.6g in all, but weighs its %s samples among micro-batches and ranks, which "
-        "have more and fewer of these: it trains on another mean than that over the global batch. Give what it counts, %s, as "
+        "the loss is a mean over labels that count %.6g in all, but micro-batches and ranks, which differ in labels, are weighed "
+        "by their samples (here %s): training does not follow the mean over the global batch. Give what the labels count, %s, as "
         "weight: `ech.window(model, weight=...)`, or a unit's weight(data)",
         float(counts.sum()),
         samples,
@@ -113,7 +112,7 @@ def _tell_of_counts(node: Any, labels: torch.Tensor, samples: int) -> None:
 
 
 def _means_with_targets(loss: torch.Tensor) -> list[Any]:
-    """The nodes of torch's mean losses with a target that are added up in it, with whatever factors."""
+    """Graph nodes of torch's mean losses with a target among the terms of a loss, with any factors."""
     made: list[Any] = []
     left: list[Any] = [loss.grad_fn]
     looked = 0
@@ -132,13 +131,13 @@ def _is_over_labels(node: Any) -> bool:
 
 
 def _is_sum(node: Any, samples: int) -> bool:
-    """Whether the first of its terms is a sum over samples, and none shows that it is a mean."""
+    """Whether the loss's first term is a sum over samples, and no term is a mean or divided."""
     terms = list(_terms(node, _MOST))
     return bool(terms) and _sums(terms[0], samples) and not any(_is_mean(term) or _name(term).startswith("Div") for term in terms)
 
 
 def _is_sum_over(node: Any, samples: int, number: int) -> bool:
-    """Whether it is a sum over samples, divided by this very number, which is not that of what is summed up."""
+    """Whether the loss is a sum over samples, divided by `number`, and `number` is not the count of summed elements."""
     if not _is_over(node, number):
         return False
     term = next(_terms(_through(node.next_functions[0][0]), _MOST), None)
@@ -146,7 +145,7 @@ def _is_sum_over(node: Any, samples: int, number: int) -> bool:
 
 
 def _elements(node: Any) -> list[int]:
-    """How many numbers a sum may be of."""
+    """Possible counts of the elements that a node sums."""
     kept = (_saved(node, name) for name in ("self", "target"))
     sizes = _saved(node, "self_sym_sizes")
     return [each.numel() for each in kept if isinstance(each, torch.Tensor)] + ([math.prod(sizes)] if sizes else [])
@@ -160,16 +159,16 @@ def _is_over(node: Any, number: int) -> bool:
 
 
 def _is_divided(node: Any, number: int) -> bool:
-    """Whether it is a mean loss over this very number, which is not that of the losses in it."""
+    """Whether the loss is a mean divided by `number`, and `number` is not the count of its terms."""
     if not _is_over(node, number):
         return False
     terms = list(_terms(_through(node.next_functions[0][0]), _MOST))
-    halves = number == 2 and any(_is_square(term) for term in terms)  # as half the squared error
+    halves = number == 2 and any(_is_square(term) for term in terms)  # half the squared error is usual
     return len(terms) != number and not halves and any(_is_mean(term) for term in terms)
 
 
 def _terms(node: Any, most: int) -> Iterator[Any]:
-    """What is added up in it, from the left; at most so many."""
+    """The terms of a sum, from the left; at most `most`."""
     terms, left = [node], 0
     while terms and left < most:
         node = _through(terms.pop())
@@ -192,7 +191,7 @@ def _sums(node: Any, samples: int) -> bool:
 
 
 def _is_of_means(node: Any) -> bool:
-    """Whether what is summed up are losses already, each a mean over the samples, with whatever factors: as those of tasks."""
+    """Whether the summed elements are losses, each a mean over the samples, with any factors: losses of several tasks."""
     nodes, looked = [node], 0
     while nodes and looked < _MOST:
         node, looked = _through(nodes.pop()), looked + 1
@@ -205,11 +204,11 @@ def _is_of_means(node: Any) -> bool:
 
 
 def _has_shares(node: Any) -> bool:
-    """Whether it is a product with weights that add up to about 1, also those divided by what they are on all ranks."""
+    """Whether it is a product with weights that add up to about 1, here or over all ranks."""
     factors = (_saved(node, name) for name in ("self", "other")) if _name(node) == "MulBackward0" else ()
     return any(
         isinstance(each, torch.Tensor)
-        and not is_split(each)  # of which only all ranks together know the sum
+        and not is_split(each)  # its sum is known only to all ranks together
         and each.dim() > 0
         and float(each.detach().abs().sum()) < math.sqrt(each.numel())
         for each in factors
@@ -226,7 +225,7 @@ def _is_square(node: Any) -> bool:
 
 
 def _is_of_parameter(node: Any) -> bool:
-    """Whether it follows from a parameter alone, as weight decay in the loss does."""
+    """Whether it depends on a parameter alone, like weight decay in the loss."""
     for _ in range(_MOST):
         inner = {each for each, _ in node.next_functions if each is not None}
         if len(inner) != 1:
@@ -236,7 +235,7 @@ def _is_of_parameter(node: Any) -> bool:
 
 
 def _saved(node: Any, name: str) -> Any:
-    """What a node of autograd's keeps for its backward pass, by its name in torch's derivatives.yaml; None if it keeps none."""
+    """A value that an autograd node saves for its backward pass, by its name in torch's derivatives.yaml; None if it has none."""
     return getattr(node, f"_saved_{name}", None)
 
 

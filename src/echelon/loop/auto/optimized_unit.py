@@ -1,4 +1,4 @@
-"""A module with its optimizers: what AutoUnit and the unit behind a loop of one's own share. `Update` works on it."""
+"""A module with its optimizers: the base of AutoUnit and of the unit behind a user's own loop. `Update` works on it."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ logger = logging.getLogger(__name__)
 
 
 class OptimizedUnit(PreparedUnit, TrainedUnit):
-    """The module with its optimizers, its window and what else is saved; `Update` works on it."""
+    """The module with its optimizers, its window and the rest of the saved state; `Update` works on it."""
 
     # What `weight` counts; names the throughput in metrics.jsonl: "<weight_unit>_per_s".
     weight_unit = "samples"
-    # With deterministic="bitwise": micro-batches of a global batch over all ranks, a power of two that the ranks divide.
+    # With deterministic="bitwise": parts of a global batch over all ranks, a power of two divisible by the number of ranks.
     bitwise_parts = 4
 
-    peak_flops: float | None = None  # FLOP/s of this device; None looks its name up
+    peak_flops: float | None = None  # FLOP/s of this device; None looks the device's name up
 
-    optimizer: torch.optim.Optimizer = BuiltAtFirstUse()  # type: ignore[assignment]  # None where there are several
+    optimizer: torch.optim.Optimizer = BuiltAtFirstUse()  # type: ignore[assignment]  # None with several optimizers
     lr_scheduler: Any = BuiltAtFirstUse()
     several: Several | None = None
     lr_interval: Literal["update", "epoch"]
     may_lack = ("grad_scaler", "_bitwise")
     kind_of_update: type[Update] = Update
-    expects_mean = True  # False where a loss trains as in the library that it was written for, whatever it is
-    samples_given: int | None = None  # that the loader put into the batch under way, where it says so
+    expects_mean = True  # False if the loss follows the conventions of the library that it was written for
+    samples_given: int | None = None  # samples that the loader put into the current batch, if the loader says so
     _told_of_doubts = False  # about the samples of a batch
 
     def build_from(self, module: nn.Module, options: AutoOptions) -> None:
-        """Make the module parallel, and all that belongs to it (`rebuild.BUILT`). Collective. Progress stays as it is."""
+        """Make the module parallel and build all that depends on it. Collective. Progress stays as it is."""
         self._prepare(module, options)
         self._options = options
         self.training, self.lr_interval = options.training, options.lr_interval
@@ -83,13 +83,14 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         self.swa_params = averaged = options.averaging
         self.swa_model = AveragedWeights(self.prepared, averaged) if averaged is not None and self.training else None
         self.swa_scheduler: Any = None
-        self._times = 1  # micro-batches for each that was said
+        self._times = 1  # micro-batches run for each planned one; above 1 if fewer ranks run than planned
         self._plateau = False  # whether the scheduler advances with evaluations
-        self._left: tuple[Any, list[nn.Parameter]] = (None, [])  # parameters that this optimizer, or all of several, lacks
+        # The optimizer, or the several, and the module's parameters that it or they do not hold.
+        self._left: tuple[Any, list[nn.Parameter]] = (None, [])
 
     @property
     def auto_options(self) -> AutoOptions:
-        """What `build_from` was given, as it is now: `unit.clip_grad_norm = 1.0` counts."""
+        """The options given to `build_from`, with later assignments such as `unit.clip_grad_norm = 1.0`."""
         return replace(
             self._options,
             lr_interval=self.lr_interval,
@@ -107,7 +108,7 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
     def configure(self) -> None:
         """Build optimizer and scheduler if they are not built yet."""
         if not self.training or self.several is not None or self.__dict__.get("optimizer") is not None:
-            return  # None is what TorchTNT scripts may have set
+            return  # TorchTNT scripts may have set it to None: then it is still built
         if self.has_several:
             self.several = configured(self, own_schedule=self.has_own_schedule())
             return
@@ -122,31 +123,31 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
             self.swa_scheduler = swa_scheduler(self.optimizer, self.swa_params.swalr_params)
 
     def has_own_schedule(self) -> bool:
-        """Whether the user's own code advances the schedule."""
+        """Whether the user's code advances the schedule."""
         return True
 
     @abstractmethod
     def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-        """The optimizer over the parameters of `module`, which has its final form, and a scheduler or None.
+        """Return an optimizer over the parameters of `module`, which is parallel by now, and a scheduler or None.
 
-        Called once, when it is first needed, after your class's whole constructor. Adam and AdamW are fused on a GPU by default.
+        Called once, at first use, after your class's whole constructor. Adam and AdamW are fused on a GPU by default.
         """
 
     def configure_optimizers_and_lr_schedulers(
         self, module: torch.nn.Module
     ) -> Mapping[str, torch.optim.Optimizer | tuple[torch.optim.Optimizer, Any]]:
-        """The optimizers by name, each over parameters of its own, or pairs of one and its scheduler or None.
+        """Return the optimizers by name, or pairs (optimizer, scheduler or None). Each holds different parameters.
 
-        They become attributes, `optimizer_NAME` and `lr_scheduler_NAME`.
+        They become the attributes `optimizer_NAME` and `lr_scheduler_NAME`.
         """
         raise NotImplementedError
 
     def weight(self, data: Any) -> float | torch.Tensor:
-        """What a micro-batch counts in the mean over the global batch: its samples, as many as the loader put into it, or as can
-        be read in it; it is said once where that is not clear. A language model counts tokens, where their number differs:
-        `return echelon.count_tokens(data, next_token=True)`.
+        """Return the weight of a micro-batch in the mean over the global batch. By default: its number of samples, as the loader
+        gave it, or else as read from the batch; a warning is given once if the number is unclear. For a language model whose
+        batches differ in tokens, count those: `return echelon.count_tokens(data, next_token=True)`.
 
-        A number if it is known on the host; a 0-dim tensor on the device is summed up there without waiting.
+        Return a number if the host knows it, or a 0-dim tensor on the device, which is summed there without waiting.
         """
         samples, doubts = samples_of(data, self.samples_given)
         if doubts is not None and not self._told_of_doubts:
@@ -156,10 +157,10 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         return samples if isinstance(share, float) and share == 1 else samples * share
 
     def flops(self, data: Any) -> float | None:
-        """FLOPs of a micro-batch, with cp of this rank's part of it, forward and backward, for `mfu` in metrics.jsonl.
+        """Return the FLOPs of a micro-batch, forward and backward, for `mfu` in metrics.jsonl; with cp, of this rank's part.
 
-        Without what is computed again. None takes the formula for a language model (`records/utilization.py`), and leaves
-        `mfu` out for another and in a pipeline. Yours must tell it from shapes, as nothing here may wait for a device.
+        Leave out recomputed activations. None takes the formula for a language model (`records/utilization.py`); for other
+        models and in a pipeline there is then no `mfu`. Compute it from shapes: this method must not wait for a device.
         """
         return None
 
@@ -173,17 +174,17 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         if self._left[0] is not stepping:
             held = {id(p) for optimizer in self.tracked_optimizers().values() for p in parameters_of(optimizer)}
             self._left = stepping, [p for p in self.prepared.module.parameters() if id(p) not in held]
-        for parameter in self._left[1]:  # whose gradients would add up, and count in the norm
+        for parameter in self._left[1]:  # their gradients would accumulate and count in the norm
             parameter.grad = None
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The one, or all of several."""
+        """All optimizers, also if there is only one."""
         return [self.optimizer] if self.several is None else [turn.optimizer for turn in self.several.turns]
 
     @property
     def divided(self) -> int:
-        """Into how many micro-batches a batch is divided that was one loss's before."""
+        """Number of micro-batches in a global batch, over all ranks. In a script for one process it was one batch, one loss."""
         size = self.data_rank_and_size
         return (1 if size is None else size[1]) * self.window.size
 
@@ -207,7 +208,7 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
 
     @property
     def latest_update(self) -> tuple[Any, Any]:
-        """Loss over the global batch, and gradient norm if it is clipped."""
+        """Loss over the global batch, and the gradient norm if gradients are clipped."""
         return self._update.latest
 
     def phase_started(self, state: State, phase: str) -> None:
@@ -224,7 +225,7 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         update.begin(self)
         loader: Any = getattr(state.train_state, "dataloader", None)
         if self._bitwise is None:
-            rng.separate(self.prepared.data.rank)  # of bit-equal training, streams belong to samples and not to ranks
+            rng.separate(self.prepared.data.rank)  # in bit-equal training, random numbers belong to samples, not to ranks
         accumulation = self.settle_accumulation(loader)
         self.window.size = accumulation * self._times
         self.window.rescale(self.train_progress)
@@ -236,17 +237,17 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         return False
 
     def may_divide_batches(self) -> bool:
-        """Whether each of its micro-batches may become several, where fewer ranks run than were planned (`--ranks MIN:MAX`): so
-        a step takes no more memory than planned.
+        """Whether a micro-batch may be split into several if fewer ranks run than planned (`--ranks MIN:MAX`), so that a step
+        takes no more memory than planned.
         """
         return False
 
     def settle_accumulation(self, loader: Any) -> int:
-        """Agree with a training loader on the micro-batches of an update, before anything counts them. With fewer ranks than were
-        planned there are more: what is returned is their number as it was said.
+        """Agree with the training loader on the micro-batches per update, before anything counts them. Returns the planned
+        number; if fewer ranks run than planned, the loader makes more micro-batches.
 
         Raises:
-            UsageError: both were told, and not the same.
+            UsageError: unit and loader were given different numbers.
         """
         of_unit, self._times = None if self._takes_loaders else self.gradient_accumulation_steps, 1
         for part in loaders_of(loader):
@@ -266,53 +267,53 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         return isinstance(loader, Loader) and self.may_divide_batches()
 
     def optimizer_grew(self) -> None:
-        """While it trains, somebody has given the optimizer more parameters, on all ranks alike. Collective."""
+        """The user has added parameters to the optimizer during training, the same on all ranks. Collective."""
         self._update.optimizer_grew(self)
 
     def epoch_closed(self, state: State, phase: str) -> None:
-        state.logged.weight = 0 if self.prepared.data.is_replica else 1  # of no micro-batch
+        state.logged.weight = 0 if self.prepared.data.is_replica else 1  # what is logged from here on is of no micro-batch
         if phase == "train":
             self._update.end_epoch(self, state)
 
     def phase_ended(self, state: State, phase: str) -> None:
-        complete = not state.should_stop or state.stopped_by_script  # the same on all ranks; else it resumes later
+        complete = not state.should_stop or state.stopped_by_script  # the same on all ranks; an incomplete run resumes later
         self._update.end(self, complete=complete)
 
     def restored(self) -> None:
-        """After a checkpoint: steps are micro-batches, of which an update has another number if the accumulation changed."""
-        if not self._takes_loaders:  # else once the loader is known
+        """After a restore: recount the steps in progress if an update now has another number of micro-batches."""
+        if not self._takes_loaders:  # else `_begin_training` does it, which knows the loader
             self.window.rescale(self.train_progress)
         self._update.finite.forget()
 
 
-# --- with fewer ranks than planned (`echelon run --ranks 2:4`)
+# --- fewer ranks than planned (`echelon run --ranks 2:4`)
 
 
 def _planned() -> float:
-    """How many ranks were planned for each that runs."""
+    """Planned ranks per running rank."""
     return (overrides().planned_ranks or 1) / (dist.get_world_size() if agree.is_joined() else 1)
 
 
 def _parts_of(samples: int) -> int:
-    """Into how many a micro-batch of so many samples is divided, alike: each is as large as was planned, or smaller."""
+    """Number of equal parts into which a micro-batch of `samples` samples is split: each is at most as large as planned."""
     return next((n for n in range(math.ceil(_planned()), samples) if samples % n == 0), samples)
 
 
 def _tell_of_memory(*, by_unit: bool) -> None:
     if (times := _planned()) > 1 and agree.is_rank0():
         logger.warning(
-            "fewer of the %s planned ranks run, and micro-batches are computed whole, since %s: each takes %.3g times the memory",
+            "fewer than the %s planned ranks run, and micro-batches are not split, because %s: each takes %.3g times the memory",
             overrides().planned_ranks,
-            "the unit has a step of its own, or several optimizers" if by_unit else "the loader is no echelon.Loader",
+            "the unit overrides its step or has several optimizers" if by_unit else "the loader is not an echelon.Loader",
             times,
         )
 
 
-# --- what is refused before it trains
+# --- refusals before training
 
 
 def _check_made(unit: str, made: Any) -> None:
-    """What `configure_optimizers_and_lr_scheduler` returned, if it is another form, such as Lightning's."""
+    """Refuse a return value of `configure_optimizers_and_lr_scheduler` in another form, such as Lightning's."""
     is_pair = isinstance(made, tuple) and len(made) == 2
     optimizer, scheduler = made if is_pair else (made, None)
     can_step = scheduler is None or callable(getattr(scheduler, "step", None))
@@ -320,13 +321,13 @@ def _check_made(unit: str, made: Any) -> None:
         shown = f"a pair of {type(optimizer).__name__} and {type(scheduler).__name__}" if is_pair else f"a {type(made).__name__}"
         raise LoopError(
             f"{unit}.configure_optimizers_and_lr_scheduler must return the pair (optimizer, scheduler or None), got {shown}. "
-            "When a scheduler steps is said by options=echelon.UnitOptions(lr_interval=...); several optimizers, by name, are "
-            "returned by configure_optimizers_and_lr_schedulers."
+            "Set when the scheduler steps with options=echelon.UnitOptions(lr_interval=...). Return several optimizers, by name, "
+            "from configure_optimizers_and_lr_schedulers."
         )
 
 
 def _check_own_names(unit: Any) -> None:
-    """Attributes of a subclass that hide AutoUnit's would fail later, in words that explain nothing."""
+    """Refuse attributes of a subclass that hide AutoUnit's: they would fail later, with an unclear error."""
     for name, kind in (("window", Window), ("prepared", Prepared), ("computes", Precision)):
         if not isinstance(getattr(unit, name), kind):
             raise LoopError(f"{type(unit).__name__}.{name} hides an attribute of AutoUnit. Give yours another name.")
@@ -341,6 +342,6 @@ def _check_trainable(unit: Any, *, together: bool, has_layout: bool) -> None:
     """
     if not together and not has_layout:
         raise LoopError(
-            "layout must be given for several ranks; without one each would train its own model. Pass layout='ddp' or "
+            "layout must be given for several ranks; without it, each rank would train its own model. Pass layout='ddp' or "
             "'fsdp', or a module that you wrapped yourself; layout='noop' if each rank is to train its own model."
         )

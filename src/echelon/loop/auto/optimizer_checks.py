@@ -1,7 +1,7 @@
-"""Does the optimizer train the model? One that was made before the module was sharded, or from a copy, moves nothing, silently.
+"""Check that the optimizer trains the model. One made before the module was sharded, or from a copy, silently updates nothing.
 
-Refused is only what can be no intention: parameters that the module had before it was sharded; in an AutoUnit, an optimizer
-without any of its module's. Besides some of the module's parameters, an optimizer may hold whatever it likes.
+Only what cannot be intended is refused: parameters that the module had before it was sharded, and an AutoUnit's optimizer without
+any of the module's parameters. Besides some of the module's parameters, an optimizer may hold any others.
 """
 
 from __future__ import annotations
@@ -37,27 +37,28 @@ if TYPE_CHECKING:
 __all__ = ["add_again", "are_alike", "check_holds", "check_tracked", "look_at_first_update", "not_the_modules", "when_it_grows"]
 
 _REMEDY = (
-    "Nothing would be trained. Make the optimizer after the module is made parallel, from the parameters that it has then: of an "
-    "AutoUnit in configure_optimizers_and_lr_scheduler(module), from module.parameters()."
+    "Nothing would be trained. Make the optimizer after the module is made parallel, from the parameters that it has then: in an "
+    "AutoUnit, in configure_optimizers_and_lr_scheduler(module), from module.parameters()."
 )
 _IN_A_LOOP = (
-    "Nothing would be trained. Make the optimizer from the parameters of the models that prepare() is given with it, before it."
+    "Nothing would be trained. Before prepare(), make the optimizer from the parameters of the models that you give to prepare() "
+    "with it."
 )
 
 
 def check_holds(unit: PreparedUnit, optimizer: Any) -> None:
-    """An AutoUnit's optimizer, as `configure_optimizers_and_lr_scheduler` gave it or as it was assigned.
+    """Check a unit's optimizer, as `configure_optimizers_and_lr_scheduler` returned it or as the user assigned it.
 
     Raises:
         UsageError: it holds parameters that the module had before it was sharded, or none of the module's.
     """
-    reshard(unit.prepared.module)  # an evaluation leaves whole parameters in the place of those that the optimizer has
+    reshard(unit.prepared.module)  # an evaluation leaves gathered parameters in place of the optimizer's shards
     if isinstance(optimizer, torch.optim.Optimizer):
         hooked(optimizer)
     if overrides().observes or not isinstance(optimizer, torch.optim.Optimizer):
         return
     trains = any(p.requires_grad for p in unit.prepared.module.parameters())
-    # Beside others, one may have what is no module's, such as a temperature.
+    # One of several optimizers may hold only parameters outside the module, such as a temperature.
     what = f"{_before(unit)}the {type(optimizer).__name__}"
     problem = _wrong_with(unit, what, parameters_of(optimizer), (), must_hold_some=trains and not unit.has_several)
     if problem is not None:
@@ -65,8 +66,8 @@ def check_holds(unit: PreparedUnit, optimizer: Any) -> None:
 
 
 def look_at_first_update(unit: PreparedUnit, optimizer: torch.optim.Optimizer, *, together: bool) -> RemovableHandle | None:
-    """Refuse an optimizer that meets no gradient, or in part none: it holds the parameters of a copy. Once; collective if
-    `together`. Remove the hook once that update is done."""
+    """Refuse an optimizer whose parameters have no gradient in the first update: none at all, or none of those that look like a
+    copy's. Once; collective if `together`. Remove the hook after that update."""
     if overrides().observes:
         return None
     strangers = _strangers(unit, before := parameters_of(optimizer))
@@ -78,7 +79,7 @@ def look_at_first_update(unit: PreparedUnit, optimizer: torch.optim.Optimizer, *
         if looked:
             return
         looked = True
-        for held, whose in ((parameters_of(optimizer), ""), (copies, " that are not the module's, but shaped as some of its")):
+        for held, whose in ((parameters_of(optimizer), ""), (copies, " that are outside the module but shaped like its own")):
             meets = not held or any(p.grad is not None for p in held)
             if not (agree.any_rank(meets) if together else meets):
                 raise OptimizerError(
@@ -90,7 +91,7 @@ def look_at_first_update(unit: PreparedUnit, optimizer: torch.optim.Optimizer, *
 
 
 def _before(unit: Any) -> str:
-    """How words about its optimizer begin."""
+    """Beginning of a message about the unit's optimizer."""
     return "" if is_own_loop(unit) else f"{type(unit).__name__}: "
 
 
@@ -99,24 +100,24 @@ def _remedy(unit: Any) -> str:
 
 
 def _strangers(unit: Any, held: list[nn.Parameter]) -> list[nn.Parameter]:
-    """What an optimizer holds and nothing of the unit has."""
+    """Parameters of an optimizer that no attribute of the unit has."""
     reached = {id(p) for p in _within(vars(unit).values())}
     return [p for p in held if id(p) not in reached]
 
 
 def _left(module: nn.Module, held: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """What is trained of a module and not held."""
+    """Trained parameters of a module that are not in `held`."""
     ids = {id(p) for p in held}
     return [p for p in module.parameters() if p.requires_grad and id(p) not in ids]
 
 
 def _are_shaped_as(strangers: Sequence[nn.Parameter], left: Sequence[nn.Parameter]) -> bool:
-    """Whether they are what is left, as it was before it was sharded, or in a copy of the module."""
+    """Whether the strangers' shapes are among those left: from before sharding, or from a copy of the module."""
     return any(p.numel() > 1 for p in strangers) and not Counter(p.shape for p in strangers) - Counter(p.shape for p in left)
 
 
 def not_the_modules(unit: PreparedUnit, optimizer: Any) -> list[nn.Parameter]:
-    """What the optimizer trains besides the module, and besides other modules of the unit that are parallel themselves."""
+    """The optimizer's trained parameters that belong neither to the module nor to another parallel module of the unit."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return []
     reduced = {id(p) for p in unit.prepared.module.parameters()}
@@ -128,19 +129,20 @@ def not_the_modules(unit: PreparedUnit, optimizer: Any) -> list[nn.Parameter]:
 
 
 def when_it_grows(optimizer: Any, unit: Any) -> None:
-    """Have `unit.optimizer_grew()`, and no other unit's, called after each `add_param_group`, for which torch has no hook."""
+    """Call `unit.optimizer_grew()`, and no other unit's, after each `add_param_group`, for which torch has no hook."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return
     before: Any = optimizer.add_param_group
     if isinstance(before, _Growing):
         before.unit = weakref.ref(unit)
         return
-    add = weakref.WeakMethod(before) if inspect.ismethod(before) else lambda: before  # an optimizer in no cycle is freed at once
+    # Weak, so that no cycle delays freeing the optimizer.
+    add = weakref.WeakMethod(before) if inspect.ismethod(before) else lambda: before
     replace(optimizer, "add_param_group", "optimizer_checks", _Growing(add, weakref.ref(unit), []))
 
 
 def add_again(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], unit: Any) -> None:
-    """A group that a resumed run's optimizer had been given while it trained. A script that adds it once more adds nothing."""
+    """Add a group that the optimizer was given during training before a resume. If the script adds it again, nothing is added."""
     when_it_grows(optimizer, unit)
     optimizer.add_param_group({"params": parameters})
     growing: Any = optimizer.add_param_group
@@ -152,7 +154,7 @@ class _Growing:
     """An optimizer's `add_param_group` that tells a unit.
 
     Args:
-        again: what `add_again` gave it, which is not added a second time.
+        again: ids of the parameters of each group from `add_again`, which is not added a second time.
     """
 
     add: Callable[[], Callable[[dict[str, Any]], None] | None]
@@ -174,12 +176,12 @@ class _Growing:
 
 
 def check_tracked(unit: Any) -> list[Guard]:
-    """Before a unit trains: all optimizers and modules among its attributes. Collective.
+    """Before a unit trains, check all optimizers and modules among its attributes. Collective.
 
     Returns:
-        what watches all that it trains, and the steps of a unit that steps by itself; on all ranks or none.
+        guards of all that the unit trains, and of the steps of a unit that steps by itself; on all ranks or on none.
     Raises:
-        UsageError: on all ranks, if an optimizer of one holds what a module was before it was sharded.
+        UsageError: on all ranks, if an optimizer on any rank holds parameters that a module had before it was sharded.
     """
     optimizers, modules = unit.tracked_optimizers(), unit.tracked_modules()
     problem = None if overrides().observes else _problem(unit, optimizers, modules)
@@ -197,7 +199,7 @@ def check_tracked(unit: Any) -> list[Guard]:
 
 
 def _searches_together(unit: Any, optimizer: torch.optim.Optimizer) -> None:
-    """LBFGS decides by the loss whether it computes once more: by that of all ranks, whose gradients are averaged as well."""
+    """Give LBFGS the loss averaged over the ranks, as its gradients are: the loss decides whether it calls the closure again."""
     ids = {id(p) for p in parameters_of(optimizer)}
     trained = [p for p in unit.prepared_modules().values() if any(id(each) in ids for each in p.module.parameters())]
     if not trained or trained[0].data.averaged_over == 1:
@@ -213,7 +215,7 @@ def _searches_together(unit: Any, optimizer: torch.optim.Optimizer) -> None:
 
 @dataclass(frozen=True)
 class _MeanLoss:
-    """A closure's loss, as the mean over the ranks."""
+    """Calls a closure and averages its loss over the ranks."""
 
     closure: Callable[[], Any]
     groups: Iterable[dist.ProcessGroup | None]
@@ -227,13 +229,13 @@ class _MeanLoss:
 
 
 def _problem(unit: Any, optimizers: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> str | None:
-    """What is wrong with the first optimizer with which something is; None if nothing is."""
+    """Describe the first problem of an optimizer; None if there is none."""
     prepared = [each for name, each in unit.prepared_modules().items() if name in modules]
     for each in prepared:
         reshard(each.module)
     held = {name: parameters_of(optimizer) for name, optimizer in optimizers.items()}
     everywhere = [p for parameters in held.values() for p in parameters]
-    left: list[nn.Parameter] = []  # of modules that are sharded
+    left: list[nn.Parameter] = []  # parameters of sharded modules that no optimizer holds
     flat = False
     for each in prepared:
         if each.form.kind != "own":
@@ -248,12 +250,12 @@ def _problem(unit: Any, optimizers: Mapping[str, Any], modules: Mapping[str, nn.
 def _wrong_with(
     unit: Any, what: str, held: list[nn.Parameter], left: Sequence[nn.Parameter], *, must_hold_some: bool
 ) -> str | None:
-    """What is wrong with the parameters of an optimizer.
+    """Describe what is wrong with the parameters of an optimizer; None if nothing is.
 
     Args:
         what: the optimizer's name.
-        left: of the unit's sharded modules, what no optimizer holds.
-        must_hold_some: of the unit's, if it holds any.
+        left: parameters of the unit's sharded modules that no optimizer holds.
+        must_hold_some: the optimizer, if not empty, must hold some of the unit's parameters.
     """
     old = [name for p in held if (name := name_before(p)) is not None]
     if old:
@@ -261,7 +263,7 @@ def _wrong_with(
     whole = [p for p in held if p.numel() and not is_split(p) and not p.is_meta]
     gone = [p for p in whole if p.untyped_storage().size() == 0]
     if gone:
-        return f"{what} holds {_count(gone)} that were gathered for a forward pass and are gone (first: {_shown(gone[0])})."
+        return f"{what} holds {_count(gone)} gathered for a forward pass and freed since (first: {_shown(gone[0])})."
     strangers = _strangers(unit, held)
     if _are_shaped_as(strangers, left) or (must_hold_some and len(strangers) == len(held) > 0):
         whose = "no model of the loop" if is_own_loop(unit) else "no module of the unit"
@@ -283,7 +285,7 @@ def _within(values: Iterable[Any], depth: int = 3) -> Iterator[nn.Parameter]:
 
 
 def are_alike(held: Sequence[nn.Parameter], others: Sequence[nn.Parameter]) -> bool:
-    """Whether these are copies of the others, by their shapes."""
+    """Whether `held` has the shapes of `others`, as copies would."""
     return Counter(p.shape for p in held) == Counter(p.shape for p in others)
 
 

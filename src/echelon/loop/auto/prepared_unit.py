@@ -1,4 +1,4 @@
-"""A module made parallel, moved to the device, and what follows from that for a loop; and AutoPredictUnit, which calls it."""
+"""PreparedUnit: a module made parallel and moved to the device, as the loops need it. AutoPredictUnit predicts with it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PreparedUnit(Unit):
     has_several = False  # optimizers
 
     def _prepare(self, module: nn.Module, options: AutoOptions) -> None:
-        """Make the module parallel, and set what follows from that. Collective."""
+        """Make the module parallel and set the attributes that depend on it. Collective."""
         check_module(module)
         decided = overrides()
         self.device = options.device or init_from_env()
@@ -52,12 +52,12 @@ class PreparedUnit(Unit):
         self.computes.look_at(self.device)
         self.detect_anomaly, self.enable_prefetch = options.detect_anomaly, options.prefetch
         compiled: Any = options.compile if decided.compile is not False else None
-        recomputed: Any = options.recompute  # values by now, not names
+        recomputed: Any = options.recompute  # AutoOptions has turned names into values
         recipe = Recipe(recomputed, compiled, self.computes)
         make: Callable[..., Prepared[Any]] = prepare_networks if self.has_several else parallelize
         self.prepared = make(module, options.layout, self.device, recipe, overridden=decided.layout)
         made = self.prepared.module
-        self.module: nn.Module = module if without_compile(module) is made else made  # torch.compile(DDP(...)) is called as such
+        self.module: nn.Module = module if without_compile(module) is made else made  # keeps the outer torch.compile(DDP(...))
         self._copies = torch.cuda.Stream(self.device) if self.enable_prefetch and self.device.type == "cuda" else None
 
     @property
@@ -65,7 +65,7 @@ class PreparedUnit(Unit):
         return self.prepared.forward_is_collective
 
     def meets_at_end(self, phase: str) -> bool:
-        return phase != "predict" or self.forward_is_collective  # else the loss is a mean over the ranks
+        return phase != "predict" or self.forward_is_collective  # evaluations and tests average the loss over the ranks
 
     def prepared_modules(self) -> dict[str, Prepared[Any]]:
         own, modules = self.prepared, self.tracked_modules()
@@ -77,18 +77,19 @@ class PreparedUnit(Unit):
         return self.prepared.data.rank_and_size
 
     def move_data_to_device(self, state: State, data: Any, non_blocking: bool) -> Any:
-        """Put a batch on `self.device`; override for batches of a kind of your own."""
-        # To a GPU always: what is not page-locked is copied before this returns. From one, a reader would have to wait.
+        """Copy a batch to `self.device`; override this for batch types of your own."""
+        # Copies to a GPU may always be non-blocking: a source that is not page-locked is copied before this returns. A
+        # non-blocking copy from a GPU could be read before it has arrived.
         return copy_data_to_device(data, self.device, non_blocking=non_blocking or self.device.type == "cuda")
 
     def placement(self, phase: str) -> tuple[Any, Any]:
         if self.device.type == "cpu" and type(self).move_data_to_device is PreparedUnit.move_data_to_device:
-            return None, None  # loaders give host memory: nothing to move, nothing to call per step
+            return None, None  # batches are in host memory already: no call per step
         return self.move_data_to_device, self._copies
 
     @property
     def precision(self) -> Precision:
-        """What losses and predictions are computed in."""
+        """Precision in which losses and predictions are computed."""
         return self.computes
 
     @precision.setter
@@ -96,14 +97,14 @@ class PreparedUnit(Unit):
         raise LoopError(f"{type(self).__name__}.precision hides an attribute of AutoUnit. Give yours another name.")
 
     def autocast(self) -> Any:
-        """The context in which losses and predictions are computed."""
+        """Autocast context in which losses and predictions are computed."""
         return self.computes.autocast(self.device)
 
 
 class AutoPredictUnit(PreparedUnit, PredictUnit[T]):
     """Prediction with one module: made parallel, moved to the device, called on each batch under autocast.
 
-    The arguments are AutoUnit's, which describes them.
+    AutoUnit describes the arguments.
     """
 
     def __init__(
@@ -122,13 +123,13 @@ class AutoPredictUnit(PreparedUnit, PredictUnit[T]):
         self._prepare(module, options_from("AutoPredictUnit", options, older, **own))
 
     def through_stages(self, state: State, compute: Callable[..., R], *data: Any) -> R:
-        """`compute(*data)` in a pipeline. Of a trial pass nothing stays, also in metrics of the user's own."""
+        """Call `compute(*data)` in a pipeline. A trial pass leaves nothing behind, not in the user's metrics either."""
         with uncounted(self) if self.prepared.batches.dry_run else NO_CONTEXT:
             made: R = state.logged.of_stage(self.prepared, compute, *data)
             return made
 
     def predict_step(self, state: State, data: T) -> Any:
-        """The module's outputs for a batch."""
+        """Return the module's outputs for a batch."""
         part = self.prepared.batches.part_of(data)
         is_padding = step_under_way(state.predict_state).is_padding
         if is_padding:
@@ -142,4 +143,4 @@ class AutoPredictUnit(PreparedUnit, PredictUnit[T]):
         return outputs
 
     def on_predict_step_end(self, state: State, data: T, step: int, outputs: Any) -> None:
-        """After a prediction step; `step` counts from 0."""
+        """Called after a prediction step; `step` counts from 0."""

@@ -1,12 +1,13 @@
-"""Several optimizers in one update, each of which steps on gradients of its own.
+"""Several optimizers in one update, each with gradients of its own.
 
-    backward(loss)     any number of passes in a micro-batch; each adds to the gradients of all that it reaches
-    keep(turn)         an optimizer's step before the window's last micro-batch: what its parameters have is put aside
-    settle(turn)       its step in the last: the ranks meet, its gradients become those of the global batch
-    end(state)         the losses' sums over the ranks, the record
+    backward(loss)       any number of passes in a micro-batch; each adds to the gradients of all parameters that it reaches
+    keep(turn)           an optimizer's step before the window's last micro-batch: sets its gradients aside
+    settle(turn)         its step in the last micro-batch: the ranks meet, its gradients become those of the global batch
+    end_micro_batch()    the window takes in the weight and the sum of the losses
+    meet_at_end()        the window's end: the ranks have stepped the same optimizers
 
-So the gradients of an optimizer are those that its parameters had at its step in each micro-batch of the window: what a loss of
-another optimizer leaves there, and is cleared before the next pass, is in none of them.
+An optimizer's gradients are those that its parameters had at its step in each micro-batch of the window. Gradients that the loss
+of another optimizer left there, and that were cleared before the next pass, are not among them.
 """
 
 from __future__ import annotations
@@ -46,11 +47,13 @@ class Turn:
     """An optimizer's part in an update.
 
     Attributes:
-        number: from 1.
-        kept: gradients of its steps in earlier micro-batches, and how many these were.
+        number: its place among the optimizers, from 1.
+        kept: sum of the gradients at its steps in earlier micro-batches.
+        times_kept: number of these steps.
         settled: its gradients are those of the global batch.
-        stepped, updated: its step was called in the window's last micro-batch, and was not left out.
-        norm: of its gradients, if it was asked for.
+        stepped: its step was called in the window's last micro-batch.
+        updated: that step was not skipped.
+        norm: norm of its gradients, if they are clipped.
     """
 
     name: str
@@ -97,18 +100,19 @@ class Several:
     def __init__(self, unit: Any, made: Mapping[str, tuple[torch.optim.Optimizer, Any]]) -> None:
         self._unit = unit
         self.turns = [Turn(name, i, *each) for i, (name, each) in enumerate(made.items(), 1)]
-        self._loss: Any = None  # the sum of the passes of this micro-batch
-        self._earlier: float = 0  # what the window's earlier micro-batches weigh on this rank
-        self._weight: float = 0  # and this one
-        self.total: float | None = None  # what the window's global batch weighs, once the ranks have met
-        self._witnesses: dict[Turn, nn.Parameter | None] = {}  # of whose gradients it is seen that the script changes them
-        self._seen_versions: dict[Turn, int] = {}  # after the latest pass
+        self._loss: Any = None  # sum of this micro-batch's losses
+        self._earlier: float = 0  # weight of the window's earlier micro-batches on this rank
+        self._weight: float = 0  # weight of this micro-batch
+        self.total: float | None = None  # weight of the window's global batch, once the ranks have met
+        # For each turn one parameter, by whose gradient a change by the script is noticed.
+        self._witnesses: dict[Turn, nn.Parameter | None] = {}
+        self._seen_versions: dict[Turn, int] = {}  # of the witness's gradient, after the latest pass
         self._told_of_change = False
 
     def check(self, names: Mapping[nn.Parameter, str]) -> None:
         """
         Raises:
-            UsageError: two optimizers have the same parameter, or one has those of a copy of a network.
+            UsageError: two optimizers hold the same parameter, or one holds the parameters of a copy of a network.
         """
         whose: dict[nn.Parameter, str] = {}
         for turn in self.turns:
@@ -116,7 +120,7 @@ class Several:
                 if parameter in whose:
                     raise LoopError(
                         f"each parameter must be in one optimizer, got {names.get(parameter, 'one')} in {whose[parameter]} "
-                        f"and in {turn}. Leave it to one of them: what several losses share, such as a trunk, to the first."
+                        f"and in {turn}. Leave it to one of them; if several losses share it, as a trunk, to the first."
                     )
                 whose[parameter] = str(turn)
         for part in self._unit.prepared.parts:
@@ -124,8 +128,9 @@ class Several:
             for turn in self.turns:
                 if left and are_alike(turn.parameters, left):
                     raise LoopError(
-                        f"{turn} must hold parameters that the module has now, got {len(left)} of the shapes of those that no "
-                        "optimizer holds: of a copy, or from before. Make it from the module that the method is given."
+                        f"{turn} must hold parameters of the module, got {len(left)} of a copy or from before the module was "
+                        "made parallel: no optimizer holds the module's parameters of the same shapes. Make the optimizer from "
+                        "the module that the method is given."
                     )
 
     def of(self, optimizer: Any) -> Turn:
@@ -134,12 +139,12 @@ class Several:
     def asked(self, optimizer: Any) -> Turn:
         """
         Raises:
-            UsageError: it is none of these; None is the only one.
+            UsageError: it is none of these optimizers. None stands for the optimizer if there is only one.
         """
         turns = [turn for turn in self.turns if turn.optimizer is optimizer or (optimizer is None and len(self.turns) == 1)]
         if not turns:
             raise LoopError(
-                f"of must be one of the optimizers, whose gradients are clipped each by itself, got a "
+                f"of must be one of the optimizers, because each optimizer's gradients are clipped separately, got a "
                 f"{type(optimizer).__name__}. Write window.clip_grad_norm_(1.0, of=optimizer)."
             )
         return turns[0]
@@ -156,7 +161,7 @@ class Several:
         self._loss, self._weight = None, weight
 
     def discard(self) -> None:
-        """What is left of the window before, or of an unfinished one."""
+        """Drop what is left of the previous window, or of an unfinished one."""
         self._loss, self._earlier, self._weight, self.total = None, 0, 0, None
         for turn in self.turns:
             turn.reset()
@@ -164,8 +169,8 @@ class Several:
     def backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any], *, retain_graph: bool | None = None) -> None:
         if (late := next((turn for turn in self.turns if turn.settled), None)) is not None:
             raise LoopError(
-                f"the gradients of {late} were clipped for its step, got a further backward pass before that. Call its "
-                "step() first, or clip after the last pass."
+                f"window.backward must not come between clipping and step(), got it after the gradients of {late} were clipped. "
+                "Call its step() first, or clip after the last backward pass."
             )
         detached, window = loss.detach(), self._unit.window
         self._loss = detached if self._loss is None else self._loss + detached
@@ -185,12 +190,12 @@ class Several:
                 turn not in self._witnesses
                 and (stale := next((p for p in turn.parameters if p.grad is not None), None)) is not None
             ):
-                self._witnesses[turn] = None if is_split(stale) else stale  # of shards each pass is averaged by itself
+                self._witnesses[turn] = None if is_split(stale) else stale  # gradients of shards are averaged in each pass
             if (witness := self._witnesses.get(turn)) is not None:
                 self._seen_versions[turn] = gradients.times_changed(witness)
 
     def _tell_of_change(self, turn: Turn) -> None:
-        """Once, where the script has changed a gradient since the latest pass, of which the other ranks know nothing."""
+        """Warn once if the script has changed a gradient since the latest backward pass: the ranks have not averaged it yet."""
         witness, parts = self._witnesses.get(turn), self._unit.prepared.data.averaged_over * self._unit.window.size
         if parts == 1 or self._told_of_change or witness is None or witness.grad is None:
             return
@@ -198,13 +203,13 @@ class Several:
             self._told_of_change = True
             logger.warning(
                 "gradients of %s were changed before its step(), when they are those of this rank's batch alone: with several "
-                "optimizers the ranks, and the batches of an update, come together in step(). Call window.clip_grad_norm_(..., "
-                "of=optimizer) or window.clip_grad_value_ in place of torch's, which come after that",
+                "optimizers, step() averages over the ranks and over the batches of an update. In place of torch's functions, "
+                "call window.clip_grad_norm_(..., of=optimizer) or window.clip_grad_value_, which average first",
                 turn,
             )
 
     def keep(self, turn: Turn) -> None:
-        """The step of an optimizer in a micro-batch that is not the window's last."""
+        """Set the gradients aside at an optimizer's step before the window's last micro-batch."""
         if turn.times_kept == self._unit.window.count:
             raise _twice(turn)
         self._tell_of_change(turn)
@@ -212,7 +217,7 @@ class Several:
         turn.put_aside()
 
     def settle(self, turn: Turn) -> bool:
-        """The gradients for an optimizer's step become those of the global batch. Collective. False if that weighs nothing."""
+        """Make the gradients for an optimizer's step those of the global batch. Collective. False if the batch weighs nothing."""
         if turn.settled:
             return self.total != 0
         window, prepared = self._unit.window, self._unit.prepared
@@ -222,8 +227,8 @@ class Several:
         if turn.times_kept != window.count - 1:
             raise LoopError(
                 f"step() of {turn} must be called in each batch of an update, got it in {turn.times_kept + 1} of "
-                f"{window.count}: it steps in the last one, and tells before which gradients are to be kept. Do not ask for "
-                "window.is_last before it; what happens in some updates only, choose by window.update, in a unit by "
+                f"{window.count}: it updates the parameters in the last batch, and keeps the gradients in the earlier ones. Do "
+                "not call it under `if window.is_last`. To step in some updates only, decide by window.update, in a unit by "
                 "train_progress.num_updates_completed."
             )
         self._tell_of_change(turn)
@@ -259,10 +264,10 @@ class Several:
     # --- a micro-batch of a unit
 
     def named(self, names: Any) -> list[Turn]:
-        """Those that `compute_losses` has named with a loss.
+        """The turns of the optimizers that `compute_losses` has named with a loss.
 
         Raises:
-            UsageError: there is none of this name.
+            UsageError: no optimizer has this name.
         """
         wanted, known = (names,) if isinstance(names, str) else names, {turn.name: turn for turn in self.turns}
         if not isinstance(wanted, (tuple, list)) or not wanted or any(name not in known for name in wanted):
@@ -273,7 +278,7 @@ class Several:
         return [known[name] for name in wanted]
 
     def train(self, state: State, micro_batch: MicroBatch[Any]) -> Any:
-        """Each loss of `compute_losses` in its turn: the optimizers of its name step before the next is computed.
+        """Run each loss of `compute_losses` in its turn: the optimizers named with it step before the next loss is computed.
 
         Returns what `compute_losses` returned.
         """
@@ -281,8 +286,8 @@ class Several:
         passes, last = unit.compute_losses(state, micro_batch.data), micro_batch.is_last
         if not isinstance(passes, Iterator):
             raise LoopError(
-                f"{type(unit).__name__}.compute_losses must yield a name and a loss, `yield 'critic', loss`, for each in the "
-                f"order of their steps, got {type(passes).__name__} returned."
+                f"{type(unit).__name__}.compute_losses must yield a name and a loss, `yield 'critic', loss`, for each step in "
+                f"order, got a returned {type(passes).__name__}."
             )
         while True:
             clock.enter(Part.FORWARD)
@@ -301,15 +306,15 @@ class Several:
                 check_loss(loss, micro_batch.weight, unit.train_progress.num_updates_completed)
             self.log(state, turns, loss)
             for turn in turns:
-                gradients.clear(turn.optimizer)  # of what another's loss has left there
+                gradients.clear(turn.optimizer)  # losses of other optimizers may have left gradients there
             clock.enter(Part.BACKWARD)
             try:
                 self.backward(loss, micro_batch, retain_graph=unit.retain_graph)
             except RuntimeError as error:
                 if "second time" in str(error) or "inplace operation" in str(error):
                     error.add_note(
-                        f"{type(unit).__name__}.compute_losses: the loss of {names!r} goes through what an earlier one went "
-                        "through, whose optimizer has stepped. Compute that again after the earlier yield, detach it, or yield "
+                        f"{type(unit).__name__}.compute_losses: the loss of {names!r} shares part of its graph with an earlier "
+                        "loss, whose optimizer has stepped. Compute that part again after the earlier yield, detach it, or yield "
                         "the sum of both losses with a tuple of both names."
                     )
                 raise
@@ -326,7 +331,7 @@ class Several:
         return outputs
 
     def log(self, state: State, turns: Sequence[Turn], loss: torch.Tensor) -> None:
-        """A loss that is not that of all, which is logged as it is."""
+        """Log the loss of some of the optimizers; the loss of all is logged anyway."""
         if len(turns) < len(self.turns):
             state.log(f"loss_{'_'.join(turn.name for turn in turns)}", loss.detach())
 
@@ -337,24 +342,24 @@ class Several:
             self.clip_value(turn, self._unit.clip_grad_value)
 
     def advance(self, *, after_epoch: bool) -> None:
-        """The schedulers: after an update, of the optimizers that stepped in it."""
+        """Advance the schedulers; after an update, only those of the optimizers that stepped in it."""
         for turn in self.turns:
             if turn.scheduler is not None and (after_epoch or turn.updated):
                 turn.scheduler.step()
 
-    # --- its end
+    # --- the end of a micro-batch and of its window
 
     def end_micro_batch(self, *, replica: bool) -> None:
-        """The window takes its weight in, and the sum of its losses."""
+        """Add the micro-batch's weight and the sum of its losses to the window."""
         weight = 0 if replica else self._weight
         self._unit.window.add(self._loss, weight)
         self._earlier += weight
 
     def meet_at_end(self) -> None:
-        """In the window's last micro-batch, whatever has stepped on this rank. Collective.
+        """End the window on all ranks, whichever optimizers have stepped on this one. Collective.
 
         Raises:
-            UsageError: no optimizer has stepped, or one whose gradients were kept has not.
+            UsageError: no optimizer has stepped, or one whose gradients were kept has not stepped.
         """
         missed = next((turn for turn in self.turns if turn.times_kept and not turn.stepped), None)
         stepped = any(turn.stepped for turn in self.turns)
@@ -362,17 +367,17 @@ class Several:
         self.total = self._meet(number, "the end of the window" if stepped else "the end of the window, without a step")
         if not stepped:
             raise LoopError(
-                "the update must end with the step() of an optimizer, got the end of its window before one. Call it after "
+                "an update must have the step() of an optimizer, got the end of its window without one. Call step() after "
                 "window.backward(loss) and inside the window, on an optimizer that prepare() returned."
             )
         if missed is not None:
             raise LoopError(
-                f"step() of {missed} must be called in the last batch of an update, too, got it in earlier ones only. Choose "
+                f"step() of {missed} must be called in the last batch of an update, too, got it in earlier batches only. Decide "
                 "by window.update, which counts updates, and not by a count of batches."
             )
 
     def _meet(self, number: int, what: str) -> float:
-        """The weight of the window so far over the ranks; RanksDisagreeError, on all, if they have come to other places."""
+        """The window's weight so far, over all ranks. RanksDisagreeError on all ranks if they are at different steps."""
         window, prepared = self._unit.window, self._unit.prepared
         own_weight = self._earlier + (0 if prepared.data.is_replica else self._weight)
         if window.group is None:
@@ -385,12 +390,12 @@ class Several:
             other = next(rank for rank, each in enumerate(every) if each != every[0])
             raise RanksDisagreeError(
                 f"the ranks must step the same optimizers in the same order, got {every[0]} on rank 0 and {every[other]} on rank "
-                f"{other} in update {window.updates}. Decide by what all ranks know, such as a loss that is averaged over them."
+                f"{other} in update {window.updates}. Decide by a value that all ranks share, such as an averaged loss."
             )
         return float(total)
 
     def numbers(self) -> dict[str, Any]:
-        """Of the update, for its record."""
+        """Learning rates and gradient norms of the update, for its record."""
         several = len(self.turns) > 1
         norms = {f"grad_norm_{turn.name}": turn.norm for turn in self.turns if turn.norm is not None}
         rates = {f"lr_{turn.name}": float(turn.optimizer.param_groups[0]["lr"]) for turn in self.turns if several}
@@ -398,19 +403,19 @@ class Several:
 
 
 def configured(unit: Any, *, own_schedule: bool) -> Several:
-    """The optimizers that a unit's `configure_optimizers_and_lr_schedulers` gives, which become attributes of it. Collective.
+    """Build the optimizers of a unit's `configure_optimizers_and_lr_schedulers`, which become its attributes. Collective.
 
     Args:
         own_schedule: the user's code steps the schedulers.
     Raises:
-        UsageError: what it gives is not that; or an option that is for one optimizer.
+        UsageError: the method returned something else, or an option needs a single optimizer.
     """
     for name, given in (
         ("precision='fp16'", unit.grad_scaler),
         ("SWAParams(swalr_params=...)", unit.swa_params and unit.swa_params.swalr_params),
     ):
         if given is not None:
-            raise LoopError(f"{name} must be left out with several optimizers, got it. Use one optimizer with parameter groups.")
+            raise LoopError(f"{name} must not be given with several optimizers. Use one optimizer with parameter groups.")
     prepared = unit.prepared
     assert isinstance(prepared, Networks)
     made = prepared.optimizer(unit.configure_optimizers_and_lr_schedulers)
@@ -430,7 +435,7 @@ def configured(unit: Any, *, own_schedule: bool) -> Several:
 
 
 def check_several(unit: str, made: Any, *, own_schedule: bool) -> None:
-    """What `configure_optimizers_and_lr_schedulers` returned, if it is not what AutoUnit asks for."""
+    """Refuse a return value of `configure_optimizers_and_lr_schedulers` that AutoUnit cannot use."""
     where = f"{unit}.configure_optimizers_and_lr_schedulers must return"
     if not isinstance(made, dict) or not made or not all(isinstance(name, str) and f"_{name}".isidentifier() for name in made):
         raise LoopError(f"{where} a dict of pairs by name, {{'critic': (optimizer, scheduler or None), ...}}, got {made!r:.100}.")
@@ -440,27 +445,27 @@ def check_several(unit: str, made: Any, *, own_schedule: bool) -> None:
         plateau = isinstance(pair[1], torch.optim.lr_scheduler.ReduceLROnPlateau) and not own_schedule
         if plateau or not hasattr(pair[1] or pair[0], "step"):
             raise LoopError(
-                f"{where} a scheduler that steps by itself, or None, for {name!r}, got a {type(pair[1]).__name__}. Step one that "
-                "follows a metric in a step_lr_scheduler of your own."
+                f"{where} a scheduler whose step() needs no metric, or None, for {name!r}, got a {type(pair[1]).__name__}. To "
+                "step one that follows a metric, override step_lr_scheduler."
             )
 
 
 def _twice(turn: Turn) -> UsageError:
     return LoopError(
-        f"step() of {turn} must be called once in a batch where updates have several batches, got a second call. Train it "
-        "several times on global batches without accumulation."
+        f"step() of {turn} must be called once per batch if an update has several batches, got a second call. To step it several "
+        "times per batch, train without accumulation."
     )
 
 
-# What an AutoUnit's methods for one optimizer are, where only those for several are written.
+# The methods for one optimizer of an AutoUnit whose class defines only those for several.
 
 
 def of_one(unit: Any, module: nn.Module) -> Any:
-    raise LoopError(f"{type(unit).__name__} has several optimizers, which configure_optimizers_and_lr_schedulers gives.")
+    raise LoopError(f"{type(unit).__name__} has several optimizers: call configure_optimizers_and_lr_schedulers instead.")
 
 
 def sum_of_losses(unit: Any, state: State, data: Any) -> tuple[torch.Tensor, Any]:
-    """In evaluations, where nothing steps in between."""
+    """`compute_loss` for evaluations, where no optimizer steps between the losses."""
     unit.configure()
     losses = []
     for names, loss in unit.compute_losses(state, data):

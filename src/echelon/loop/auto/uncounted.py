@@ -1,4 +1,4 @@
-"""Passes of which nothing stays: of a batch that stands in on a rank without samples, and to try whether losses fit a layout."""
+"""Passes that leave nothing behind: over padding on a rank without samples, and to check that losses fit a layout."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ _STATE = (torch.Tensor, list, dict, int, float, type(None))
 
 @contextlib.contextmanager
 def standing_in(unit: Any) -> Iterator[None]:
-    """Around its forward and backward pass: neither the statistics of batch norm nor metrics take it in."""
+    """Context of the forward and backward pass over padding: batch norm's statistics and metrics ignore it."""
     with uncounted(unit), without_rows(unit.prepared.module), without_samples():
         yield
 
 
 def uncounted(unit: Any) -> contextlib.AbstractContextManager[None]:
-    """What is counted in metrics of the unit's or of its module's is forgotten."""
+    """Context after which the metrics of the unit and of its module are as before."""
     return forgetting([*unit.tracked_metrics().values(), unit.prepared.unwrapped])
 
 
 @contextlib.contextmanager
 def forgetting(roots: Sequence[Any]) -> Iterator[None]:
-    """What is counted in these metrics, or in those of these modules, is forgotten."""
+    """Context after which these metrics, and the metrics inside these modules, are as before."""
     inner = [m for root in roots if isinstance(root, nn.Module) for m in root.modules()]
     counting = [m for m in inner if all(callable(getattr(m, name, None)) for name in _METRIC)]
-    # Not by their state_dict: of torchmetrics within a module that would begin to be saved.
+    # Attributes, not state_dict(): making torchmetrics' states part of it would make the module's checkpoint hold them, too.
     before = [(m, {k: copy.deepcopy(v) for k, v in vars(m).items() if isinstance(v, _STATE)}) for m in counting]
     others = [metric for metric in roots if not isinstance(metric, nn.Module)]
     shares = [(metric, copy.deepcopy(share_of(metric))) for metric in others]
@@ -55,11 +55,11 @@ def forgetting(roots: Sequence[Any]) -> Iterator[None]:
             load_share(metric, share)
 
 
-# --- whether a unit's losses and weights are right for parts of sequences: its own code is asked
+# --- check that a unit's losses and weights are right for parts of sequences, by calling its code
 
 
 def check_parts(unit: Any, state: State, batch: Any) -> None:
-    """Of the first batch of a unit whose layout doubts its parts. Collective.
+    """On the first batch, compare losses and weights of parts with those of the whole (`Batches.doubts`). Collective.
 
     Raises:
         UsageError: on all ranks, as `Batches.check_parts` says.
@@ -75,7 +75,7 @@ def check_parts(unit: Any, state: State, batch: Any) -> None:
 
 @contextlib.contextmanager
 def _undone(unit: Any) -> Iterator[None]:
-    """What `compute_loss` counts and collects in its unit, or moves in another module, such as a teacher, is as before."""
+    """Context after which the unit, and other modules such as a teacher, are as before `compute_loss` changed them."""
     attributes, share = dict(vars(unit)), unit.prepared.batches.share
     contents = [(value, value.copy()) for value in attributes.values() if type(value) in (list, dict, set, deque)]
     trained = set(unit.prepared.unwrapped.state_dict(keep_vars=True).values())

@@ -1,4 +1,4 @@
-"""What the constructor of an AutoUnit is given besides the module: values, so that a unit can be built once more elsewhere."""
+"""The arguments of AutoUnit besides the module, as values from which a unit can be rebuilt."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ _given = Given(LoopError)
 
 @dataclass(frozen=True, kw_only=True)
 class UnitOptions:
-    """What few units need of AutoUnit: `AutoUnit(..., options=UnitOptions(lr_interval="epoch"))`.
+    """Options of AutoUnit that few units need: `AutoUnit(..., options=UnitOptions(lr_interval="epoch"))`.
 
     Args:
-        device: by default `init_from_env()`'s, which also joins the ranks.
-        lr_interval: call the scheduler after every "update" or every "epoch". Lengths of schedules are counted in it.
-        lr_monitor: the number that a ReduceLROnPlateau follows, by the name under which evaluations log it, or of an attribute of
-            the unit; by default their loss.
+        device: default: the device of `init_from_env()`, which also joins the ranks.
+        lr_interval: step the scheduler after every "update" or every "epoch". Lengths of schedules count these.
+        lr_monitor: name of the number that a ReduceLROnPlateau follows: one that evaluations log, or an attribute of the unit.
+            Default: the loss of the evaluation.
         clip_grad_value: largest absolute value of a gradient element.
-        averaging: averages of the weights, of which AutoUnit's `ema` is the usual one; `swa_model` then holds them.
-        detect_anomaly: stop with the rank and the value at the first loss that is inf or nan, before it reaches the
-            parameters, and trace what produced it (`torch.autograd.set_detect_anomaly`; slow).
-        stop_after_nonfinite_losses: end the run with NonFiniteError after so many updates in a row whose loss over the global
-            batch is inf or nan; None never stops. 10 is more than the few bad batches that a run may survive, and few
-            enough to lose nothing. A run without one finite loss ends so, too, however short it is.
+        averaging: averages of the weights, held by `swa_model`; AutoUnit's `ema` is short for the usual one.
+        detect_anomaly: stop at the first loss that is inf or nan, before it reaches the parameters, with rank and value, and
+            trace the operation that produced it (`torch.autograd.set_detect_anomaly`; slow).
+        stop_after_nonfinite_losses: end the run with NonFiniteError after this many updates in a row whose loss over the global
+            batch is inf or nan; None never stops. 10 tolerates the few bad batches that a run may survive and loses little
+            time. A run without any finite loss also ends with this error, however short it is.
         deterministic: "bitwise" makes the parameters after any number of steps bit-equal on 1, 2, 4, ... ranks, for noop,
-            ddp, fsdp and zero1 to zero3: `gradients/fixed_order` says how, BENCHMARKS.md what it costs. `bitwise_parts` is how
-            many micro-batches a global batch has then, over all ranks.
+            ddp, fsdp and zero1 to zero3. `gradients/fixed_order` says how, BENCHMARKS.md what it costs. A global batch then has
+            `bitwise_parts` micro-batches, over all ranks.
         prefetch: copy the next batch to a GPU while this one computes.
-        zero_grad_first: clear gradients before an update, not after it, so that hooks can look at them.
+        zero_grad_first: clear gradients before an update instead of after it, so that hooks can look at them.
         retain_graph: passed to `backward`.
         training: False builds no optimizer.
     Raises:
-        UsageError: a value that makes no sense; before any rank waits for another.
+        UsageError: an invalid value; raised before any rank waits for another.
     """
 
     device: torch.device | None = None
@@ -83,7 +83,7 @@ class UnitOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoOptions(UnitOptions):
-    """The arguments of AutoUnit, which describes them, together with its UnitOptions; `ema` is among the averages."""
+    """All arguments of AutoUnit, which describes them, with its UnitOptions; `averaging` holds `ema`."""
 
     layout: Strategy | str | None = None
     precision: str | torch.dtype | Precision | Float8 | None = None
@@ -110,7 +110,7 @@ def _limit(name: str, value: Any) -> None:
 
 _NESTED = tuple(field.name for field in fields(UnitOptions))
 _OWN = tuple(field.name for field in fields(AutoOptions) if field.name not in _NESTED)
-# What AutoUnit's arguments were called before, which are also TorchTNT's names.
+# Older names of AutoUnit's arguments, which are also TorchTNT's names.
 OLDER_WORDS = {
     "strategy": "layout",
     "gradient_accumulation_steps": "accumulate",
@@ -125,10 +125,10 @@ OLDER_WORDS = {
 
 
 def options_from(function: str, options: UnitOptions | None, older: Mapping[str, Any], **own: Any) -> AutoOptions:
-    """What AutoUnit was given; by older names, too, which are translated with a warning.
+    """Collect AutoUnit's arguments. Older names are translated with a warning.
 
     Raises:
-        UsageError: a name that it does not know; two values for one thing.
+        UsageError: an unknown name; two values for one option.
     """
     _given.require(isinstance(options, UnitOptions | None), "options", "UnitOptions(...) or None", options)
     base = {field.name: getattr(options, field.name) for field in fields(options)} if options is not None else {}
@@ -140,7 +140,7 @@ def options_from(function: str, options: UnitOptions | None, older: Mapping[str,
 
 
 def changes_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`Trainer(unit_options=...)` by the names of AutoOptions: arguments of AutoUnit and of UnitOptions, and older ones."""
+    """Translate `Trainer(unit_options=...)`, which takes names of AutoUnit or UnitOptions and older ones, to AutoOptions."""
     changes = {name: value for name, value in given.items() if name in (*_OWN, *_NESTED, "ema")}
     options, older = given.get("options"), {name: value for name, value in given.items() if name not in (*changes, "options")}
     _given.require(isinstance(options, UnitOptions | None), "options", "UnitOptions(...) or None", options)
@@ -151,7 +151,7 @@ def changes_of(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A step of the schedule is an update now."""
+    """Translate the older value "step" of `step_lr_interval`: it is "update" now."""
     is_step = given.get("step_lr_interval") == "step"
     return {**given, "step_lr_interval": "update"} if is_step else dict(given)
 
@@ -161,7 +161,7 @@ def _where(name: str) -> str:
 
 
 def _with_averages(words: dict[str, Any]) -> dict[str, Any]:
-    """`ema` as what it asks for."""
+    """Replace `ema` by the SWAParams that it stands for."""
     ema = words.pop("ema", None)
     if ema is None:
         return words
@@ -169,13 +169,14 @@ def _with_averages(words: dict[str, Any]) -> dict[str, Any]:
         raise LoopError("ema and averaging both say which averages of the weights to keep. Give one of them.")
     if not isinstance(ema, SWAParams):
         _given.number("ema", ema, "a decay from 0 to below 1, such as 0.999, or SWAParams(...)", lambda decay: 0 <= decay < 1)
-        # From the first update on, with a smaller decay at first: an average of few is not to remember the beginning.
+        # Average from the first update on, with a smaller decay at first: an average of few updates must not keep the initial
+        # weights.
         ema = SWAParams(0, 1, averaging_method="ema", ema_decay=float(plain(ema)), use_lit=True, use_in_evaluation=True)
     return {**words, "averaging": ema}
 
 
 class BuiltAtFirstUse:
-    """An attribute that `configure` sets. Not `__getattr__`, which would make every attribute of the unit slower to reach."""
+    """An attribute that `configure` sets. A `__getattr__` of the unit would slow down other attribute look-ups."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -184,4 +185,4 @@ class BuiltAtFirstUse:
         if unit is None or not unit.__dict__.get("training"):
             raise AttributeError(f"no {self._name}: the unit was built with training=False, or its __init__ has not run")
         unit.configure()
-        return unit.__dict__.get(self._name)  # None is the schedule beside an optimizer that was assigned
+        return unit.__dict__.get(self._name)  # lr_scheduler is None if the user has assigned the optimizer

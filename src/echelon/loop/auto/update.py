@@ -1,20 +1,20 @@
-"""An update: a batch's way to the optimizer's step, read from top to bottom. AutoUnit goes it, and a loop of one's own.
+"""An update: the way from a batch to the optimizer's step, for AutoUnit and for users' own loops. Read from top to bottom.
 
     begin_step              one more micro-batch
     with passes(...):       no gradient traffic before the window's last micro-batch
-        forward             compute_loss of the unit; a loop has its own
-        backward            weighted; with the last, the sums over the ranks set out
-    complete                after the last
-        finish              the sums arrive, gradients become those of the global batch
+        forward             the unit's compute_loss; a user's loop computes its own loss
+        backward            weighted; the window's last starts the sums over the ranks
+    complete                after the window's last micro-batch
+        finish              the sums arrive; gradients become those of the global batch
         clip                by norm, by value
-        step                optimizer, what the layout and the averages do after it, the record for whoever watches
+        step                the optimizer, then the layout's part, the averaged weights and the record
         advance             the schedule
 
-A layout that computes all micro-batches of an update at once, in an order of its own, takes the two in the middle together:
+A layout that computes all micro-batches of an update at once, in its own order, takes forward and backward together:
 `run_window`. `Window` says how micro-batches are weighed.
 
-In fp16 an update with an inf is skipped on all ranks: parameters, schedule and averages stay as they are. So is one whose global
-batch weighs nothing, as where all labels are left out.
+In fp16, all ranks skip an update whose gradients overflow: parameters, schedule and averages stay as they are. They also skip an
+update whose global batch weighs nothing, for example because all labels are ignored.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ __all__ = ["Update"]
 
 logger = logging.getLogger(__name__)
 
-# Marks of every step: asking the enumeration takes longer than making the mark.
+# Marked in every step. As plain ints: looking up an enum member takes longer than the mark itself.
 FORWARD, BACKWARD, OPTIMIZER = int(Part.FORWARD), int(Part.BACKWARD), int(Part.OPTIMIZER)
 
 
 class Update:
-    """The update under way, and what follows from one to the next.
+    """The current update, and the state that one update hands to the next.
 
     Args:
-        unit: whose module, optimizers and options it works with, and which keeps what is saved: its `window` and its progress.
-            Each call is given it: a cycle of the two would keep a model's memory until somebody collects cycles.
+        unit: has the module, the optimizers and the options, and keeps the saved state: its `window` and its progress. Each
+            method is given the unit again: a reference cycle would keep the model's memory until garbage is collected.
         bitwise: for training whose bits do not depend on the number of ranks.
-        stop_after: updates in a row whose loss is not finite.
+        stop_after: stop after this many updates in a row whose loss is not finite.
     Attributes:
-        is_last: the micro-batch under way ends its window.
-        joined: windows are summed over ranks, so that the numbers of an update are the same on all.
+        is_last: the current micro-batch is its window's last.
+        joined: windows are summed over the ranks, so all ranks have the same numbers of an update.
         weight, loss: of the latest global batch.
-        latest: the loss of the latest update, and the gradient's norm if it is clipped; both None before the first.
-        finite: whether losses are.
+        latest: loss of the latest update, and its gradient norm if gradients are clipped; both None before the first update.
+        finite: watches that losses are finite.
     """
 
     def __init__(self, unit: Any, bitwise: BitEqual | None, stop_after: int | None) -> None:
@@ -83,35 +83,35 @@ class Update:
         self.loss: Any = None
         self.latest: tuple[Any, Any] = (None, None)
         self._shards: Shards | None = None  # of the optimizer, for the gradient scaler
-        self._first_look: RemovableHandle | None = None  # at what the optimizer holds
-        # The one that was looked at, while ranks train together.
+        self._first_look: RemovableHandle | None = None  # hook that checks the optimizer's parameters in the first update
+        # The optimizer that was checked, while ranks train together.
         self._trains_with: torch.optim.Optimizer | None = None
         self._saw_loss = False
-        self._others: list[nn.Parameter] = []  # what the optimizer trains besides the module, as a learned weight of a loss
-        self._left: dict[nn.Parameter, torch.Tensor] = {}  # gradients of earlier updates, as long as one is under way
+        self._others: list[nn.Parameter] = []  # the optimizer's parameters outside the module, such as a learned loss weight
+        self._left: dict[nn.Parameter, torch.Tensor] = {}  # gradients of earlier updates, set aside during this one
 
-    # --- before the first
+    # --- before the first update
 
     def join(self, unit: Any) -> None:
-        """Training begins: do its ranks train together?"""
+        """At the start of training: find out whether its ranks train together."""
         prepared, window = unit.prepared, unit.window
         self.joined = agree.is_joined() and (prepared.data.averaged_over > 1 or prepared.forward_is_collective)
         window.group = agree.control_group() if self.joined else None
         window.may_be_empty = prepared.trains == "alone"
-        # Those of several steps have other passes.
+        # Guards expect one forward and one backward pass per micro-batch; several optimizers have more.
         window.guards = prepared.guards if self.joined and not unit.has_several else ()
 
     def begin(self, unit: Any) -> None:
-        """With the optimizer that there is by now. Collective."""
+        """At the start of training, once the optimizer is built. Collective."""
         self._check_optimizer(unit)
-        if self.finite.is_long:  # of an earlier call; the caller has caught it
+        if self.finite.is_long:  # an earlier call of `train` raised for it, and the caller goes on
             self.finite.forget()
         check_scaler(unit.grad_scaler, unit.computes, unit.prepared)
         if unit.grad_scaler is not None:
             self._shards = Shards(unit.optimizer, unit.module.parameters())
 
     def _check_optimizer(self, unit: Any) -> None:
-        """At every start of training, whoever made it: it may have been assigned, or been given more parameters."""
+        """Check the optimizer at every start of training: the user may have assigned another, or added parameters."""
         self._take_parameters(unit)
         self._trains_with = unit.optimizer if unit.window.group is not None and unit.several is None else None
         for optimizer in unit.optimizers:
@@ -120,19 +120,20 @@ class Update:
             self._first_look = look_at_first_update(unit, unit.optimizer, together=self.joined)
 
     def optimizer_grew(self, unit: Any) -> None:
-        """While it trains, somebody has given the optimizer more parameters, on all ranks alike. Collective."""
+        """The user has added parameters to the optimizer during training, the same on all ranks. Collective."""
         if unit.window.group is not None or not agree.is_joined():
             self._take_parameters(unit)
 
     def _take_parameters(self, unit: Any) -> None:
-        """See to it that the gradients of all that the optimizer holds are averaged. Collective."""
+        """Have the gradients of all of the optimizer's parameters averaged, also those outside the module. Collective."""
         others: list[nn.Parameter] = []
         for optimizer in unit.optimizers:
             check_holds(unit, optimizer)
             others += not_the_modules(unit, optimizer)
         if others and self.bitwise is not None:
             raise LoopError(
-                f"bit-equal training needs an optimizer of the module's parameters only, got {len(others)} others. Move them."
+                f"the optimizer must hold parameters of the module only in bit-equal training, got {len(others)} others. Make "
+                "these parameters of the module."
             )
         unit.prepared.add_extra_params(others)
         self._others = others
@@ -142,20 +143,21 @@ class Update:
     def begin_step(self, unit: Any, state: State) -> Step[Any]:
         """Count one more micro-batch."""
         window = unit.window
-        if self.finite.is_long:  # here: callbacks such as RollBack have seen the update before, and may have gone back
+        if self.finite.is_long:  # only now: callbacks such as RollBack saw the last update and may have rolled back
             self.finite.raise_if_long(together=self.joined)
         if self._trains_with is not None and self._trains_with is not unit.optimizer and window.count == 0:
-            self._check_optimizer(unit)  # another was assigned, on all ranks alike
+            self._check_optimizer(unit)  # the user has assigned another, on all ranks
         step = step_under_way(state.train_state)
         self.is_last = window.open(step.is_last)
         unit.samples_given = step.samples
         return step
 
     def estimate(self, unit: Any, state: State, micro_batch: MicroBatch[Any]) -> None:
-        """Before the passes of the first step of a run, whose window has no reference yet. Collective."""
+        """Estimate the window's reference weight W0 before the first step of a run. Collective."""
         own_weight = 0.0 if unit.prepared.data.is_replica else float(micro_batch.weight)
         if unit.window.fixed or not self.joined:
-            if isinstance(micro_batch.weight, torch.Tensor):  # it stays; workers that resume have rank 0's
+            # A weight on the device never updates W0, so round it to a power of two; resumed workers have rank 0's.
+            if isinstance(micro_batch.weight, torch.Tensor):
                 own_weight = 2.0 ** round(math.log2(abs(own_weight) or 1.0))
             unit.window.estimate([own_weight])
             return
@@ -183,24 +185,24 @@ class Update:
         return combined(standing_in(unit) if micro_batch.is_padding else NO_CONTEXT, accumulates, anomaly)
 
     def explain(self, unit: Any, error: BaseException) -> None:
-        """A pass has raised this.
+        """Explain an error that a pass has raised.
 
         Raises:
-            UsageError: in the place of torch's error, which is its cause, if that says nothing of what is wrong.
+            UsageError: from torch's error, if a guard knows the cause that torch's error does not name.
         """
         for guard in unit.prepared.guards:
             if (explanation := guard.explain(error)) is not None:
-                raise explanation.with_traceback(error.__traceback__) from error  # whose line it is
+                raise explanation.with_traceback(error.__traceback__) from error  # shows the user's line that failed
 
     def put_left_aside(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before the first backward pass of an update, where a loop may leave gradients of earlier ones: these are right already,
-        whatever this one's global batch weighs.
+        """Before an update's first backward pass: set aside gradients that the user's loop has left from earlier updates. They
+        are complete, so this update's weight must not scale them.
         """
         if not has_gradients(optimizer):
             return
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
-                self._left[parameter] = parameter.grad.clone()  # which may be memory that the next pass writes into
+                self._left[parameter] = parameter.grad.clone()  # the next backward pass may write into the gradient's memory
                 parameter.grad = None
 
     @torch.no_grad()
@@ -210,17 +212,17 @@ class Update:
         self._left = {}
 
     def begin_forward(self, unit: Any, state: State, micro_batch: MicroBatch[Any]) -> None:
-        """What is counted and logged in the pass counts as much as its micro-batch."""
+        """Give what is counted and logged in the forward pass the weight of its micro-batch."""
         unit.samples_given = micro_batch.samples
         for listener in self._listeners:
             listener.begin_forward(micro_batch.weight)
         state.logged.begins(0 if unit.prepared.data.is_replica else micro_batch.weight)
 
     def forward(self, unit: Any, state: State, micro_batch: MicroBatch[Any]) -> tuple[torch.Tensor, Any]:
-        """The loss and the outputs of an AutoUnit, in its precision; a loop of one's own computes its own.
+        """Call an AutoUnit's `compute_loss` in the unit's precision. A user's own loop computes its loss itself.
 
         Raises:
-            LossError: that is no loss.
+            LossError: `compute_loss` returned something else than a loss.
         """
         if unit.computes.dtype is None:
             made: tuple[torch.Tensor, Any] = unit.compute_loss(state, micro_batch.data)
@@ -246,12 +248,12 @@ class Update:
         *,
         retain_graph: bool | None = None,
     ) -> None:
-        """The gradients of this rank's part of the mean over the global batch are added to those of the window so far.
+        """Add the gradients of this micro-batch's share in the mean over the global batch to the window's gradients.
 
-        With the window's last, they are averaged over the ranks; the sums of weights and losses are on their way meanwhile.
+        The window's last micro-batch averages them over the ranks, while the sums of weights and losses are under way.
         """
         prepared, window, weight = unit.prepared, unit.window, micro_batch.weight
-        scheduled = prepared.trains == "scheduled"  # this is called in an order of the layout's
+        scheduled = prepared.trains == "scheduled"  # the layout calls this method, in its own order
         if not self._saw_loss:
             self._saw_loss = True
             self._look_at(unit, loss, micro_batch)
@@ -265,11 +267,12 @@ class Update:
                 clock.running.enter(BACKWARD)
         assert window.reference is not None
         if window.count == 1 and not (self.joined or window.fixed) and type(weight) in (int, float):
-            # Nothing of earlier windows decides; and of a whole global batch a hook sees the gradient as it is.
+            # A single process may set W0 anew in each window. So a hook sees the unscaled gradient of a whole global batch.
             window.reference = float(weight if weight > 0 else 1) * (1 if micro_batch.is_last else window.size)
         scale = weight * prepared.data.averaged_over / window.reference
         scaled = loss if unit.grad_scaler is None else unit.grad_scaler.scale(loss)
-        if scheduled and not loss.requires_grad:  # of another stage: it only counts, and has the scaler know its device
+        # A loss that another stage computed is only counted; `grad_scaler.scale` has told the scaler its device.
+        if scheduled and not loss.requires_grad:
             return
         if isinstance(scale, float) and scale == 1.0:
             scaled.backward(retain_graph=retain_graph)
@@ -278,8 +281,8 @@ class Update:
                 clip.pass_zeros(scaled, scale == 0)
             elif scale == 0:
                 clip.pass_zeros(scaled)
-            # As the first gradient of the chain rule: the weight costs no operation of its own. It is filled in on the device:
-            # a copy from the host, as `new_tensor` makes it, would wait for all kernels before.
+            # The weight is the initial gradient, so it costs no operation of its own. `new_full` fills it in on the device:
+            # `new_tensor` would copy from the host and wait for all earlier kernels.
             start = scale.to(scaled) if isinstance(scale, torch.Tensor) else scaled.new_full((), scale)
             scaled.backward(gradient=start.reshape(()), retain_graph=retain_graph)
         if not scheduled:
@@ -288,7 +291,7 @@ class Update:
                 self.bitwise.add(last=micro_batch.is_last)
 
     def _look_at(self, unit: Any, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> None:
-        """Does the first loss look like a sum over samples, or like a mean over labels?"""
+        """Warn if the first loss looks like a sum over samples, or like a mean over labels."""
         if unit.expects_mean and unit.divided > 1:
             samples = samples_of(micro_batch.data, micro_batch.samples)[0]
             tell_of_scale(loss, samples, micro_batch.weight, unit.window.size, unit.divided)
@@ -304,17 +307,17 @@ class Update:
         *,
         outputs: bool,
     ) -> Iterator[tuple[torch.Tensor, Any]]:
-        """All micro-batches of an update, where the layout schedules them. Gives losses and outputs in their order.
+        """Run all micro-batches of an update under the layout's schedule. Gives losses and outputs in the micro-batches' order.
 
         Args:
-            outputs: whether somebody looks at them.
+            outputs: whether the caller needs the outputs.
         """
         prepared = unit.prepared
         backward = partial(self.backward, unit, state, retain_graph=unit.retain_graph)
         for each in micro_batches:
             if state.recorder is not None and state.recorder.counts_flops:
                 state.recorder.count_flops(unit, each.data)
-        clock.enter(Part.STEP)  # in any order
+        clock.enter(Part.STEP)  # the schedule mixes forward and backward passes
         try:
             made = prepared.forward_backward_window(micro_batches, forward, backward, outputs=outputs)
         except BaseException as error:
@@ -327,7 +330,7 @@ class Update:
     # --- the end of a window
 
     def complete(self, unit: Any, state: State) -> torch.Tensor | None:
-        """What follows the last backward pass. Returns the gradient norm, if it is clipped."""
+        """Finish the update after the window's last backward pass. Returns the gradient norm if gradients are clipped."""
         self.finish(unit, state)
         norm = None if unit.window.is_nothing or unit.several is not None else self.clip(unit)
         updated = self.step(unit, state, norm)
@@ -343,7 +346,7 @@ class Update:
         return norm
 
     def finish(self, unit: Any, state: State) -> None:
-        """The gradients become those of the global batch. Several optimizers have stepped by now, each in its turn."""
+        """Make the gradients those of the global batch. Several optimizers have stepped by now, each in its turn."""
         window, prepared, scaler = unit.window, unit.prepared, unit.grad_scaler
         if unit.several is not None:
             unit.several.meet_at_end()
@@ -364,16 +367,16 @@ class Update:
         if window.is_nothing:
             self._take_left_back()
             return
-        if unit.several is not None:  # whose gradients are so already
+        if unit.several is not None:  # each turn has scaled its gradients already
             window.reference = float(weight)
             return
         if scaler is not None:
-            if self._shards is None or self._shards.optimizer is not unit.optimizer:  # another was assigned
+            if self._shards is None or self._shards.optimizer is not unit.optimizer:  # the user has assigned another
                 self._shards = Shards(unit.optimizer, prepared.module.parameters())
             scaler.unscale_(self._shards)
         assert window.reference is not None
-        if isinstance(weight, torch.Tensor):  # on a device: nothing waits for it
-            # Gradients of no weight are zeros, and stay so.
+        if isinstance(weight, torch.Tensor):  # on the device: do not wait for it
+            # If the global batch weighs nothing, its gradients are zeros; a factor of 1 keeps them.
             self._scale(unit, torch.where(weight == 0, torch.ones_like(weight), window.reference / weight))
         elif weight != window.reference:
             self._scale(unit, window.reference / weight)
@@ -385,7 +388,7 @@ class Update:
         clip.scale_((*unit.prepared.module.parameters(), *self._others), factor)
 
     def clip(self, unit: Any) -> torch.Tensor | None:
-        """Of whole gradients, before the optimizer's step. Returns their norm, if they are clipped by it."""
+        """Clip complete gradients before the optimizer's step. Returns their norm if they are clipped by norm."""
         norm: torch.Tensor | None = None
         if unit.clip_grad_norm is not None:
             norm = self.clip_norm(unit, unit.clip_grad_norm)
@@ -401,7 +404,7 @@ class Update:
         clip.clip_by_value_(unit.prepared.module.parameters(), most)
 
     def step(self, unit: Any, state: State, norm: torch.Tensor | None) -> bool:
-        """The optimizer's, and what follows from it. False if it was left out: by fp16's scaler, or of a batch without weight."""
+        """Step the optimizer, the averages and the record. False if fp16's scaler or a batch without weight skipped the step."""
         prepared, alone = unit.prepared, unit.several is None
         if unit.window.is_nothing:
             self._leave_out(unit, state)
@@ -422,7 +425,7 @@ class Update:
         return updated
 
     def step_optimizer(self, unit: Any) -> bool:
-        """False if fp16's scaler left the update out."""
+        """Step the one optimizer. False if fp16's scaler skipped the update."""
         scaler = unit.grad_scaler
         if scaler is None:
             unit.optimizer.step()
@@ -442,30 +445,31 @@ class Update:
         state.recorder.update(unit.train_progress.num_updates_completed + 1, self.loss, self.weight, lr, norm, numbers)
 
     def _leave_out(self, unit: Any, state: State) -> None:
-        """An update of a global batch that weighs nothing, which all ranks know. It is counted, and trains nothing."""
+        """Skip the update of a global batch that weighs nothing, on all ranks. It is counted, but trains nothing."""
         loss = self.latest[0]
-        self.latest = (0.0 if loss is None else loss, None)  # for who averages the losses of updates: this one has none
+        # This update has no loss; repeating the last one serves callers that average the losses of updates.
+        self.latest = (0.0 if loss is None else loss, None)
         for listener in self._listeners:
             listener.end_window(updated=False)
         unit.zero_grad(state)
         window = unit.window
-        if agree.is_rank0() and window.empty & (window.empty - 1) == 0:  # each time that there are twice as many
+        if agree.is_rank0() and window.empty & (window.empty - 1) == 0:  # warn at 1, 2, 4, 8, ...
             logger.warning(
-                "update %s was left out, as its global batch weighs 0: all of its samples were filtered, or all of its labels "
-                "left out. Parameters and schedule stay as they are. So far that was so in %s of %s updates",
+                "update %s was skipped because its global batch weighs 0: all of its samples were filtered out, or all of its "
+                "labels ignored. Parameters and schedule stay as they are. Skipped so far: %s of %s updates",
                 window.updates - 1,
                 window.empty,
                 window.updates,
             )
 
     def advance(self, unit: Any) -> None:
-        """After an update or an epoch, as `lr_interval` says: the schedule, or the averages' own once these have begun."""
+        """Advance the schedule after an update or an epoch, as `lr_interval` says; once averaging has begun, its own schedule."""
         if unit.swa_scheduler is not None and unit.swa_model is not None and unit.swa_model.begun:
             unit.swa_scheduler.step()
         else:
             unit.step_lr_scheduler()
 
-    # --- windows that do not come to their end
+    # --- unfinished windows, and the end
 
     def discard(self, unit: Any, state: State) -> None:
         """Forget an unfinished window, and its gradients."""
@@ -478,14 +482,14 @@ class Update:
 
     def end_epoch(self, unit: Any, state: State) -> None:
         if unit.window.count:
-            logger.warning("the epoch ended in the middle of an accumulation window; its micro-batches are left out")
+            logger.warning("the epoch ended within an accumulation window; the micro-batches of this window are dropped")
             self.discard(unit, state)
             state.logged.discard()
         if unit.lr_interval == "epoch":
             self.advance(unit)
 
     def end(self, unit: Any, *, complete: bool) -> None:
-        """Training is over, or only interrupted. Collective if complete."""
+        """Training ends: `complete`, or interrupted. Collective if complete."""
         window = unit.window
         window.group = self._trains_with = None
         if complete:
