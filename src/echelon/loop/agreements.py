@@ -1,4 +1,4 @@
-"""What the ranks of a run agree on before they rely on it: limits, lengths of loaders, ends of epochs, who has which samples."""
+"""Comparisons between the ranks of a run: limits, lengths of loaders, ends of epochs, and whether ranks have the same samples."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ logger = logging.getLogger(__name__)
 
 
 def on_limits(phase: PhaseState, progress: Progress, callbacks: Iterable[Callback], window: Any) -> None:
-    """Ranks that would stop at other places, or that begin at other places, leave one another waiting; and so does one that has a
-    callback in which ranks meet, where others have none.
+    """Compare where the ranks begin and stop training, and their collective callbacks. Collective.
+
+    A rank that differs would leave the others waiting.
     """
     meeting = [type(each).__name__ for each in callbacks if getattr(each, "meets", False) is True]
     agree.same_on_all(
         "the callbacks in which they meet",
         meeting,
-        "Give all ranks the same callbacks, without `if rank == 0`: who writes is decided within them.",
+        "Give all ranks the same callbacks, without `if rank == 0`: a callback decides by itself which rank writes.",
     )
     limits = {
         **{name: getattr(phase, name) for name in COUNTS},
@@ -48,16 +49,16 @@ def on_limits(phase: PhaseState, progress: Progress, callbacks: Iterable[Callbac
 
 
 def _seeds(dataloader: Any) -> list[int | None]:
-    """By loader, where they decide which samples a rank has: with others, some come twice and some never."""
+    """Seeds of the loaders that divide samples between ranks. With different seeds, ranks would repeat and miss samples."""
     if overrides().observes:
         return []
     return [each.order.seed if isinstance(each, Loader) and each.options.dp is None else None for each in loaders_of(dataloader)]
 
 
 def on_lengths(phase: str, feed: Feed, unit: Any) -> bool:
-    """Compare the lengths of the ranks' loaders; True if they have none and must agree batch by batch.
+    """Compare the lengths of the ranks' loaders. Collective. True if they have no length, so the ranks must agree batch by batch.
 
-    Without this, ranks with fewer batches leave the others waiting in a collective.
+    Otherwise ranks with fewer batches would leave the others waiting in a collective.
     """
     length = agree.same_on_all(
         f"the number of {phase} steps of this epoch",
@@ -68,13 +69,14 @@ def on_lengths(phase: str, feed: Feed, unit: Any) -> bool:
 
 
 def on_end(phase: str, used: int, *, ended: bool, is_last: bool, drops: bool) -> bool | None:
-    """Between two batches of loaders without a length: all ranks have one more, or none has. Nor is it the last on some ranks
-    only: there it would end a window, whose gradients the others do not sum up yet.
+    """For loaders without a length, before each batch: agree that all ranks have one more batch, or none has. Collective. The
+    batch must also be the last on all ranks or on none, because it ends a window, where the ranks reduce gradients.
 
     Args:
-        drops: what not all ranks have is left out.
+        drops: batches that not all ranks have are dropped.
     Returns:
-        None where ranks go on. Else the epoch ends, since others have no more: with this rank's batch if True, else without it.
+        None if the epoch goes on. Otherwise the epoch ends because other ranks have no more batches: with this rank's batch if
+        True, without it if False.
     """
     if not agree.any_rank(ended or is_last):
         return None
@@ -88,18 +90,18 @@ def on_end(phase: str, used: int, *, ended: bool, is_last: bool, drops: bool) ->
     )
     raise RanksDisagreeError(
         f"ranks disagree about the end of the {phase} epoch: {shown}. Give every rank equally many batches; "
-        "StreamLoader(tail='drop') leaves out what not all ranks have."
+        "StreamLoader(tail='drop') drops batches that not all ranks have."
     )
 
 
 class CutShort:
-    """Whether an evaluation, a prediction or a test ends before its time, since a rank was asked to stop.
+    """Tells whether an evaluation, a prediction or a test ends early because a rank was asked to stop.
 
-    Ranks that meet in collectives, in their forward passes or in callbacks, learn it at the same step; without any, each
-    leaves by itself. Where there are no others, `state.should_stop` is enough.
+    If forward passes or callbacks have collectives, all ranks learn of the stop at the same step; otherwise each rank leaves by
+    itself. A single process needs only `state.should_stop`.
 
     Args:
-        together: they meet so. Else no collective is allowed here: a rank may evaluate alone.
+        together: there are such collectives. If False, no collective is allowed here: a rank may evaluate alone.
     """
 
     def __init__(self, state: State, *, together: bool) -> None:
@@ -109,7 +111,7 @@ class CutShort:
     def asked(self) -> bool:
         wants = self._state.stop_requested
         asked = self._any_rank(wants)[0] if self._any_rank is not None else wants
-        if asked and self._state.entry_point is not EntryPoint.FIT:  # there, ranks agree after it
+        if asked and self._state.entry_point is not EntryPoint.FIT:  # within `fit`, ranks agree after the evaluation
             self._state.agree_to_stop()
         return asked
 
@@ -118,24 +120,24 @@ class CutShort:
             self._any_rank.last()
 
 
-# --- samples that nobody divided between the ranks: each trains on all of them, which is seldom meant
+# --- warnings for samples that are not divided between the ranks: usually a mistake
 
 
 def warn_of_same_samples(loader: Any, unit: Unit) -> None:
-    """Where ranks train one model on other data, as far as a look at the dataset tells. Collective."""
+    """Warn if each rank trains on all samples, or divides samples twice, as far as the dataset shows it. Collective."""
     samples_of_all = agree.kinds(seen_of(loader))
     if isinstance(loader, Loader):
         if len(samples_of_all) > 1 and None not in samples_of_all and agree.is_rank0():
             logger.warning(
-                "ranks give the Loader datasets with other samples, of which each reads its share only: what was divided before, "
-                "as by split_dataset_by_node, Subset or Dataset.shard, is divided twice, and the rest is never trained on. Give "
-                "every rank the whole dataset"
+                "ranks give the Loader datasets with different samples, but each rank reads only its share of them: a dataset "
+                "divided before, as by split_dataset_by_node, Subset or Dataset.shard, is divided twice, and the rest is never "
+                "trained on. Give every rank the whole dataset"
             )
         return
     if len(samples_of_all) > 1 or samples_of_all[0] is None or not agree.is_rank0():
         return
     size = 1
-    with contextlib.suppress(UsageError):  # nothing says which ranks have other samples
+    with contextlib.suppress(UsageError):  # the modules do not say which ranks have different samples
         _, size = unit.data_rank_and_size or (0, 1)
     if size > 1:
         logger.warning(
@@ -148,26 +150,26 @@ def warn_of_same_samples(loader: Any, unit: Unit) -> None:
 
 
 def checksum_of_first(number_of_rank: PhaseState | None, batch: Any) -> int | None:
-    """Of the first batch of a run, where nothing else tells whether ranks have samples of their own: of an iterable."""
+    """Checksum of a run's first batch, if the loader (an iterable) does not show whether ranks have different samples."""
     loader = number_of_rank.dataloader if isinstance(number_of_rank, PhaseState) else ()
     divided = isinstance(loader, Loader) or getattr(loader, "shards", None) == "stride"
     if divided or overrides().observes or seen_of(loader) is not None:
         return None
     try:
         return checksum(batch)
-    except Exception:  # a batch of the user's own can be anything
+    except Exception:  # a user's batch can be of any type
         return None
 
 
 def warn_of_same_batches(seen: Sequence[int | None]) -> None:
-    """Of the first batches of the ranks, as `checksum_of_first` has them; only rank 0 speaks."""
+    """Warn on rank 0 if two ranks have the same first batch, by `checksum_of_first`."""
     first: dict[int, int] = {}
     for rank, each in enumerate(seen):
         if each is not None and (other := first.setdefault(each, rank)) != rank:
             if agree.is_rank0():
                 logger.warning(
-                    "ranks %s and %s have the same first batch: where nothing divides the samples, each rank trains on all of "
-                    "them instead of its share. Divide by rank where they are read, or give echelon.Loader or "
+                    "ranks %s and %s have the same first batch: if the samples are not divided, each rank trains on all of "
+                    "them instead of its share. Divide them by rank where they are read, or give echelon.Loader or "
                     "StreamLoader(..., shards='stride')",
                     other,
                     rank,
@@ -176,14 +178,14 @@ def warn_of_same_batches(seen: Sequence[int | None]) -> None:
 
 
 def seen_of(loader: Any) -> list[int] | None:
-    """[length, checksum of a sample] of a dataset that torch reads to its end; None if nothing is known."""
+    """[length, checksum of a sample] of a dataset that torch reads to its end; None if unknown."""
     if isinstance(loader, Loader):
         return _part(loader.dataset) if loader.options.dp is None else None
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     if type(loader.sampler) not in (SequentialSampler, RandomSampler) or loader.batch_size is None:
         return None
-    # What workers will read is not opened here: they would share the open file.
+    # Do not open here what workers will read: they would share the open file.
     if loader.num_workers and not isinstance(loader.dataset, TensorDataset):
         return None
     length = len(loader.dataset)  # type: ignore[arg-type]
@@ -202,10 +204,10 @@ def _first(dataset: Any) -> int | None:
 
 
 def _part(dataset: Any) -> list[int] | None:
-    """[length, checksum] of a dataset whose samples are at hand; None of any other, which is not read before its turn."""
+    """[length, checksum] of a dataset whose samples are in memory; None for any other, which is not read early."""
     if type(dataset) is Subset:
         sums = checksum(list(dataset.indices))
-    elif type(dataset) is TensorDataset or hasattr(dataset, "_fingerprint"):  # or a table of the library datasets
+    elif type(dataset) is TensorDataset or hasattr(dataset, "_fingerprint"):  # _fingerprint: a table of the library `datasets`
         sums = _first(dataset) if len(dataset) else 0
     else:
         return None

@@ -1,4 +1,4 @@
-"""Callbacks: what acts on a run between the steps of a unit. To watch only, write a sink of events instead."""
+"""Callbacks: code that acts on a run between the steps of a unit. To watch only, write a sink of events instead."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["Callback"]
 class Callback:
     """Override the hooks you need; one that is not overridden costs nothing.
 
-    Hooks run on every rank, in the order of the list of callbacks, after the unit's own hook of that name. Work for rank 0
-    only goes inside a condition on the rank; a collective never does. What a callback remembers is not part of a checkpoint;
-    keep it in the unit if a resumed run needs it.
+    Hooks run on every rank, in the order of the list of callbacks, after the unit's own hook of that name. Put work for rank 0
+    only inside a condition on the rank, but never a collective. A callback's attributes are not part of a checkpoint; keep state
+    that a resumed run needs in the unit.
 
     Attributes:
-        may_stop: whether a hook of a training step may call `state.stop()`, so that several ranks wait for one another after
-            each step, and all stop after that very one. With False nothing waits, and a stop comes one step later.
+        may_stop: whether a hook of a training step may call `state.stop()`. If so, several ranks wait for one another after each
+            step, and all stop after the step that called it. With False they do not wait, and a stop comes one step later.
         saves: True if it leaves a checkpoint at the end of training.
-        meets: True if hooks of it are collective. Then all ranks must have it, and are told before training if they do not.
-        is_of_unit: True if its hooks are those of the unit's author, as of a LightningModule.
-        meets_in_steps: True if its step hooks of an evaluation, prediction or test are collective. Then all ranks must have
-            equally many batches of it, and are told at once if they do not.
+        meets: True if some of its hooks are collective. All ranks must then have it; otherwise training is refused.
+        is_of_unit: True if its hooks are written by the unit's author, such as a LightningModule's.
+        meets_in_steps: True if its step hooks of an evaluation, prediction or test are collective. All ranks must then have
+            equally many batches; otherwise the phase is refused at once.
     """
 
     may_stop = True
@@ -48,7 +48,7 @@ class Callback:
     def on_exception(self, state: State, unit: Unit, exc: BaseException) -> None:
         """The run ends with this exception. Other ranks may still be at work: no collective here."""
 
-    # What a training has, an evaluation, a prediction and a test have as well, by the same words.
+    # Evaluation, prediction and test have the same hooks as training, named after the phase; see below.
 
     def on_train_start(self, state: State, unit: Any) -> None:
         """Before the first epoch."""

@@ -1,6 +1,6 @@
 """One call of an entry point: its epochs, the evaluations between them, and how it ends.
 
-`loop/run.py` has the story and the public functions; `steps` the steps of an epoch and where their batches come from.
+`loop/run.py` has the outline and the public functions; `steps` has the steps of an epoch and where their batches come from.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Run:
                 launched,
             )
         self._agree_after_step: Callable[[], None] | None = None
-        self._guards: list[Guard] = []  # of all that is trained
+        self._guards: list[Guard] = []  # of all trained modules
 
     def _check(self, state: State, unit: Any, phases: list[str]) -> None:
         for phase in phases:
@@ -83,7 +83,7 @@ class Run:
         with self._training(), torch.enable_grad(), in_mode(self._inner, "train"):
             self._begin_training(stage)
             self._inner.resumes_with = None
-            self._evaluate_if_due()  # the state that was restored was saved before an evaluation
+            self._evaluate_if_due()  # the restored checkpoint may have been saved before an evaluation
             while not state.should_stop and not phase_state.is_complete(progress):
                 if not self._train_epoch(stage):
                     break
@@ -94,14 +94,14 @@ class Run:
 
     @contextlib.contextmanager
     def _training(self) -> Iterator[None]:
-        """Signals are heard, and sinks and callbacks learn of an error."""
+        """Context of training: handles stop signals, and reports errors to sinks and callbacks."""
         with stop.listening(self.state.stop_for_signal), self._reporting.running():
             yield
 
     def _begin_training(self, stage: Stage) -> None:
         state, phase_state, progress = self.state, stage.phase_state, stage.progress
         check_same_setup()
-        if stop.asked() is not None:  # before this loop began
+        if stop.asked() is not None:  # a signal came before this loop began
             state.stop_for_signal()
         agreements.on_limits(phase_state, progress, self.callbacks, getattr(self._inner, "window", None))
         self._begin(stage)
@@ -116,16 +116,16 @@ class Run:
         self._reporting.training_begins(total, progress.num_updates_completed, reached=phase_state.limit_of(progress))
 
     def _take_up_streams(self) -> None:
-        """Of a unit that was restored: as they were when it was saved, whatever the script has drawn since."""
+        """Load the RNG states of a restored unit, whatever the script has drawn since it was saved."""
         if (streams := self._inner.resumes_with) is not None:
             rng.load_states(streams)
 
     def _let_go(self) -> None:
-        for each in self._stages.values():  # their loaders' workers end here, and not when somebody collects cycles
+        for each in self._stages.values():  # ends the loaders' workers now, without waiting for the garbage collector
             each.phase_state.feed = None
 
     def _end_training(self, stage: Stage) -> bool:
-        """True if the process should exit with 75 and be started again."""
+        """End training. True if the process should exit with code 75 and be started again."""
         state = self.state
         if state.recorder is not None:
             state.recorder.flush()
@@ -137,7 +137,7 @@ class Run:
         return self._leaves(stage)
 
     def _leaves(self, stage: Stage) -> bool:
-        """Whether this run was asked to stop by a signal, on any rank, before it was complete or ended by its own script."""
+        """Whether a signal on any rank stopped this run before it was complete or its own script ended it."""
         heard = agree.first_not_none(stop.asked())
         if heard is None:
             return False
@@ -149,7 +149,7 @@ class Run:
             return False
         stop.leaving()
         step, saved = stage.progress.num_updates_completed, any(getattr(c, "saves", False) is True for c in self.callbacks)
-        # Of a callback that saves at times of its own.
+        # The latest checkpoint of a callback that saves on its own schedule.
         older = None if saved else next((str(p) for c in self.callbacks if (p := getattr(c, "latest_saved", None))), None)
         self.state.event("stopped", step=step, signal=heard, saved=saved, **({"latest": older} if older else {}))
         but = "" if saved else f", last saved as {older}" if older else ", nothing saved: there is no DistributedCheckpointSaver"
@@ -160,7 +160,7 @@ class Run:
         """One epoch of a phase other than training."""
         stop.leave_if_asked()
         with stop.listening(), self._reporting.running(), clock.during(Part.EVAL):
-            if self._inner.meets_at_end(phase):  # a rank that evaluates alone would meet the others at something else
+            if self._inner.meets_at_end(phase):  # else a rank that evaluates alone would pair with another collective
                 agree.unless_same(f"the beginning of the {phase} epoch", 0)
             self._evaluate(self._stages[phase])
 
@@ -169,8 +169,8 @@ class Run:
         if stage.trains:
             look_at_built(self._inner)
         loader = stage.phase_state.dataloader
-        # Ranks that compute the same samples together, as with tensor parallelism, must be given the same. Other loaders are
-        # divided by whoever made them, so nobody has to know how.
+        # Ranks that compute the same samples together, as with tensor parallelism, must get the same batches. The user divides
+        # loaders of other libraries.
         if isinstance(loader, (BaseLoader, Combined)) and (rank_and_size := self._inner.data_rank_and_size) is not None:
             loader.set_data_rank(*rank_and_size)
         if stage.trains and not self.state.alone:
@@ -180,32 +180,32 @@ class Run:
     # --- an epoch of training
 
     def _train_epoch(self, stage: Stage) -> bool:
-        """Train an epoch, or what is left of one; False if a stop or a limit on the whole run cut it short."""
+        """Train an epoch, or the rest of one; False if a stop or a limit on the whole run cut it short."""
         whole = self._open_epoch(stage).run()
         return self._epoch_ended(stage, whole=whole)
 
     def _open_epoch(self, stage: Stage) -> Steps:
         if stage.progress.num_steps_completed_in_epoch == 0:
             stage.call(stage.hooks.epoch_start)
-            self._settle_doubts()  # hooks of an epoch's beginning freeze and unfreeze
+            self._settle_doubts()  # epoch_start hooks may have frozen or unfrozen parameters
             if stage.progress.num_epochs_completed:
                 self._tell_of_epoch()
         evaluates = self.state.eval_state is not None
         return Steps(stage, Between(self._agree_after_step, self._evaluate_if_due if evaluates else None))
 
     def _epoch_ended(self, stage: Stage, *, whole: bool) -> bool:
-        """After its last step; False if the run is to end with it."""
+        """After the epoch's last step; False if the run ends here."""
         state = self.state
         if state.rolled_back:
             state.rolled_back = False
-            self._evaluate_if_due()  # the older state may be from before one
+            self._evaluate_if_due()  # the older state may have been saved before an evaluation
             return True
         if not whole:
             if state.eval_state is not None and stage.progress.evaluation_due:  # a limit ended the training
                 self._agree_to_stop()
                 self._evaluate_if_due()
             else:
-                self._settle_doubts()  # of its last step
+                self._settle_doubts()  # the last step may have left some
             return False
         self._close_epoch(stage)
         self._agree_to_stop()
@@ -229,7 +229,7 @@ class Run:
         self._inner.numbers_settled(self.state, stage.phase)
 
     def _settle_logged(self, stage: Stage) -> None:
-        """The numbers that were logged in this epoch and are not written yet."""
+        """Reduce and record the numbers that were logged in this epoch and are not recorded yet."""
         state, phase = self.state, stage.phase
         together = stage.trains or state.entry_point is EntryPoint.FIT or self._inner.meets_at_end(phase)
         numbers = state.logged.end_phase(phase, together=together)
@@ -243,7 +243,7 @@ class Run:
     # --- an evaluation, a prediction, a test
 
     def _evaluate_if_due(self) -> None:
-        """Within `fit`: run an evaluation that is due or was cut short, unless the run is about to end."""
+        """Within `fit`, run an evaluation that is due or was cut short, unless the run is about to end."""
         state = self.state
         if state.eval_state is None or not self.unit.train_progress.evaluation_due:
             return
@@ -259,7 +259,7 @@ class Run:
 
     def _evaluate(self, stage: Stage) -> None:
         phase, within_fit = stage.phase, self.state.entry_point is EntryPoint.FIT
-        # Sharded parameters that were touched under inference_mode can never be trained again.
+        # Sharded parameters that were used under inference_mode can never be trained again.
         plain = within_fit or self._inner.forward_is_collective or phase != "predict"
         with torch.no_grad() if plain else torch.inference_mode(), in_mode(self._inner, "eval"):
             self.state.event("eval_start", phase=phase, within_fit=within_fit)
@@ -267,7 +267,8 @@ class Run:
             self._begin(stage)
             with self._inner.evaluating():
                 whole = self._evaluation_epoch(stage)
-            if drawn is not None:  # training draws on as if there was no evaluation; one that was cut short draws the same again
+            # Training draws the same numbers as without an evaluation; an evaluation that was cut short will draw the same again.
+            if drawn is not None:
                 rng.put_back(drawn)
             stage.call(stage.hooks.end)
             whole = whole and phase == "eval"
@@ -280,12 +281,12 @@ class Run:
 
     def _evaluation_epoch(self, stage: Stage) -> bool:
         """One pass over the loader; False if it was cut short."""
-        stage.progress.num_steps_completed_in_epoch = 0  # one that was interrupted starts over
+        stage.progress.num_steps_completed_in_epoch = 0  # an interrupted evaluation starts over
         stage.call(stage.hooks.epoch_start)
         whole = Steps(stage, Between()).run()
         within_fit = self.state.entry_point is EntryPoint.FIT
         if within_fit or self._inner.meets_at_end(stage.phase):
-            whole = not agree.any_rank(not whole)  # without collectives in it, ranks leave an evaluation one by one
+            whole = not agree.any_rank(not whole)  # ranks leave an evaluation without collectives one by one
         if not whole:
             self.state.logged.discard(stage.phase)
         if within_fit and not whole:
@@ -297,8 +298,8 @@ class Run:
     # --- what ranks agree on
 
     def _agree_on_agreeing(self) -> None:
-        """Find out once how ranks learn of a stop: where a hook may ask for one, they wait for each other after every step; else
-        by the messages of the unit's own windows; or, where it sends none, by one that is read a step later.
+        """Choose once how ranks learn of a stop. If a step hook may ask for one, they agree after every step. Else the messages
+        of the unit's windows tell it; or, if the unit sends none, a message that is read one step later.
         """
         if self.state.alone:
             return
@@ -319,7 +320,7 @@ class Run:
             self._act_upon(*agree.any_ranks(self._flags()))
 
     def _flags(self) -> list[bool]:
-        """A wish to stop, and what is to be compared."""
+        """This rank's stop request, and which guards are in doubt."""
         return [self.state.stop_requested, *[each.in_doubt for each in self._guards]]
 
     def _tell_of_epoch(self) -> None:
@@ -341,9 +342,10 @@ class Run:
 
 
 def _tell_of_nothing(stage: Stage) -> None:
-    """
+    """Warn of an epoch without a batch.
+
     Raises:
-        UsageError: only batches would ever end this training.
+        UsageError: training has no max_epochs, so without batches it would never end.
     """
     if stage.trains and stage.phase_state.max_epochs is None:
         raise LoopError("the loader gave no batch, and without max_epochs training would never end. Is it a used-up iterator?")

@@ -1,4 +1,4 @@
-"""Train and eval mode: what training sets, what it leaves as somebody set it, and how modes are put back."""
+"""Train and eval mode: which modes training sets, which it keeps as the user set them, and how modes are restored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Modes = list[tuple[nn.Module, bool]]
 
 @contextlib.contextmanager
 def in_mode(inner: Unit, mode: str) -> Iterator[None]:
-    """Modules in train or eval mode, and put back as they were, each submodule by itself, whatever happens."""
+    """Context with the modules in train or eval mode. Afterwards each submodule's mode is restored."""
     if mode == "train" and inner.keeps_modes:
         yield
         return
@@ -38,12 +38,12 @@ def in_mode(inner: Unit, mode: str) -> Iterator[None]:
 
 
 def begin_training(root: nn.Module) -> None:
-    """Train mode, but for the parts that somebody put in eval mode on purpose: these stay as they are.
+    """Set train mode, except for parts that the user has put in eval mode on purpose.
 
-    A model that is in eval mode as a whole came so, as `from_pretrained` returns it; but one that is frozen as a whole, too, such
-    as a teacher, stays so. A part that has `from_pretrained` itself and parameters to train came so as well. Any other part in
-    eval mode was put there, since modules are built in train mode. A part of several layers that is trained may have come so,
-    too, from a loader of its author's: that is said.
+    A whole model in eval mode was created so (`from_pretrained` does that) and is set to train mode, unless it is also frozen as
+    a whole, such as a teacher. A part whose class has `from_pretrained` and that has trainable parameters was created so, too.
+    Any other part was put in eval mode, since modules are built in train mode, and stays so. A trained part of several layers is
+    doubtful, because its author's own loader may have set eval mode: it stays so, with a warning.
     """
     trains = [p.requires_grad for p in root.parameters()]
     if trains and not any(trains) and not root.training:
@@ -52,7 +52,7 @@ def begin_training(root: nn.Module) -> None:
     while len(children := list(model.children())) == 1 and not any(True for _ in model.parameters(recurse=False)):
         if not model.training:
             break
-        (model,) = children  # a wrapper's: it is built in train mode around whatever it wraps
+        (model,) = children  # look into a wrapper, which is built in train mode whatever the mode of its module
     kept = [(part, _modes(part)) for part in _parts_in_eval(model) if not _came_so(part)] if model.training else []
     doubtful = {id(part) for part, modes in kept if len(modes) > 1 and any(p.requires_grad for p in part.parameters())}
     tell_of_eval_mode([name for name, part in model.named_modules() if id(part) in doubtful])
@@ -63,18 +63,18 @@ def begin_training(root: nn.Module) -> None:
 
 
 def tell_of_eval_mode(names: Sequence[str]) -> None:
-    """Of modules that are trained in eval mode."""
+    """Warn of modules that are trained in eval mode."""
     if names and agree.is_rank0():
         logger.warning(
-            "%s modules are in eval mode as training begins, such as %s, and stay so: without dropout, and batch norm leaves its "
-            "statistics alone. To train them in train mode, call train() on them before",
+            "%s modules are in eval mode as training begins, such as %s, and stay so: no dropout, and batch norm does not update "
+            "its statistics. To train them in train mode, call train() on them before",
             len(names),
             names[0],
         )
 
 
 def _parts_in_eval(module: nn.Module) -> Iterator[nn.Module]:
-    """The highest ones."""
+    """Modules in eval mode whose parents are all in train mode."""
     for child in module.children():
         if child.training:
             yield from _parts_in_eval(child)
@@ -96,11 +96,11 @@ def _put_back(modes: Modes) -> None:
 
 
 class LoopModes:
-    """The modes in a loop of one's own, whose script sets them, too.
+    """The modes in a user's own loop, whose script also sets modes.
 
     Args:
-        root: as the loop has it.
-        model: the same without a wrapper, which may be in another mode.
+        root: the model as the loop has it.
+        model: the model without its wrapper, whose mode may differ.
     """
 
     def __init__(self, root: nn.Module, model: nn.Module) -> None:
@@ -109,7 +109,7 @@ class LoopModes:
         self._is_told = False
 
     def epoch_begins(self) -> None:
-        """With its first window: what an evaluation has left in eval mode is put back."""
+        """At an epoch's first window: restore train mode if an evaluation has left the model in eval mode."""
         if not self.model.training and self._trained is not None:
             _put_back(self._trained)
             self._tell("it was put back in train mode for the next epoch")
@@ -121,16 +121,16 @@ class LoopModes:
             self._trained = _modes(self._root)
 
     def left_in_eval(self) -> None:
-        """In the middle of an epoch the model is in eval mode."""
+        """Called if the model is in eval mode in the middle of an epoch."""
         if self._trained is not None:
-            self._tell("it stays so for the rest of this epoch: call model.train() behind it")
+            self._tell("it stays so for the rest of this epoch: call model.train() after the evaluation")
 
     def _tell(self, so: str) -> None:
         if not self._is_told:
             self._is_told = True
             logger.warning(
                 "the model has trained in train mode, and is in eval mode now, as after an evaluation; %s. `with "
-                "echelon.evaluating(model):` puts modes back by itself. To train in eval mode, call model.eval() before the "
+                "echelon.evaluating(model):` restores modes by itself. To train in eval mode, call model.eval() before the "
                 "first window.",
                 so,
             )

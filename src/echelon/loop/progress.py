@@ -1,4 +1,4 @@
-"""How far a phase has come."""
+"""Progress: the counts of a phase's epochs, updates and steps."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _UPDATES = ("num_updates_completed", "num_updates_completed_in_epoch")
 
 
 class Progress:
-    """Counts epochs, updates and steps of one phase. An update is a step of the optimizer, with accumulation of several
-    micro-batches; a step is one call of the unit's step, that is one micro-batch.
+    """Counts epochs, updates and steps of one phase. An update is one step of the optimizer, on one or more micro-batches; a step
+    is one call of the unit's step, on one micro-batch.
 
     Args:
         num_epochs_completed: epochs run to their end.
         num_steps_completed: steps over all epochs.
-        num_steps_completed_in_epoch: steps since the present epoch began.
+        num_steps_completed_in_epoch: steps since the current epoch began.
     Attributes:
-        num_updates_completed: updates over all epochs, with those that were left out, as by fp16's scaler or after a rollback:
-            update k has the samples of global batch k. It is what limits, checkpoints, evaluations and records count.
-        num_updates_completed_in_epoch: updates since the present epoch began.
-        evaluation_due: within `fit`, an evaluation belongs here that has not come to its end; a run that resumes begins with it.
-        skipped: ranges of updates, each as (first, one after the last), that count and are not trained on.
-        latest_loss: of the latest epoch, where the unit says it and it is finite: a run that resumes knows it, too.
-        early_stopping: by the number's name, how often it has not improved, and its best value.
+        num_updates_completed: updates over all epochs, including skipped ones (by fp16's scaler, after a rollback), so update k
+            has the samples of global batch k. Limits, checkpoints, evaluations and records count these.
+        num_updates_completed_in_epoch: updates since the current epoch began.
+        evaluation_due: within `fit`, an evaluation is due here and has not run to its end; a resumed run begins with it.
+        skipped: ranges of updates, each as (first, one after the last), that are counted but not trained on.
+        latest_loss: loss of the latest epoch, if the unit sets it and it is finite; kept for a resumed run.
+        early_stopping: for each number by name, how often it has not improved, and its best value.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Progress:
     def increment_step(self, *, updated: bool = False) -> None:
         """
         Args:
-            updated: it made an update.
+            updated: the step made an update.
         """
         self.num_steps_completed += 1
         self.num_steps_completed_in_epoch += 1
@@ -61,7 +61,7 @@ class Progress:
             self.num_updates_completed_in_epoch += 1
 
     def at_earlier_step(self, back: int) -> AbstractContextManager[None]:
-        """Within it, the counts are those of so many steps of this update ago, whose pass a layout computes only now."""
+        """Context in which the counts are those of `back` steps ago, for a micro-batch that the layout computes only now."""
         return for_now(self, **{name: getattr(self, name) - back for name in _STEPS[:2]})
 
     def increment_epoch(self) -> None:
@@ -76,11 +76,11 @@ class Progress:
 
     @property
     def skips(self) -> bool:
-        """Whether the coming update is one to be left out."""
+        """Whether the next update is to be skipped."""
         return any(first <= self.num_updates_completed < stop for first, stop in self.skipped)
 
     def rescale(self, size: int, old: int) -> None:
-        """Count in steps of which `size` instead of `old` make an update."""
+        """Recount the steps, if an update now has `size` steps instead of `old`."""
         for name in _STEPS:
             setattr(self, name, getattr(self, name) * size // old)
 
@@ -99,10 +99,10 @@ class Progress:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """
         Raises:
-            CheckpointCorruptError: it is not what `state_dict` gives.
+            CheckpointCorruptError: `state_dict` is not what `Progress.state_dict` gives.
         """
         counts = {name: _whole(name, state_dict.get(name, 0)) for name in ("num_epochs_completed", *_STEPS)}
-        for name in _UPDATES:  # of a progress without them, as another library's, a step is an update
+        for name in _UPDATES:  # another library's progress has no updates: each of its steps is one
             counts[name] = _whole(name, state_dict.get(name, counts[name.replace("updates", "steps")]))
         skipped = state_dict.get("skipped", [])
         if not fits(skipped, [(int, int)]):

@@ -9,8 +9,8 @@
             with `eval`, and in fit, an evaluation after every n-th update or epoch
     others: one epoch
 
-Of each hook the unit's runs first, then the callbacks' in their order. What the ranks must agree on (how many steps, when
-to stop) they agree on here.
+For each hook, the unit's runs first, then the callbacks' in their order. The loop makes the ranks agree on the number of steps
+and on when to stop.
 """
 
 from __future__ import annotations
@@ -71,31 +71,32 @@ def train(
 ) -> dict[str, float]:
     """Train a unit. Every rank calls it.
 
-    An update is one step of the optimizer, whatever micro-batches it accumulates; each `train_step` of a TrainUnit of your own is
-    one. One that is left out, since its global batch weighs nothing or fp16 overflows, is counted: update k has global batch k.
+    An update is one step of the optimizer, on one or more micro-batches; for a TrainUnit of your own, each `train_step` is an
+    update. An update that is skipped, because its global batch weighs nothing or fp16 overflows, is still counted, so update k
+    has global batch k.
 
     Args:
-        unit: its progress resumes where it stands, so a restored unit continues.
+        unit: training continues where its progress stands, so a restored unit continues.
         loader: any iterable of batches; iterated again in every epoch.
-        max_updates, max_epochs: stop after so many, counted over the unit's whole life. One of them is needed; math.inf means
-            without an end, for a run that ends when something calls `state.stop()`. Whole numbers may be floats, as 10.0.
-        updates_per_epoch: make only so many of each epoch.
-        eval: batches to evaluate on; the unit has an `eval_step`, as an AutoUnit has.
-        eval_every: evaluate after so many updates, counted over the unit's whole life, and at the end; by default, and with
+        max_updates, max_epochs: stop after this many, counted over the unit's whole life. One of them is needed. math.inf means
+            no end, for a run that ends when something calls `state.stop()`. Whole numbers may be floats, such as 10.0.
+        updates_per_epoch: make only this many updates in each epoch.
+        eval: batches to evaluate on; the unit needs an `eval_step`, which an AutoUnit has.
+        eval_every: evaluate after this many updates, counted over the unit's whole life, and at the end; by default, and with
             "epoch", after every epoch.
-        checkpoints: a folder, or a Checkpoints, which says when to save there and what stays: a unit that has not trained yet
-            continues from the newest there. Or a DistributedCheckpointSaver.
+        checkpoints: a folder, or a Checkpoints, which says when to save there and what to keep. A unit that has not trained yet
+            continues from the newest checkpoint there. Or a DistributedCheckpointSaver.
         callbacks: called in order.
-        timer: times the waits for data ("train.next(data_iter)"; where the unit moves batches, reading and moving by themselves,
-            too), the unit's steps, all hooks of unit and callbacks, and within `fit` the same of evaluations.
+        timer: measures the waits for data ("train.next(data_iter)"; if the unit moves batches, also reading and moving
+            separately), the unit's steps, and all hooks of unit and callbacks; within `fit`, also those of evaluations.
         older: `max_steps` and `max_steps_per_epoch`, which counted micro-batches.
     Returns:
-        the latest numbers of this call over all ranks, by their names in metrics.jsonl: "loss", what `state.log` was given, and
-        with "eval_" before their names those of the latest evaluation. Empty where nothing was left to train.
+        the latest numbers of this call over all ranks, by their names in metrics.jsonl: "loss", the numbers given to `state.log`,
+        and those of the latest evaluation, with "eval_" before their names. Empty if nothing was left to train.
     Raises:
         SystemExit: with code 75: a signal asked the run to stop before it was complete (docs/checkpoints.md).
         UnitError: the unit has no training step.
-        UsageError: no limit, or one that is no whole number; what is no callback.
+        UsageError: there is no limit, or one that is not a whole number; an object that is not a callback.
         RanksDisagreeError: the ranks' loaders have different lengths.
     """
     limits = {"max_updates": max_updates, "updates_per_epoch": updates_per_epoch}
@@ -129,7 +130,7 @@ def run_training(
     timer: TimerProtocol | None,
     checkpoints: Any = None,
 ) -> State:
-    """A call of `train`, or of `fit` where there is an evaluation, whose limits are in the phases' states."""
+    """Run `train`, or `fit` if there is an `eval_state`, with the limits in the phases' states."""
     if checkpoints is not None:
         saver = saver_of(checkpoints)
         callbacks = [*callbacks_of(callbacks), saver]
@@ -156,7 +157,7 @@ def evaluate(
     """Evaluate a unit on one pass over the loader, without gradients, in eval mode. Every rank calls it.
 
     Returns:
-        its numbers, as `train` returns them: "eval_loss" of an AutoUnit, and what was logged.
+        the numbers of the evaluation, as `train` returns them: an AutoUnit's "eval_loss", and logged numbers.
     """
     phase = PhaseState(dataloader=eval_dataloader, max_steps_per_epoch=max_steps_per_epoch)
     state = State(entry_point=EntryPoint.EVALUATE, timer=timer, eval_state=phase)
@@ -172,7 +173,7 @@ def predict(
     callbacks: list[Callback] | None = None,
     timer: TimerProtocol | None = None,
 ) -> None:
-    """Predict on one pass over the loader, without gradients, in eval mode. Every rank calls it; call it as often as you like."""
+    """Predict on one pass over the loader, without gradients, in eval mode. Every rank calls it. May be called repeatedly."""
     phase = PhaseState(dataloader=predict_dataloader, max_steps_per_epoch=max_steps_per_epoch)
     state = State(entry_point=EntryPoint.PREDICT, timer=timer, predict_state=phase)
     Run(state, predict_unit, callbacks, ["predict"]).once("predict")
@@ -191,7 +192,7 @@ def test(
     Run(State(entry_point=EntryPoint.TEST, timer=timer, test_state=phase), test_unit, callbacks, ["test"]).once("test")
 
 
-test.__test__ = False  # type: ignore[attr-defined]  # pytest would collect it where it is imported
+test.__test__ = False  # type: ignore[attr-defined]  # else pytest would collect it from test files that import it
 
 
 def fit(
@@ -212,7 +213,7 @@ def fit(
 ) -> dict[str, float]:
     """An older form of `train(unit, train_dataloader, eval=eval_dataloader)`: evaluates after every n-th update or epoch.
 
-    Where `max_updates` ends the training, the last update is evaluated, too, unless both intervals are None.
+    If `max_updates` ends the training, it also evaluates after the last update, unless both intervals are None.
     """
     limits = {
         "max_updates": max_updates,

@@ -1,11 +1,11 @@
-"""How much a batch counts: its samples, over which its mean loss is taken, or its tokens; and whether it is a mean loss at all.
+"""The weight of a batch: its number of samples or tokens. Also checks the return value of `compute_loss`.
 
-How many samples it has is what its loader gave, and what can be read in the batch.
+The number of samples comes from the loader, if it says so, and from the batch.
 
-Batches are tensors, and structures of them. A list may be what it is in `[x, y]`, with one item for each field, or in
-`[image, image, image]`, with one for each sample; a tensor may have the samples in its second dimension, or none at all. So a
-structure tells several numbers, and that which all of its fields may have is the one. Where a loader knows how many samples it
-gave, that number decides, unless the batch clearly has others, as where some are filtered.
+Batches are tensors or structures of tensors. A list may have one item for each field, as in `[x, y]`, or one for each sample, as
+in `[image, image, image]`. A tensor may have the samples in its second dimension, or no samples at all. So each field of a
+structure allows several numbers; the one that all fields allow is taken. If the loader says how many samples it gave, that number
+decides, unless the batch clearly has another, for example because some samples were filtered.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _DEPTH = 4  # of structures within structures
 
 
 def samples_of(data: Any, given: int | None = None) -> tuple[int, str | None]:
-    """The samples of a batch; and the numbers that it may have, where nothing says which is right, else None.
+    """Number of samples in a batch; and, if it is unclear, the numbers that its fields allow, as text, else None.
 
     Args:
-        given: how many the loader gave, where it knows.
+        given: number of samples that the loader gave, if it knows.
     """
-    # The usual kinds of batches, without the slow questions below.
+    # Fast path for the usual kinds of batches.
     usual: Sequence[Any] = (data,) if type(data) is torch.Tensor else data if type(data) in (tuple, list) else ()
     first = None
     for each in usual:
@@ -76,14 +76,14 @@ def samples_of(data: Any, given: int | None = None) -> tuple[int, str | None]:
 
 
 def sizes_in(data: Any) -> set[int]:
-    """The numbers that anything in a batch may say its samples are."""
+    """All numbers of samples that any field of a batch allows."""
     values = _fields(data, 0)
     return set().union(*_read([data] if values is None else values, 0))
 
 
 def _of_nothing(data: Any, given: int | None, items: int | None) -> int:
-    """Of a batch in which no number can be read."""
-    if data is None:  # a loader that knows its samples had all of them filtered; another may give nothing on purpose
+    """Number of samples in a batch whose fields tell nothing."""
+    if data is None:  # if the loader knows its samples, all were filtered; another loader may give None on purpose
         return 1 if given is None else 0
     if isinstance(data, Mapping) and not data:
         return 0
@@ -100,18 +100,19 @@ def _with_given(data: Any, given: int, read: list[set[int]], common: set[int], i
         fewer = len(common) == 1 and min(common) < given and not _have_colours(data)  # some samples were filtered
         if are_images(data):
             return items, None
-        if items == given and not fewer:  # or the rows of two fields, of several for each sample
+        if items == given and not fewer:  # the items may also be two fields with several rows for each sample
             return items, _shown([{items}, *read]) if len(common) == 1 and len({_shape(each) for each in data}) > 1 else None
     if _are_second(data, given):
         return given, None
-    if len(common) == 1:  # some were filtered, or all were laid end to end
+    if len(common) == 1:  # some samples were filtered, or all were concatenated
         return common.pop(), None
     if not common and any(given in sizes for sizes in read):
         return given, None
     if of_samples and items is not None and not common:
         return items, None
     count = _most_frequent(read, common)
-    is_likely = count < given and 2 * sum(count in sizes for sizes in read) > len(read)  # two edges of a graph have 2, too
+    # A minority does not decide: a graph's edge_index has size 2, too.
+    is_likely = count < given and 2 * sum(count in sizes for sizes in read) > len(read)
     return (count if is_likely else given), _shown(read)
 
 
@@ -125,12 +126,11 @@ def _shown(read: list[set[int]]) -> str:
 
 
 def tell_of_doubts(unit: str, data: Any, samples: int, doubts: str, given: int | None) -> None:
-    """Of a batch whose samples are not clear, though a loader may have said how many it gave. Per rank."""
+    """Warn of a batch whose number of samples is unclear, even if the loader gave one. On rank 0; not collective."""
     if agree.is_rank0():
         logger.warning(
-            "%s: a batch (%s) was taken for %s samples, and may have another number: its parts have %s. That number weighs it "
-            "among the micro-batches and ranks. Give what it counts as weight: `ech.window(model, weight=...)`, or a unit's "
-            "weight(data)%s",
+            "%s: a batch (%s) was taken for %s samples, but may have another number: its fields have %s. The number is the "
+            "batch's weight in the mean. Give the right weight: `ech.window(model, weight=...)`, or a unit's weight(data)%s",
             unit,
             type(data).__name__,
             samples,
@@ -139,24 +139,24 @@ def tell_of_doubts(unit: str, data: Any, samples: int, doubts: str, given: int |
         )
 
 
-# --- what a value tells
+# --- numbers of samples that a value allows
 
 
 def _read(values: Sequence[Any], depth: int) -> list[set[int]]:
-    """What each of the values tells that tells something; what is empty counts only where all is."""
+    """The numbers that each value allows, without values that tell nothing. Empty values count only if all are empty."""
     read = [sizes for value in values if (sizes := _sizes(value, depth))]
     return [sizes for sizes in read if sizes != {0}] or read
 
 
 def _sizes(value: Any, depth: int) -> set[int]:
-    """The numbers of samples that a value may have; none if it tells nothing."""
+    """The numbers of samples that a value allows; empty if it tells nothing."""
     if isinstance(value, torch.Tensor):
         return {value.size(0)} if value.dim() else set()
     if value is None or isinstance(value, (str, bytes, int, float, complex)):
         return set()
     if isinstance(value, PackedSequence):
         return {int(value.batch_sizes[0])}
-    if isinstance(shape := getattr(value, "shape", None), tuple):  # of arrays and tables
+    if isinstance(shape := getattr(value, "shape", None), tuple):  # arrays and tables
         return {int(shape[0])} if shape else set()
     if (size := _said(value)) is not None:
         return {size}
@@ -172,7 +172,7 @@ def _sizes(value: Any, depth: int) -> set[int]:
 
 
 def _said(value: Any) -> int | None:
-    """What an object says by itself, as batches of graphs and TensorDicts do."""
+    """The `batch_size` of an object such as a batch of graphs or a TensorDict."""
     if isinstance(value, (Mapping, Sequence)):
         return None
     size = getattr(value, "batch_size", None)
@@ -181,12 +181,12 @@ def _said(value: Any) -> int | None:
 
 
 def _is_list(value: Any) -> bool:
-    """Whether its items may be samples: no names say that they are fields."""
+    """Whether a value's items may be samples: it is a sequence, and they have no field names."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and not hasattr(value, "_fields")
 
 
 def _fields(value: Any, depth: int) -> list[Any] | None:
-    """The values in a structure; None for what is none."""
+    """The values in a structure; None if the value is no structure."""
     if isinstance(value, (torch.Tensor, str, bytes, PackedSequence, nn.Module, type)) or value is None:
         return None
     if isinstance(value, Mapping):
@@ -205,16 +205,16 @@ def _fields(value: Any, depth: int) -> list[Any] | None:
 
 
 def slots_of(kind: type) -> list[str]:
-    """The attributes that objects of a class keep in slots of its own."""
+    """Names of the slots that a class itself defines."""
     named = vars(kind).get("__slots__", ())
     return [name for name in ((named,) if isinstance(named, str) else named) if name not in ("__dict__", "__weakref__")]
 
 
-# --- what the items of a list are
+# --- whether the items of a list are samples or fields
 
 
 def _are_alike(items: Sequence[Any]) -> bool:
-    """Whether they look like samples rather than fields: all of one form."""
+    """Whether the items look like samples rather than fields: all have the same form."""
     first, kinds = items[0], {type(item) for item in items}
     if len(kinds) != 1:
         return False
@@ -226,7 +226,7 @@ def _are_alike(items: Sequence[Any]) -> bool:
 
 
 def _may_be_samples(items: Sequence[Any]) -> bool:
-    """Whether the items of a list may be samples. Those of a tuple of tensors are fields, but for images."""
+    """Whether the items of a list may be samples. The items of a tuple of tensors are fields, unless they are images."""
     if not items or not _are_alike(items):
         return False
     return type(items) is list or not isinstance(items[0], torch.Tensor) or _have_colours(items)
@@ -242,23 +242,23 @@ def _have_colours(items: Sequence[Any]) -> bool:
 
 
 def are_images(items: Any) -> bool:
-    """Whether they are samples that have a first dimension in common, such as colours, and differ in others."""
+    """Whether the items are samples with the same first dimension, such as colours, that differ in other dimensions."""
     if not _is_list(items) or len(items) < 2 or not all(type(item) is torch.Tensor for item in items):
         return False
     return _have_colours(items) and _are_alike(items) and len({item.shape for item in items}) > 1
 
 
 def _are_second(data: Any, given: int) -> bool:
-    """Whether all tensors of a batch have that many samples in their second dimension, after the time."""
+    """Whether all tensors of a batch have `given` samples in their second dimension, after the time dimension."""
     tensors = [value for value in _fields(data, 0) or [data] if isinstance(value, torch.Tensor) and value.dim()]
     return bool(tensors) and all(value.dim() > 1 and value.size(1) == given for value in tensors)
 
 
-# --- what a batch counts in the mean over the global batch, and its loss
+# --- the loss of a batch, and its weight in the mean over the global batch
 
 
 def problem_with(made: Any, module: torch.nn.Module) -> str | None:
-    """What is wrong with the value of `compute_loss` of this module; None if nothing is."""
+    """Describe what is wrong with the return value of `compute_loss`; None if nothing is."""
     if not isinstance(made, tuple) or len(made) != 2:
         return f"{type(made).__name__}; return the pair (loss, outputs)."
     loss = made[0]
@@ -268,8 +268,8 @@ def problem_with(made: Any, module: torch.nn.Module) -> str | None:
         return f"a loss of shape {tuple(loss.shape)}; it must be a scalar: take its mean."
     if not loss.requires_grad and not any(p.requires_grad for p in module.parameters()):
         return (
-            "a loss without a gradient, since no parameter of the module has one: all are frozen (requires_grad=False), or there "
-            "are none. Unfreeze what is to be trained before the unit is built."
+            "a loss without a gradient, because no parameter of the module requires one: all are frozen (requires_grad=False), "
+            "or there are none. Unfreeze the parameters to train before the unit is built."
         )
     if not loss.requires_grad:
         return "a loss without a gradient: was it detached, or computed under no_grad?"
@@ -282,31 +282,31 @@ def as_scalar(loss: torch.Tensor) -> torch.Tensor:
 
 
 def rows(data: Any, given: int | None = None) -> int:
-    """The samples of a batch; see `samples`."""
+    """Number of samples in a batch; see `samples_of`."""
     return samples_of(data, given)[0]
 
 
 def count_tokens(data: Any, *, next_token: bool, ignore_index: int = -100, key: str = "labels") -> torch.Tensor:
-    """The labels over which a model's own mean loss is taken: the weight of a micro-batch, as models of transformers compute it.
+    """Count the labels over which a model of transformers takes its mean loss: the weight of a micro-batch.
 
         def weight(self, data):
             return echelon.count_tokens(data, next_token=True)
 
     Args:
         data: a batch with `key`, as a mapping or an attribute, or the labels themselves, (..., T) whole numbers.
-        next_token: True for causal language models, which predict each token from those before it: nobody predicts a row's
-            first label. False for masked language models, encoder-decoders, and classification of tokens or rows.
+        next_token: True for causal language models, which predict each token from the tokens before it, so that a row's first
+            label is never predicted. False for masked language models, encoder-decoders, and classification of tokens or rows.
         ignore_index: labels that do not count.
     Returns:
-        a 0-dim tensor on the labels' device, for which nothing waits. A micro-batch without such labels, whose loss is nan,
-        counts nothing.
+        a 0-dim tensor on the labels' device, for which nothing waits. A micro-batch without labels that count, whose loss is
+        nan, has weight 0.
     Raises:
         UsageError: there are no labels.
     """
     labels = data
     if not isinstance(data, torch.Tensor):
         shifted = data.get("shift_labels") if isinstance(data, Mapping) and next_token and key == "labels" else None
-        if isinstance(shifted, torch.Tensor):  # as context parallelism has them
+        if isinstance(shifted, torch.Tensor):  # context parallelism shifts labels before it cuts sequences
             return (shifted != ignore_index).sum()
         labels = data.get(key) if isinstance(data, Mapping) else getattr(data, key, None)
     if not isinstance(labels, torch.Tensor):
@@ -319,12 +319,12 @@ def count_tokens(data: Any, *, next_token: bool, ignore_index: int = -100, key: 
 
 
 def weighted(loss: torch.Tensor, weight: float | torch.Tensor) -> torch.Tensor:
-    """loss * weight; of a weight of zero nothing, not even a nan."""
+    """loss * weight; with weight zero always zero, even if the loss is nan."""
     if isinstance(weight, torch.Tensor):
         return torch.where(weight == 0, torch.zeros_like(loss), loss) * weight
     return loss * weight if weight else torch.zeros_like(loss)
 
 
 def summable(weight: torch.Tensor) -> float | torch.Tensor:
-    """A weight as windows add them up. Whole numbers in float32 end at 16 million; waiting for a CPU costs nothing."""
+    """Convert a weight for summing in windows. float32 counts exactly only to 16 million; reading from a CPU costs no wait."""
     return float(weight) if weight.device.type == "cpu" else weight.double()

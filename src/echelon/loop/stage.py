@@ -1,4 +1,4 @@
-"""One phase of a run: what its epochs, its batches and its steps are about."""
+"""One phase of a run: its unit, callbacks, state and hooks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ __all__ = ["Stage"]
 
 @dataclass(frozen=True)
 class Stage:
-    """
+    """One phase of a run.
+
     Args:
         phase: "train", "eval", "predict" or "test".
-        unit: the user's, or a mock of one.
-        inner: what answers the loop's own questions for it.
+        unit: the user's unit, or a mock of one.
+        inner: answers the loop's own questions about the unit.
     """
 
     phase: str
@@ -47,7 +48,7 @@ class Stage:
 
     @property
     def entry(self) -> str:
-        """The function that has this phase, by which a timer's names begin."""
+        """Name of the public function that runs this phase; a timer's names begin with it."""
         return "evaluate" if self.phase == "eval" else self.phase
 
     def call(self, hooks: tuple[Hook, ...]) -> None:
@@ -55,7 +56,7 @@ class Stage:
             hook(self.state, self.unit)
 
 
-# Which hooks of a unit and its callbacks a phase runs.
+# --- the hooks that a phase runs
 
 
 P = ParamSpec("P")
@@ -65,7 +66,7 @@ Hook = Callable[[State, Any], None]
 
 
 class Hooks:
-    """One phase's hooks, looked up once: only those that somebody overrides, the unit's before the callbacks'.
+    """One phase's hooks, looked up once: only overridden ones, the unit's before the callbacks'.
 
     Args:
         timer: times each of them, under "MyUnit.on_train_start" and "callback.MyCallback.on_train_start".
@@ -91,7 +92,7 @@ class Hooks:
         self.next_start = of("get_next_batch_start", with_unit=False)
         self.next_end = of("get_next_batch_end", with_unit=False)
         self.step_start = of("step_start", with_unit=False)
-        # AutoUnit calls its own, with more arguments, from inside its step.
+        # AutoUnit calls its own on_*_step_end from inside its step, with more arguments.
         self.step_end = of("step_end", with_unit=not getattr(unit.__class__, "reports_own_steps", False))
 
 
@@ -100,7 +101,7 @@ def _as_callback(own: Callable[[State], None]) -> Hook:
 
 
 def timed(timer: TimerProtocol | None, name: str, call: Callable[P, R]) -> Callable[P, R]:
-    """The call, and its time under `name`; without a timer the call itself."""
+    """Wrap `call` so that the timer measures it under `name`; without a timer, return `call` itself."""
     if timer is None:
         return call
 

@@ -1,4 +1,4 @@
-"""State: what the loops hand to every unit and callback, and the one place to ask for a stop."""
+"""State: the object that the loops hand to every unit and callback, and the one place to ask for a stop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["COUNTS", "ActivePhase", "EntryPoint", "PhaseState", "State", "TimerProtocol", "step_under_way"]
 
 
-# The limits of a phase, and the counts of its progress that they are of.
+# The limits of a phase, and the count of its progress that each limits.
 COUNTS = {
     "max_epochs": "num_epochs_completed",
     "max_updates": "num_updates_completed",
@@ -53,26 +53,26 @@ class ActivePhase(Enum):
     TEST = auto()
 
     def into_phase(self) -> str:
-        """The function that has this phase: "train", "evaluate", "predict", "test"."""
+        """Name of the function that runs this phase: "train", "evaluate", "predict", "test"."""
         return self.name.lower()
 
     def __str__(self) -> str:
-        """As hooks and progress are named: "train", "eval", "predict", "test"."""
+        """Name in hooks and progress: "train", "eval", "predict", "test"."""
         return "eval" if self is ActivePhase.EVALUATE else self.name.lower()
 
 
 class TimerProtocol(Protocol):
-    """What may be passed as `timer`: it times named stages."""
+    """A `timer`: measures named stages."""
 
     def time(self, action_name: str) -> AbstractContextManager[Any]: ...
 
 
 @dataclass
 class EvaluateEvery:
-    """After every how many updates, steps and epochs of training it is evaluated; None is never.
+    """Intervals between evaluations, in updates, steps and epochs of training; None is never.
 
     Args:
-        at_end: after the last epoch in any case.
+        at_end: also evaluate after the last epoch.
     """
 
     updates: int | None = None
@@ -82,7 +82,7 @@ class EvaluateEvery:
 
 
 class _EveryN:
-    """An attribute `evaluate_every_n_NAME` of a PhaseState, which its `evaluations` hold, so that two may have the same."""
+    """The attribute `evaluate_every_n_NAME` of a PhaseState. Its value is in `evaluations`, which two phases may share."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name, self._of = name, name.removeprefix("evaluate_every_n_")
@@ -95,16 +95,16 @@ class _EveryN:
 
 
 class PhaseState:
-    """One phase's loader and limits; the loop's, except for `evaluate_every_n_*`, which a callback may change.
+    """One phase's loader and limits. Only the loop writes it, except that a callback may change `evaluate_every_n_*`.
 
     Attributes:
-        max_updates, updates_per_epoch: of training, in updates.
-        max_steps, max_steps_per_epoch: in steps, that is micro-batches; of training only for TorchTNT's programs.
-        evaluate_every_n_updates, evaluate_every_n_steps, evaluate_every_n_epochs: of training, and within `fit` the same in both
-            phases' states.
-        step_output: what the step returned, between the step and the end of `on_*_step_end`.
-        step: the batch under way, or the latest: whether it is the epoch's last, whether it is padding.
-        feed: the loop's iterator over the present epoch.
+        max_updates, updates_per_epoch: limits of training, in updates.
+        max_steps, max_steps_per_epoch: limits in steps, that is micro-batches; in training only for TorchTNT's programs.
+        evaluate_every_n_updates, evaluate_every_n_steps, evaluate_every_n_epochs: intervals between evaluations in training;
+            within `fit` the same in both phases' states.
+        step_output: the return value of the step, until the end of `on_*_step_end`.
+        step: the current or latest batch: whether it is the epoch's last, whether it is padding.
+        feed: the loop's iterator over the current epoch.
     """
 
     evaluate_every_n_updates, evaluate_every_n_steps, evaluate_every_n_epochs = _EveryN(), _EveryN(), _EveryN()
@@ -123,7 +123,7 @@ class PhaseState:
         evaluate_every_n_epochs: float | None = None,
     ) -> None:
         self.dataloader = dataloader
-        # A run without an end, asked for in so many words.
+        # math.inf as a limit asks for a run without an end.
         limits = (max_epochs, max_updates, max_steps)
         self.endless = any(isinstance(limit, float) and limit == math.inf for limit in limits)
         self.max_epochs = _limit("max_epochs", max_epochs)
@@ -139,7 +139,7 @@ class PhaseState:
         self.feed: Feed | None = None
 
     def ends_epoch(self, progress: Progress) -> bool:
-        """Whether the epoch ends with the step under way, which is counted, rather than being cut short by a limit."""
+        """Whether the epoch ends with the current step, which is counted already, and is not cut short by a limit."""
         if self.feed is None:
             return False
         if self.has_whole_epoch(progress):
@@ -162,12 +162,12 @@ class PhaseState:
         return min(self._left(progress, "max_updates", "max_steps"), default=1) <= 0
 
     def _left(self, progress: Progress, *limits: str) -> list[int]:
-        """What is left of these, as far as they are limits."""
+        """For each of these limits that is set, how much is left."""
         return [most - getattr(progress, COUNTS[name]) for name in limits if (most := getattr(self, name)) is not None]
 
     def steps_left(self, progress: Progress, unit: Any) -> int | None:
-        """How many steps the limits leave for this epoch; None is no limit. Of an epoch that ends within an update, more than
-        there are.
+        """Number of steps that the limits leave for this epoch; None is no limit. It may be more steps than the epoch has, if the
+        epoch ends within an update.
         """
         steps = self._left(progress, "max_steps_per_epoch", "max_steps")
         updates = self._left(progress, "updates_per_epoch", "max_updates")
@@ -176,20 +176,20 @@ class PhaseState:
         return max(0, min(steps)) if steps else None
 
     def loader_state(self, progress: Progress) -> dict[str, Any] | None:
-        """The loader's state after the steps that were taken; None for a loader without one. At an epoch's beginning what the
-        order of this epoch will be drawn from, if that is the loader's own. Every rank calls it.
+        """The loader's state after the steps taken so far; None for a loader without one. Between epochs, the state of the
+        loader's own generator, from which the next order is drawn. Every rank calls it.
         """
         if self.feed is not None:
             return self.feed.loader_state()
-        if progress.num_steps_completed_in_epoch:  # restored in mid-epoch, and nothing read since
+        if progress.num_steps_completed_in_epoch:  # restored within an epoch, and nothing read since
             return restored_state(self.dataloader)
         return state_between_epochs(self.dataloader)
 
     def total_updates(self, size: int) -> int | None:
-        """Updates when the run is complete, as far as lengths tell.
+        """Number of updates of the complete run, if lengths and limits tell.
 
         Args:
-            size: micro-batches of an update; an epoch's last may have fewer.
+            size: micro-batches per update; an epoch's last update may have fewer.
         """
         per_epoch = [self.updates_per_epoch] if self.updates_per_epoch is not None else []
         if self.max_steps_per_epoch is not None:
@@ -208,13 +208,13 @@ class PhaseState:
         return min(self._left(progress, "max_epochs", "max_updates", "max_steps"), default=1) <= 0
 
     def limit_of(self, progress: Progress) -> str:
-        """The limit that is reached, as it was given."""
+        """The limit that is reached, as "name=value"."""
         reached = (n for n in ("max_epochs", "max_updates", "max_steps") if min(self._left(progress, n), default=1) <= 0)
         return next((f"{name}={getattr(self, name)}" for name in reached), "")
 
 
 def step_under_way(phase_state: PhaseState | None) -> Step[Any]:
-    """The batch under way; outside a loop, and with a mock for a state, one that is neither the last nor padding."""
+    """The current batch's Step; outside a loop, or if the state is a mock, one that is neither the last nor padding."""
     return phase_state.step if isinstance(phase_state, PhaseState) else NO_STEP
 
 
@@ -246,62 +246,62 @@ class State:
         self.recorder: Recorder | None = None
         self.notes: Notes | None = None
         self.logged = Logged()
-        # While an epoch's end is called: takes the numbers logged so far together. Collective.
+        # During the hooks of an epoch's end: reduces the numbers logged so far. Collective.
         self.settle_logged: Callable[[], None] | None = None
-        self.alone = True  # a world of one; the loop knows better
+        self.alone = True  # this process has not joined others; the loop sets it
         self.stop_requested = False  # by this rank
-        self.stopped_by_script = False  # on this rank: not by a signal, so that the run is to end and not to resume later
-        self.should_stop = False  # on all ranks alike: the loop will stop
-        self.rolled_back = False  # on all ranks alike: a callback restored an older state, from which the loop continues
+        self.stopped_by_script = False  # on this rank, not by a signal: the run ends and does not resume later
+        self.should_stop = False  # the same on all ranks: the loop will stop
+        self.rolled_back = False  # the same on all ranks: a callback restored an older state, from which the loop continues
 
     def log(self, name: str, value: Any, weight: Any = None, *, reduce: str = "mean") -> None:
-        """Note a number of your own: over all ranks, it stands in metrics.jsonl, the report and the trackers.
+        """Log a number of your own. Reduced over all ranks, it appears in metrics.jsonl, the report and the trackers.
 
-        In a step of training it is that of the update, of all its micro-batches; in an evaluation that of the whole, with `eval_`
-        before its name. What is logged after an update, as in `on_train_step_end`, stands with the next one. A `TrainUnit`'s
-        numbers are those of an epoch. Every rank logs the same names in the same steps.
+        A number logged in a training step is reduced over all micro-batches of the update; in an evaluation, over the whole
+        evaluation, with `eval_` before its name. A number logged after an update, as in `on_train_step_end`, counts for the next
+        update. A `TrainUnit`'s numbers are reduced over an epoch. Every rank must log the same names in the same steps.
 
         Args:
-            name: what to call it; the names of numbers that a run has by itself, such as "loss", are taken.
-            value: a number, or a tensor with one, for which nothing waits. Or a metric with `compute()` and `reset()` that takes
-                all ranks' values together itself, as those of torchmetrics do: it is computed and reset at the epoch's end.
-            weight: what the value counts in the mean; None is the weight of the micro-batch in the loss, and 1 outside of one or
-                of an AutoUnit. With 0 the value counts nothing, and neither does one of a micro-batch that counts nothing in
-                the loss, such as padding, whatever its weight.
+            name: the number's name; names of a run's own numbers, such as "loss", are taken.
+            value: a number, or a tensor with one element, for which nothing waits. Or a metric with `compute()` and `reset()`
+                that reduces over the ranks itself, as torchmetrics' do: it is computed and reset at the epoch's end.
+            weight: weight of the value in the mean. None is the weight of the micro-batch in the loss; outside a micro-batch, or
+                without an AutoUnit, it is 1. A value of weight 0 does not count. If the micro-batch has no weight in the loss,
+                such as padding, the value does not count either, whatever its weight.
             reduce: "mean", "sum", "min" or "max".
         Raises:
-            UsageError: a name that is taken, or no single number.
-            RanksDisagreeError: later, on all ranks: they have logged different names, which are told.
+            UsageError: the name is taken, or the value is not a single number.
+            RanksDisagreeError: later, on all ranks: they have logged different names. Says which.
         """
         self.logged.add(str(self.active_phase), name, value, weight, reduce)
 
     def event(self, event: str, **fields: Any) -> None:
-        """Tell those who follow the run, on rank 0, of something that happened once."""
+        """Report a single event to the run's sinks, on rank 0."""
         if self.recorder is not None:
             self.recorder.event(event, **fields)
         elif self.notes is not None:
             self.notes.event({"event": event, **fields})
 
     def stop(self) -> None:
-        """Stop after the present step, on all ranks: any rank may ask, they agree before the next step.
+        """Stop after the current step, on all ranks: any rank may ask, and the ranks agree before the next step.
 
-        With accumulation, the update that is under way is finished first.
+        With accumulation, the current update is finished first.
         """
         self.stopped_by_script = True
         self.stop_for_signal()
 
     def stop_for_signal(self) -> None:
-        """As `stop`, for a run that is to be resumed later. Only sets flags."""
+        """Like `stop`, for a run that is to be resumed later. Only sets flags."""
         self.stop_requested = True
         if self.alone:
             self.should_stop = True
 
     def go_on_from_progress(self) -> None:
-        """For a callback that has restored unit and loader on all ranks: the loop continues from there."""
+        """Called by a callback that has restored unit and loader on all ranks: the loop continues from there."""
         self.rolled_back = True
 
     def agree_to_stop(self) -> None:
-        """For the loop: every rank has learned that one asked."""
+        """Called by the loop once every rank knows that one has asked for a stop."""
         self.should_stop = True
 
     def active_phase_state(self) -> PhaseState | None:

@@ -1,4 +1,4 @@
-"""The steps of one epoch: fetch a batch, take the step, run its hooks, and what is due after it."""
+"""The steps of one epoch: fetch a batch, take the step, run its hooks, and do what is due after it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Between:
     """What the run does between two steps.
 
     Args:
-        agree_to_stop: after every step at which an accumulation window ends; None where the unit's own messages say it.
+        agree_to_stop: called after each step that ends an accumulation window; None if the unit's own messages carry stops.
         evaluate: runs an evaluation when one is due; None outside `fit`.
     """
 
@@ -41,7 +41,7 @@ class Between:
 
 
 class Steps:
-    """The steps of one epoch. Looks up once what every step needs."""
+    """The steps of one epoch. The constructor looks up what every step needs."""
 
     def __init__(self, stage: Stage, between: Between) -> None:
         state, phase = stage.state, stage.phase
@@ -58,12 +58,12 @@ class Steps:
         self.fetch = partial(self._fetch_agreed, fetch) if unsized and fetch is not None else fetch
         self.cuts = None if stage.trains or state.alone else agreements.CutShort(state, together=meets)
         self.given_up = False
-        self.left_out = 0  # micro-batches of an update that is left out
-        # For whoever watches this rank: updates that were made, and micro-batches of the next; steps of an evaluation.
+        self.left_out = 0  # micro-batches so far of an update that is skipped
+        # Shown to whoever watches this rank: updates made, then micro-batches of the next update, or steps of an evaluation.
         self.trained, self.within = (stage.progress, Progress()) if stage.trains else (_trained(stage.unit), stage.progress)
 
     def run(self) -> bool:
-        """All of them; True if the epoch came to its end, False if it was cut short."""
+        """Take all steps. True if the epoch came to its end, False if it was cut short."""
         stage, steps = self.stage, self.each()
         state, phase_state, name = stage.state, stage.phase_state, f"{stage.phase}_step"
         step = timed(state.timer, f"{type(stage.unit).__name__}.{name}", getattr(stage.unit, name))
@@ -76,8 +76,8 @@ class Steps:
         return self.close()
 
     def each(self) -> Iterator[Any]:
-        """The batches, one by one. When the next is asked for, the step on the one before has been taken; then what follows it
-        is done. `close` tells the rest.
+        """Yield the batches. Asking for the next one says that the step on the last is done; what is due after that step then
+        happens here. Call `close` at the end.
         """
         stage, fetch, take, cuts = self.stage, self.fetch, self.take, self.cuts
         state, inner, hooks, phase_state, progress = stage.state, stage.inner, stage.hooks, stage.phase_state, stage.progress
@@ -99,7 +99,7 @@ class Steps:
                     phase_state.step = taken = take()
                     data = taken.batch
             except StopIteration:
-                # By a get_next_*_batch of the unit's own, not by a limit.
+                # The unit's own get_next_*_batch ended the epoch, not a limit.
                 self.given_up = self.feed.used < (self.feed.total or 0) and phase_state.steps_left(progress, inner) != 0
                 break
             if progress.skipped and trains and progress.skips:
@@ -115,7 +115,7 @@ class Steps:
             progress.increment_step(updated=updated)
             if updated:
                 within.num_steps_completed_in_epoch = 0
-                # Where the feed cannot know: of a unit whose own step makes more updates than its window would.
+                # The feed does not know this limit if the unit's own step makes more updates than its window would.
                 at_limit = progress.num_updates_completed == most or progress.num_updates_completed_in_epoch == per_epoch
                 enough = at_limit and self.feed.used != self.feed.total
             elif trains:
@@ -123,14 +123,14 @@ class Steps:
             evaluates = evaluate is not None and evaluation_after_step(phase_state, progress, updated=updated)
             if running is not None:
                 running.step_ended(progress.num_updates_completed)
-            if meets or hooks.step_end:  # looked up here: a loop of one's own has hooks from its first update on
+            if meets or hooks.step_end:  # asked in each step: a user's own loop gets its hooks with its first update
                 self._follow(evaluates)
             phase_state.step_output = None
             if state.rolled_back:
                 break
 
     def _follow(self, evaluates: bool) -> None:
-        """What somebody has asked for after a step."""
+        """After a step: run hooks, agree on a stop, evaluate."""
         stage, between = self.stage, self.between
         pulse.at(_BEATS[stage.trains][2], self.trained.num_updates_completed, self.within.num_steps_completed_in_epoch)
         stage.call(stage.hooks.step_end)
@@ -143,7 +143,7 @@ class Steps:
             between.evaluate()
 
     def _fetch_agreed(self, fetch: Callable[[], Any]) -> Any:
-        """Where no loader has a length: all ranks have one more batch, or none has."""
+        """Fetch a batch from loaders without length, and agree that all ranks have one more batch, or none has."""
         feed, phase_state, phase, drops = self.feed, self.stage.phase_state, self.stage.phase, self._drops
         try:
             data = fetch()
@@ -151,7 +151,7 @@ class Steps:
             agreements.on_end(phase, feed.used, ended=True, is_last=False, drops=drops)
             raise
         before = clock.enter(Part.WAIT)
-        is_last = data is not self.batches and phase_state.step.is_last  # a step that fetches for itself has not yet
+        is_last = data is not self.batches and phase_state.step.is_last  # a step that is given the iterator has not fetched yet
         with_it = agreements.on_end(phase, feed.used, ended=False, is_last=is_last, drops=drops)
         clock.enter(before)
         if with_it is not None:
@@ -162,8 +162,8 @@ class Steps:
         return data
 
     def _leave_out(self, data: Any, progress: Progress) -> None:
-        """Count a step without training on its batch; an evaluation that is due at it comes all the same."""
-        if data is self.batches:  # a step that fetches for itself
+        """Count a step without training on its batch. An evaluation that is due after it still runs."""
+        if data is self.batches:  # the step would have fetched its batch from the iterator
             next(self.batches, None)
         self.left_out += 1
         phase_state = self.stage.phase_state
@@ -174,11 +174,11 @@ class Steps:
             self.between.evaluate()
 
     def _check_iterates(self, data: Any, stop: StopIteration) -> None:
-        """The step raised StopIteration: only one that was given the iterator may."""
+        """Refuse a StopIteration from a step that was not given the iterator."""
         if data is not self.batches:
             raise EchelonError(
-                f"{type(self.stage.unit).__name__}.{self.stage.phase}_step raised StopIteration, which ends an epoch only where "
-                "it is given an iterator. Give next() a default, or catch it; or annotate the step's data as Iterator."
+                f"{type(self.stage.unit).__name__}.{self.stage.phase}_step raised StopIteration, which may only come from a step "
+                "that is given an iterator. Give next() a default, or catch it; or annotate the step's data as Iterator."
             ) from stop
 
     def close(self) -> bool:
@@ -187,17 +187,17 @@ class Steps:
         pulse.at(Phase.BETWEEN, self.trained.num_updates_completed, self.within.num_steps_completed_in_epoch)
         if self.cuts is not None:
             self.cuts.settle()
-        self.fetch = None  # which may be a method of this object: a cycle would keep the loader's workers
+        self.fetch = None  # breaks a cycle with this object, which would keep the loader's workers
         ended = self.stage.state.rolled_back or self.given_up or _ended(self.stage, self.feed, progress)
         if ended:
             phase_state.feed, phase_state.step = (
                 None,
                 NO_STEP,
-            )  # one that was cut short keeps it: a checkpoint at the end wants its position
+            )  # an epoch that was cut short keeps its feed: a checkpoint at the end needs the position
         return ended
 
 
-# Fetching a batch, taking a step, and after it; by whether it trains.
+# Phases shown while a batch is fetched, in a step, and after it; by whether the stage trains.
 _BEATS = {
     trains: tuple(map(int, phases))
     for trains, phases in {
@@ -205,12 +205,12 @@ _BEATS = {
         False: (Phase.EVAL_DATA, Phase.EVAL_STEP, Phase.EVAL_DATA),
     }.items()
 }
-# Of the clock, while it fetches and before a step, which says itself what it does, or else cannot.
+# Parts of the clock while a batch is fetched, and when a step begins; the step then marks its own parts, if it can.
 _PARTS = {True: (int(Part.DATA), int(Part.STEP)), False: (int(Part.EVAL), int(Part.EVAL))}
 
 
 def _trained(unit: Any) -> Progress:
-    """How far a unit that is evaluated has been trained."""
+    """Training progress of a unit that is evaluated; a new one if it has none."""
     return unit.train_progress if isinstance(unit, TrainedUnit) else Progress()
 
 
@@ -222,13 +222,15 @@ def _ended(stage: Stage, feed: Feed, progress: Progress) -> bool:
     return feed.length is None and not (stage.state.should_stop or phase_state.has_all(progress))
 
 
-# When an evaluation is due within `fit`.
+# --- when an evaluation is due within `fit`
 
 
 def evaluation_after_step(phase_state: PhaseState, progress: Progress, *, updated: bool) -> bool:
-    """Note an evaluation that belongs after this step, before a checkpoint is written at it; True if it comes at once.
+    """Note in progress that an evaluation is due after this step, so that a checkpoint at this step holds it. True if it runs
+    right after the step.
 
-    The last of all that `max_updates` or `max_steps` allows is evaluated, too: where it ends an epoch, once that is closed.
+    One is also due after the last step that `max_updates` or `max_steps` allows; if that step ends an epoch, it runs once the
+    epoch is closed.
 
     Args:
         updated: the step made an update.
@@ -250,21 +252,21 @@ def _is_multiple(phase_state: PhaseState, progress: Progress, *, updated: bool) 
 
 
 def evaluation_after_epoch(phase_state: PhaseState, progress: Progress) -> None:
-    """Note one that belongs after the epoch that was just counted, before a checkpoint is written at its end."""
+    """Note in progress that an evaluation is due after the epoch just counted, before a checkpoint is written at its end."""
     epochs, done = phase_state.evaluate_every_n_epochs, progress.num_epochs_completed
     is_due = (epochs and done % epochs == 0) or (phase_state.evaluations.at_end and done == phase_state.max_epochs)
     if is_due and not _is_multiple(phase_state, progress, updated=True):
         progress.evaluation_due = True
 
 
-# --- how an epoch's batches reach the unit: where the loader resumes, how many it may give, and who fetches them
+# --- how an epoch's batches reach the unit: where the loader resumes, how many batches it may give, and who fetches them
 
 
 logger = logging.getLogger(__name__)
 
 
 class Batches(Iterator[Any]):
-    """The batches of a feed as the unit's code gets them, any number for a step; where each stands is in the phase's `step`."""
+    """The batches of a feed for the unit's code, which may take several per step. The phase's `step` has the latest position."""
 
     def __init__(self, feed: Feed, phase_state: PhaseState, progress: Progress, unit: Unit) -> None:
         self._feed, self._here, self._progress, self._unit = feed, phase_state, progress, unit
@@ -277,21 +279,21 @@ class Batches(Iterator[Any]):
         return step.batch
 
     def itself(self) -> Batches:
-        """For a step that fetches its own batches."""
+        """The data of a step that fetches its own batches."""
         return self
 
     def within_limits(self, fetch: Callable[[], Any]) -> Any:
-        """What `fetch` gives, if the run's limits allow one more step."""
+        """Call `fetch` if the run's limits allow one more step."""
         if self._here.steps_left(self._progress, self._unit) == 0:
             raise StopIteration
         return fetch()
 
 
 def own_fetch(stage: Stage, batches: Batches, *, always: bool) -> Callable[[], Any] | None:
-    """The call that gets a step's data where the unit has its own way: a method that fetches, or a step that iterates.
+    """The call that gets a step's data if the unit fetches by itself: by its own get_next method, or in a step that iterates.
 
     Args:
-        always: for other units, too, the next of `batches`, instead of None.
+        always: for other units, return a call for the next of `batches` instead of None.
     """
     if wants_iterator(getattr(stage.unit, f"{stage.phase}_step", None)):
         return partial(batches.within_limits, batches.itself)
@@ -305,15 +307,15 @@ def own_fetch(stage: Stage, batches: Batches, *, always: bool) -> Callable[[], A
 
 
 def _fetches(stage: Stage) -> bool:
-    """Whether a method of the unit's own fetches a step's data."""
+    """Whether the unit overrides the method that fetches a step's data."""
     return not keeps(stage.unit, f"get_next_{stage.phase}_batch", KINDS[stage.phase])
 
 
 def open_feed(stage: Stage) -> Feed:
-    """The iterator of the coming epoch, from where progress says that it continues. Hooks run around its making."""
+    """Make the iterator of the coming epoch, which continues where progress stands. Runs the hooks around iterator creation."""
     phase_state, progress, inner = stage.phase_state, stage.progress, stage.inner
     own = wants_iterator(getattr(stage.unit, f"{stage.phase}_step", None)) or _fetches(stage)
-    limit = None if own else phase_state.steps_left(progress, inner)  # a step of its own may take several batches
+    limit = None if own else phase_state.steps_left(progress, inner)  # a step that fetches by itself may take several batches
     _seek(phase_state.dataloader, progress)
     for part in loaders_of(phase_state.dataloader):
         if isinstance(part, Loader):
@@ -334,25 +336,25 @@ def open_feed(stage: Stage) -> Feed:
 
 
 def _seek(loader: Any, progress: Progress) -> None:
-    """Tell the loader its epoch and, if it can, where in it."""
+    """Set the loader's epoch and, if it can seek, its position in the epoch."""
     for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
         set_epoch = getattr(part, "set_epoch", None)
         if set_epoch is not None:
             set_epoch(progress.num_epochs_completed)
     if isinstance(loader, BaseLoader):
-        # The unit's progress says where an epoch continues; a loader that was looked into or stopped early does not.
+        # The unit's progress decides where an epoch continues: the loader may have been read from, or stopped early.
         progress.num_steps_completed_in_epoch = loader.seek(progress.num_steps_completed_in_epoch)
 
 
 def _resumed(stage: Stage) -> tuple[Any, int]:
-    """What to iterate over, and after how many batches of the epoch it resumes by a state of its own."""
+    """What to iterate over, and how many batches of the epoch its own state has already passed."""
     loader, done = stage.phase_state.dataloader, stage.progress.num_steps_completed_in_epoch
     if not stage.trains or done == 0 or isinstance(loader, BaseLoader):
         return loader, 0
     if hasattr(loader, "load_state_dict"):
         return loader, done
     if known_length(loader) == done:
-        return (), 0  # the epoch was whole when it was saved
+        return (), 0  # the epoch was complete when it was saved
     logger.warning(
         "training resumes after step %s of an epoch, but %s has no state and starts over. echelon.Loader resumes",
         done,
@@ -362,7 +364,7 @@ def _resumed(stage: Stage) -> tuple[Any, int]:
 
 
 def check_evaluation(stage: Stage) -> None:
-    """When `fit` begins: what would be refused when its first evaluation is due, after an epoch of training.
+    """When `fit` begins, refuse an evaluation loader that would be refused only after an epoch of training.
 
     Raises:
         UsageError: on all ranks: they cannot divide the loader.
@@ -375,7 +377,7 @@ def check_evaluation(stage: Stage) -> None:
         loader.set_data_rank(*rank_and_size)
     for part in loaders_of(loader):
         if isinstance(part, BaseLoader):
-            _ = part.dp  # which says so
+            _ = part.dp  # raises if the ranks cannot divide it
         if isinstance(part, Loader):
             _check_tail(stage, part)
 
@@ -386,7 +388,7 @@ def _check_tail(stage: Stage, loader: Loader) -> None:
         return
     if loader.pads or (stage.trains and loader.is_uneven):
         raise LoopError(
-            f"the last global batch ({loader.samples % loader.global_batch} samples) cannot be shared evenly by "
+            f"the last global batch ({loader.samples % loader.global_batch} samples) cannot be divided evenly among "
             f"{loader.dp[1]} ranks, and only AutoUnit weighs shares by their size. Use Loader(..., tail='drop'), or "
             "DataLoader(..., drop_last=True)."
         )

@@ -1,4 +1,4 @@
-"""What a proof or a plan runs: a script as it stands, or two functions."""
+"""The target of `prove` or `plan`: an unchanged script, or two functions."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ __all__ = ["Enough", "Target"]
 
 
 class Enough(BaseException):
-    """Raised by who looks on at a script: it has done what was wanted of it."""
+    """Raised by the observer of a script when it has seen enough."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is run: a script with its arguments, or two functions.
+    """A script with its arguments, or two functions.
 
     Args:
         script: path of a Python file that calls `train` or `fit`.
         args: its command line.
-        make_unit, make_data: in place of a script.
-        device: "cpu" or "cuda", whatever the script says; None leaves it its choice.
+        make_unit, make_data: in place of a script: functions that make the unit and its loader.
+        device: "cpu" or "cuda", whatever the script says; None leaves the choice to the script.
     """
 
     script: str = ""
@@ -59,7 +59,7 @@ class Target:
         exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), main.__dict__)
 
     def run_until_enough(self, overrides: Overrides, observer: Observer) -> None:
-        """Run it with these in place of its own choices and somebody looking on, until that raises `Enough` or it ends."""
+        """Run the target under `overrides`, with `observer` watching, until the observer raises `Enough` or the target ends."""
         impose(overrides)
         try:
             with observing(observer):

@@ -1,4 +1,4 @@
-"""Units: the user's code for one step, with the hooks around it. What a unit holds by plain assignment is its state."""
+"""Units: the user's code for one step, with the hooks around it. A unit's attributes, set by plain assignment, are its state."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ LRScheduler = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.Re
 
 
 class AppStateMixin:
-    """Tracks the attributes that are saved: modules, optimizers, schedulers, progress, metrics, other Statefuls.
+    """Finds the attributes that are saved: modules, optimizers, schedulers, progress, metrics, other Statefuls.
 
-    Attributes are looked at when asked, so plain assignment, reassignment and deletion need no bookkeeping. Lists and dicts
-    of modules are not looked into; use nn.ModuleList and nn.ModuleDict.
+    Attributes are looked up at each call, so assignment, reassignment and deletion need no bookkeeping. Modules in lists and
+    dicts are not found; use nn.ModuleList and nn.ModuleDict.
     """
 
     def app_state(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def _kind(value: object) -> str | None:
     return "metric" if _has(value, _METRIC) else "misc"
 
 
-# By hand: asking a Protocol takes Python 3.11 fifty times as long, and a save asks for every attribute.
+# Checked by hand: isinstance with a Protocol takes Python 3.11 fifty times as long, and a save checks every attribute.
 _STATE = ("state_dict", "load_state_dict")
 _METRIC = (*_STATE, "update", "compute")
 
@@ -94,23 +94,23 @@ def _has(value: object, methods: tuple[str, ...]) -> bool:
 
 
 class Unit(AppStateMixin):
-    """What all units share. Not for direct use.
+    """Base of all units. Not for direct use.
 
     Attributes:
-        reports_own_steps: its steps call `on_*_step_end` themselves, with more than the loop knows.
-        weighs_padding: it counts a batch of padding as nothing; `weighs_padding_in_evaluation`: unless it trains.
-        may_lack: names of state that a run may continue without, though it was saved.
+        reports_own_steps: the unit's steps call `on_*_step_end` themselves, with more arguments than the loop has.
+        weighs_padding: the unit gives a batch of padding no weight. `weighs_padding_in_evaluation`: in evaluations only.
+        may_lack: names of saved state that a run may continue without.
         keeps_modes: training leaves modules in train or eval mode as they are.
-        restored_from: the checkpoint that it was last restored from.
-        has_updated: whether the latest training step made an update, or left one out. One of a unit's own always does.
-        resumes_with: this rank's RNG states in the checkpoint that it was restored from, until it trains on from there.
+        restored_from: the checkpoint that the unit was last restored from.
+        has_updated: whether the latest training step made, or skipped, an update. A user's own `train_step` always does.
+        resumes_with: this rank's RNG states from the restored checkpoint, until training continues.
     """
 
     reports_own_steps = False
     weighs_padding = weighs_padding_in_evaluation = False
     keeps_modes = False
     has_updated = True
-    # State that an option makes, and that a run without the option continues without.
+    # State of an option; a run without the option continues without this state.
     may_lack: tuple[str, ...] = ()
     restored_from: str | None = None
     resumes_with: dict[str, Any] | None = None
@@ -122,7 +122,7 @@ class Unit(AppStateMixin):
     def on_exception(self, state: State, exc: BaseException) -> None:
         """The run ends with this exception. No collective here: the other ranks may not have it."""
 
-    # For the loop and AutoUnit; not hooks for users, so that overriding a hook never switches off what AutoUnit does.
+    # Called by the loop, implemented by AutoUnit. Not hooks for users: overriding a hook must never switch off AutoUnit's work.
     def phase_started(self, state: State, phase: str) -> None: ...
 
     def epoch_closed(self, state: State, phase: str) -> None: ...
@@ -139,16 +139,16 @@ class Unit(AppStateMixin):
 
     @property
     def at_boundary(self) -> bool:
-        """False in the middle of an accumulation window: neither a stop nor a checkpoint may come here."""
+        """False within an accumulation window, where neither a stop nor a checkpoint is allowed."""
         return True
 
     def steps_until(self, updates: int) -> int:
-        """How many training steps it takes from here until so many more updates are made, unless an epoch ends before."""
+        """Number of training steps until `updates` more updates are made, unless an epoch ends before."""
         return updates
 
     @property
     def agrees_to_stop(self) -> bool:
-        """True if the unit's own step makes ranks agree to stop; then the loop need not after every step."""
+        """True if the unit's own step makes ranks agree to stop, so that the loop need not do it after every step."""
         return False
 
     @property
@@ -162,7 +162,7 @@ class Unit(AppStateMixin):
         return False
 
     def meets_at_end(self, phase: str) -> bool:
-        """Whether all ranks must come to the end of an evaluation, a prediction or a test, or none: there they meet."""
+        """Whether the ranks meet at the end of an evaluation, a prediction or a test, so that all must run it, or none."""
         return False
 
     @property
@@ -172,7 +172,7 @@ class Unit(AppStateMixin):
         return next((each for each in sizes if each is not None), None)
 
     def prepared_modules(self) -> dict[str, Prepared[Any]]:
-        """Each module among the attributes as its layout has it, by the attribute's name. Each is recognised once."""
+        """The Prepared of each module among the attributes, by the attribute's name. Each module is recognised once."""
         return self._recognise(self.tracked_modules())
 
     def _recognise(self, modules: dict[str, nn.Module]) -> dict[str, Prepared[Any]]:
@@ -180,33 +180,33 @@ class Unit(AppStateMixin):
         return known.of(modules)
 
     def placement(self, phase: str) -> tuple[Any, Any]:
-        """(move, stream) for the loop's iterator: how a batch gets to the device, and the stream to copy on."""
+        """(move, stream) for the loop's iterator: the function that moves a batch to the device, and the stream for the copy."""
         return None, None
 
 
 def wants_iterator(step: Any) -> bool:
-    """Whether a step's `data` is annotated as an Iterator: it then fetches its own batches."""
+    """Whether a step's `data` is annotated as an Iterator, so that the step fetches its own batches."""
     try:
         hints = get_type_hints(step)
-    except (NameError, TypeError):  # a name that only type checkers can see
+    except (NameError, TypeError):  # an annotation imported only under TYPE_CHECKING
         hints = getattr(step, "__annotations__", {})
     hint = hints.get("data")
     return get_origin(hint) is Iterator or hint is Iterator
 
 
 def _data_for(step: Any, batches: Iterator[T]) -> T | Iterator[T]:
-    """What a step is given: the next batch, or all of them if it fetches its own."""
+    """The `data` of a step: the next batch, or the iterator if the step fetches its own batches."""
     return batches if wants_iterator(step) else next(batches)
 
 
 class TrainedUnit(Unit, ABC):
-    """What is trained, by a `train_step` or by a loop of its user's own.
+    """A unit that is trained, by a `train_step` or by a user's own loop.
 
     `on_train_*` hooks run before the callbacks' hooks of the same name.
 
     Attributes:
-        may_stop: whether a step may call `state.stop()`, so that several ranks wait for one another after each, and all stop
-            after that very step. With False (write it in your class) nothing waits, and a stop comes one step later.
+        may_stop: whether a step may call `state.stop()`. If so, several ranks wait for one another after each step, and all stop
+            after the step that called it. With False (set it in your class) they do not wait, and a stop comes one step later.
     """
 
     may_stop = True
@@ -244,7 +244,7 @@ class TrainUnit(TrainedUnit, Generic[T], ABC):
 
 
 def _hook(self: Unit, state: State) -> None:
-    """When its name says, before the callbacks' hooks of the same name."""
+    """Called when its name says, before the callbacks' hooks of the same name."""
 
 
 class EvalUnit(Unit, Generic[T], ABC):
@@ -290,7 +290,7 @@ class PredictUnit(Unit, Generic[T], ABC):
 class TestUnit(Unit, Generic[T], ABC):
     """A final test: write `test_step`."""
 
-    __test__ = False  # not a test case, whatever pytest thinks of the name
+    __test__ = False  # not a test case for pytest
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,13 +309,13 @@ class TestUnit(Unit, Generic[T], ABC):
         return _data_for(self.test_step, data_iter)
 
 
-# Which modules of a unit the user has made parallel by hand, and how: found once for each.
+# --- modules of a unit that the user has made parallel by hand
 
 
 class Recognised:
-    """The Prepared of modules by name: each is recognised once, until another takes its place.
+    """The Prepared of modules by name. Each module is recognised once, until another takes its place.
 
-    A copy, or what another process gets of it, starts over.
+    A copy or a pickle of this object starts empty.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""What the loops accept as unit and callbacks, and in which words they refuse the rest.
+"""Check the units, loaders and callbacks given to the loops.
 
-Mocks are accepted: an instance is asked what it has, not only its type.
+Mocks are accepted: checks look at an object's attributes, not only at its type.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _HOOKS = [name for name in dir(Callback) if name.startswith("on_")]
 def check_unit(unit: Any, phase: str, entry: str, dataloader: Any) -> None:
     """
     Raises:
-        UnitError: what is no unit for this phase, or a class in an object's place.
+        UnitError: not a unit for this phase, or a class in place of an object.
     """
     kind, name = KINDS[phase], type(unit).__name__
     if isinstance(unit, type):
@@ -53,7 +53,7 @@ def check_unit(unit: Any, phase: str, entry: str, dataloader: Any) -> None:
 def check_loader(dataloader: Any, entry: str) -> None:
     """
     Raises:
-        UsageError: nothing that gives batches.
+        UsageError: the loader does not give batches.
     """
     gives = hasattr(dataloader, "__iter__") or hasattr(dataloader, "__getitem__")
     if not gives or isinstance(dataloader, (type, str, bytes)):
@@ -62,7 +62,7 @@ def check_loader(dataloader: Any, entry: str) -> None:
         names = ", ".join(map(repr, list(dataloader)[:5]))
         raise LoopError(
             f"the dataloader of {entry}() must be an iterable of batches, got a {type(dataloader).__name__} of {names}. Give one "
-            "of them, or a loader that gives the batches of all; echelon.Mixture mixes datasets."
+            "of these, or a loader that gives batches of all; echelon.Mixture mixes datasets."
         )
 
 
@@ -74,36 +74,36 @@ def no_end(entry: str) -> UsageError:
 
 
 def has_shape(unit: Any, phase: str) -> bool:
-    """Whether what is no unit by inheritance can be one by what it has: a step and its progress."""
+    """Whether an object that is not a Unit has what a unit of this phase needs: the step and its progress."""
     step, progress = getattr(unit, f"{phase}_step", None), getattr(unit, f"{phase}_progress", None)
     return callable(step) and isinstance(progress, Progress)
 
 
 def is_real(unit: Any) -> bool:
-    """Whether a unit really is one, not a mock with a spec."""
+    """Whether the object's class is a Unit; a mock with a spec only seems to be one."""
     return issubclass(type(unit), Unit)
 
 
 class _ByShape(Unit):
-    """Of what is no Unit: its modules, and else what a plain unit answers."""
+    """Adapter for an object that is not a Unit: gives its modules; for the rest, answers like a plain unit."""
 
     def __init__(self, unit: Any) -> None:
         self._of = getattr(unit, "tracked_modules", dict)
 
     def tracked_modules(self) -> dict[str, nn.Module]:
         tracked: Any = self._of()
-        return tracked if isinstance(tracked, dict) else {}  # a mock's answer that nobody has set
+        return tracked if isinstance(tracked, dict) else {}  # a mock returns another mock
 
 
 def inner_of(unit: Any) -> Unit:
-    """What the loop asks of a unit beside its steps and hooks."""
+    """The object that answers the loop's questions about a unit, besides its steps and hooks."""
     return unit if is_real(unit) else _ByShape(unit)
 
 
 def callbacks_of(given: Iterable[Any] | None) -> list[Any]:
     """
     Raises:
-        UsageError: what has no hook, or is a class; before any hook runs.
+        UsageError: an object without hooks, or a class. Raised before any hook runs.
     """
     if given is None:
         return []
@@ -114,29 +114,29 @@ def callbacks_of(given: Iterable[Any] | None) -> list[Any]:
     for i, callback in enumerate(callbacks):
         if isinstance(callback, type) or not any(callable(getattr(callback, hook, None)) for hook in _HOOKS):
             raise LoopError(
-                f"callbacks[{i}] must be a Callback, or an object with a hook of one such as on_train_step_end(state, unit), "
+                f"callbacks[{i}] must be a Callback, or an object with one of its hooks such as on_train_step_end(state, unit), "
                 f"got {f'the class {callback.__name__}' if isinstance(callback, type) else type(callback).__name__}."
             )
     return callbacks
 
 
 def has_hook(callback: Any, hook: str) -> bool:
-    """Whether a callback does something in a hook: by a method, or by an attribute of its own."""
+    """Whether a callback overrides a hook, by a method or by an attribute of the instance."""
     own = getattr(callback, hook, None)
     return callable(own) and getattr(own, "__func__", own) is not getattr(Callback, hook)
 
 
 def keeps(unit: Any, name: str, base: type) -> bool:
-    """Whether a unit leaves a method as `base` has it, or has none."""
+    """Whether a unit does not override a method of `base`, or has none."""
     own = getattr(unit, name, None)
     return own is None or getattr(own, "__func__", own) is getattr(base, name)
 
 
-# Older limits, which counted micro-batches, where those of today count updates.
+# --- older limits, which counted micro-batches; today's count updates
 
 
 def accumulation_of(unit: Any, loader: Any) -> int:
-    """The micro-batches of an update, on which unit and loader agree here if they have not yet."""
+    """Micro-batches per update. Unit and loader agree on the number here if they have not yet."""
     settle = getattr(unit, "settle_accumulation", None)
     if settle is not None:
         return int(settle(loader))
@@ -147,15 +147,15 @@ def accumulation_of(unit: Any, loader: Any) -> int:
 def refuse_steps(of: str, older: Mapping[str, Any], words: Mapping[str, str], size: int) -> None:
     """
     Args:
-        of: whose arguments.
-        older: what counted micro-batches, by its older name; `words` has today's.
-        size: micro-batches of an update.
+        of: the function that was given the arguments.
+        older: arguments that counted micro-batches, by older name; `words` has the new names.
+        size: micro-batches per update.
     Raises:
-        UsageError: it would count something else now; with the number of updates to write.
+        UsageError: the number would count something else now; says which number of updates to write.
     """
     for name, value in older.items():
         if size > 1 and isinstance(value, (int, float)) and math.isfinite(value):
             raise LoopError(
-                f"{of}({name}={value:g}) counted micro-batches, of which an update has {size} here. It is now {words[name]}, "
+                f"{of}({name}={value:g}) counted micro-batches, and an update has {size} of them here. It is now {words[name]}, "
                 f"which counts updates: write {words[name]}={math.ceil(value / size)}."
             )

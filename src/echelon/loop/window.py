@@ -1,14 +1,14 @@
-"""The accumulation window: the micro-batches of one optimizer update, and what all ranks together weigh.
+"""The accumulation window: the micro-batches of one optimizer update, and their weight over all ranks.
 
 Rule of truth 2. With weights w and mean losses l over all micro-batches i of all ranks, the gradient of an update is
 
     g  =  sum_i w_i grad(l_i)  /  W,      W = sum_i w_i
 
-whatever the sizes: short last windows, uneven micro-batches, ranks with other counts, padding of weight zero. W is known
-only when the window ends, but the backward passes come before. So each is started with the gradient w_i * R / W0, where
+whatever the sizes: short last windows, uneven micro-batches, ranks with different counts, padding of weight zero. W is known
+only when the window ends, after the backward passes. So each backward pass starts with the gradient w_i * R / W0, where
 W0 is the W of the last update (the same number on every rank; at first, an estimate that the ranks agree on) and R the
-factor that undoes the layout's averaging; at the end the gradients are multiplied by W0 / W. As a rule the two are
-equal, and nothing is multiplied.
+factor that undoes the layout's averaging. At the end the gradients are multiplied by W0 / W. Usually W0 equals W, and
+nothing is multiplied.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from echelon.world import agree
 __all__ = ["Window"]
 
 
-# What a rank in doubt sends in the place of its loss: that all are is known by the sum.
+# A rank in doubt sends this in place of its loss. The sum tells whether all ranks are in doubt.
 _IN_DOUBT = 2.0**60
 _ALL_BATCHES = (
-    "Let all ranks `continue` and `break` at the same batches: decide by what all of them know, such as `ech.all_mean`."
+    "Let all ranks `continue` and `break` at the same batches: decide by a value that all ranks share, such as `ech.all_mean`."
 )
-# If so many updates of a run have no weight, and no other had one, nothing will be trained at all.
+# If this many first updates of a run all weigh nothing, the run will never train anything.
 _NONE_IN = 10
 
 
@@ -47,17 +47,18 @@ class Window:
         size: micro-batches per update.
         fixed: W0 stays 1, for updates whose every bit must not depend on the number of ranks.
     Attributes:
-        may_be_empty: of a worker by itself, which has padding alone where others have samples; its gradients are zeros then.
-        group: the ranks to sum over, in host memory; None for this one alone.
+        may_be_empty: a rank that trains alone (local SGD) may have only padding in a window; its gradients are then zeros.
+        group: the ranks to sum over, in host memory; None for a single process.
         count: micro-batches so far in this window.
         updates: updates so far in the run.
         reference: W0.
         latest_loss: this rank's mean loss of the latest micro-batch, without its graph.
-        told: the sum of the ranks' signatures of what they have logged, and their number; None where ranks were not asked.
-        guards: the module's, whose signatures travel with the window's message.
-        is_nothing: the latest update's global batch is known to weigh nothing, on all ranks; what a device knows takes waiting.
-        empty: how many updates of the run were so.
-        passed_over: batches that a loop of one's own has left out since the ranks compared what they trained on.
+        told: the sum of the ranks' signatures of logged numbers, then the number of ranks; None if the ranks sent no message.
+        guards: the module's guards; their signatures travel with the window's message.
+        is_nothing: the latest update's global batch weighs nothing, on all ranks. Always False for a weight on the device, since
+            reading it would wait.
+        empty: number of updates of the run whose global batch weighed nothing.
+        passed_over: batches that the user's loop has skipped since the ranks last compared their batches.
         own_loss: this rank's part of the latest update's loss: the mean of its one micro-batch, or the weighted sum of several.
     """
 
@@ -75,7 +76,7 @@ class Window:
         self._weight: Any = 0
         self._always: list[float] = []  # sums of the guards' signatures
         self._news: list[float] = []
-        self._loss: Any = None  # the mean of the one micro-batch so far, or the weighted sum of several
+        self._loss: Any = None  # mean loss of the only micro-batch so far, or the weighted sum of several
         self._is_sum = False
         self._reduction: _Reduction | None = None
 
@@ -87,7 +88,7 @@ class Window:
         return is_last_batch or self.count >= self.size
 
     def estimate(self, weights: Sequence[float]) -> None:
-        """Before the first backward pass of a run: W0 from every rank's first weight."""
+        """Estimate W0 from every rank's first weight, before the first backward pass of a run."""
         self.reference = 1.0 if self.fixed else (sum(weights) * self.size) or 1.0
 
     def discard(self) -> None:
@@ -97,13 +98,13 @@ class Window:
             guard.discard()
 
     def rescale(self, progress: Progress) -> None:
-        """Count the steps of a restored run in micro-batches of today's size."""
+        """After a restore, recount the steps in progress if the number of micro-batches per update has changed."""
         old, self._saved_size = self._saved_size, self.size
         if old != self.size:
             progress.rescale(self.size, old)
 
     def add(self, loss: torch.Tensor, weight: float | torch.Tensor) -> None:
-        """Take in the mean loss, without its graph, of a micro-batch, and its weight."""
+        """Add a micro-batch's weight and its mean loss, without its graph."""
         self.latest_loss = loss
         for guard in self.guards:
             guard.end_pass()
@@ -115,13 +116,13 @@ class Window:
             self._is_sum = True
 
     def start_reduction(self, wants_stop: bool, logged: Sequence[float] = NOBODY) -> None:
-        """Begin to sum up over the ranks; the backward pass runs meanwhile. Collective, in the same order on every rank.
+        """Start the sum over the ranks; the backward pass runs meanwhile. Collective, in the same order on every rank.
 
         Args:
-            logged: the signature of what this rank has logged.
+            logged: signature of the numbers that this rank has logged.
         Raises:
-            RanksDisagreeError: this rank has left out a batch, or done what a guard watches, and others have not. Only a rank
-                that is in doubt waits for the others here.
+            RanksDisagreeError: this rank has skipped a batch, or changed something that a guard watches, and others have not.
+                Only a rank in doubt waits for the others here.
         """
         doubting = [guard for guard in self.guards if guard.in_doubt]
         in_doubt = bool(doubting) or self.passed_over > 0
@@ -138,7 +139,7 @@ class Window:
                 guard.compare()
 
     def _signatures(self) -> tuple[list[float], list[float]]:
-        """Of all guards: those that are always told, and the others."""
+        """The signatures of all guards: those in every message, and the others."""
         always: list[float] = []
         news: list[float] = []
         for guard in self.guards:
@@ -146,11 +147,11 @@ class Window:
         return always, news
 
     def settle_batches(self, *, left: bool) -> None:
-        """At the end of an epoch. Collective where the loop left the epoch or batches of it, by the message that others may send
-        in a window.
+        """At the end of an epoch, compare skipped batches. Collective for ranks that skipped a batch or `left` early. They
+        send the message of a window, because other ranks may be in a window.
 
         Raises:
-            RanksDisagreeError: others have trained on more batches.
+            RanksDisagreeError: other ranks have trained on more batches.
         """
         if self.group is not None and (left or self.passed_over):
             none = [0.0] * sum(guard.numbers for guard in self.guards if guard.is_always_told)
@@ -162,24 +163,24 @@ class Window:
 
     def _compare_batches(self, where: str) -> None:
         passed, self.passed_over = self.passed_over, 0
-        agree.same_on_all("the batches that they train on", f"{passed} left out {where}", _ALL_BATCHES)
+        agree.same_on_all("the batches that they train on", f"{passed} skipped {where}", _ALL_BATCHES)
 
     def _differs(self, what: str) -> RanksDisagreeError:
-        did = f"left out {self.passed_over} of the batches that" if self.passed_over else "left the loop over the batches, which"
+        did = f"skipped {self.passed_over} of the batches that" if self.passed_over else "left the loop over the batches, which"
         return RanksDisagreeError(f"rank {agree.rank()} {did} {what}, after update {self.updates}. {_ALL_BATCHES}")
 
     def _weighted_sum(self) -> torch.Tensor:
-        """In float64, as a sum over many ranks needs."""
+        """The weighted sum of losses, in float64 for the sum over many ranks."""
         total: torch.Tensor = self._loss if self._is_sum else weighted(self._loss.double(), self._weight)
         return total
 
     def close(self) -> tuple[Any, Any, bool]:
         """End the window: (global weight, global mean loss, whether a rank wants to stop).
 
-        Weight and loss are floats where no device has to be waited for, else 0-dim tensors. Of a weight of 0 the loss is 0.
+        Weight and loss are floats if the host knows them, else 0-dim tensors on the device. If the weight is 0, the loss is 0.
 
         Raises:
-            UsageError: on all ranks: a weight below 0, or none in any update of the run so far, after several.
+            UsageError: on all ranks: the weight is below 0, or it was 0 in each of the run's first updates (`_NONE_IN`).
         """
         weight, loss, stop = self._weight, self._loss, False
         self.own_loss, self.told, self._always, self._news = loss, None, [], []
@@ -194,7 +195,7 @@ class Window:
             self._is_sum = False
         if isinstance(weight, torch.Tensor):
             loss = torch.where(weight == 0, torch.zeros_like(loss), loss)
-        if self.may_be_empty:  # gradients of zeros stay so, whatever they are divided by
+        if self.may_be_empty:  # the gradients are zeros then, so any other weight will do
             usual = self.reference or 1.0
             weight = torch.where(weight > 0, weight, usual) if isinstance(weight, torch.Tensor) else weight or usual
         self.count, self._loss = 0, None
@@ -207,7 +208,7 @@ class Window:
         return weight, loss, stop
 
     def check_guards(self) -> None:
-        """After `close`. Collective where a rank had news.
+        """Check the guards' summed signatures, after `close`. Collective if a rank had news.
 
         Raises:
             RanksDisagreeError: on all ranks.
@@ -219,12 +220,12 @@ class Window:
             guard.check(sums, ranks, self.updates - 1)
 
     def weightless(self, weight: float = 0) -> UsageError:
-        """What is wrong with a global batch that weighs nothing, or less."""
+        """The error for a global batch whose weight is 0 or below."""
         every = f", as in all {self.updates} so far" if self.updates == self.empty > 1 else ""
         return LoopError(
             f"the weight of the global batch must be above 0, got {weight:g} in update {self.updates - 1}{every}. It counts "
-            "samples or tokens; at least one rank must have some. Look at what `weight` counts: labels that are all -100, or a "
-            "collate_fn that leaves all samples out."
+            "samples or tokens; at least one rank must have some. Check what `weight` counts: are all labels -100, or does the "
+            "collate_fn drop all samples?"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -236,14 +237,14 @@ class Window:
 
 
 class _Reduction:
-    """Sums of a window over the ranks, under way. One small message on a CPU; on a GPU a second one for what lives there.
+    """The running sum of a window over the ranks: one small message on a CPU; on a GPU, a second one for values on the device.
 
-    The second goes out after the backward pass. Before it, gathers of the pass, which one communicator takes in turn, would wait
-    for the loss, and so for the end of the forward pass on every rank.
+    The second message goes out after the backward pass. If it went out before, the all-gathers of the backward pass, which share
+    its communicator, would wait for the loss, and so for the end of the forward pass on every rank.
 
-    A rank that has more to say, a wish to stop, what it has logged, or that it has done something new, sends a weight that is no
-    number, upon which all ranks sum up once more, with all of it: gloo sends every element of a short message round its ring by
-    itself, so that a third one in each update would cost half as much again.
+    A rank with more to tell (a stop request, logged numbers, a guard's news) sends NaN as its weight. All ranks then sum again,
+    with these fields. They are not in every message because gloo sends each element of a short message round its ring separately:
+    a third element in each update would cost half as much again.
     """
 
     def __init__(
@@ -268,13 +269,13 @@ class _Reduction:
         ]
         sent = [self._mine[0], self._mine[1]] if instead is None else [math.nan, instead]
         self._host = torch.tensor([math.nan if has_more else sent[0], sent[1], *always], dtype=torch.float64)
-        self.always: list[float] = []  # the sums of what is in every message
-        self.more: list[float] = []  # the sums of the rest, and of ones, where a rank had more to say
+        self.always: list[float] = []  # sums of the fields that are in every message
+        self.more: list[float] = []  # sums of the other fields, then the number of ranks, if a rank had more to tell
         self._works = [dist.all_reduce(self._host, group=group, async_op=True)]
         self._loss, self._weight, self._group = loss, weight, group
 
     def all_told(self, instead: float) -> bool:
-        """Whether every rank has sent this in the place of its loss. Waits for the message."""
+        """Whether every rank has sent `instead` in place of its loss. Waits for the message."""
         assert self._works[0] is not None
         self._works[0].wait()
         return float(self._host[1]) == instead * dist.get_world_size(self._group)
