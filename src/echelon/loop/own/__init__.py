@@ -1,1 +1,1 @@
-"""A training loop of one's own: `prepare` makes its parts parallel, `epochs` and `window` keep what the units' loop keeps."""
+"""A user's own training loop: `prepare` makes its parts parallel, `epochs` and `window` give it the guarantees of `train`."""

@@ -1,4 +1,4 @@
-"""A micro-batch in a loop of one's own: forward, backward and, if it ends its window, the update."""
+"""A micro-batch in a user's own loop: forward, backward and, if it is its window's last, the update."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["OwnWindow"]
 
 
 class OwnWindow:
-    """What `window` gives. Enter it once for each batch, and call the model, `backward` and the optimizer's step within.
+    """The value of `with window(...) as`. Enter it once per batch; call the model, `backward` and the optimizer's step within.
 
     Attributes:
-        is_last: whether the update follows: this batch is the last of its window. Before, the optimizer's `step` and `zero_grad`
-            and the scheduler's `step` do nothing, so they may be called in every batch.
-        loss: after `backward`, this rank's mean loss of the batch; with the window's last, that of the global batch over all
-            ranks. A float, or a 0-dim tensor; 0 where the global batch weighs nothing, whose update is left out. With several
-            optimizers the sum of the passes' losses, and that of the global batch once the window has ended.
-        update: which update of the run this batch is for, from 0.
+        is_last: this batch is the last of its update. In the batches before, the optimizer's `step` and `zero_grad` and the
+            scheduler's `step` do nothing, so they may be called in every batch.
+        loss: after `backward`, this rank's mean loss of the batch; after the update's last batch, the mean over the global batch
+            of all ranks. A float, or a 0-dim tensor; 0 if the global batch weighs nothing, so that its update is skipped. With
+            several optimizers, the sum of the passes' losses; over the global batch once the window has ended.
+        update: number of the update that this batch is for, from 0.
     """
 
     def __init__(self, session: Any, weight: float | torch.Tensor | None) -> None:
@@ -44,9 +44,9 @@ class OwnWindow:
         self.is_last = False
         self.update = 0
         self.loss: Any = None
-        self.error: BaseException | None = None  # that ended it
+        self.error: BaseException | None = None  # the error that ended the window
         self.trained: tuple[float, torch.Tensor] | None = None  # weight and loss of this rank's batch
-        # backward was called; the optimizer stepped; it was no skipped update
+        # `backward` was called; the optimizer's step was called; the step was not skipped.
         self.went_back = self.stepped = self.updated = False
 
     def __enter__(self) -> OwnWindow:
@@ -83,8 +83,8 @@ class OwnWindow:
             raise lost from error
         if error is None and not self.went_back:
             raise OwnLoopError(
-                "the window ended without window.backward(loss). Call it once in each window, in place of loss.backward(); leave "
-                "a batch out by leaving out its window, on all ranks."
+                "the window ended without window.backward(loss). Call it once in each window, in place of loss.backward(). To "
+                "skip a batch, skip its window, on all ranks."
             )
         if error is None and self._session.unit.several is not None:
             self._end_several()
@@ -102,9 +102,9 @@ class OwnWindow:
             self.loss = unit.update.latest[0]
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool | None = None) -> None:
-        """In place of `loss.backward()`: the gradients are weighed and, with the window's last batch, averaged over the ranks.
+        """Replaces `loss.backward()`: weighs the gradients and, with the update's last batch, averages them over the ranks.
 
-        After the last one they are those of the mean over the global batch, so that they can be looked at and clipped.
+        After the last batch they are the gradients of the mean over the global batch, ready to be inspected and clipped.
 
         Args:
             loss: the mean loss of the batch, one number.
@@ -114,9 +114,9 @@ class OwnWindow:
         unit = self._session.unit
         if self.went_back and unit.several is None:
             raise OwnLoopError(
-                "window.backward must be called once in a window, got a second call. Add the losses and call it with their sum; "
-                "to train on several batches in one update, open a window for each and give prepare(..., accumulate=...). A step "
-                "that takes several passes of one batch, as sharpness-aware minimisation does, is a TrainUnit's train_step."
+                "window.backward must be called once in a window, got a second call. Add the losses and call it with their sum. "
+                "To train on several batches in one update, open a window for each and give prepare(..., accumulate=...). For a "
+                "step with several passes of one batch, such as sharpness-aware minimisation, write a TrainUnit."
             )
         usual = isinstance(loss, torch.Tensor) and not loss.dim() and loss.requires_grad
         if not usual:
@@ -144,19 +144,19 @@ class OwnWindow:
         self._session.went_back()
 
     def log(self, name: str, value: Any, weight: Any = None, *, reduce: str = "mean") -> None:
-        """As `State.log`: a number of your own, which stands in the update's record over all ranks. Before `backward`; what is
-        logged after it stands with the next update.
+        """Log a number of your own, which appears in the update's record, reduced over all ranks; see `State.log`. Call it before
+        `backward`: a number logged after it counts for the next update.
         """
         self._check_open("log")
         self._state.log(name, value, weight, reduce=reduce)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, of: Any = None) -> torch.Tensor | None:
-        """In place of `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`: over all ranks, before the step.
+        """Replaces `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`: over all ranks, before the step.
 
         Args:
-            of: which optimizer's parameters, where there are several.
+            of: with several optimizers, the optimizer whose parameters' gradients are clipped.
         Returns:
-            the norm before clipping; None before the window's last batch, where nothing is clipped.
+            the norm before clipping; None before the update's last batch, where nothing is clipped.
         """
         number("max_norm", max_norm, "above 0; inf only measures", lambda most: most > 0, kind=OwnLoopError)
         if not self._has_gradients("clip_grad_norm_"):
@@ -169,7 +169,7 @@ class OwnWindow:
         return self._norm
 
     def clip_grad_value_(self, max_value: float, *, of: Any = None) -> None:
-        """In place of `torch.nn.utils.clip_grad_value_(model.parameters(), max_value)`; nothing before the last batch."""
+        """Replaces `torch.nn.utils.clip_grad_value_(model.parameters(), max_value)`; does nothing before the last batch."""
         number("max_value", max_value, "above 0", lambda most: most > 0, kind=OwnLoopError)
         unit = self._session.unit
         if not self._has_gradients("clip_grad_value_"):
@@ -180,15 +180,16 @@ class OwnWindow:
             unit.several.clip_value(unit.several.asked(of), max_value)
 
     def keep(self, turn: Turn) -> None:
-        """For the `step` of one of several optimizers, before the window's last batch."""
+        """Called for the `step` of one of several optimizers before the update's last batch."""
         assert self._session.unit.several is not None
         self._session.unit.several.keep(turn)
 
     def step(self, turn: Turn | None, original: Callable[..., Any]) -> None:
-        """For the optimizer's `step`, in the window's last batch.
+        """Called for the optimizer's `step` in the update's last batch.
 
         Args:
-            turn: the optimizer's, where there are several, and `original` its own `step`.
+            turn: the optimizer's turn, if there are several optimizers.
+            original: the optimizer's own `step`.
         """
         if turn is not None:
             assert self._session.unit.several is not None
@@ -201,7 +202,7 @@ class OwnWindow:
         self.updated = unit.update.step(unit, self._state, self._norm)
 
     def _has_gradients(self, name: str) -> bool:
-        """Whether there are gradients of a whole update."""
+        """Whether the gradients are those of a whole update."""
         self._check_open(name)
         if not self.went_back:
             raise OwnLoopError(f"window.{name} must come after window.backward(loss), got it before.")

@@ -1,4 +1,4 @@
-"""Loaders in a loop of one's own: the training loader, whose iteration is an epoch, and loaders to evaluate on."""
+"""Loaders in a user's own loop: the training loader, iterated once per epoch, and loaders to evaluate on."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ _TOO_FEW = (
     "an evaluation loader's last batch must have a sample for each rank, since every rank must call the model under this "
     "layout, got fewer. Choose a batch size of two or more for each rank, or drop the last batch."
 )
-_APART = " In eval mode and without gradients, as in `with echelon.evaluating(model):`, it gets some of the batch before it."
+_APART = (
+    " In eval mode and without gradients, as in `with echelon.evaluating(model):`, it takes samples from the batch before it."
+)
 
 
 class _Batches:
-    """A loader; what else it has can be asked as ever, also of the DataLoader that it was made of.
+    """Wraps a loader. Other attributes are looked up in it, then in the DataLoader that it was made of.
 
     Args:
-        given: what `prepare` was given.
+        given: the loader given to `prepare`.
     """
 
     def __init__(self, loader: Any, given: Any) -> None:
@@ -53,13 +55,13 @@ class _Batches:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "_given"):  # a copy that is being made
+        if name in ("loader", "_given"):  # asked by copy or pickle before they are set
             raise AttributeError(name)
         return getattr(self.loader if hasattr(self.loader, name) else self._given, name)
 
 
 class TrainingBatches(_Batches):
-    """This rank's batches, on its device. Each iteration is an epoch; the first goes on where a restored run stood."""
+    """This rank's batches, on its device. Each iteration is an epoch; the first continues where a restored run stood."""
 
     def __init__(self, loader: Any, given: Any, session: Session) -> None:
         super().__init__(loader, given)
@@ -69,38 +71,38 @@ class TrainingBatches(_Batches):
         return self._session.batches()
 
     def set_epoch(self, epoch: int) -> None:
-        """Nothing: the loop counts epochs itself, and after a restart begins in the middle of one."""
+        """Does nothing: the session counts epochs itself, and after a restart begins in the middle of one."""
 
 
 class EvaluationBatches(_Batches):
     """This rank's share of the batches, on its device, each sample once over all ranks.
 
     Args:
-        number: of the loader, from 1: a DataLoader that shuffles has an order of its own, so that one that is read beside the
-            training loader does not pair each sample with itself.
+        number: the loader's number, from 1. It gives a shuffling DataLoader an order of its own; if it is read beside the
+            training loader, a sample is then not paired with itself.
     """
 
     def __init__(self, loader: Any, unit: LoopUnit, number: int) -> None:
         super().__init__(self._divided(loader, unit, number), loader)
         self._unit = unit
-        self._is_read_beside = False  # an iteration that began with gradients, so in the middle of training, is under way
-        self._at: tuple[int, int] | None = None  # epoch and position of such a one, at the end of the latest window
-        self._saved: dict[str, Any] | None = None  # where it stood in a run that was restored
+        self._is_read_beside = False  # the current iteration began with gradients enabled, so within training
+        self._at: tuple[int, int] | None = None  # epoch and position of such an iteration at the end of the latest window
+        self._saved: dict[str, Any] | None = None  # position of such an iteration in the restored run
         self._check(gradients=False, trains=False)
 
     def _check(self, gradients: bool, trains: bool) -> bool:
-        """On all ranks, before any of them waits for another in the model.
+        """Refuse a loader whose last batch is too short, on all ranks, before any rank waits for another in the model.
 
         Args:
-            gradients, trains: how the model is called.
+            gradients, trains: whether the model is called with gradients, in train mode.
         Returns:
-            whether each rank must call it as often as the others.
+            whether each rank must call the model equally often.
         """
         if isinstance(self.loader, Loader):
             self.loader.fills_tail = not (gradients and trains)
             self.loader.take_length()
         if isinstance(self.loader, BaseLoader):
-            _ = self.loader.dp  # which says so if the ranks cannot divide its batches
+            _ = self.loader.dp  # raises if the ranks cannot divide its batches
         prepared = self._unit.prepared
         in_step = prepared.forward_is_collective and (gradients or trains or prepared.before_evaluation())
         if in_step and getattr(self.loader, "pads", False):
@@ -116,7 +118,7 @@ class EvaluationBatches(_Batches):
             batch = per_rank * ranks if is_distributed(loader) else math.ceil(per_rank / ranks) * ranks
             why = "cannot be divided between the ranks, each of which would see all samples"
             loader = as_loader(loader, batch, 1, why, number=number)
-            loader.accumulation = 1  # whatever a launch command imposes on updates
+            loader.accumulation = 1  # a launch command's accumulation is for training only
         if isinstance(loader, (BaseLoader, Combined)) and size is not None:
             loader.set_data_rank(*size)
         return loader
@@ -134,15 +136,15 @@ class EvaluationBatches(_Batches):
                     unit.evaluated = batch = copy_data_to_device(batch, unit.device)
                     unit.samples_given, unit.has_evaluated = samples(number), True
                     yield batch
-                elif in_step:  # of a loader that cannot tell before
+                elif in_step:  # a loader that could not tell before
                     raise OwnLoopError(_TOO_FEW)
         finally:
             unit.evaluated = unit.samples_given = None
             self._is_read_beside = False
 
     def _begin(self) -> None:
-        """A loader that shuffles has another order each time, as a DataLoader has: after a restart, too, that of the update. One
-        that was read beside the training loader goes on where it stood.
+        """Set the order and position of an iteration. The order follows from the number of updates, so that a shuffling loader
+        has another each time, and the same after a restart. A loader read beside the training loader resumes where it stood.
         """
         self._is_read_beside = torch.is_grad_enabled()
         saved, self._saved = (self._saved, None) if self._is_read_beside else (None, self._saved)
@@ -154,19 +156,19 @@ class EvaluationBatches(_Batches):
                 each.set_epoch(self._unit.train_progress.num_updates_completed)
 
     def note(self) -> None:
-        """At a window's end: whatever is read after it belongs to the next."""
+        """Note the position at a window's end: batches read later belong to the next window."""
         there = self._is_read_beside and isinstance(self.loader, Loader)
         self._at = (self.loader.epoch, self.loader.position) if there else None
 
     def where(self) -> dict[str, Any]:
-        """Where an iteration beside the training loader stood at the end of the latest window; {} if there was none."""
+        """State of an iteration beside the training loader, at the end of the latest window; {} if there was none."""
         return {} if self._at is None else self.loader.state_at(self._at[1], self._at[0])
 
     def go_on(self, state: Any) -> None:
-        """The next iteration beside the training loader begins where that one stood; anew, if it was of other samples.
+        """Let the next iteration beside the training loader begin at `state`; from the beginning if its samples were others.
 
         Raises:
-            TypeError, ValueError, KeyError, OverflowError: a state that no loader has given.
+            TypeError, ValueError, KeyError, OverflowError: not a loader's state.
         """
         self._saved = None
         if not isinstance(self.loader, Loader):
@@ -174,14 +176,14 @@ class EvaluationBatches(_Batches):
         try:
             self.loader.load_state_dict(state)
         except UsageError as error:
-            logger.warning("a loader that was read beside the training loader begins its epoch anew: %s", error)
+            logger.warning("a loader that was read beside the training loader restarts its epoch: %s", error)
             return
-        self.loader.seek(0)  # an evaluation may come first
+        self.loader.seek(0)  # an evaluation may come first, and reads from the beginning
         self._saved = state
 
 
 class ReadBeside:
-    """Loaders that a loop may read beside the training loader, as by `zip`: where they stand, for a checkpoint."""
+    """Loaders that a loop may read beside the training loader, as by `zip`, and their positions for a checkpoint."""
 
     def __init__(self, loaders: Sequence[EvaluationBatches]) -> None:
         self._loaders = list(loaders)
@@ -191,7 +193,7 @@ class ReadBeside:
             each.note()
 
     def where(self) -> dict[str, Any]:
-        """By the number of the loader; of those that are read so."""
+        """States of the loaders that are read so, by the loader's number."""
         return {str(number): state for number, each in enumerate(self._loaders, 1) if (state := each.where())}
 
     def go_on(self, states: Mapping[str, Any]) -> None:
@@ -203,8 +205,8 @@ class ReadBeside:
 def refuse_prepared(objects: Sequence[Any], layout: Any) -> None:
     """
     Raises:
-        UsageError: an earlier call was given one of the objects, or returned it. A model that is parallel already may be given
-            once more, as it is, with another optimizer.
+        UsageError: an earlier call was given one of the objects, or returned it. Only a model that an earlier call returned may
+            be given again, unchanged (layout=None), with another optimizer.
     """
     for each in objects:
         session, step = kept_for(each), getattr(each, "step", None)
@@ -223,9 +225,9 @@ def refuse_prepared(objects: Sequence[Any], layout: Any) -> None:
                 else type(each).__name__
             )
             raise OwnLoopError(
-                f"objects must be new to prepare(), got a {what} that an earlier call was given or returned. Make the "
-                "model, the optimizer, the scheduler and the loaders anew for each run, as for each fold; to train the same "
-                "model with another optimizer, give the model that prepare() returned, with layout=None."
+                f"objects must be new to prepare(), got a {what} that an earlier call was given or returned. Make a new "
+                "model, optimizer, scheduler and loaders for each run, for example for each fold. To train the same model "
+                "with another optimizer, give the model that prepare() returned, with layout=None."
             )
 
 
@@ -243,7 +245,7 @@ def check_shares(loader: DataLoader[Any], unit: LoopUnit) -> None:
 
 
 def training_loader(loader: Any, accumulation: int | None) -> tuple[Any, int]:
-    """What is iterated over, and the micro-batches of an update."""
+    """The loader to iterate over, and the number of micro-batches per update."""
     if accumulation is not None:
         accumulation = whole("accumulate", accumulation, at_least=1, kind=OwnLoopError)
     if isinstance(loader, DataLoader):

@@ -1,7 +1,7 @@
-"""Gradients that a loop drops by another way than its optimizer: `model.zero_grad()`, or `parameter.grad = None`.
+"""Gradients that a loop clears without its optimizer: by `model.zero_grad()`, or `parameter.grad = None`.
 
-Between the passes a sharded model shows whole parameters, gathered for them. What a loop does to their gradients does not reach
-the shards, which the optimizer holds. In the middle of an update nothing may drop gradients, in any layout.
+Between forward and backward passes, a sharded model shows gathered parameters. What a loop does to their gradients does not reach
+the shards, which the optimizer holds. Within an update, nothing may clear gradients, in any layout.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ __all__ = ["Cleared"]
 
 logger = logging.getLogger(__name__)
 
-_MOST_LOOKS = 8  # in which the module of an optimizer among several has been computed
-_MOST_COMPARISONS = 16  # of the values of a gradient
+_MOST_LOOKS = 8  # looks for a gathered parameter; with several optimizers, not every look comes after a pass of the module
+_MOST_COMPARISONS = 16  # comparisons of a gradient's values
 
 
 class Cleared:
-    """Sees what a loop drops of an optimizer's gradients, by one parameter that it sees.
+    """Notices that a loop clears or changes an optimizer's gradients, by watching one parameter.
 
     Args:
-        module: with the parameters that the optimizer holds; nothing is gathered.
+        module: has the parameters that the optimizer holds; nothing is gathered at this point.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._own = module, {id(parameter) for parameter in module.parameters()}
         self._looks_left = _MOST_LOOKS if any(map(is_split, module.parameters())) else 0
         self._is_marked = self._has_told = False
-        self._gathered: nn.Parameter | None = None  # one that the loop sees between the passes in place of a shard
-        self._shown: list[nn.Parameter] = []  # all that it sees
-        self._witness: nn.Parameter | None = None  # one with a gradient, in the middle of an update
+        self._gathered: nn.Parameter | None = None  # one that the loop sees between passes in place of a shard
+        self._shown: list[nn.Parameter] = []  # all parameters that the loop sees between passes
+        self._witness: nn.Parameter | None = None  # one with a gradient, within an update
         self._version = 0
-        # Its gradient as it was, in the first updates alone: a device waits for the comparison.
+        # A copy of the witness's gradient; only in the first updates, because the comparison waits for the device.
         self._before: torch.Tensor | None = None
         self._comparisons_left = _MOST_COMPARISONS
 
     def watch(self, optimizer: torch.optim.Optimizer) -> None:
-        """From here to the next backward pass: a gathered parameter gets a gradient, which a loop that clears takes away."""
+        """Until the next backward pass, give a gathered parameter a gradient; a loop that clears gradients removes it."""
         if self._gathered is not None and self._gathered.grad is None and has_gradients(optimizer):
             self._gathered.grad, self._is_marked = torch.zeros_like(self._gathered), True
             self._version = times_changed(self._gathered)
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before a backward pass: what the loop has cleared of gathered parameters is cleared of their shards."""
+        """Before a backward pass: if the loop has cleared the gathered parameters' gradients, clear those of the shards."""
         if self._is_marked:
             assert self._gathered is not None
             was_cleared = times_changed(self._gathered) != self._version
@@ -63,11 +63,11 @@ class Cleared:
             self._gathered = min(gathered, key=torch.numel, default=None)
 
     def begins_update(self) -> None:
-        """Also after one that was left in its middle."""
+        """A new update begins, perhaps after one that was not finished."""
         self._witness = None
 
     def before_backward(self, *, is_last: bool) -> None:
-        """Of a loop with one optimizer.
+        """Check the gradients of a loop with one optimizer.
 
         Raises:
             UsageError: the gradients of the update's earlier batches are gone.
@@ -78,7 +78,7 @@ class Cleared:
             self._shown = list(self._module.parameters())
 
     def _has_other_values(self) -> bool:
-        """`gradient.data.clamp_()` and `GradScaler.unscale_` are changes that torch does not count."""
+        """Whether the witness's gradient has changed. torch does not count `gradient.data.clamp_()` and `GradScaler.unscale_`."""
         before, self._before = self._before, None
         if before is None or self._witness is None or self._witness.grad is None:
             return False
@@ -87,7 +87,7 @@ class Cleared:
     def _was_changed(self, gradient: torch.Tensor | None) -> None:
         if gradient is None or not float(gradient.abs().sum()):
             raise OwnLoopError(
-                "the gradients of an update must be kept until its last batch, but something has dropped them in the middle. "
+                "the gradients of an update must be kept until its last batch, but something has cleared them in the middle. "
                 "Clear them by zero_grad() of the optimizer that prepare() returned, which knows when."
             )
         if not self._has_told:
@@ -96,15 +96,15 @@ class Cleared:
                 "gradients were changed in the middle of an update, when only some of its batches are in them: was "
                 "torch.nn.utils.clip_grad_norm_ left in the loop, or GradScaler.unscale_? Call window.clip_grad_norm_(max_norm) "
                 "or window.clip_grad_value_(max_value), which wait for the update's last batch and clip over all ranks, and let "
-                "prepare(precision='fp16') scale. Change gradients otherwise under `if window.is_last` alone"
+                "prepare(precision='fp16') scale. Make other changes to gradients only under `if window.is_last`"
             )
 
     def after_backward(self, *, is_last: bool) -> None:
         if is_last:
             self._witness = None
         elif self._witness is None:
-            # What an unfinished sum lies in: parameters that the loop saw between the passes, which are gathered ones where there
-            # are such; else shards, which are back in their place by now.
+            # The unfinished sum of gradients is in the parameters that the loop saw between passes, if some were gathered; else
+            # in the shards, which are back in the module by now.
             shown, those = ([p for p in each if p.grad is not None] for each in (self._shown, self._module.parameters()))
             self._witness = min(shown or those, key=torch.numel, default=None)
         self._shown = []

@@ -1,4 +1,4 @@
-"""One training run of a loop of one's own: what `train` does around its steps, while somebody else's `for` asks for batches."""
+"""One training run of a user's own loop: does what `train` does around its steps, while the user's `for` asks for batches."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 class LoopRun(Run):
-    """From the first batch to `finish`. Collective, but for `batches` between two steps.
+    """A run from the first batch to `finish`. Collective, except for `batches` between two steps.
 
     Attributes:
-        took_step: the loop has trained on the batch that it has.
+        took_step: the loop has trained on its current batch.
         only_looks: the loop has trained on no batch of this iteration over the loader.
-        ended: how, if it has: the loop has "left" it in the middle, for now or for good; it is "finished", or has "failed".
+        ended: how the run ended: the loop has "left" it in the middle, for now or for good; or it is "finished", or has "failed".
     """
 
     def __init__(self, unit: LoopUnit, phase_state: PhaseState, callbacks: Sequence[Callback], logged: Logged) -> None:
@@ -43,13 +43,13 @@ class LoopRun(Run):
         self.stage, self._window = self._stages["train"], unit.window
         self.took_step = self.only_looks = False
         self.ended: Literal["left", "finished", "failed"] | None = None
-        self._steps: Steps | None = None  # of an epoch under way, or left by a `break`
-        self._is_whole = False  # the loop has had all batches of an epoch that has not been closed
-        self._before: dict[str, Any] = {}  # the progress when this iteration began
+        self._steps: Steps | None = None  # of the current epoch, or of one left by a `break`
+        self._is_whole = False  # the loop has had all batches of an epoch that is not closed yet
+        self._before: dict[str, Any] = {}  # progress at the beginning of this iteration
         self._step_end = self.stage.hooks.step_end
         self._context = contextlib.ExitStack()
         self._context.enter_context(self._training())
-        # A loop that keeps its iterator does not end it.
+        # For a loop that keeps a reference to its iterator, which then never ends.
         self._exits = atexit.register(partial(_process_exits, weakref.ref(self)))
         try:
             self._begin_training(self.stage)
@@ -59,17 +59,19 @@ class LoopRun(Run):
 
     def _check(self, state: State, unit: Any, phases: list[str]) -> None:
         assert state.train_state is not None
-        check_loader(state.train_state.dataloader, "prepare")  # the loop takes the steps
+        check_loader(state.train_state.dataloader, "prepare")  # the unit needs no step: the loop takes the steps
 
     def batches(self, *, closes: bool) -> Iterator[Any]:
-        """Of one epoch, or of what is left of it. May be closed in the middle; `settle` sees to that later, on all ranks.
+        """The batches of one epoch, or of the rest of it. If closed in the middle, `settle` ends the epoch later, on all ranks.
 
         Args:
-            closes: the epoch ends with its last batch; else `settle` ends it, so that what the loop does behind it is saved.
+            closes: end the epoch with its last batch. Otherwise `settle` ends it, so that a save includes what the loop does
+                after its batches.
         """
         state, rolled_back = self.state, True
         while rolled_back and not state.should_stop:
-            if self.stage.progress.num_steps_completed_in_epoch:  # what stands before the batches has run in this epoch already
+            # The restored state is from after the loop's code that draws before the batches.
+            if self.stage.progress.num_steps_completed_in_epoch:
                 self._take_up_streams()
             self._steps = self._open_epoch(self.stage)
             self._look()
@@ -87,17 +89,17 @@ class LoopRun(Run):
             self.finish()
 
     def _look(self) -> None:
-        """Until it trains, the loop may be looking at its data only: callbacks do not count that, and nothing is saved."""
+        """Until the loop trains, it may only be looking at its data: callbacks do not count these steps, and nothing is saved."""
         self.only_looks, self._before, self.stage.hooks.step_end = True, self.stage.progress.state_dict(), ()
 
     def trains(self) -> None:
-        """The loop trains on the batch that it has."""
+        """The loop trains on its current batch."""
         self.took_step, self.only_looks, self.stage.hooks.step_end = True, False, self._step_end
         self._inner.resumes_with = None
 
     @property
     def done(self) -> tuple[int, int]:
-        """Steps and updates, with those on the batch that the loop has."""
+        """Steps and updates completed, including those on the current batch."""
         progress, pending = self.stage.progress, self._steps is not None and self.took_step
         updated = pending and self._inner.has_updated
         return progress.num_steps_completed + pending, progress.num_updates_completed + updated
@@ -109,7 +111,7 @@ class LoopRun(Run):
         return self.only_looks and (done or self._steps is not None)
 
     def forget(self) -> None:
-        """As if the loop had not looked at its data."""
+        """Undo an iteration in which the loop only looked at its data."""
         steps, self._steps, self._is_whole, self.only_looks = self._steps, None, False, False
         if steps is not None:
             steps.close()
@@ -119,7 +121,7 @@ class LoopRun(Run):
         self.stage.hooks.step_end = self._step_end
 
     def settle(self) -> None:
-        """End an epoch that the loop left, before its last batch or behind it."""
+        """End an epoch that the loop left, before or after its last batch."""
         steps, self._steps = self._steps, None
         self.stage.hooks.step_end = self._step_end
         if self._is_whole:
@@ -140,14 +142,14 @@ class LoopRun(Run):
         self._agree_to_stop()
 
     def skip_epoch(self) -> None:
-        """An epoch without a batch."""
+        """Close an epoch in which the loop took no batch."""
         self._close_epoch(self.stage)
 
     def finish(self) -> None:
-        """The end of training, unless it has ended: the last save.
+        """End training, with the last save. Does nothing if it has ended already.
 
         Raises:
-            SystemExit: 75, if a signal ended it before its time.
+            SystemExit: 75, if a signal stopped training before it was complete.
         """
         if self.ended == "finished":
             return
@@ -159,7 +161,7 @@ class LoopRun(Run):
             raise SystemExit(REQUEUE)
 
     def leave(self) -> None:
-        """The loop left it, perhaps on this rank alone: nothing collective. Signals and files are let go of."""
+        """The loop left the run, perhaps on this rank alone: release signal handlers and files. Not collective."""
         if self.ended is not None:
             return
         self.ended = "left"
@@ -170,15 +172,15 @@ class LoopRun(Run):
         self._close()
 
     def process_exits(self) -> None:
-        """Nobody will settle what the loop has left: say so, if the end of its training is in no checkpoint."""
+        """The process exits from an unfinished run: warn if its last update is in no checkpoint."""
         _, updates = self.done
         saver = next((each for each in self.callbacks if isinstance(each, DistributedCheckpointSaver)), None)
         self.leave()
         raised = getattr(sys, "last_type", None) is not None
         if saver is not None and not raised and RankInfo().rank == 0 and updates and not saver.has_saved(updates):
             logger.warning(
-                "the process ends at update %s, which is in no checkpoint: the loop was left before its end. "
-                "`for epoch in echelon.epochs(loader, max_updates=...)` around it ends after so many updates, and saves them.",
+                "the process ends at update %s, which is in no checkpoint, because the loop was left before its end. "
+                "`for epoch in echelon.epochs(loader, max_updates=...)` around it ends after this many updates, and saves them.",
                 updates,
             )
 
@@ -192,7 +194,7 @@ class LoopRun(Run):
         self.ended = "failed"
         context, self._context = self._context, contextlib.ExitStack()
         atexit.unregister(self._exits)
-        with contextlib.suppress(BaseException):  # it is on its way already
+        with contextlib.suppress(BaseException):  # the error is being raised already
             context.__exit__(type(error), error, error.__traceback__)
 
 

@@ -1,4 +1,4 @@
-"""The unit behind a loop of one's own, which calls for loss, backward pass and update from outside."""
+"""The unit behind a user's own loop, which computes the loss and calls backward pass and update from outside."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ __all__ = ["LoopUnit"]
 
 
 class LoopUnit(OptimizedUnit):
-    """Model, optimizer and schedule of a loop of one's own, with the state that is saved.
+    """Model, optimizer and schedule of a user's own loop, with the state that is saved.
 
     Args:
-        made: optimizers with their schedulers. Before the run begins they are given the parameters that the module has then.
-        options: as AutoUnit has them.
+        made: optimizers with their schedulers. Before the run begins, the optimizers get the parameters that the module has then.
+        options: as in AutoUnit.
         several: there are several optimizers, or networks.
     Attributes:
-        update: the way from a batch to the optimizer's step, which the loop's windows go.
-        configured: the optimizers and the schedulers that the loop has.
-        reference: of `echelon prove`, where plain PyTorch trains: it gives the batches in place of the loader, and the windows.
-        given, taken: called with each batch before the loop gets it, and after its step with (state, data, weight, loss).
-        beside: loaders that the loop may read beside the training loader, with where they stand; None without.
-        evaluated, samples_given: the batch of an evaluation loader that the loop has, and its samples, where the loader says so.
-        has_evaluated: whether it had one in this evaluation.
-        leaves_out_ranks: an evaluation loader has fewer samples than there are ranks: only some of them know what was logged.
-        shares_batches: whether the ranks share a batch of the loader that the loop was given.
+        update: the way from a batch to the optimizer's step, used by the loop's windows.
+        configured: the loop's optimizers and schedulers.
+        reference: under `echelon prove`, the training in plain PyTorch, which gives the batches and the windows; else None.
+        given: called with each batch before the loop gets it; returns the batch.
+        taken: called after the step on each batch, with (state, data, weight, loss).
+        beside: loaders that the loop may read beside the training loader, with their positions; None if there are none.
+        evaluated, samples_given: the current batch of an evaluation loader, and its number of samples if the loader says so.
+        has_evaluated: whether this rank had a batch in the current evaluation.
+        leaves_out_ranks: an evaluation loader has fewer samples than there are ranks, so only some ranks log numbers.
+        shares_batches: whether the ranks share each batch of the training loader given to `prepare`.
     """
 
-    is_own_loop = True  # so that words are of the loop, and not of a class that its author has never met
+    is_own_loop = True  # messages then speak of the loop, not of this class, which the user does not know
 
     def __init__(
         self,
@@ -47,14 +48,14 @@ class LoopUnit(OptimizedUnit):
         *,
         several: bool = False,
     ) -> None:
-        self.has_several = several  # before the module is made parallel
+        self.has_several = several  # needed before the module is made parallel
         super().__init__()
-        for phase in ("eval", "predict", "test"):  # names of an AutoUnit's state: either goes on from the other's checkpoints
+        for phase in ("eval", "predict", "test"):  # as in AutoUnit, so that each can restore the other's checkpoints
             setattr(self, f"{phase}_progress", Progress())
         self.build_from(module, options)
         if self.prepared.trains == "scheduled":
             raise OwnLoopError(
-                "the layout must compute micro-batches one by one in a loop of your own, got one that takes the micro-batches "
+                "the layout must compute micro-batches one by one in a loop of your own, got one that computes all micro-batches "
                 "of an update at once. Write an AutoUnit."
             )
         self.update = self._update
@@ -73,7 +74,7 @@ class LoopUnit(OptimizedUnit):
 
     @property
     def begins_update(self) -> bool:
-        """Whether the batch that the loop has is the first of an update."""
+        """Whether the current batch is the first of an update."""
         return self.window.count == 0 if self.reference is None else self.reference.plain.is_first
 
     @property
@@ -87,6 +88,6 @@ class LoopUnit(OptimizedUnit):
         return {str(i): each for i, each in enumerate(self.configured)}
 
     def zero_grad(self, state: State) -> None:
-        # Not by the optimizer's own: that keeps gradients in the middle of an update, of which this is the end.
+        # Does not call the optimizer's zero_grad, which the session makes keep gradients within an update.
         for parameter in (p for optimizer in self.optimizers for p in parameters_of(optimizer)):
             parameter.grad = None

@@ -1,4 +1,4 @@
-"""`prepare`, `epochs`, `window` and `evaluating`: a training loop of one's own on many processes.
+"""`prepare`, `epochs`, `window` and `evaluating`: a user's own training loop on many processes.
 
     model, optimizer, loader = echelon.prepare(model, optimizer, loader, layout="fsdp", checkpoints="checkpoints")
     for epoch in echelon.epochs(loader, 3):
@@ -9,7 +9,7 @@
                 optimizer.zero_grad()
 
 Behind it is a unit (`loop/own/loop_unit.py`) with an AutoUnit's Update, so that gradients are weighed, runs saved and resumed,
-and stops agreed on as in `train`; and what the loop's own code does in between, it does.
+and stops agreed on as in `train`. All other code in the loop runs as written.
 """
 
 from __future__ import annotations
@@ -85,28 +85,29 @@ def prepare(
     recompute: Preset = None,
     device: torch.device | None = None,
 ) -> Any:
-    """Make a loop's model, optimizer and loaders parallel. Every rank calls it; it joins the ranks if they have not met.
+    """Make a loop's model, optimizer and loaders parallel. Every rank calls it; it joins the ranks if they have not joined yet.
 
-    The model is put in train mode, but for parts that are in eval mode on purpose: frozen ones, and single layers. Modes that are
-    set after this are the loop's own.
+    The model is put in train mode, except for parts that are in eval mode on purpose: frozen ones, and single layers. Modes that
+    the loop sets later stay as set.
 
     Args:
-        objects: in any order: a model, an optimizer over its parameters, one training loader; if wanted a scheduler, loaders
-            to evaluate on (those after the first), and objects with `state_dict` and `load_state_dict` to be saved as well, also
-            modules that no optimizer trains: a copy, such as an average of the weights, is split as the model is. Of models,
-            optimizers and schedulers there may be several, which train together: see `window`. A
-            torch DataLoader's batch size is that of one process, which the ranks share; with a DistributedSampler, each rank's.
-        layout, precision, compile, recompute, device: as in AutoUnit. Who gives a device calls `init_from_env` before.
-        accumulate: batches of a rank in an update, 1 by default. As many batches of a DataLoader make an update; a Loader splits
-            its global batch into as many.
-        checkpoints: a folder, or a Checkpoints, which says when to save there and what stays: the newest there is restored,
-            before this returns. Or a DistributedCheckpointSaver.
+        objects: in any order: a model, an optimizer over its parameters, and one training loader; optionally a scheduler, loaders
+            to evaluate on (all after the first loader), and other objects with `state_dict` and `load_state_dict`, which are
+            saved as well. Modules that no optimizer trains are saved, too; a copy of the model, such as an average of its
+            weights, is sharded like the model. Several models, optimizers and schedulers train together: see `window`. A torch
+            DataLoader's batch size is the global one, which the ranks share; with a DistributedSampler, it is each rank's.
+        layout, precision, compile, recompute, device: as in AutoUnit. If you give a device, call `init_from_env` before.
+        accumulate: batches per update on each rank, 1 by default. That many batches of a DataLoader make an update; a Loader
+            splits its global batch into that many.
+        checkpoints: a folder, or a Checkpoints, which says when to save there and what to keep. The newest checkpoint there is
+            restored before this returns. Or a DistributedCheckpointSaver.
         callbacks: as in `train`.
     Returns:
-        what was given, in its order: the model as the layout has it, the same optimizer and scheduler, loaders that give
-        this rank's batches on its device. One object alone comes back as it is, not in a tuple.
+        the given objects, in the same order: the model as the layout made it, the same optimizer and scheduler, and loaders that
+        give this rank's batches on its device. A single object is returned without a tuple.
     Raises:
-        UsageError: on all ranks: an optimizer of other parameters or of another's, two schedulers of one, what is none of these.
+        UsageError: on all ranks: an optimizer over other parameters, a scheduler of another optimizer, two schedulers of one
+            optimizer, or an object of another kind.
     """
     refuse_prepared(objects, layout)
     parts = _Parts.of(objects)
@@ -132,9 +133,9 @@ def prepare(
 
 
 def _unit(parts: _Parts, options: AutoOptions) -> LoopUnit:
-    """The model made parallel, with the optimizer over the parameters that it has then."""
+    """Make the model parallel, and the optimizer hold the parameters that it has then."""
     module = parts.models[0] if len(parts.models) == 1 else nn.ModuleList(parts.models)
-    names = {p: name for name, p in plain_names(module)}  # a layout may undo what the loop's author wrapped
+    names = {p: name for name, p in plain_names(module)}  # taken now: a layout may undo the user's wrapper
     shapes = [{name: p.shape for name, p in plain_names(model)} for model in parts.models if parts.copies]
     held = {p for optimizer, _ in parts.optimizers for p in parameters_of(optimizer)}
     left = [[p for p in model.parameters() if p.requires_grad and p not in held] for model in (*parts.models, *parts.copies)]
@@ -144,7 +145,7 @@ def _unit(parts: _Parts, options: AutoOptions) -> LoopUnit:
     for model in parts.models:
         if not model.training and not hasattr(type(model), "from_pretrained") and agree.is_rank0():
             logger.warning(
-                "the %s was in eval mode, and prepare() puts it in train mode: to train it in eval mode, call model.eval() after",
+                "the %s was in eval mode; prepare() puts it in train mode. To train in eval mode, call model.eval() afterwards",
                 type(model).__name__,
             )
         begin_training(model)
@@ -165,7 +166,7 @@ def _unit(parts: _Parts, options: AutoOptions) -> LoopUnit:
 
 
 def _as_made(parts: _Parts, unit: LoopUnit) -> list[nn.Module]:
-    """The models as the strategy has them."""
+    """The models as the layout has made them."""
     return [unit.module] if len(parts.models) == 1 else list(unit.module.children())
 
 
@@ -176,7 +177,7 @@ def _joined(
     callbacks: list[Callback],
     checkpoints: str | Path | Checkpoints | DistributedCheckpointSaver | None,
 ) -> TrainingBatches:
-    """The training loader as the loop gets it, with all that belongs to it; restored."""
+    """Make the session and the training loader that the loop gets, and restore a checkpoint."""
     saver = None if checkpoints is None else saver_of(checkpoints, own_loop=True)
     if saver is not None:
         callbacks.append(saver)
@@ -194,58 +195,59 @@ def _joined(
 
 
 def epochs(prepared: Any, number: int | None = None, *, max_updates: int | None = None) -> Iterator[int]:
-    """The epochs of a run, from the one where a restored run stands: in place of `range(number)`.
+    """Iterate over the epochs of a run, starting where a restored run stands. Replaces `range(number)`.
 
         for epoch in echelon.epochs(loader, max_updates=100_000):  # in place of counting steps
             for batch in loader:
                 ...
 
-    After the last, and after a stop, the run is saved and ended, so that code behind the loop finds it so. A signal ends the
-    process here, with exit code 75, once the run is saved.
+    After the last epoch, and after a stop, the run is saved and ended before the code after the loop runs. After a signal, the
+    process exits here with code 75, once the run is saved.
 
     Args:
         prepared: the training loader, model or optimizer from `prepare`.
-        number: how many epochs; of a second call, how many more. None leaves the end to `max_updates`.
-        max_updates: the loader gives no batch more once so many updates are made, those before a restart and those of earlier
-            calls among them. One of the two is needed.
+        number: number of epochs; in a second call, of further epochs. None leaves the end to `max_updates`.
+        max_updates: the loader stops giving batches after this many updates, including those before a restart and those of
+            earlier calls. One of `number` and `max_updates` is needed.
     """
     return Session.of(prepared, "echelon.epochs(...)").epochs(number, max_updates)
 
 
 def window(prepared: Any, *others: Any, weight: float | torch.Tensor | None = None) -> OwnWindow:
-    """The context of one batch: forward pass, `window.backward(loss)`, clipping and the optimizer's step.
+    """Context of one batch: forward pass, `window.backward(loss)`, clipping and the optimizer's step.
 
-    In it the model computes in the precision that `prepare` was given, and gradients travel with an update's last batch.
+    Within it the model computes in the precision given to `prepare`. Gradients are reduced over the ranks with an update's last
+    batch.
 
-    With several optimizers, `backward` may be called several times, and each optimizer's step trains on what its parameters have
-    got since it was last cleared, over all ranks and all batches of the update, as in plain PyTorch. Its `step` is called in
-    every batch of an update, inside the window, and does nothing before the last; what happens in some updates only, such as a
-    generator's step after five of a critic, is chosen by `window.update`. One window is one update, whichever have stepped.
+    With several optimizers, `backward` may be called several times. Each optimizer's step trains on the gradients that its
+    parameters have got since they were last cleared, over all ranks and all batches of the update, as in plain PyTorch. Call its
+    `step` in every batch of an update, inside the window; before the last batch it does nothing. To step in some updates only,
+    such as a generator after five steps of a critic, decide by `window.update`. An update is counted whichever optimizers step.
 
     Args:
-        prepared, others: the model or optimizer from `prepare`; of several that train together one is enough.
-        weight: what this rank's batch counts in the mean over the global batch: by default its samples. Where the loss is a mean
-            over tokens, their number: `weight=(y != -100).sum()`.
+        prepared, others: the model or optimizer from `prepare`; one of several that train together is enough.
+        weight: weight of this rank's batch in the mean over the global batch; default: its number of samples. If the loss is a
+            mean over tokens, their number: `weight=(y != -100).sum()`.
     """
     session = Session.of(prepared, "echelon.window(...)")
     if any(Session.of(each, "echelon.window(...)") is not session for each in others):
         raise OwnLoopError(
-            "echelon.window(...) must be given what one echelon.prepare(...) returned, got objects of several. Prepare together "
-            "what trains in one window: prepare(generator, critic, its_optimizer, ..., loader)."
+            "echelon.window(...) must be given objects that one echelon.prepare(...) returned, got objects of several calls. "
+            "Prepare together what trains in one window: prepare(generator, critic, its_optimizer, ..., loader)."
         )
     return OwnWindow(session, weight) if session.unit.reference is None else session.unit.reference.window(session, weight)
 
 
 @contextlib.contextmanager
 def evaluating(prepared: Any) -> Iterator[LoopEvaluation]:
-    """Evaluation in a loop of one's own: eval mode, no gradients, `prepare`'s precision. Every rank enters it.
+    """Context of an evaluation in a user's own loop: eval mode, no gradients, `prepare`'s precision. Every rank enters it.
 
         with echelon.evaluating(model) as evaluation:
             for x, y in held_out:
                 evaluation.log("accuracy", (model(x).argmax(1) == y).float().mean())
         evaluation.numbers["accuracy"]  # over all samples and ranks
 
-    With `Checkpoints(folder, best="accuracy")` what was evaluated so is saved, and the best stays.
+    With `Checkpoints(folder, best="accuracy")` the evaluated weights are saved, and the best checkpoint is kept.
     """
     session = Session.of(prepared, "echelon.evaluating(...)")
     unit, evaluation = session.unit, LoopEvaluation(session)
@@ -267,7 +269,7 @@ def evaluating(prepared: Any) -> Iterator[LoopEvaluation]:
 
 @dataclass
 class _Parts:
-    """The arguments of `prepare`, by what they are."""
+    """The arguments of `prepare`, by kind."""
 
     models: list[nn.Module]
     optimizers: list[tuple[torch.optim.Optimizer, Any]]  # with the scheduler of each, if it has one
@@ -295,7 +297,7 @@ class _Parts:
         for scheduler in by_kind["scheduler"]:
             if all(scheduler.optimizer is not optimizer for optimizer in by_kind["optimizer"]):
                 raise OwnLoopError(
-                    f"a scheduler must be that of an optimizer among the objects, got a {type(scheduler).__name__} of another "
+                    f"a scheduler must belong to an optimizer among the objects, got a {type(scheduler).__name__} of another "
                     f"{type(scheduler.optimizer).__name__}. Give prepare() both."
                 )
             if id(scheduler.optimizer) in schedulers:
@@ -306,8 +308,8 @@ class _Parts:
             schedulers[id(scheduler.optimizer)] = scheduler
         if not by_kind["loader"]:
             raise OwnLoopError(
-                f"objects must have the training loader, a torch DataLoader or an echelon.Loader, got {', '.join(given)}. Put "
-                "samples that the loop makes itself into its dataset, which may hold others in each epoch."
+                f"objects must have the training loader, a torch DataLoader or an echelon.Loader, got {', '.join(given)}. If the "
+                "loop makes its samples itself, put them into the loader's dataset, whose samples may change in each epoch."
             )
         first, *others = by_kind["loader"]
         optimizers = [(optimizer, schedulers.get(id(optimizer))) for optimizer in by_kind["optimizer"]]
@@ -328,19 +330,19 @@ def _kind(thing: Any) -> str:
     if isinstance(thing, Iterable) and not isinstance(thing, (str, bytes, type)):
         return "loader"
     raise OwnLoopError(
-        "objects must be models, optimizers, schedulers, loaders or what has state_dict and load_state_dict, got "
+        "objects must be models, optimizers, schedulers, loaders or objects with state_dict and load_state_dict, got "
         f"{type(thing).__name__}."
     )
 
 
-# --- an evaluation: what is logged in it, over all ranks, and what follows from its numbers
+# --- an evaluation: its logged numbers, over all ranks, and what they decide
 
 
 class LoopEvaluation:
-    """What `evaluating` gives.
+    """The value of `with evaluating(...) as`.
 
     Attributes:
-        numbers: behind the block, what was logged in it by name, over all ranks and the same on each.
+        numbers: after the block, the numbers logged in it by name, over all ranks and the same on each.
     """
 
     def __init__(self, session: Session) -> None:
@@ -348,25 +350,25 @@ class LoopEvaluation:
         self.numbers: dict[str, float] = {}
 
     def log(self, name: str, value: Any, weight: Any = None, *, reduce: str = "mean") -> None:
-        """As `State.log`: a number of this evaluation, over all its batches and ranks; in metrics.jsonl with `eval_` before its
-        name. Every rank logs the same names.
+        """Log a number of this evaluation, reduced over all its batches and ranks; see `State.log`. In metrics.jsonl its name
+        begins with `eval_`. Every rank logs the same names.
 
         Args:
-            value: a number, a tensor with one, or a metric such as those of torchmetrics.
-            weight: what it counts in the mean: by default the samples of the batch of an evaluation loader, and behind the loop
-                over its batches 1.
+            value: a number, a tensor with one element, or a metric such as those of torchmetrics.
+            weight: weight of the value in the mean; default: the number of samples in the current batch of an evaluation loader,
+                or 1 outside the loop over its batches.
         """
         session, unit = self._session, self._session.unit
         counts = 1 if unit.evaluated is None else unit.weight(unit.evaluated)
         self._logs = True
         with for_now(session.logged, weight=0 if unit.prepared.data.is_replica else counts):
-            session.logged.add("eval", name, value, weight, reduce, may_be="loss")  # which nobody else computes here
+            session.logged.add("eval", name, value, weight, reduce, may_be="loss")  # "loss" is free: nothing else logs it here
 
     def end(self) -> None:
-        """Take the numbers of all ranks together. Collective, where a number decides what is kept, and where one was logged.
+        """Reduce the numbers over all ranks. Collective if a number was logged, or decides which checkpoint is kept.
 
         Raises:
-            RanksDisagreeError, UsageError: on all ranks: they logged other names; the number that is wanted is not among them.
+            RanksDisagreeError, UsageError: on all ranks: they logged different names; the deciding number is not among them.
         """
         session, unit = self._session, self._session.unit
         best = session.best
@@ -391,13 +393,13 @@ class LoopEvaluation:
         session = self._session
         if session.run is not None and session.state.recorder is not None:
             session.state.recorder.numbers(update, numbers)
-        elif agree.is_rank0() and (sinks := default_sinks()):  # between two runs, of a loop that counts its epochs itself
+        elif agree.is_rank0() and (sinks := default_sinks()):  # between two runs of a loop that counts its epochs itself
             recorder = Recorder(sinks, session.unit.weight_unit)
             recorder.numbers(update, numbers)
             recorder.close()
 
 
-# --- what was made before its model was sharded: an optimizer is given the parameters of now; a copy is sharded alike
+# --- objects made before their model was sharded: an optimizer gets the new parameters; a copy is sharded like the model
 
 
 _Names = Mapping[nn.Parameter, str]
@@ -406,28 +408,28 @@ _Names = Mapping[nn.Parameter, str]
 def _check_optimizer(
     optimizer: torch.optim.Optimizer, module: nn.Module, names: _Names, *, left: Sequence[Sequence[nn.Parameter]] | None
 ) -> str | None:
-    """What is wrong with an optimizer for this module, before it is made parallel; None if nothing is.
+    """Describe what is wrong with an optimizer for this module, which is not parallel yet; None if nothing is.
 
     Args:
-        left: where there are several optimizers, what none of them holds of each model.
+        left: with several optimizers, for each model the trained parameters that none of them holds.
     """
     held = parameters_of(optimizer)
     if any(p in names for p in held) or (left is not None and not any(are_alike(held, each) for each in left)):
         return None
     shape = f" (first: {tuple(held[0].shape)})" if held else ""
     return (
-        f"the optimizer must hold parameters of the {type(module).__name__} that prepare() is given with it, got a "
+        f"the optimizer must hold parameters of the {type(module).__name__} that is given to prepare() with it, got a "
         f"{type(optimizer).__name__} with {len(held)} others{shape}. Make it from that model's parameters(), before prepare()."
     )
 
 
 def _refit(prepared: Any, optimizer: torch.optim.Optimizer, names: _Names) -> None:
-    """Put the parameters that a module has now in the place of those that it had.
+    """Replace the optimizer's parameters by those that the module has now.
 
     Args:
-        names: of those that it had.
+        names: names of the parameters that the module had before.
     Raises:
-        UsageError: the optimizer has a state of parameters that are no more, and it cannot be split as they are.
+        UsageError: the optimizer has state of replaced parameters that cannot be split as they are.
     """
     now = dict(prepared.named_parameters(every_name=True))
     replaced = {p: now[name] for p, name in names.items() if name in now and now[name] is not p}
@@ -444,27 +446,28 @@ def _refit(prepared: Any, optimizer: torch.optim.Optimizer, names: _Names) -> No
         group["params"] = [replaced.get(p, p) for p in group["params"]]
     for parameter in replaced:
         optimizer.state.pop(parameter, None)
-    for parameter, state in begun.items():  # loaded by the script; Adagrad makes its state as it is built
+    for parameter, state in begun.items():  # state that the script has loaded, or that the constructor made, as Adagrad's does
         optimizer.state[replaced[parameter]] = {key: _like(value, parameter, replaced[parameter]) for key, value in state.items()}
 
 
 def _divide_alike(copy: nn.Module, unit: Any, shapes: Mapping[str, torch.Size], layout: Any) -> None:
-    """Split a copy of the unit's model, or the copy in a wrapper's `module`, if the model is split: averages meet parts of both.
+    """Shard a copy of the unit's model, or the copy in a wrapper's `module`, if the model is sharded: an average needs the same
+    shards of both.
 
     Args:
-        shapes: of the model's parameters, by name, before it was split.
+        shapes: shapes of the model's parameters, by name, before it was sharded.
     """
     if not any(is_split(p) for p in unit.prepared.module.parameters()):
         return
     for inner in (copy, getattr(copy, "module", None)):
         if isinstance(inner, nn.Module) and {name: p.shape for name, p in plain_names(inner)} == shapes:
             made = parallelize(inner, layout, unit.device, overridden=overrides().layout)
-            reshard_after_looking(made.module)  # its parameters are read and written between its passes
+            reshard_after_looking(made.module)  # the loop reads and writes its parameters between forward passes
             return
 
 
 def _is_of_parts(value: Any, before: nn.Parameter, now: nn.Parameter) -> bool:
-    """Whether it is a state of which nobody knows what belongs to which shard, such as Adafactor's rows and columns."""
+    """Whether an optimizer's state cannot be divided into shards, such as Adafactor's rows and columns."""
     if not is_split(now):
         return False
     other = isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != before.shape

@@ -1,4 +1,4 @@
-"""What belongs together in a loop of one's own: the unit, its loader, and the run that is under way."""
+"""The session of a user's own loop: its unit, its loader and the current run."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ logger = logging.getLogger(__name__)
 
 
 class Session:
-    """What `prepare` made of its arguments.
+    """All that `prepare` made of its arguments.
 
     Attributes:
-        batch: that the loop has; None outside of the loader's iteration.
-        window: of this batch, once the loop has opened one.
-        accumulates: gradients of an update are under way, which `zero_grad` leaves alone.
-        saver: what saves its runs.
-        logged: the numbers of its runs and its evaluations.
+        batch: the loop's current batch; None outside the loop over the loader.
+        window: the window of this batch, once the loop has opened one.
+        accumulates: an update is accumulating gradients, which `zero_grad` must leave alone.
+        saver: saves the runs.
+        logged: the numbers logged in runs and evaluations.
     """
 
     def __init__(
@@ -59,38 +59,39 @@ class Session:
         self.batch: Any = None
         self.window: OwnWindow | None = None
         self._in_batch = self._stopped = self._is_observed = False
-        self._skipped = self._replays = False  # of the schedule in an epoch that gives no batch
-        self._limited: PhaseState | None = None  # where `epochs` ends; None outside of it
-        self._counts_updates = False  # a call of `epochs` was given updates
-        self._begun = 0  # epochs before those of the present or the next call of `epochs`
-        self._left = False  # a call of `epochs` was left
-        self._iterations = 0  # of the loader, by this process
-        self._iteration: object = None  # the latest
+        # In an epoch trained before a restart, which gives no batch: the scheduler's steps are skipped, or replayed.
+        self._skipped = self._replays = False
+        self._limited: PhaseState | None = None  # limits of the current call of `epochs`; None outside one
+        self._counts_updates = False  # a call of `epochs` was given max_updates
+        self._begun = 0  # number of epochs before those of the current or the next call of `epochs`
+        self._left = False  # the loop left a call of `epochs` before its end
+        self._iterations = 0  # iterations over the loader by this process
+        self._iteration: object = None  # identity of the latest iteration
         self._applying = self.accumulates = False
         self._modes = LoopModes(unit.module, unit.prepared.unwrapped)
         self._cleared = self._of_optimizers()
 
-    # --- which session something belongs to
+    # --- the session of an object
 
     def adopt(self, modules: Sequence[torch.nn.Module], copies: Sequence[torch.nn.Module], *objects: Any) -> None:
         for each in (*modules, *objects):
             vars(each)[_OF] = _Kept(self)
-        for copy in copies:  # which a later session may have as well, such as a teacher that another one has trained
+        for copy in copies:  # a copy may belong to two sessions, such as a teacher that an earlier one has trained
             vars(copy)[_OF_COPY] = _Kept(self)
 
     @staticmethod
     def of(thing: Any, asked_by: str) -> Session:
         """
         Raises:
-            UsageError: `prepare` has not seen it.
+            UsageError: `prepare` has not returned this object.
         """
         session: Session | None = kept_for(thing) or kept_for(thing, _OF_COPY)
         if session is None:
             compiled = isinstance(thing, nn.Module) and kept_for(without_compile(thing)) is not None
-            remedy = " Compile by prepare(compile=True), or compile the model that prepare is given." if compiled else ""
+            remedy = " Compile by prepare(compile=True), or compile the model before prepare()." if compiled else ""
             raise OwnLoopError(
-                f"{asked_by} must be given what echelon.prepare(...) returned, its model, optimizer or training loader, got a "
-                f"{type(thing).__name__} that it did not.{remedy}"
+                f"{asked_by} must be given the model, optimizer or training loader that echelon.prepare(...) returned, got "
+                f"another {type(thing).__name__}.{remedy}"
             )
         return session
 
@@ -103,35 +104,35 @@ class Session:
 
     @property
     def best(self) -> BestCheckpointConfig | None:
-        """Which number decides about checkpoints; the same on all ranks."""
+        """The number that decides which checkpoint is best; the same on all ranks."""
         return None if self.saver is None else self.saver.best
 
     def evaluated(self, updates: int) -> None:
-        """An evaluation has logged numbers: its weights are saved, with the one that decides. Collective."""
+        """After an evaluation with logged numbers: save the evaluated weights with the deciding number. Collective."""
         assert self.saver is not None
         run = self.run
         state = State(entry_point=EntryPoint.TRAIN) if run is None else run.state
         state.logged = self.logged
         self.saver.check_best(state, self.unit)
-        if run is None:  # what a loop that counts its epochs itself has trained is saved already
+        if run is None:  # between runs of a loop that counts its epochs itself: the weights are saved already
             self.saver.note_evaluated(state, self.unit, updates)
             return
         if not self.unit.at_boundary or (self._in_batch and not run.took_step):
             raise OwnLoopError(
-                "an evaluation that decides which checkpoint is the best must come behind the loop over the batches, or in it "
+                "an evaluation that decides which checkpoint is the best must come after the loop over the batches, or in it "
                 "after optimizer.step() of an update's last batch (`if window.is_last`), got one "
                 + ("before its batch was trained on." if self.unit.at_boundary else "between the batches of an update.")
             )
         self.saver.ask()
 
     def ready(self) -> LoopRun:
-        """The run, begun if it is not yet. Collective."""
+        """The current run; begins one if there is none. Collective."""
         if self.run is None:
-            if not self._is_observed:  # once, though a loop that counts its epochs itself has a run for each
+            if not self._is_observed:  # only once: a loop that counts its epochs itself has a run for each epoch
                 self._is_observed, self.callbacks = True, observed(self.unit, self.loader, self.callbacks) or []
             phase_state = self._limited or PhaseState(dataloader=self.loader)
             self.run = LoopRun(self.unit, phase_state, self.callbacks, self.logged)
-            self.take_over()  # a layout that divides the optimizer has put a `zero_grad` of its own in its place
+            self.take_over()  # again: a layout that divides the optimizer has replaced its `zero_grad`
         return self.run
 
     def epochs(self, number: int | None, max_updates: int | None) -> Iterator[int]:
@@ -171,8 +172,8 @@ class Session:
     def _limits(self, number: int | None, max_updates: int | None) -> tuple[int | None, int | None]:
         """
         Raises:
-            UsageError: neither, or not numbers; or epochs behind a call that updates may have ended, of which a restarted process
-                does not know in which epoch that was.
+            UsageError: neither is given, or they are not numbers; or a number of epochs after a call that max_updates may have
+                ended: a restarted process cannot know in which epoch that call ended.
         """
         if number is None and max_updates is None:
             raise OwnLoopError("echelon.epochs(...) must be given a number of epochs, or max_updates, got neither.")
@@ -180,8 +181,8 @@ class Session:
             number = whole("the number of epochs", number, at_least=0, kind=OwnLoopError)
             if self._counts_updates:
                 raise OwnLoopError(
-                    "echelon.epochs(...) must be given max_updates alone where an earlier call had max_updates, got a number of "
-                    "epochs. Give the updates of all calls so far and those that are to come."
+                    "echelon.epochs(...) must be given max_updates only, after an earlier call with max_updates, got a number of "
+                    "epochs. Give the updates of all earlier calls plus those of this one."
                 )
         if max_updates is not None:
             max_updates = whole("max_updates", max_updates, at_least=0, kind=OwnLoopError)
@@ -189,7 +190,7 @@ class Session:
         return number, max_updates
 
     def _tell_complete(self, reached: str) -> None:
-        """The first loop of a run that was restored has nothing left to do."""
+        """Report that a restored run has nothing left to train."""
         reporting = Reporting(State(entry_point=EntryPoint.TRAIN), self.unit, (), self.unit.weight_unit)
         reporting.begin()
         reporting.training_begins(None, self.unit.train_progress.num_updates_completed, reached=reached)
@@ -208,8 +209,8 @@ class Session:
         run, unit = self.ready(), self.unit
         if done := unit.train_progress.num_steps_completed_in_epoch:
             logger.warning(
-                "an epoch goes on behind its first %s batches: a count of the script's own, as by enumerate(loader), begins at 0 "
-                "there, and a learning rate that follows it is another. `window.update` counts the updates of the whole run",
+                "an epoch resumes after its first %s batches: a count of the script's own, as of enumerate(loader), begins at 0 "
+                "there, and so does a learning rate that follows it. `window.update` counts the updates of the whole run",
                 done,
             )
         self._iteration = this = object()
@@ -218,8 +219,8 @@ class Session:
                 yield self._begin_batch(batch if unit.given is None else unit.given(batch))
                 if self._iteration is not this:
                     raise OwnLoopError(
-                        "the training loader must be iterated over by one loop at a time, got a batch of one after "
-                        "another had begun. Make a second loader for pairs of batches."
+                        "the training loader must be iterated over by one loop at a time, got a second loop before the first "
+                        "ended. Make a second loader for pairs of batches."
                     )
                 self._end_batch()
             self._trained(run)
@@ -227,8 +228,8 @@ class Session:
             if not self._in_epochs and unit.reference is None and not self._forgets(run):
                 self.run = None
                 run.finish()
-        except GeneratorExit:  # by a `break`; what is collective is left to `_settle`, as one rank alone may do this
-            if self._iteration is not this or run.ended is not None:  # of a loop that another has followed, or a process's end
+        except GeneratorExit:  # a `break`, perhaps on one rank alone: collective work is left to `_settle`
+            if self._iteration is not this or run.ended is not None:  # another loop has begun, or the process ends
                 raise
             self._in_batch = False
             self._trained(run)
@@ -244,17 +245,17 @@ class Session:
             self._modes.trained()
 
     def _settle(self, *, again: bool = False) -> None:
-        """See to an epoch that the loop left by a `break`, or whose last batch it has had. Collective, if it did.
+        """End an epoch that the loop left by a `break` or whose last batch it has had. Collective if there is one.
 
         Args:
-            again: to iterate over the loader.
+            again: the loop is about to iterate over the loader.
         Raises:
-            UsageError: it was iterated over in this epoch.
+            UsageError: the loop has already iterated over the loader in this epoch.
         """
         run = self.run
         if run is None:
             return
-        if run.ended == "failed":  # and whoever called the loop goes on all the same
+        if run.ended == "failed":  # the user has caught the error and goes on
             self.run = self.window = None
             self.unit.update.discard(self.unit, run.state)
             return
@@ -274,7 +275,7 @@ class Session:
             run.finish()
 
     def _forgets(self, run: LoopRun) -> bool:
-        """Whether an iteration was none, since the loop only looked at its data. Nothing collective."""
+        """Undo an iteration in which the loop only looked at batches; True if it was one. Not collective."""
         if not run.has_only_looked:
             return False
         run.forget()
@@ -285,17 +286,17 @@ class Session:
         return True
 
     def _is_done(self) -> bool:
-        """Whether a loop that counts its epochs by itself is at one that was trained before a restart."""
+        """Whether a loop that counts its epochs itself is at an epoch that was trained before a restart."""
         progress, self._skipped, self._replays = self.unit.train_progress, self._stopped, False
         if self._stopped:
             return True
         if self.unit.reference is not None or self._in_epochs or self._iterations > progress.num_epochs_completed:
             return False
-        # The latest was saved before what the loop does behind it, but for one that a `break` ended.
+        # The latest epoch was saved before the loop's code after it ran, unless a `break` ended that epoch.
         is_latest = self._iterations == progress.num_epochs_completed and progress.num_steps_completed_in_epoch == 0
         self._skipped = not is_latest or progress.num_steps_completed_in_prev_epoch < (known_length(self.loader) or 0)
         self._replays = not self._skipped
-        logger.info("epoch %s was trained before this run was restored: its batches are left out", self._iterations - 1)
+        logger.info("epoch %s was trained before this run was restored: its batches are skipped", self._iterations - 1)
         return True
 
     def _begin_batch(self, batch: Any) -> Any:
@@ -306,7 +307,7 @@ class Session:
         return batch
 
     def _end_batch(self) -> None:
-        """The loop asks for the next batch, or has left its epoch."""
+        """Check the window of the last batch, when the loop asks for the next one or has left its epoch."""
         window, self.window, self._in_batch, batch = self.window, None, False, self.batch
         self.batch = None
         if window is None:
@@ -314,13 +315,13 @@ class Session:
             return
         if window.error is not None:
             raise OwnLoopError(
-                f"a loop must end with an error in its window, got the next batch after {type(window.error).__name__}: "
-                f"{window.error}. Ranks may have failed alone. Leave a batch out by `continue` before its window, on all ranks."
+                f"a loop must not go on after an error in a window, got the next batch after {type(window.error).__name__}: "
+                f"{window.error}. A rank may have failed alone. Skip a batch by `continue` before its window, on all ranks."
             ) from window.error
         if window.is_last and not window.stepped and self.unit.several is None:
             raise OwnLoopError(
                 "the update must end with optimizer.step(), got the next batch before it. Call it after window.backward(loss), "
-                "on the optimizer that prepare() returned. A GradScaler that leaves out steps is left out itself: "
+                "on the optimizer that prepare() returned. Remove a GradScaler, which may skip the step: "
                 "prepare(precision='fp16') has one."
             )
         if self.unit.taken is not None and window.trained is not None:
@@ -330,21 +331,21 @@ class Session:
         if self.run is not None and not isinstance(error, GeneratorExit):
             self.run.failed(error)
 
-    # --- what the loop calls for
+    # --- called by windows, optimizers and schedulers
 
     def enter(self, window: OwnWindow) -> None:
         """
         Raises:
-            UsageError: no batch of the prepared loader is under way, or it has had its window.
+            UsageError: the prepared loader has no current batch, or this batch has had its window.
         """
         if not self._in_batch:
             raise OwnLoopError(
-                "echelon.window(...) must be entered for a batch of the training loader that prepare() returned, got none under "
-                "way. Iterate over that loader, `for batch in loader:`, and open one window in it for each batch."
+                "echelon.window(...) must be entered for a batch of the training loader that prepare() returned, got no current "
+                "batch. Iterate over that loader, `for batch in loader:`, and open one window in it for each batch."
             )
         if self.window is not None:
             raise OwnLoopError(
-                "echelon.window(...) must be entered once for each batch, got a second time. Put all of a batch into one."
+                "echelon.window(...) must be entered once for each batch, got a second window. Use one for the whole batch."
             )
         if self.unit.begins_update:
             self.accumulates = False
@@ -377,7 +378,7 @@ class Session:
             self._watch_gradients()
 
     def _of_optimizers(self) -> list[tuple[Cleared, Turn | None]]:
-        """The gradients of each optimizer; with it, where there are several."""
+        """A Cleared for each optimizer's gradients, with the optimizer's turn if there are several."""
         unit = self.unit
         if unit.several is None:
             return [(Cleared(unit.module), None)]
@@ -387,7 +388,7 @@ class Session:
         return [(Cleared(module), turn) for module, own in parts for turn, held in turns if own & held]
 
     def _watch_gradients(self) -> None:
-        """Until the next backward pass. In the middle of an update of one optimizer its gradients are to stay."""
+        """Watch whether the loop clears gradients before the next backward pass; not within an update of a single optimizer."""
         if not self.accumulates:
             for cleared, turn in self._cleared:
                 cleared.watch(self.unit.optimizer if turn is None else turn.optimizer)
@@ -395,24 +396,25 @@ class Session:
     def optimizer_step(self, turn: Turn | None, original: Callable[..., Any], closure: Any = None) -> Any:
         """
         Args:
-            turn: the optimizer's, where there are several.
+            turn: the optimizer's turn, if there are several optimizers.
         """
         if self._applying:
             return original() if closure is None else original(closure)
         if closure is not None:
             raise OwnLoopError(
-                "optimizer.step() must be called without a closure in a prepared loop, got one. Write a TrainUnit for it."
+                "optimizer.step() must be called without a closure in a prepared loop, got one. To use a closure, write a "
+                "TrainUnit."
             )
         window = self.window
         if window is None or not window.went_back:
             raise OwnLoopError(
                 "optimizer.step() must follow window.backward(loss) in `with echelon.window(model) as window:`, got a call "
-                + ("without a window." if window is None else "in a window without it. loss.backward() would not weigh the loss.")
+                + ("without a window." if window is None else "before window.backward. loss.backward() does not weigh the loss.")
             )
         if turn is not None and not window.is_open:
             raise OwnLoopError(
-                f"step() of {turn} must be called inside its window, `with echelon.window(...) as window:`, where there are "
-                "several optimizers, got it behind."
+                f"step() of {turn} must be called inside its window, `with echelon.window(...) as window:`, because there are "
+                "several optimizers, got it after the window."
             )
         if not window.is_last:
             if turn is not None:
@@ -431,7 +433,7 @@ class Session:
             return
         if args or options or getattr(original, "__func__", None) is not torch.optim.Optimizer.zero_grad:
             original(*args, **options)
-        else:  # as torch's does it, without its profiler range, which takes longer than the work
+        else:  # torch's zero_grad without its profiler range, which takes longer than the work
             for group in original.__self__.param_groups:  # type: ignore[attr-defined]
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -440,19 +442,17 @@ class Session:
         window = self.window
         if self._in_batch and not self._counts(window, turn):
             return
-        if self._skipped:  # its state knows of epochs that were trained before a restart
+        if self._skipped:  # the restored scheduler's state already contains these steps
             return
         if not self._replays:
             original(*args, **options)
             return
-        with warnings.catch_warnings():  # the optimizer did step before it, in the run that was restored
+        with warnings.catch_warnings():  # the optimizer did step before, in the restored run
             warnings.filterwarnings("ignore", "Detected call of", UserWarning)
             original(*args, **options)
 
     def _counts(self, window: OwnWindow | None, turn: Turn | None) -> bool:
-        """Whether a scheduler's step in a batch is one of its update: with its step or, in scripts that have it the other way
-        round, before.
-        """
+        """Whether a scheduler's step in a batch counts: its update steps, before it or, in some scripts, after it."""
         if window is None:
             return self.unit.begins_update
         if turn is not None:
@@ -461,7 +461,7 @@ class Session:
         return window.is_last and trains
 
     def take_over(self) -> None:
-        """From now on `step` and `zero_grad` of these very objects know the window. Schedulers wrap `step` likewise."""
+        """Replace `step` and `zero_grad` of the loop's optimizers and schedulers by ones that know the window."""
         for optimizer, scheduler in self.unit.configured:
             self._take_over(optimizer, scheduler, None if self.unit.several is None else self.unit.several.of(optimizer))
 
@@ -469,7 +469,7 @@ class Session:
         replace(optimizer, "step", partial(self.optimizer_step, turn))
         replace(optimizer, "zero_grad", self.zero_grad)
         if scheduler is not None and not getattr(scheduler.step, "knows_window", False):
-            # By its class: a scheduler's own attributes are its state.
+            # Replaced on its class, because a scheduler's own attributes are its state.
             kind = type(scheduler)
             step = knowing(kind.step, partial(self.scheduler_step, turn), bound_to=scheduler)
             own = {"step": step, "__module__": kind.__module__, "__reduce_ex__": _as_its_own_kind}
@@ -477,22 +477,22 @@ class Session:
 
 
 def _as_its_own_kind(scheduler: Any, protocol: int) -> tuple[Any, ...]:
-    """How it is pickled and copied: the copy belongs to no session."""
+    """Pickle and copy a scheduler as its original class: the copy belongs to no session."""
     kind: Any = type(scheduler).__base__
     return kind.__new__, (kind,), vars(scheduler)
 
 
-# Methods of a loop's optimizer and scheduler that are left to a session to call.
+# --- methods of a loop's optimizer and scheduler that the session calls
 
 
 def replace(thing: Any, name: str, by: Callable[..., Any]) -> None:
     original = getattr(thing, name)
-    if not getattr(original, "knows_window", False):  # or what wraps it does: `functools.wraps` copies the mark
+    if not getattr(original, "knows_window", False):  # the mark is also on wrappers of it: `functools.wraps` copies it
         patching.replace(thing, name, "window", types.MethodType(knowing(original, by), thing))
 
 
 def knowing(original: Callable[..., Any], by: Callable[..., Any], bound_to: Any = None) -> Callable[..., Any]:
-    """A method in the place of `original`, that leaves it to `by` to call it."""
+    """A method that calls `by(original, ...)` in place of `original`."""
     call = original if bound_to is None else functools.partial(original, bound_to)
 
     @functools.wraps(original)
@@ -503,14 +503,14 @@ def knowing(original: Callable[..., Any], by: Callable[..., Any], bound_to: Any 
     return method
 
 
-# --- which session a model, an optimizer or a loader belongs to: an attribute says it, as long as the object lives
+# --- the session of a model, an optimizer or a loader is kept in an attribute, as long as the object lives
 
 
 _OF, _OF_COPY = "_echelon_session", "_echelon_session_of_copy"
 
 
 class _Kept:
-    """An attribute's session; a copy of the object has none."""
+    """Value of that attribute. A copy or a pickle of the object has no session."""
 
     def __init__(self, session: Any = None) -> None:
         self.session = session
@@ -523,6 +523,6 @@ class _Kept:
 
 
 def kept_for(thing: Any, name: str = _OF) -> Any:
-    """The session, None for what belongs to none."""
+    """The session of an object; None if it has none."""
     kept = getattr(thing, "__dict__", {}).get(name)
     return None if kept is None else kept.session
