@@ -20,21 +20,21 @@ _given = Given(CallbackError)
 class EarlyStopping(Callback):
     """Stops all ranks together when a number no longer improves: `EarlyStopping("accuracy", mode="max", patience=3)`.
 
-    The number is what `state.log` was given under that name, over all ranks; or an attribute of the unit, such as AutoUnit's
-    `eval_loss`, of which rank 0's counts. Each check is a small message between the ranks, and on a GPU makes the host wait.
+    The number was logged with `state.log` under that name, over all ranks; or it is an attribute of the unit, such as AutoUnit's
+    `eval_loss`, and rank 0's value counts. Each check sends a small message between the ranks, and makes the host wait for a GPU.
 
     Args:
-        monitored_attr: the number's name, as it was logged or as in metrics.jsonl ("eval_accuracy"), or the attribute's.
-        early_stop_checker: decides, in place of `mode`, `patience` and `min_delta`, with more thresholds. As an attribute of the
-            unit, too, it remembers across a resume; what they say is remembered in any case.
+        monitored_attr: name of the number, as logged or as in metrics.jsonl ("eval_accuracy"), or of the attribute.
+        early_stop_checker: decides in place of `mode`, `patience` and `min_delta`, and has more thresholds. To remember across a
+            resume it must also be an attribute of the unit; `mode`, `patience` and `min_delta` need not.
         interval: check after every "step" or "epoch".
-        phase: of "train" or "eval". By default "eval" in a run with evaluations; with a checker "train".
-        interval_freq: check at every n-th of these.
-        mode: "min" if less is better, or "max"; by default as the name says, such as "accuracy" or "eval_loss".
-        patience: checks in a row without improvement, after which to stop.
-        min_delta: what counts as improvement: more than so much better than the best.
+        phase: "train" or "eval". Default: "eval" in a run with evaluations; "train" with a checker.
+        interval_freq: check at every n-th step or epoch.
+        mode: "min" if a smaller number is better, or "max"; by default the name decides, such as "accuracy" or "eval_loss".
+        patience: stop after this many checks in a row without improvement.
+        min_delta: a number is an improvement if it is better than the best by more than this.
     Raises:
-        UsageError: on all ranks, when there is no number of that name, with the names that there are.
+        UsageError: on all ranks: there is no number of that name. Lists the names that exist.
     """
 
     refusal: type[UsageError] = CallbackError
@@ -56,13 +56,13 @@ class EarlyStopping(Callback):
         _given.require(interval in ("step", "epoch"), "interval", "'step' or 'epoch'", interval)
         _given.require(phase in ("train", "eval", None), "phase", "'train' or 'eval'", phase)
         is_name = isinstance(monitored_attr, str) and monitored_attr != ""
-        _given.require(is_name, "monitored_attr", "the name of a number that is logged, or of an attribute", monitored_attr)
+        _given.require(is_name, "monitored_attr", "the name of a logged number, or of an attribute", monitored_attr)
         self.remembers = early_stop_checker is None
         if early_stop_checker is None:
             mode = mode_of(monitored_attr, mode)
             if mode is None:
                 raise CallbackError(
-                    f"mode must be 'min' or 'max' for {monitored_attr!r}, got neither, and the name does not say it."
+                    f"mode must be 'min' or 'max' for {monitored_attr!r}, got none, and the name does not tell which."
                 )
             early_stop_checker = EarlyStopChecker(mode, 3 if patience is None else patience, min_delta or 0.0)
             phase = "train" if phase is None and interval == "step" else phase
@@ -74,7 +74,7 @@ class EarlyStopping(Callback):
             given = {"mode": mode, "patience": patience, "min_delta": min_delta}
             twice = [name for name, value in given.items() if value is not None]
             _given.require(
-                not twice, "early_stop_checker", f"left out with {', '.join(twice)}, which it has itself", early_stop_checker
+                not twice, "early_stop_checker", f"left out with {', '.join(twice)}, which it replaces", early_stop_checker
             )
             phase = phase or "train"
         interval_freq = _given.whole("interval_freq", interval_freq, at_least=1)
@@ -87,7 +87,7 @@ class EarlyStopping(Callback):
         if self.remembers and unit.restored_from is not None and (seen := self._memory(unit).get(self.monitored_attr)):
             self.checker.load_state_dict({"patience_count": seen[0], "best_value": seen[1]})
         if getattr(self.checker, "is_restored_stop", False) is True:  # else each restart would train one more epoch
-            why = "this was so before the run was restored, and nothing more is trained. A greater patience goes on"
+            why = "the run had stopped for it before it was restored; nothing more is trained. A greater patience continues"
             self._stop(state, unit, why)
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
@@ -122,7 +122,7 @@ class EarlyStopping(Callback):
             value = self._number(state, unit)
         except Unknown as error:
             raise self.refusal(f"early stopping monitors {self.monitored_attr!r}, but {error}.") from None
-        # Every rank's checker sees the same number, so that all remember the same.
+        # Every rank's checker sees the same number, so all checkers stay the same.
         stops = self.checker.check(value)
         if self.remembers:
             checker_state = self.checker.state_dict()
@@ -132,32 +132,33 @@ class EarlyStopping(Callback):
 
     def _stop(self, state: State, unit: Any, why: str) -> None:
         state.stop()
-        progress = getattr(unit, "train_progress", None)  # one that is evaluated alone has none
+        progress = getattr(unit, "train_progress", None)  # an EvalUnit has none
         state.event("early_stop", name=self.monitored_attr, why=why, step=getattr(progress, "num_updates_completed", None))
 
     def _number(self, state: State, unit: Any) -> float:
         return monitored.number(self.monitored_attr, state, unit, self._phase_in(state))[0]
 
 
-# Whether a monitored number has stopped improving.
+# --- whether a monitored number has stopped improving
 
 
 class EarlyStopChecker:
-    """Sees a number at each check and says when to stop: without improvement for `patience` checks, or beyond a threshold.
+    """Gets a number at each check and tells when to stop: after `patience` checks without improvement, or beyond a threshold.
 
-    Keep it as an attribute of the unit if a run that is resumed must remember the best value: it is then part of a checkpoint.
+    If a resumed run must remember the best value, keep the checker as an attribute of the unit: it is then part of a checkpoint.
 
     Args:
         mode: "min" if smaller is better, "max" if greater.
-        patience: checks in a row without improvement, after which to stop; 0 stops at the first.
-        min_delta: what counts as improvement: more than so much better than the best; 0 or more.
+        patience: stop after this many checks in a row without improvement; 0 stops at the first.
+        min_delta: a number is an improvement if it is better than the best by more than this; 0 or more.
         check_finite: stop at nan and infinity; False counts them as no improvement.
         threshold_mode: "abs": `min_delta` is in units of the number; "rel": a fraction of the best value's magnitude.
         stopping_threshold: stop when the number is better than this: it is good enough.
         divergence_threshold: stop when the number is worse than this.
     Attributes:
-        why: it said that it is time to stop, if it did at the latest check.
-        is_restored_stop: it was restored from a run that it has stopped for lack of improvement, and has checked nothing since.
+        why: reason to stop, found at the latest check; "" if there is none.
+        is_restored_stop: the checker was restored from a run that it had stopped for lack of improvement, and has not checked
+            since.
     """
 
     def __init__(
@@ -184,13 +185,13 @@ class EarlyStopChecker:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was seen."""
+        """Forget all numbers so far."""
         self.is_restored_stop, self.why = False, ""
         self._patience_count = 0
         self._best_value = math.inf if self.mode == "min" else -math.inf
 
     def check(self, val: Any) -> bool:
-        """Take in the number, any single one (a tensor, too); True if it is time to stop.
+        """Check a single number, or a tensor with one element. True if it is time to stop.
 
         Raises:
             UsageError: a tensor with more or fewer elements than one.
@@ -227,7 +228,7 @@ class EarlyStopChecker:
         best = self._best_value
         if not math.isfinite(best):
             return self._better(value, best)
-        # Of the magnitude: a loss that is negative must also become better, not worse, by a fraction.
+        # A fraction of the magnitude, because a negative loss must also improve by it, not get worse.
         needed = self.min_delta * (abs(best) if self.threshold_mode == "rel" else 1.0)
         gain = best - value if self.mode == "min" else value - best
         return gain > needed

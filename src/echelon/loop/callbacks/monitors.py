@@ -1,4 +1,4 @@
-"""Learning rates, garbage collection and torch's profiler along a run."""
+"""Callbacks for learning rates, garbage collection and torch's profiler."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["GarbageCollector", "LearningRateMonitor", "PyTorchProfiler", "learni
 
 
 def learning_rates(optimizer: Optimizer, prefix: str) -> dict[str, Any]:
-    """The rate of each parameter group, as "<prefix>/<the group's name, or pg>:<its number among those of this name>"."""
+    """The rate of each parameter group, as "<prefix>/<the group's name, or pg>:<its number among groups of this name>"."""
     seen: dict[str, int] = {}
     rates: dict[str, Any] = {}
-    # A group's parameters may all be another rank's.
+    # With an optimizer partitioned over ranks, a group may have no parameters here.
     for group, parameters in zip(optimizer.param_groups, parameter_groups(optimizer), strict=True):
         if parameters and group.get("lr") is not None:
             name = str(group.get("name", "pg"))
@@ -38,8 +38,8 @@ class LearningRateMonitor(Callback):
     "optimizers/<attribute>/<group>:<number>" and "lr_schedulers/<attribute>/<group>:<number>".
 
     Args:
-        loggers: one or several.
-        logging_interval: "epoch" logs as epochs start, "step" before each step; by number of completed steps in both cases.
+        loggers: a logger, or a list of them.
+        logging_interval: "epoch" logs at the start of each epoch, "step" before each step; both by number of completed steps.
     """
 
     may_stop = False
@@ -78,7 +78,7 @@ def _can_log(logger: Any) -> bool:
 
 
 class WholeRun(Callback):
-    """Calls `begin` as the entry point starts, and `finish` as it ends: by its end, an exception or a Ctrl-C.
+    """Calls `begin` when the entry point starts, and `finish` when it ends: normally, by an exception or by Ctrl-C.
 
     An evaluation within `fit` is part of the run around it.
     """
@@ -88,7 +88,7 @@ class WholeRun(Callback):
     def begin(self, state: State, unit: Unit) -> None: ...
 
     def finish(self, state: State, unit: Unit) -> None:
-        """Called once for each `begin`. No collective here: another rank's run may end by an exception that this one has not."""
+        """Called once for each `begin`. No collective is allowed here: the run may end by an exception on one rank only."""
 
     def on_train_start(self, state: State, unit: Any) -> None:
         self._running = True
@@ -115,10 +115,11 @@ class WholeRun(Callback):
 
 
 class GarbageCollector(WholeRun):
-    """Collects garbage at the same steps on all ranks, instead of whenever each has made enough: ranks that pause at different
-    times wait for one another.
+    """Collects garbage at the same steps on all ranks. With Python's own timing, ranks pause at different times and wait for one
+    another.
 
-    Young objects after every step, all objects every n-th. The collector is as it was before when the run ends, however it ends.
+    Collects young objects after every step, and all objects after every n-th. At the end of the run, however it ends, Python's
+    collector is switched on again if it was on before.
 
     Args:
         step_interval: n; within `fit`, steps of training and evaluation are counted together.
@@ -145,17 +146,18 @@ class GarbageCollector(WholeRun):
 
 
 def _steps_so_far(state: State, unit: Any) -> int:
-    """Steps of the phase that runs now; within `fit`, of training and evaluation together."""
+    """Completed steps of the current phase; within `fit`, of training and evaluation together."""
     if state.entry_point is EntryPoint.FIT:
         return int(unit.train_progress.num_steps_completed + unit.eval_progress.num_steps_completed)
     return int(getattr(unit, f"{state.active_phase}_progress").num_steps_completed)
 
 
 class PyTorchProfiler(WholeRun):
-    """Starts a `torch.profiler.profile` with the run, tells it of each step, and stops it at the end, an exception included.
+    """Starts a `torch.profiler.profile` with the run, calls its `step` after each step, and stops it at the end, also after an
+    exception.
 
     Args:
-        profiler: every rank's own; give its trace handler a folder, in which ranks write files of their own.
+        profiler: each rank has its own; give its trace handler a folder, in which each rank writes its own file.
     """
 
     may_stop = False

@@ -1,4 +1,4 @@
-"""When a run diverges: roll back to the last good checkpoint, and leave out the batches that caused it."""
+"""When a run diverges, roll back to the last good checkpoint, and skip the batches that caused it."""
 
 from __future__ import annotations
 
@@ -32,30 +32,31 @@ _given = Given(CallbackError)
 
 logger = logging.getLogger(__name__)
 
-# A normal distribution's standard deviation is so many times its median absolute deviation.
+# Standard deviation of a normal distribution in units of its median absolute deviation.
 _DEVIATION_PER_MAD = 1.4826
-# Of few losses the spread says little.
+# The spread of fewer losses says little.
 _ENOUGH = 16
 
 
 class RollBack(Callback):
-    """Watches the loss of every update. When it is not finite, or far above what it was, all ranks go back to the newest
-    checkpoint from before, and continue without the batches of that update; it is counted all the same, so that every later one
-    trains on the samples that it would have had. Put it before the saver in the list of callbacks.
+    """Watches the loss of every update. If the loss is not finite, or far above recent losses, all ranks roll back to the newest
+    checkpoint from before, and continue without the batches of that update. The skipped update is still counted, so every later
+    update trains on the same samples as without the rollback. Put RollBack before the saver in the list of callbacks.
 
     Reading the loss makes the host wait for a GPU once per update.
 
     Args:
-        saver: whose checkpoints to go back to; more frequent ones lose less work. Without any, one is saved as training begins.
-        deviations: how many standard deviations above the median of the recent losses is too far; None accepts what is finite.
-            The default is far outside noise: at 8 no run of well-behaved losses is disturbed.
-        history: how many updates are recent.
-        skip: how many updates to leave out, beginning with the one that was seen; a damage seen late needs more.
-        at_most: how often in a run, over all its attempts; once more ends it.
-        watch: the number to watch, of this rank; by default an AutoUnit's loss over the global batch, and the gradient norm if
-            it is clipped, of which only an infinite one counts. Required for other units.
+        saver: the saver whose checkpoints to restore; frequent checkpoints lose less work. If there is no checkpoint yet, one is
+            saved when training begins.
+        deviations: a loss is too high if it is this many standard deviations above the median of recent losses; None accepts
+            every finite loss. The default, 8, is far outside the noise of a healthy run.
+        history: number of recent updates.
+        skip: number of updates to skip, beginning with the one that diverged; damage that shows late needs more.
+        at_most: number of rollbacks allowed in a run, over all its attempts.
+        watch: function that returns this rank's number to watch. By default it is an AutoUnit's loss over the global batch, and,
+            if gradients are clipped, their norm, which must only be finite. Required for other units.
     Raises:
-        DivergedError: on all ranks, when it happens once more than `at_most`.
+        DivergedError: on all ranks, if a further rollback would exceed `at_most`.
     """
 
     may_stop, meets = False, True
@@ -84,13 +85,13 @@ class RollBack(Callback):
     def on_train_start(self, state: State, unit: TrainedUnit) -> None:
         if self.watch is None and not hasattr(unit, "latest_update"):
             raise CheckpointOptionError(
-                f"RollBack must be told what to watch, since {type(unit).__name__} is not an AutoUnit: watch=lambda state, "
+                f"watch must be given to RollBack, because {type(unit).__name__} is not an AutoUnit: watch=lambda state, "
                 "unit: ..."
             )
         if state.train_state is not None and not hasattr(state.train_state.dataloader, "load_state_dict"):
             name = type(state.train_state.dataloader).__name__
             raise CheckpointOptionError(f"the loader must have load_state_dict for RollBack, got {name}. echelon.Loader has it.")
-        self.saver.folder.take_over(unit, state)  # what is set aside then is not to be rolled back to
+        self.saver.folder.take_over(unit, state)  # sets newer checkpoints aside, to which a rollback must not go
         step = unit.train_progress.num_updates_completed
         if not any(commit.step_of(path) <= step for path in commit.candidates(self.saver.dirpath)):
             self.saver.save(state, unit)
@@ -102,7 +103,7 @@ class RollBack(Callback):
         if self.watch is None:
             loss, norm = (float(value) if value is not None else 0.0 for value in unit.latest_update)  # type: ignore[attr-defined]
             if unit.grad_scaler is not None:  # type: ignore[attr-defined]
-                norm = 0.0  # the scaler leaves an update with an inf out itself, and lowers its scale
+                norm = 0.0  # the scaler itself skips an update with an inf, and lowers its scale
             problem, agreed = self._problem(loss, norm), unit.agrees_on_updates  # type: ignore[attr-defined]
         else:
             loss = self.watch(state, unit)
@@ -118,7 +119,7 @@ class RollBack(Callback):
         if not math.isfinite(norm):
             return f"the gradient norm is {norm}"
         if self.deviations is not None and len(self._losses) >= _ENOUGH:
-            if self._limit_is_good_for == 0:  # sorting at every update would cost more than it tells
+            if self._limit_is_good_for == 0:  # sorting at every update would cost too much
                 values = [each for _, each in self._losses]
                 middle = statistics.median(values)
                 spread = statistics.median(abs(each - middle) for each in values) * _DEVIATION_PER_MAD
@@ -132,14 +133,14 @@ class RollBack(Callback):
     def _go_back(self, state: State, unit: TrainedUnit, problem: str | None) -> None:
         progress = unit.train_progress
         now = progress.num_updates_completed
-        first = now - 1  # the update that has just ended; one that was left out gives no loss
+        first = now - 1  # the update that has just ended; a skipped update gives no loss
         problems = "; ".join(f"rank {r}: {each}" for r, each in enumerate(agree.gather(problem)) if each)
         samples = _samples(state, unit)
         what = f"update {first}: {problems}" + (f" (samples {samples})" if samples else "")
         if len(progress.skipped) >= self.at_most:
             raise DivergedError(
-                f"{what}. {len(progress.skipped)} updates were left out before, and at_most is {self.at_most}; "
-                "a lower learning rate or clipping may help; the checkpoints are as they were."
+                f"{what}. The run was rolled back {len(progress.skipped)} times before, and at_most is {self.at_most}. "
+                "A lower learning rate or clipping may help. The checkpoints are unchanged."
             )
         skipped = [*progress.skipped, (first, first + self.skip)]
         self.saver.settle(state)
@@ -154,8 +155,8 @@ class RollBack(Callback):
         if not restoring.restore_first(
             self.saver.dirpath, ordered, unit, loader, RestoreOptions(), fall_back=True, rolls_back=True
         ):
-            raise DivergedError(f"{what}, and {self.saver.dirpath} holds no checkpoint from before to go back to.")
-        unit.resumes_with = None  # it trains on from there now
+            raise DivergedError(f"{what}, and {self.saver.dirpath} holds no earlier checkpoint to roll back to.")
+        unit.resumes_with = None  # training continues from the restored state at once
         progress.skipped = skipped
         state.go_on_from_progress()
         back, self._limit_is_good_for = progress.num_updates_completed, 0
@@ -169,7 +170,7 @@ class RollBack(Callback):
 
 
 def _samples(state: State, unit: TrainedUnit) -> list[int]:
-    """The samples of the update that ended now; at most so many as a person reads."""
+    """Indices of the samples of the update that has just ended; at most as many as a person reads."""
     assert state.train_state is not None
     loader = state.train_state.dataloader
     if not isinstance(loader, Loader):

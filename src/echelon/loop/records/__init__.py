@@ -1,1 +1,1 @@
-"""What an update leaves to read: its record, logged numbers, metrics, use of the device."""
+"""Numbers of a run: records of updates, logged numbers, metrics, use of the device."""

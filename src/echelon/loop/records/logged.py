@@ -1,12 +1,12 @@
-"""What `state.log` was given: numbers of the user's own, over all ranks, by rule of truth 2.
+"""Numbers given to `state.log`: the user's own, reduced over all ranks, by rule of truth 2.
 
-A mean weighs each value as its micro-batch is weighed in the loss, so that it is the mean over the samples of the global batch,
-and the same number however many ranks share them. Numbers of a training step are settled with its update; those of an evaluation,
-and of a training unit that has no updates of ours, at the epoch's end.
+A mean weighs each value like its micro-batch in the loss, so it is the mean over the samples of the global batch, and the same
+number however many ranks share them. Numbers of a training step are reduced with its update; those of an evaluation, and of a
+TrainUnit with its own `train_step`, at the epoch's end.
 
-Whether the ranks log the same is known from a few numbers in a message that an update sends only if somebody logs: of the hashes
-of their names, the sum and the sum of squares. With equal ones, R times the squares is the square of the sum. So an update in
-which nobody logs costs nothing, and one in which somebody does two small messages.
+The ranks compare what they log by a few numbers in a message that an update sends only if a rank logs: the sum of hashes of the
+names, and the sum of their squares. If the hashes are equal, R times the sum of squares is the square of the sum. So an update
+without logged numbers costs nothing, and one with logged numbers costs two small messages.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ R = TypeVar("R")
 REDUCTIONS = ("mean", "sum", "min", "max")
 NOBODY = (0.0, 0.0, 0.0, 0.0, 0.0)
 
-# What a record of metrics.jsonl holds by itself.
+# Names that records of metrics.jsonl use themselves.
 _TAKEN = {"step", "update", "loss", "lr", "grad_norm", "time", "mfu", "eval_loss", "alloc_retries", "event"}
 _TAKEN_ENDS = ("_per_s", "_per_s_per_device", "memory_bytes", "peak_bytes", "reserved_bytes")
 _LONGEST = 100
-_REMEDY = "Log the same names on all ranks in the same steps; what counts nothing on one of them, with weight=0."
+_REMEDY = "Log the same names on all ranks in the same steps; on a rank where a value does not count, log it with weight=0."
 _METRIC = "a metric"
 _OF_A_METRIC = (
     "All ranks compute a metric together: log it on all of them, in a pipeline in on_eval_step_end or on_train_step_end."
@@ -43,7 +43,7 @@ _OF_A_METRIC = (
 
 
 class _Total:
-    """One number so far: a sum, or a weighted one and its weight."""
+    """One number so far: a sum, or a weighted sum and its weight."""
 
     def __init__(self, reduce: str) -> None:
         self.reduce = reduce
@@ -51,19 +51,19 @@ class _Total:
         self.weight: Any = 0.0
 
     def add(self, value: Any, weight: Any) -> None:
-        if isinstance(weight, torch.Tensor):  # of padding nothing counts, not even a nan
+        if isinstance(weight, torch.Tensor):  # a value of weight 0, as of padding, must not count even if it is nan
             value = torch.where(weight == 0, 0.0, _on(weight.device, value))
         if self.reduce == "mean":
             value, self.weight = value * weight, self.weight + weight
         self.value = value if self.value is None else self.value + value
 
     def parts(self) -> tuple[list[Any], list[Any]]:
-        """What is summed up over the ranks, and what the greatest is taken of."""
+        """The numbers to sum over the ranks, and the numbers to take the maximum of."""
         value = 0.0 if self.value is None else self.value
         return ([value, self.weight] if self.reduce == "mean" else [value]), []
 
     def result(self, sums: list[Any], greatest: list[Any]) -> Any:
-        """Of the parts of all ranks, which are taken off the lists."""
+        """The number from the reduced parts of all ranks, which are removed from the lists."""
         value = sums.pop(0)
         if self.reduce == "sum":
             return value
@@ -71,11 +71,11 @@ class _Total:
         return value / weight if isinstance(weight, torch.Tensor) or weight else math.nan
 
 
-_NOTHING, _NUMBER, _NAN = 0.0, 1.0, 2.0  # the greatest says what the ranks have
+_NOTHING, _NUMBER, _NAN = 0.0, 1.0, 2.0  # the maximum over the ranks tells what they have
 
 
 class _Extreme(_Total):
-    """The greatest so far, or the least: then all numbers have the other sign here. A nan stays."""
+    """The maximum so far; or the minimum, for which all numbers are negated here. A nan stays."""
 
     def __init__(self, reduce: str) -> None:
         super().__init__(reduce)
@@ -92,10 +92,10 @@ class _Extreme(_Total):
             device = value.device if isinstance(value, torch.Tensor) else self.value.device
             self.value = torch.maximum(_on(device, self.value), _on(device, value))
         else:
-            self.value = value if math.isnan(value) else max(self.value, value)  # which keeps a nan that comes first
+            self.value = value if math.isnan(value) else max(self.value, value)  # max keeps a nan in its first argument
 
     def parts(self) -> tuple[list[Any], list[Any]]:
-        """Which of two numbers is the greater, backends say of a nan as they like."""
+        """Sends nan as -inf with a mark, because backends differ in the maximum of nan and a number."""
         value, weight = -math.inf if self.value is None else self.value, self.weight
         if not isinstance(value, torch.Tensor):
             return [], [-math.inf, _NAN] if math.isnan(value) else [value, _NUMBER if weight else _NOTHING]
@@ -115,38 +115,38 @@ def _new(reduce: str) -> _Total:
 
 
 class Logged:
-    """The numbers of a run, on this rank.
+    """The logged numbers of a run, on this rank.
 
     Attributes:
-        weight: what a mean weighs a value by: a number, or a 0-dim tensor.
-        latest: the latest numbers that are settled, by phase and name, for whoever monitors one; on all ranks alike.
-        evaluated_at: the steps of training when an evaluation was last settled; None before the first.
+        weight: the weight of a value in a mean: a number, or a 0-dim tensor.
+        latest: the latest reduced numbers, by phase and name, the same on all ranks; for callbacks that monitor one.
+        evaluated_at: training steps completed when the latest evaluation ended; None before the first.
     """
 
     def __init__(self) -> None:
         self.weight: Any = 1.0
         self.latest: dict[str, dict[str, Any]] = {}
         self.evaluated_at: int | None = None
-        self._takes_part: set[str] = set()  # by a loss: in the update under way, or in an evaluation
+        self._takes_part: set[str] = set()  # phases in which this rank computes a loss, in the current update or evaluation
         self._totals: dict[str, dict[str, _Total]] = {}  # by phase
         self._metrics: dict[str, dict[str, Any]] = {}
         self._settled: dict[str, Any] = {}
 
     def begins(self, weight: Any, phase: str = "train") -> None:
-        """A micro-batch of this weight does, whose loss this rank computes."""
+        """A micro-batch of this weight begins, and this rank computes its loss."""
         self.weight = weight
         self._takes_part.add(phase)
 
     def takes_part(self, phase: str) -> None:
-        """This rank has samples of it: it logs what the others do."""
+        """This rank has samples in the phase, so it must log the same names as the other ranks."""
         self._takes_part.add(phase)
 
     def of_stage(self, prepared: Any, compute: Callable[..., R], *data: Any) -> R:
-        """`compute(*data)`, a loss in a pipeline. In a pass of a stage before the last, or of which nothing stays, nothing is
-        logged, and this rank does not take part by it.
+        """Call `compute(*data)`, a loss in a pipeline. A stage before the last, or a trial pass, logs nothing and does not make
+        this rank take part.
 
         Args:
-            prepared: says by `batches.dry_run` that nothing stays.
+            prepared: its `batches.dry_run` tells a trial pass.
         """
         takes_part, metrics = set(self._takes_part), {phase: dict(each) for phase, each in self._metrics.items()}
         totals = {phase: {name: copy.copy(each[name]) for name in each} for phase, each in self._totals.items()}
@@ -162,9 +162,9 @@ class Logged:
     def add(self, phase: str, name: str, value: Any, weight: Any, reduce: str, *, may_be: str | None = None) -> None:
         """
         Args:
-            may_be: a name that a record has elsewhere by itself, but not here.
+            may_be: a name that records use elsewhere, but not here.
         Raises:
-            UsageError: a name that a record has already, several numbers at once, or another reduction than before.
+            UsageError: a name that records use, several numbers at once, or another reduction than before.
         """
         _check_name(name, may_be)
         require(reduce in REDUCTIONS, "reduce", "'mean', 'sum', 'min' or 'max'", reduce, kind=LoggerError)
@@ -174,37 +174,37 @@ class Logged:
         value, weight = _one_number(name, value), self.weight if weight is None else self._within(_one_number(name, weight))
         total = self._totals.setdefault(phase, {}).setdefault(name, _new(reduce))
         if total.reduce != reduce:
-            raise LoggerError(f"state.log({name!r}, reduce=...) must stay as it was, {total.reduce!r}, got {reduce!r}.")
+            raise LoggerError(f"reduce of state.log({name!r}) must be the same as before, {total.reduce!r}, got {reduce!r}.")
         if not isinstance(weight, torch.Tensor) and weight == 0:
             return  # the name counts as logged
         total.add(value, weight)
 
     def _within(self, weight: Any) -> Any:
-        """A weight of the user's own in a micro-batch: nothing, where that counts nothing, as padding and what others count."""
+        """A user's weight in a micro-batch; 0 if the micro-batch has no weight, as padding, or samples that a replica counts."""
         if isinstance(self.weight, torch.Tensor):
             return torch.where(self.weight == 0, 0.0, _on(self.weight.device, weight))
         return weight if self.weight else 0.0
 
     def signature(self) -> tuple[float, ...]:
-        """For the message of an update: whether this rank takes part, and the hashes of what it logs with their squares."""
+        """For the message of an update: whether this rank logs, and two hashes of its names, each with its square."""
         names = sorted((name, total.reduce) for name, total in self._totals.get("train", {}).items())
         if not names:
             return NOBODY
         digest = hashlib.sha256(repr(names).encode()).digest()
-        # Of 18 bits: the squares of 2 ** 14 ranks are whole numbers of float64 then.
+        # 18 bits: float64 then holds the sum of squares of 2 ** 14 ranks exactly.
         a, b = (1 + int.from_bytes(digest[at : at + 4], "little") % ((1 << 18) - 1) for at in (0, 4))
         return 1.0, float(a), float(a * a), float(b), float(b * b)
 
     def end_window(self, shares: Sequence[float] | None, device: torch.device | None = None) -> None:
-        """Settle what was logged since the latest update. Collective if the ranks told each other in its message that one did.
+        """Reduce the numbers logged since the latest update. Collective if the update's message says that a rank has logged.
 
         Args:
-            shares: the sum of all ranks' signatures, and how many these are; None where no rank was asked.
-            device: where sums over ranks are made without waiting for it; None is host memory.
+            shares: the sum of all ranks' signatures, then the number of ranks; None if no message was sent.
+            device: device on which to sum over the ranks without waiting; None is host memory.
         Raises:
             RanksDisagreeError: on every rank, with the names that each has logged.
         """
-        if shares is None and not self._totals:  # as a rule
+        if shares is None and not self._totals:  # the usual case
             self._takes_part.discard("train")
             self._settled = {}
             return
@@ -225,36 +225,37 @@ class Logged:
             self.latest["train"] = {**self.latest.get("train", {}), **self._settled}
 
     def end_phase(self, phase: str, *, together: bool) -> dict[str, float]:
-        """Settle what is left of a phase, at an epoch's end: numbers by name. Collective if `together`, or if it has something.
+        """Reduce the remaining numbers of a phase at an epoch's end. Returns them by name. Collective if `together`, or if this
+        rank has logged some.
 
         Raises:
             RanksDisagreeError: on every rank, with the names that each has logged.
         """
         totals, metrics = self._totals.pop(phase, {}), self._metrics.pop(phase, {})
         takes_part, numbers = self._took_part(phase), {}
-        together = together or bool(totals or metrics)  # an evaluation whose ranks need not meet: those that log do
+        together = together or bool(totals or metrics)  # in an evaluation without collectives, the ranks that log meet here
         what = f"was logged in the {phase} epoch"
         if together and (agree.unless_same(f"what {what}", sorted(_kinds(totals, metrics).items())) is not None or totals):
             numbers = _gathered(what, totals, metrics, takes_part=takes_part)
-        for name in sorted(metrics):  # on all ranks alike: each value is taken together over them
+        for name in sorted(metrics):  # in the same order on all ranks: a metric's compute() is collective
             numbers[name] = float(metrics[name].compute())
             metrics[name].reset()
         self.latest[phase] = {**self.latest.get(phase, {}), **numbers}
         return numbers
 
     def _took_part(self, phase: str) -> bool:
-        """Whether this rank did; the next update or epoch begins."""
+        """Whether this rank took part. Resets it for the next update or epoch."""
         took_part = phase in self._takes_part
         self._takes_part.discard(phase)
         return took_part
 
     def settled(self) -> dict[str, Any]:
-        """The numbers of the latest update, once: numbers, or 0-dim tensors on a device."""
+        """Take the reduced numbers of the latest update: numbers, or 0-dim tensors on a device. A second call gives none."""
         settled, self._settled = self._settled, {}
         return settled
 
     def discard(self, phase: str = "train") -> None:
-        """Forget what an unfinished update, or an evaluation that was cut short, has logged."""
+        """Forget the numbers logged in an unfinished update, or in an evaluation that was cut short."""
         self._totals.pop(phase, None)
         self._takes_part.discard(phase)
 
@@ -263,38 +264,38 @@ def _check_name(name: str, may_be: str | None) -> None:
     is_right = isinstance(name, str) and 0 < len(name) <= _LONGEST and name.isprintable()
     require(is_right, "name", f"1 to {_LONGEST} characters that can be printed, on one line", name, kind=LoggerError)
     if name != may_be and (name in _TAKEN or name.endswith(_TAKEN_ENDS)):
-        raise LoggerError(f"state.log: the records of a run have a number {name!r} of their own. Choose another name.")
+        raise LoggerError(f"state.log: records of a run already have a number named {name!r}. Choose another name.")
 
 
 def _one_number(name: str, value: Any) -> Any:
-    """In float64; a tensor on a device stays there, and nothing waits for it."""
+    """Convert to float64. A tensor on a device stays there, and nothing waits for it."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise LoggerError(
                 f"state.log({name!r}) must be given one number, got {value.numel()} of them. Log their mean or sum."
             )
-        value = whole(value.detach()).reshape(())  # of a split parameter's norm each rank has a part
+        value = whole(value.detach()).reshape(())  # a number computed from a DTensor, such as a norm, may be one itself
         if value.device.type == "cpu":
             return float(value)
         return value.float() if value.device.type == "mps" else value.double()
     try:
-        # NumPy converts no array that has a dim, not even of one number.
+        # NumPy refuses to convert an array with a dim, even of one number.
         return float(value.item() if getattr(value, "size", None) == 1 and hasattr(value, "item") else value)
     except OverflowError:
-        raise LoggerError(f"state.log({name!r}) must be given a number that a float can hold, got a larger one.") from None
+        raise LoggerError(f"state.log({name!r}) must be given a number that fits into a float, got a larger one.") from None
     except (TypeError, ValueError):
         raise LoggerError(f"state.log({name!r}) must be given a number or a metric, got a {type(value).__name__}.") from None
 
 
 def _on(device: torch.device, value: Any) -> torch.Tensor:
-    """A number there. It is filled in on the device: a copy from the host would wait for all kernels before."""
+    """A number as a tensor on the device, filled in there: a copy from the host would wait for all earlier kernels."""
     if isinstance(value, torch.Tensor):
         return value
     return torch.full((), value, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
 
 
 def _settle(totals: Mapping[str, _Total], group: dist.ProcessGroup | None, device: torch.device | None) -> dict[str, Any]:
-    """Numbers by name, over the ranks of the group; of this rank alone without one."""
+    """Reduce the numbers over the ranks of the group; without a group, of this rank alone. Returns them by name."""
     sums: list[Any] = []
     greatest: list[Any] = []
     for name in sorted(totals):
@@ -320,15 +321,15 @@ def _over(values: list[Any], op: Any, group: dist.ProcessGroup, device: torch.de
 
 
 def _kinds(totals: Mapping[str, _Total], metrics: Mapping[str, Any]) -> dict[str, str]:
-    """What was logged: by name, how it is reduced."""
+    """How each logged number is reduced, by name."""
     return {name: totals[name].reduce if name in totals else _METRIC for name in (*totals, *metrics)}
 
 
 def _gathered(what: str, totals: Mapping[str, _Total], metrics: Mapping[str, Any], *, takes_part: bool) -> dict[str, float]:
-    """As `_settle`, of ranks some of which may have nothing. Collective.
+    """Like `_settle`, if some ranks may have logged nothing. Collective.
 
     Args:
-        what: was logged, for the message.
+        what: for the error, after "ranks disagree about what".
         takes_part: whether this rank computes a loss.
     """
     shares = {name: [list(map(float, parts)) for parts in total.parts()] for name, total in totals.items()}
@@ -345,10 +346,13 @@ def _gathered(what: str, totals: Mapping[str, _Total], metrics: Mapping[str, Any
 
 
 def _agreed(what: str, logged_by: Sequence[tuple[bool, dict[str, str]]]) -> dict[str, str]:
-    """What the ranks have logged, if it is the same, but for ranks that compute no loss, as of a pipeline's first stages.
+    """The names that the ranks have logged, with their reductions. Ranks that compute no loss, such as a pipeline's first stages,
+    may have logged fewer.
 
     Args:
-        logged_by: by rank, whether it takes part, and what it has logged.
+        logged_by: for each rank, whether it takes part, and what it has logged.
+    Raises:
+        RanksDisagreeError: the ranks have logged different names or reductions.
     """
     speaking = [kinds for part, kinds in logged_by if part] or [kinds for _, kinds in logged_by]
     metrics = {name for name, kind in speaking[0].items() if kind == _METRIC}

@@ -1,4 +1,4 @@
-"""Metrics that are the same number on any number of ranks: sums and counts are added up, means are divided once."""
+"""Metrics that are the same number on any number of ranks: sums and counts are added up first, and the mean divided once."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Mean", "MeanOfAPhase", "load_share", "share_of"]
 
 
 class Mean:
-    """A weighted mean over all ranks, however many updates each has seen.
+    """A weighted mean over all ranks, which may have seen different numbers of updates.
 
     `update` is local and does not wait for a device; `compute` is collective.
 
     Attributes:
-        is_empty: whether no rank had added anything, at the latest `compute`.
+        is_empty: at the latest `compute`, no rank had added anything.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Mean:
         if isinstance(value, torch.Tensor):
             value = value.detach().double()
         if isinstance(weight, torch.Tensor):
-            weight = weight.detach().double()  # a sum of many would not fit into fewer digits
+            weight = weight.detach().double()  # a sum of many weights would not be exact in float32
             value = torch.where(weight == 0, 0.0, value)
         self._sum = self._sum + value * weight
         self._weight = self._weight + weight
@@ -59,23 +59,23 @@ class Mean:
 
 
 def share_of(metric: Any) -> dict[str, Any]:
-    """What this rank has added to a metric so far."""
+    """This rank's share of a metric: all that it has added so far."""
     persistent = getattr(metric, "persistent", None)
     if callable(persistent):
-        persistent(True)  # torchmetrics leave it out of their state unless they are told
+        persistent(True)  # without it, torchmetrics' state_dict is empty
     state: dict[str, Any] = metric.state_dict()
     return state
 
 
 def load_share(metric: Any, state: dict[str, Any]) -> None:
-    """Make `state` all that this rank has added."""
+    """Replace this rank's share of a metric by `state`."""
     if callable(getattr(metric, "persistent", None)):
-        metric.reset()  # torchmetrics keep the value that they computed last
+        metric.reset()  # drops the computed value that torchmetrics cache
     metric.load_state_dict(state)
 
 
 class MeanOfAPhase:
-    """Holds a mean outside of a unit's saved state: it is finished before a checkpoint can be taken."""
+    """Holds a mean that is not part of a unit's saved state: the mean is complete before a checkpoint can be saved."""
 
     def __init__(self) -> None:
         self.mean = Mean()

@@ -1,8 +1,8 @@
-"""A number by its name: what `state.log` was given, what a run measures by itself, or an attribute of the unit.
+"""Look up a number by its name: given to `state.log`, measured by the run itself, or an attribute of the unit.
 
-A name is looked for in this order: among what was logged in the phase that is asked for; with `eval_` before it, as in
-metrics.jsonl, among what evaluations logged; as an attribute of the unit; among what other phases logged; and "loss" is that of
-the evaluation or, without one, of the latest update.
+A name is looked up in this order: among the numbers logged in the given phase; if it begins with `eval_`, as in metrics.jsonl,
+among the numbers that evaluations logged; as an attribute of the unit; among the numbers logged in other phases. Last, "loss" is
+the loss of the evaluation or, without one, of the latest update.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ __all__ = ["Unknown", "is_own_loop", "mode_of", "number", "numbers"]
 
 _EVAL = "eval_"
 _SHOWN = 30  # names in an error
-# The last word of a name that says by itself what is better.
+# Last words of names that tell whether less or more is better.
 _LESS = {"loss", "error", "err", "perplexity", "ppl", "nll", "mae", "mse", "rmse", "wer", "cer", "fid"}
 _MORE = {"accuracy", "acc", "precision", "recall", "f1", "auc", "auroc", "map", "iou", "miou", "dice", "bleu", "rouge", "psnr"}
 _MORE |= {"ssim", "reward", "r2"}
 
 
 class Unknown(Exception):
-    """There is no such number, or none that can be read; the same on all ranks."""
+    """There is no such number, or it cannot be read; the same on all ranks."""
 
 
 def mode_of(name: str, mode: str | None = None, *, kind: type[UsageError] = CallbackError) -> Literal["min", "max"] | None:
-    """Whether less or more of the number is better: as it is said, else by the name's last word, if that tells.
+    """Whether a smaller or a greater number is better: as `mode` says, else by the name's last word; None if that does not tell.
 
     Raises:
-        UsageError: a mode that is neither.
+        UsageError: `mode` is neither "min" nor "max".
     """
     if mode is not None:
         require(mode in ("min", "max"), "mode", "'min' or 'max'", mode, kind=kind)
@@ -43,12 +43,12 @@ def mode_of(name: str, mode: str | None = None, *, kind: type[UsageError] = Call
 
 
 def number(name: str, state: Any, unit: Any, phase: str | None = None) -> tuple[float, bool]:
-    """The number, rank 0's on all ranks, and whether it was measured at the step where training stands now. Collective.
+    """Rank 0's number, on all ranks, and whether it was measured at the current step of training. Collective.
 
     Raises:
         Unknown: on all ranks, with the names that there are.
     """
-    own_number = _look(name, state, unit, phase)  # on each: a metric is computed by all of them together
+    own_number = _look(name, state, unit, phase)  # on every rank: computing a metric may be collective
     rank0_number = agree.from_rank0(lambda: own_number)
     if isinstance(rank0_number, str):
         raise Unknown(rank0_number)
@@ -56,7 +56,7 @@ def number(name: str, state: Any, unit: Any, phase: str | None = None) -> tuple[
 
 
 def numbers(state: Any, unit: Any) -> dict[str, float]:
-    """The latest numbers of a call, by the names that they have in metrics.jsonl, over all ranks and the same on each."""
+    """The latest numbers of a run over all ranks, by their names in metrics.jsonl; the same on each rank."""
     latest = state.logged.latest if isinstance(state.logged, Logged) else {}
     by_name = {
         ("" if phase == "train" else f"{phase}_") + name: value for phase in latest for name, value in latest[phase].items()
@@ -80,20 +80,20 @@ def _look(name: str, state: Any, unit: Any, phase: str | None) -> list[Any] | st
             try:
                 return [_of_attribute(getattr(unit, name)), not name.startswith(_EVAL) or _is_fresh(state, unit)]
             except (TypeError, ValueError, RuntimeError) as error:
-                problem = f"{type(unit).__name__}'s is no single number: {type(getattr(unit, name)).__name__} ({error})"
+                problem = f"{type(unit).__name__}'s is not a single number: {type(getattr(unit, name)).__name__} ({error})"
         for of, numbers in sorted(latest.items()):
             if name in numbers:
                 return [float(numbers[name]), of != "eval" or _is_fresh(state, unit)]
         if name == "loss" and (own := _own_loss(state, unit, phase)) is not None:
             return own
-    except Exception as error:  # of a property: the other ranks must hear of it
+    except Exception as error:  # a property raised: the other ranks must learn of it
         return f"reading it failed: {type(error).__name__}: {error}"
     whose = "in this loop" if is_own_loop(unit) else f"for {type(unit).__name__}"
     return f"{problem or f'there is no such number {whose}'}. There are: {_names(latest, unit)}"
 
 
 def is_own_loop(unit: Any) -> bool:
-    """Whether a loop of one's own trains it, which evaluates when it likes."""
+    """Whether a user's own loop trains the unit. Such a loop evaluates at any time."""
     return getattr(unit, "is_own_loop", False) is True
 
 
@@ -109,20 +109,20 @@ def _own_loss(state: Any, unit: Any, phase: str | None) -> list[Any] | None:
 
 
 def _is_fresh(state: Any, unit: Any) -> bool:
-    """Whether the latest evaluation was of the weights that training has now."""
+    """Whether the latest evaluation was of the current weights."""
     at = getattr(state.logged, "evaluated_at", None)
-    if at is None:  # there was none in this run; where it has no evaluations of its own, the user sets the number by hand
+    if at is None:  # no evaluation so far; if the run has no evaluations at all, the user sets the number himself
         return getattr(state, "eval_state", None) is None
     return bool(at == unit.train_progress.num_steps_completed)
 
 
 def _names(latest: dict[str, dict[str, Any]], unit: Any) -> str:
-    """What could be monitored, for a person."""
+    """Names of the numbers that could be monitored, for an error message."""
     names = {f"{_EVAL}{name}" if phase == "eval" else name for phase, numbers in latest.items() for name in numbers}
     if getattr(unit, "latest_update", (None, None))[0] is not None:
         names.add("loss")
     for name, value in list(vars(unit).items()):
-        is_number = isinstance(value, float) and not math.isnan(value)  # whole ones are mostly settings
+        is_number = isinstance(value, float) and not math.isnan(value)  # integers are mostly settings
         if not name.startswith("_") and (is_number or callable(getattr(value, "compute", None))):
             names.add(name)
     shown = sorted(names)

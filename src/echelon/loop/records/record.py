@@ -1,4 +1,4 @@
-"""Emission of numbers and events on rank 0: cheap per update, read from the device a moment later, written in batches."""
+"""Records numbers and events on rank 0: cheap per update, read from the device a moment later, written in batches."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["Recorder"]
 
 # Often enough for a live line, seldom enough to cost nothing: at a thousand updates a second a batch holds two hundred.
 _FLUSH_S = 0.2
-# Of an update: its number, [loss, weight, gradient norm, more by name ...], learning rate, when, FLOPs, the names of more, and
-# those numbers that are on a device, in one tensor there.
+# One update: its number, [loss, weight, gradient norm, further numbers ...], learning rate, time, FLOPs, the names of the further
+# numbers, and one tensor on the device with all numbers that are there.
 _Row = tuple[int, list[Any], Any, float, float, tuple[str, ...], torch.Tensor | None]
-_ELSEWHERE = object()  # in place of a number that is on a device
-_MEMORY_S = 1.0  # between two looks at the allocator's counters, which take a fraction of a millisecond
+_ELSEWHERE = object()  # stands for a number that is on the device
+_MEMORY_S = 1.0  # between two reads of the allocator's counters, which take a fraction of a millisecond
 
 
 class Recorder:
     """Collects the records of updates and gives them to the sinks a few times a second.
 
-    What lives on a GPU is copied to the host beside the computation, that of many updates at once, and read when it has arrived:
+    Numbers on a GPU are copied to the host beside the computation, for many updates at once, and read when they have arrived:
     watching a run never makes it wait for its device.
     """
 
@@ -38,13 +38,13 @@ class Recorder:
         self._pending: list[_Row] = []
         self._copied: tuple[list[_Row], torch.Tensor, torch.cuda.Event | None] | None = None
         self.utilization: Utilization | None = None  # set at the first step that can tell
-        self.counts_flops = True  # until that step tells that there is no peak to compare them with
+        self.counts_flops = True  # until that step finds that the device's peak is unknown
         self._looked_at = 0.0
         self._flushed_at = self._last_at = time.perf_counter()
         self._wall_offset = time.time() - self._flushed_at
 
     def count_flops(self, unit: Any, data: Any) -> None:
-        """What a micro-batch of the coming update computes."""
+        """Count the FLOPs of a micro-batch of the current update."""
         if self.utilization is None:
             self.utilization = Utilization(unit)
             self.counts_flops = self.utilization.counts
@@ -52,10 +52,12 @@ class Recorder:
             self.utilization.count(data)
 
     def update(self, step: int, loss: Any, weight: Any, lr: Any, grad_norm: Any, more: Mapping[str, Any] | None = None) -> None:
-        """Update `step`, counted from 1: mean loss and weight of its global batch, and more by name. Numbers or 0-dim tensors."""
+        """Record update `step`, counted from 1: mean loss and weight of its global batch, and further numbers by name. Values are
+        numbers or 0-dim tensors.
+        """
         now, there = time.perf_counter(), None
         if isinstance(loss, torch.Tensor) and loss.is_cpu:
-            loss = loss.item()  # at once: hundreds of tensors kept until the flush would push the model's out of the cache
+            loss = loss.item()  # now: hundreds of tensors kept until the flush would displace the model's from the CPU cache
         given = [loss, weight, grad_norm, *(more.values() if more else ())]
         if isinstance(loss, torch.Tensor):  # the norm of offloaded gradients is on the host
             there = torch.stack([value.detach().double() for value in given if _is_elsewhere(value)])
@@ -67,7 +69,7 @@ class Recorder:
             self._flushed_at = now
 
     def numbers(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Of an epoch or an evaluation, by name."""
+        """Record numbers of an epoch or an evaluation, by name."""
         self.flush()
         for sink in self._sinks:
             sink.records([{"step": step, **numbers, "time": time.time()}])
@@ -79,7 +81,7 @@ class Recorder:
             sink.event(record)
 
     def pause_clock(self) -> None:
-        """Time since the last update does not count as training: an evaluation or a checkpoint took it."""
+        """Leave the time since the last update out of the throughput: an evaluation or a checkpoint took it."""
         self._last_at = time.perf_counter()
 
     def flush(self) -> None:
@@ -87,7 +89,9 @@ class Recorder:
         self._write_arrived(wait=True)
 
     def _write_arrived(self, *, wait: bool = False) -> None:
-        """Write what was copied at the last call, if it has arrived; copy what came since, which without a device is at once."""
+        """Write the rows copied at the last call, if they have arrived, and start copying those since. Rows on the host are
+        written at once.
+        """
         while self._copied is not None or self._pending:
             if self._copied is None:
                 self._copied, self._pending = _to_host(self._pending), []
@@ -144,6 +148,6 @@ def _is_elsewhere(value: Any) -> bool:
 
 
 def _to_host(rows: list[_Row]) -> tuple[list[_Row], torch.Tensor, torch.cuda.Event | None]:
-    """Start copying what is on the device; the event tells when it is there."""
+    """Start copying the rows' numbers from the device to the host; the event tells when they have arrived."""
     there = [row[-1] for row in rows if row[-1] is not None]
     return rows, *to_host(torch.cat(there) if there else torch.empty(0))

@@ -1,12 +1,12 @@
-"""How much of its device a run uses: FLOPs of the model by its shapes, the device's peak, and memory. On rank 0, for its records.
+"""Use of the device by a run: FLOPs of the model from its shapes, the device's peak, and memory. On rank 0, for its records.
 
-Model FLOPs utilization (MFU) is the share of the device's peak that the model's own arithmetic takes. What is computed again for
-activation checkpointing does not count. For a language model, a token costs
+Model FLOPs utilization (MFU) is the model's own arithmetic as a share of the device's peak; recomputation by activation
+checkpointing does not count. For a language model, a token costs
 
     6 N + 12 L H Q T        N parameters, L layers, H heads of size Q, T tokens in a row
 
-FLOPs forward and backward (Chowdhery et al. 2022, "PaLM", appendix B). A lookup in an embedding is no multiplication, so N is
-without tables that are only that; a frozen parameter costs 4, as its own gradient is left out.
+FLOPs forward and backward (Chowdhery et al. 2022, "PaLM", appendix B). An embedding lookup is not a multiplication, so N excludes
+tables used only for lookups. A frozen parameter costs 4 instead of 6, because its gradient is not computed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from echelon.world.agree import is_joined
 
 __all__ = ["LanguageModel", "Utilization", "peak_flops", "tokens_of"]
 
-# The names that configurations of models use, the usual ones first.
+# Names in models' configurations, the most usual first.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _WIDTH = ("hidden_size", "n_embd", "d_model", "dim")
@@ -32,12 +32,12 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 
 class Utilization:
-    """Counts the FLOPs of updates, and tells what they and the memory come to. Nothing here waits for a device.
+    """Counts the FLOPs of updates; computes MFU and memory use. Nothing here waits for a device.
 
     Args:
-        unit: an AutoUnit, whose `flops` is asked for each micro-batch if the peak is known.
+        unit: an AutoUnit; if the peak is known, its `flops` is called for each micro-batch.
     Attributes:
-        counts: the peak is known.
+        counts: FLOPs are counted, because the peak is known.
     """
 
     def __init__(self, unit: Any) -> None:
@@ -48,11 +48,11 @@ class Utilization:
         self.counts = self._peak > 0
         self._unit, self._flops = unit, 0.0
         (_, self._parts), (_, stages) = unit.prepared.place.part, unit.prepared.place.stage
-        # A rank of a pipeline has the parameters of its own stages alone.
+        # In a pipeline this rank has the parameters of its own stages only, so the model's size is unknown.
         self._model = LanguageModel(unit.prepared.unwrapped) if self._peak and stages == 1 else None
 
     def count(self, micro_batch: Any) -> None:
-        """One more micro-batch of this rank; where it has parts of sequences, those of all ranks that share the peak."""
+        """Count a micro-batch of this rank. If it is a part of longer sequences, count the parts of all ranks that share them."""
         if not self.counts:
             return
         flops = self._unit.flops(micro_batch)
@@ -67,14 +67,14 @@ class Utilization:
         return flops
 
     def mfu(self, flops: float, seconds: float) -> float | None:
-        """None without a known peak. More than 1 says that the peak is another than was looked up: None, too."""
+        """The MFU; None if the peak is unknown, or if the result is above 1, which shows that the peak is wrong."""
         if not flops or not self._peak or seconds <= 0:
             return None
         share = flops / seconds / self._peak
         return share if share <= 1 else None
 
     def memory(self) -> dict[str, int]:
-        """Of this rank's GPU, as torch's allocator counts on the host; on a CPU, of this process."""
+        """Memory of this rank's GPU, from counters of torch's allocator on the host; on a CPU, of this process."""
         if self.device.type != "cuda":
             return _of_process()
         counted = torch.cuda.memory_stats(self.device)
@@ -92,7 +92,7 @@ def _of_process() -> dict[str, int]:
 
 
 def peak_of(unit: Any) -> float | None:
-    """The peak of the unit's device in the type in which it computes; None if it is not known."""
+    """Peak FLOP/s of the unit's device in its compute dtype; None if unknown."""
     given: float | None = unit.peak_flops
     if given is not None:
         return given
@@ -105,10 +105,10 @@ def peak_of(unit: Any) -> float | None:
 
 
 class LanguageModel:
-    """What a token costs, read off a module once.
+    """FLOPs per token of a module, computed once.
 
-    Attention's share is counted if the module has a `config` with the usual names. A mixture of experts uses a part of its
-    parameters, and no name says which: nothing is known of it then.
+    Attention is counted if the module has a `config` with the usual names. The FLOPs of a mixture of experts are unknown: it uses
+    a part of its parameters for each token, and no usual name says which.
 
     Args:
         module: as its author wrote it; its parameters may be split over ranks.
@@ -123,11 +123,11 @@ class LanguageModel:
         self._by_pairs = 12 * layers * heads * size if layers and heads and size else 0
 
     def flops(self, data: Any, parts: int = 1) -> float | None:
-        """Of a micro-batch, forward and backward; None where they cannot be told from shapes.
+        """FLOPs of a micro-batch, forward and backward; None if shapes do not tell them.
 
         Args:
-            data: a batch with a tensor (rows, T) of whole numbers, of which the first are the tokens.
-            parts: into how many each sequence is cut; `data` has one of them, and all are counted.
+            data: a batch; its first tensor (rows, T) of whole numbers is taken for the tokens.
+            parts: number of parts of each sequence; `data` has one of them, and all are counted.
         """
         tokens = None if self._by_parameters is None else tokens_of(data)
         if tokens is None or self._by_parameters is None:
@@ -136,14 +136,14 @@ class LanguageModel:
 
 
 def _by_parameters(module: nn.Module) -> int | None:
-    """FLOPs of a token in multiplications with parameters; None without an embedding, or with parts of layers only."""
+    """FLOPs per token in multiplications with parameters; None if the module has no embedding, or only parts of layers."""
     tables = {p for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     if not tables:
-        return None  # no language model
+        return None  # not a language model
     used = set()
     for part in module.modules():
         if isinstance(part, nn.Linear) and part.weight.numel() != part.in_features * part.out_features:
-            return None  # the older FSDP has a part of it only
+            return None  # FSDP1 has only a part of the weight here
         if not isinstance(part, nn.Embedding):
             used |= set(part.parameters(recurse=False))
     return sum(p.numel() * (6 if p.requires_grad else 4) for p in used)
@@ -168,13 +168,13 @@ def tokens_of(data: Any) -> torch.Tensor | None:
     return next((tokens for value in data if (tokens := tokens_of(value)) is not None), None)
 
 
-# Peak rates of known devices, by torch's name for them. What is not listed is not guessed: then there is no MFU.
+# --- peak rates of known devices, by torch's names for them; a device that is not listed has no MFU
 
 
 _COLUMNS = {torch.float16: 0, torch.bfloat16: 0, "tf32": 1, torch.float32: 2}
 
-# Dense matrix products in TFLOP/s: (16 bits, TF32, float32 without it), from the makers' data sheets, which mostly print twice as
-# much, "with sparsity". The first pattern that fits counts. 0 is what a card does not have, or a sheet does not say.
+# Dense matrix products in TFLOP/s: (16 bits, TF32, float32 without TF32), from the makers' data sheets, most of which print twice
+# as much, "with sparsity". The first matching pattern counts. 0: the card does not have it, or the sheet does not say.
 _TFLOPS: tuple[tuple[str, tuple[float, float, float]], ...] = (
     (r"B200", (2250, 1100, 0)),  # NVIDIA HGX B200
     (r"H200 NVL", (835.5, 417.5, 60)),  # NVIDIA H200 NVL
@@ -203,9 +203,9 @@ _WITHOUT_BF16 = re.compile(r"V100|T4$")
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s of dense matrix products in a type; in float32 those of TF32 where `torch.set_float32_matmul_precision` allows it.
+    """Peak FLOP/s of dense matrix products in a dtype; for float32, of TF32 if `torch.set_float32_matmul_precision` allows it.
 
-    None for a device or type that is not listed, and for a part of a card (MIG, or a virtual one such as "GRID A100D-1-20C").
+    None for a device or dtype that is not listed, and for a part of a card (MIG, or a virtual one such as "GRID A100D-1-20C").
     """
     if _PART_OF_A_CARD.search(device_name) or (dtype is torch.bfloat16 and _WITHOUT_BF16.search(device_name)):
         return None
@@ -222,7 +222,7 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def _allows_tf32() -> bool:
-    """By either of torch's settings, which refuse to be read once the other was used."""
+    """Whether torch may use TF32. torch has two settings; each raises when read once the other was set."""
     try:
         return torch.get_float32_matmul_precision() != "highest"
     except RuntimeError:

@@ -1,1 +1,1 @@
-"""Who is told of a run while it trains."""
+"""Reports of a run while it trains: sinks, times, profiles."""

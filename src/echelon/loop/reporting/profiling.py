@@ -1,4 +1,4 @@
-"""What `echelon run --profile` and `--memory-snapshot` write: traces of chosen steps, and the history of a GPU's memory."""
+"""`echelon run --profile` and `--memory-snapshot`: write traces of chosen steps, and the history of a GPU's memory."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 _ROWS = 25  # of the summary table
 
-_traces: dict[tuple[int, Profile, Path], _Trace] = {}  # by process, as a fork takes them along
+_traces: dict[tuple[int, Profile, Path], _Trace] = {}  # keyed by process id, too, because forks inherit it
 
 
 def asked_for() -> list[Callback]:
-    """The callbacks of a training run that does what its command asked for; as a rule none."""
+    """Callbacks that the launch command asked for; usually none."""
     wanted, callbacks = Profile.from_env(), list[Callback]()
     run = RunDir.current()
     if run is None:
@@ -47,10 +47,10 @@ def asked_for() -> list[Callback]:
 
 
 class _Trace(Callback):
-    """Traces the steps of this rank, each an update, from the wait for the first one's data to the callbacks of the last.
+    """Traces this rank's steps (each an update), from the wait for the first step's data to the callbacks of the last.
 
-    One for all trainings of a process: a loop that counts its epochs itself has one for each. Steps that go on in the next are
-    in a trace of their own, without what is between the two.
+    One object serves all trainings of a process, because a loop that counts its epochs itself has a training for each epoch.
+    Steps that go on in the next training are in a second trace, without the time between the two.
     """
 
     may_stop = False
@@ -58,7 +58,7 @@ class _Trace(Callback):
     def __init__(self, wanted: Profile, run: RunDir) -> None:
         self._wanted, self._run = wanted, run
         self._profile: profile | None = None
-        self._first = wanted.first  # of the trace under way
+        self._first = wanted.first  # first step of the current trace
         self._step: Any = None
         self._trained = 0
         self._pid, self._done, self._has_traced = os.getpid(), False, False
@@ -69,7 +69,7 @@ class _Trace(Callback):
         if self._trained >= self._wanted.last and not self._done:
             self._done = True
             if not self._has_traced:
-                logger.warning("--profile %s: training begins after step %s, so nothing is traced", self._wanted, self._trained)
+                logger.warning("--profile %s: training began after step %s, so nothing is traced", self._wanted, self._trained)
         self._before(self._trained + 1)
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
@@ -96,17 +96,17 @@ class _Trace(Callback):
             return
         if self._trained >= self._first:
             self._write(self._trained)
-        else:  # it waited for the first step's data, and there was none
+        else:  # the trace began with the wait for the first step's data, and none came
             self._profile.stop()
             self._profile = None
 
     def _say_if_none(self) -> None:
-        """At the end of the process: any training before may have been followed by one that comes to the steps."""
+        """Warn at the end of the process, not of a training: a later training may come to the steps."""
         if os.getpid() == self._pid and not self._done and not self._has_traced:
             logger.warning("--profile %s: training ended after step %s, so nothing is traced", self._wanted, self._trained)
 
     def on_exception(self, state: State, unit: Unit, exc: BaseException) -> None:
-        if self._profile is not None:  # a step that failed is worth seeing, too
+        if self._profile is not None:  # trace a failed step, too
             self._after_step()
             self._write(unit.train_progress.num_updates_completed)  # type: ignore[attr-defined]
 
@@ -125,7 +125,7 @@ class _Trace(Callback):
             self._step = None
 
     def _write(self, last: int) -> None:
-        """The trace and its table. What goes wrong is said; the training goes on."""
+        """Write the trace and its table. An error is only logged; training goes on."""
         profile, self._profile, self._has_traced = self._profile, None, True
         assert profile is not None
         profile.stop()
@@ -142,7 +142,7 @@ class _Trace(Callback):
 
 
 class _Memory(Callback):
-    """Records what the allocator does from the start of training; written at its end, and when memory runs out."""
+    """Records the allocator's history from the start of training; writes it at the end, or after an error (out of memory)."""
 
     may_stop = False
 
@@ -155,8 +155,8 @@ class _Memory(Callback):
             memory_history.begin()
         elif agree.is_rank0():
             logger.warning(
-                "--memory-snapshot: the history is that of CUDA's allocator, and there is no GPU here: nothing is written. "
-                "--profile tells what each operation takes of a CPU's memory."
+                "--memory-snapshot: only CUDA's allocator has a history, and there is no GPU here: nothing is written. "
+                "--profile tells how much of a CPU's memory each operation takes."
             )
 
     def on_train_end(self, state: State, unit: Any) -> None:
@@ -174,7 +174,7 @@ class _Memory(Callback):
 
 
 def _in_place(path: Path, write: Callable[[str], object]) -> None:
-    """Let a function of torch's write a file that appears whole, or not at all."""
+    """Let a function of torch write a file, which then appears whole or not at all."""
     temporary = path.with_name(f".{os.urandom(8).hex()}.{path.name}")
     try:
         write(str(temporary))
@@ -185,7 +185,7 @@ def _in_place(path: Path, write: Callable[[str], object]) -> None:
 
 
 def _write_into(run: RunDir, write: Callable[[Path], None], what: str) -> None:
-    """A run does not end since its disk is full, nor for a fault of the profiler's."""
+    """Write into the run's folder. A full disk or an error of the profiler is logged, and does not end the run."""
     folder = run.profiles / run.attempt_path.name
     try:
         private_folder(run.profiles)

@@ -1,4 +1,4 @@
-"""Who hears of a run: its sinks on rank 0, of an error everyone who wants to know, and whoever looks on at this process."""
+"""Reports of a run: to sinks on rank 0, of errors to callbacks and unit, and to an observer of this process."""
 
 from __future__ import annotations
 
@@ -31,28 +31,29 @@ logger = logging.getLogger(__name__)
 
 
 class Reporting:
-    """Sinks around a run, and `on_exception` for whatever ends it, a Ctrl-C included.
+    """Opens and closes a run's sinks, and calls `on_exception` for an error that ends it, a Ctrl-C included.
 
     Args:
-        weight_unit: what the records' throughput counts.
+        weight_unit: unit of the throughput in records.
     """
 
     def __init__(self, state: State, unit: Any, callbacks: Sequence[Callback], weight_unit: str) -> None:
         self.state, self.unit, self.callbacks, self.weight_unit = state, unit, callbacks, weight_unit
 
     def training_begins(self, total: int | None, update: int, *, reached: str) -> None:
-        """Why it begins there is said of a checkpoint of this very update: the unit may have trained on since it was restored.
+        """Report the start of training. A restored checkpoint is named only if it is of this update: the unit may have trained
+        since it was restored.
 
         Args:
-            reached: the limit for which nothing is left to train.
+            reached: the limit that leaves nothing to train, or "".
         """
-        source = getattr(self.unit, "restored_from", None)  # a unit by its shape has none
+        source = getattr(self.unit, "restored_from", None)  # a duck-typed unit has none
         why = {"restored_from": source} if source is not None and source.endswith(manifest.named(update)) else {}
         done = {"reached": reached} if reached else {}
         self.state.event("train_start", total_steps=total, step=update, complete=bool(reached), **why, **done)
 
     def begin(self) -> None:
-        """Whoever is told of this run is told from here on."""
+        """Open the sinks on rank 0; without sinks, keep only notes for the progress line."""
         if not agree.is_rank0():
             return
         if sinks := default_sinks():
@@ -62,7 +63,7 @@ class Reporting:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The run happens in this context."""
+        """Context in which the run happens."""
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if agree.is_joined() else (0, 1)
         self.begin()
         try:
@@ -87,7 +88,7 @@ class Reporting:
         return times.noted(rank, ranks, self.unit.train_progress.num_updates_completed, role)
 
     def _tell(self, error: BaseException) -> None:
-        """Report the error to all sinks, callbacks and the unit. One that fails is logged, and the others still hear it."""
+        """Report the error to all sinks, callbacks and the unit. If one of them fails, log that and go on with the others."""
         leaves = isinstance(error, SystemExit) and error.code == REQUEUE and stop.asked() is not None
         reports: list[Callable[[], None]] = [
             lambda: (
@@ -111,11 +112,12 @@ class Reporting:
             recorder.close()
 
 
-# Somebody who looks on when this process trains. `train` and `fit` ask here, once per call, before they begin: so `echelon prove`
-# sees what a script trains however the script came by `train`, and without a change to any module.
+# --- an observer of the trainings in this process. `train` and `fit` call it once, before they begin. So `echelon prove` sees
+# what a script trains, however the script imported `train`, without patching a module.
 
 
-# Gets the unit, the training loader and the callbacks of a call; returns the callbacks to use. What it raises ends the call.
+# Gets the unit, the training loader and the callbacks of a call; returns the callbacks to use. An error that it raises ends the
+# call.
 Observer = Callable[[Any, Iterable[Any], list[Callback]], list[Callback]]
 
 _observer: Observer | None = None
@@ -123,7 +125,7 @@ _observer: Observer | None = None
 
 @contextlib.contextmanager
 def observing(observer: Observer) -> Iterator[None]:
-    """Have every call of `train` and `fit` in this process go by `observer`, in place of an earlier one if there is one."""
+    """Context in which every call of `train` and `fit` in this process asks `observer`, in place of an earlier observer."""
     global _observer
     before, _observer = _observer, observer
     try:
@@ -133,5 +135,5 @@ def observing(observer: Observer) -> Iterator[None]:
 
 
 def observed(unit: Any, dataloader: Iterable[Any], callbacks: list[Callback] | None) -> list[Callback] | None:
-    """The callbacks for a call that begins."""
+    """The callbacks of a beginning call, as the observer wants them."""
     return callbacks if _observer is None else _observer(unit, dataloader, list(callbacks or []))

@@ -1,7 +1,7 @@
-"""Writes down where the time of this rank goes, every few seconds: `contracts/times.py` has the form, `clock.py` the marks.
+"""Writes every few seconds where this rank's time goes: `contracts/times.py` has the format, `clock.py` the marks.
 
-The loop's thread only adds up; a thread beside it looks where it is, makes the records and writes them, so that a slow disk or a
-full one holds nothing up.
+The loop's thread only adds up times. A second thread samples the loop's thread, makes the records and writes them, so that a slow
+or full disk does not delay the loop.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ __all__ = ["noted", "record_of"]
 
 logger = logging.getLogger(__name__)
 
-# For each record, at times that vary: looks at equal intervals would always find a step of that length at the same place. A look
-# holds the loop up by as much as a step of a small model takes, so a long run, whose records are of more steps, has fewer.
+# Samples per record, at varying intervals: equal intervals would always hit a step of that length at the same place. A sample
+# delays the loop by as much as a step of a small model, so a long run, whose records span more steps, takes them less often.
 _LOOKS = 40
-_FADES = 0.5  # looks of the records before, which help where a part has few
-# The first record is of the first steps, which compile, and connect ranks; then there is one every so often, more seldom in a
-# long run.
+_FADES = 0.5  # weight of earlier records' samples, for parts that have few
+# The first record covers the first steps, which compile and connect ranks. Then a record comes at intervals, which grow with the
+# run.
 _WARM_STEPS, _LEAST_S, _MOST_S, _OF_RUN = 2, 2.0, 15.0, 0.02
-# While a run is young, after so many steps already, so that a slow rank is known within twenty.
+# A young run writes a record after this many steps already, so that a slow rank is known within twenty steps.
 _EARLY_STEPS, _EARLY_S, _IS_YOUNG = 5, 0.12, 30
 
-_GROUPS = 64  # of a record, at most, among which is the usual step
+_GROUPS = 64  # stretches of a record, at most, whose median is the usual step
 
 Seen = Mapping[tuple[int, int, Kind], float]
 
@@ -65,7 +65,7 @@ def noted(rank: int, ranks: int, step: int, role: str = "") -> Iterator[None]:
     try:
         writer = _Writer(running, EventLog(run.times(rank)), ranks, role)
     except OSError as error:
-        logger.warning("%s cannot be written: %s. Where the time goes is not known.", run.times(rank), error.strerror)
+        logger.warning("%s cannot be written: %s. The report will not show where time goes.", run.times(rank), error.strerror)
         clock.stop()
         yield
         return
@@ -78,12 +78,12 @@ def noted(rank: int, ranks: int, step: int, role: str = "") -> Iterator[None]:
 
 
 class _Writer(threading.Thread):
-    """Beside the loop, until it ends."""
+    """Thread that samples and writes beside the loop, until the loop ends."""
 
     def __init__(self, running: Clock, log: EventLog, ranks: int, role: str) -> None:
         super().__init__(name="echelon-times", daemon=True)
         self._clock, self._log, self._role, self._host = running, log, role, socket.gethostname()[:300]
-        # On a GPU this thread sleeps there while another one, of autograd's, works.
+        # On a GPU the loop's thread sleeps in the backward pass while an autograd thread works.
         self._where = ThreadSampler(running, waits_in_backward=ranks > 1 and not torch.cuda.is_initialized())
         self._alone = ranks == 1
         self._seen: dict[tuple[int, int, Kind], float] = {}
@@ -101,8 +101,8 @@ class _Writer(threading.Thread):
                 self._where.look()
                 if self._is_due(self._clock.groups[-1]):
                     self._write()
-            except Exception:  # watching a run never ends it
-                logger.warning("where the time goes is not written down any more", exc_info=True)
+            except Exception:  # watching a run must never end it
+                logger.warning("the record of where time goes ends here, because of an error", exc_info=True)
                 return
 
     def _is_due(self, newest: Group) -> bool:
@@ -115,12 +115,12 @@ class _Writer(threading.Thread):
         return seconds >= self._record_s()
 
     def _record_s(self) -> float:
-        """Of how many seconds a record is, of steps after the first."""
+        """Length of a record in seconds, after the first record."""
         return min(_MOST_S, max(_LEAST_S, _OF_RUN * (time.perf_counter() - self._began)))
 
     def _write(self) -> None:
         groups, self._clock.groups = self._clock.groups, self._clock.groups[-1:]
-        # What the loop adds between these two is in `groups`, and lost for the next record but for its totals.
+        # A group that the loop adds meanwhile is in this record's `groups`; the next record has it in its totals only.
         seen, self._where.seen = self._where.seen, Counter()
         self._seen = {at: seen[at] + _FADES * self._seen.get(at, 0.0) for at in {*seen, *self._seen}}
         lines, self._where.lines = self._where.lines, Counter()
@@ -138,7 +138,7 @@ class _Writer(threading.Thread):
         self._log.write([TimeRecord(**{**record, **about}).to_json()])
 
     def close(self) -> None:
-        """Write the rest. Not by waiting for a disk that hangs: the thread, which may, ends with the process."""
+        """Write the rest. Does not wait for a disk that hangs: the thread may, and ends with the process."""
         self._ended.set()
         self._garbage.close()
         self.join(10.0)
@@ -150,7 +150,7 @@ class _Writer(threading.Thread):
 
 
 def _age_s() -> float:
-    """How long this process has run; 0 where that is not known."""
+    """Seconds since this process started; 0 if unknown."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[19])
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
@@ -159,7 +159,7 @@ def _age_s() -> float:
 
 
 class _Garbage:
-    """How long Python's collector holds up a thread."""
+    """Measures how long Python's garbage collector delays a thread."""
 
     def __init__(self, thread: int) -> None:
         self._thread, self._since, self._seconds = thread, 0.0, 0.0
@@ -182,7 +182,7 @@ class _Garbage:
             gc.callbacks.remove(self._tell)
 
 
-# --- what a record says, from totals and from what was seen
+# --- the fields of a record, from the clock's totals and the samples
 
 _BY_PART = {Part.DATA: "data_s", Part.OTHER: "other_s", Part.OPTIMIZER: "optimizer_s"}
 _BY_PART |= {Part.FORWARD: "forward_s", Part.BACKWARD: "backward_s", Part.STEP: "forward_s"}
@@ -190,15 +190,15 @@ _WITHOUT = (Part.WAIT, Part.CHECKPOINT, Part.EVAL)
 
 
 def record_of(groups: Sequence[Group], seen: Seen, *, alone: bool) -> dict[str, Any]:
-    """The fields of a record that come from the clock: a stretch from the first group to the last.
+    """The fields of a record that come from the clock, for the time from the first group to the last.
 
-    Within a part, the time in which the thread did not compute is exact. How much of it was a wait for other ranks is told by the
-    looks that found it waiting.
+    Within a part, the time in which the thread did not compute is exact. The samples tell how much of it was a wait for other
+    ranks.
 
     Args:
-        seen: see ThreadSampler.
-        alone: there are no other ranks. Else the idle time of a part at which nobody looked is a wait for them, but for that
-            of its data: nobody is accused without having been seen.
+        seen: samples; see ThreadSampler.
+        alone: there are no other ranks. Otherwise, idle time of a part without samples counts as a wait for other ranks, except
+            while fetching data, so that no rank is blamed without evidence.
     """
     first, last = groups[0], groups[-1]
     waits = {part: _share(seen, part, "wait", 0.0 if alone or part == Part.DATA else 1.0) for part in _BY_PART}
@@ -232,7 +232,7 @@ class _Spent:
 
     def __init__(self, wall: Sequence[float], used: Sequence[float], queued: float) -> None:
         self.wall, self.used = wall, used
-        # A thread waits for a core where it computes.
+        # Waits for a core are spread over the parts in which the thread computes.
         self.queued = min(queued, sum(max(0.0, w - u) for w, u in zip(wall, used, strict=True)))
         self._queued_each = self.queued / (sum(used) or 1.0)
 
@@ -246,23 +246,23 @@ class _Spent:
         return min(self._queued_each * self.used[part], max(0.0, self.wall[part] - self.used[part]))
 
     def idle(self, part: int) -> float:
-        """In which the thread slept."""
+        """Seconds in which the thread slept in a part."""
         return max(0.0, self.wall[part] - self.used[part] - self.queue(part))
 
     def own(self, waits: Mapping[Part, float]) -> float:
-        """Without waits for other ranks, and for a core."""
+        """Seconds without waits for other ranks or for a core."""
         return sum(self.wall[p] - self.queue(p) - self.idle(p) * share for p, share in waits.items())
 
 
 def _share(seen: Seen, part: int, kind: Kind, unknown: float) -> float:
-    """Of the looks that found the thread asleep in a part, those of a kind."""
+    """Share of a kind in the samples that found the thread asleep in a part."""
     asleep = {k: sum(n for (p, _, what), n in seen.items() if p == part and what == k) for k in ("own", "wait", "disk")}
     total = sum(asleep.values())
     return asleep[kind] / total if total else unknown
 
 
 def _shown(seen: Seen, part: int) -> dict[int, float]:
-    """The parts that frames have shown while the clock was at one, waits left out: each with its share of the looks."""
+    """The parts that stack frames showed while the clock was at `part`, without waits; each with its share of the samples."""
     seconds: dict[int, float] = {}
     for (at, shown, kind), n in seen.items():
         if at == part and kind != "wait":
