@@ -1,1 +1,1 @@
-"""What a run saves and restores, when, and what it compares before it resumes."""
+"""Checkpoints of a run: what is saved and restored, when, and what is compared before a run resumes."""

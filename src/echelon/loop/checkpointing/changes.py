@@ -1,4 +1,4 @@
-"""The facts about a run in its checkpoints, and how they differ in the run that resumes."""
+"""Facts about a run in its checkpoints, and their comparison with the run that resumes."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ from echelon.world.init import World
 __all__ = ["check", "command_here", "facts", "renamed"]
 
 _HARMLESS = ("world_size", "mesh", "layout", "torch", "echelon", "python", "command")
-# Options that a schedule moves.
+# Options that a schedule changes, and the keys with their original values.
 _SCHEDULED = {"lr": ("initial_lr",), "momentum": ("max_momentum",), "betas": ("max_momentum",)}
 
-# Of one of the user's values as text.
+# Longest text of one of the user's values.
 _MOST_BYTES = 1 << 20
 
-Row = tuple[str, str, str, str, bool]  # what, saved, now, what it means, harmful
+Row = tuple[str, str, str, str, bool]  # name, saved, now, meaning, whether it is harmful
 
 
 def facts(unit: Unit, loader: Any) -> dict[str, Any]:
-    """What the manifest says of a run, all of it plain numbers and text; most is compared when it is restored."""
+    """A run's facts for the manifest, as plain numbers and text. Most are compared at a restore."""
     described = {name: prepared.describe() for name, prepared in unit.prepared_modules().items()}
     axes: dict[str, int] = max((each["mesh"] for each in described.values()), key=len, default={})
     dp_size = _dp_size(unit)
     return {
         "world_size": World.current(torch.device("cpu")).size,
         "dp_size": dp_size,
-        "mesh": axes or ({"data": dp_size} if dp_size else {}),  # of ranks by name; the data's alone if nothing is sharded
+        "mesh": axes or ({"data": dp_size} if dp_size else {}),  # sizes of axes by name; only "data" if nothing is sharded
         "layout": _layout(unit, described),
         "torch": torch.__version__,
         "echelon": __version__,
@@ -71,16 +71,16 @@ def facts(unit: Unit, loader: Any) -> dict[str, Any]:
 
 
 def _dp_size(unit: Unit) -> int | None:
-    """Shares of every global batch, as far as that is known."""
+    """Number of shares of every global batch; None if unknown."""
     try:
         return None if (data := unit.data_rank_and_size) is None else data[1]
-    except UsageError:  # nobody said, and the loader is the user's own
+    except UsageError:  # undeclared, which is allowed with a loader of the user's own
         return None
 
 
 def _layout(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> str | None:
     given = unit.auto_options.layout if isinstance(unit, OptimizedUnit) else None
-    if isinstance(imposed := overrides().layout, str) and given is not None:  # by --layout
+    if isinstance(imposed := overrides().layout, str) and given is not None:  # set by --layout
         given = imposed
     if given is not None:
         return in_words(value).partition("(")[0] if (value := resolve(given)) is not None else None
@@ -88,7 +88,7 @@ def _layout(unit: Unit, described: Mapping[str, Mapping[str, Any]]) -> str | Non
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter group's options as the script gave them, as far as a schedule has not moved them."""
+    """A parameter group's options as the script gave them, without those whose original value a schedule has overwritten."""
     options = {}
     for key, value in group.items():
         moved = next((group[k] for k in _SCHEDULED.get(key, ()) if k in group), None)
@@ -97,12 +97,12 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
         plain = moved if moved is not None else value
         plain = plain.item() if isinstance(plain, torch.Tensor) and plain.numel() == 1 else plain
         if _is_plain(plain):
-            options[key] = json.loads(json.dumps(plain))  # as it will be read: tuples are lists
+            options[key] = json.loads(json.dumps(plain))  # as it will be read back: tuples become lists
     return options
 
 
 def _parts(scheduler: Any) -> list[Any]:
-    """A scheduler, and those that it consists of."""
+    """A scheduler, and the schedulers that it consists of."""
     inner = [each for value in vars(scheduler).values() if isinstance(value, (list, tuple)) for each in value]
     return [scheduler, *(part for each in inner if isinstance(each, LRScheduler) for part in _parts(each))]
 
@@ -113,14 +113,14 @@ def _kind(parts: Sequence[Any]) -> str:
 
 
 def _arguments(scheduler: Any) -> dict[str, Any]:
-    """What the script gave it, as far as it keeps that by the same names."""
+    """A scheduler's constructor arguments, if it keeps them as attributes of the same names."""
     names = inspect.signature(type(scheduler).__init__).parameters.keys() & vars(scheduler).keys() - {"optimizer", "last_epoch"}
     plain = {name: vars(scheduler)[name] for name in sorted(names)}
     return {name: json.loads(json.dumps(value)) for name, value in plain.items() if _is_plain(value)}
 
 
 def _of_loader(loader: Any) -> dict[str, Any]:
-    """Of our loaders; what others' states mean is their own business."""
+    """Facts about a loader of this library; states of other loaders are opaque."""
     own = {} if getattr(loader, "samples_of_a_rank", None) is None else {"samples_of_a_rank": loader.samples_of_a_rank}
     if isinstance(loader, Loader):
         return {**resume.facts(loader.state_dict()), **own}
@@ -137,7 +137,7 @@ def _of_loader(loader: Any) -> dict[str, Any]:
 
 
 def _users(unit: Unit) -> dict[str, Any]:
-    """The unit's attribute `config`, as far as JSON can hold it: a dict, a dataclass, or an object such as a Namespace."""
+    """The unit's attribute `config` (a dict, a dataclass, or an object such as a Namespace), as far as JSON can hold it."""
     config = getattr(unit, "config", None)
     if isinstance(config, (nn.Module, type)) or config is None:
         return {}
@@ -146,7 +146,7 @@ def _users(unit: Unit) -> dict[str, Any]:
     elif not isinstance(config, Mapping):
         config = getattr(config, "__dict__", {})
     plain = {str(key): json.loads(json.dumps(value)) for key, value in config.items() if _is_plain(value)}
-    fields: dict[str, Any] = redacted_fields(plain)  # whoever reads checkpoints reads it
+    fields: dict[str, Any] = redacted_fields(plain)  # readable by everyone who can read the checkpoint
     return fields
 
 
@@ -161,7 +161,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def command_here() -> list[str]:
-    """That started this run, [] where no launcher wrote it down."""
+    """The command that started this run; [] if no launcher recorded it."""
     run = RunDir.current()
     about = read_json(run.run_json) if run is not None else None
     return [str(word) for word in (about or {}).get("command", [])]
@@ -171,7 +171,7 @@ _OF_STATES = ("modules", "optimizers", "schedulers", "options", "states")
 
 
 def renamed(saved: Mapping[str, Any], renames: Mapping[str, str]) -> dict[str, Any]:
-    """A checkpoint's facts with the names of states that they have now."""
+    """A checkpoint's facts under today's names of states."""
     by_state = {k: each for k, each in saved.items() if k in _OF_STATES and isinstance(each, dict)}
     return {**saved, **{k: {state_in(moved(n, renames)): v for n, v in each.items()} for k, each in by_state.items()}}
 
@@ -179,15 +179,15 @@ def renamed(saved: Mapping[str, Any], renames: Mapping[str, str]) -> dict[str, A
 def check(
     saved: Mapping[str, Any], unit: Unit, loader: Any, *, restored: Iterable[str], allowed: Iterable[str]
 ) -> tuple[str, set[str]]:
-    """Compare a checkpoint's facts with this run. Collective: what is different on one rank is an error on all.
+    """Compare a checkpoint's facts with this run. Collective: a difference on one rank is an error on all.
 
     Args:
-        restored: of "optimizers" and "schedulers", those that matter.
+        restored: which of "optimizers" and "schedulers" will be restored.
     Returns:
-        a table of what changed, "" if nothing did, and the names of what is not harmless but allowed.
+        a table of changes, "" if there are none, and the names of changes that are not harmless but allowed.
     Raises:
-        CheckpointMismatchError: a change that is neither harmless nor allowed, with the table.
-        CheckpointCorruptError: `saved` is not what `facts` gives.
+        CheckpointMismatchError: a change is neither harmless nor allowed; with the table.
+        CheckpointCorruptError: `saved` does not have the form of `facts`.
     """
     now, allowed, problem = facts(unit, loader), set(allowed), None
     rows: list[Row] = []
@@ -201,11 +201,11 @@ def check(
             allowed |= loader.accept_changes
             if saved.get("data"):
                 rows += [(c.name, c.saved, c.now, c.meaning, c.harmful) for c in resume.changes(saved["data"], now["data"])]
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:  # it is not what `facts` gave
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:  # `saved` has not the form of `facts`
         problem = repr(error)
     facts_of_all = agree.kinds([rows, sorted(allowed), problem])
     if odd := next((text for *_, text in facts_of_all if text is not None), None):
-        raise CheckpointCorruptError(f"what the checkpoint says of its run is not what echelon writes: {odd}.")
+        raise CheckpointCorruptError(f"the checkpoint's description of its run is not what echelon writes: {odd}.")
     everyones = dict.fromkeys(tuple(row) for each, *_ in facts_of_all for row in each)
     if not everyones:
         return "", set()
@@ -220,7 +220,7 @@ def check(
     if refused:
         raise CheckpointMismatchError(
             f"this run is not the one that was saved:\n{text}"
-            "A new run starts in another folder, or an empty one. To go on with the saved one all the same, pass "
+            "Start a new run in another folder, or an empty one. To continue the saved run with these changes, pass "
             f"Checkpoints(folder, restore_options=RestoreOptions(allow_changes={tuple(refused)!r})), of echelon.callbacks.",
             changed=refused,
         )
@@ -228,10 +228,10 @@ def check(
 
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any], restored: Iterable[str]) -> list[Row]:
-    """What differs, other than the loader.
+    """Differences, other than the loader's.
 
     Raises:
-        TypeError, ...: `saved` is not what `facts` gives.
+        TypeError, ...: `saved` does not have the form of `facts`.
     """
     for name in ("user", "optimizers", "schedulers", "options", "data"):
         if not isinstance(saved.get(name, {}), Mapping):
@@ -247,7 +247,7 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any], restored: Iterabl
             rows.append((f"config.{name}", _shown(was), _shown(is_), "harmless: yours", False))
     for name, kind, is_ in ((n, k, now[of].get(n, k)) for of in restored for n, k in saved.get(of, {}).items()):
         if kind != is_:
-            rows.append((name, _shown(kind), _shown(is_), "it begins without what the saved one knew", True))
+            rows.append((name, _shown(kind), _shown(is_), "it begins without the saved state", True))
         elif name in now["options"] and len(saved.get("options", {}).get(name, ())) == len(now["options"][name]):
             rows += _given(name, saved["options"][name], now["options"][name])
     return rows
@@ -275,5 +275,5 @@ _KINDS = ("modules", "optimizers", "lr_schedulers", "progress", "misc_statefuls"
 
 
 def _kinds_of_states(unit: Unit) -> dict[str, str]:
-    """What each state of a unit is, for the manifest."""
+    """The kind of each state of a unit, for the manifest."""
     return {name: kind for kind in _KINDS for name in getattr(unit, f"tracked_{kind}")()}

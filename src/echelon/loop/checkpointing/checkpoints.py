@@ -1,4 +1,4 @@
-"""`Checkpoints`: the folder of a run's checkpoints, when to save there, and what stays, as one value."""
+"""`Checkpoints`: the folder of a run's checkpoints, when to save there, and what to keep, as one value."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ __all__ = ["Checkpoints", "saver_of", "take_up"]
 
 _given = Given(CheckpointOptionError)
 
-_EVERY_S, _SHARE = 600.0, 0.05  # by default
+_EVERY_S, _SHARE = 600.0, 0.05  # defaults
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where a run is saved, when, and what stays. A path alone means `Checkpoints(path)`.
+    """Where and when a run is saved, and which checkpoints are kept. A path alone means `Checkpoints(path)`.
 
-    Whoever is given it restores the newest checkpoint there before training, if there is one and the unit has not trained yet;
-    saves when it is due, when a signal stops the run, and in any case at the end.
+    Before training, the newest checkpoint there is restored, if there is one and the unit has not trained yet. The run is saved
+    when a save is due, when a signal stops the run, and always at the end.
 
     Args:
-        folder: the same on all ranks, on storage that all can reach; or an fsspec URL such as "s3://bucket/run". One live run
-            may write there.
-        every: a number of updates; "epoch"; or a duration, such as "30min", of which rank 0's clock decides. By default about
-            every ten minutes, in a loop of one's own also at an epoch's end, since nobody tells of its `break`; and less often
-            where saving would take more than a twentieth of the time.
-        keep: the newest n stay, and the best. None keeps all. What a run that kept all has saved there is left alone.
-        best: the name of a number, as it is logged in evaluations, or of the unit's attribute: every evaluation is saved, and
-            the best one stays. A pair says what is better, `("reward", "max")`; "accuracy", "loss" and such words say it alone.
-        asynchronous: the loop stops only to copy the state to host memory; a thread writes. Costs that memory.
-        save_options: what else: a SaveOptions.
+        folder: the same on all ranks, on storage that all ranks can reach; or an fsspec URL such as "s3://bucket/run". Only one
+            live run may write there.
+        every: a number of updates; "epoch"; or a duration by rank 0's clock, such as "30min". Default: about every ten minutes,
+            but less often if saving would take more than a twentieth of the time; a user's own loop is also saved at each epoch's
+            end, because its `break` gives no notice.
+        keep: keep the newest n checkpoints, and the best. None keeps all. Checkpoints of a run that kept all are not removed.
+        best: name of a number that evaluations log, or of an attribute of the unit: a checkpoint is saved after every evaluation,
+            and the best one is kept. A pair says what is better, `("reward", "max")`; with "accuracy", "loss" and similar names,
+            the name is enough.
+        asynchronous: stop the loop only to copy the state to host memory; a thread writes it. Costs that memory.
+        save_options: further options: a SaveOptions.
         restore_options: what to take from the newest checkpoint: a RestoreOptions.
     Raises:
-        UsageError: a value that makes no sense.
+        UsageError: an invalid value.
     """
 
     folder: str | Path
@@ -92,15 +93,15 @@ class Checkpoints:
         _given.require(isinstance(name, str) and name != "", "best", wanted, self.best)
         if (checked_mode := mode_of(name, mode, kind=CheckpointOptionError)) is None:
             raise CheckpointOptionError(
-                f"best must be a pair such as ({name!r}, 'max'), got {self.best!r}, which does not say what is better."
+                f"best must be a pair such as ({name!r}, 'max'), got {self.best!r}, whose name does not tell what is better."
             )
         return BestCheckpointConfig(name, checked_mode)
 
     def saver(self, *, own_loop: bool = False) -> DistributedCheckpointSaver:
-        """The callback that does it.
+        """Make the callback that saves.
 
         Args:
-            own_loop: in a loop of one's own, which may be left without a word, and which evaluates when it likes.
+            own_loop: for a user's own loop, which may be left without notice, and evaluates at any time.
         """
         best, seconds = self._best(), self._seconds()
         made = DistributedCheckpointSaver(
@@ -126,10 +127,10 @@ def _is_pair(value: Any) -> bool:
 
 
 def saver_of(checkpoints: Any, *, own_loop: bool = False) -> DistributedCheckpointSaver:
-    """What saves, of any value that `checkpoints=` may have; see `Checkpoints.saver`.
+    """The saver for any value of `checkpoints=`; see `Checkpoints.saver`.
 
     Raises:
-        UsageError: it is none.
+        UsageError: the value is not allowed.
     """
     if isinstance(checkpoints, DistributedCheckpointSaver):
         return checkpoints
@@ -141,9 +142,9 @@ def saver_of(checkpoints: Any, *, own_loop: bool = False) -> DistributedCheckpoi
 
 
 def take_up(checkpoints: Any, saver: DistributedCheckpointSaver, unit: Any, loader: Iterable[Any]) -> bool:
-    """Restore the newest there, if the unit has not trained yet. Collective.
+    """Restore the newest checkpoint, if the unit has not trained yet. Collective.
 
-    A unit that has goes on from where it stands; the saver refuses a folder that is ahead of it.
+    A unit that has trained continues from where it stands; the saver refuses a folder that is ahead of it.
     """
     if overrides().observes or not isinstance(unit, TrainedUnit) or unit.train_progress.num_steps_completed:
         return False

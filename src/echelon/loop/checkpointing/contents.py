@@ -46,19 +46,19 @@ def take(
     best: BestCheckpointConfig | None,
     frozen: Frozen | None = None,
 ) -> tuple[Snapshot, dict[str, Any]]:
-    """The whole state, and what the manifest says of it. Collective.
+    """Take a snapshot of the whole state, with facts for the manifest. Collective.
 
     Args:
-        planned: who writes what, from the save before.
-        best: names the number that decides which checkpoints stay.
-        frozen: leaves out what is frozen.
+        planned: which rank writes what, from the previous save.
+        best: names the number that decides which checkpoints are kept.
+        frozen: leaves out frozen parameters.
     """
     metrics = unit.tracked_metrics()
     check_ranks(unit)
     states = states_by_name({name: value for name, value in unit.app_state().items() if name not in metrics})
     loader = state.train_state.dataloader if state.train_state is not None else None
     own: dict[str, Any] = {
-        "streams": unit.resumes_with or rng.states(),  # of one that has not trained since it was restored: as they were then
+        "streams": unit.resumes_with or rng.states(),  # resumes_with: restored, and not trained since
         "metrics": {name: share_of(metric) for name, metric in metrics.items()},
     }
     for name, prepared in unit.prepared_modules().items():
@@ -74,7 +74,7 @@ def take(
     states |= {name: _Fixed(value) for name, value in (by_rank | alike).items()}
     if by_rank:
         own["others"] = by_rank
-    # Empty for a loader without a state; after an epoch's end, for one without generators of its own.
+    # Empty for a loader without state; after an epoch's end, also for a loader without generators of its own.
     states["train_dataloader"] = _Fixed(position or {})
     left: dict[str, Any] = {}
     if frozen is not None:
@@ -84,13 +84,13 @@ def take(
     config = changes.facts(unit, loader)
     if (
         position and unit.train_progress.num_steps_completed_in_epoch and not isinstance(loader, BaseLoader)
-    ):  # where progress alone does not tell it
+    ):  # for other loaders, progress alone does not tell the position
         config["position"] = loader.__class__.__name__
     facts = {"config": config, "host": socket.gethostname(), "metrics": metrics_now}
     if best is not None:
         averages: Any = getattr(unit, "swa_model", None)
         averaged = state.eval_state is not None and averages is not None and averages.params.use_in_evaluation
-        # What was evaluated; before the warm-up is over, there are no averages yet.
+        # The state that was evaluated; before the warm-up is over there are no averages yet.
         best_of = {"state": "swa_model" if averages.n_averaged else "module"} if averaged else {}
         facts["best"] = {"name": best.monitored_metric, "mode": best.mode, **best_of}
     if left:
@@ -103,13 +103,14 @@ def take(
     return taken, facts
 
 
-# In larger states nothing is compared: they are those of models, which are alike, and every save would take as much longer.
+# Larger states are not compared: they are those of models, which are equal, and comparing them would slow every save.
 _MOST_COMPARED = 1 << 24
 
 
 def _others(objects: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The states of a user's own objects, by name: those that are another on each rank, as sums over its samples are, and those
-    that are alike or were not compared. One that cannot be had is left out: the save itself says so. Collective.
+    """The states of the user's objects, by name: those that differ between ranks, such as sums over a rank's samples, and those
+    that are equal or were not compared. If an object's state_dict() fails, it is left out here, and the save itself will raise.
+    Collective.
     """
     states: dict[str, Any] = {}
     for name, value in objects.items():
@@ -127,7 +128,7 @@ def _others(objects: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _checksum(state: Any) -> int | None:
-    with contextlib.suppress(Exception):  # one that holds itself, which the save itself refuses
+    with contextlib.suppress(Exception):  # for example a state that contains itself, which the save refuses
         tensors = list(tensors_in(state))
         if not any(map(is_split, tensors)) and sum(each.numel() for each in tensors) <= _MOST_COMPARED:
             return checksum(state)
@@ -135,9 +136,9 @@ def _checksum(state: Any) -> int | None:
 
 
 def prepare(unit: TrainedUnit, planned: Planned, frozen: Frozen | None, buffers: Buffers) -> None:
-    """Once in a run: begin to make the page-locked memory for copies of the state, as large as it is now. Collective.
+    """Once in a run: start to allocate page-locked memory for a copy of the state at its present size. Collective.
 
-    In other memory nothing is gained that would be worth having it twice before the first save.
+    Without a GPU this would only hold the memory earlier, and gain nothing.
     """
     if buffers.begun or not torch.cuda.is_initialized():
         return
@@ -146,26 +147,26 @@ def prepare(unit: TrainedUnit, planned: Planned, frozen: Frozen | None, buffers:
     states = states_by_name({name: value for name, value in unit.app_state().items() if name not in metrics})
     if frozen is not None:
         states, _ = frozen.leave_out(states, unit)
-    with contextlib.suppress(CheckpointError):  # on all ranks: the save will say it, if it is still so then
+    with contextlib.suppress(CheckpointError):  # raised on all ranks; the save will raise it again if it still applies
         snapshot(states, {}, planned).prepare(buffers)
 
 
-# Runs in which it was said.
+# Runs that were warned.
 _told: weakref.WeakSet[State] = weakref.WeakSet()
 
 
 def _warn_if_inexact(state: State, loader: Any, position: Any) -> None:
-    """Warn once, at the first save in mid-epoch: a run that resumes from it will not see the same samples."""
+    """Warn once, at the first save within an epoch, if a run that resumes from it will not see the same samples."""
     if loader is None or state in _told:
         return
     kind, why = loader.__class__.__name__, None
     if isinstance(loader, StreamLoader):
         why = loader.inexact()
     elif position is None:
-        why = f"{kind} has no state: a run that goes on from here starts the epoch over, with samples that it has seen. "
-        why += "echelon.Loader goes on."
+        why = f"{kind} has no state: a run that resumes from here starts the epoch over, with samples that it has seen. "
+        why += "echelon.Loader resumes."
     elif buffer := shuffle_buffer(getattr(loader, "dataset", None)):
-        why = f"the dataset of the {kind} shuffles through a buffer, which is not in its state: a run that goes on from here "
+        why = f"the dataset of the {kind} shuffles through a buffer, which is not in its state: a run that resumes from here "
         why += f"misses up to {buffer} samples of each stream in this epoch."
     if why is not None:
         _told.add(state)
@@ -179,9 +180,9 @@ def is_unevaluated(state: State, unit: TrainedUnit) -> bool:
 
 
 def monitored(name: str, state: State, unit: TrainedUnit) -> dict[str, float]:
-    """The monitored number of these weights; without it, if there is none or it is not finite. Collective."""
+    """The monitored number of these weights; {} if there is none or it is not finite. Collective."""
     if is_unevaluated(state, unit):
-        logger.warning("the checkpoint is kept without its %s: the run ends before the evaluation of these weights", name)
+        logger.warning("the checkpoint has no %s: the run ends before the evaluation of these weights", name)
         return {}
     may_come = state.logged.evaluated_at is None and (state.eval_state is not None or numbers.is_own_loop(unit))
     say = logger.info if may_come else logger.error
@@ -190,16 +191,16 @@ def monitored(name: str, state: State, unit: TrainedUnit) -> dict[str, float]:
     except Unknown as error:
         say("the checkpoint has no %s: %s", name, error)
         return {}
-    if not is_fresh:  # it is that of older weights
+    if not is_fresh:  # it is of older weights
         return {}
     if not math.isfinite(number):
-        say("the checkpoint is kept without its %s, which is %s", name, number)
+        say("the checkpoint is saved without its %s, which is %s", name, number)
         return {}
     return {name: number}
 
 
 class _Fixed:
-    """A state that was taken already."""
+    """A state that was already taken."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: which run may write into it, what must not be there, and what stays."""
+"""The folder of a run's checkpoints: which run may write into it, which checkpoints must not be there, and which are kept."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ __all__ = ["RunFolder", "is_begun_anew", "left_alone"]
 
 logger = logging.getLogger(__name__)
 
-# Folders in which this process has started over; what is in them since then is its own.
+# Folders in which this process has started over; checkpoints in them are its own since then.
 _begun: set[str] = set()
 
 
 def is_begun_anew(folder: Location) -> bool:
-    """Whether what is in it is to be left alone, since the run was started with `--restart`."""
+    """Whether the folder's checkpoints must be ignored, because the run was started with `--restart`."""
     return begins_anew() and str(folder) not in _begun
 
 
 def left_alone(folder: Location) -> bool:
-    """Whether nothing in it is to be restored; why is logged. `echelon prove` and `plan` look at runs from their beginning."""
+    """Whether nothing in the folder may be restored; logs why. `echelon prove` and `plan` start runs from their beginning."""
     anew = is_begun_anew(absolute(folder))
     if anew or overrides().observes:
-        why = "--restart was given" if anew else "a run that is proved or planned starts from its beginning"
+        why = "--restart was given" if anew else "`echelon prove` and `plan` start a run from its beginning"
         logger.warning("%s: nothing in %s is restored", why, folder)
         return True
     return False
@@ -44,12 +44,12 @@ def left_alone(folder: Location) -> bool:
 class RunFolder:
     """
     Args:
-        path: wherever the program goes from here, the same folder.
-        keep: which checkpoints stay.
-        restart: set checkpoints that are ahead of the run aside.
+        path: the folder; made absolute, so that a later change of the working directory has no effect.
+        keep: which checkpoints are kept.
+        restart: set checkpoints aside that are ahead of the run.
     Attributes:
-        held: this run has the lease; the same on all ranks, though only rank 0 has it.
-        counts: what its numbers are.
+        held: this run holds the lease; the same on all ranks, though only rank 0 has the lease.
+        counts: what the numbers in checkpoints' names count, for messages.
     """
 
     counts = "update"
@@ -60,10 +60,10 @@ class RunFolder:
         self._lease = Lease(self.path)
 
     def take(self) -> None:
-        """Hold the lease, and sweep up what a killed run left. Collective.
+        """Take the lease, and remove what a killed run left. Collective.
 
         Raises:
-            RanksDisagreeError: each rank has a folder of its own, as if it were named by the time.
+            RanksDisagreeError: ranks have different folders, for example because its name contains the time.
         """
 
         def take() -> None:
@@ -72,7 +72,7 @@ class RunFolder:
                 commit.sweep(self.path)
 
         if not self.held:
-            remedy = "All ranks write into one: if its name has the time in it, let rank 0 choose it, or the launch command."
+            remedy = "All ranks write into one. If its name contains the time, let rank 0 or the launch command choose it."
             agree.same_on_all("the folder of checkpoints", self._given, remedy)
             commit.on_rank0(take, self.path)
             self.held = True
@@ -82,9 +82,9 @@ class RunFolder:
         self._lease.release()
 
     def take_over(self, unit: TrainedUnit, state: State) -> None:
-        """As `take`, at the beginning of a run: set aside what must not be there. Collective, once in a run.
+        """Take the folder at the beginning of a run, and set aside checkpoints that must not be there. Collective, once in a run.
 
-        A run that is complete and saved has nothing to write: the folder may be read-only then.
+        For a run that is complete and saved, the folder may be read-only: there is nothing to write.
         """
         if self.held:
             return
@@ -98,7 +98,7 @@ class RunFolder:
             logger.info("the run is complete, and its folder is left as it is: %s", error)
         restart = self.restart or anew
         for path, saved in self.found():
-            # Another run's beginning is not this one's.
+            # With `restart`, a run that begins also sets aside the other run's checkpoint of update 0.
             if saved > step or (restart and step == 0):
                 self.meet_newer(path, step, restart)
         if anew:
@@ -106,18 +106,20 @@ class RunFolder:
             _begun.add(str(self.path))
 
     def now(self, unit: TrainedUnit) -> int:
-        """Where a unit stands, counted as `found` counts."""
+        """The unit's current step, in the numbers of `found`."""
         return unit.train_progress.num_updates_completed
 
     def found(self) -> list[tuple[Location, int]]:
-        """What is named like a checkpoint, and its step, newest first. Collective."""
+        """Folders named like checkpoints, with their steps, newest first. Collective."""
         return [(path, commit.step_of(path)) for path in commit.candidates(self.path)]
 
     def is_saved(self, step: int) -> bool:
         return commit.is_saved(self.path, step)
 
     def meet_newer(self, path: Location, step: int, restart: bool) -> None:
-        """What is ahead of this run would be mistaken for its newest. A corrupt one was passed over when the run was restored."""
+        """Refuse a checkpoint that is ahead of this run, or set it aside: it would be mistaken for this run's newest. A corrupt
+        one is set aside without asking, because the restore has skipped it.
+        """
         why = "replaced"
         if not restart:
             try:
@@ -130,12 +132,13 @@ class RunFolder:
                 first = "Call restore_from_latest first, save" if step == 0 else "Save"
                 raise CheckpointError(
                     f"{path} is ahead of this run, which is at {self.counts} {step}: it would be mistaken for this run's newest. "
-                    f"{first} to another folder, or set it aside with SaveOptions(restart=True) or `echelon run --restart`."
+                    f"{first} to another folder, or set the checkpoint aside with SaveOptions(restart=True) or "
+                    "`echelon run --restart`."
                 )
         commit.on_rank0(lambda: commit.set_aside(path, why))
 
     def find_best(self) -> tuple[Location, float] | None:
-        """The best checkpoint and its number, if one is known. Rank 0 alone."""
+        """The best checkpoint and its number, if one is known. On rank 0 only."""
         if self.keep.best is None:
             return None
         whole = {commit.step_of(p): p for p in commit.committed(self.path)}
@@ -144,7 +147,7 @@ class RunFolder:
         return None if first is None else (whole[first], metrics[first][self.keep.best.monitored_metric])
 
     def retire(self, newest: Location) -> None:
-        """Remove what need not stay, after a commit. Rank 0 alone, perhaps in a thread."""
+        """Remove checkpoints that are not kept, after a commit. On rank 0 only, perhaps in a thread."""
         try:
             self._lease.refresh()
             if self.keep.count is None:

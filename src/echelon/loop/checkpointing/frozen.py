@@ -1,13 +1,13 @@
 """Frozen parameters in checkpoints.
 
-Where only what is trained is saved (`SaveOptions(only_trained=True)`), frozen parameters are left out, and remembered by their
-checksums: a run that resumes builds them again, as the first did, and the checksums tell whether it did. Buffers are saved, since
-those of frozen layers may move: batch norm's statistics do. A parameter is left out if it was frozen when training began and is
-still, and if no checkpoint gave it its value.
+With `SaveOptions(only_trained=True)`, frozen parameters are left out of checkpoints, except for their checksums: a resumed run
+builds them again, and the checksums tell whether they are the same. Buffers are saved, because those of frozen layers may change,
+such as batch norm's statistics. A parameter is left out if it was frozen when training began and still is, and if its value does
+not come from a checkpoint.
 
-While it trains, a run may unfreeze or freeze parameters, and add groups to its optimizers. Its script does not do it again when
-the run resumes: the epoch whose start it was done at is over. So checkpoints hold it, beside a checksum of what was frozen when
-the script had built its model. Where a script builds another choice, its own counts.
+During training, a run may unfreeze or freeze parameters, and add groups to its optimizers. Its script does not do so again when
+the run resumes, because the epoch at whose start it did so is over. So checkpoints hold these changes, with a checksum of what
+was frozen when the script had built its model. If a script now builds its model with another choice, the script's choice counts.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ __all__ = ["Frozen", "changes_since_built", "look_at_built", "train_as_saved", "
 
 logger = logging.getLogger(__name__)
 
-# A parameter: its type, shape and the checksum of its bytes.
+# Of a parameter: its dtype, shape and the checksum of its bytes.
 Facts = list[Any]
 
-# What `changes_since_built` gives.
+# Form of the result of `changes_since_built`.
 _CHANGES = {"built": {str: int}, "groups": {str: int}, "unfrozen": {str: [str]}, "frozen": {str: [str]}, "added": {str: [[str]]}}
 
-# Frozen or not, what came from a checkpoint is not what the script builds.
+# Names of parameters whose values come from a checkpoint. The script does not build these values, so they must be saved.
 _restored: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 class Frozen:
-    """A saver's knowledge of what it leaves out. Checksums are computed once in a run, at the first save."""
+    """The frozen parameters that a saver leaves out. Their checksums are computed once in a run, at the first save."""
 
     def __init__(self) -> None:
         self._names: dict[str, set[str]] | None = None
         self._facts: dict[str, dict[str, Facts]] = {}
 
     def begin(self, unit: Unit) -> None:
-        """When training begins."""
+        """Note the frozen parameters when training begins."""
         self._names = {name: _to_leave_out(module) for name, module in unit.tracked_modules().items()}
         if not any(self._names.values()):
             logger.warning("only_trained=True has no effect: no parameter is frozen")
 
     def leave_out(self, states: dict[str, Any], unit: Unit) -> tuple[dict[str, Any], dict[str, dict[str, Facts]]]:
-        """The states without what is frozen, and what the manifest says of that. Collective at the first save."""
+        """The states without frozen parameters, and the facts about these for the manifest. Collective at the first save."""
         if self._names is None:
             self.begin(unit)
         assert self._names is not None
@@ -77,22 +77,24 @@ class Frozen:
             if agree.any_rank(bool(names - known.keys())):
                 known |= _facts(states[name], names - known.keys())
             left[name] = {n: known[n] for n in sorted(names) if n in known}
-            if getattr(states.get(name), "is_cut", False):  # the manifest, which rank 0 writes, names those of all stages
+            if getattr(states.get(name), "is_cut", False):  # rank 0 writes the manifest, which names those of all stages
                 left[name] = {n: facts for each in agree.gather(left[name]) for n, facts in sorted(each.items())}
         left = {name: names_left for name, names_left in left.items() if names_left}
         return _without(states, {name: set(names_left) for name, names_left in left.items()}, unit), left
 
 
 def without_frozen(states: dict[str, Any], saved: Any, unit: Unit, path: Location, *, strict: bool, note: bool) -> dict[str, Any]:
-    """The states to read from a checkpoint that left out what `saved` describes. Collective.
+    """The states to read from a checkpoint that left out the frozen parameters described by `saved`. Collective.
 
     Args:
-        note: remember that the other parameters come from a checkpoint now, and must be in those of this run, frozen or not.
+        note: remember that the other parameters come from a checkpoint, so that this run's checkpoints include them, frozen or
+            not.
     Raises:
-        CheckpointMismatchError: the unit's are not those that the saved run had, with a table; without `strict` it is logged.
+        CheckpointMismatchError: the unit's frozen parameters are not those of the saved run, with a table; without `strict` this
+            is only logged.
     """
     if not fits(saved, {str: {str: (str, list, int)}}):
-        raise CheckpointCorruptError(f"{path}: what its manifest says of frozen parameters cannot be read.", path=str(path))
+        raise CheckpointCorruptError(f"{path}: its manifest's facts about frozen parameters cannot be read.", path=str(path))
     rows: list[tuple[str, str, str]] = []
     for name, were in saved.items():
         if not isinstance(states.get(name), ModuleState):
@@ -105,7 +107,7 @@ def without_frozen(states: dict[str, Any], saved: Any, unit: Unit, path: Locatio
         ]
     if rows:
         text = (
-            f"{path} holds what was trained only, and was trained on other frozen parameters than this unit has:\n"
+            f"{path} holds only trained parameters, trained on other frozen parameters than this unit has:\n"
             f"{table(('frozen', 'saved', 'now'), rows)}Build the model with the weights that the saved run began with."
         )
         if strict:
@@ -122,9 +124,9 @@ def _to_leave_out(module: nn.Module) -> set[str]:
 
 
 def _facts(state: ModuleState, names: set[str]) -> dict[str, Facts]:
-    """Type, shape and checksum of whole parameters, however they are split. Collective.
+    """Dtype, shape and checksum of whole parameters, however they are sharded. Collective.
 
-    Each rank computes the checksums of some, beside the others.
+    The ranks share the work: each computes the checksums of some parameters.
     """
     rank, size = this_rank()
     own_facts: dict[str, Facts] = {}
@@ -174,19 +176,19 @@ class _Part:
         self._state.load_state_dict({**{name: whole[name] for name in whole if name in self._left}, **state_dict})
 
 
-# --- what a run changed, while it trained, in what is trained
+# --- parameters that a run has frozen, unfrozen or grouped during training
 
 
 @dataclass
 class _Built:
-    """As the script has built them: what is frozen of each module, and how many groups each optimizer has."""
+    """The unit as the script has built it: the frozen parameters of each module, and the number of groups of each optimizer."""
 
     frozen: dict[str, set[str]]
     groups: dict[str, int]
 
 
 def look_at_built(unit: Unit) -> bool:
-    """Before anything is restored or trained; what comes later changes nothing of it. True for the first look."""
+    """Note what is frozen, before anything is restored or trained. Only the first call does so, and returns True."""
     if "_built" in vars(unit):
         return False
     vars(unit)["_built"] = _Built(
@@ -197,7 +199,7 @@ def look_at_built(unit: Unit) -> bool:
 
 
 def changes_since_built(unit: Unit) -> dict[str, Any]:
-    """For the manifest; {} if nothing has changed. Collective where stages have different parameters."""
+    """Changes since the script built the unit, for the manifest; {} if there are none. Collective in a pipeline."""
     look_at_built(unit)
     built: _Built = vars(unit)["_built"]
     unfrozen, frozen, built_frozen = {}, {}, {}
@@ -213,7 +215,7 @@ def changes_since_built(unit: Unit) -> dict[str, Any]:
 
 
 def _added(unit: Unit, built: _Built) -> dict[str, list[list[str]]]:
-    """By optimizer, the parameters of the groups that it was given since."""
+    """For each optimizer, the parameters of the groups that were added since."""
     grown = {
         name: optimizer
         for name, optimizer in unit.tracked_optimizers().items()
@@ -229,12 +231,12 @@ def _added(unit: Unit, built: _Built) -> dict[str, list[list[str]]]:
 
 
 def train_as_saved(saved: Any, unit: Unit, path: Location, rename: Mapping[str, str] | None, *, rolls_back: bool) -> None:
-    """Freeze, unfreeze and group as the saved run had done when it was saved; before its state is read. Collective.
+    """Freeze, unfreeze and group parameters as in the saved run, before its state is read. Collective.
 
-    Not in a process that has trained or restored before: what its script froze since then is the script's choice.
+    Does nothing in a process that has trained or restored before: what its script froze since then is the script's choice.
 
     Args:
-        rolls_back: the same run goes back to an earlier state, and freezes again what it has unfrozen since.
+        rolls_back: the same run goes back to an earlier state, so parameters that it has unfrozen since are frozen again.
     """
     is_new = look_at_built(unit)
     if saved is None or not (is_new or rolls_back):
@@ -250,14 +252,14 @@ def train_as_saved(saved: Any, unit: Unit, path: Location, rename: Mapping[str, 
         return
     if (wrong := next((key for key, form in _CHANGES.items() if not fits(saved, {key: form})), None)) is not None:
         raise CheckpointCorruptError(
-            f"{path}: what its manifest says of trained parameters cannot be read: {wrong}.", path=str(path)
+            f"{path}: its manifest's facts about trained parameters cannot be read: {wrong}.", path=str(path)
         )
     same = {n: _checksum(_of_all_stages(m, built.frozen.get(n, set()))) for n, m in modules.items()} == saved["built"]
     if not (same or rename) or any(built.groups.get(name) != number for name, number in saved["groups"].items()):
         if agree.is_rank0():
             logger.warning(
-                "the run that saved %s had frozen, unfrozen or grouped parameters while it trained, but this script builds its "
-                "model with others frozen, or its optimizer with other groups: what is trained is this script's choice",
+                "the run that saved %s had frozen, unfrozen or grouped parameters during training. This script builds its model "
+                "with others frozen, or its optimizer with other groups, so this script's choice is used",
                 path,
             )
         return
@@ -267,7 +269,7 @@ def train_as_saved(saved: Any, unit: Unit, path: Location, rename: Mapping[str, 
         for parameter in parameters:
             parameter.requires_grad_(trains)
         if parameters and agree.is_rank0():
-            logger.info("%s parameters are %s, as they were in %s", len(parameters), key, path)
+            logger.info("%s parameters are %s, as in %s", len(parameters), key, path)
     _add_groups(saved["added"], unit, now, rename or {})
 
 
@@ -279,7 +281,7 @@ def _add_groups(
             parameters = [now.get(moved(each, rename)) for each in group]
             held = {id(p) for each in parameter_groups(optimizer) for p in each}
             if any(p is None or id(p) in held for p in parameters):
-                break  # what reads the optimizer's state says which
+                break  # reading the optimizer's state then raises, with names
             add_again(optimizer, [p for p in parameters if p is not None], unit)
         partition = Partition.of(optimizer)
         if partition is not None:
@@ -287,7 +289,7 @@ def _add_groups(
 
 
 def _frozen(module: nn.Module) -> set[str]:
-    """Names of what is frozen; a tied parameter has several."""
+    """Names of frozen parameters; a tied parameter has several."""
     return {name for name, p in plain_names(module, every_name=True) if not p.requires_grad}
 
 

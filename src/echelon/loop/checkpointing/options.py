@@ -1,4 +1,4 @@
-"""What may be said about saving and restoring, beyond what everyone says."""
+"""Less usual options of saving and restoring."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ __all__ = ["OLDER", "RestoreOptions", "SaveOptions", "check_group"]
 
 _given = Given(CheckpointOptionError)
 
-# Arguments of a saver that counted micro-batches, and those of today.
+# Older arguments of a saver, which counted micro-batches, and their new names.
 OLDER = {"save_every_n_train_steps": "save_every_n_updates", "keep_every_n_train_steps": "keep_every_n_updates"}
 
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Of a DistributedCheckpointSaver.
+    """Further options of a DistributedCheckpointSaver.
 
     Args:
         keep_every_n_updates: checkpoints of every n-th update are never removed.
-        on_busy: when a save is due while an asynchronous one is being written: "wait" for it, or "skip" this one.
-        tolerated_failures: how many saves in a row may fail for reasons of the storage (a full disk, a permission) with an error
-            in the log, before one ends the run. The save at the end of training always must succeed. 0 tolerates none.
-        only_trained: leave out parameters that are frozen from the beginning, as the base of an adapter: the script builds them
-            each time. A restore compares their checksums, and refuses another base. Buffers are saved.
-        restart: set checkpoints that are ahead of this run aside, instead of refusing to start.
-        keep_every_n_train_steps: an older spelling, which counted micro-batches.
+        on_busy: if a save is due while an asynchronous one is being written: "wait" for it, or "skip" the new save.
+        tolerated_failures: how many saves in a row may fail because of the storage (a full disk, a permission) with an error in
+            the log; one more ends the run. The save at the end of training must always succeed. 0 tolerates none.
+        only_trained: leave out parameters that are frozen from the beginning, such as the base model of an adapter: the script
+            builds them each time. A restore compares their checksums, and refuses another base. Buffers are saved.
+        restart: set checkpoints aside that are ahead of this run, instead of refusing to start.
+        keep_every_n_train_steps: an older name, which counted micro-batches.
     """
 
     keep_every_n_updates: int | None = None
@@ -61,12 +61,12 @@ class RestoreOptions:
     """What to take from a checkpoint.
 
     Args:
-        strict: False leaves alone what the checkpoint does not have, and what it has and nobody asks for; both are logged.
-        allow_changes: names of changes that are not harmless, such as "global_batch", and are meant; and of states that only
-            the checkpoint has, to leave out, or only the unit has, to leave as they are.
-        rename: what is called otherwise now: the beginning of a name in the checkpoint, and its name here, such as
-            `{"module.encoder": "module.backbone"}`. An optimizer's state follows.
-        show_changes: log a table of what changed since it was saved, harmless changes too.
+        strict: False ignores state that only the unit or only the checkpoint has; both are logged.
+        allow_changes: names of intended changes that are not harmless, such as "global_batch"; also names of states that only the
+            checkpoint has, to ignore them, or only the unit has, to leave them as they are.
+        rename: for renamed parts, the beginning of a name in the checkpoint and its name here, such as
+            `{"module.encoder": "module.backbone"}`. It also applies to an optimizer's state.
+        show_changes: log a table of changes since the save, harmless ones too.
     """
 
     restore_modules: bool = True
@@ -90,7 +90,7 @@ class RestoreOptions:
 
     @classmethod
     def weights_only(cls, *, strict: bool = True) -> RestoreOptions:
-        """For fine-tuning: modules, and nothing else that the checkpoint holds."""
+        """Restore only modules, for fine-tuning."""
         return cls(True, False, False, False, False, False, strict)
 
     @property

@@ -1,8 +1,8 @@
-"""At a save and at the end, a look at whether the ranks did alike what they must, and whether copies of a model are still copies.
+"""Check at a save and at the end that the ranks did the same, and that the replicas of a model are still equal.
 
-Gradients are averaged, not parameters. A script that draws noise into weights, or changes them or a learning rate on rank 0 only,
-leaves the ranks with models that drift apart; rank 0's is saved. Communication: one all-reduce for each axis of ranks that have
-the same, of four numbers a parameter.
+Gradients are averaged, not parameters. If a script draws noise into weights, or changes weights or a learning rate on rank 0
+only, the ranks' models drift apart, and only rank 0's is saved. Communication: one all-reduce per axis of replicas, of four
+numbers per parameter.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ __all__ = ["check_ranks"]
 
 logger = logging.getLogger(__name__)
 
-# Of a parameter's norm: far above what other devices of a mixed cluster round differently.
+# Relative to a parameter's norm; far above rounding differences between devices of a mixed cluster.
 _TOLERANCE = 1e-3
-# Of each parameter so many elements are looked at: in float64 they are larger than they are.
+# Elements compared of each parameter, at most: their float64 copy takes more memory than they do.
 _MOST = 1 << 20
 
-# Modules of which it was said.
+# Modules that were reported.
 _told: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def check_ranks(unit: Unit) -> None:
-    """Collective.
+    """Settle the guards, and warn of replicas that have drifted apart. Collective.
 
     Raises:
         RanksDisagreeError: the latest update mixed gradients of different parameters.
@@ -47,7 +47,7 @@ def check_ranks(unit: Unit) -> None:
 
 
 def _warn_of_drift(unit: Unit) -> None:
-    """Collective. Of what every rank of an axis has; shards have no copies."""
+    """Compare parameters that every rank of an axis holds; shards have no replicas. Collective."""
     modules = unit.prepared_modules()
     _warn_of_own_models({name: p for name, p in modules.items() if not p.data.groups and not p.data.is_divided})
     for name, prepared in modules.items():
@@ -55,12 +55,12 @@ def _warn_of_drift(unit: Unit) -> None:
             continue
         reshard(prepared.module)
         copies = _copies(prepared)
-        if copies or prepared.place.stages:  # else all is in shards, on every rank
+        if copies or prepared.place.stages:  # else every parameter is sharded, on every rank
             _compare(name, prepared, copies, _DRIFTED)
 
 
 def _warn_of_own_models(modules: dict[str, Prepared[Any]]) -> None:
-    """Collective. Of modules that no layout knows, which a script may keep alike by hand, or divide so that ranks have others."""
+    """Compare modules without a layout, which the script may keep equal by hand. They may differ on purpose. Collective."""
     if not modules or not agree.is_joined():
         return
     trained = {name: list(_floats(p)) for name, p in modules.items() if any(q.requires_grad for _, q in p.named_parameters())}
@@ -72,23 +72,23 @@ def _warn_of_own_models(modules: dict[str, Prepared[Any]]) -> None:
 
 _DRIFTED = (
     "the ranks hold different values of %s.%s (one of %s parameters), which must be copies; rank 0's are saved. "
-    "Change parameters and learning rates alike on all ranks: noise from a torch.Generator with the same seed, "
+    "Change parameters and learning rates in the same way on all ranks: noise from a torch.Generator with the same seed, "
     "a schedule by `ech.all_mean(...)`, no `if rank == 0`. `echelon prove` finds where they begin to differ"
 )
 _OWN_MODEL = (
-    "each rank trains a model of its own: the ranks hold different values of %s.%s (one of %s parameters), and nothing averages "
-    "gradients; rank 0's are saved. Give layout='ddp' or another one; in a TrainUnit, `echelon.layouts.prepare_module(...)`"
+    "each rank trains its own model: the ranks hold different values of %s.%s (one of %s parameters), and nothing averages "
+    "gradients; rank 0's are saved. Give layout='ddp' or another layout; in a TrainUnit, `echelon.layouts.prepare_module(...)`"
 )
 
 
 def _compare(name: str, prepared: Prepared[Any], copies: dict[Any, list[tuple[str, torch.Tensor]]], message: str) -> None:
-    """Collective."""
+    """Compare copies within their groups of ranks, and report the first that differ. Collective."""
     if prepared.module in _told:
         return
     drifted: dict[str, None] = {}
     for group, parameters in copies.items():
         drifted |= dict.fromkeys(_differing(parameters, group))
-    # Agreed: ranks that were told would leave the others waiting at the next save.
+    # Agreed by all ranks: ranks that had reported it alone would skip the next comparison and leave the others waiting.
     if (first := agree.first_not_none([next(iter(drifted)), len(drifted)] if drifted else None)) is not None:
         _told.add(prepared.module)
         if agree.is_rank0():
@@ -96,7 +96,7 @@ def _compare(name: str, prepared: Prepared[Any], copies: dict[Any, list[tuple[st
 
 
 def _floats(prepared: Prepared[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """What this rank has of the parameters: of low bits there is no sum."""
+    """This rank's part of each floating-point parameter; low-bit tensors have no sum."""
     for name, parameter in prepared.named_parameters():
         piece = local(parameter.detach())
         if piece.is_floating_point() and not piece.is_meta and type(piece) is torch.Tensor:
@@ -104,7 +104,7 @@ def _floats(prepared: Prepared[Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _copies(prepared: Prepared[Any]) -> dict[Any, list[tuple[str, torch.Tensor]]]:
-    """By group of ranks, what each of them has of the same parameters."""
+    """For each group of ranks, the parameters or shards that all of its ranks hold."""
     copies: dict[Any, list[tuple[str, torch.Tensor]]] = {}
     of_name = dict(prepared.named_parameters())
     for name, piece in _floats(prepared):
@@ -118,7 +118,7 @@ def _copies(prepared: Prepared[Any]) -> dict[Any, list[tuple[str, torch.Tensor]]
 
 
 def _differing(parameters: list[tuple[str, torch.Tensor]], group: dist.ProcessGroup | None) -> list[str]:
-    """Collective over the group."""
+    """Names of the parameters that differ within the group. Collective over the group."""
     channel, device = agree.channel(group)
     each = [_seen(p) for _, p in parameters]
     seen = torch.stack(each if len({s.device for s in each}) == 1 else [s.to(device) for s in each])  # (parameters, 2)
@@ -131,7 +131,7 @@ def _differing(parameters: list[tuple[str, torch.Tensor]], group: dist.ProcessGr
 
 @torch.no_grad()
 def _seen(parameter: torch.Tensor) -> torch.Tensor:
-    """A product with fixed numbers, and the norm."""
+    """Two numbers of a parameter: its product with fixed numbers, and its norm."""
     flat = parameter.reshape(-1)[:_MOST].double()
     fixed = torch.linspace(-1, 1, len(flat) + 1, dtype=flat.dtype, device=flat.device)[1:]
     return torch.stack([flat @ fixed, flat.norm()])

@@ -1,4 +1,4 @@
-"""Restore a unit from a checkpoint: which one, which state, and what has changed since."""
+"""Restore a unit from a checkpoint: choose the checkpoint and the state, and compare what has changed since the save."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ __all__ = ["BY_RANK", "chosen_of", "differs_by_rank", "read_on_beside", "restore
 
 logger = logging.getLogger(__name__)
 
-# Of what a rank writes for itself: what is not a layout's.
+# Keys of per-rank state that do not belong to a layout.
 _OWN = ("streams", "metrics", "others", "train_dataloader", "eval_dataloader", "predict_dataloader")
 
 
@@ -61,16 +61,16 @@ def restore_first(
     """Restore the first of these checkpoints that is valid; False if the list is empty.
 
     Args:
-        rolls_back: the same run goes back to it.
+        rolls_back: the same run goes back to an earlier state.
     Raises:
-        CheckpointCorruptError: none of them is whole; or, without `fall_back`, the first is not.
+        CheckpointCorruptError: all of them are corrupt; or, without `fall_back`, the first is.
     """
     check_unit(unit)
     wrong: list[str] = []
     for path in ordered:
         try:
             manifest = commit.verify(path)
-            # What is only found here, an older checkpoint then writes over.
+            # If this finds damage after it has loaded a part, an older checkpoint overwrites that part.
             _restore(path, manifest, unit, loader, options, rolls_back=rolls_back)
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
             if not fall_back:
@@ -83,8 +83,8 @@ def restore_first(
         return True
     if wrong:
         raise CheckpointCorruptError(
-            f"every checkpoint in {dirpath} is corrupt: {' '.join(wrong)} To start over, and keep these aside: "
-            "`echelon run --restart`, or SaveOptions(restart=True) at the saver and no restore."
+            f"every checkpoint in {dirpath} is corrupt: {' '.join(wrong)} To start over and set these aside, use "
+            "`echelon run --restart`, or give the saver SaveOptions(restart=True) and do not restore."
         )
     return False
 
@@ -92,7 +92,7 @@ def restore_first(
 def check_unit(unit: Any) -> None:
     """
     Raises:
-        UsageError: nothing that has a state to restore.
+        UsageError: the object has no state to restore.
     """
     has_state = callable(getattr(unit, "app_state", None)) and not isinstance(unit, type)
     require(has_state, "unit", "a unit such as an AutoUnit", unit, kind=CheckpointOptionError)
@@ -104,7 +104,7 @@ def restore(path: Location, unit: Unit, loader: Iterable[Any] | None, options: R
         modules = unit.prepared_modules()
         if len(modules) != 1:
             raise CheckpointOptionError(
-                f"{path} holds the weights of one module, and the unit has {len(modules)}: {', '.join(modules)}."
+                f"{path} holds the weights of one module, but the unit has {len(modules)}: {', '.join(modules)}."
             )
         (module,) = modules.values()
         report = foreign.read_weights(
@@ -123,7 +123,7 @@ def restore(path: Location, unit: Unit, loader: Iterable[Any] | None, options: R
         if inside := commit.candidates(path) or commit.candidates(path / "checkpoints"):
             raise CheckpointNotFoundError(
                 f"{path} is a folder of checkpoints, not a checkpoint. The newest in it is {inside[0]}; restore_from_latest "
-                "takes it.",
+                "restores it.",
                 path=str(path),
             ) from error
         raise
@@ -135,7 +135,7 @@ def _restore(
 ) -> Report:
     chosen = chosen_of(unit, options)
     if loader is not None:
-        accumulation_of(unit, loader)  # in whose micro-batches the saved position is counted
+        accumulation_of(unit, loader)  # the saved position counts micro-batches, so their number must be settled first
     allowed = options.allow_changes
     seeks = loader is not None and (hasattr(loader, "load_state_dict") or state_between_epochs(loader) is not None)
     config = changes.renamed(manifest.get("config", {}), options.rename)
@@ -146,14 +146,15 @@ def _restore(
         loader.take_seed(config.get("data"))
     table, meant = changes.check(config, unit, loader, restored=restored, allowed=allowed)
     if table and options.show_changes and agree.is_rank0():
-        logger.warning("since %s was saved, changed:\n%s", path, table)  # harmless ones, too: a lower lr that is not used
+        # Harmless changes are shown, too: a new learning rate, for example, is not used.
+        logger.warning("since %s was saved, this has changed:\n%s", path, table)
     if meant & {name for kind in restored for name in config.get(kind, {})}:
         chosen = {name: value for name, value in chosen.items() if name not in meant}
     if isinstance(unit, TrainedUnit) and options.restore_optimizers and options.restore_train_progress:
         train_as_saved(manifest.get("trained"), unit, path, options.rename, rolls_back=rolls_back)
-    # Of all first: an optimizer's names are those of its modules, restored or not.
+    # Computed over the whole state, then filtered: an optimizer's names come from its modules, restored or not.
     states = {name: state for name, state in states_by_name(unit.app_state()).items() if name in chosen}
-    frozen, note = manifest.get("frozen", {}), not options.takes_weights_only  # which a script does at every start
+    frozen, note = manifest.get("frozen", {}), not options.takes_weights_only  # a script takes weights only at every start
     states = without_frozen(states, frozen, unit, path, strict=options.strict, note=note)
     if seeks:
         states["train_dataloader"] = _IfSaved(
@@ -161,8 +162,8 @@ def _restore(
         )
     elif config.get("position") and isinstance(unit, TrainedUnit) and options.restore_train_progress and agree.is_rank0():
         logger.warning(
-            "%s holds where a %s stood in the middle of an epoch; give it, too: train_dataloader=. Training on without reads the "
-            "epoch's first batches again.",
+            "%s holds the position of a %s in the middle of an epoch; give the loader, too: train_dataloader=. Without it, "
+            "training reads the epoch's first batches again.",
             path,
             printable(config["position"]),
         )
@@ -191,11 +192,11 @@ def _restore(
 
 
 def _own(path: Location, manifest: dict[str, Any]) -> dict[str, Any] | None:
-    """What this rank wrote for itself: RNG state, shares of metrics, layouts' extras; None if another number of ranks did."""
+    """Per-rank state: RNG states, shares of metrics, layouts' extras; None if another number of ranks saved it."""
     own = store.read_rank(path, manifest)
     if own is None:
         return None
-    # What a worker has of its own is checked where it is loaded.
+    # The state of a local SGD worker is checked where it is loaded.
     extras = {key: {str: dict if key == "worker" else [str]} for key in own if key not in _OWN}
     if not fits({"others": {}, **own}, {"streams": dict, "metrics": dict, "others": {str: dict}, **extras}):
         raise CheckpointCorruptError(
@@ -205,12 +206,13 @@ def _own(path: Location, manifest: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics: bool, by_rank: Any) -> None:
-    """
+    """Load per-rank state; if another number of ranks saved it, start new random streams.
+
     Args:
-        metrics: whether shares of metrics are wanted.
-        by_rank: names of a user's own objects whose state was another on each rank.
+        metrics: restore shares of metrics.
+        by_rank: names of the user's objects whose state differed between ranks.
     """
-    # Ranks agree: with streams restored on some and not on others, none would be what it was.
+    # The ranks agree first: RNG states must be restored on all of them or on none.
     if not agree.any_rank(own is None) and own is not None:
         store.on_each(path, lambda: _load_streams(path, own["streams"]))
         unit.resumes_with = own["streams"]
@@ -223,11 +225,11 @@ def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics
         for name, prepared in unit.prepared_modules().items():
             prepared.extras.load_state_dict({key: own[key][name] for key in own if key not in _OWN and name in own[key]})
     elif isinstance(unit, TrainedUnit):
-        unit.resumes_with = None  # of another checkpoint
+        unit.resumes_with = None  # may be left from another checkpoint
         rng.renew(unit.train_progress.num_updates_completed)
         if by_rank and fits(by_rank, [str]) and agree.is_rank0():
             logger.warning(
-                "saved by another number of ranks, on each of which the state of %s was another: all have rank 0's now",
+                "saved by another number of ranks: the state of %s differed between them, and all ranks now have rank 0's",
                 printable(", ".join(by_rank)),
             )
         if metrics and unit.tracked_metrics():
@@ -241,7 +243,7 @@ def read_on_beside(path: Location, beside: Any, states: Any) -> None:
         beside.go_on(states)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointCorruptError(
-            f"{path} holds where a loader beside the training loader stood, which is not valid: {error!r}.", path=str(path)
+            f"{path} holds an invalid position of a loader beside the training loader: {error!r}.", path=str(path)
         ) from None
 
 
@@ -249,12 +251,12 @@ def _load_streams(path: Location, saved: dict[str, Any]) -> None:
     try:
         rng.load_states(saved)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError, OverflowError) as error:
-        raise CheckpointCorruptError(f"{path} holds RNG states that are not valid: {error!r}.", path=str(path)) from None
+        raise CheckpointCorruptError(f"{path} holds invalid RNG states: {error!r}.", path=str(path)) from None
 
 
 def chosen_of(unit: Unit, options: RestoreOptions) -> dict[str, Any]:
-    """Of a unit's app state, what is to be restored; metrics aside."""
-    state = unit.app_state()  # first: it builds what is built at first use
+    """The part of a unit's app state to restore, without metrics."""
+    state = unit.app_state()  # first, because it builds attributes that are built at first use
     dropped: set[str] = set()
     if not options.restore_modules:
         dropped |= set(unit.tracked_modules())
@@ -262,7 +264,7 @@ def chosen_of(unit: Unit, options: RestoreOptions) -> dict[str, Any]:
         dropped |= set(unit.tracked_optimizers())
     if not options.restore_lr_schedulers:
         dropped |= set(unit.tracked_lr_schedulers())
-    if options.takes_weights_only:  # for fine-tuning: neither averages nor a user's other state
+    if options.takes_weights_only:  # fine-tuning takes neither averages nor the user's other state
         dropped |= set(unit.tracked_misc_statefuls())
     for phase in ("train", "eval", "predict"):
         if not getattr(options, f"restore_{phase}_progress"):
@@ -273,7 +275,7 @@ def chosen_of(unit: Unit, options: RestoreOptions) -> dict[str, Any]:
 
 def _log(report: Report, path: Location) -> None:
     if report.missing:
-        logger.warning("%s has no state for these, which stay as they are: %s", path, printable(", ".join(report.missing)))
+        logger.warning("%s has no state for these; they stay as they are: %s", path, printable(", ".join(report.missing)))
     if report.cast and agree.is_rank0():
         kinds = Counter(report.cast.values())
         shown = ", ".join(f"{n} from {a} to {b}" for (a, b), n in kinds.items())
@@ -282,25 +284,25 @@ def _log(report: Report, path: Location) -> None:
         logger.warning("%s also has state that this unit does not use: %s", path, printable(", ".join(report.unexpected)))
 
 
-# Stands for the state of a loader that has another on every rank, each in that rank's own file.
+# Stands for a loader's state that differs between ranks: each rank's state is in its own file.
 BY_RANK = {"by_rank": True}
-BETWEEN_BY_RANK = {"by_rank": True, "between": True}  # likewise, of generators between two epochs
+BETWEEN_BY_RANK = {"by_rank": True, "between": True}  # the same for the state of generators between two epochs
 
 
 def differs_by_rank(state: Any) -> bool:
-    """Whether ranks have states of their own, as foreign loaders with shards do. Collective."""
+    """Whether the ranks have different states, as other libraries' loaders with shards do. Collective."""
     sums = agree.kinds(checksum(state)) if agree.is_joined() else [0]
     return sums[0] is None or len(sums) > 1
 
 
 class _IfSaved:
-    """The loader's state; from the end of an epoch that of its generators alone, and the next epoch begins at its start.
+    """The loader's state. A checkpoint from an epoch's end holds only the state of its generators; the next epoch then begins.
 
     Args:
-        meant: what may differ, beside what the loader itself accepts: it resumes where the saved one stood.
-        own: reads what this rank wrote for itself; None if another number of ranks did.
-        in_epoch: the checkpoint is from the middle of an epoch, as far as loaders of other libraries are concerned. Else theirs
-            are not asked for their state, for which they may begin an iteration.
+        meant: names of changes that are allowed, besides those that the loader itself accepts.
+        own: reads this rank's state; None if another number of ranks saved it.
+        in_epoch: for a loader of another library: the checkpoint is from the middle of an epoch. Otherwise such a loader is not
+            asked for its state, since that may make it begin an iteration.
     """
 
     def __init__(self, loader: Any, meant: set[str], own: Callable[[], dict[str, Any] | None], *, in_epoch: bool) -> None:
@@ -314,7 +316,7 @@ class _IfSaved:
     def _begins_anew(self, why: str) -> None:
         if agree.is_rank0():
             logger.warning(
-                "the order of the %s is drawn anew, as in a run's first epochs: %s. echelon.Loader goes on with its order",
+                "the order of the %s is drawn anew, as in a run's first epochs: %s. echelon.Loader continues its order",
                 self._loader.__class__.__name__,
                 why,
             )
@@ -329,15 +331,15 @@ class _IfSaved:
                 return
             if own is None:
                 raise CheckpointMismatchError(
-                    f"each rank saved the state of its own {self._loader.__class__.__name__}, so their number must be the same. "
-                    "Use as many ranks, or do not restore the loader; echelon.Loader resumes on any number."
+                    f"each rank saved the state of its own {self._loader.__class__.__name__}, so the number of ranks must be the "
+                    "same. Use as many ranks, or do not restore the loader; echelon.Loader resumes on any number."
                 )
             if not isinstance(own.get("train_dataloader"), dict):
-                raise CheckpointCorruptError("the checkpoint should hold the state of this rank's loader, and does not.")
+                raise CheckpointCorruptError("the checkpoint should hold the state of this rank's loader, but does not.")
             state_dict = own["train_dataloader"]
         if is_between_epochs(state_dict):
             if not load_state_between_epochs(self._loader, state_dict) and not isinstance(self._loader, BaseLoader):
-                self._begins_anew("a loader with other generators was saved")
+                self._begins_anew("the saved loader had other generators")
             return
         if not hasattr(self._loader, "load_state_dict"):
             return
@@ -347,7 +349,7 @@ class _IfSaved:
         if state_dict.keys() == Replayed.STATE:
             raise CheckpointOptionError(
                 "the checkpoint was written on one rank, in the middle of an epoch of a DataLoader in torch's own order. "
-                "Go on on one rank, or from a checkpoint of an epoch's end."
+                "Resume on one rank, or from a checkpoint of an epoch's end."
             )
         accepted = self._loader.accept_changes
         self._loader.accept_changes = accepted | self._meant
@@ -356,24 +358,24 @@ class _IfSaved:
         except UsageError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointCorruptError(f"the checkpoint's state of the loader is not one of a Loader: {error!r}.") from None
+            raise CheckpointCorruptError(f"the checkpoint's loader state is not that of a Loader: {error!r}.") from None
         finally:
             self._loader.accept_changes = accepted
 
 
-# --- state in a checkpoint that the program no longer has: unused state, and renamed layers
+# --- state in a checkpoint that the program no longer has, and renamed layers
 
 
 def _forgotten(
     config: Mapping[str, Any], names: Collection[str], unit: Unit, options: RestoreOptions
 ) -> tuple[list[str], list[str]]:
-    """What the unit has no more of the states in a checkpoint: what to refuse when strict, and what to list in any case.
+    """Names of states in a checkpoint that the unit no longer has: those to refuse when strict, and those only to list.
 
-    A run that continued without would be another one, and its next checkpoint would lack it. A unit that does not train, and one
-    that takes weights only, leaves what belongs to training behind without a word.
+    A run without such a state would be another run, and its next checkpoint would lack it. A unit that does not train, or takes
+    weights only, ignores the state of training silently.
     """
     kind_of = {**dict.fromkeys(names, "misc_statefuls"), **config.get("states", {})}
-    # Each rank has its share of a metric elsewhere; what else is not there any more has other names now.
+    # Metrics are in the ranks' own files, not among `names`. Any other state that is not among `names` has been renamed.
     kind_of = {name: kind for name, kind in kind_of.items() if name in names or kind == "metrics"}
     kind_of.pop("train_dataloader", None)
     trains = isinstance(unit, TrainedUnit) and not options.takes_weights_only
@@ -387,26 +389,27 @@ def _forgotten(
 
 
 def _naming(renames: Mapping[str, str], states: Mapping[str, Any]) -> Naming:
-    """What names in a checkpoint are called now: of states, of tensors, and so of an optimizer's state of these.
+    """A function from names in a checkpoint to today's names, for states, tensors and an optimizer's state of these tensors.
 
     Args:
-        renames: beginnings of names, with the state's, as `{"module.encoder": "module.backbone"}`.
-        states: what will be restored, by name.
+        renames: beginnings of names, including the state's name, such as `{"module.encoder": "module.backbone"}`.
+        states: the states to restore, by name.
     """
     back = {new: old for old, new in renames.items()}
-    fronts: dict[str, tuple[str, str]] = {}  # by optimizer, what its names lack of a parameter's: in the checkpoint, and here
+    # For each optimizer, the prefix of a parameter's full name that its own names lack: in the checkpoint, and here.
+    fronts: dict[str, tuple[str, str]] = {}
     for name, state in states.items():
         if hasattr(state, "full_names"):
             full = state.full_names()
             olds = {moved(each, back).partition(".")[0] for each in full.values()}
-            # An optimizer's names have their module's in front only if it has several.
+            # An optimizer's names begin with the module's name only if it holds parameters of several modules.
             before = f"{olds.pop()}." if len(olds) == 1 else ""
             fronts[name] = before, next((each.removesuffix(name_here) for name_here, each in full.items()), "")
 
     def now(name: str) -> str:
         state, _, key = moved(name, renames).partition(".")
         kind, _, rest = key.partition(".")
-        # What begins with ~ is in no module.
+        # Names that begin with ~ are of parameters outside modules.
         if kind in ("state", "param_groups") and state in fronts and not rest.startswith("~"):
             before, after = fronts[state]
             return f"{state}.{kind}.{moved(before + rest, renames).removeprefix(after)}"

@@ -1,6 +1,6 @@
-"""Give a trained model back to the library that it comes from: whole weights, written by the model's own `save_pretrained`.
+"""Write a trained model for the library that it comes from: whole weights, by the model's own `save_pretrained`.
 
-Under every layout. The weights are gathered one by one into files beside the target, which rank 0 maps into memory: no rank
+Works under every layout. The weights are gathered one by one into files beside the target, which rank 0 maps into memory: no rank
 holds more than its own parts and one whole tensor.
 """
 
@@ -40,16 +40,17 @@ logger = logging.getLogger(__name__)
 
 
 def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], *, merged: bool = False, **options: Any) -> Path:
-    """Write a model for `from_pretrained`, or an adapter for PEFT, whatever the layout. Collective: every rank calls it.
+    """Write a model for `from_pretrained`, or an adapter for PEFT, under any layout. Collective: every rank calls it.
 
-    Rank 0 alone writes, by the model's own `save_pretrained`. Into a folder that is not there yet the files come whole or not at
-    all; in one that is there they are replaced one by one. It needs as much room on the folder's disk once more, for a while.
+    Only rank 0 writes, by the model's own `save_pretrained`. A new folder appears with all its files or not at all; in an
+    existing folder the files are replaced one by one. For a while it needs twice the room on the folder's disk.
 
     Args:
-        model: an AutoUnit, a unit with one module, or a module, also as a layout or the user wrapped it.
-        folder: on rank 0's machine.
-        merged: of a model with PEFT's adapters, write a whole model that has them in its weights, as `merge_and_unload` makes it.
-        options: more of what the model's `save_pretrained` takes, such as `max_shard_size="2GB"`.
+        model: an AutoUnit, a unit with one module, or a module, wrapped by a layout or by the user or not.
+        folder: a folder on rank 0's machine.
+        merged: write a model with PEFT's adapters as a whole model with the adapters merged into its weights, as
+            `merge_and_unload` does.
+        options: further arguments of the model's `save_pretrained`, such as `max_shard_size="2GB"`.
     Returns:
         the folder.
     Raises:
@@ -98,7 +99,7 @@ def _write(
 ) -> None:
     if merged:
         _plain(module, weights, whole).merge_and_unload().save_pretrained(folder, **options)
-    elif weights.is_cut and can_be_built(module):  # this stage's own counts and names its own layers only
+    elif weights.is_cut and can_be_built(module):  # the save_pretrained of this stage counts and names its own layers only
         _plain(module, weights, whole).save_pretrained(folder, state_dict=whole, **options)
     else:
         with authors_classes(module):
@@ -106,7 +107,7 @@ def _write(
 
 
 def _check(module: nn.Module, merged: bool, options: Mapping[str, Any]) -> Any:
-    """Its own function that saves it."""
+    """The module's own `save_pretrained`; refuse modules without one, and wrong options."""
     own = getattr(type(module), "save_pretrained", None)
     if not callable(own):
         raise CheckpointOptionError(
@@ -114,10 +115,10 @@ def _check(module: nn.Module, merged: bool, options: Mapping[str, Any]) -> Any:
             "module as safetensors."
         )
     if "state_dict" in options:
-        raise CheckpointOptionError("save_pretrained gathers the state_dict itself. Leave it out.")
+        raise CheckpointOptionError("state_dict must not be given: save_pretrained gathers it. Leave it out.")
     flags(merged=merged, kind=CheckpointOptionError)
     if merged and not callable(getattr(module, "merge_and_unload", None)):
-        raise CheckpointOptionError(f"merged must be False for a {type(module).__name__}: PEFT put no adapters around it.")
+        raise CheckpointOptionError(f"merged must be False for a {type(module).__name__}, which has no adapters of PEFT.")
     return own
 
 
@@ -127,21 +128,18 @@ def _module(model: Unit | nn.Module) -> nn.Module:
     require(isinstance(model, Unit), "model", "a unit or a torch.nn.Module", model, kind=CheckpointOptionError)
     modules = model.tracked_modules()
     if len(modules) != 1:
-        raise CheckpointOptionError(f"the unit has {len(modules)} modules: {', '.join(modules)}. Pass the one to be written.")
+        raise CheckpointOptionError(f"the unit has {len(modules)} modules: {', '.join(modules)}. Pass the one to write.")
     return next(iter(modules.values()))
 
 
 def _needed(module: nn.Module, weights: _Weights) -> set[str]:
-    """Names that the module's `save_pretrained` will write: of an adapter of PEFT's not those of the base, which is large.
-
-    Collective.
-    """
+    """Names that the module's `save_pretrained` will write; for a PEFT adapter, without those of the base model. Collective."""
     if (own := of_adapters(module, _stand_ins(weights))) is None:
         if "state_dict" in vars(module) and agree.is_rank0():
             kind = type(module).__name__
-            logger.warning("save_pretrained writes all weights of the %s, whatever the state_dict set on it would give", kind)
+            logger.warning("save_pretrained writes all weights of the %s, and ignores the state_dict that was set on it", kind)
         return set(weights.entries)
-    # A stage knows of its own layers only what PEFT would write.
+    # A pipeline stage knows only which of its own layers PEFT would write.
     return {name for each in agree.kinds(sorted(own)) for name in each}
 
 
@@ -156,8 +154,8 @@ def _stand_ins(weights: _Weights) -> dict[str, torch.Tensor]:
 
 # --- all weights, whole, on rank 0
 #
-# The ranks first agree on who holds what. Then each tensor is gathered by those ranks alone that hold parts of it, and goes from
-# the first of them to rank 0. Stages of a pipeline take turns, so that none waits for rank 0 longer than it takes to write a few
+# The ranks first exchange which tensors they hold. Then each tensor is gathered only by the ranks that hold parts of it, and the
+# first of these sends it to rank 0. Pipeline stages take turns, so that a stage waits for rank 0 only while it writes a few
 # tensors.
 
 
@@ -166,8 +164,8 @@ class _Entry:
     """A tensor under one of its names.
 
     Args:
-        stage: which of the different listings of ranks has it.
-        same: the first name that this tensor has there; a tied one has several.
+        stage: index of the first distinct listing of tensors that has it; the ranks of a pipeline stage have the same listing.
+        same: the tensor's first name in that listing; a tied tensor has several names.
     """
 
     name: str
@@ -177,18 +175,18 @@ class _Entry:
     same: str
 
     def stand_in(self) -> torch.Tensor:
-        """One like it, without memory."""
+        """An empty tensor of the same shape and dtype, on the meta device."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
 class _Weights:
-    """What all ranks hold of a module between them.
+    """All tensors of a module, over all ranks.
 
     Attributes:
-        entries: by name; what several stages have, by the first one of them.
-        is_cut: ranks hold different parts of the module, as stages do.
+        entries: tensors by name; a tensor that several stages have belongs to the first of them.
+        is_cut: ranks hold different parts of the module, as pipeline stages do.
     Raises:
-        UsageError: on every rank: ranks hold different weights, and are no stages; a tensor of a type that cannot be gathered.
+        UsageError: on every rank: ranks hold different weights without being stages; or a tensor's type cannot be gathered.
     """
 
     def __init__(self, state: ModuleState) -> None:
@@ -219,15 +217,15 @@ class _Weights:
         kinds = (type(v) for v in self._values.values() if not is_split(v) and type(v) not in (torch.Tensor, nn.Parameter))
         odd_kind = agree.first_not_none(next((kind.__name__ for kind in kinds), None))
         if odd_kind is not None:
-            raise CheckpointOptionError(f"a weight of type {odd_kind} cannot be gathered; use fully_shard's layouts, or ddp.")
+            raise CheckpointOptionError(f"a weight of type {odd_kind} cannot be gathered. Use fully_shard's layouts, or ddp.")
 
     def gather(self, names: Collection[str], folder: Path) -> dict[str, torch.Tensor]:
-        """Whole tensors by name, on rank 0, mapped from files in the folder; elsewhere nothing. Collective.
+        """Whole tensors by name, mapped from files in the folder, on rank 0; {} on other ranks. Collective.
 
         Raises:
             CheckpointWriteError: on every rank, if rank 0 could not write.
         """
-        same: dict[tuple[int, str], torch.Tensor] = {}  # of a tied one, under all its names
+        same: dict[tuple[int, str], torch.Tensor] = {}  # a tied tensor once, by its first name
         problem: str | None = None
         for number, entry in enumerate(self._in_turns(names)):
             key = entry.stage, entry.same
@@ -238,7 +236,7 @@ class _Weights:
             if value is not None and problem is None:
                 try:
                     same[key] = _mapped(value, folder / f"{number}")
-                except OSError as error:  # the others are in the middle of gathering
+                except OSError as error:  # raised later: the other ranks are still gathering
                     problem = f"rank 0: {explain(error, folder)}"
             del value
         agree.raise_on_all(problem, CheckpointWriteError)
@@ -247,7 +245,7 @@ class _Weights:
         return {name: same[each.stage, each.same] for name, each in self.entries.items() if name in names}
 
     def _in_turns(self, names: Collection[str]) -> list[_Entry]:
-        """One of each stage, and again."""
+        """The entries in round-robin order over the stages."""
         by_stage: list[list[_Entry]] = [[] for _ in self._speakers]
         for name, entry in self.entries.items():
             if name in names:
@@ -275,13 +273,13 @@ class _Weights:
 
 
 def _mapped(tensor: torch.Tensor, file: Path) -> torch.Tensor:
-    """The tensor, written to a file and mapped from there."""
+    """Write a tensor to a file, and map it from there."""
     if not tensor.numel():
         return tensor
     with file.open("wb") as stream:
         flat_bytes(tensor).numpy().tofile(stream)
-    # What is changed in it goes to the file, too, and not into this process's memory.
+    # shared=True: changes go to the file, not into this process's memory.
     mapped = torch.from_file(str(file), shared=True, size=tensor.numel(), dtype=tensor.dtype)
     with contextlib.suppress(OSError):
-        file.unlink()  # the mapping keeps it
+        file.unlink()  # the mapping keeps the data
     return mapped.view(tensor.shape)

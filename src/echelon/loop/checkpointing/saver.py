@@ -46,22 +46,22 @@ class _Older(TypedDict, total=False):
 
 
 class DistributedCheckpointSaver(Callback):
-    """Saves modules, optimizers, schedulers, progress, the loader's position, RNGs and other Statefuls.
+    """Saves modules, optimizers, schedulers, progress, the loader's position, RNG states and other Statefuls.
 
-    A checkpoint is the folder `dirpath/step-NNNNNNNN`, complete or absent, whatever is killed when. Its parameters and
-    optimizer state are keyed by name, so it can be restored under another layout and number of ranks. The end of training
-    is always saved. One live run may write into a folder.
+    A checkpoint is the folder `dirpath/step-NNNNNNNN`, complete or absent, whichever process is killed at whatever time. Its
+    parameters and optimizer state are keyed by name, so it can be restored under another layout and number of ranks. The end of
+    training is always saved. Only one live run may write into a folder.
 
     Args:
-        dirpath: a folder, the same on all ranks, on storage that all can reach; or an fsspec URL such as "s3://bucket/run".
-        save_every_n_updates, save_every_n_epochs, save_every_n_eval_steps, save_every_n_eval_epochs: None is never. In an
-            evaluation the save waits for its end.
-        keep_last_n_checkpoints: remove older ones after each save, or with `best_checkpoint_config` those that are less good;
-            None keeps all. The newest always stays.
-        best_checkpoint_config: which number of the unit is written down with each checkpoint, and what "best" means.
-        async_checkpoint: the loop stops only to copy the state to host memory; a thread writes. Costs that memory.
-        options: what else: a SaveOptions.
-        process_group: as in TorchTNT: None or a group of all ranks, since all of them take part in each save.
+        dirpath: a folder, the same on all ranks, on storage that all ranks can reach; or an fsspec URL such as "s3://bucket/run".
+        save_every_n_updates, save_every_n_epochs, save_every_n_eval_steps, save_every_n_eval_epochs: None is never. A save that
+            is due within an evaluation comes at its end.
+        keep_last_n_checkpoints: after each save, remove older checkpoints, or with `best_checkpoint_config` worse ones; None
+            keeps all. The newest is always kept.
+        best_checkpoint_config: which number of the unit is saved with each checkpoint, and what "best" means.
+        async_checkpoint: stop the loop only to copy the state to host memory; a thread writes it. Costs that memory.
+        options: further options: a SaveOptions.
+        process_group: as in TorchTNT: None or a group of all ranks, because all ranks take part in each save.
         older: `save_every_n_train_steps`, which counted micro-batches.
     """
 
@@ -93,21 +93,23 @@ class DistributedCheckpointSaver(Callback):
         self.best, self.async_checkpoint = best_checkpoint_config, async_checkpoint
         keep = Keep(keep_last_n_checkpoints, options.keep_every_n_updates, best_checkpoint_config)
         self.folder = RunFolder(location(dirpath), keep, restart=options.restart)
-        self.failures, self.stall_s = 0, 0.0  # in a row; for which the loop stopped for the latest asynchronous save
-        self.timetable: Timetable | None = None  # by the clock
-        self.insists = False  # on the name of the best one's number
-        self._due, self._looked_at, self._began_at = False, 0, 0  # a save, and the step at which it was last asked
+        # Failed saves in a row; seconds for which the latest asynchronous save stopped the loop.
+        self.failures, self.stall_s = 0, 0.0
+        self.timetable: Timetable | None = None  # for saves by the clock
+        self.insists = False  # refuse a run whose evaluations do not log the number that decides the best checkpoint
+        # Whether a save is due; updates at the latest check; updates when training began.
+        self._due, self._looked_at, self._began_at = False, 0, 0
         self._planned = Planned()
         self._frozen = Frozen() if options.only_trained else None
         self._background = Background(self.folder.retire)
         self._buffers = Buffers()
-        self._pending = (0, "", 0.0)  # of the save under way: its step, its folder's name, and when it began
+        self._pending = (0, "", 0.0)  # the running asynchronous save: its step, its folder's name, and when it began
 
     @property
     def dirpath(self) -> Location:
         return self.folder.path
 
-    # --- when
+    # --- when to save
 
     def on_train_start(self, state: State, unit: TrainedUnit) -> None:
         if self._in_steps and state.train_state is not None:
@@ -126,7 +128,7 @@ class DistributedCheckpointSaver(Callback):
         self._looked_at = updates
         if self._background.busy:
             self.look_after(state)
-        # Not by updates % every: one that is left out after a rollback comes by unseen.
+        # Not by updates % every: this hook does not see updates that are skipped after a rollback.
         self._due = self._due or (every is not None and updates // every > before // every)
         if self.timetable is not None and unit.at_boundary and self.timetable.is_due():
             self._due = True
@@ -153,7 +155,7 @@ class DistributedCheckpointSaver(Callback):
             self.check_best(state, unit)
         every = self.every.eval_epochs
         self._due = self._due or (every is not None and unit.eval_progress.num_epochs_completed % every == 0)  # type: ignore[attr-defined]
-        if self._due and unit.at_boundary:  # else at the next step that ends a window
+        if self._due and unit.at_boundary:  # else the next step that ends a window saves
             self._save(state, unit)
 
     def on_train_end(self, state: State, unit: TrainedUnit) -> None:
@@ -164,21 +166,22 @@ class DistributedCheckpointSaver(Callback):
             self._release()
         self._tell_best(state)
         trained = _step(unit) != self._began_at and not state.should_stop
-        if self.insists and self.best is not None and state.eval_state is None and trained:  # nothing is lost by an error now
+        # All is saved by now, so an error loses nothing.
+        if self.insists and self.best is not None and state.eval_state is None and trained:
             self.check_best(state, unit)
-        # A loop that counts its epochs itself may evaluate behind each of its runs.
+        # A loop that counts its epochs itself may evaluate after each of its runs.
         in_epochs = monitored.is_own_loop(unit) and state.train_state is not None and state.train_state.has_limit
         if self.best is not None and in_epochs and trained and state.logged.evaluated_at is None and agree.is_rank0():
             name = self.best.monitored_metric
             logger.warning(
-                "no checkpoint of this run is the best by %s, which no evaluation has logged. Call evaluation.log(%r, ...) in "
-                "`with echelon.evaluating(model) as evaluation`",
+                "no checkpoint of this run is the best by %s, because no evaluation has logged it. Call evaluation.log(%r, ...) "
+                "in `with echelon.evaluating(model) as evaluation`",
                 name,
                 name.removeprefix("eval_"),
             )
 
     def _tell_best(self, state: State) -> None:
-        """Which one it is: at the end, and rank 0 alone, whose reading has to fail without the others."""
+        """Report the best checkpoint at the end. On rank 0 only, so that an error in reading must not be raised."""
         with contextlib.suppress(CheckpointError, OSError):
             if self.best is not None and (state.recorder or state.notes) and (best := self.folder.find_best()) is not None:
                 path, value = best
@@ -195,12 +198,10 @@ class DistributedCheckpointSaver(Callback):
             monitored.number(name, state, unit, "eval")
         except monitored.Unknown as error:
             also = "" if monitored.is_own_loop(unit) else ", or of an attribute of the unit"
-            raise CheckpointOptionError(
-                f"best must be the name of a number that is logged{also}, got {name!r}: {error}."
-            ) from None
+            raise CheckpointOptionError(f"best must be the name of a logged number{also}, got {name!r}: {error}.") from None
 
     def on_exception(self, state: State, unit: Unit, exc: BaseException) -> None:
-        if self._background.abandon():  # since the latest step, at whose end the ranks would have heard of it
+        if self._background.abandon():  # the save has ended since the latest step, so it is not reported yet
             step, name, began = self._pending
             self._saved(state, step, name, time.perf_counter() - began, pause=False)
         self._release()
@@ -208,17 +209,17 @@ class DistributedCheckpointSaver(Callback):
     # --- saving
 
     def ask(self) -> None:
-        """Save at the end of the step under way, or of its epoch. On all ranks."""
+        """Save at the end of the current step, or of its epoch. All ranks must call it."""
         self._due = True
 
     def has_saved(self, step: int) -> bool:
-        """Whether the folder has a checkpoint of this many updates. For a rank alone."""
+        """Whether the folder has a checkpoint of this many updates. Not collective."""
         with contextlib.suppress(CheckpointError, OSError):
             return manifest.is_whole(self.dirpath / manifest.named(step))
         return False
 
     def note_evaluated(self, state: State, unit: TrainedUnit, step: int) -> None:
-        """What was saved at this step has been evaluated since, outside of a run. Collective."""
+        """Add the number of an evaluation outside a run to the checkpoint of this step. Collective."""
         if not commit.is_saved(self.dirpath, step):
             return
         self.folder.take()
@@ -234,10 +235,10 @@ class DistributedCheckpointSaver(Callback):
 
     @in_checkpoint()
     def _save(self, state: State, unit: TrainedUnit) -> None:
-        """Save in the middle of training; if the storage fails, training continues without."""
+        """Save during training; if the storage fails, training continues without the checkpoint."""
         self._due = self.best is not None and not state.should_stop and contents.is_unevaluated(state, unit)
         if self._due:
-            return  # so that the number that is written down is of these weights
+            return  # save after the evaluation, with its number
         if self._background.busy:
             if self.options.on_busy == "skip":
                 logger.warning("update %s is not saved: the save before it is still being written", self.place(unit)[0])
@@ -253,10 +254,10 @@ class DistributedCheckpointSaver(Callback):
 
     @in_checkpoint()
     def save(self, state: State, unit: TrainedUnit) -> Location | None:
-        """Save now and wait for it; None if this step is saved already. Collective.
+        """Save now and wait for the save; None if this step is saved already. Collective.
 
         Raises:
-            CheckpointError: on all ranks, if one could not write its part.
+            CheckpointError: on all ranks, if one of them could not write its part.
         """
         self._due = False
         self.look_after(state, wait=True)
@@ -273,7 +274,7 @@ class DistributedCheckpointSaver(Callback):
             problem, files = None, {}
             try:
                 files = taken.write(staged)
-            except Exception as error:  # libraries of object stores have errors of their own
+            except Exception as error:  # object stores' libraries raise errors of any class
                 problem = explain_for_rank(taken.rank, error, staged)
             try:
                 agree.raise_on_all(problem, CheckpointWriteError)
@@ -292,23 +293,23 @@ class DistributedCheckpointSaver(Callback):
         return path
 
     def place(self, unit: TrainedUnit) -> tuple[int, str]:
-        """The step of the state as it is now, and the name of its folder."""
+        """The current step, and the name of its checkpoint's folder."""
         return (step := _step(unit)), manifest.named(step)
 
     def take(self, state: State, unit: TrainedUnit) -> tuple[Snapshot, dict[str, Any]]:
-        """What is saved of the state as it is now, and what its manifest says besides. Collective."""
+        """Snapshot of the current state, and further facts for its manifest. Collective."""
         taken, facts = contents.take(state, unit, self._planned, self.best, self._frozen)
         return taken, {**facts, "keep": self.folder.keep.count}
 
     def _note_metrics(self, state: State, unit: TrainedUnit, step: int) -> None:
-        """A step was saved as a signal came, and its evaluation was made by the run that resumed: now the number is known."""
+        """Add the number to a checkpoint that was saved for a signal, once the resumed run has done the step's evaluation."""
         if self.best is None or contents.is_unevaluated(state, unit):
             return
         if metrics := contents.monitored(self.best.monitored_metric, state, unit):
             self.note(step, metrics)
 
     def note(self, step: int, metrics: dict[str, float]) -> None:
-        """The number of a checkpoint that is saved already. Collective."""
+        """Add a number to a checkpoint that is saved already. Collective."""
         path = self.dirpath / manifest.named(step)
 
         def note() -> None:
@@ -318,7 +319,7 @@ class DistributedCheckpointSaver(Callback):
         commit.on_rank0(note, self.dirpath)
 
     def _start(self, state: State, unit: TrainedUnit) -> None:
-        """The part of an asynchronous save for which the loop stops."""
+        """Start an asynchronous save. The loop stops for this part."""
         began, (step, name) = time.perf_counter(), self.place(unit)
         staged = commit.stage(self.dirpath, step, name)
         if staged is None:
@@ -335,7 +336,7 @@ class DistributedCheckpointSaver(Callback):
             state.recorder.pause_clock()
 
     def settle(self, state: State) -> None:
-        """Wait for a save under way, and forget one that is due. Collective."""
+        """Wait for a running save, and forget one that is due. Collective."""
         self.look_after(state, wait=True)
         self._due = False
 
@@ -343,7 +344,7 @@ class DistributedCheckpointSaver(Callback):
 
     @in_checkpoint()
     def look_after(self, state: State, wait: bool = False) -> None:
-        """At a step's end while a save is under way: has it ended, and how?"""
+        """At a step's end, if an asynchronous save is running: find out whether it has ended, and handle a failure."""
         if not self._background.busy:
             return
         ended, failure = (True, self._background.wait()) if wait else self._background.poll()
@@ -360,14 +361,14 @@ class DistributedCheckpointSaver(Callback):
         """Report a failed save on every rank and continue; too many in a row end the run."""
         self.failures += 1
         if self.timetable is not None:
-            self.timetable.saved(0.0)  # and tried again when the next is due
+            self.timetable.saved(0.0)  # the next try is when the next save is due
         state.event("checkpoint_failed", step=step, error=text)
         if self.failures > self.options.tolerated_failures:
             failures = "the first failure" if self.failures == 1 else f"{self.failures} failures in a row"
             raise CheckpointWriteError(
-                f"update {step} could not be saved, {failures}: {text}. Older checkpoints are as they were."
+                f"update {step} could not be saved, {failures}: {text}. Older checkpoints are unchanged."
             ) from cause
-        logger.error("update %s could not be saved, training goes on: %s. Older checkpoints are as they were.", step, text)
+        logger.error("update %s could not be saved, training goes on: %s. Older checkpoints are unchanged.", step, text)
 
     def _saved(self, state: State, step: int, name: str, seconds: float, pause: bool = True) -> None:
         state.event("checkpoint_saved", path=str(self.dirpath / name), step=step, seconds=seconds)
@@ -384,16 +385,18 @@ class DistributedCheckpointSaver(Callback):
         train_dataloader: Iterable[Any] | None = None,
         restore_options: RestoreOptions | None = None,
     ) -> Report:
-        """Put a unit, and the loader if given, back to a checkpoint. Collective.
+        """Restore a unit, and the loader if given, to a checkpoint. Collective.
 
-        Random streams, and each rank's share of metrics, are restored if as many ranks run as had saved. A file of weights
-        (`.safetensors`, `.pt`), or a folder with `model.safetensors.index.json`, restores the unit's one module.
+        RNG states and each rank's share of metrics are restored only if the number of ranks is the same as at the save. A file of
+        weights (`.safetensors`, `.pt`), or a folder with `model.safetensors.index.json`, restores the unit's one module.
 
         Returns:
-            what a load that is not strict left alone; it is also logged.
+            a report of what a load that is not strict left alone; it is also logged.
         Raises:
-            CheckpointNotFoundError, CheckpointUnreadableError, CheckpointCorruptError: three different answers.
-            CheckpointMismatchError: it does not fit the unit, or another run was saved; with a table.
+            CheckpointNotFoundError: there is no checkpoint at `path`.
+            CheckpointUnreadableError: it exists, but cannot be read.
+            CheckpointCorruptError: it can be read, but is damaged.
+            CheckpointMismatchError: it does not fit the unit, or is of another run; with a table.
         """
         options = options_of(RestoreOptions, "restore_options", restore_options, kind=CheckpointOptionError)
         return restoring.restore(location(path, "path"), unit, train_dataloader, options)
@@ -407,11 +410,11 @@ class DistributedCheckpointSaver(Callback):
         restore_options: RestoreOptions | None = None,
         fall_back: bool = True,
     ) -> bool:
-        """Restore the newest valid checkpoint; False if there is none, under `run --restart`, and under `prove`. Collective.
+        """Restore the newest valid checkpoint. False if there is none, under `run --restart`, and under `prove`. Collective.
 
         Args:
-            fall_back: when the newest is corrupt, say what is wrong with it and take the newest older one that is not; False
-                makes it an error. If all are corrupt it is an error in any case: a run with progress never starts over by itself.
+            fall_back: if the newest is corrupt, warn and take the newest older one that is valid; False makes it an error. If all
+                are corrupt, that is always an error: a run with progress never starts over by itself.
         """
         folder = location(dirpath)
         options = options_of(RestoreOptions, "restore_options", restore_options, kind=CheckpointOptionError)
@@ -430,7 +433,7 @@ class DistributedCheckpointSaver(Callback):
         restore_options: RestoreOptions | None = None,
         fall_back: bool = True,
     ) -> bool:
-        """As `restore_from_latest`, of the checkpoints that have the metric the best; False if none has it."""
+        """Like `restore_from_latest`, but restore the checkpoint with the best value of a metric; False if none has it."""
         folder = location(dirpath)
         options = options_of(RestoreOptions, "restore_options", restore_options, kind=CheckpointOptionError)
         best = BestCheckpointConfig(metric_name, mode)
@@ -446,7 +449,7 @@ class DistributedCheckpointSaver(Callback):
 
 
 def _ends_epoch(state: State, unit: TrainedUnit) -> bool:
-    """Whether the epoch ends with this step: saved after its end, any loader continues with the next one."""
+    """Whether the epoch ends with this step. A save then waits for that, so that any loader continues with the next epoch."""
     return state.train_state is not None and state.train_state.ends_epoch(unit.train_progress)
 
 
@@ -456,19 +459,20 @@ def _step(unit: TrainedUnit) -> int:
 
 # --- when a save is due by the clock, without a message in every update
 #
-# Ranks' clocks differ, so rank 0's alone is looked at, and only after updates of which all ranks know the number: each look says
-# when the next one is, from how long updates took. As the moment comes near the looks come closer, about ten for one save.
+# Ranks' clocks differ, so only rank 0's clock counts, and it is read only after updates whose number all ranks know. Each reading
+# decides at which update the next one is, from the time that updates took. Readings come closer together as the save comes near,
+# about ten for each save.
 
 
-_CHEAP_S = 1.0  # of a save: nobody counts what so short ones cost
-_NEAR = 4  # updates: a guess over so few is taken at its word, over more the next look is half way
+_CHEAP_S = 1.0  # the cost of shorter saves is ignored
+_NEAR = 4  # a guess of up to this many updates is trusted; if it is more, the next reading is half way
 
 
 class Timetable:
     """
     Args:
         every_s: seconds between two saves.
-        share: of the time, that saves may take at most: with dear ones the next is later. None is any.
+        share: largest share of the time that saves may take; costly saves are delayed for it. None is no limit.
         now: rank 0's clock.
     """
 
@@ -480,18 +484,19 @@ class Timetable:
     def begin(self) -> None:
         """Training begins, or goes on after something else."""
         self._saved_at = self._looked_at = self._now()
-        self._updates = self._at_look = self._all = 0  # since the latest save; of these, at the latest look; since the beginning
+        # Updates since the latest save; how many of these at the latest reading; updates since the beginning.
+        self._updates = self._at_look = self._all = 0
         self._next = 1
 
     def saved(self, cost_s: float) -> None:
-        """A save began, for whatever reason, for which the loop stopped so long; on all ranks at the same update."""
+        """A save, for any reason, has stopped the loop for `cost_s` seconds; on all ranks at the same update."""
         self._cost_s = cost_s
         self._saved_at = self._looked_at = self._now()
-        # Not half way of what it was before the latest: that may have come early.
+        # Next reading after half as many updates as before this save.
         self._updates, self._at_look, self._next = 0, 0, max(1, self._updates // 2)
 
     def is_due(self) -> bool:
-        """Call it after every update. Collective now and then."""
+        """Whether a save is due. Call it after every update; collective at some of them."""
         self._updates += 1
         self._all += 1
         if self._updates < self._next:
@@ -501,14 +506,14 @@ class Timetable:
         return not wait
 
     def affords_one(self) -> bool:
-        """Whether a save for another reason than the clock's is worth its time now. Collective."""
+        """Whether a save that is due for another reason would stay within `share`. Collective."""
         share = self._share
         if share is None:
             return True
         return agree.from_rank0(lambda: self._cost_s < max(_CHEAP_S, share * (self._now() - self._saved_at)))
 
     def _look(self) -> int:
-        """How many updates until the next look; 0 if a save is due."""
+        """Number of updates until the next reading; 0 if a save is due."""
         now = self._now()
         pace = (now - self._looked_at) / max(1, self._updates - self._at_look)
         every = self._every_s if self._share is None else max(self._every_s, self._cost_s / self._share)
@@ -517,5 +522,5 @@ class Timetable:
         if left <= pace / 2:
             return 0
         updates = left / pace if pace > 0 else math.inf
-        # What was measured over few updates, the first of which compiles, says nothing of many.
+        # Look ahead by at most as many updates as were measured: the first ones compile and are slow.
         return max(1, int(min(updates if updates <= _NEAR else updates / 2, self._all)))
