@@ -1,4 +1,4 @@
-"""What all loaders share: the global batch, and this rank's data-parallel rank and size."""
+"""Base of all loaders: the global batch, and this rank's data-parallel rank and size."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from echelon.world.init import World
 __all__ = ["BaseLoader", "Combined", "loaders_of"]
 
 
-# Arguments of torch's DataLoader, and what is written here in their place.
+# Arguments of torch's DataLoader, and what to write in their place.
 _TORCHS = {
     "batch_size": "it takes global_batch, the samples of an update over all ranks, that is batch_size x ranks x accumulate",
     "gradient_accumulation_steps": "a unit or prepare() takes accumulate, the micro-batches of an update on each rank",
     "drop_last": 'write tail="drop" or tail="keep"',
 }
-# What belongs into the options, by the names that people look for, and how it is written there.
+# Names that users give as arguments although they are options, and how to write them as options.
 _OF_OPTIONS = {
     **dict.fromkeys(("dp", "dp_rank", "dp_size"), "dp=(dp_rank, dp_size)"),
     **{name: f"{name}=..." for name in ("timeout_s", "fingerprint", "accept_changes")},
@@ -39,11 +39,11 @@ class BaseLoader(ABC):
     """Base of loaders that are given the global batch; see `Loader` for the arguments.
 
     Raises:
-        UsageError: a value that cannot be.
+        UsageError: an invalid value.
     """
 
-    _options: type[AnyLoaderOptions] = LoaderOptions  # of this kind of loader
-    _fixed_ranks = False  # whether a run can only resume with as many ranks
+    _options: type[AnyLoaderOptions] = LoaderOptions  # class of this loader's options
+    _fixed_ranks = False  # whether a run can only resume with the same number of ranks
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         for name in kwargs.keys() & _TORCHS.keys():
@@ -83,19 +83,20 @@ class BaseLoader(ABC):
         )
         num_workers = whole("num_workers", num_workers, at_least=0, kind=LoaderError)
         self.global_batch, self.tail = global_batch, tail
-        self.samples_of_a_rank: int | None = None  # of an update, where the script said so and not the global batch
-        self._accumulate = overrides().accumulation or accumulate  # what it was told; None leaves it to the unit or prepare
+        # Samples of a rank per update, if the script gave this number and not the global batch.
+        self.samples_of_a_rank: int | None = None
+        self._accumulate = overrides().accumulation or accumulate  # as given; None leaves it to the unit or prepare
         self.accumulation, self._times = self._accumulate or 1, 1
         self.num_workers, self.pin_memory = num_workers, pin_memory
         self.collate_fn = collate_fn or default_collate
         self._dp = options.dp
         self.epoch = 0
         self._told = False
-        self.shares: int | None = None  # with bit-equal numbers, the number that the ranks must divide
+        self.shares: int | None = None  # in bit-equal training, parts of a global batch, which the ranks must divide evenly
 
     @property
     def dp(self) -> tuple[int, int]:
-        """(dp_rank, dp_size), looked up when first needed: the group may be joined after the loader is made."""
+        """(dp_rank, dp_size), looked up at first use: the process group may be joined after the loader is made."""
         if self._dp is None:
             world = World.current(torch.device("cpu"))
             self._dp = (world.rank, world.size)
@@ -112,32 +113,32 @@ class BaseLoader(ABC):
             self._tell_launcher(dp_size)
 
     def take_accumulation(self, accumulate: int | None, times: int = 1) -> None:
-        """The micro-batches per update that a unit or `prepare` was told, for a loader that was told nothing; None is one. What a
-        launch command imposes goes before either.
+        """Take the micro-batches per update of a unit or `prepare`, if the loader was given none; None is one. The number that a
+        launch command imposes has precedence.
 
         Args:
-            times: each is divided into as many more, as where fewer ranks run than were planned.
+            times: split each micro-batch into this many, if fewer ranks run than planned.
         Raises:
-            UsageError: the loader was told another number.
+            UsageError: the loader was given another number.
         """
         if self._accumulate is not None and accumulate not in (None, self._accumulate) and overrides().accumulation is None:
             raise LoaderError(
-                f"accumulate must be one number, got {self._accumulate} of the loader, which splits a global batch into as many "
-                f"micro-batches a rank, and {accumulate} of the unit or prepare(). Say it once: leave it out at the loader."
+                f"accumulate must be one number, got {self._accumulate} from the loader, which splits a global batch into that "
+                f"many micro-batches per rank, and {accumulate} from the unit or prepare(). Leave it out at the loader."
             )
         self.accumulation, self._times = (self._accumulate or accumulate or 1) * times, times
 
     def split(self, accumulation: int, *, shares: int) -> None:
-        """For bit-equal training, which decides into how many micro-batches a global batch is split, whatever was asked for.
+        """Set the split of a global batch for bit-equal training, in place of the given `accumulate`.
 
         Args:
             accumulation: micro-batches per update on each rank.
-            shares: the number that the ranks must divide.
+            shares: parts of a global batch, a number divisible by the number of ranks.
         """
         self.accumulation, self.shares = accumulation, shares
 
     def _tell_launcher(self, dp_size: int) -> None:
-        """For a restart with fewer ranks: which numbers of them this loader can serve."""
+        """For a restart with fewer ranks, tell the launcher which numbers of ranks this loader can serve."""
         world = World.current(torch.device("cpu"))
         if world.rank or world.size % dp_size:
             return
@@ -156,11 +157,11 @@ class BaseLoader(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state."""
+        """Resume from a saved state."""
 
     @abstractmethod
     def seek(self, position: int) -> int:
-        """Begin the next iteration after `position` micro-batches of the epoch; returns where that is in this loader's count."""
+        """Begin the next iteration after `position` micro-batches of the epoch. Returns the position in this loader's count."""
 
     @property
     def _where(self) -> str:
@@ -168,12 +169,12 @@ class BaseLoader(ABC):
 
 
 class Combined(ABC):
-    """Base of loaders that read several others as one."""
+    """Base of loaders that read several loaders as one."""
 
     @property
     @abstractmethod
     def loaders(self) -> list[Iterable[Any]]:
-        """The others."""
+        """The loaders that it reads."""
 
     def set_data_rank(self, dp_rank: int, dp_size: int) -> None:
         """Set this rank's data-parallel rank and size; the loops call it."""
@@ -183,5 +184,5 @@ class Combined(ABC):
 
 
 def loaders_of(loader: Any) -> list[Any]:
-    """The loaders that a loader consists of: itself, or several."""
+    """The loaders that a loader consists of: itself, or those that it reads."""
     return loader.loaders if isinstance(loader, Combined) else [loader]

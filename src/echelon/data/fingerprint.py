@@ -1,7 +1,7 @@
 """A dataset's fingerprint: a cheap check that a resumed run has the same data in the same order.
 
-It holds the length and the checksums of a few samples at fixed places. A sample of another kind than numbers, text, bytes,
-tensors, arrays and containers of these has none, and neither has one that differs when it is read twice, by augmentation.
+It holds the length and the checksums of a few samples at fixed places. Checksums exist only for numbers, text, bytes, tensors,
+arrays and containers of these, and only if two readings of the sample agree; with augmentation they do not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from echelon.world.tensor_bytes import flat_bytes
 
 __all__ = ["checksum", "fingerprint", "read_twice"]
 
-# Reads at most so many samples, each twice, once in a run.
+# Samples to read, each twice, once in a run.
 _SAMPLES = 4
 
 
@@ -28,8 +28,8 @@ def fingerprint(dataset: Any, *, in_worker: bool) -> dict[str, Any]:
     """{"length", "samples": checksum by index, or None}. Leaves the RNG states as they are.
 
     Args:
-        in_worker: read in a process of its own, because workers will. A dataset that opens its file at the first read would
-            hand the open file, with one position for all, to every worker that is forked afterwards.
+        in_worker: read in a separate process, because workers will read the dataset. If a dataset opens its file at the first
+            read, workers forked afterwards would share the open file and its position.
     """
     length = len(dataset)
     places = sorted({i * (length - 1) // (_SAMPLES - 1) for i in range(_SAMPLES)})
@@ -53,7 +53,7 @@ def fingerprint(dataset: Any, *, in_worker: bool) -> dict[str, Any]:
 
 
 class _Twice:
-    """Index -> the sample's checksum if two readings agree."""
+    """Maps an index to the sample's checksum if two readings agree."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -66,7 +66,7 @@ def read_twice(dataset: Any, index: int) -> int | None:
     """The sample's checksum; None if two readings differ, or it cannot be read."""
     try:
         first, second = checksum(dataset[index]), checksum(dataset[index])
-    except Exception:  # a sample that cannot be read is told when its turn comes, with more to say about it
+    except Exception:  # reading the sample in its turn raises again, with a better message
         return None
     return first if first == second else None
 

@@ -1,4 +1,4 @@
-"""The generators of a torch DataLoader between two epochs: what the order of the next one is drawn from."""
+"""The generators of a torch DataLoader between two epochs. The next epoch's order is drawn from them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _KEY = "generators"
 
 
 def state_between_epochs(loader: Any) -> dict[str, Any] | None:
-    """None of a loader without generators of its own: its order is drawn from the RNG state of the process, or follows from
-    the epoch's number. StatefulDataLoader's samplers have one, as torch's have if they were given one.
+    """States of a loader's own generators; None if it has none: its order then follows from the process's RNG state or from the
+    epoch's number. StatefulDataLoader's samplers have a generator; torch's have one if they were given one.
     """
     states = [base64.b64encode(generator.get_state().numpy().tobytes()).decode() for generator in _generators(loader)]
     return {_KEY: states} if states else None
 
 
 def load_state_between_epochs(loader: Any, state: dict[str, Any]) -> bool:
-    """Put the generators back; False if the state is none of such a loader, or it has not as many: then its order begins anew."""
+    """Restore the generators. False if the state is of another kind or number of generators; the order then starts anew."""
     generators, states = list(_generators(loader)), state.get(_KEY)
     if not isinstance(states, list) or len(states) != len(generators):
         return False
@@ -35,12 +35,12 @@ def load_state_between_epochs(loader: Any, state: dict[str, Any]) -> bool:
 
 
 def is_between_epochs(state: dict[str, Any]) -> bool:
-    """Whether a loader's state is one of its generators."""
+    """Whether a loader's state holds only its generators."""
     return state.keys() == {_KEY}
 
 
 def _generators(loader: Any) -> Iterator[torch.Generator]:
-    """Each once: those of the loader and of its sampler may be one."""
+    """Each generator once: the loader and its sampler may share one."""
     if isinstance(loader, Replayed):
         loader = loader.loader
     if not isinstance(loader, DataLoader):

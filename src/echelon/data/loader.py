@@ -4,8 +4,8 @@
     global batch k   positions k * global_batch .. (k + 1) * global_batch - 1: one optimizer update
     micro-batch m of rank r   one of accumulation x dp_size nearly equal parts of it: one forward and backward
 
-The last global batch of an epoch may be short. Its parts then differ by one sample at most; a part without any sample is
-replaced by a `Padding`, which is computed, so that every rank takes part in every collective, and counts for nothing.
+The last global batch of an epoch may be short. Its parts then differ by one sample at most. A part without samples is replaced
+by a `Padding`, which is computed, so that every rank takes part in every collective, but has no weight.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Loader", "Padding", "share"]
 
 
 class MapStyle(Protocol):
-    """Samples by number: a list, a tensor, a class of one's own. (torch's Dataset does not promise a length.)"""
+    """Samples by number: a list, a tensor, a user's class. (torch's Dataset does not promise a length.)"""
 
     def __len__(self) -> int: ...
 
@@ -47,23 +47,25 @@ class Loader(BaseLoader):
     """Batches of a map-style dataset, the same global batches for any number of ranks.
 
     Iterating gives this rank's micro-batches of one epoch; `len` is their number, equal on all ranks. After
-    `load_state_dict` the first iteration resumes where the saved one stood.
+    `load_state_dict` the first iteration resumes at the saved position.
 
     Args:
-        dataset: has `__len__` and `__getitem__`; `__getitems__` is used if present. `Weighted` and `Mixture` bring an order.
-        global_batch: samples per optimizer update over all ranks; ranks x accumulate must divide it.
-        seed: of the order. The same on all ranks.
-        shuffle: permute the samples, again in every epoch.
-        accumulate: micro-batches per update on each rank. None is what the unit or `prepare` says, else 1: say it there, and
-            here only for a TrainUnit of your own, which has no such argument.
+        dataset: has `__len__` and `__getitem__`; `__getitems__` is used if present. `Weighted` and `Mixture` have an order of
+            their own.
+        global_batch: samples per optimizer update over all ranks; must be divisible by ranks x accumulate.
+        seed: seed of the order; must be the same on all ranks.
+        shuffle: permute the samples, differently in every epoch.
+        accumulate: micro-batches per update on each rank. None takes the number of the unit or `prepare`, else 1. Give it there,
+            and here only for a TrainUnit of your own, which has no such argument.
         tail: "keep" the short last global batch, weighted by its size, or "drop" it.
-        num_workers: processes that load batches; 0 loads in this one.
+        num_workers: number of processes that load batches; 0 loads in this process.
         collate_fn: list of samples -> batch.
-        pin_memory: page-locked host memory, for copies to a GPU that nothing waits for. None locks where this process uses CUDA.
-        options: what else: a LoaderOptions.
+        pin_memory: use page-locked host memory, so that copies to a GPU need not be waited for. None uses it if this process
+            uses CUDA.
+        options: further options: a LoaderOptions.
     Raises:
-        UsageError: a global batch that cannot be divided; too few samples, for tail="drop" fewer than one global batch.
-        DataError: while iterating: a sample cannot be read, or a worker died; the text names them.
+        UsageError: the global batch cannot be divided; too few samples: with tail="drop", fewer than one global batch.
+        DataError: while iterating: a sample cannot be read, or a worker died; the message names them.
     """
 
     @renames(accumulation="accumulate")
@@ -84,7 +86,7 @@ class Loader(BaseLoader):
         if not isinstance(dataset, Sized) or not hasattr(dataset, "__getitem__"):
             raise LoaderError(
                 f"dataset must be map-style, with __len__ and __getitem__, got {type(dataset).__name__}. "
-                "For one that can only be iterated over, use StreamLoader."
+                "For a dataset that can only be iterated over, use StreamLoader."
             )
         if isinstance(dataset, (str, bytes)) or (isinstance(dataset, Mapping) and 0 not in dataset):
             keys = f" of {', '.join(map(repr, list(dataset)[:5]))}. Choose one of them" if isinstance(dataset, Mapping) else ""
@@ -99,14 +101,14 @@ class Loader(BaseLoader):
         self._fingerprint: Any = options.fingerprint
         self.shuffle = shuffle
         self.order: SampleOrder = self._order(seed)
-        self.keeps_seed = True  # False: nobody has said one
+        self.keeps_seed = True  # False: the user gave no seed
         self._check_length()
-        self.multiple = 1  # samples that are too few for one more time so many are left out
-        self.fills_tail = False  # with samples of the batch before it, which an evaluation, but no training, may do
-        self.worker_init_fn: Callable[[int], Any] | None = None  # of a torch DataLoader that this one stands for
+        self.multiple = 1  # the number of samples is rounded down to a multiple of this
+        self.fills_tail = False  # fill a short tail with samples of the batch before it; for evaluations only
+        self.worker_init_fn: Callable[[int], Any] | None = None  # that of the torch DataLoader from which this loader was made
         self.start = 0  # the micro-batch at which the next iteration begins; only `seek` and `load_state_dict` set it
         self.position = 0
-        # Epoch, and the position as the saved run counted it and as one with this accumulation would.
+        # After a resume: the epoch, and the saved position in the saved run's micro-batches and in this loader's.
         self._resumed: tuple[int, tuple[int, int]] | None = None
 
     def _order(self, seed: int) -> SampleOrder:
@@ -126,10 +128,10 @@ class Loader(BaseLoader):
             )
 
     def take_length(self) -> None:
-        """Where an epoch begins: its dataset may have grown, or shrunk, since the last one.
+        """At an epoch's beginning, take the dataset's length, which may have changed.
 
         Raises:
-            UsageError: it holds too few samples now.
+            UsageError: the dataset now holds too few samples.
         """
         if isinstance(self.dataset, Ordered) or len(self.dataset) == self.order.length:
             return
@@ -138,7 +140,7 @@ class Loader(BaseLoader):
 
     @property
     def samples(self) -> int:
-        """Of an epoch, over all ranks, without what is left out at its end."""
+        """Number of samples in an epoch, over all ranks, without those dropped at its end."""
         return self.order.length - self.order.length % (self.multiple if self.tail == "keep" else self.global_batch)
 
     @property
@@ -149,12 +151,12 @@ class Loader(BaseLoader):
 
     @property
     def whole_batches(self) -> int:
-        """How many global batches are whole: all, but perhaps the last, or the last two."""
+        """Number of whole global batches: all except perhaps the last, or the last two."""
         return self.samples // self.global_batch - (1 if self._moved else 0)
 
     @property
     def _moved(self) -> int:
-        """Samples that the last global batch has of the one before it, so that each micro-batch of both holds one."""
+        """Number of samples moved from the last but one global batch to the last, so that each of its micro-batches has one."""
         rest, least = self.samples % self.global_batch, self.dp[1] * self.accumulation
         lacks = least - rest if self.fills_tail and 0 < rest < least else 0
         return lacks if self.samples > self.global_batch >= least + lacks else 0
@@ -166,7 +168,7 @@ class Loader(BaseLoader):
 
     @property
     def is_uneven(self) -> bool:
-        """Whether the micro-batches of the last global batch differ in size: only weights make their mean right."""
+        """Whether the micro-batches of the last global batch differ in size, so that their mean needs weights."""
         return self._tail_samples % (self.dp[1] * self.accumulation) > 0
 
     @property
@@ -177,34 +179,35 @@ class Loader(BaseLoader):
         return self.global_batches * self.accumulation
 
     def batches_left(self) -> int:
-        """Micro-batches that the next iteration will give: fewer than `len` after resuming in mid-epoch."""
+        """Number of micro-batches that the next iteration will give: fewer than `len` after resuming within an epoch."""
         return len(self) - self.start
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; the loops call it. Another epoch than the present one begins at its start."""
+        """Choose the epoch of the next iteration; the loops call it. A different epoch starts from its beginning."""
         if epoch != self.epoch:
             self.epoch, self.start, self.position = epoch, 0, 0
         if not self.start:
             self.take_length()
 
     def seek(self, position: int) -> int:
-        """Begin the next iteration, and only that, after `position` micro-batches; at the epoch's end it gives none.
+        """Begin the next iteration, and only that one, after `position` micro-batches; at the epoch's end it gives none.
 
         Returns:
-            `position`; after resuming with another global batch, the position that this one has for it.
+            `position`; after resuming with another global batch, the corresponding position of this loader.
         """
+        # A unit with windows recounts its position after a restore, one without does not: accept both.
         if self._resumed is not None and self._resumed[0] == self.epoch and position in self._resumed[1]:
-            return self.start  # of a unit that knows of windows, and of one that does not
+            return self.start
         self.start = self.position = min(position, len(self))
         return position
 
     def positions_of(self, micro: int, dp_rank: int) -> tuple[int, int]:
-        """The positions, from and to, of a micro-batch of one data-parallel rank; an empty range if it is padding."""
+        """Start and stop position of a micro-batch of one data-parallel rank; an empty range if it is padding."""
         batch, m = divmod(micro, self.accumulation)
         start, stop = batch * self.global_batch, min((batch + 1) * self.global_batch, self.samples)
         if batch >= self.whole_batches and (moved := self._moved):
             start, stop = (start, stop - moved) if batch == self.whole_batches else (start - moved, stop)
-        # Micro-batch by micro-batch over the ranks, so that a short batch leaves late micro-batches empty, not a rank.
+        # Divided micro-batch by micro-batch over the ranks, so that a short batch leaves late micro-batches empty, not a rank.
         low, high = share(stop - start, m * self.dp[1] + dp_rank, self.accumulation * self.dp[1])
         return start + low, start + high
 
@@ -243,7 +246,7 @@ class Loader(BaseLoader):
                 raise
             raise better from error
         finally:
-            del batches  # with its workers, although an error's traceback knows this frame
+            del batches  # ends the workers, even if an error's traceback keeps this frame alive
             if board is not None:
                 board.done()
 
@@ -252,9 +255,10 @@ class Loader(BaseLoader):
         return self.state_at(self.position)
 
     def state_at(self, position: int, epoch: int | None = None) -> dict[str, Any]:
-        """The state after `position` micro-batches of an epoch, by default the present one: what was used, when the reader is
-        ahead of the user."""
-        if self._fingerprint is None:  # once in a run, and only if it is saved
+        """The state after `position` micro-batches of an epoch, by default the current one. For a reader that is ahead of the
+        micro-batches that were used.
+        """
+        if self._fingerprint is None:  # computed once in a run, and only if the run is saved
             self._fingerprint = fingerprint_of(self.dataset, in_worker=self.num_workers > 0)
         return {
             "epoch": self.epoch if epoch is None else epoch,
@@ -270,17 +274,17 @@ class Loader(BaseLoader):
         }
 
     def take_seed(self, state: object) -> None:
-        """Go on with a saved state's seed, if nobody has said this loader's: a script may take torch's from a clock."""
+        """Take the saved seed if the user gave none: the default, torch's seed, may be a new one in each run."""
         seed = state.get("seed") if isinstance(state, Mapping) else None
         if not self.keeps_seed and type(seed) is int:
             self.order = self._order(seed)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved state, also with another number of ranks or another accumulation.
+        """Resume from a saved state, also with another number of ranks or another accumulation.
 
         Raises:
-            UsageError: the data, its order or the global batch are not those of the saved run; a table says what changed,
-                and which change is harmless.
+            UsageError: the data, its order or the global batch are not those of the saved run. A table lists the changes and
+                which of them are harmless.
         """
         self.take_seed(state)
         resume.check_same(state, self.state_dict(), self.accept_changes)
@@ -288,12 +292,12 @@ class Loader(BaseLoader):
         batches, rest = divmod(saved, accumulation)
         if rest and accumulation != self.accumulation:
             raise LoaderError(
-                f"saved in the middle of an update ({rest} of {accumulation} micro-batches): "
+                f"the loader was saved in the middle of an update ({rest} of {accumulation} micro-batches): "
                 f"resume it with accumulate={accumulation}."
             )
         counted = batches * self.accumulation + rest
         if state["global_batch"] != self.global_batch:
-            # Rather some samples twice than some not at all.
+            # Rounded down: rather repeat some samples than miss some.
             batches, rest = batches * int(state["global_batch"]) // self.global_batch, 0
         self.epoch, self.start = int(state["epoch"]), min(batches * self.accumulation + rest, len(self))
         self.position, self._resumed = self.start, (self.epoch, (saved, counted))
@@ -305,16 +309,16 @@ def _begin_worker(board: Board, own: Callable[[int], Any] | None, worker: int) -
         own(worker)
 
 
-# Micro-batches whose samples are computed at once: a call costs 0.1 ms however few they are.
+# Number of micro-batches whose samples are computed together: a call costs 0.1 ms even for a few samples.
 _AT_ONCE = 128
 
 
 class _Shares:
-    """The batch sampler of one rank and epoch: its micro-batches, each as its number and its samples."""
+    """The batch sampler of one rank and epoch: gives each micro-batch's number and its samples."""
 
     def __init__(self, loader: Loader, first: int, last: int, dp_rank: int) -> None:
         self._loader, self._first, self._last, self._dp_rank = loader, first, last, dp_rank
-        self._epoch = loader.epoch  # an evaluation in the middle of this iteration may use the same loader
+        self._epoch = loader.epoch  # kept, because an evaluation during this iteration may use the same loader
         tail = range(max(first, last - loader.accumulation), last)
         self.first_padding = next((m for m in tail if self._is_empty(m)), last)
 
@@ -331,15 +335,15 @@ class _Shares:
             yield from self._whole(begin, min(begin + _AT_ONCE, whole, self._last))
         for micro in range(max(self._first, whole), self._last):
             positions = np.arange(*loader.positions_of(micro, self._dp_rank), dtype=np.int64)
-            # Padding is any sample: it is computed like the others and weighs nothing.
+            # Any sample will do for padding: it is computed like the others and has no weight.
             yield micro, loader.order.at(self._epoch, positions).tolist() or [0]
 
     def _whole(self, begin: int, end: int) -> Iterator[tuple[int, list[int]]]:
-        """Micro-batches of whole global batches, which are all equally large."""
+        """Micro-batches of whole global batches, which all have the same size."""
         loader = self._loader
         size = loader.global_batch // (loader.accumulation * loader.dp[1])
         batches, parts = np.divmod(np.arange(begin, end), loader.accumulation)
-        starts = batches * loader.global_batch + (parts * loader.dp[1] + self._dp_rank) * size  # as `positions_of` has it
+        starts = batches * loader.global_batch + (parts * loader.dp[1] + self._dp_rank) * size  # as in `positions_of`
         positions = starts[:, None] + np.arange(size)
         samples = loader.order.at(self._epoch, positions.ravel()).reshape(-1, size)
         return zip(range(begin, end), samples.tolist(), strict=True)

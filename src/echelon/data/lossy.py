@@ -1,8 +1,8 @@
-"""Streams whose own state does not hold all samples that they have read: a shuffle buffer's content is lost.
+"""Streams whose own state loses samples: the content of a shuffle buffer.
 
-Hugging Face `datasets` gives a streamed dataset with `.shuffle(buffer_size=...)` a state that says where its source stands, and
-not what the buffer held: a run that resumes from it misses up to a buffer of samples. The state does not say so, and there is no
-public name for a dataset's stages; used with datasets 5, and a test in tests/data/test_data_hf.py notices a change.
+In Hugging Face `datasets`, the state of a streamed dataset with `.shuffle(buffer_size=...)` holds the position of its source, but
+not the content of the buffer: a run that resumes from it misses up to a buffer of samples. The state does not tell, and a
+dataset's stages have no public names. Written for datasets 5; a test in tests/data/test_data_hf.py notices a change.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import Any
 
 __all__ = ["shuffle_buffer"]
 
-# Of a dataset, and of a stage: what it reads from.
+# Attributes of a dataset, or of a stage, that hold what it reads from.
 _INNER = ("_ex_iterable", "ex_iterable", "ex_iterables")
 
 
 def shuffle_buffer(dataset: Any) -> int:
-    """How many samples a dataset's state can be short of; 0 if it has no such buffer, or is of a kind that is not known here."""
+    """How many samples a dataset's state can lose; 0 if it has no shuffle buffer, or is of an unknown kind."""
     pending, largest = [dataset], 0
     while pending:
         stage = pending.pop()

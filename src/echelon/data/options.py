@@ -1,4 +1,4 @@
-"""What may be said of a loader, beyond what everyone says."""
+"""Less usual options of loaders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ __all__ = ["AnyLoaderOptions", "LoaderOptions", "StreamOptions"]
 
 @dataclass(frozen=True)
 class AnyLoaderOptions:
-    """What both kinds of loaders have. Neither kind of options is the other, so that a type checker tells them apart."""
+    """Options of both kinds of loaders. Neither LoaderOptions nor StreamOptions inherits from the other, so that a type checker
+    tells them apart.
+    """
 
     dp: tuple[int, int] | None = None
     timeout_s: float = 300.0
@@ -34,7 +36,7 @@ class AnyLoaderOptions:
 
 @dataclass(frozen=True)
 class StreamOptions(AnyLoaderOptions):
-    """Of a StreamLoader.
+    """Options of a StreamLoader.
 
     Args:
         dp, timeout_s: as in LoaderOptions.
@@ -43,16 +45,16 @@ class StreamOptions(AnyLoaderOptions):
 
 @dataclass(frozen=True)
 class LoaderOptions(AnyLoaderOptions):
-    """Of a Loader.
+    """Options of a Loader.
 
     Args:
-        dp: (dp_rank, dp_size), this rank's place among those that see different data; by default what the unit's layout says
-            when a loop begins, and before that this rank's place among all.
-        timeout_s: for how long a worker may give nothing before the run ends with an error that names it.
-        fingerprint: what identifies the data, such as a version; by default checksums of four samples. A run that resumes
-            with other data is told.
-        accept_changes: what may differ from the saved run when the loader continues, though it changes what is trained on:
-            of "samples", "seed", "shuffle", "global_batch", "fingerprint", "order".
+        dp: (dp_rank, dp_size), this rank's place among the ranks with different data. Default: from the unit's layout when a loop
+            begins, and before that the rank and world size.
+        timeout_s: how long a worker may give nothing before the run ends with an error that names it.
+        fingerprint: a text that identifies the data, such as a version; by default checksums of four samples. A run that resumes
+            with other data is refused.
+        accept_changes: which changes since the save to accept, although they change the samples that are trained on: of
+            "samples", "seed", "shuffle", "global_batch", "fingerprint", "order".
     """
 
     fingerprint: str | None = None

@@ -1,7 +1,7 @@
 """A shuffled order computed on demand, in constant memory: position in the epoch -> sample.
 
 Rule of truth 1: the sample at a position is a function of (seed, epoch, position) and nothing else, so neither world size
-nor workers nor a restart can change which samples make up global batch k.
+nor workers nor a restart can change the samples of global batch k.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Indices = npt.NDArray[np.int64]
 Positions = Indices
 _Words = npt.NDArray[np.uint32]
 
-# Which formula made an order; a saved position means nothing under another one.
+# Number of the formula of the order; a saved position is valid only under the same formula.
 FORMULA = 2
 
 _ROUNDS = 10
-# Elements worked on at once: the intermediate arrays stay in the cache.
+# Elements per block: the intermediate arrays stay in the cache.
 _BLOCK = 8192
 _U32, _U64 = np.uint32, np.uint64
 
 
 class SampleOrder(Protocol):
-    """What a loader asks of an order: the sample at any position of any epoch, as a pure function."""
+    """An order for a loader: the sample at any position of any epoch, as a pure function."""
 
     length: int  # positions in an epoch
     seed: int
@@ -42,16 +42,16 @@ class SampleOrder(Protocol):
 class Order:
     """A permutation of 0 .. length - 1 for every epoch, or the identity.
 
-    A sample's number is written as `left * columns + right` in the smallest near-square table that holds all; rounds add to one
-    half a keyed hash of the other, which is a permutation whatever the hash. The table has fewer than sqrt(length) cells too
-    many; what falls into one of these is fed in again until it falls inside.
+    A sample's number is written as `left * columns + right` in the smallest near-square table that holds all numbers. Each round
+    adds to one half a keyed hash of the other half, which is a permutation for any hash. The table has less than sqrt(length)
+    cells too many; a number that falls into one of these goes through the rounds again until it falls inside.
     Source: Luby and Rackoff 1988; Black and Rogaway 2002, "Ciphers with arbitrary finite domains", generalised Feistel and
     cycle walking.
 
     Args:
         length: number of samples, 1 .. 2**62.
-        seed: any whole number; another seed is another order.
-        shuffle: False keeps the samples in their own order, in every epoch.
+        seed: any whole number; each seed gives another order.
+        shuffle: False keeps the samples in the dataset's order, in every epoch.
     """
 
     identity = ""
@@ -69,11 +69,11 @@ class Order:
         return self.at(epoch, np.arange(start, stop, dtype=np.int64))
 
     def at(self, epoch: int, positions: Positions) -> Indices:
-        """The samples at any positions of an epoch, in the order asked; (N,) int64 to (N,) int64."""
+        """The samples at any positions of an epoch, in the order of the positions; (N,) int64 to (N,) int64."""
         return self._walk(positions, self._keys(epoch), forward=True) if self.shuffle else positions
 
     def positions_of(self, epoch: int, samples: Indices) -> Positions:
-        """The inverse: at which positions of an epoch the samples come; (N,) int64 to (N,) int64."""
+        """The inverse of `at`: the positions of the samples in an epoch; (N,) int64 to (N,) int64."""
         return self._walk(samples, self._keys(epoch), forward=False) if self.shuffle else samples
 
     def _keys(self, epoch: int) -> list[np.uint32]:
@@ -107,12 +107,12 @@ def _turn(half: _Words, other: _Words, key: np.uint32, modulus: int, *, forward:
     """One round, in place: half <- half +- hash(other) modulo `modulus`."""
     hashed = _mix32(other, key).astype(_U64)
     hashed *= _U64(modulus)
-    hashed >>= _U64(32)  # evenly over 0 .. modulus - 1, without a division
+    hashed >>= _U64(32)  # spread evenly over 0 .. modulus - 1, without a division
     step = hashed.astype(_U32)
     if not forward:
         np.subtract(_U32(modulus), step, out=step)
     half += step
-    # The smaller of x and x - modulus in wrapping arithmetic: x modulo `modulus`, for x below twice of it.
+    # In wrapping arithmetic, the smaller of x and x - modulus is x modulo `modulus`, for x below 2 * modulus.
     np.minimum(half, half - _U32(modulus), out=half)
 
 
@@ -128,7 +128,7 @@ def _mix32(x: _Words, key: np.uint32) -> _Words:
 
 
 def key_of(seed: int, epoch: int, stream: int) -> int:
-    """One 64-bit number for the three, without collisions among small ones."""
+    """One 64-bit key from three numbers, without collisions among small numbers."""
     return (seed * 0x9E3779B97F4A7C15 + epoch * 0xD1B54A32D192ED03 + stream * 0x8CB92BA72F3D8DD7) & 0xFFFFFFFFFFFFFFFF
 
 

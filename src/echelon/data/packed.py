@@ -1,6 +1,6 @@
-"""Documents of tokens laid into rows of one length, so that no computation goes into padding.
+"""Documents of tokens packed into rows of one length, so that no computation goes into padding.
 
-Row -> its tokens is computed when it is asked for, so a Loader shuffles, shares out and resumes rows like any samples.
+A row's tokens are computed when the row is read, so a Loader shuffles, divides and resumes rows like any samples.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from echelon.data.tokens import Tokens
 
 __all__ = ["IGNORED", "Packed", "Row", "cu_seqlens"]
 
-# The target where there is none; `torch.nn.functional.cross_entropy` leaves it out by default.
+# The target of a token without one; `torch.nn.functional.cross_entropy` ignores it by default.
 IGNORED = -100
-_AT_ONCE = 1 << 20  # offsets that are looked at together
+_AT_ONCE = 1 << 20  # offsets that are checked together
 
 
 class Row(NamedTuple):
-    """One row, each of shape (length,); a batch of rows is one with (rows, length).
+    """One row; each tensor has shape (length,). A batch of rows is a Row of tensors (rows, length).
 
     Attributes:
         inputs: tokens, int64.
-        targets: the token that follows each in its document; `IGNORED` at a document's end and in padding.
-        documents: 0, 1, ... by document within the row, int32; -1 in padding. Attention may look where they are equal.
-        positions: of each token in its document, int32; a document cut by the row's beginning keeps counting.
+        targets: for each token the next one in its document; `IGNORED` at a document's end and in padding.
+        documents: number of each token's document within the row, 0, 1, ..., int32; -1 in padding. Attention is allowed between
+            tokens of equal number.
+        positions: position of each token in its document, int32; in a document that began in an earlier row, counting goes on.
     """
 
     inputs: torch.Tensor
@@ -45,17 +46,17 @@ class Packed(Dataset[Row]):
     """Rows of `length` tokens; every token is an input exactly once in an epoch.
 
     Args:
-        documents: `Tokens`, or the documents themselves, which are then kept in memory.
-        length: tokens in a row.
-        cut: True lays the documents end to end and cuts where a row is full: no padding but in the last row. False
-            begins a new row rather than cut a document, and pads; only one longer than a row is cut, into whole rows and a rest.
-        across: let the last token of a document have the next one's first as its target, as without boundaries.
+        documents: `Tokens`, or a list of documents, which is then kept in memory.
+        length: tokens per row.
+        cut: True concatenates the documents and cuts when a row is full, so that only the last row has padding. False begins a
+            new row rather than cut a document, and pads; only a document longer than a row is cut, into full rows and a rest.
+        across: use the next document's first token as the target of a document's last token, as if there were no boundaries.
         pad: the token in padding; it is never a target.
     Attributes:
-        fill: the share of places that hold a token, 0 .. 1.
+        fill: share of places that hold a token, 0 .. 1.
     Raises:
         UsageError: no tokens, or a length below 1.
-        DataError: a file whose documents do not follow one upon the other.
+        DataError: a file whose documents are not in rising order.
     """
 
     def __init__(
@@ -76,9 +77,9 @@ class Packed(Dataset[Row]):
         flags(cut=cut, across=across, kind=DatasetError)
         self.tokens = documents if isinstance(documents, Tokens) else Tokens.of(documents)
         require(len(self.tokens) > 0, "documents", "at least 1 token in all", len(self.tokens), kind=DatasetError)
-        # Where rows begin, if not at every `length` tokens.
         if not _rise(self.tokens.offsets):
             raise self.tokens.changed()
+        # Where rows begin; None if a row begins every `length` tokens.
         self._starts = None if cut else _row_starts(np.asarray(self.tokens.offsets), self.length)
 
     def __len__(self) -> int:
@@ -106,7 +107,7 @@ class Packed(Dataset[Row]):
         targets = following[1:].copy()
         targets[count if len(read) > count else count - 1 :] = IGNORED
         following[count:] = self.pad
-        # The documents that have a token here; empty ones lie at one place with the next and are passed over.
+        # The documents that have a token in this row. Empty documents begin where the next one does; `unique` drops them.
         first = int(np.searchsorted(offsets, start, side="right")) - 1
         last = int(np.searchsorted(offsets, stop, side="left"))
         bounds = np.unique(np.asarray(offsets[first : last + 1]))
@@ -126,18 +127,18 @@ class Packed(Dataset[Row]):
 
 
 def _rise(offsets: npt.NDArray[np.int64]) -> bool:
-    """Some at a time: there may be more documents than fit into memory."""
+    """Whether offsets never fall. Checked block by block, because the offsets of many documents may not fit into memory."""
     parts = (offsets[at : at + _AT_ONCE + 1] for at in range(0, len(offsets), _AT_ONCE))
     return not any((part[1:] < part[:-1]).any() for part in parts)
 
 
 def _row_starts(offsets: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
-    """Where rows begin in the tokens, and last the end: each takes the next documents as long as they fit whole."""
+    """Where rows begin in the tokens, then the end. Each row takes the next documents as long as they fit whole."""
     sizes = np.diff(offsets)
     pieces = np.maximum(1, -(-sizes // length))  # only a document longer than a row is more than one
     within = np.arange(int(pieces.sum())) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     edges = np.unique(np.append(np.repeat(offsets[:-1], pieces) + within * length, offsets[-1]))
-    # From each edge, the furthest that one row reaches; then follow from the first.
+    # For each edge, the furthest edge that a row from there reaches; then follow these from the first edge.
     reach = (np.searchsorted(edges, edges + length, side="right") - 1).tolist()
     at, starts = 0, [0]
     while at < len(edges) - 1:
@@ -147,14 +148,14 @@ def _row_starts(offsets: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.i
 
 
 def cu_seqlens(documents: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Where the documents of a batch begin, all rows laid end to end, for attention over sequences of various lengths.
+    """Offsets of the documents in a batch whose rows are concatenated, for attention over sequences of different lengths.
 
-    Padding, and the part of a document in another row, are sequences of their own.
+    Padding, and the part of a document in another row, are separate sequences.
 
     Args:
         documents: (rows, length), as in `Row`.
     Returns:
-        int32 of shape (sequences + 1,) that begins with 0 and ends with rows x length, and the longest sequence.
+        int32 of shape (sequences + 1,) that begins with 0 and ends with rows x length; and the length of the longest sequence.
     """
     changed = torch.ones_like(documents, dtype=torch.bool)
     changed[:, 1:] = documents[:, 1:] != documents[:, :-1]

@@ -1,8 +1,8 @@
-"""Batches in page-locked host memory, which a GPU copies while the program goes on; of other memory each copy is waited for.
+"""Batches in page-locked host memory, which a GPU copies while the program goes on. Copies from other memory are waited for.
 
-A loader that is not told locks what it can where this process computes on CUDA: tensors in host memory. What a collate function
-has put on a device already, sparse tensors and subclasses stay as they are; torch's own `pin_memory=True` would refuse some. In a
-loader with workers torch's thread does it.
+With `pin_memory=None`, a loader locks all tensors in host memory that it can, if this process computes on CUDA. Tensors that a
+collate function has put on a device already, sparse tensors and subclasses stay as they are; torch's own `pin_memory=True` would
+refuse some of these. In a loader with workers, torch's thread does the locking.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["Lockable", "Locking", "locked", "locks"]
 
 
 def locks(asked: bool | None) -> bool:
-    """Whether a loader locks what it can. Asked with each iteration: CUDA may begin after the loader is made."""
-    return asked is None and torch.cuda.is_initialized()  # which, unlike `is_available`, never starts anything
+    """Whether a loader locks batches by itself. Asked at each iteration: CUDA may be initialized after the loader is made."""
+    return asked is None and torch.cuda.is_initialized()  # unlike `is_available`, this never starts anything
 
 
 def locked(data: Any) -> Any:
-    """The same structure with its tensors in page-locked memory; as it is where that cannot be made, as of a list with a
-    constructor of its own: only time is lost.
+    """The same structure with its tensors in page-locked memory. If it cannot be rebuilt, such as a list with a constructor of
+    its own, it is returned unchanged: only time is lost.
     """
     try:
         return map_tensors(data, _lock)
@@ -35,14 +35,14 @@ def locked(data: Any) -> Any:
 def _lock(value: Any) -> Any:
     if type(value) is torch.Tensor:
         plain = value.device.type == "cpu" and value.layout is torch.strided and not value.is_nested
-        if plain and 0 in value.stride():  # what is expanded cannot be copied into its like; other layouts are kept
+        if plain and 0 in value.stride():  # an expanded tensor cannot be pinned with its strides; others keep theirs
             value = value.contiguous()
         return value.pin_memory() if plain else value
     return value.pin_memory() if not isinstance(value, torch.Tensor) and hasattr(value, "pin_memory") else value
 
 
 class Lockable:
-    """What torch's DataLoader is given in place of a batch, so that `locked` is what its pinning does."""
+    """Given to torch's DataLoader in place of a batch, so that its pinning calls `locked`."""
 
     def __init__(self, data: Any) -> None:
         self.data = data
@@ -52,7 +52,7 @@ class Lockable:
 
 
 class Locking:
-    """A collate function whose batches are Lockable. A class, since it is sent to workers."""
+    """A collate function whose batches are Lockable. A class, because it is pickled for workers."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate

@@ -1,7 +1,7 @@
-"""The loop's iterator over a loader: moves batches to the device, one ahead on a GPU, and says of each where it stands.
+"""The loop's iterator over a loader: moves batches to the device, one ahead on a GPU, and gives each batch's position.
 
-It belongs to one epoch, so nothing read ahead can leak into another. It counts what was used, so a checkpoint never holds
-the position of a batch that was only read ahead.
+It belongs to one epoch, so a batch read ahead cannot leak into another. It counts the batches that were used, so a checkpoint
+never holds the position of a batch that was only read ahead.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _END = object()
 
 
 class Step(NamedTuple, Generic[T]):
-    """A batch, and where it stands among those of its epoch.
+    """A batch, and its position in the epoch.
 
     Args:
-        batch: on the device.
+        batch: the batch, on the device.
         is_last: whether it is the epoch's last, or the last that a limit allows.
-        is_padding: whether it must be computed but weighs nothing.
-        position: how many batches were handed out with this one.
-        samples: how many of the dataset's were collated into it; None where the loader does not say.
+        is_padding: whether it must be computed but has no weight.
+        position: number of batches handed out, including this one.
+        samples: number of samples in the batch; None if the loader does not say.
     """
 
     batch: T
@@ -56,13 +56,13 @@ NO_STEP: Step[Any] = Step(None, False, False, 0)
 
 
 def known_length(loader: Iterable[Any]) -> int | None:
-    """How many batches an iteration will give; None if unknown, as with an IterableDataset."""
+    """Number of batches that an iteration will give; None if unknown, as with an IterableDataset."""
     if isinstance(loader, Loader):
         return loader.batches_left()
     if isinstance(loader, Replayed):
         loader = loader.loader
     if isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset):
-        return None  # its len is a guess that workers can make wrong
+        return None  # its len is a guess, which workers can make wrong
     if isinstance(loader, Sized):
         try:
             return len(loader)
@@ -72,7 +72,8 @@ def known_length(loader: Iterable[Any]) -> int | None:
 
 
 def _sizes(loader: Any, start: int) -> tuple[int | None, float, Callable[[int], int | None]]:
-    """The samples of the first batches that come, how many of these there are, and a function for later ones, counted from 1.
+    """Samples per batch for the first batches of this iteration, the number of these batches, and a function that gives the
+    samples of a later batch by its number from 1.
 
     Args:
         start: batches of the epoch that were used before.
@@ -81,7 +82,7 @@ def _sizes(loader: Any, start: int) -> tuple[int | None, float, Callable[[int], 
         loader = loader.loaders[0]
     if isinstance(loader, (Loader, StreamLoader)):
         usual = loader.global_batch // (loader.dp[1] * loader.accumulation)
-        if isinstance(loader, StreamLoader):  # whose last batches may be shorter
+        if isinstance(loader, StreamLoader):  # its last batches may be shorter
             return usual, math.inf, _unknown
         alike = loader.whole_batches * loader.accumulation - start
         return usual, alike, partial(_of_tail, loader, start)
@@ -95,7 +96,7 @@ def _sizes(loader: Any, start: int) -> tuple[int | None, float, Callable[[int], 
 
 
 def samples_by_batch(loader: Any) -> Callable[[int], int | None]:
-    """How many samples a batch of this iteration has, by its number from 1, as far as the loader says."""
+    """A function from a batch's number in this iteration, from 1, to its number of samples; None if the loader does not say."""
     first, alike, later = _sizes(loader, loader.start if isinstance(loader, (Loader, StreamLoader)) else 0)
     return lambda used: first if used <= alike else later(used)
 
@@ -110,7 +111,7 @@ def _unknown(used: int) -> None:
 
 
 def restored_state(loader: Any) -> dict[str, Any] | None:
-    """The state of a loader that was not read from since it was restored; None for one without. Every rank calls it."""
+    """The state of a loader that was not read since it was restored; None for a loader without state. Every rank calls it."""
     if isinstance(loader, StreamLoader):
         return of_all_ranks(loader.state_dict())
     return _state_of(loader)
@@ -122,20 +123,21 @@ def _state_of(loader: Any) -> dict[str, Any] | None:
 
 
 class Feed(Iterator[Step[Any]]):
-    """Iterates over one epoch of a loader, as steps.
+    """Iterates over one epoch of a loader; gives a Step for each batch.
 
     Args:
         loader: any iterable.
-        limit: use at most so many batches.
-        move: puts a batch on the device; None leaves it where it is.
+        limit: use at most this many batches.
+        move: moves a batch to the device; None leaves it where it is.
         stream: side stream for the copies; with it, one batch is read and copied ahead.
-        resumed: the loader resumes by a state of its own after so many batches of the epoch; its length is still that of a whole
-            one. Until these should have come nothing is read ahead, so that random numbers are drawn in the order in which
-            they would have been without the break; then only its end tells whether they were all.
-        read: what takes a batch from the loader's iterator, for who measures it.
+        resumed: number of batches of the epoch after which the loader resumes by its own state; its length is still that of a
+            whole epoch. Without `stream`, nothing is read ahead while batches of that length remain, so that random numbers are
+            drawn in the same order as without the interruption. After that, one batch is read ahead, to notice the loader's end.
+        read: takes a batch from the loader's iterator; a timer may wrap it.
     Attributes:
-        used: how many batches were handed out.
-        length, total: batches of the loader, and how many of them `limit` allows; None if only iterating tells.
+        used: number of batches handed out.
+        length: number of batches of the loader; None if unknown before iterating.
+        total: number of batches that `limit` allows; None if unknown before iterating.
     """
 
     def __init__(
@@ -156,12 +158,12 @@ class Feed(Iterator[Step[Any]]):
         self._expected = length - resumed if resumed and length is not None else 0
         total = self.length if limit is None else (limit if self.length is None else min(limit, self.length))
         self.total = total
-        # Reading ahead tells the last batch when no length does.
+        # Without a length, reading ahead is the way to notice the last batch.
         self._ahead = stream is not None or self.length is None
         before = rng.states() if resumed else None
         self._iterator = iter(loader)
         if before is not None:
-            rng.put_back(before)  # what an iterator draws at its beginning was drawn before the break
+            rng.put_back(before)  # an iterator draws at its beginning; the restored RNG state is from after that
         self._next: Any = None
         self._state_before: Any = None
         self.used = 0
@@ -187,19 +189,19 @@ class Feed(Iterator[Step[Any]]):
         return self._next_ahead()
 
     def end(self, after: int) -> None:
-        """Give no further batch, though there may be one, and count so many as used."""
+        """Give no further batch, even if there is one, and count `after` batches as used."""
         self.used = self.total = after
         self._next = _END
 
     def _end(self) -> None:
-        """Let torch's iterator come to its end, as `for` does: a sampler may draw from its generator there.
+        """Let torch's iterator run to its end, as `for` does: a sampler may draw from its generator there.
 
-        Others are left alone: one that goes on beyond its length would lose a batch.
+        Not for other iterators: one that goes on beyond its length would lose a batch.
         """
         is_whole = self.length is not None and (self._limit is None or self._limit > self.length)
         if isinstance(self._loader, DataLoader) and is_whole and next(self._iterator, _END) is not _END:
             logger.warning(
-                "the DataLoader has more batches than its length, %s, which are left out: its sampler's __len__ is wrong",
+                "the DataLoader has more batches than its length, %s, and the others are dropped: its sampler's __len__ is wrong",
                 self.length,
             )
 
@@ -224,7 +226,7 @@ class Feed(Iterator[Step[Any]]):
         return Step(batch, self._next is _END, padding, self.used, samples)
 
     def _read(self) -> Any:
-        """The next batch and whether it is padding; or the end."""
+        """The next batch and whether it is padding; or `_END`."""
         if not isinstance(self._loader, (Loader, StreamLoader)):
             self._state_before = _state_of(self._loader)
         batch = self._take(self._iterator, _END)
@@ -242,7 +244,7 @@ class Feed(Iterator[Step[Any]]):
         return batch, padding
 
     def loader_state(self) -> dict[str, Any] | None:
-        """The loader's state after the batches that were used; None for a loader without one. Every rank calls it."""
+        """The loader's state after the batches that were used; None for a loader without state. Every rank calls it."""
         if isinstance(self._loader, Loader):
             return self._loader.state_at(self._start + self.used, self._epoch)
         if isinstance(self._loader, StreamLoader):

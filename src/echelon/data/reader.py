@@ -1,6 +1,6 @@
-"""Reading a micro-batch, in this process or in a worker, so that what fails is named by its sample.
+"""Read a micro-batch, in this process or in a worker, so that an error names the sample that failed.
 
-What fails in a worker travels to the rank as text and is raised there as a DataError.
+An error in a worker is sent to the rank as text and raised there as a DataError.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ class ReadFailure:
 
     @classmethod
     def of(cls, error: DataError, board: Board) -> ReadFailure:
-        """An error in a worker, with the traceback of its cause."""
+        """Make a ReadFailure from an error in a worker, with the traceback of its cause."""
         cause = "".join(traceback.format_exception(error.__cause__))
         text = f"{error}\nIn worker {board.worker} (pid {os.getpid()}):\n\n{cause}"
         return cls(text, {**error.fields, "worker": board.worker})
 
     def error(self) -> DataError:
-        """On the rank."""
+        """The error to raise on the rank."""
         return DataError(self.text, **self.fields)
 
 
 class Reader:
-    """The dataset that the workers see: (micro-batch, its samples) -> their values, or a ReadFailure.
+    """The dataset that the workers see: (micro-batch, its samples) -> the samples' values, or a ReadFailure.
 
     Args:
         collate: list of samples -> batch.
         where: epoch and data rank, for messages.
-        stream: with the micro-batch's number it decides what augmentation draws in a worker.
-        board: of the workers; None reads in this process.
+        stream: with the micro-batch's number, seeds augmentation in a worker.
+        board: the workers' board; None reads in this process.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], where: str, stream: Any, board: Board | None) -> None:
         self._dataset, self._collate, self._where, self._stream, self._board = dataset, collate, where, stream, board
-        self._latest = list[int]()  # the samples that were read last, whose batch is put together next
+        self._latest = list[int]()  # the samples read last, which are collated next
         self._at_once = callable(getattr(dataset, "__getitems__", None))
 
     def __getitems__(self, item: tuple[int, list[int]]) -> list[Any] | ReadFailure:
@@ -70,7 +70,7 @@ class Reader:
         return values
 
     def collate(self, samples: list[Any] | ReadFailure) -> Any:
-        """Samples to a batch; a ReadFailure stays one."""
+        """Collate samples to a batch; a ReadFailure is passed on."""
         if isinstance(samples, ReadFailure):
             return samples
         try:
@@ -91,7 +91,7 @@ class Reader:
         try:
             return [dataset[sample] for sample in taken]
         except Exception as error:
-            # The iterator knows how far it came, without a note of every sample.
+            # The iterator's remaining length tells which sample failed, without noting every sample.
             raise self._named(samples[len(samples) - length_hint(taken) - 1], error) from error
 
     def _read_in_worker(self, samples: list[int], board: Board) -> list[Any]:
@@ -122,7 +122,7 @@ class Reader:
         return DataError(f"{which}{self._where} could not be read: {said(error)}", **({"sample": at} if at >= 0 else {}))
 
     def _culprit(self, samples: list[int]) -> int:
-        """Which sample fails alone, of those that failed together; -1 if none does."""
+        """The first of these samples that also fails alone; -1 if none does."""
         for sample in samples:
             try:
                 self._dataset.__getitems__([sample])
@@ -132,20 +132,20 @@ class Reader:
 
 
 def _unlike(values: list[Any], samples: list[int]) -> tuple[str, dict[str, int]]:
-    """Of a batch that torch's collate function cannot put together: which sample has another form than most, if one has."""
+    """For samples that torch's collate function cannot stack: the sample whose form differs from most, if there is one."""
     forms = [textwrap.shorten(_form(value), 120) for value in values]
     counts = Counter(forms)
     if len(counts) < 2 or len(samples) != len(values):
         return "", {}
     usual, rare = (forms.index(form) for form in (counts.most_common()[0][0], counts.most_common()[-1][0]))
     return (
-        f"sample {samples[rare]} is {forms[rare]}, sample {samples[usual]} is {forms[usual]}; torch puts together what is alike: "
+        f"sample {samples[rare]} is {forms[rare]}, sample {samples[usual]} is {forms[usual]}; torch stacks only equal shapes: "
         "pad or crop in the dataset, or give a collate_fn. "
     ), {"sample": samples[rare]}
 
 
 def _form(value: Any) -> str:
-    """Types and shapes, as far as a person needs them."""
+    """Types and shapes of a value, for a message."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""A torch DataLoader that nobody divides, in the order in which torch reads it, that can go on in the middle of an epoch."""
+"""A torch DataLoader that is not divided between ranks, in torch's own order, that can resume in the middle of an epoch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _END = object()
 
 
 class Replayed:
-    """Its state is the RNG state with which the epoch began, and how many batches were given since.
+    """Its state is the RNG state with which the epoch began, and the number of batches given since.
 
-    With these the sampler draws the same epoch once more. Of a map-style dataset the samples that were given are not read again;
-    batches of other loaders are, and thrown away. What loader workers draw for themselves begins anew.
+    With these, the sampler draws the same epoch again. Samples of a map-style dataset that were given before are not read again;
+    batches of other loaders are read again and dropped. Random numbers of loader workers are not repeated.
 
     Args:
-        loader: without a state of its own.
+        loader: a DataLoader without a state of its own.
     """
 
     STATE = frozenset({"begun", "given"})
@@ -35,7 +35,7 @@ class Replayed:
         self._given = self._skips = 0
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # a copy that is being made
+        if name == "loader":  # asked by copy or pickle before it is set
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -51,7 +51,7 @@ class Replayed:
         assert self._begun is not None
         self._put_back(self._begun)
         batches = iter(self._rest(skips))
-        rng.put_back(now)  # the generator of the loader's own is where the epoch has left it
+        rng.put_back(now)  # but not the loader's own generator, which is now where the epoch has left it
         return self._each(batches, skips)
 
     def _each(self, batches: Iterator[Any], given: int) -> Iterator[Any]:
@@ -59,12 +59,12 @@ class Replayed:
         while (batch := next(batches, _END)) is not _END:
             given += 1
             if given == length:
-                next(batches, None)  # a sampler may draw from its generator at its end
+                next(batches, None)  # at its end a sampler may draw from its generator
             self._given = given
             yield batch
 
     def _rest(self, skips: int) -> Any:
-        """The batches of an epoch that begins now, after so many."""
+        """The batches of an epoch that begins now, without the first `skips`."""
         loader = self.loader
         if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
             batches = iter(loader)
@@ -76,7 +76,7 @@ class Replayed:
         how: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
         if not by_batches:
             how = {"sampler": loader.sampler, "batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        # As torch iterates over the loader, so that as much is drawn: but of a dataset of which sample 5 is the number 5.
+        # Iterate as torch does, so that the same numbers are drawn, but over a dataset whose samples are their own indices.
         chosen = list(DataLoader(_Numbers(), collate_fn=_as_it_is, generator=loader.generator, **how))
         if len(chosen) < skips:
             raise _too_short(skips, len(chosen))
@@ -115,12 +115,12 @@ class Replayed:
         """
         Raises:
             CheckpointMismatchError: another kind of loader was saved.
-            CheckpointCorruptError: the state is none.
+            CheckpointCorruptError: the state is invalid.
         """
         if state_dict.keys() != self.STATE:
             raise CheckpointMismatchError(
-                "the checkpoint holds where another kind of loader stood in the middle of an epoch, and a DataLoader that nobody "
-                "divides cannot go on from there. Give the same loader; or go on from a checkpoint of an epoch's end."
+                "the checkpoint holds the position of another kind of loader in the middle of an epoch, from which an "
+                "undivided DataLoader cannot resume. Give the same loader, or resume from a checkpoint of an epoch's end."
             )
         now = self._drawn()
         try:
@@ -134,7 +134,7 @@ class Replayed:
 
 
 def _too_short(skips: int, given: int) -> UsageError:
-    return LoaderError(f"the DataLoader must go on after {skips} batches, but has only {given}.")
+    return LoaderError(f"the DataLoader must resume after {skips} batches, but has only {given}.")
 
 
 class _Numbers(Dataset[Any]):

@@ -1,4 +1,4 @@
-"""Whether a loader may resume from a saved position, and a table of what changed since."""
+"""Check that a loader may resume from a saved position, with a table of changes since the save."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from echelon.common.terminal import columns
 
 __all__ = ["Change", "cannot_divide", "changes", "check_accepted", "check_same", "facts"]
 
-# Where a loader stands is no change.
+# A loader's position is not compared.
 _POSITION = {"epoch", "position"}
 
-# What decides the samples of the coming global batches, and what resuming in spite of a change does.
+# Facts that decide the samples of the coming global batches, and what resuming in spite of a change means.
 _MATTERS = {
     "samples": "another order: in this epoch some samples come twice or not at all",
     "seed": "another order: in this epoch some samples come twice or not at all",
@@ -25,20 +25,20 @@ _MATTERS = {
     "fingerprint": "other data, or the same in another order",
 }
 _HARMLESS = {
-    "accumulation": "harmless: the same global batches in other parts",
+    "accumulation": "harmless: the same global batches, split differently",
     "tail": "harmless: the last, short global batch of an epoch",
 }
 
 
 def called(name: str) -> str:
-    """What a state has under this name, as the argument is called."""
+    """The argument's name for a name in a state."""
     return "accumulate" if name == "accumulation" else name
 
 
 def check_accepted(names: Collection[str]) -> None:
     """
     Raises:
-        UsageError: a name of nothing that could be accepted.
+        UsageError: a name of something that cannot be accepted.
     """
     unknown = sorted({*names} - {*_MATTERS}, key=str) if is_list(names) else [names]
     if unknown:
@@ -50,11 +50,11 @@ def check_accepted(names: Collection[str]) -> None:
 
 @dataclass(frozen=True)
 class Change:
-    """What two loaders differ in.
+    """A difference between two loaders.
 
     Attributes:
-        meaning: what resuming in spite of it does.
-        harmful: whether it changes what is trained on.
+        meaning: what resuming in spite of it means.
+        harmful: whether it changes the samples that are trained on.
     """
 
     name: str
@@ -70,8 +70,8 @@ def facts(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """What differs between two loaders' states, or facts, in a fixed order; what an older state does not hold is not compared."""
-    saved = {**saved, "order": str(saved.get("order", 1))}  # before formulas were numbered
+    """Differences between two loaders' states or facts, in a fixed order. Facts that an older state lacks are not compared."""
+    saved = {**saved, "order": str(saved.get("order", 1))}  # states without a number are of formula 1
     changed: list[Change] = []
     for name, meaning in {**_MATTERS, **_HARMLESS}.items():
         if name not in saved or saved[name] == now[name]:
@@ -89,7 +89,7 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], accepted: Collection[str]) -> None:
     """
     Raises:
-        UsageError: something that matters changed and was not accepted; holds a table of all changes.
+        UsageError: a harmful change was not accepted; with a table of all changes.
     """
     changed = changes(saved, now)
     refused = [each.name for each in changed if each.harmful and each.name not in accepted]
@@ -100,13 +100,13 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], accepted: Colle
     table = "\n".join(f"  {line}" for line in columns(rows))
     names = ", ".join(map(repr, refused))
     raise LoaderError(
-        f"the loader cannot resume from the saved position, since this has changed:\n{table}\n"
+        f"the loader cannot resume from the saved position, because of these changes:\n{table}\n"
         f"Undo the change, or allow it with LoaderOptions(accept_changes={{{names}}})."
     )
 
 
 def _difference(saved: Any, now: Any, *, length_is_told: bool) -> tuple[str, str] | None:
-    """How two fingerprints differ, in a few words each; None if they do not where both have something to compare."""
+    """How two fingerprints differ, in a few words each; None if all that both can compare is equal."""
     if not isinstance(saved, dict) or not isinstance(now, dict):
         return (_short(saved), _short(now)) if isinstance(saved, str) and isinstance(now, str) else None
     if saved["length"] != now["length"] and not length_is_told:
@@ -123,7 +123,7 @@ def _short(text: str) -> str:
 
 
 def cannot_divide(global_batch: int, ranks: int, accumulation: int) -> str:
-    """The text for a global batch that does not divide: which numbers of ranks could, and which global batches."""
+    """The message for a global batch that cannot be divided, with numbers of ranks and global batches that can."""
     parts = ranks * accumulation
     near = sorted({max(parts, global_batch // parts * parts), (global_batch // parts + 1) * parts})
     text = f"global_batch {global_batch} cannot be divided by {ranks} ranks x accumulate={accumulation}, which is {parts}. "

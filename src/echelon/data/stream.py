@@ -1,10 +1,10 @@
-"""The loader of what can only be iterated over: as exact as the iterable's own state lets it be.
+"""The loader of iterable datasets. It resumes as exactly as the dataset's own state allows.
 
     stream    one iteration over the dataset: one for each worker of each data rank, or for each data rank without workers
-    turn t    micro-batch t of a data rank comes from its stream t % streams; a stream that has ended passes
+    turn t    micro-batch t of a data rank comes from its stream t % streams; a stream that has ended is skipped
 
-What a map-style dataset gives for nothing, a stream cannot: its global batches depend on the number of ranks and workers. A run
-resumes only with the same numbers of both.
+Unlike with a map-style dataset, the global batches depend on the number of ranks and workers. So a run resumes only with the
+same numbers of both.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ logger = logging.getLogger(__name__)
 
 
 def is_divided(dataset: Any) -> bool:
-    """Whether it is an iterable dataset of the library datasets that gives each rank its share already."""
+    """Whether it is an iterable dataset of the library `datasets` that is divided between the ranks already."""
     return getattr(dataset, "_distributed", None) is not None
 
 
 class StreamLoader(BaseLoader):
-    """Batches of an iterable dataset, with the face of `Loader`.
+    """Batches of an iterable dataset, with the interface of `Loader`.
 
-    The state is the dataset's own: it, or the iterator that it gives, has `state_dict` and `load_state_dict`; `iter(dataset)`
-    starts over, except after `load_state_dict`. A run then resumes exactly, at the same number of data ranks, workers and
-    micro-batches. Without them nothing tells where an epoch stands, and resuming in the middle of one is refused.
+    The position is the dataset's own state: the dataset, or its iterator, has `state_dict` and `load_state_dict`; `iter(dataset)`
+    starts over, except after `load_state_dict`. A run then resumes exactly, with the same number of data ranks, workers and
+    micro-batches. Without these methods the position in an epoch is unknown, and resuming within an epoch is refused.
 
     Args:
         dataset: a torch IterableDataset, or any iterable that can be iterated over again for the next epoch. Its
             `set_epoch(epoch)` is called if it has one.
-        shards: how the streams come to have different samples: "set_place", the dataset's `set_place(index, count)` is told
-            which of how many it is; "stride", each reads all and keeps every count-th; "itself", the dataset sees to it. By
-            default the first if the dataset has that method, the last for what `split_dataset_by_node` of the library datasets
-            has divided; needed as soon as there are two streams.
+        shards: how the streams get different samples. "set_place": the dataset's `set_place(index, count)` is called with the
+            stream's number and the number of streams; "stride": each stream reads all samples and keeps every count-th;
+            "itself": the dataset divides its samples. Default: "set_place" if the dataset has that method, "itself" for a dataset
+            that `split_dataset_by_node` of the library `datasets` has divided. Required if there are two streams or more.
         tail: "drop" or "keep" the samples that do not fill a stream's last micro-batch.
         global_batch, accumulate, num_workers, collate_fn, pin_memory: as in `Loader`.
-        options: what else: a StreamOptions. A LoaderOptions is taken, too, without what only a Loader can do.
+        options: further options: a StreamOptions; or a LoaderOptions without the options that only a Loader has.
     Raises:
-        UsageError: nothing says how to shard, or a state that was saved by other ranks or workers.
-        DataError: while iterating: the dataset raised, or a worker died; the text names it.
+        UsageError: `shards` is missing, or a state was saved with other numbers of ranks or workers.
+        DataError: while iterating: the dataset raised, or a worker died; the message names it.
     """
 
     _options = StreamOptions
@@ -82,7 +82,7 @@ class StreamLoader(BaseLoader):
     ) -> None:
         super().__init__(global_batch, accumulate, tail, num_workers, collate_fn, pin_memory, options)
         for name in ("fingerprint", "accept_changes"):
-            if value := getattr(self.options, name, None):  # of a LoaderOptions
+            if value := getattr(self.options, name, None):  # if it is a LoaderOptions
                 raise LoaderError(f"{name} must be left out for a StreamLoader, whose state is its dataset's own, got {value!r}.")
         if not hasattr(dataset, "__iter__") or isinstance(dataset, (type, str, bytes)):
             raise LoaderError(f"dataset must be iterable, got {type(dataset).__name__}.")
@@ -97,13 +97,13 @@ class StreamLoader(BaseLoader):
         if divided and shards == "stride":
             raise LoaderError(
                 "shards must be 'itself' for a dataset that split_dataset_by_node has divided between the ranks, got 'stride': "
-                "each rank would leave out most of its share."
+                "each rank would skip most of its share."
             )
         default = "itself" if divided else "set_place" if hasattr(dataset, "set_place") else None
         self.dataset, self.shards = dataset, shards or default
         self._loaded: dict[str, Any] | None = None
         self._begin = self._fresh
-        # A reader may be one micro-batch ahead of what was used.
+        # The latest two positions, because a reader may be one micro-batch ahead of the loop.
         self._latest: deque[StreamPosition] = deque([self._fresh], maxlen=2)
 
     @property
@@ -116,16 +116,16 @@ class StreamLoader(BaseLoader):
         return self._begin.position
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; the loops call it. Another epoch than the present one begins at its start."""
+        """Choose the epoch of the next iteration; the loops call it. A different epoch starts from its beginning."""
         if epoch != self.epoch:
             self.epoch, self._begin, self._loaded = epoch, self._fresh, None
             self._latest = deque([self._fresh], maxlen=2)
 
     def seek(self, position: int) -> int:
-        """Begin the next iteration after `position` micro-batches: the stream's present position, or the epoch's beginning.
+        """Begin the next iteration after `position` micro-batches: the stream's current position, or the epoch's beginning.
 
         Raises:
-            UsageError: the stream stands elsewhere.
+            UsageError: the stream is at another position.
         """
         self._resolve()
         stands = [self._fresh, *self._latest]
@@ -150,7 +150,7 @@ class StreamLoader(BaseLoader):
         locking = locks(self.pin_memory)
         batches = iter(made) if board is None else board.started(self._in_workers(made, board, locking))
         try:
-            while ended < streams:  # one round in which every stream passes
+            while ended < streams:  # until every stream has ended in one round
                 item = next(batches)
                 if locking:
                     item = item.data if board is not None else locked(item)
@@ -170,7 +170,7 @@ class StreamLoader(BaseLoader):
                 raise
             raise better from error
         finally:
-            del batches  # with its workers, although an error's traceback knows this frame
+            del batches  # ends the workers, even if an error's traceback keeps this frame alive
             if board is not None:
                 board.done()
 
@@ -190,7 +190,7 @@ class StreamLoader(BaseLoader):
         """Why a run cannot resume exactly from the latest iteration's position; None if it can."""
         kind = type(self.dataset).__name__
         if _has_no_state(self._latest[-1]):
-            return f"{kind} has no state: a run cannot go on from here. {_REMEDY}"
+            return f"{kind} has no state: a run cannot resume from here. {_REMEDY}"
         buffer = shuffle_buffer(self.dataset)
         if buffer and self._latest[-1].position:
             return _loses(kind, buffer)
@@ -200,8 +200,8 @@ class StreamLoader(BaseLoader):
         kind, count = type(self.dataset).__name__, self.dp[1] * len(begin.streams)
         if count > 1 and self.shards is None:
             raise LoaderError(
-                f"{kind} has no set_place(index, count), so all {count} streams (data ranks x workers) would read the same. "
-                "Give it one, or choose shards='stride' or shards='itself'."
+                f"{kind} has no set_place(index, count), so all {count} streams (data ranks x workers) would read the same "
+                "samples. Give it one, or choose shards='stride' or shards='itself'."
             )
         if _has_no_state(begin):
             raise LoaderError(
@@ -225,11 +225,11 @@ class StreamLoader(BaseLoader):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of this data rank's latest iteration. Every data rank has its own; a checkpoint holds all."""
+        """The position of this data rank's latest iteration. Each data rank has its own; a checkpoint holds all of them."""
         return self.state_at(self._latest[-1].position)
 
     def state_at(self, position: int) -> dict[str, Any]:
-        """The state after `position` micro-batches of this epoch, the latest or the one before."""
+        """The state after `position` micro-batches of this epoch; only the latest two positions are known."""
         if self._loaded is not None:
             return self._loaded
         stand = next(stand for stand in (*self._latest, self._fresh) if stand.position == position)
@@ -237,7 +237,7 @@ class StreamLoader(BaseLoader):
             "epoch": self.epoch,
             "position": position,
             **self._division(),
-            # Each data rank has its own; `of_all_ranks` joins them.
+            # This data rank's part only; `of_all_ranks` joins all parts.
             "ranks": {str(self.dp[0]): {"turn": stand.turn, "streams": list(stand.streams)}},
         }
 
@@ -251,7 +251,7 @@ class StreamLoader(BaseLoader):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a saved state; it is checked once the loop has set this rank's data-parallel rank."""
+        """Resume from a saved state. It is checked later, once the loop has set this rank's data-parallel rank."""
         self._loaded, self.epoch = state, int(state["epoch"])
 
     def _resolve(self) -> None:
@@ -277,7 +277,7 @@ _REMEDY = "Give it, or its iterator, state_dict and load_state_dict, or save at 
 
 def _loses(kind: str, buffer: int) -> str:
     return (
-        f"{kind} shuffles through a buffer, which is not in its state: a run that goes on in mid-epoch misses up to {buffer} "
+        f"{kind} shuffles through a buffer, which is not in its state: a run that resumes within an epoch misses up to {buffer} "
         "samples of each stream in that epoch. Shuffle only its shards (buffer_size=1), or save at the end of epochs."
     )
 

@@ -1,4 +1,4 @@
-"""What a StreamLoader's workers run: one iteration over the dataset each, in micro-batches, with where it stands after each."""
+"""Code of a StreamLoader's workers: each iterates once over the dataset, and gives micro-batches with the position after each."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class StreamPosition:
 
     position: int
     turn: int
-    streams: tuple[Any, ...]  # each one's state; None at its beginning
+    streams: tuple[Any, ...]  # state of each stream; None at the stream's beginning
 
 
 @dataclass(frozen=True)
 class Share:
-    """What a data rank reads, and how; the words are StreamLoader's.
+    """What a data rank reads, and how; names as in StreamLoader.
 
     Args:
-        size: samples of a micro-batch.
-        keep: also the last ones, which are fewer.
+        size: samples per micro-batch.
+        keep: keep a stream's last micro-batch, which may have fewer samples.
         where: epoch and data rank, for messages.
-        dp: (data rank, how many).
+        dp: (data rank, number of data ranks).
     """
 
     dataset: Iterable[Any]
@@ -51,7 +51,7 @@ class Share:
 
 
 class Streams(IterableDataset[Any]):
-    """(whether there is a batch, batch, the stream's state after it), without end: one stream, that of this worker."""
+    """This worker's stream: endless triples (whether there is a batch, batch, the stream's state after it)."""
 
     def __init__(self, share: Share, begin: StreamPosition, board: Board | None) -> None:
         self._share, self._begin, self._board = share, begin, board
@@ -59,7 +59,7 @@ class Streams(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         streams = len(self._begin.streams)
         worker = self._board.worker if self._board is not None else 0
-        # Torch begins with worker 0, and the epoch continues with the stream whose turn it is.
+        # torch begins with worker 0, so worker 0 takes the stream whose turn it is.
         stream = (self._begin.turn + worker) % streams
         try:
             yield from self._batches(stream, streams)
@@ -70,7 +70,7 @@ class Streams(IterableDataset[Any]):
 
     def _batches(self, stream: int, streams: int) -> Iterator[Any]:
         state, index, count = self._begin.streams[stream], self._share.dp[0] * streams + stream, self._share.dp[1] * streams
-        # Past its end a stream has nothing to load: its state says only that.
+        # The state of an ended stream says only that it has ended.
         ended = isinstance(state, dict) and state.get("ended", False)
         with self._drawing(index, -1):
             samples = iter(()) if ended else self._samples(state, index, count)
@@ -81,7 +81,7 @@ class Streams(IterableDataset[Any]):
                 read += len(batch)
                 given = len(batch) == self._share.size or bool(batch and self._share.keep)
                 collated = self._collated(batch, index, read) if given else None
-            # Past its end a dataset may say that it stands at its beginning.
+            # At its end a dataset's own state may point to its beginning, so it is not kept.
             more = {"own": self._state()} if len(batch) == self._share.size else {"ended": True}
             yield given, collated, {"read": read, **more}
 
@@ -89,7 +89,7 @@ class Streams(IterableDataset[Any]):
     def _drawing(self, index: int, read: int) -> Iterator[None]:
         """Context in which random draws depend on the stream's position, so that a restart draws the same again.
 
-        In the rank's own process its streams are afterwards as before: a reader may be ahead of the training that draws, too.
+        In the rank's own process, the RNG states are restored afterwards, because training draws from them, too.
         """
         before = rng.states() if self._board is None else None
         seed_worker(self._share.epoch, index, read)
@@ -141,12 +141,12 @@ class Streams(IterableDataset[Any]):
         return _strided(iterator, index if state is None else count - 1, count)
 
     def _state(self) -> Any:
-        """A copy, since it is pickled later, when the dataset may have advanced."""
+        """A copy of the dataset's state: it is pickled later, when the dataset may have advanced."""
         return copy.deepcopy(self._holder.state_dict()) if hasattr(self._holder, "state_dict") else None
 
 
 def _strided(iterator: Iterator[Any], skip: int, count: int) -> Iterator[Any]:
-    """Every `count`-th sample, after `skip`; nothing is read beyond one that is given."""
+    """Every `count`-th sample, after skipping `skip`; never reads beyond the sample that it gives."""
     while True:
         for _ in range(skip):
             if next(iterator, _END) is _END:

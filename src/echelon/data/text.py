@@ -1,4 +1,4 @@
-"""Text as bytes: a folder of files becomes windows of a fixed length, for models that need no tokenizer."""
+"""Text as bytes: windows of a fixed length from a folder of files, for models that need no tokenizer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["ByteText", "split_files"]
 
 
 class ByteText(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Windows of `context` bytes from files laid end to end, each with the byte that follows every position.
+    """Windows of `context` bytes from concatenated files; the targets are the bytes that follow each position.
 
     Args:
-        files: read in the order given, joined by a zero byte so that a model can tell them apart.
-        context: bytes in a window.
-        stride: from one window's beginning to the next; by default `context`, so that windows do not overlap.
+        files: read in the given order, joined by a zero byte so that a model can tell them apart.
+        context: bytes per window.
+        stride: distance between the beginnings of two windows; by default `context`, so that windows do not overlap.
     Sample: (inputs, targets), int64 of shape (context,), values 0 .. 255.
     Raises:
         UsageError: the files hold less than one window.

@@ -1,12 +1,12 @@
-"""Files of tokens, mapped into memory: any number of them costs nothing until it is read, and workers share the pages.
+"""Files of tokens, mapped into memory: tokens cost nothing until they are read, and workers share the pages.
 
-A file that `TokenWriter` writes, all numbers little-endian:
+Format of `TokenWriter`'s files, all numbers little-endian:
 
-    64 bytes   b"ECHTOK1\n", the type (b"<u2" or b"<u4", padded to 8), tokens, documents: u64 each; zeros
+    64 bytes   b"ECHTOK1\n", the dtype (b"<u2" or b"<u4", padded to 8), tokens, documents: u64 each; zeros
     tokens     one after the other
-    offsets    from the next multiple of 8 on: i64, documents + 1 of them, where each document begins; the last is the end
+    offsets    from the next multiple of 8 on: i64, documents + 1 of them: where each document begins; the last is the end
 
-Raw files without a header, as nanoGPT and Megatron-LM have them, are read too.
+Raw files without a header, such as those of nanoGPT and Megatron-LM, are read too.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _MAGIC = b"ECHTOK1\n"
 _HEADER = struct.Struct("<8s8sQQ32x")
 _MEGATRON = b"MMIDIDX\x00\x00"
 _TYPES = {f"<u{size}".encode().ljust(8, b"\0"): np.dtype(f"<u{size}") for size in (2, 4)}
-# Megatron-LM's codes for the types that tokens can have. Source: megatron/core/datasets/indexed_dataset.py.
+# Megatron-LM's codes for dtypes of tokens. Source: megatron/core/datasets/indexed_dataset.py.
 _MEGATRON_TYPES = {1: "u1", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class Tokens:
-    """Tokens and where their documents begin.
+    """Tokens, and where their documents begin.
 
     Args:
         path: a file of `TokenWriter`; or, with `dtype`, a raw file; or Megatron's `NAME.bin` with `NAME.idx` beside it.
-        dtype: of a raw file, such as "uint16"; a raw file is one document unless `documents` says otherwise.
-        documents: of a raw file: where each document begins, and last the end; rising.
+        dtype: dtype of a raw file, such as "uint16". A raw file is one document unless `documents` is given.
+        documents: for a raw file: the offsets at which documents begin, then the end; in rising order.
     Attributes:
         data: the tokens, (N,), read-only.
         offsets: int64, (documents + 1,).
     Raises:
-        UsageError: no such file, or nothing says of which type its tokens are.
-        DataError: the file is shorter or longer than its header says, or is of another kind.
+        UsageError: there is no such file, or the dtype of its tokens is unknown.
+        DataError: the file is shorter or longer than its header says, or of another kind.
     """
 
     data: npt.NDArray[Any]
@@ -75,7 +75,7 @@ class Tokens:
 
     @classmethod
     def of(cls, documents: Iterable[npt.ArrayLike]) -> Tokens:
-        """Tokens in memory, from the documents' own."""
+        """Tokens in memory, from documents."""
         what = "Tokens, or a list of documents, each a flat list of whole numbers"
         parts = [np.asarray(document) for document in several("documents", documents, what, kind=DatasetError)]
         for part in parts:
@@ -97,7 +97,7 @@ class Tokens:
         """The tokens of one document.
 
         Raises:
-            DataError: the file says that it begins or ends outside of the tokens.
+            DataError: by the file's offsets, the document begins or ends outside the tokens.
         """
         if not -self.documents <= index < self.documents:
             raise IndexError(f"document {index} is out of range for {self.documents} documents")
@@ -107,14 +107,14 @@ class Tokens:
         return self.data[first:last]
 
     def changed(self) -> DataError:
-        """The error of a file whose documents do not follow one upon the other."""
+        """The error for a file whose documents are not in rising order."""
         return DataError(
             f"{self.path} has documents that do not begin one after the other, from 0 to {len(self)}: it was changed.",
             path=str(self.path),
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """A worker that is not forked opens the file again; pickling the mapping would copy all its contents."""
+        """Let a worker that is not forked open the file again: pickling the mapping would copy all its contents."""
         return vars(self) if not hasattr(self, "_reopen") else {"_reopen": self._reopen}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -128,7 +128,7 @@ class Tokens:
             raise DataError(f"{self.path} has {len(header)} bytes, less than its header: it was cut short.", path=str(self.path))
         _, name, tokens, documents = _HEADER.unpack(header)
         dtype = _TYPES.get(name)
-        if dtype is None:  # never asked of numpy, which would take bytes of a file for addresses of objects
+        if dtype is None:  # np.dtype(name) is never called: it could name objects, whose bytes are addresses
             raise DataError(
                 f"the dtype in the header of {self.path} must be uint16 or uint32, got {name!r}.", path=str(self.path)
             )
@@ -141,7 +141,7 @@ class Tokens:
             )
         self.data = _mapped(self.path, dtype, _HEADER.size, tokens)
         self.offsets = _mapped(self.path, np.dtype("<i8"), begin, documents + 1)
-        if self.offsets[0] != 0 or self.offsets[-1] != tokens:  # those between are read, and looked at, when they are used
+        if self.offsets[0] != 0 or self.offsets[-1] != tokens:  # the offsets in between are checked when they are used
             raise self.changed()
 
     def _open_raw(self, dtype: np.dtype[Any], documents: npt.ArrayLike | None) -> None:
@@ -157,7 +157,7 @@ class Tokens:
         self.offsets = offsets
 
     def _open_megatron(self, index: Path) -> None:
-        """Its documents must lie one after the other, as its own tools write them."""
+        """Open Megatron's files. Documents must be stored one after the other, as its own tools write them."""
         raw = index.read_bytes()
         try:
             version, code, sequences, ends = struct.unpack_from("<QBQQ", raw, len(_MEGATRON))
@@ -166,9 +166,9 @@ class Tokens:
             bounds = np.frombuffer(raw, "<i8", ends, begin + 12 * sequences)
             dtype = np.dtype(_MEGATRON_TYPES[code])
         except (struct.error, ValueError, KeyError, OverflowError) as error:
-            raise DataError(f"{index} is not an index of Megatron-LM's: {error!r}.", path=str(index)) from error
+            raise DataError(f"{index} is not an index of Megatron-LM: {error!r}.", path=str(index)) from error
         if raw[: len(_MEGATRON)] != _MEGATRON or version != 1:
-            raise DataError(f"{index} is not an index of Megatron-LM's, version 1.", path=str(index))
+            raise DataError(f"{index} is not an index of Megatron-LM, version 1.", path=str(index))
         if (lengths < 0).any() or (bounds < 0).any() or (bounds > sequences).any():
             raise DataError(f"{index} has documents of negative length, or beyond its {sequences} sequences.", path=str(index))
         offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
@@ -182,7 +182,7 @@ class Tokens:
 
 
 class TokenWriter:
-    """Writes a file of tokens, document by document; it appears under its name when it is complete.
+    """Writes a file of tokens, document by document. The file gets its name when it is complete.
 
         with TokenWriter("train.bin", "uint16") as writer:
             writer.add(tokens)
@@ -200,7 +200,7 @@ class TokenWriter:
         if self.dtype.str not in ("<u2", "<u4"):
             raise DatasetError(f"dtype must be uint16 or uint32, got {np.dtype(dtype)}.")
         self._staged = self.path.with_name(self.path.name + ".partial")
-        self._staged.unlink(missing_ok=True)  # of a writer that was killed, or a link to somewhere else
+        self._staged.unlink(missing_ok=True)  # left by a killed writer, or a link to somewhere else
         self._file = open(open_file(self._staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb")
         self._file.write(bytes(_HEADER.size))
         self._ends = [0]
@@ -208,7 +208,7 @@ class TokenWriter:
     def add(self, document: npt.ArrayLike) -> None:
         """
         Raises:
-            UsageError: a token that the type does not hold, or no flat list of whole numbers.
+            UsageError: a token does not fit into the dtype, or the document is not a flat list of whole numbers.
         """
         tokens = np.asarray(document)
         if tokens.ndim != 1 or (tokens.size and tokens.dtype.kind not in "ui"):
@@ -223,7 +223,7 @@ class TokenWriter:
         self._ends.append(self._ends[-1] + len(tokens))
 
     def close(self) -> None:
-        """Complete the file, and put it under its name."""
+        """Complete the file and give it its name."""
         tokens = self._ends[-1]
         self._file.write(bytes(_offsets_at(tokens, self.dtype) - _HEADER.size - tokens * self.dtype.itemsize))
         self._file.write(np.asarray(self._ends, dtype="<i8").tobytes())
@@ -262,6 +262,6 @@ def _offsets_at(tokens: int, dtype: np.dtype[Any]) -> int:
 
 def _mapped(path: Path, dtype: np.dtype[Any], offset: int, count: int) -> npt.NDArray[Any]:
     if not count:
-        return np.empty(0, dtype)  # nothing cannot be mapped
-    # As a plain array: every slice of a memmap object costs microseconds.
+        return np.empty(0, dtype)  # an empty range cannot be mapped
+    # A plain array, because every slice of a memmap object costs microseconds.
     return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)))

@@ -22,20 +22,23 @@ __all__ = ["as_loader", "is_distributed"]
 
 
 def is_distributed(loader: Any) -> bool:
-    """Whether whoever made it has divided it between the ranks already."""
+    """Whether a DataLoader is divided between the ranks already."""
     return isinstance(loader, DataLoader) and isinstance(getattr(loader, "sampler", None), DistributedSampler)
 
 
 def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why: str, *, number: int = 0) -> Loader:
-    """The seed of its order is its DistributedSampler's or its generator's; else, as for torch, it follows from
-    `torch.manual_seed`, and a run that is restored keeps the one that it began with. Collective.
+    """Make an echelon.Loader from a DataLoader. Collective.
+
+    The seed of its order is that of the DistributedSampler or the generator. Without one it follows from `torch.manual_seed`, as
+    in torch, and a restored run keeps the seed that it began with.
 
     Args:
-        global_batch: samples of an update, over all ranks and micro-batches.
-        why: what cannot be done with a loader that has an order of its own.
-        number: of this loader in a program with several, each of which has another order.
+        global_batch: samples per update, over all ranks and micro-batches.
+        why: for the error: why a loader with an order of its own cannot be used.
+        number: number of this loader in a program with several; gives each another order.
     Raises:
-        UsageError: it has one: a sampler that is no torch's, or an iterable dataset; or its sampler draws a part of the data.
+        UsageError: the DataLoader has an order of its own: a sampler that is not torch's, or an iterable dataset; or its sampler
+            draws only a part of the data.
     """
     sampler: Any = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
     plain = _is(sampler, SequentialSampler) or (_is(sampler, RandomSampler) and not sampler.replacement)
@@ -44,10 +47,10 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
         what = "batch_size=None" if own is None else type(own).__name__
         first = "Give it Subset(dataset, indices), of torch.utils.data, and shuffle=True. Or use" if _chooses(sampler) else "Use"
         if _is(sampler, RandomSampler) and sampler.replacement:
-            what, first = f"{what}(replacement=True)", "shuffle=True draws without, epoch after epoch. Or use"
+            what, first = f"{what}(replacement=True)", "shuffle=True draws without replacement, in every epoch. Or use"
         if loader.batch_size is None and own is not None and sampler is not None:
             first = (
-                "Of batches that are equally large, echelon.Loader(Subset(dataset, [i for batch in batches for i in batch]), "
+                "If all batches have the same size, echelon.Loader(Subset(dataset, [i for batch in batches for i in batch]), "
                 "global_batch, shuffle=False) gives the ranks their shares. Or use"
             )
         raise LoaderError(
@@ -63,8 +66,8 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
     batch = global_batch // accumulation
     if (size := len(loader.dataset)) < batch and loader.drop_last:  # type: ignore[arg-type]
         raise LoaderError(
-            f"the DataLoader's batch_size of {loader.batch_size} makes batches of {batch} samples over the ranks, and its "
-            f"dataset holds {size}, which drop_last=True leaves out. Set batch_size to {loader.batch_size * size // batch} or "
+            f"the DataLoader's batch_size of {loader.batch_size} makes batches of {batch} samples over the ranks, but its "
+            f"dataset holds only {size}, which drop_last=True drops. Set batch_size to {loader.batch_size * size // batch} or "
             "less, or leave out drop_last."
         )
     generator = getattr(sampler, "generator", None)
@@ -88,12 +91,12 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
 
 
 def _chooses(sampler: Any) -> bool:
-    """Whether it only says which samples there are."""
+    """Whether a sampler only chooses a subset of the samples."""
     return type(sampler) is SubsetRandomSampler
 
 
 def _is(sampler: Any, kind: type) -> bool:
-    """Whether it is torch's, or what StatefulDataLoader has in its place."""
+    """Whether a sampler is torch's `kind`, or StatefulDataLoader's replacement for it."""
     sampler_class = type(sampler)
     return sampler_class is kind or (
         sampler_class.__module__ == "torchdata.stateful_dataloader.sampler" and sampler_class.__name__ == kind.__name__

@@ -1,7 +1,7 @@
-"""Datasets that decide themselves which sample comes at which position: weighted draws, and mixtures at fixed ratios.
+"""Datasets with an order of their own: weighted draws, and mixtures at fixed ratios.
 
-Both are map-style views over the samples that exist, and bring the order in which a Loader asks for them. Everything is a
-function of (seed, epoch, position), so there is nothing to save, and nothing depends on ranks or workers.
+Both are map-style views of existing samples, and define the order in which a Loader reads them. The order is a function of (seed,
+epoch, position), so there is no state to save, and nothing depends on ranks or workers.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Ordered(Dataset[Any]):
 
 
 class Weighted(Ordered):
-    """Draws samples with replacement, each as often as its weight says.
+    """Draws samples with replacement, with probabilities in proportion to their weights.
 
-    Which sample comes at a position depends on (seed, epoch, position) alone; a draw costs a binary search.
+    The sample at a position depends on (seed, epoch, position) only; a draw costs a binary search.
 
     Args:
         dataset: map-style.
-        weights: one for each sample, 0 or more; only their ratios count. Held as their running sum, 8 bytes a sample.
-        samples_per_epoch: draws that make an epoch; by default as many as there are samples.
+        weights: one for each sample, 0 or more; only their ratios count. Kept as their running sum, 8 bytes per sample.
+        samples_per_epoch: draws per epoch; by default the number of samples.
     Raises:
         UsageError: weights that are negative, not finite, all zero or too few.
     """
@@ -95,10 +95,10 @@ class _Draws:
 
     def at(self, epoch: int, positions: Positions) -> Indices:
         key = mix64(np.array([key_of(self.seed, epoch, 101)], dtype=_U64))
-        # SplitMix64 as a function of its counter, 53 bits of it as a fraction.
+        # SplitMix64 as a function of its counter; 53 bits give a fraction.
         words = mix64(key + positions.astype(_U64) * _U64(0x9E3779B97F4A7C15))
         fractions = (words >> _U64(11)).astype(np.float64) * 2.0**-53
-        # side="right": a sample of weight 0 ends where the one before it does, and is never met.
+        # side="right": a sample of weight 0 has the same running sum as the one before it, and is never drawn.
         indices: Indices = np.searchsorted(self._sums, fractions * self._sums[-1], side="right")
         return np.minimum(indices, self._last)
 
@@ -107,19 +107,20 @@ class Mixture(Ordered):
     """Several datasets at fixed ratios.
 
     After any number of samples, counted over all epochs, each dataset has given its ratio of them to within one sample. Each
-    has its own shuffled order and its own epochs: one that is used up begins again, in another order, whatever the others do.
+    dataset has its own shuffled order and its own epochs: when it is used up, it begins again in another order, independently of
+    the others.
 
     Sample: that of the dataset; with `named=True` the pair (name, sample).
 
     Args:
         datasets: map-style, by name.
         ratios: by the same names, above 0; numbers, fractions or text like "1/3". Their sum does not matter.
-        samples_per_epoch: positions that make an epoch of the mixture; by default as many as there are samples.
-        named: give the name beside each sample.
+        samples_per_epoch: positions per epoch of the mixture; by default the total number of samples.
+        named: give the dataset's name with each sample.
     Attributes:
-        ratios: as used, exact fractions. Those without a common denominator up to 100,000 are rounded to one.
+        ratios: the ratios used, as exact fractions. Ratios without a common denominator up to 100,000 are rounded to it.
     Raises:
-        UsageError: names that do not agree, a ratio that is not above 0, an empty dataset.
+        UsageError: names that do not match, a ratio that is not above 0, an empty dataset.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class Mixture(Ordered):
         return self._starts[-1]
 
     def locate(self, index: int) -> tuple[str, int]:
-        """The dataset, and the index in it, of a sample of the mixture."""
+        """The dataset of a sample of the mixture, and the sample's index in it."""
         which = bisect_right(self._starts, index) - 1
         return self.names[which], index - self._starts[which]
 
@@ -171,7 +172,7 @@ class Mixture(Ordered):
         return (self.names[which], sample) if self.named else sample
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Together what belongs to one dataset, so that its own `__getitems__` is used."""
+        """Read samples of the same dataset together, so that its own `__getitems__` is used."""
         wanted = np.asarray(indices, dtype=np.int64)
         owners = np.searchsorted(self._starts, wanted, side="right") - 1
         samples: list[Any] = [None] * len(wanted)
@@ -187,7 +188,7 @@ class Mixture(Ordered):
 
 
 class _Mixed:
-    """Position -> dataset by a table of one period; dataset and how often it came before -> its own epoch and position."""
+    """Maps a position to a dataset by a table of one period, and the dataset's count so far to its own epoch and position."""
 
     def __init__(self, shares: list[int], starts: list[int], length: int, seed: int, *, shuffle: bool) -> None:
         self.length, self.seed = length, seed
@@ -201,7 +202,7 @@ class _Mixed:
     def at(self, epoch: int, positions: Positions) -> Indices:
         periods, phases = np.divmod(positions + epoch * self.length, self._period)
         owners = self._owners[phases]
-        counts = periods * self._shares[owners] + self._before[phases]  # how often this dataset came before
+        counts = periods * self._shares[owners] + self._before[phases]  # samples that this dataset has given before
         out = np.empty(len(positions), dtype=np.int64)
         for which in np.unique(owners).tolist():
             order, positions_of_own = self._orders[which], np.flatnonzero(owners == which)
@@ -245,7 +246,7 @@ def _shares(ratios: list[float | Fraction | str], names: list[str]) -> list[int]
     for value, share, name in zip(exact, rounded, names, strict=True):
         if abs(share - value * _DENOMINATOR) > value * _DENOMINATOR / 100:
             raise DatasetError(
-                f"the ratio of {name!r} is {float(value):.3g} of all, too small to be kept within 1% beside the others. "
+                f"the ratio of {name!r} is {float(value):.3g} of all, too small to be kept to within 1%. "
                 f"Give ratios with a common denominator up to {_DENOMINATOR}."
             )
     return rounded
@@ -255,9 +256,9 @@ def _shares(ratios: list[float | Fraction | str], names: list[str]) -> list[int]
 def _schedule(shares: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """One period: the dataset at each phase, and how often it came before in the period.
 
-    Of those that lag far enough to be due, the one whose deadline comes first. No dataset is ever further than
-    1 - 1/(2m - 2) from its ratio, for m of them.
-    Source: Tijdeman 1980, "The chairman assignment problem"; all in whole numbers, multiplied by period * (2m - 2).
+    Among the datasets that lag far enough to be due, choose the one with the earliest deadline. With m datasets, none is ever
+    further than 1 - 1/(2m - 2) samples from its ratio.
+    Source: Tijdeman 1980, "The chairman assignment problem"; in whole numbers, multiplied by period * (2m - 2).
     """
     many, period = len(shares), sum(shares)
     owners, before = np.zeros(period, dtype=np.int64), np.arange(period, dtype=np.int64)
