@@ -264,7 +264,7 @@ def test_a_number_that_may_still_come_is_not_missed_and_one_that_never_does_is_t
     assert [numbers.get("accuracy") for numbers in _numbers(tmp_path / "one").values()][-1] == 0.5
     first, again = _evaluates_late(tmp_path / "never", None)
     assert first == again and first.startswith(
-        "no checkpoint of this run is the best by accuracy, which no evaluation has logged"
+        "no checkpoint of this run is the best by accuracy, because no evaluation has logged it"
     )
 
 

@@ -140,7 +140,7 @@ def test_a_position_of_somebody_elses_loader_that_is_not_given_is_told(tmp_path:
     Saver.restore(tmp_path / "step-00000002", _unit(), train_dataloader=own)
     assert "train_dataloader=" not in caplog.text
     Saver.restore(tmp_path / "step-00000002", _unit())
-    assert "stood in the middle of an epoch; give it, too: train_dataloader=" in caplog.text
+    assert "in the middle of an epoch; give the loader, too: train_dataloader=" in caplog.text
 
 
 RENAMED = {"module.encoder": "module.backbone", "module.head": "module.out"}

@@ -131,7 +131,7 @@ def _until_it_ends(folder: Path, watch: bool) -> str:
 def test_it_is_bounded_and_the_error_names_step_rank_and_samples(ranks: Ranks, tmp_path: Path, watch: bool) -> None:
     first, second = ranks(2, _until_it_ends, tmp_path / "c", watch)
     assert first == second
-    assert "2 updates were left out before" in first and "(samples [" in first
+    assert "rolled back 2 times before" in first and "(samples [" in first
     assert ("rank 0: the loss is nan" in first) and ("rank 1" in first) != watch
 
 

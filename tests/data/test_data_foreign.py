@@ -135,8 +135,8 @@ class Bare:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: ech.StreamLoader(Bare(), 8), "Bare has no state: a run cannot go on from here"),
-        (lambda: DataLoader(DATA, batch_size=8), "DataLoader has no state: a run that goes on from here starts the epoch over"),
+        (lambda: ech.StreamLoader(Bare(), 8), "Bare has no state: a run cannot resume from here"),
+        (lambda: DataLoader(DATA, batch_size=8), "DataLoader has no state: a run that resumes from here starts the epoch over"),
         (lambda: [batch(8, i) for i in range(6)], "list has no state"),
         (lambda: ech.Loader(DATA, 8), None),
         (lambda: ech.StreamLoader(Flow(augments=False), 8), None),
@@ -174,7 +174,7 @@ def test_batches_beyond_a_loaders_length_are_told(tmp_path: Path, caplog: pytest
     saver = Saver(tmp_path, save_every_n_epochs=1)
     ech.train(unit, DataLoader(DATA, batch_sampler=Uneven()), max_epochs=1, callbacks=[saver])
     assert unit.train_progress.num_steps_completed == 2
-    assert "more batches than its length, 2, which are left out" in caplog.text
+    assert "more batches than its length, 2, and the others are dropped" in caplog.text
     assert "middle of an epoch" not in caplog.text  # at its end there is nothing to tell
 
 

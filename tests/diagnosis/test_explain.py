@@ -273,7 +273,10 @@ def test_the_kinds_of_a_rank_s_own_end(left: Left, failure: dict[str, Any], caus
     ("message", "guilty"),
     [
         ("the loss was not finite in 10 updates in a row, the first of them at step 5 (rank 1: nan). Look", (1,)),
-        ("the loss was not finite in 10 updates in a row, the first of them at step 5 (of no rank by itself, but)", (0, 1, 2)),
+        (
+            "the loss was not finite in 10 updates in a row, the first of them at step 5 (finite on each rank, not their sum)",
+            (0, 1, 2),
+        ),
         ("ranks disagree about the world: rank 0: 4, rank 1: 4, rank 2: 5. Start", (2,)),
         (
             "ranks must run the same program, got\n  torch: rank 2 (h): 2.12; the others: 2.13\n  --lr: rank 1: 1; the others: 2",

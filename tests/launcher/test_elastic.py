@@ -265,7 +265,9 @@ class OwnStep(Tokens):
         return super().train_step(state, data)
 
 
-@pytest.mark.parametrize(("kind", "ours", "says"), [(OwnStep, True, "a step of its own"), (Tokens, False, "no echelon.Loader")])
+@pytest.mark.parametrize(
+    ("kind", "ours", "says"), [(OwnStep, True, "overrides its step"), (Tokens, False, "not an echelon.Loader")]
+)
 def test_what_is_computed_whole_is_said(caplog: pytest.LogCaptureFixture, kind: type[Tokens], ours: bool, says: str) -> None:
     impose(Overrides(planned_ranks=4))
     try:

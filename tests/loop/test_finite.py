@@ -77,8 +77,8 @@ def test_a_run_without_one_finite_loss_is_an_error_however_short_and_a_bad_end_i
     assert steps == 3 and "in 3 updates in a row, the first of them update 0" in said
     assert not list(tmp_path.glob("step-*"))  # nothing to go on from
     assert _ended(Bad([6, 7]), max_updates=8) == (8, "")
-    (record,) = [r for r in caplog.records if "has not been finite" in r.getMessage()]
-    assert record.levelno == logging.WARNING and "the last 2 updates, from update 6" in record.getMessage()
+    (record,) = [r for r in caplog.records if "was not finite in the last" in r.getMessage()]
+    assert record.levelno == logging.WARNING and "the last 2 updates of training, from update 6" in record.getMessage()
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "10"])
@@ -124,7 +124,7 @@ def _warned_on_ranks() -> list[str]:
 
 def test_a_bad_end_names_the_rank_whose_loss_it_was(ranks: Ranks) -> None:
     (warned,), others = ranks(2, _warned_on_ranks)
-    assert "for the last 2 updates, from update 6" in warned and "(rank 1: nan)" in warned and others == []
+    assert "in the last 2 updates of training, from update 6" in warned and "(rank 1: nan)" in warned and others == []
 
 
 def test_the_end_of_training_reads_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

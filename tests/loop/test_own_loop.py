@@ -484,8 +484,8 @@ def test_prove_passes_bit_equal_loops_and_names_a_mistake_in_one() -> None:
 IN_A_WINDOW = {
     "step": r"optimizer.step\(\) must follow window.backward",
     "nothing": r"ended without window.backward",
-    "backward; backward": r"must be called once in a window.*sum; to train on several batches in one update.*=.*TrainUnit",
-    "torch's backward; step": r"without it. loss.backward\(\) would not weigh",
+    "backward; backward": r"must be called once in a window.*sum. To train on several batches in one update.*=.*TrainUnit",
+    "torch's backward; step": r"before window.backward. loss.backward\(\) does not weigh",
     "backward; end; backward": "must be called inside its window",
     "backward; end; window; backward": "once for each batch",
     "backward": r"must end with optimizer.step\(\)",
@@ -584,9 +584,9 @@ def _given(*what: str) -> Callable[[], Any]:
 
 
 CALLS: dict[str, Callable[[], Any]] = {
-    "training loader that prepare.. returned, got none": _unprepared_loader,
+    "training loader that prepare.. returned, got no current batch": _unprepared_loader,
     "must be new when its model is sharded": _stepped_optimizer,
-    "what echelon.prepare.* returned": _strange_model,
+    "that echelon.prepare.* returned, got another": _strange_model,
     "must hold parameters of the Net": _given("model", "another's optimizer", "loader"),
     "must hold parameters of the Net.": _given("model", "another's optimizer on rank 1", "loader"),
     "WeightedRandomSampler has an order": lambda: _sampled(2, WeightedRandomSampler(torch.ones(ROWS), ROWS)),
@@ -594,9 +594,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     "shuffle=True draws without": lambda: _sampled(2, RandomSampler(DATA, replacement=True, num_samples=10**9)),
     "RandomSampler must draw every sample, got 8 of 22": lambda: _sampled(4, RandomSampler(DATA, num_samples=8)),
     "must have a model and an optimizer.* write an EvalUnit": _given("optimizer", "loader"),
-    "that of an optimizer among the objects": _given("model", "optimizer", "another's scheduler", "loader"),
+    "belong to an optimizer among the objects": _given("model", "optimizer", "another's scheduler", "loader"),
     "each parameter must be in one optimizer": _given("model", "optimizer", "a second optimizer", "loader"),
-    "must have the training loader.* into its dataset": _given("model", "optimizer"),
+    "must have the training loader.* into the loader's dataset": _given("model", "optimizer"),
     "got int": _given("model", "optimizer", "loader", "a number"),
 }
 

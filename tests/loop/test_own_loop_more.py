@@ -254,7 +254,7 @@ def _compiled_afterwards(model: Any, optimizer: Any, loader: Any) -> None:
 
 
 def _again(what: str) -> Callable[[Any, Any, Any], None]:
-    """A second prepare, as for each fold: of the same, or of the model that an earlier call was given."""
+    """A second prepare, for example for each fold: of the same, or of the model that an earlier call was given."""
 
     def body(model: Any, optimizer: Any, loader: Any) -> None:
         module = getattr(model, "module", model)
@@ -270,8 +270,8 @@ REFUSED = {
     "iterated over once in each epoch of echelon.epochs.*, got a second time": _twice_an_epoch,
     "the next batch after RuntimeError: out of memory": _goes_on_after_an_error,
     r"Compile by prepare\(compile=True\)": _compiled_afterwards,
-    r"must be new to prepare\(\).*as for each fold": _again("all"),
-    r"must be new to prepare\(\).*as for each fold.": _again("the model"),
+    r"must be new to prepare\(\).*for example for each fold": _again("all"),
+    r"must be new to prepare\(\).*for example for each fold.": _again("the model"),
 }
 
 
@@ -443,7 +443,7 @@ def test_an_epoch_that_goes_on_in_its_middle_is_told(tmp_path: Path, caplog: pyt
     _counts(tmp_path, epochs=1)
     assert "enumerate" not in caplog.text
     _counts(tmp_path, epochs=2)
-    assert caplog.text.count("behind its first 2 batches") == 1
+    assert caplog.text.count("after its first 2 batches") == 1
 
 
 def test_a_scheduler_can_be_pickled_and_copied_after_prepare() -> None:

@@ -81,7 +81,7 @@ def _of_a_copy(layout: str) -> None:
     with refused(UsageError if layout == "fsdp" else OptimizerError) as caught:
         for x, y in loader:
             step(model, optimizer, x, y)
-    assert "prepare() is given" in str(caught.value) and "configure" not in str(caught.value)
+    assert "give to prepare() with it" in str(caught.value) and "configure" not in str(caught.value)
 
 
 @pytest.mark.parametrize("layout", ["none", "fsdp"])

@@ -324,10 +324,10 @@ class Wrong(Gan):
         ("a dict", {}, "compute_losses must yield a name and a loss"),
         ("no names", {}, "compute_losses must yield the name of an optimizer"),
         ("nothing", {}, "must yield a loss in each batch"),
-        ("a plateau", {}, "a step_lr_scheduler of your own"),
-        ("of a copy", {}, "must hold parameters that the module has now"),
+        ("a plateau", {}, "override step_lr_scheduler"),
+        ("of a copy", {}, "must hold parameters of the module"),
         ("a list", {}, "a dict of pairs by name"),
-        ("", {"precision": "fp16"}, "precision='fp16' must be left out with several optimizers"),
+        ("", {"precision": "fp16"}, "precision='fp16' must not be given with several optimizers"),
         ("", {"options": ech.UnitOptions(deterministic="bitwise")}, "must have one optimizer"),
     ],
 )

@@ -391,7 +391,7 @@ def _by_rank(pair: _Pair, window: Any, real: torch.Tensor, noise: torch.Tensor) 
 
 REFUSED: list[tuple[Callable[..., None], str]] = [
     (_only_in_the_last, "must be called in each batch of an update"),
-    (_never, "the update must end with the step() of an optimizer"),
+    (_never, "an update must have the step() of an optimizer"),
     (_by_batches, "must be called in the last batch of an update, too"),
     (_by_rank, "RanksDisagreeError: the ranks must step the same optimizers in the same order"),
 ]

@@ -253,7 +253,7 @@ def _told_of_rows(kind: str) -> int:
                 window.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-    return sum("have more and fewer rows" in text for text in texts)
+    return sum("which differ in rows" in text for text in texts)
 
 
 def test_a_mean_over_the_rows_of_all_samples_that_weighs_as_they_are_is_told_once(ranks: Ranks) -> None:
