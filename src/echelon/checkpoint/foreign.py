@@ -32,7 +32,7 @@ __all__ = ["INDEX", "ONE", "is_weights", "read_weights", "tensors_of"]
 logger = logging.getLogger(__name__)
 
 INDEX, ONE = "model.safetensors.index.json", "model.safetensors"
-# Most wrappers around a saved module, one inside the other, such as DistributedDataParallel's and torch.compile's.
+# Limit of wrappers around a saved module, one inside the other, such as DistributedDataParallel's and torch.compile's.
 _WRAPPERS = 3
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -114,7 +114,8 @@ class _Foreign(Tensors):
         self._in_file = {new: self._in_file[old] for new, old in self._written_as.items()}
 
     def _map(self, paths: list[Path], listed: Mapping[str, object] | None = None) -> None:
-        """
+        """Open the files, and note which file each tensor is read from.
+
         Args:
             listed: tensor name -> file name; it decides for tensors that several files hold.
         """

@@ -90,7 +90,8 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """
+    """What a tensor file holds, and where.
+
     Attributes:
         start: where in the file the data begins.
     """
@@ -124,7 +125,8 @@ def read(file: IO[bytes], size: int, most: int = strict.JSON_BYTES) -> Header:
 
 
 def parse(text: bytes, room: int) -> Header:
-    """
+    """Parse and check the JSON of a header.
+
     Args:
         room: bytes of data after the header.
     """

@@ -78,7 +78,8 @@ class Remote:
         self._fs.pipe_file(self._path, data)
 
     def size(self) -> int:
-        """
+        """The size of the file.
+
         Raises:
             CheckpointCorruptError: it exists, but is not a file.
         """

@@ -146,7 +146,8 @@ def _format_of(text: str) -> int | None:
 
 
 def _checked(fields: Any, step: int | None) -> dict[str, Any]:
-    """
+    """The fields of a manifest, after all checks of their form.
+
     Args:
         step: the one in the folder's name, or None.
     """

@@ -52,7 +52,8 @@ def _of_one_name(olds: Sequence[str], new: str) -> CheckpointMismatchError:
 
 
 def check(renames: Mapping[str, str], names: Sequence[str]) -> None:
-    """
+    """Check that the old names of a mapping are in the checkpoint.
+
     Raises:
         CheckpointMismatchError: `renames` has a name that the checkpoint lacks.
     """

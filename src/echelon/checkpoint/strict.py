@@ -79,9 +79,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_depth(value: Any) -> None:
-    """
+    """Check how deeply a JSON value is nested.
+
     Raises:
-        Wrong: the JSON value is nested deeper than DEPTH.
+        Wrong: it is nested deeper than DEPTH.
     """
     if is_deeper(value, DEPTH):
         raise Wrong(f"its JSON is nested deeper than {DEPTH} levels")
@@ -126,7 +127,8 @@ def listing(value: Any, what: str, length: int | None = None) -> list[Any]:
 
 
 def mapping(value: Any, what: str, names: set[str] | None = None) -> dict[str, Any]:
-    """
+    """A value that must be an object.
+
     Args:
         names: exactly those that it must have.
     """

@@ -178,7 +178,8 @@ def state_of(header: Header) -> dict[str, Any]:
 
 
 def _check_value(value: Any, header: Header, missing: set[str], hashable: bool = False) -> None:
-    """
+    """Check one encoded value, and those in it.
+
     Args:
         missing: names of tensors that no value has used yet.
         hashable: the value is in a set, or is a key.

@@ -141,7 +141,7 @@ def _same_data(records: list[RankRecord]) -> Cause | None:
 
 
 def _same_streams(records: list[RankRecord], per_sample: Callable[[], set[str] | None]) -> Cause | None:
-    """Dropout in a user's own train_step is switched off here, so its draws cannot be tried."""
+    """Ranks that draw from RNGs in the same state. A user's own train_step runs without dropout here: its draws are not tried."""
     for a, b in combinations(records, 2):
         for name in a.streams.keys() & b.streams.keys():
             before, after = (x == y for x, y in zip(a.streams[name], b.streams[name], strict=True))
@@ -179,7 +179,7 @@ def _modes_apart(records: list[RankRecord]) -> Cause | None:
 
 
 def _differing(records: list[RankRecord]) -> list[Cause]:
-    """What should be the same on all ranks and is not."""
+    """Causes in values that must be the same on all ranks and are not."""
     names = _unlike([r.initial_digests for r in records])
     if names:
         return [("different initial parameters", f"{names[0]} is not the same on all ranks before the first update")]

@@ -188,7 +188,8 @@ def _divides_batches(row: Row) -> bool:
 def _of_layout(
     name: str, layout: Any, several: Sequence[int], accumulation: Sequence[int], *, sgd: bool, bf16: bool, once: bool
 ) -> list[Row]:
-    """
+    """The rows of one layout.
+
     Args:
         once: only on the smallest number of ranks.
     """

@@ -73,7 +73,8 @@ class Micro:
         epoch: int,
         state: dict[str, Any] | None = None,
     ) -> Micro:
-        """
+        """Record a batch, with copies of its tensors on the host.
+
         Raises:
             UsageError: the batch cannot be pickled.
         """

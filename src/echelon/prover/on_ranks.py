@@ -42,7 +42,7 @@ __all__ = [
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.float8_e4m3fn}
 CONSTANT = "-constant"  # the suffix of folders of rows that were run again with constant draws
-_BRIEF = 2  # updates; the second since an optimizer's first may hide a scale, and has no state yet
+_BRIEF = 2  # updates; two, since an optimizer's first step may hide a wrong scale and has no state yet
 SHAKES = 3
 _Data = tuple[Any, Sequence[Any]]
 

@@ -83,7 +83,7 @@ class Proving:
         self._splits: dict[bool, dict[str, Any]] = {}  # by whether draws are constant
         self._count = 0
         self._tested_compiled = False
-        self._within_epoch: bool | None = None  # all updates compared so far
+        self._within_epoch: bool | None = None  # whether all updates compared so far are
         self._draws = True  # the latest row drew random numbers, or no row ran yet
 
     def results(self, rows: list[Row]) -> Iterator[Result]:
