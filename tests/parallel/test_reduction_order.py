@@ -51,8 +51,10 @@ class _Backwards(torch.nn.Module):
 
         self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(4))
         self.head = torch.nn.Linear(4, 1)
+        self.register_buffer("passes", torch.zeros(()))  # which the replayed pass has no part in
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += self.training
         for layer in reversed(self.layers):
             x = layer(x).tanh()
         return self.head(x)

@@ -193,7 +193,8 @@ class _Sum(nn.Module):
 def _backward(module: DistributedDataParallel, order: Sequence[str]) -> None:
     trained = _trained(module)
     parameters = [trained[name] for name in order]
-    with for_now(module, module=_Sum(parameters)), torch.enable_grad():
+    # torch fails at an empty broadcast: it would send the module's buffers, and finds none.
+    with for_now(module, module=_Sum(parameters), require_forward_param_sync=False), torch.enable_grad():
         module(torch.zeros((), device=parameters[0].device)).backward()
     for parameter in parameters:
         parameter.grad = None
