@@ -1,1 +1,1 @@
-"""Submitted jobs: on Slurm, in this machine's background; from a script or a function."""
+"""Submitted jobs, on Slurm or in this machine's background, of a script or a function."""

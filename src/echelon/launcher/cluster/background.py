@@ -1,4 +1,4 @@
-"""A job on this machine that outlives the command which submitted it."""
+"""A job on this machine that outlives the command that submitted it."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ _PID = re.compile(r"[1-9][0-9]{0,9}")
 
 
 class LocalJob(FolderJob):
-    """A job whose launcher is a process of this machine, known by its number and by when it began."""
+    """A job whose launcher is a process of this machine, identified by its pid and start time."""
 
     def _ask(self) -> tuple[JobState | None, str]:
         host = str(self.said.get("host", ""))
         if host not in ("", socket.gethostname()) and not self._has_ended():
-            return JobState.RUNNING, f"or gone: ask on {host}, where it was started"
+            return JobState.RUNNING, f"or ended: ask on {host}, where it was started"
         return (JobState.RUNNING, "") if self._process() is not None else (None, "")
 
     def _has_ended(self) -> bool:
         return bool(self.attempts) and exit_record(self.attempts[-1] / "exit.json") is not None
 
     def _process(self) -> int | None:
-        """The process id while the launcher lives, and not another process that was given the same number."""
+        """The launcher's process id, if it still runs and the number does not belong to another process."""
         if not _PID.fullmatch(self.id):
             return None
         pid = int(self.id)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)  # of this very process: else it would be a zombie for ever
+            os.waitpid(pid, os.WNOHANG)  # a child of this very process would stay a zombie
         began = started_at(pid)
         return pid if began is not None and (self.said.get("boot"), self.said.get("ticks")) == (boot_id(), began) else None
 
@@ -60,10 +60,10 @@ class LocalLauncher:
     """Starts jobs in the background on this machine, in sessions of their own.
 
     Args:
-        cwd: where the job runs; by default here.
+        cwd: the job's working folder; by default this process's.
     Attributes:
-        name: of the launcher, in the job's folder.
-        program: the module that runs a job, given its folder.
+        name: the launcher's name in the job's folder.
+        program: the module that runs a job, given the job's folder.
     """
 
     name, program = "local", "echelon.launcher.cluster.node"
@@ -72,9 +72,10 @@ class LocalLauncher:
         self.cwd = cwd or Path(os.getcwd())
 
     def check(self, spec: JobSpec) -> None:
-        """
+        """Check that a job can run here.
+
         Raises:
-            UsageError: a job that cannot run here.
+            UsageError: it cannot.
         """
         if spec.nodes != 1:
             raise ClusterError(f"--nodes must be 1 on this machine, got {spec.nodes}. For a cluster, submit with --to slurm.")
@@ -94,11 +95,11 @@ class LocalLauncher:
                 stderr=output,
                 env=env,
                 start_new_session=True,
-                umask=0o077,  # as the batch script has it
+                umask=0o077,  # as in the batch script
             )
         finally:
             os.close(output)
-        process.returncode = 0  # it outlives us: no warning that it was not waited for
+        process.returncode = 0  # it outlives this process: suppresses the warning that it was not waited for
         where = {"host": socket.gethostname(), "boot": boot_id(), "ticks": started_at(process.pid)}
         note_submitted(run, id=str(process.pid), **where)
         return LocalJob(run)

@@ -1,7 +1,7 @@
-"""Start the ranks of `echelon doctor`, on this machine or on all nodes of a Slurm allocation, and bring back their lines.
+"""Start the ranks of `echelon doctor`, on this machine or on all nodes of a Slurm allocation, and collect their lines.
 
-A node that does not answer holds nobody: srun gives up on it by itself, or is ended when time is up. Then the others are asked
-again, without it. Nothing is left behind: no folder, no process.
+A node that does not answer holds up no other: srun gives up on it, or is ended when the time limit is over. Then the other nodes
+are asked again, without it. No folder and no process is left behind.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from echelon.launcher.local.server import die_with_parent
 __all__ = ["allocation", "here", "on_nodes"]
 
 _MODULE = "echelon.world.checkup"
-_MOST_BYTES = 64 << 20  # of all lines together
+_MOST_BYTES = 64 << 20  # for all lines together
 _GRACE_S = 5.0
 _POLL_S = 0.05
 _HERE = re.compile(r'^echelon-doctor \[\d+, "here", \{"host": "([\w.-]+)"')
 _LABEL = re.compile(r"^ *(\d+): ")
 _OF_TASK = re.compile(r"error: ([\w.-]+): tasks? (\d+)[\d,-]*: (.*)")
 _OF_NODE = re.compile(r"error: .*\b(?:on node|[Nn]ode) ([\w.-]*\w)")
-# srun waits for resources that this allocation may not have free, and for nodes that do not answer.
+# srun waits for resources that this allocation may not have free, and for nodes that do not answer: for so long.
 _IMMEDIATE_S = 20
 
 
 def allocation(env: Mapping[str, str]) -> list[str]:
-    """The nodes of the allocation that this process is in; none outside of one.
+    """The nodes of the allocation that this process is in; empty outside of one.
 
     Raises:
         UsageError: this process is one of several that srun started.
@@ -55,16 +55,18 @@ def allocation(env: Mapping[str, str]) -> list[str]:
         return []
     tasks = digits(env.get("SLURM_STEP_NUM_TASKS", "")) or 1
     if "SLURM_PROCID" in env and tasks > 1:
-        raise ClusterError(f"srun started {tasks} of `echelon doctor`. Start it once, without srun: it starts its ranks itself.")
+        raise ClusterError(
+            f"srun started {tasks} copies of `echelon doctor`. Start it once, without srun: it starts its ranks itself."
+        )
     return expand_hostlist(env.get("SLURM_JOB_NODELIST", ""), "SLURM_JOB_NODELIST")
 
 
 def here(ranks: int, words: Sequence[str], env: Mapping[str, str], limit_s: float) -> tuple[list[str], str]:
-    """Run the checkup on ranks of this machine: their lines, and a sentence about an end before its time."""
+    """Run the checkup on ranks of this machine. Returns their lines, and a sentence if it ended early."""
     with tempfile.TemporaryDirectory(prefix="echelon-doctor-") as folder:
         written = Path(folder) / "said"
         written.mkdir()
-        # Not from the present folder, where a file of the user's may have the name of a module.
+        # Not in the current folder, where a user's file may have the name of a module.
         where = str(Path(__file__).parents[3])
         job = JobSpec(_MODULE, "module", ("--to", str(written), *words), ranks, grace_s=_GRACE_S, env=dict(env), code=where)
         ended = ""
@@ -76,7 +78,7 @@ def here(ranks: int, words: Sequence[str], env: Mapping[str, str], limit_s: floa
             ended = f"Time was up after {limit_s:g} s"
         except RankFailedError as error:
             ended = str(error)
-        except (ImportError, OSError) as error:  # a torch that is broken, or not there: the server loads it for all
+        except (ImportError, OSError) as error:  # torch is broken or missing: the server loads it for all ranks
             ended = f"torch cannot be imported here: {type(error).__name__}: {error}"
         lines: list[str] = []
         for rank in range(ranks):
@@ -89,14 +91,14 @@ def on_nodes(
     nodes: Sequence[str], per_node: int, words: Sequence[str], env: Mapping[str, str], limit_s: float,
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[list[str], dict[str, str], str]:  # fmt: skip
-    """Run the checkup on these nodes of the allocation, by srun.
+    """Run the checkup on these nodes of the allocation, with srun.
 
     Args:
-        tell: is told what is being waited for.
+        tell: called with a line about what is being waited for.
     Returns:
-        the ranks' lines; by node that does not answer, why; a sentence about an end before its time.
+        the ranks' lines; for each node without an answer, the reason; a sentence if the checkup ended early.
     Raises:
-        EchelonError: there is no srun.
+        EchelonError: srun does not exist.
     """
     until = time.monotonic() + limit_s
     silent: dict[str, str] = {}
@@ -114,7 +116,7 @@ def on_nodes(
 
 
 def _cores(per_node: int) -> list[str]:
-    """All cores of a node, for its ranks together: without a word srun gives each task one."""
+    """All cores of a node, for its ranks together: by default srun gives each task one core."""
     counts = [int(each) for each in re.findall(r"(?:^|,)([0-9]{1,9})(?![0-9])", os.environ.get("SLURM_JOB_CPUS_PER_NODE", ""))]
     return [f"--cpus-per-task={max(1, min(counts) // per_node)}"] if counts else []
 
@@ -124,11 +126,11 @@ def _with_parent() -> None:
 
 
 class _Step:
-    """One step of srun over some nodes.
+    """One srun step over some nodes.
 
     Attributes:
-        lines: what ranks said.
-        lost: by node, why it did not begin.
+        lines: the ranks' output.
+        lost: for each node that did not begin, the reason.
     """
 
     def __init__(self, nodes: Sequence[str], per_node: int, words: Sequence[str], env: Mapping[str, str]) -> None:
@@ -145,7 +147,8 @@ class _Step:
             f"--ntasks-per-node={per_node}", "--kill-on-bad-exit=0", "--wait=0", f"--immediate={_IMMEDIATE_S}", "--export=ALL",
             "--input=none", "--label", *_cores(per_node), sys.executable, "-P", "-m", _MODULE, *words,
         ]  # fmt: skip
-        # What asked for this process's own step would be asked for again, and what tells a script's ranks who they are, told.
+        # Without the variables that shaped this process's own step, and those that would give the ranks the identity of a
+        # script's ranks.
         own = re.compile(
             r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_.*|ECHELON_(STORE_PREFIX|ASKED)"
             r"|SLURM_(NTASKS|NPROCS|NNODES|STEP_.*|TASKS_PER_NODE|NTASKS_PER_NODE|CPU_BIND.*|EXACT|DISTRIBUTION)"
@@ -153,7 +156,7 @@ class _Step:
         self._env = {name: value for name, value in {**os.environ, **env}.items() if not own.fullmatch(name)}
 
     def run(self, limit_s: float) -> str:
-        """Until it has ended, at most so long; a sentence about an end before its time."""
+        """Run until the step has ended, at most `limit_s`. Returns a sentence if it ended early."""
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             self._command, env=self._env, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, preexec_fn=_with_parent
@@ -169,7 +172,7 @@ class _Step:
         try:
             while process.poll() is None and not late:
                 since = time.monotonic() - began
-                # Nodes that have not even begun while others wait for them are given up early: there is time for these others.
+                # Give up early on nodes that have not begun while others wait for them: the others need the remaining time.
                 late = since > limit_s or (since > limit_s / 3 and self._begun < set(self.nodes))
                 time.sleep(_POLL_S)
         finally:
@@ -205,7 +208,7 @@ class _Step:
             self._begun.add(match[1])
 
     def _find_lost(self, why: str) -> None:
-        """Nodes that srun named, and, if that was given as a reason, those of which nobody said a word."""
+        """Find nodes that srun named; and if there is a reason `why`, those without any output."""
         silent = {node: why for node in self.nodes if why and node not in self._begun}
         last_words: dict[str, str] = {}  # by task
         for line in self._errors:
@@ -216,5 +219,5 @@ class _Step:
             elif (match := _OF_TASK.search(line)) and match[1] in self.nodes and match[1] not in self._begun:
                 words = last_words.get(match[2], "")
                 silent[match[1]] = f"{match[3]}{f': {words}' if words else ''}"[:200]
-        # A node that srun cannot reach makes it end the tasks of the others, some before their first word.
+        # If srun cannot reach a node, it ends the tasks of the others, some before their first output.
         self.lost = self.lost or silent

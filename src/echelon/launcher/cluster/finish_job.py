@@ -1,6 +1,6 @@
-"""The last word on a start of a submitted job: what all nodes left becomes one exit.json, the first failing rank is named.
+"""Finish a start of a submitted job: merge what all nodes left into one exit.json, and name the rank that failed first.
 
-It also decides whether the job is to be started again: the exit code is 75 then, and only then.
+It also decides whether the job is started again: the exit code is 75 then, and only then.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from echelon.launcher.protocol import read_spec
 
 __all__ = ["finish_job", "refuse"]
 
-# So many starts in a row that end where the first began are enough: a limit shorter than one update, say.
+# Give up after this many starts in a row without progress, for example with a time limit shorter than one update.
 _STARTS_IN_VAIN = 3
 _NEVER_RAN = "no rank was started"
 _OF_SRUN = re.compile(r"^srun: error: (.{1,300})", re.MULTILINE)
@@ -35,7 +35,7 @@ _MOST_WORDS, _LAST_BYTES = 3, 1 << 12
 
 
 def refuse(run: RunDir, start: str, node: int, why: str) -> None:
-    """Write down why a node's launcher ended without an exit.json, for `finish_job` and `Job.result` to report."""
+    """Record why a node's launcher ended without an exit.json, for `finish_job` and `Job.result` to report."""
     write_json(_refusals(run, start) / f"refused-{start}.node{node}.json", {"host": socket.gethostname(), "why": why})
 
 
@@ -47,13 +47,13 @@ def finish_job(
     *,
     requeues: bool = False,
 ) -> int:
-    """Write exit.json for all nodes and name the first failure. Returns the job's exit code; 75 asks for one more start.
+    """Write exit.json for all nodes and name the first failure. Returns the job's exit code; 75 asks for another start.
 
     Args:
-        code: with which the nodes' launchers ended: the highest of theirs, 128 + n after signal n.
-        start: names this start of the job, as `launcher.cluster.node.start_of` does.
+        code: the highest exit code of the nodes' launchers; 128 + n after signal n.
+        start: name of this start of the job, from `launcher.cluster.node.start_of`.
         sha256: of the folder's job.json.
-        requeues: a start in which no rank was started, for no reason that our own launchers know, is worth one more.
+        requeues: ask for another start if no rank was started and no launcher of echelon gave a reason.
     """
     spec = read_spec(run, sha256)[0]
     meeting = meeting_record(meeting_path(run, start))
@@ -63,7 +63,7 @@ def finish_job(
     if meeting is None:
         why = "; ".join(dict.fromkeys(whys)) or f"{_NEVER_RAN} (exit code {code}): {_words_of_srun(run) or 'see the lines above'}"
         say(why)
-        # Whoever has the folder meanwhile, its attempts are not ours to number.
+        # If another submission holds the folder by now, its attempts must not be renumbered.
         with contextlib.suppress(UsageError), run.submitting():
             attempt_dir = run.next_attempt()
             write_exit(attempt_dir.exit_json, code or 1, stopped=why)
@@ -71,7 +71,7 @@ def finish_job(
                 return _once_more(attempt_dir, code or 1, why)
         return code or 1
     began = meeting["attempt"]
-    newest = max((int(p.name) for p in run.attempts()), default=began)  # the group was started again by itself
+    newest = max((int(p.name) for p in run.attempts()), default=began)  # the launchers may have restarted the ranks themselves
     newest, ended = max(newest, began), code
     for attempt in range(began, newest + 1):
         attempt_dir = RunDir(run.path, attempt)
@@ -86,16 +86,16 @@ def finish_job(
 
 
 def _never_ran(attempt_dir: RunDir, nodes: int) -> bool:
-    """Whether no rank began: each makes its log first. A node that says that all is well did run what there was to run."""
+    """Whether no rank began, since each creates its log first. A node that ended well did run all there was to run."""
     ends = [exit_record(path) for path in (attempt_dir.exit_json, *map(attempt_dir.node_exit, range(nodes)))]
     return not any(attempt_dir.attempt_path.glob("rank*.log")) and not any(end and end["exit_code"] == 0 for end in ends)
 
 
 def _once_more(attempt_dir: RunDir, code: int, why: str) -> int:
-    """The exit code of a start without ranks: 75, unless the one before had none either."""
+    """The exit code of a start without ranks: 75, unless the previous start had none either."""
     before = exit_record(RunDir(attempt_dir.path, attempt_dir.attempt - 1).exit_json) if attempt_dir.attempt else None
     if before and before["exit_code"] == REQUEUE and str(before.get("stopped")).startswith(_NEVER_RAN):
-        say("the start before came no further: not started again")
+        say("the previous start got no further: not started again")
         return code
     if not why.startswith(_NEVER_RAN):
         why = f"{_NEVER_RAN}: {why}"
@@ -104,17 +104,17 @@ def _once_more(attempt_dir: RunDir, code: int, why: str) -> int:
 
 
 def _words_of_srun(run: RunDir) -> str:
-    """What it said last, in the job's output; empty if it said nothing."""
+    """srun's last messages in the job's output; empty if there are none."""
     try:
         text = read_end(run.path / "job" / "output.log", _LAST_BYTES).decode("utf-8", "replace")
     except OSError:
         return ""
-    since = text.rpartition(_NEVER_RAN)[2]  # of a start before
+    since = text.rpartition(_NEVER_RAN)[2]  # skips messages of earlier starts
     return one_line("; ".join(list(dict.fromkeys(_OF_SRUN.findall(since)))[-_MOST_WORDS:]))
 
 
 def _again(attempt_dir: RunDir, code: int) -> int:
-    """The exit code, when it is known whether one more start is wanted and makes sense."""
+    """The exit code, after deciding whether another start is wanted and useful."""
     if code != REQUEUE:
         return code
     if (attempt_dir.path / "job" / "cancelled").exists():
@@ -125,7 +125,7 @@ def _again(attempt_dir: RunDir, code: int) -> int:
         progress_of(RunDir(attempt_dir.path, n).exit_json)
         for n in range(attempt_dir.attempt, attempt_dir.attempt - _STARTS_IN_VAIN, -1)
     ]
-    # A program without our loop says nothing of its steps: it may well have come on.
+    # A program without an echelon loop does not report its steps, and may have made progress.
     if last[0].get("steps") and all(end == last[0] for end in last):
         why = (
             f"{_STARTS_IN_VAIN} starts in a row began at update {last[0]['steps'][0]} and left no newer checkpoint than "
@@ -139,7 +139,7 @@ def _again(attempt_dir: RunDir, code: int) -> int:
 
 
 def _came_to(attempt_dir: RunDir) -> dict[str, Any]:
-    """How far an attempt came: at which steps it began to train, and the run's newest checkpoint."""
+    """Progress of an attempt: the steps at which training began, and the run's newest checkpoint."""
     begun = [event.get("step") for event in read_lines(attempt_dir.events(0)) if event.get("event") == "train_start"]
     newest = max((p.name for p in attempt_dir.checkpoints.glob("step-*")), default=None)
     return {"steps": begun, "checkpoint": newest}
@@ -159,14 +159,14 @@ def _of_one_node(attempt_dir: RunDir, code: int, whys: Sequence[str]) -> int:
 
 
 def _merge(attempt_dir: RunDir, nodes: int, ranks: int, hosts: list[str], code: int, whys: Sequence[str], *, quiet: bool) -> int:
-    """One exit.json out of the nodes' own; the exit code of them all."""
+    """Merge the nodes' records into one exit.json; returns the exit code of the whole job."""
     ends = {node: exit_record(attempt_dir.node_exit(node)) for node in range(nodes)}
     failures = [Failure.from_json(f) for end in ends.values() if end for f in end.get("ranks", {}).values()]
     silent = [hosts[node] if node < len(hosts) else f"node {node}" for node, end in ends.items() if end is None]
     seen = {int(rank): each for end in ends.values() if end for rank, each in end.get("seen", {}).items()}
     stopped = next((str(end["stopped"]) for end in ends.values() if end and end.get("stopped")), None)
     hangs = [hang["after_s"] for end in ends.values() if end and (hang := end.get("hang"))]
-    # Of a node that others no longer heard of: what failed meanwhile follows from that.
+    # Records of nodes that found another node silent: other failures follow from that.
     given_up = [str(end["stopped"]) for end in ends.values() if end and end["exit_code"] == REQUEUE and end.get("stopped")]
     if given_up and all(f.is_victim for f in failures):
         failures, stopped, code = [], given_up[0], REQUEUE

@@ -1,4 +1,4 @@
-"""The job of a function: what it is, and its values by rank, or the first failing rank's own error."""
+"""The job of a function: its state, and its values by rank or the error of the rank that failed first."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FunctionJob:
 
     @property
     def backend(self) -> type[FolderJob]:
-        """Whose job it is."""
+        """The class of the job."""
         return type(self._job)
 
     def state(self) -> JobState:
@@ -56,17 +56,17 @@ class FunctionJob:
         return self.state().has_ended
 
     def log(self, rank: int = 0) -> Path:
-        """The file with the output of a rank, in the newest start; it need not exist yet."""
+        """The file with the output of a rank, in the newest start; it may not exist yet."""
         return self._job.log(rank)
 
     def cancel(self) -> None:
         self._job.cancel()
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
-        """Until it has ended, however.
+        """Wait until the job has ended, in whatever way.
 
         Raises:
-            TimeoutError: it has not after `timeout_s`. It continues.
+            TimeoutError: it has not ended after `timeout_s`. It continues.
         """
         return self._job.wait(timeout_s)
 
@@ -74,7 +74,7 @@ class FunctionJob:
         """The function's value; with several ranks, the list of their values.
 
         Raises:
-            RankFailedError: with the first failing rank's own traceback; its exception is the `__cause__`, where it could be
+            RankFailedError: with the traceback of the rank that failed first; its exception is the `__cause__`, if it could be
                 sent. Also for a job that was cancelled or lost.
             TimeoutError: it has not ended after `timeout_s`. It continues.
         """
@@ -82,7 +82,7 @@ class FunctionJob:
         return values[0] if len(values) == 1 else values
 
     def results(self, timeout_s: float | None = None) -> list[Any]:
-        """As `result`, and a list in any case."""
+        """As `result`, but always a list."""
         try:
             self._job.result(timeout_s)
         except RankFailedError as error:
@@ -108,7 +108,7 @@ class FunctionJob:
         return load_values([_value(folder, rank) for rank in range(self.ranks)], self._key)
 
     def _last_words(self) -> str:
-        """Of the batch script and the launchers; they tell where no rank could."""
+        """The last lines of the batch script and the launchers, for failures of which no rank could tell."""
         try:
             lines = read_end(self.run.path / "job" / "output.log").decode(errors="replace").splitlines()
         except OSError:
@@ -121,7 +121,7 @@ def _value(folder: Path, rank: int, suffix: str = "") -> Path:
 
 
 class FinishedJob:
-    """A call that was made in this process, and has a value."""
+    """A call that was made in this process and has returned a value."""
 
     id = "here"
     ranks = 1
@@ -144,7 +144,7 @@ class FinishedJob:
         raise ClusterError("the function was called in this process: its output is here.")
 
     def cancel(self) -> None:
-        """It has ended."""
+        """Does nothing: the call has ended."""
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
         return Outcome(0)

@@ -1,4 +1,4 @@
-"""Jobs that were submitted before, found again by their folders."""
+"""Jobs submitted earlier, found by their folders."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ _LAUNCHERS: dict[str, type[FolderJob]] = {
 
 
 def job_of(run: RunDir) -> FolderJob:
-    """
+    """The job that was submitted into a folder.
+
     Raises:
-        UsageError: no job was submitted into this folder.
+        UsageError: no job was submitted into it.
     """
     _, submitted = read_spec(run, believe=False)
     kind = _LAUNCHERS.get(str(submitted.get("launcher")))
@@ -38,16 +39,16 @@ def job_of(run: RunDir) -> FolderJob:
 
 
 def tasks_of(path: Path) -> list[Path]:
-    """The run folders of a sweep, in order; none if the folder is not one's."""
+    """The run folders of a sweep, in order; empty if the folder is not a sweep's."""
     tasks = [p.parents[1] for p in path.glob("tasks/*/job/job.json") if _NUMBER.fullmatch(p.parents[1].name)]
     return sorted(tasks, key=lambda p: int(p.name))
 
 
 def folders_below(root: Path) -> Iterator[Path]:
-    """The run folders of all jobs in a folder of runs, those that were submitted last at the end."""
+    """The run folders of all jobs in a folder of runs, the last submitted at the end."""
     folders = []
     for folder in root.glob("*/job"):
-        with contextlib.suppress(OSError):  # another's, or gone meanwhile
+        with contextlib.suppress(OSError):  # another user's, or removed meanwhile
             if folder.is_dir():
                 folders.append((folder.stat().st_mtime, folder))
     for _, folder in sorted(folders):

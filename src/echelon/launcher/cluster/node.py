@@ -1,6 +1,6 @@
-"""`python -m echelon.launcher.cluster.node RUN`: launches one node's part of a submitted job; with `--conclude`, its last word.
+"""`python -m echelon.launcher.cluster.node RUN`: run one node's part of a submitted job; with `--conclude`, finish the job.
 
-A batch system starts one on every node; it reads what to run from the run's folder, meets the others, and runs the node's
+The batch system starts it on every node. It reads the job from the run's folder, meets the other nodes, and runs the node's
 ranks. Afterwards the batch script has one process read what all nodes left (`launcher.cluster.finish_job`).
 """
 
@@ -33,15 +33,15 @@ from echelon.launcher.protocol import read_spec
 
 __all__ = ["main", "run_node", "start_of"]
 
-_STALE_LOCK_S = 120.0  # NFS takes 90 s to give up the locks of a machine that it no longer hears of
+_STALE_LOCK_S = 120.0  # NFS releases the locks of a dead machine after 90 s
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m echelon.launcher.cluster.node")
     parser.add_argument("run", type=Path)
-    parser.add_argument("--call-sha256", metavar="HEX", help="of the call to run; another is not loaded")
-    parser.add_argument("--spec-sha256", metavar="HEX", help="of the job.json that was submitted; another is not run")
-    parser.add_argument("--task", type=int, default=0, metavar="N", help="which of an array's calls")
+    parser.add_argument("--call-sha256", metavar="HEX", help="checksum of the call's file; another file is not loaded")
+    parser.add_argument("--spec-sha256", metavar="HEX", help="checksum of the submitted job.json; another file is not run")
+    parser.add_argument("--task", type=int, default=0, metavar="N", help="index in an array of calls")
     parser.add_argument("--conclude", type=int, metavar="CODE", help="the exit code with which the nodes' launchers ended")
     arguments = parser.parse_args(argv)
     run, start = RunDir(arguments.run), start_of(os.environ, arguments.spec_sha256)
@@ -53,21 +53,21 @@ def main(argv: list[str] | None = None) -> int:
     except EchelonError as error:
         say(str(error))
         if arguments.conclude is None and (run.path / "job").is_dir():
-            with contextlib.suppress(EchelonError, OSError):  # the folder may be the very thing that is wrong
+            with contextlib.suppress(EchelonError, OSError):  # the folder itself may be the problem
                 refuse(run, start, count_in(os.environ, "SLURM_NODEID", 0), str(error))
-                if "SLURM_JOB_ID" not in os.environ:  # a job of this machine has no batch script, which would conclude it
+                if "SLURM_JOB_ID" not in os.environ:  # a job of this machine has no batch script to conclude it
                     return finish_job(run, 1, start, arguments.spec_sha256)
         return 1
 
 
 def start_of(env: Mapping[str, str], spec_sha256: str | None = None) -> str:
-    """Names this start of the job, among all that ever were in its folder: every requeue has another.
+    """The name of this start of the job, unique in its folder: every requeue has another.
 
     Args:
-        spec_sha256: of what was submitted, which tells apart two jobs that had one number, as after a loss of the controller's.
+        spec_sha256: of the submitted job.json; tells apart two jobs with the same number, as after a controller lost its state.
     """
     job = env.get("SLURM_JOB_ID")
-    if job is None:  # a job of this machine, which is started once, by one process
+    if job is None:  # a job of this machine is started once, by one process
         return f"{secrets.token_hex(8)}.0"
     return f"{job}.{env.get('SLURM_RESTART_COUNT', '0')}{f'-{spec_sha256[:16]}' if spec_sha256 else ''}"
 
@@ -84,17 +84,17 @@ def run_node(
     """Run this node's ranks until they end.
 
     Args:
-        start: as `start_of` names it.
-        call_sha256: of the file of the call, if the job is one; from the command line, which nobody can have changed.
-        task: which of an array's calls.
-        spec_sha256: of the folder's job.json, likewise.
+        start: the name from `start_of`.
+        call_sha256: checksum of the call's file, if the job is a call; trusted, since it comes from the command line.
+        task: index in an array of calls.
+        spec_sha256: checksum of the folder's job.json, likewise.
     Returns:
-        0 also when they are to be started again, which is no bad exit for which srun would kill the others.
+        The exit code; 0 also if the job is to be started again, since srun would kill the other nodes after another code.
     Raises:
-        LauncherEnvironmentError: as many nodes as were asked for are not there.
-        UsageError: another launcher has this run's folder.
+        LauncherEnvironmentError: the number of nodes is not the one that was submitted.
+        UsageError: another launcher holds this run's folder.
     """
-    # Until the launcher listens, a request to save and end would kill this process without a word; then it is delivered.
+    # Until the launcher listens, SIGUSR1 (save and end) would kill this process; blocked, it is delivered later.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
     spec, submitted = read_spec(run, spec_sha256)
     hosts = expand_hostlist(env.get("SLURM_STEP_NODELIST", ""), "SLURM_STEP_NODELIST") or ["localhost"]
@@ -108,7 +108,7 @@ def run_node(
     except OSError as error:
         raise LauncherEnvironmentError(f"{socket.gethostname()} cannot go to {submitted['cwd']}: {error.strerror}.") from error
     if node == 0:
-        # A start that was requeued may come before a shared file system has let go of the lock of a node that was lost.
+        # After a requeue, a shared file system may not have released the lock of a lost node yet.
         again = env.get("SLURM_RESTART_COUNT", "0") != "0"
         run.hold(job=start if "SLURM_JOB_ID" in env else "", patience_s=_STALE_LOCK_S if again else 1.0)
     meeting = meet(run, start, node, hosts, command=spec.kind == "command")

@@ -1,4 +1,4 @@
-"""SlurmConfig: what a job is submitted with, by nntool's names."""
+"""SlurmConfig: the options of a job, under nntool's names."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ class SlurmConfig:
     """How and where a function of `slurm_fn` runs.
 
     Args:
-        mode: "run" calls it in this process; "debug" too, and stops in the debugger at an exception; "local" starts its ranks
-            on this machine, in the background; "slurm" submits it.
-        job_name: a name for people; the run's folder is made of its plain characters and the time.
-        partition: of the cluster; empty is the cluster's default.
-        output_parent_path, output_folder: the runs' folders are made in the one below the other.
-        node_list, node_list_exclude: these nodes, and none of these, as Slurm writes them; empty leaves the choice to Slurm.
-        num_of_node: how many machines.
-        tasks_per_node, processes_per_task: the ranks of each machine are their product.
-        gpus_per_task, gpus_per_node: devices; the latter, if given, holds for the node. 0 and None ask for none.
+        mode: "run" calls the function in this process; "debug" does, too, and enters the debugger at an exception; "local" starts
+            the ranks on this machine, in the background; "slurm" submits the job.
+        job_name: a name for people; the run's folder is named by its plain characters and the time.
+        partition: of the cluster; empty for the cluster's default.
+        output_parent_path, output_folder: run folders are created in output_parent_path/output_folder.
+        node_list, node_list_exclude: nodes to use, and nodes to avoid, as Slurm writes them; empty leaves the choice to Slurm.
+        num_of_node: number of machines.
+        tasks_per_node, processes_per_task: their product is the number of ranks of each machine.
+        gpus_per_task, gpus_per_node: number of devices; gpus_per_node, if given, counts for the node. 0 and None ask for none.
         cpus_per_task: cores of each task, shared by its processes.
-        mem: memory of each node, such as "64G"; empty is the cluster's default.
-        timeout_min: the limit of each start in minutes; None is the partition's. Ranks are asked to save two minutes before it.
-        requeue: start again after the limit, a preemption or the loss of a node. The function is called again with its
+        mem: memory of each node, such as "64G"; empty for the cluster's default.
+        timeout_min: limit of each start in minutes; None for the partition's. Ranks are asked to save two minutes before it.
+        requeue: start again after the limit, a preemption or the loss of a node. The function is called again with the same
             arguments, and resumes from its checkpoints.
-        setup: lines of shell before the ranks are started, as part of the batch script, which is no place for a secret.
-        pack_code: run a copy of the code as it is now, so that an edit changes no job that waits.
-        use_packed_code: False runs the code where it is, with the copy kept for the record.
+        setup: shell lines to run before the ranks start. They are part of the batch script, so they must not hold a secret.
+        pack_code: run a copy of the present code, so that an edit does not change a waiting job.
+        use_packed_code: False runs the code where it is; the copy is kept for the record.
         code_root: the folder that is copied; by default the repository of the main script, else the script's folder.
-        code_file_suffixes: copy files with these endings only; by default all that git does not ignore.
+        code_file_suffixes: copy only files with these suffixes; by default all that git does not ignore.
         exclude_code_folders: names of folders that are not copied.
-        use_distributed_env: run the launch command; True without one is refused.
-        distributed_launch_command: starts the ranks of a node, once on every node, such as `accelerate launch` or `torchrun`. A
-            list of words for no shell; `launcher.functions.launch_command.PLACEHOLDERS` are replaced. A word that names a copied
-            file means the copy, and the script's own arguments are appended.
-        extra_params_kwargs: other options of sbatch, by name; True is an option without a value.
-        array_parallelism: of `map_array`, how many jobs run at a time; None leaves it to Slurm.
-        extra_task_kwargs: variables for the ranks. Their values are kept in job.json, which only you can read.
+        use_distributed_env: run the launch command; True without a command is refused.
+        distributed_launch_command: a command that starts the ranks of a node, run once on every node, such as `accelerate launch`
+            or `torchrun`. A list of words, not run by a shell; `launcher.functions.launch_command.PLACEHOLDERS` are replaced. A
+            word that names a copied file becomes the copy's path, and the script's own arguments are appended.
+        extra_params_kwargs: further options of sbatch, by name; True is an option without a value.
+        array_parallelism: for `map_array`, number of jobs that run at a time; None leaves it to Slurm.
+        extra_task_kwargs: environment variables for the ranks. Their values are kept in job.json, which only you can read.
     Raises:
-        UsageError: a value that cannot work.
+        UsageError: an invalid value.
     """
 
     mode: str = "run"
@@ -120,10 +120,10 @@ class SlurmConfig:
 
     @classmethod
     def of(cls, given: SlurmConfig | Mapping[str, Any]) -> SlurmConfig:
-        """A config, or the fields of one by name.
+        """A config, from one or from a dict of its fields.
 
         Raises:
-            UsageError: there is no such field.
+            UsageError: an unknown field.
         """
         if isinstance(given, cls):
             return given
@@ -136,7 +136,7 @@ class SlurmConfig:
         """A copy with some fields replaced.
 
         Raises:
-            UsageError: there is no such field.
+            UsageError: an unknown field.
         """
         self._check_names(changes)
         return replace(self, **changes)
@@ -154,7 +154,7 @@ class SlurmConfig:
         return Path(self.output_parent_path) / self.output_folder
 
     def set_output_path(self, path: str | Path) -> SlurmConfig:
-        """A copy of this with another folder of runs."""
+        """A copy with another folder of runs."""
         return replace(self, output_parent_path=str(Path(path).parent), output_folder=Path(path).name)
 
     @property
@@ -162,10 +162,10 @@ class SlurmConfig:
         return self.tasks_per_node * self.processes_per_task
 
     def options(self, *, dependency: str | None = None, export: Sequence[str] = ()) -> SlurmOptions:
-        """What Slurm is asked for.
+        """The options for Slurm.
 
         Raises:
-            UsageError: an option that nobody knows.
+            UsageError: an unknown option.
         """
         time_s = self.timeout_min * 60.0 if self.timeout_min is not None else None
         gpus = self.gpus_per_node if self.gpus_per_node is not None else self.gpus_per_task * self.tasks_per_node

@@ -1,6 +1,6 @@
-"""`slurm_fn`: a function as a job. `main[config](...)` gives a job whose `result()` is the function's value.
+"""`slurm_fn`: a function as a job. `main[config](...)` submits it and returns a job whose `result()` is the function's value.
 
-A job is a run folder, as `echelon submit` makes them, so that `echelon jobs`, `logs` and `cancel` know it.
+A job is a run folder like those of `echelon submit`, so `echelon jobs`, `logs` and `cancel` find it.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ AnyJob = FunctionJob | FinishedJob
 
 _CONDITIONS = ("afterok", "afterany", "afternotok")
 
-# The run folders of what this process has submitted, in order. A launch command runs the script again, and finds its own call
-# by the number of those before it.
+# Run folders of the jobs that this process has submitted, in order. A launch command runs the script again, which finds its own
+# call by the number of calls before it.
 _submitted: list[list[str]] = []
 
 
 def slurm_fn(function: Callable[P, T]) -> SlurmFunction[P, T]:
-    """Make a function that can be submitted: `main[config](...)`. Without a config, `main(...)` is an ordinary call."""
+    """Make a function that can be submitted with `main[config](...)`. Without a config, `main(...)` is an ordinary call."""
     return SlurmFunction(function)
 
 
 class SlurmFunction(Generic[P, T]):
-    """A function that can be called here, or be given a config and submitted."""
+    """A function that can be called here, or configured and submitted."""
 
     __qualname__: str
 
@@ -70,15 +70,15 @@ class SlurmFunction(Generic[P, T]):
         return self.function(*args, **kwargs)
 
     def __getitem__(self, given: Any) -> ConfiguredFunction[P, T]:
-        """A config, or a dict of its fields."""
+        """Configure with a config, or a dict of its fields."""
         return self.configure(given)
 
     def configure(self, config: SlurmConfig | Mapping[str, Any] | None = None, /, **changes: Any) -> ConfiguredFunction[P, T]:
-        """The function with a config, some fields of which may be replaced."""
+        """The function with a config, with some fields replaced."""
         return ConfiguredFunction(self, SlurmConfig.of(config if config is not None else {}).changed(**changes))
 
     def __reduce__(self) -> Any:
-        """By name, as a function is sent; where the name does not lead here, with the function itself."""
+        """Pickle by name, like a function; with the function itself if the name does not lead to this object."""
         try:
             known = attrgetter(self.__qualname__)(sys.modules[self.__module__])
         except (AttributeError, KeyError):
@@ -90,10 +90,10 @@ class SlurmFunction(Generic[P, T]):
 
 @dataclass(frozen=True)
 class ConfiguredFunction(Generic[P, T]):
-    """A function with its config; calling it makes a job.
+    """A function with its config; a call submits a job.
 
     Args:
-        conditions: of other jobs, which must have come true before: "afterok", "afterany" or "afternotok", and the jobs.
+        conditions: on other jobs: "afterok", "afterany" or "afternotok", and the jobs.
     """
 
     function: SlurmFunction[P, T]
@@ -101,19 +101,19 @@ class ConfiguredFunction(Generic[P, T]):
     conditions: tuple[tuple[str, tuple[AnyJob, ...]], ...] = ()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> AnyJob:
-        """Submit the function, or run it, as the config's mode says.
+        """Submit the function, or run it, by the config's mode.
 
         Raises:
-            UsageError: the function cannot be sent, or Slurm refuses the job; its own reason in one line.
+            UsageError: the function cannot be sent, or Slurm refuses the job, with its reason in one line.
         """
         return self._start([(args, kwargs)], array=False)[0]
 
     submit = __call__
 
     def map_array(self, *columns: Iterable[Any]) -> list[AnyJob]:
-        """One job for each element: `map_array(a, b)` calls the function with `a[0], b[0]`, then `a[1], b[1]`, and so on.
+        """One job per element: `map_array(a, b)` calls the function with `a[0], b[0]`, then `a[1], b[1]`, and so on.
 
-        On Slurm they are one array. In the mode "local" one begins when the one before has ended.
+        On Slurm the jobs are one array. In the mode "local", each begins when the previous one has ended.
 
         Raises:
             UsageError: the columns differ in length, or are empty.
@@ -127,19 +127,19 @@ class ConfiguredFunction(Generic[P, T]):
     map = map_array
 
     def afterok(self, *jobs: Any) -> ConfiguredFunction[P, T]:
-        """The same, to begin when these jobs have ended well."""
+        """A copy that begins after these jobs have ended well."""
         return self.on_condition(jobs, "afterok")
 
     def afterany(self, *jobs: Any) -> ConfiguredFunction[P, T]:
-        """The same, to begin when these jobs have ended."""
+        """A copy that begins after these jobs have ended."""
         return self.on_condition(jobs, "afterany")
 
     def afternotok(self, *jobs: Any) -> ConfiguredFunction[P, T]:
-        """The same, to begin when these jobs have failed."""
+        """A copy that begins after these jobs have failed."""
         return self.on_condition(jobs, "afternotok")
 
     def on_condition(self, jobs: Any, condition: str = "afterok") -> ConfiguredFunction[P, T]:
-        """A new configured function that waits for a job or several; this one stays as it is.
+        """A new configured function that waits for one job or several; this one stays as it is.
 
         Raises:
             UsageError: no job, or an unknown condition.
@@ -151,7 +151,7 @@ class ConfiguredFunction(Generic[P, T]):
         return replace(self, conditions=(*self.conditions, (condition, known)))
 
     def script(self, *args: P.args, **kwargs: P.kwargs) -> str:
-        """The batch script as it would be submitted, of code that is not copied; nothing is written."""
+        """The batch script as it would be submitted, for code that is not copied; nothing is written."""
         folder = self.config.output_path.absolute() / f"{self._stem}-dry-run"
         sent = None if self.config.distributed_launch_command else pack(Call(self.function, [(args, kwargs)], sys.path, sys.argv))
         return self._slurm().script(self._spec(checksum(sent) if sent else None, folder / "job" / "call.pkl"), RunDir(folder))
@@ -168,7 +168,7 @@ class ConfiguredFunction(Generic[P, T]):
         if self.config.mode in ("run", "debug"):
             self._unmet()
             return [self._inline(args, kwargs) for args, kwargs in calls]
-        if array and self.config.mode == "local":  # each is a job of its own
+        if array and self.config.mode == "local":  # each call is a job of its own
             return [self._one_after_another(call) for call in calls]
         at = call_site()
         if at is not None:  # started by a launch command: the script runs once more, as far as this call
@@ -218,7 +218,7 @@ class ConfiguredFunction(Generic[P, T]):
         return [FunctionJob(job) for job in jobs]
 
     def _written(self, calls: Sequence[Arguments], run: RunDir, copy: Copy | None) -> JobSpec:
-        """What will run, written into the run's folder: the call; of a launch command, which call of the script it is."""
+        """Write what will run into the run's folder: the call; or for a launch command, the number of the call in the script."""
         copied = copy.path_of if copy is not None and self.config.use_packed_code else str
         file = run.path / "job" / "call.pkl"
         if self.config.distributed_launch_command:
@@ -244,7 +244,7 @@ class ConfiguredFunction(Generic[P, T]):
         return SlurmLauncher(self.config.options(dependency=dependency, export=exported(list(os.environ))))
 
     def _copy(self, run: RunDir) -> Copy | None:
-        """A copy of the code as it is now; None without user files, as in a notebook."""
+        """A copy of the present code; None without user files, as in a notebook."""
         config = self.config
         script = _own_code(self.function)
         if not config.pack_code or script is None:
@@ -263,7 +263,7 @@ class ConfiguredFunction(Generic[P, T]):
             "name": run.name,
             "command": [self._name],
             "script": str(getattr(sys.modules["__main__"], "__file__", "") or ""),
-            "args": [],  # no argument of anybody's: one may be a secret
+            "args": [],  # left out: an argument may be a secret
             "ranks": config.num_of_node * config.ranks_per_node,
             "launcher": config.mode,
             "host": socket.gethostname(),
@@ -272,10 +272,10 @@ class ConfiguredFunction(Generic[P, T]):
         }
 
     def _unmet(self) -> str | None:
-        """What Slurm still has to wait for, in its words; whatever has ended, or is not Slurm's, is judged here.
+        """The conditions for Slurm, in its syntax. Jobs that have ended, or are not Slurm's, are checked here.
 
         Raises:
-            UsageError: a condition that can no longer come true.
+            UsageError: a condition that can no longer be met.
         """
         waits: dict[str, list[str]] = {}
         for condition, jobs in self.conditions:
@@ -293,7 +293,7 @@ class ConfiguredFunction(Generic[P, T]):
 
 
 def _own_code(function: Any) -> Path | None:
-    """The user's main script; where that is a library's, as under pytest, or none, the file of the function."""
+    """The user's main script; if there is none, or it is a library's as under pytest, the function's file."""
     for module in ("__main__", function.__module__):
         file = getattr(sys.modules.get(module), "__file__", None)
         if file and Path(file).is_file() and not in_library(file):
@@ -312,6 +312,6 @@ def _flat(jobs: Any) -> Iterable[AnyJob]:
 
 
 def _word(word: str, copied: Callable[[str], str]) -> str:
-    """A word of a command; where it names a file that was copied, also as in --config=FILE, the copy."""
+    """A word of a command; if it names a copied file, also as in --config=FILE, the copy's path."""
     before, equals, value = word.rpartition("=")
     return f"{before}{equals}{copied(value)}" if Path(value).is_file() else word

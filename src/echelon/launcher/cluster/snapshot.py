@@ -1,4 +1,4 @@
-"""A copy of the code of a job, so that editing a file changes no job that still waits."""
+"""A copy of a job's code, so that an edit does not change a waiting job."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from echelon.common.errors import ClusterError, require
 __all__ = ["Copy", "copy_code", "snapshot"]
 
 _MOST_FILES = 5000
-# Larger ones are data: the copy has a link to the original.
+# Larger files are data: the copy has a link to the original.
 _LARGEST = 4 << 20
 
 
 @dataclass(frozen=True)
 class Copy:
-    """What was copied: the folder `top`, with the copy in `folder`."""
+    """A finished copy of the folder `top`, in `folder`."""
 
     top: Path
     folder: Path
 
     def path_of(self, path: str) -> str:
-        """Where the copy of a file or folder is, as a whole path; the path itself if it was not copied."""
+        """The absolute path of a file's or folder's copy; the path itself if it was not copied."""
         full = Path(path or ".").resolve()
         if full.is_relative_to(self.top):
             copy = self.folder / full.relative_to(self.top)
@@ -36,16 +36,16 @@ class Copy:
 
 
 def snapshot(script: Path, folder: Path, top: Path | None = None) -> Path:
-    """Copy the repository of `script`, as git sees it with changes and new files, else the script's own folder, or `top`.
+    """Copy the repository of `script`, including changes and new files; without git, the script's own folder, or `top`.
 
     Args:
         script: a file.
-        folder: of the copy; it is replaced.
-        top: a folder above `script` all of which must be in the copy.
+        folder: for the copy; it is replaced.
+        top: a folder above `script` that the copy must contain.
     Returns:
-        The script within the copy.
+        The path of the script in the copy.
     Raises:
-        UsageError: more files than anybody's code has.
+        UsageError: too many files.
     """
     copy = copy_code(script, folder, top=top)
     return folder / script.resolve().relative_to(copy.top)
@@ -60,12 +60,12 @@ def copy_code(
     suffixes: Sequence[str] | None = None,
     without: Sequence[str] = (),
 ) -> Copy:
-    """As `snapshot`, of which more can be chosen.
+    """Copy code as `snapshot` does, with more choices.
 
     Args:
-        top: as there.
-        root: the folder to copy, in place of the repository or the script's folder.
-        suffixes: of files to copy; None is all.
+        top: as in `snapshot`.
+        root: the folder to copy, instead of the repository or the script's folder.
+        suffixes: of files to copy; None for all.
         without: names of folders to leave out.
     """
     script = script.resolve()
@@ -90,14 +90,14 @@ def copy_code(
                 f"{base} has more than {_MOST_FILES} files to copy for the job. Put the code into a git repository, "
                 "with data in .gitignore, or run without a copy: --no-snapshot, or pack_code=False."
             )
-        if not source.is_file():  # deleted, and not yet committed
+        if not source.is_file():  # deleted, but not committed yet
             continue
         _copy_file(source, target)
     return Copy(base, folder.resolve())
 
 
 def _below(root: str, base: Path, files: list[str] | None) -> tuple[Path, list[str] | None]:
-    """The chosen folder, and those of the files in `base` that lie in it, where git knows them."""
+    """The chosen folder, and the files of `base` in it, if git knows them."""
     chosen = Path(root).resolve()
     require(chosen.is_dir(), "code_root", "a folder", root, kind=ClusterError)
     if files is None or not chosen.is_relative_to(base):
@@ -115,12 +115,12 @@ def _copy_file(source: Path, target: Path) -> None:
 
 
 def _in_a_run(top: Path, folder: Path) -> bool:
-    """Whether a folder lies in a run's: git lists what nobody told it to ignore, and a run holds copies of the code."""
+    """Whether a folder is inside a run folder. Git lists runs that are not ignored, and runs hold copies of the code."""
     return any((at / "run.json").exists() for at in (folder, *folder.parents) if at != top and at.is_relative_to(top))
 
 
 def _in_git(script: Path) -> tuple[Path, list[str]] | None:
-    """Top folder and files of the repository that has `script`; None if git is not there or does not know the script."""
+    """Top folder and files of the repository that has `script`; None without git, or if git does not know the script."""
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(script.parent), *words]

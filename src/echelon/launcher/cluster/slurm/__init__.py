@@ -1,1 +1,1 @@
-"""Jobs on a Slurm cluster: one batch script that a person can read, kept in the run's folder."""
+"""Jobs on a Slurm cluster: one readable batch script, kept in the run's folder."""

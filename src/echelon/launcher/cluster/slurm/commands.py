@@ -1,4 +1,4 @@
-"""Slurm's own commands, as far as they are needed: never through a shell, never sacct, which many clusters do without."""
+"""Slurm's own commands. Never through a shell, and never sacct, which many clusters do not have."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def available() -> bool:
 
 
 def submit(script: str, export: Sequence[str]) -> str:
-    """Submit a script; the job's number.
+    """Submit a script and return the job's number.
 
     Raises:
-        UsageError: Slurm refuses it; its own reason in one line.
+        UsageError: Slurm refuses it, with its reason in one line.
     """
     output = _sbatch(["--parsable"], script, export)
     if output.returncode:
@@ -48,10 +48,10 @@ def submit(script: str, export: Sequence[str]) -> str:
 
 
 def would_start(script: str, export: Sequence[str]) -> str:
-    """When and where Slurm would start the script if it were submitted, in its words.
+    """When and where Slurm would start the script, in Slurm's words.
 
     Raises:
-        UsageError: Slurm would refuse it; its own reason in one line.
+        UsageError: Slurm would refuse it, with its reason in one line.
     """
     output = _sbatch(["--test-only"], script, export)
     if output.returncode:
@@ -59,20 +59,20 @@ def would_start(script: str, export: Sequence[str]) -> str:
     return output.stderr.strip().removeprefix("sbatch: ")
 
 
-# What users of a cluster set once for all their jobs, in the environment. sbatch would prefer it to the script's own lines.
+# Variables that users of a cluster set once for all their jobs. sbatch prefers them to the script's own lines.
 _FOR_ALL_JOBS = ("account", "partition", "qos", "constraint", "reservation", "wckey")
 
 
 def _sbatch(options: Sequence[str], script: str, export: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    # sbatch is given these variables alone, and passes on all: told their names, Slurm would have the node build the user's login
-    # environment first, which costs every other job a second.
+    # sbatch gets only these variables, and passes all on. With a list of names, Slurm would have the node build the user's login
+    # environment first, which costs each further job a second.
     usual = {f"SBATCH_{option.upper()}" for option in _FOR_ALL_JOBS if f"\n#SBATCH --{option}=" not in script}
     env = {k: v for k, v in os.environ.items() if k in export or k in usual or k == "SLURM_CONF"}
     return _run([shutil.which("sbatch") or "sbatch", *options, "--export=ALL"], script, env)
 
 
 def ask(job: str) -> tuple[JobState | None, str]:
-    """The state of a job and Slurm's reason for it; None if Slurm has forgotten the job, which it does minutes after its end.
+    """The state of a job and Slurm's reason; None if Slurm has forgotten the job, as it does minutes after the job's end.
 
     Raises:
         EchelonError: the controller does not answer.
@@ -96,16 +96,16 @@ def ask(job: str) -> tuple[JobState | None, str]:
     return None, ""
 
 
-# Reasons of a job that would wait for ever. A drained or busy node is not one.
+# Reasons for which a job would wait forever. A drained or busy node is not one of them.
 _NEVER = ("PartitionNodeLimit", "PartitionTimeLimit", "PartitionConfig", "PartitionInactive", "BadConstraints", "InvalidAccount")
 _JUDGED_WITHIN_S = 2.0
 
 
 def refuse_if_never(job: str) -> None:
-    """Cancel a job that was queued although it can never start, as Slurm does unless EnforcePartLimits is set.
+    """Cancel a queued job that can never start: Slurm queues such jobs unless EnforcePartLimits is set.
 
     Raises:
-        UsageError: it never can; Slurm's own reason.
+        UsageError: the job can never start, with Slurm's reason.
     """
     until = time.monotonic() + _JUDGED_WITHIN_S
     while True:
@@ -120,12 +120,13 @@ def refuse_if_never(job: str) -> None:
 
 
 def cancel(job: str) -> None:
-    """
+    """Cancel a job.
+
     Raises:
         EchelonError: Slurm refuses.
     """
     output = _run(["scancel", job])
-    if output.returncode and "Invalid job id" not in output.stderr:  # it has ended
+    if output.returncode and "Invalid job id" not in output.stderr:  # that job has ended
         raise EchelonError(f"Slurm does not cancel job {job}: {_reason(output.stderr)}")
 
 
@@ -141,7 +142,7 @@ def _run(command: list[str], text: str = "", env: dict[str, str] | None = None) 
 
 
 def _reason(stderr: str) -> str:
-    """The most telling line of what a command said: the last that is an error."""
+    """The most telling line of a command's error output: the last error line."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip() and not line.startswith("Try ")]
     errors = [line for line in lines if "error:" in line or "fatal:" in line] or lines or ["it gave no reason"]
     return re.sub(r"^(\w+: )?((error|fatal|allocation failure): )?", "", errors[-1])

@@ -1,4 +1,4 @@
-"""A job on Slurm: submitted, asked for, cancelled."""
+"""A job on Slurm: submit, query, cancel."""
 
 from __future__ import annotations
 
@@ -23,67 +23,68 @@ _NUMBER = re.compile(r"[0-9]{1,12}(_[0-9]{1,9})?")
 
 
 class SlurmJob(FolderJob):
-    """A job of Slurm's, by its run folder."""
+    """A Slurm job, identified by its run folder."""
 
     def _ask(self) -> tuple[JobState | None, str]:
-        if not _NUMBER.fullmatch(self.id):  # not submitted yet, or damaged: Slurm is asked for numbers only
+        if not _NUMBER.fullmatch(self.id):  # not submitted yet, or damaged: only numbers are passed to Slurm
             return None, ""
         state, why = commands.ask(self.id)
         if state is JobState.FAILED and self._state_of_folder() is JobState.STOPPED:
-            return JobState.STOPPED, why  # exit code 75, and --no-requeue
+            return JobState.STOPPED, why  # exit code 75 with --no-requeue
         return state, why
 
     def _stop(self) -> None:
         if not _NUMBER.fullmatch(self.id):
             raise ClusterError(
-                f"run {self.run.name} does not know the number of its job. Find it with `squeue --me`, and `scancel` it."
+                f"run {self.run.name} does not know its job's number. Find it with `squeue --me`, and `scancel` it."
             )
         commands.cancel(self.id)
 
 
 class SlurmLauncher:
-    """Submits by sbatch, from a machine that has it.
+    """Submits jobs with sbatch, from a machine that has it.
 
     Args:
-        options: what Slurm is asked for besides nodes.
+        options: Slurm options besides nodes.
         python: the interpreter on the nodes; by default this one.
-        cwd: where the job runs; by default here.
+        cwd: the job's working folder; by default this process's.
     """
 
     def __init__(self, options: SlurmOptions, *, python: str = sys.executable, cwd: Path | None = None) -> None:
         self.options, self.python, self.cwd = options, python, cwd or Path(os.getcwd())
 
     def script(self, spec: JobSpec, run: RunDir, tasks: int | None = None, sha256: Sequence[str] | None = None) -> str:
-        """The batch script, as it would be submitted; of an array of `tasks` runs if that is not None.
+        """The batch script as it would be submitted; if `tasks` is not None, of an array of as many runs.
 
         Args:
-            sha256: of job.json, which `write_spec` returned, for each task; zeros stand for what is not written yet.
+            sha256: checksums of job.json from `write_spec`, one per task; zeros stand for files not written yet.
         """
         known = sha256 or ["0" * 64] * (tasks or 1)
         return render(spec, self.options, run.path, python=self.python, cwd=self.cwd, tasks=tasks, sha256=known)
 
     def submit(self, spec: JobSpec, run: RunDir) -> SlurmJob:
-        """
+        """Submit a job.
+
         Raises:
-            UsageError: Slurm refuses the job; its own reason in one line.
+            UsageError: Slurm refuses the job, with its reason in one line.
         """
-        self.script(spec, run)  # what cannot be written into a script is refused before anything is written
+        self.script(spec, run)  # refuses invalid values before any file is written
         script = self.script(spec, run, sha256=[write_spec(run, spec, launcher="slurm", cwd=str(self.cwd))])
         note_submitted(run, id=self._send(script, run))
         return SlurmJob(run)
 
     def _send(self, script: str, run: RunDir) -> str:
-        """Submit a script, of which the run keeps a copy; the job's number."""
+        """Submit a script, keeping a copy in the run's folder; returns the job's number."""
         write_whole(run.path / "job" / "script.sh", script)
         number = commands.submit(script, self.options.export)
         commands.refuse_if_never(number)
         return number
 
     def submit_all(self, spec: JobSpec, sweep: Sequence[Sequence[tuple[str, str]]], run: RunDir) -> list[SlurmJob]:
-        """Submit one array: a run for each element of `sweep`, whose keys and values become arguments of the program.
+        """Submit one array with a run for each element of `sweep`, whose keys and values become arguments of the program.
 
         Raises:
-            UsageError: Slurm refuses the job; its own reason in one line.
+            UsageError: Slurm refuses the job, with its reason in one line.
         """
         self.script(spec, run, len(sweep))
         tasks = [RunDir(run.path / "tasks" / str(n)) for n in range(len(sweep))]

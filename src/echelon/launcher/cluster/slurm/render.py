@@ -1,4 +1,4 @@
-"""The batch script of a job, as text: nothing is asked of the machine, nothing written, no value of the environment appears."""
+"""The batch script of a job, as text. Rendering queries nothing and writes nothing, and no value of the environment appears."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.launcher.job import JobSpec, cores_of_a_rank
 
 __all__ = ["SlurmOptions", "exported", "render"]
 
-# What a job needs of the login node's environment to find the same programs and libraries. Names only: Slurm carries the values.
+# Variables that a job needs from the login node to find the same programs and libraries. Names only: Slurm carries the values.
 _USUAL = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "LD_LIBRARY_PATH")
 _PREFIXES = (
     "OMP_",
@@ -32,13 +32,13 @@ _PREFIXES = (
     "MODULE",
 )
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
-# Slurm's names, lists of nodes, features with their operators, sizes of memory. No blank, quote, control character or dollar.
+# Slurm's names, node lists, features with operators, and memory sizes. No blank, quote, control character or dollar.
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+=/&|()\[\]*-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 _BY_FIELDS = "the number of nodes, ranks, cores and devices has fields of its own"
 _BY_FOLDER = "it follows from the run's folder, where the logs are"
-# Options of sbatch on which the script itself relies.
+# sbatch options on which the script itself relies.
 _OURS = {
     **dict.fromkeys(
         ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gpus", "gpus-per-task"), _BY_FIELDS
@@ -54,23 +54,23 @@ _OURS = {
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """What Slurm is asked for besides nodes; None leaves the choice to the cluster.
+    """Slurm options besides nodes; None leaves the choice to the cluster.
 
     Args:
-        time_s: the limit of each start, in seconds; Slurm counts whole minutes.
-        warn_s: how long before the limit the ranks are asked to save and end. Enough for a save, and for the half minute by
-            which Slurm may be late.
-        cpus_per_rank: cores; by default `cores_of_a_rank`.
+        time_s: limit of each start, in seconds; Slurm counts whole minutes.
+        warn_s: seconds before the limit at which the ranks are asked to save and end. Must suffice for a save, and for the half
+            minute by which Slurm may be late.
+        cpus_per_rank: number of cores; by default `cores_of_a_rank`.
         gpus_per_node: devices.
-        mem: memory per node in Slurm's words, such as "64G".
+        mem: memory per node in Slurm's syntax, such as "64G".
         requeue: start again after the time limit, a preemption or the loss of a node.
-        export: names of variables that the job gets from the environment of the submitting user.
+        export: names of variables that the job gets from the submitting user's environment.
         name: the job's name for Slurm; by default the run's.
-        cpus_per_node: cores, in place of `cpus_per_rank`.
-        dependency: on other jobs, in Slurm's words such as "afterok:12:13".
-        parallel: of an array, how many run at a time.
-        setup: lines of shell before the ranks are started, on the first node; what they export reaches all.
-        more: other options of sbatch, by name; True is an option without a value.
+        cpus_per_node: number of cores, instead of `cpus_per_rank`.
+        dependency: on other jobs, in Slurm's syntax, such as "afterok:12:13".
+        parallel: for an array, number of runs at a time.
+        setup: shell lines to run before the ranks start, on the first node; their exports reach all nodes.
+        more: further options of sbatch, by name; True is an option without a value.
     """
 
     partition: str | None = None
@@ -96,9 +96,10 @@ class SlurmOptions:
     more: Mapping[str, str | int | float | bool] = field(default_factory=dict)
 
     def check(self) -> None:
-        """
+        """Check the values.
+
         Raises:
-            UsageError: a value that Slurm could not mean, or that would be more than a value in a script.
+            UsageError: a value that is invalid for Slurm, or that would be more than a value in a script.
         """
         for name in ("partition", "account", "qos", "constraint", "nodelist", "exclude", "reservation", "mem", "dependency"):
             value = getattr(self, name)
@@ -130,9 +131,9 @@ class SlurmOptions:
 
 
 def exported(environment: Sequence[str], more: Sequence[str] = ()) -> tuple[str, ...]:
-    """The names of the variables that a job gets: the usual ones among `environment`, and `more`.
+    """Names of the variables that a job gets: the usual ones in `environment`, and `more`.
 
-    What looks like a secret goes only by its name in `more`.
+    A name that looks like a secret's is passed only if it is in `more`.
     """
     usual = {
         n for n in environment if (n in _USUAL or n.startswith(_PREFIXES)) and _VARIABLE.fullmatch(n) and not _SECRET.search(n)
@@ -153,17 +154,18 @@ def render(
     """The batch script.
 
     Args:
-        run: the run's folder, which all nodes see. With `tasks`, of the sweep.
+        run: the run's folder, which all nodes see; with `tasks`, the sweep's folder.
         python: the interpreter, on every node.
-        cwd: where the job runs.
-        tasks: how many runs an array of them has, each in a folder of its own below the sweep's; None is one run.
-        sha256: of job.json, for each task, or the one run: another is not run. None leaves the folder's owner to vouch for it.
+        cwd: the job's working folder.
+        tasks: number of runs of an array, each in a folder of its own below the sweep's; None for a single run.
+        sha256: checksums of job.json, one per task or for the single run; another file is not run. Empty trusts the folder's
+        owner.
     Raises:
-        UsageError: a value that cannot be written into a script, or that Slurm could not mean.
+        UsageError: a value that cannot be written into a script, or that is invalid for Slurm.
     """
     options.check()
     array = "" if tasks is None else "/tasks/$SLURM_ARRAY_TASK_ID"
-    # What the nodes believe comes from here, the one text of which Slurm has a copy of its own.
+    # The nodes trust only this text, since Slurm keeps a copy of its own.
     written, of_tasks = "", ""
     if tasks is not None and sha256:
         of_tasks = "spec_sha256=(\n" + "".join(f"{each}\n" for each in sha256) + ")\n"
@@ -203,7 +205,7 @@ def _header(spec: JobSpec, options: SlurmOptions, run: Path, cwd: Path, tasks: i
         "reservation": options.reservation,
         "array": f"0-{tasks - 1}{f'%{options.parallel}' if options.parallel else ''}" if tasks is not None else None,
         "dependency": options.dependency,
-        "kill-on-invalid-dep": "yes" if options.dependency is not None else None,  # else it would wait for ever
+        "kill-on-invalid-dep": "yes" if options.dependency is not None else None,  # otherwise the job would wait forever
         "output": _sbatch_path(run, ("" if tasks is None else "/tasks/%a") + "/job/output.log"),
         "open-mode": "append",
         "signal": f"USR1@{math.ceil(options.warn_s)}" if options.requeue else None,
@@ -252,7 +254,7 @@ def _refuse_control(text: str, what: str) -> None:
 
 
 def _path(path: Path) -> str:
-    """A path as one word of the shell."""
+    """A path as one shell word."""
     text = str(path.absolute())
     if any(ord(c) < 32 or ord(c) == 127 for c in text):
         raise ClusterError(f"a path in a batch script must be free of control characters, got {text!r}.")
@@ -260,13 +262,13 @@ def _path(path: Path) -> str:
 
 
 def _sbatch_text(text: str) -> str:
-    """Any printable text as one value of a line of sbatch's: it knows quotes and backslashes, and expands nothing."""
+    """Any printable text as one value in an #SBATCH line, where quotes and backslashes count and nothing is expanded."""
     _refuse_control(text, "value")
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _sbatch_path(path: Path, pattern: str = "", *, escaped: bool = True) -> str:
-    """A path as sbatch reads it in a line of the script: quoted, and `escaped` where it knows patterns such as %j."""
+    """A path in an #SBATCH line: quoted, and `escaped` for options that expand patterns such as %j."""
     text = str(path.absolute())
     if any(c in text for c in "'\"\\") or any(ord(c) < 32 or ord(c) == 127 for c in text):
         raise ClusterError(f"a path for sbatch must be free of quotes, backslashes and control characters, got {text!r}.")
