@@ -111,7 +111,7 @@ FAULTS: list[tuple[Mapping[str, Any], str, str, str, str]] = [
     ({"memory": [200, 64_000]}, "memory", "warn", "0.2 GiB available on node2, for 1 rank", "fewer ranks"),
     ({"resolution": {"unknown": ["node3"]}}, "names", "fail", "node2 (rank 2): no address for the name node3", "/etc/hosts"),
     ({"limits": {"processes": 100}}, "processes", "warn", "at most 100 processes and threads on node2", "ulimit -u"),
-    ({"resolution": {"own": ["127.0.1.1"]}}, "names", "warn", "node2: its own name means 127.x", "/etc/hosts"),
+    ({"resolution": {"own": ["127.0.1.1"]}}, "names", "warn", "node2: its own name resolves to 127.x", "/etc/hosts"),
     (
         {"settings": {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "ib0"}},
         "interface", "fail", "node2 (rank 2): NCCL_SOCKET_IFNAME=ib0, but there is only lo, eth0", "ip link",
@@ -172,7 +172,7 @@ def test_every_line_that_is_not_well_says_what_to_do_in_80_columns() -> None:
 
 def test_ranks_that_hang_or_never_come_are_named_with_where_they_are() -> None:
     hangs = judged(_checkup({}, without={3: "sums"}))
-    assert [(r.name, r.said) for r in _bad(hangs)] == [("unfinished", "node3 (rank 3) did not come beyond 'sums'")]
+    assert [(r.name, r.said) for r in _bad(hangs)] == [("unfinished", "node3 (rank 3) did not get beyond 'sums'")]
     checkup = _checkup({})
     checkup.size = 6
     assert "4 of 6 ranks answer, on 4 hosts; ranks 4-5 did not" in judged(checkup)[0].said

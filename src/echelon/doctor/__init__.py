@@ -1,1 +1,1 @@
-"""What `echelon doctor` makes of what ranks told: pure, from values to rows of a table."""
+"""Turns the ranks' reports into the table of `echelon doctor`: pure functions from values to rows."""

@@ -11,14 +11,14 @@ from echelon.doctor.row import Row, State
 
 __all__ = ["hosts"]
 
-# Clocks: torch's rendezvous drops nodes at tens of seconds, files in a shared folder look old at one.
+# Clocks: torch's rendezvous drops nodes at tens of seconds; files in a shared folder look old at one second.
 CLOCK_WARN_S, CLOCK_FAIL_S = 1.0, 10.0
 DISK_WARN_MIB, DISK_FAIL_MIB = 10_240, 1024
 FILES_LEFT = 10_000
-# Docker gives 64 MiB, which the first DataLoader workers fill.
+# Docker gives 64 MiB, which the first data workers fill.
 SHM_WARN_MIB, SHM_FAIL_MIB = 1024, 128
 MEMORY_WARN_MIB = 1024
-# A rank has a descriptor for each peer, each tensor that a worker sends, each file of a checkpoint.
+# A rank needs a descriptor per peer, per tensor from a data worker, and per file of a checkpoint.
 FILES_WARN, FILES_FAIL = 4096, 512
 PROCESSES_WARN = 2048
 
@@ -39,7 +39,7 @@ def _at(checkup: Checkup, report: RankReport) -> str:
 
 
 def _clocks(checkup: Checkup) -> Iterator[Row]:
-    """How far each host's clock is from rank 0's: the least of several comparisons, since ranks leave a barrier in turn."""
+    """Offset of each host's clock from rank 0's: the smallest of several comparisons, since ranks leave a barrier one by one."""
     first = checkup.ranks[0].numbers("clocks") if 0 in checkup.ranks else []
     if not first or not checkup.several_hosts:
         return
@@ -56,7 +56,7 @@ def _clocks(checkup: Checkup) -> Iterator[Row]:
     if state == "ok":
         yield Row("clocks", "ok", f"at most {off * 1e3:.0f} ms apart")
     else:
-        remedy = f"Have {host} ask the same time server as the others (chronyc tracking, timedatectl)."
+        remedy = f"Let {host} use the same time server as the others (chronyc tracking, timedatectl)."
         yield Row("clocks", state, f"{host} is {apart[host]:+.1f} s from rank 0's host", remedy)
 
 
@@ -76,16 +76,16 @@ def _resolution(checkup: Checkup) -> Iterator[Row]:
         text = f"{checkup.who(ranks)}: no address for the name {name}"
         yield Row("names", "fail", text, "Give it an entry in /etc/hosts or the name server, on every host.")
     if bad:
-        text = f"{', '.join(sorted(set(bad))[:8])}: its own name means 127.x, where no other host reaches it"
+        text = f"{', '.join(sorted(set(bad))[:8])}: its own name resolves to 127.x, which no other host can reach"
         yield Row(
-            "names", "warn", text, "Take the line with 127.0.1.1 out of /etc/hosts there, or set MASTER_ADDR to its address."
+            "names", "warn", text, "Remove the line with 127.0.1.1 from /etc/hosts there, or set MASTER_ADDR to its address."
         )
     elif not unknown and any("resolution" in report.values for report in checkup.in_order):
         yield Row("names", "ok", "every host knows an address for its own name and for others'")
 
 
 def _interfaces(checkup: Checkup) -> Iterator[Row]:
-    """Whether interfaces that variables name are there."""
+    """Whether the interfaces that variables name exist."""
     lacking: dict[str, list[int]] = {}
     seen = set()
     for report in checkup.in_order:
@@ -109,7 +109,7 @@ def _interfaces(checkup: Checkup) -> Iterator[Row]:
 
 
 def _matches(wanted: str, there: list[str]) -> bool:
-    """As NCCL reads it: a list of beginnings of names; after "=" whole names; after "^" all others."""
+    """Match as NCCL does: a list of prefixes; after "=" whole names; after "^" all others."""
     if wanted.startswith("^"):
         return True
     names = wanted.lstrip("=").split(",")
@@ -118,7 +118,7 @@ def _matches(wanted: str, there: list[str]) -> bool:
 
 
 def _place(report: RankReport, what: str) -> dict[str, Any] | None:
-    """What a rank told of a folder, if that is what it should be."""
+    """A rank's facts about a folder, if they are well-formed."""
     value = report.mapping("disks").get(what)
     good = isinstance(value, dict) and isinstance(value.get("path"), str) and type(value.get("free_mib")) is int
     return value if good else None
@@ -147,7 +147,7 @@ def _disks(checkup: Checkup) -> Iterator[Row]:
 
 
 def _shared_folder(checkup: Checkup) -> Iterator[Row]:
-    """Nodes see one run folder only if they see one working folder: then it has one number on all of them."""
+    """Nodes share a run folder only if they share the working folder, which then has the same number on all nodes."""
     having: dict[int, list[int]] = {}
     for report in checkup.in_order:
         place = _place(report, "working folder")
@@ -159,7 +159,7 @@ def _shared_folder(checkup: Checkup) -> Iterator[Row]:
         yield Row("shared folder", "ok", "all hosts see the same working folder")
         return
     fewest = min(having.values(), key=len)
-    text = f"{checkup.who(fewest)}: the working folder is another one than elsewhere"
+    text = f"{checkup.who(fewest)}: the working folder differs from that of the other hosts"
     yield Row("shared folder", "fail", text, "Start from a folder on a shared file system: all nodes write into one run folder.")
 
 
@@ -207,7 +207,10 @@ def _memory(checkup: Checkup) -> Iterator[Row]:
     low = mib / max(1, ranks) < MEMORY_WARN_MIB
     text = f"{mib / 1024:.1f} GiB available{_at(checkup, report)}, for {ranks} rank{'s' if ranks != 1 else ''}"
     yield Row(
-        "memory", "warn" if low else "ok", text, "See who uses it (`ps aux --sort=-rss`), or start fewer ranks." if low else ""
+        "memory",
+        "warn" if low else "ok",
+        text,
+        "See which processes use it (`ps aux --sort=-rss`), or start fewer ranks." if low else "",
     )
 
 
@@ -222,14 +225,14 @@ def _devices(checkup: Checkup) -> Iterator[Row]:
     ]
     if len(set(used.values())) > 1 or idle:
         text = f"{checkup.who(idle)}: on the CPU of a host that has GPUs" if idle else "some ranks use GPUs, others their CPU"
-        yield Row("devices", "warn", text, "Install a torch that is built for CUDA there, or say --device cpu if that is meant.")
+        yield Row("devices", "warn", text, "Install a torch built for CUDA there, or give --device cpu if that is intended.")
     else:
         kinds = sorted({report.texts("torch").get("GPU", "") for report in checkup.in_order} - {""})
         yield Row("devices", "warn" if len(kinds) > 1 else "ok", ", ".join(kinds) or "CPU",
                   "The slowest sets the pace: choose nodes of one kind (--constraint)." if len(kinds) > 1 else "")  # fmt: skip
 
 
-# Which are for looking for faults, and cost speed where they are left set.
+# Settings for debugging, which cost speed if they stay set.
 _SLOW_SETTINGS = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_IB_DISABLE": "1",
@@ -237,7 +240,7 @@ _SLOW_SETTINGS = {
     "NCCL_DEBUG": "TRACE",
     "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
 }
-# What NCCL reads. Other words it ignores, most of them without a word of its own.
+# Values that NCCL reads. It ignores others, most of them silently.
 _DISTANCES, _SWITCH = re.compile(r"LOC|NVL|PIX|PXB|PHB|SYS|\d", re.IGNORECASE), re.compile(r"\d+")
 _KNOWN_SETTINGS = {
     "NCCL_DEBUG": re.compile(r"NONE|VERSION|WARN|INFO|ABORT|TRACE", re.IGNORECASE),
@@ -266,7 +269,7 @@ def _settings(checkup: Checkup) -> Iterator[Row]:
         {f"{n}={v}" for report in checkup.in_order for n, v in report.texts("settings").items() if _SLOW_SETTINGS.get(n) == v}
     )
     if slow:
-        yield Row("settings", "warn", f"{', '.join(slow)} costs speed", "Unset it, unless you look for a fault.")
+        yield Row("settings", "warn", f"{', '.join(slow)} costs speed", "Unset it, unless you are debugging.")
     unknown = sorted(
         {
             f"{name}={value}"
@@ -276,7 +279,7 @@ def _settings(checkup: Checkup) -> Iterator[Row]:
         }
     )
     if unknown:
-        remedy = "See the values in its documentation, or unset it: NCCL ignores what it does not know, or refuses to start."
-        yield Row("settings", "warn", f"no value that NCCL knows: {', '.join(unknown)}", remedy)
+        remedy = "See NCCL's documentation for the values, or unset it: NCCL ignores unknown values, or refuses to start."
+        yield Row("settings", "warn", f"not a value that NCCL knows: {', '.join(unknown)}", remedy)
     if not (differ or slow or unknown):
         yield Row("settings", "ok", ", ".join(sorted(names)[:6]) or "no variables of NCCL, gloo or torch.distributed")

@@ -1,4 +1,4 @@
-"""Rows of `echelon doctor`: what was found, whether that is well, and what to do if it is not."""
+"""Rows of `echelon doctor`: what was found, whether it is well, and the remedy if it is not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["judged"]
 
 
 def judged(checkup: Checkup) -> list[Row]:
-    """All rows, in the order in which one looks for a fault: who answers, what they run, their hosts, what they do together."""
+    """All rows, in the order of a search for faults: which ranks answer, what they run, their hosts, how they communicate."""
     rows = [_answers(checkup), *_broken(checkup), *_versions(checkup)]
     return [*rows, *hosts(checkup), *together(checkup)]
 
@@ -22,7 +22,7 @@ def judged(checkup: Checkup) -> list[Row]:
 def _answers(checkup: Checkup) -> Row:
     hosts = len({report.host for report in checkup.ranks.values()})
     there = f"{len(checkup.ranks)} of {checkup.size} ranks answer, on {hosts} host{'s' if hosts != 1 else ''}"
-    remedy = "Look at it with `scontrol show node NAME`, and leave it out (--exclude=NAME) or have it mended."
+    remedy = "Look at the node with `scontrol show node NAME`, and exclude it (--exclude=NAME) or have it repaired."
     if checkup.silent:
         why = "; ".join(f"{node}: {text}" for node, text in list(checkup.silent.items())[:8])
         return Row("ranks", "fail", f"{there}. Without an answer: {why}", remedy)
@@ -31,7 +31,7 @@ def _answers(checkup: Checkup) -> Row:
     if missing:
         who = f"; {rank_ranges(missing)} did not"
         return Row(
-            "ranks", "fail", f"{there}{who}{ended}", "Run `python -c 'import torch, echelon'` there, and see what it says."
+            "ranks", "fail", f"{there}{who}{ended}", "Run `python -c 'import torch, echelon'` there, and see what it prints."
         )
     if ended:
         return Row("ranks", "fail", f"{there}{ended}", "Look at the line 'unfinished', or give more time: --time-limit 10m.")
@@ -47,21 +47,21 @@ _OF_PART = {
 
 
 def _broken(checkup: Checkup) -> Iterator[Row]:
-    """Parts that raised, each error once; and ranks that hang in one."""
+    """Parts that raised, each error once; and ranks that hang in a part."""
     broken: dict[tuple[str, str], list[int]] = {}
     for report in checkup.in_order:
         for part, error in report.errors.items():
             broken.setdefault((part, error), []).append(report.rank)
     for (part, error), ranks in list(broken.items())[:12]:
-        yield Row(part, "fail", f"{checkup.who(ranks)}: {error}", _OF_PART.get(part, "Mend what the error names there."))
+        yield Row(part, "fail", f"{checkup.who(ranks)}: {error}", _OF_PART.get(part, "Fix what the error names there."))
     hang: dict[str, list[int]] = {}
     for report in checkup.in_order:
         if "end" not in report.values and report.values:
             doing = report.values.get("doing")
             hang.setdefault(doing if isinstance(doing, str) else "the beginning", []).append(report.rank)
     for part, ranks in hang.items():
-        text = f"{checkup.who(ranks)} did not come beyond {part!r}"
-        yield Row("unfinished", "fail", text, "Look there with `py-spy dump`, or at `dmesg` if the process is gone.")
+        text = f"{checkup.who(ranks)} did not get beyond {part!r}"
+        yield Row("unfinished", "fail", text, "Look there with `py-spy dump`, or at `dmesg` if the process has ended.")
 
 
 # --- what they run
@@ -70,7 +70,7 @@ def _broken(checkup: Checkup) -> Iterator[Row]:
 def _same(
     checkup: Checkup, name: str, value_of: Callable[[RankReport], object], remedy: str, state: State = "fail"
 ) -> Iterator[Row]:
-    """A row about a value that must be one. None if nobody has it."""
+    """A row about a value that must be the same on all ranks. No row if no rank has it."""
     having: dict[str, list[int]] = {}
     for report in checkup.in_order:
         value = value_of(report)
@@ -99,5 +99,5 @@ def _versions(checkup: Checkup) -> Iterator[Row]:
     )
     for name, part in (("NCCL", "torch"), ("CUDA of torch", "torch")):
         yield from _same(checkup, name, lambda report, name=name, part=part: report.texts(part).get(name), install)  # type: ignore[misc]
-    driver = "NCCL of one version runs over several drivers, at the speed of the oldest: bring the hosts to one driver."
+    driver = "One version of NCCL runs on several drivers, at the speed of the oldest: install the same driver on all hosts."
     yield from _same(checkup, "driver", lambda report: report.texts("versions").get("driver"), driver, "warn")

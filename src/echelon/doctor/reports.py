@@ -1,4 +1,4 @@
-"""What ranks told of themselves, read from their lines. A line that is of another form than it should be is nobody's."""
+"""The ranks' reports, parsed from their lines. Malformed lines are ignored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LONGEST_LINE, _MOST_RANKS = 1 << 16, 1 << 20
 
 @dataclass
 class RankReport:
-    """One rank: its host, what it told by name, and which parts failed, with the error."""
+    """One rank: its host, its values by name, and the parts that failed, with the error."""
 
     rank: int
     host: str = "?"
@@ -34,7 +34,7 @@ class RankReport:
         return {key: value for key, value in self.mapping(name).items() if isinstance(value, str)}
 
     def numbers(self, name: str, least: int = 1) -> list[float]:
-        """A list of numbers; empty if it is none, or shorter than that."""
+        """A list of at least `least` numbers; empty if the value is anything else."""
         value = self.values.get(name)
         good = isinstance(value, list) and len(value) >= least and all(is_number(each) for each in value)
         return list(value) if good and isinstance(value, list) else []
@@ -50,15 +50,15 @@ def is_number(value: object) -> bool:
 
 @dataclass
 class Checkup:
-    """What is known when all have ended, or time was up.
+    """All that is known when the ranks have ended, or the time limit is over.
 
     Args:
-        size: how many ranks were started.
+        size: number of ranks that were started.
         hosts: the nodes that were asked, in order; empty for this machine.
-        ranks: by number, those that told anything.
-        silent: by node that did not answer, why.
-        ended: a sentence about an end before its time; empty if there was none.
-        quick: what was measured is too little to compare speeds.
+        ranks: by number, those that reported anything.
+        silent: for each node without an answer, the reason.
+        ended: a sentence if the checkup ended early; else empty.
+        quick: too little was measured to compare speeds.
     """
 
     size: int
@@ -105,7 +105,7 @@ class Checkup:
         return len({report.host for report in self.ranks.values()}) > 1
 
     def who(self, ranks: Iterable[int]) -> str:
-        """Ranks as a person looks for them: by host, where there are several."""
+        """Ranks in words; grouped by host, if there are several."""
         names = sorted(ranks)
         if not self.several_hosts:
             return rank_ranges(names)

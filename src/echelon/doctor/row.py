@@ -1,4 +1,4 @@
-"""The table of `echelon doctor`: 80 columns, a remedy below each line that is not well."""
+"""The table of `echelon doctor`: 80 columns, with a remedy below each line that is not well."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Row:
     """A line of the table.
 
     Args:
-        state: "ok", "warn" for what costs speed or may fail later, "fail" for what must be mended.
+        state: "ok"; "warn" for what costs speed or may fail later; "fail" for what must be fixed.
         said: what was found.
-        remedy: what to do; empty if it is well.
+        remedy: what to do; empty if all is well.
     """
 
     name: str
@@ -49,7 +49,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def as_json(rows: Sequence[Row], checkup: Checkup) -> dict[str, Any]:
-    """For programs: the rows, and what every rank told."""
+    """For programs: the rows, and every rank's report."""
     return {
         "ok": not any(row.state == "fail" for row in rows),
         "rows": [{"name": r.name, "state": r.state, "said": r.said, "remedy": r.remedy} for r in rows],

@@ -1,4 +1,4 @@
-"""Rows about what ranks did together: joining, sums, bandwidth, matrix products; outliers by the names of their hosts."""
+"""Rows about what ranks did together: joining, sums, bandwidth, matrix products. Outliers are named with their hosts."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from echelon.doctor.row import Row, State
 
 __all__ = ["together"]
 
-# A matrix product below so much of the median: a GPU that is shared, or throttled. Busy machines differ by a third.
+# A matrix product below this share of the median: a shared or throttled GPU. Busy machines differ by a third.
 SLOW_PRODUCT = 0.6
-# A pair below so much of the median of its kind, within a host or between hosts: a cable, or a way through another network.
+# A pair below this share of the median of its kind, within a host or between hosts: a bad cable, or a route over another network.
 SLOW_PAIR = 0.33
 
 
@@ -22,7 +22,7 @@ def together(checkup: Checkup) -> Iterator[Row]:
 
 
 def _outlier(checkup: Checkup) -> State:
-    """Among hosts it is for what one looks; ranks of one host share its cores, and whatever else runs there."""
+    """State of an outlier. Among hosts it is a fault; ranks of one host share its cores with each other and other programs."""
     return "fail" if checkup.several_hosts else "warn"
 
 
@@ -81,14 +81,14 @@ def _pairs(checkup: Checkup) -> Iterator[Row]:
         middle = median(of.values())
         slow = {pair: speed for pair, speed in of.items() if speed < SLOW_PAIR * middle and not checkup.quick}
         pairs = f"{len(of)} pairs" if len(of) > 1 else "one pair"
-        text = f"{kind}: {middle:,.0f} MiB/s in the middle of {pairs}, {min(of.values()):,.0f} at least"
+        text = f"{kind}: {middle:,.0f} MiB/s median of {pairs}, {min(of.values()):,.0f} at least"
         if not slow:
             yield Row("bandwidth", "ok", text)
             continue
         worst = sorted(slow, key=lambda pair: slow[pair])[:4]
         shown = "; ".join(f"{_end(checkup, a)} and {_end(checkup, b)}: {slow[a, b]:,.0f}" for a, b in worst)
-        remedy = "Look at the cable, the link's speed (ethtool) and other jobs there; or leave the node out." if between else (
-            "Look at how ranks are bound to cores (--bind cores) and what else runs there."
+        remedy = "Look at the cable, the link's speed (ethtool) and other jobs there; or exclude the node." if between else (
+            "Check how ranks are bound to cores (--bind cores), and what else runs there."
         )  # fmt: skip
         yield Row("bandwidth", _outlier(checkup) if between else "warn", f"{text}. Slow: {shown}", remedy)
 
@@ -113,12 +113,12 @@ def _products(checkup: Checkup) -> Iterator[Row]:
         slow: Mapping[int, float] = {
             rank: speed for rank, speed in speeds.items() if speed < SLOW_PRODUCT * middle and not checkup.quick
         }
-        text = f"{device}: {middle:,.1f} GFLOP/s in the middle of {len(speeds)} ranks"
+        text = f"{device}: {middle:,.1f} GFLOP/s median of {len(speeds)} ranks"
         if slow:
             shown = "; ".join(
                 f"{_end(checkup, rank)}: {speed:,.1f}" for rank, speed in sorted(slow.items(), key=lambda i: i[1])[:6]
             )
-            remedy = "Look for other processes, a power limit or heat there (nvidia-smi -q -d PERFORMANCE, top), or leave it out."
+            remedy = "Look for other processes, a power limit or heat there (nvidia-smi -q -d PERFORMANCE, top), or exclude it."
             yield Row("matmul", _outlier(checkup), f"{text}. Slow: {shown}", remedy)
         else:
             yield Row("matmul", "ok", text)

@@ -1,4 +1,4 @@
-"""CollectiveGroup: a function on a group of ranks that find one another, with Dragon's calls `init start join close`.
+"""CollectiveGroup: a function on a group of ranks that can communicate, with Dragon's calls `init start join close`.
 
 On Dragon's runtime it is Dragon's own group (`launcher.dragon`); elsewhere the ranks run on this machine, as with `launch`.
 """
@@ -33,18 +33,18 @@ class _Backend(Protocol):
 
 
 class CollectiveGroup:
-    """Runs `training_fn` on a rank for each policy. Inside, `RankInfo()`, `init_from_env()` and `env://` work.
+    """Runs `training_fn` on one rank per policy. Inside, `RankInfo()`, `init_from_env()` and `env://` work.
 
     Args:
-        training_fn: as `launch` takes it.
+        training_fn: a function that `launch` could send.
         training_args, training_kwargs: its arguments.
-        policies: a rank for each, `echelon.launching.Policy` or Dragon's; without any, one rank per GPU, else one per core.
-        hide_stderr: drop what ranks write to standard error. A failure's traceback arrives in any case.
-        port: where rank 0 serves the group's store, on Dragon; by default a free one. Ranks of this machine always have a
-            store that is bound before they start.
-        nprocs: the number of ranks where there are no policies.
+        policies: one per rank, `echelon.launching.Policy` or Dragon's; by default one rank per GPU, else one per core.
+        hide_stderr: drop the ranks' standard error. The traceback of a failure is reported all the same.
+        port: where rank 0 serves the group's store, on Dragon; by default a free port. Ranks of this machine always have a store
+            that is bound before they start.
+        nprocs: number of ranks, if there are no policies.
     Attributes:
-        values: what the function returned, by rank, after `join`.
+        values: the function's return values by rank, after `join`.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class CollectiveGroup:
         """Wait for all ranks.
 
         Args:
-            timeout: seconds; None waits for ever.
+            timeout: seconds; None waits forever.
         Raises:
-            RankFailedError: with the text of the first failing rank's own traceback; the others have been ended.
-            RankTimeoutError: they still run; they continue, and `join` may be called again.
+            RankFailedError: with the traceback of the rank that failed first; the other ranks have been ended.
+            RankTimeoutError: the ranks still run. They continue, and `join` may be called again.
         """
         if self.values is None:
             self._must_be("join", "running")
@@ -124,7 +124,7 @@ class CollectiveGroup:
             self.values = self._backend.join(timeout)
 
     def close(self) -> None:
-        """End what still runs, and free everything. Never raises because of what a rank did; safe to call twice."""
+        """End ranks that still run, and free everything. Never raises a rank's failure; safe to call twice."""
         if self._backend is not None and self._state != "closed":
             self._backend.close()
         self._state = "closed"
@@ -144,7 +144,7 @@ class CollectiveGroup:
 
 
 class BaseLoader:
-    """The function as a rank calls it, after it has gone to its place. Can be pickled if the function can."""
+    """The function with its ranks' places: a rank takes its place before it calls the function. Picklable if the function is."""
 
     def __init__(self, fn: Callable[..., Any], policies: Sequence[Any], hide_stderr: bool) -> None:
         self.fn, self.hide_stderr = fn, hide_stderr
@@ -157,7 +157,7 @@ class BaseLoader:
         return self.fn(*args, **kwargs)
 
     def take_place(self, rank: int) -> None:
-        """Cores, devices and threads of this rank, before anything has used them."""
+        """Set the cores, devices and threads of this rank, before any code uses them."""
         if self.hide_stderr:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, 2)
@@ -171,14 +171,14 @@ class BaseLoader:
 
 
 class _LocalRanks:
-    """Ranks of this machine, by `launch`, which waits: in a thread."""
+    """Ranks of this machine, started by `launch`, which blocks, in a thread."""
 
     def __init__(self, fn: BaseLoader, args: Sequence[Any], kwargs: Mapping[str, Any], policies: Sequence[Any]) -> None:
         _check_here(policies)
         self._cancel = Cancel()
         self._values: list[Any] = []
         self._error: BaseException | None = None
-        # Waited for instead of the thread: Python 3.11 takes a thread whose `join` a Ctrl-C interrupts for ended.
+        # Waited for instead of the thread: if Ctrl-C interrupts `join`, Python 3.11 takes the thread for ended.
         self._ended = threading.Event()
         self._thread = threading.Thread(
             target=self._run, args=(fn, args, kwargs, len(policies)), name="echelon-group", daemon=True
@@ -187,7 +187,7 @@ class _LocalRanks:
     def _run(self, fn: BaseLoader, args: Sequence[Any], kwargs: Mapping[str, Any], ranks: int) -> None:
         try:
             self._values = call(fn, ranks=ranks, args=args, kwargs=kwargs, cancel=self._cancel)
-        except BaseException as error:  # raised where it is joined
+        except BaseException as error:  # raised again by `join`
             self._error = error
         finally:
             self._ended.set()
@@ -218,9 +218,10 @@ def _by_default(ranks: int | None) -> list[Any]:
 
 
 def _check_here(policies: Sequence[Any]) -> None:
-    """
+    """Check that policies fit this machine.
+
     Raises:
-        UsageError: a policy for another machine, or for cores that are not there.
+        UsageError: a policy for another machine, or for cores that do not exist here.
     """
     local_hosts = {*System().hosts, "localhost", ""}
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()

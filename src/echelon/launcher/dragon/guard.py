@@ -1,7 +1,7 @@
-"""Ends a runtime of Dragon with all that it leaves behind: processes, shared memory, the folder of its groups.
+"""Ends a Dragon runtime with all that it leaves behind: processes, shared memory, the folder of its groups.
 
-Dragon notices neither the death of who started it nor, killed itself, the death of its ranks (dragonhpc 0.15). So a guard, a
-process in a session of its own, waits for its standard input to close, and then ends what is still there.
+Dragon does not notice the death of its starter; nor, if Dragon itself is killed, do its ranks end (dragonhpc 0.15). So a guard, a
+process in a session of its own, waits for its standard input to close, and then ends what is left.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _DISMISSED = b"over\n"
 
 
 class Guard:
-    """Ends the runtime that it is told of when this process dies, even by SIGKILL.
+    """Ends the watched runtime when this process dies, even by SIGKILL.
 
     Args:
-        folder, grace_s: as `end_runtime` takes them.
+        folder, grace_s: see `end_runtime`.
     """
 
     def __init__(self, folder: Path, grace_s: float) -> None:
@@ -54,21 +54,21 @@ class Guard:
 
     def _say(self, text: bytes) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # somebody has killed it
+        with contextlib.suppress(OSError):  # the guard may have been killed
             self._process.stdin.write(text)
             self._process.stdin.flush()
 
 
 def end_runtime(group: int, grace_s: float, folder: Path) -> None:
-    """End what is left of the runtime, and remove what it shared. After a good end nothing is left.
+    """End what is left of the runtime, and remove its shared files. After a normal end nothing is left.
 
     Args:
-        group: its process group, whose first process may have ended, but not been waited for.
-        grace_s: how long the script and its ranks may take to end.
-        folder: of its groups, which goes too.
+        group: its process group. The group's first process may have ended, but must not have been waited for.
+        grace_s: seconds for the script and its ranks to end.
+        folder: the folder of its groups, which is removed, too.
     """
     members = _members(group)
-    # SIGINT to the script and its ranks, which may save; SIGTERM would end the runtime under them.
+    # SIGINT for the script and its ranks, which may save; SIGTERM would end the runtime first.
     for pid in members:
         if pid != group:
             with contextlib.suppress(ProcessLookupError):
@@ -88,13 +88,13 @@ def end_runtime(group: int, grace_s: float, folder: Path) -> None:
 
 
 def _stem(pid: int) -> str:
-    """How the names of a runtime's own segments begin: three digits of the user's number, three of the process's."""
+    """Prefix of the names of a runtime's own segments: three digits of the user's id, and three of the process's."""
     return f"DD{str(os.getuid())[-3:]}{str(pid)[-3:]}"
 
 
 def _remove(paths: set[str]) -> None:
-    """But what a process still uses: the digits of another runtime may be the same."""
-    import psutil  # type: ignore[import-untyped,unused-ignore]  # here: few need it
+    """Remove segments that no process uses: another runtime may have the same digits."""
+    import psutil  # type: ignore[import-untyped,unused-ignore]  # here: few runs need it
 
     used = {path for pid in psutil.pids() for path in _mapped(pid)} if any(map(os.path.exists, paths)) else set()
     for path in paths - used:
@@ -114,7 +114,7 @@ def _members(group: int) -> list[int]:
 
 
 def _mapped(pid: int) -> set[str]:
-    """Dragon's segments of shared memory that a process uses."""
+    """Dragon's shared memory segments that a process uses."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     except OSError:
@@ -125,7 +125,7 @@ def _mapped(pid: int) -> set[str]:
 def main(folder: str, grace_s: str) -> None:
     """The guard's process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are for who started it
+        signal.signal(number, signal.SIG_IGN)  # signals are for the process that started the guard
     message = sys.stdin.buffer.read()
     group, _, last = message.partition(b"\n")
     if last != _DISMISSED and group.isdigit():

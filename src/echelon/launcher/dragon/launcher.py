@@ -1,7 +1,7 @@
-"""A job whose ranks Dragon's runtime starts: the same script, run folder, logs and exit codes as with the other launchers.
+"""A job whose ranks Dragon's runtime starts, with the same script, run folder, logs and exit codes as other launchers.
 
-Three kinds of process know their parts from the run's folder: the outermost, in the background, runs the runtime; the runtime's
-head starts a CollectiveGroup; and each rank of that runs the program.
+Three kinds of processes read their parts from the run's folder. The outermost, in the background, runs the runtime; the runtime's
+head process starts a CollectiveGroup; each rank of the group runs the program.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["DragonLauncher"]
 
 
 class DragonLauncher(LocalLauncher):
-    """Starts jobs in the background on Dragon's runtime: on this node, or with `spec.nodes` over an allocation's."""
+    """Starts jobs in the background on Dragon's runtime: on this node, or with `spec.nodes` > 1 on the nodes of an allocation."""
 
     name, program = "dragon", "echelon.launcher.dragon.launcher"
 
@@ -44,24 +44,24 @@ class DragonLauncher(LocalLauncher):
 
 
 def run(run: RunDir, sha256: str) -> int:
-    """Run the job of this folder on a runtime of its own. Returns its exit code, as any launcher does.
+    """Run the job of this folder on a runtime of its own. Returns its exit code, like any launcher.
 
     Args:
-        sha256: of the folder's job.json, from the command line; every process that reads it compares.
+        sha256: of the folder's job.json, from the command line; every process that reads the file compares it.
     """
     from echelon.launcher.dragon.runtime import run_on_dragon
 
     spec, _ = read_spec(run, sha256)
     run.hold()
     attempt_dir = run.next_attempt()
-    # As a module: this folder on the path would hide Dragon's own package behind ours of that name.
+    # As a module: with this folder on the path, echelon's package `dragon` would hide Dragon's own.
     head = ["-P", "-m", __spec__.name, str(attempt_dir.path.absolute()), "--spec-sha256", sha256, str(attempt_dir.attempt)]
     code = run_on_dragon(sys.executable, head, nodes=spec.nodes > 1, grace_s=spec.grace_s)
     return write_end(spec, attempt_dir, code)
 
 
 def write_end(spec: JobSpec, attempt_dir: RunDir, code: int) -> int:
-    """Write exit.json from what the ranks left."""
+    """Write exit.json from the ranks' records."""
     ranks = spec.ranks * spec.nodes
     records = {rank: rank_record(attempt_dir.rank_exit(rank)) for rank in range(ranks)}
     codes = {rank: int(record["exit_code"]) for rank, record in records.items() if record}
@@ -81,7 +81,7 @@ def write_end(spec: JobSpec, attempt_dir: RunDir, code: int) -> int:
 
 
 def head(attempt_dir: RunDir, sha256: str) -> int:
-    """The head process of the runtime: a group, and its end."""
+    """The head process of the runtime: run a group and end it."""
     from echelon.launcher.dragon.group import CollectiveGroup
     from echelon.launcher.dragon.system import System
 
@@ -95,7 +95,7 @@ def head(attempt_dir: RunDir, sha256: str) -> int:
     try:
         group.start()
         group.join()
-    except RankFailedError:  # who, and why, is in the ranks' records
+    except RankFailedError:  # the ranks' records have the details
         return 1
     finally:
         group.close()
@@ -103,7 +103,7 @@ def head(attempt_dir: RunDir, sha256: str) -> int:
 
 
 def run_rank(path: str, attempt: int, sha256: str) -> int:
-    """The program, on one rank."""
+    """Run the program on one rank."""
     from echelon.common.machine import interface_of
     from echelon.launcher.local.nodes import local_address_towards
     from echelon.launcher.local.placement import interfaces
@@ -115,7 +115,7 @@ def run_rank(path: str, attempt: int, sha256: str) -> int:
     spec, submitted = read_spec(attempt_dir, sha256)
     info = RankInfo()
     given = dict(os.environ)
-    if info.local_world_size < info.world_size:  # else it is loopback
+    if info.local_world_size < info.world_size:  # on one node it is loopback
         given = {**interfaces(interface_of(local_address_towards(info.master_addr))), **given}
     os.environ.update(rank_environment(spec, attempt_dir, given, info.local_world_size, restart=spec.restart))
     os.chdir(str(submitted.get("cwd", ".")))
@@ -133,12 +133,12 @@ def run_rank(path: str, attempt: int, sha256: str) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     if code not in (0, REQUEUE):
-        os._exit(code)  # not an exception: Dragon would print it once more, without saying whose it is
+        os._exit(code)  # not an exception: Dragon would print it again, without the rank
     return code
 
 
 def _as_a_wish_to_end(number: int, frame: Any) -> None:
-    """Dragon's runtime ends under SIGTERM, so a request comes as SIGINT; to the program it is what it is everywhere."""
+    """Turn SIGINT, Dragon's request to end, into the usual SIGTERM or SIGUSR1; under SIGTERM Dragon's own runtime would end."""
     os.kill(os.getpid(), signal.SIGTERM if signal.getsignal(signal.SIGTERM) != signal.SIG_DFL else signal.SIGUSR1)
 
 
@@ -154,4 +154,4 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     from echelon.launcher.dragon import launcher as dragon_launcher
 
-    sys.exit(dragon_launcher.main())  # functions that are sent to ranks belong to a module that can be imported
+    sys.exit(dragon_launcher.main())  # functions sent to ranks must belong to an importable module

@@ -1,7 +1,7 @@
-"""Ranks on Dragon's runtime: its own CollectiveGroup, with what it leaves to its users.
+"""Ranks on Dragon's runtime: its own CollectiveGroup, with the features that it lacks.
 
-It wants a list of policies with host names, sets none of the variables that torch reads, has one fixed port, gives neither
-values nor tracebacks back, and raises a rank's failure once more instead of closing. All of that is dealt with here.
+Dragon's group wants a list of policies with host names, sets none of torch's variables, has one fixed port, and returns neither
+values nor tracebacks; its `close` raises a rank's failure again instead of closing. This module handles all of that.
 Tested with dragonhpc 0.15.
 """
 
@@ -38,21 +38,21 @@ __all__ = ["DragonRanks"]
 
 logger = logging.getLogger(__name__)
 
-# After Dragon has said that a rank failed: until the others have written down how they fell, so that the first is found.
+# Seconds, after Dragon reports a failed rank, for other ranks to record their failures, so that the first can be found.
 _HEAR_OUT_S = 0.5
-# Dragon's patience with ranks that it interrupts because another has failed.
+# Time that Dragon gives ranks that it interrupts because another has failed.
 _INTERRUPT_S = 5.0
 _INTERRUPTED = "KeyboardInterrupt"
 _LOOK_S = 0.2
 
 
 class DragonRanks:
-    """One group. Ranks leave their values and failures in a folder that all nodes must see; on one node, any temporary one.
+    """One group. Ranks leave values and failures in a folder that all nodes must see; on one node, any temporary folder.
 
     Args:
-        placed: the function, `take_place` included.
+        placed: the function with `take_place`.
         policies: with or without host names.
-        port: of the group's store; None finds a free one.
+        port: of the group's store; None for a free one.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class DragonRanks:
                 raise ClusterError(
                     f"policies[{rank}].host_name must be one of Dragon's nodes, {', '.join(hosts)}, got {policy.host_name!r}."
                 )
-        # `echelon dragon` removes its folder in any case. Under a plain `dragon` all nodes see where it was started.
+        # `echelon dragon` removes its folder in any case. Under plain `dragon`, all nodes see the folder where it was started.
         shared = os.environ.get(FOLDER_VARIABLE) or (os.getcwd() if len(hosts) > 1 else None)
         self._folder = Path(tempfile.mkdtemp(prefix="echelon-group-", dir=shared))
         self._failed = False
@@ -99,14 +99,14 @@ class DragonRanks:
         return load_values([self._value(rank) for rank in range(self._ranks)], self._key)
 
     def _wait(self, timeout: float | None) -> str:
-        """What Dragon says of a failure; else nothing."""
+        """Dragon's text about a failure; empty if there is none."""
         try:
             self._group.join(timeout)
-            # A failure comes to `join` by a thread that asks for it now and then, which may be after the end of the ranks.
+            # A thread that polls reports failures to `join`, which may be after the ranks' end.
             codes = [code for _, code in self._group.exit_status if code]
         except TimeoutError:
             raise RankTimeoutError(f"the ranks had not finished after {timeout:g} s.", rank=0, exit_code=124) from None
-        except Exception as error:  # Dragon's own class, with exit codes and no more
+        except Exception as error:  # Dragon's own class, which has exit codes only
             return str(error)
         return f"exit codes {codes}" if codes else ""
 
@@ -125,12 +125,12 @@ class DragonRanks:
             try:
                 self._group.close()
                 return
-            except Exception as error:  # it raises a rank's failure that nobody joined, instead of closing
-                logger.warning("a rank of the group had failed, and nobody had joined it: %s", error)
+            except Exception as error:  # instead of closing, it raises a rank's failure that was not joined
+                logger.warning("a rank of the group failed, and join() was not called to see it: %s", error)
         close_failed(self._group)
 
     def _close_at_the_end(self) -> None:
-        """For a script that ends without closing, as by an error: Dragon's own thread of the group would keep it for ever."""
+        """Close the group of a script that ends without closing it, as after an error: Dragon's thread would keep it alive."""
         while not self._closed.wait(_LOOK_S):
             if not threading.main_thread().is_alive():
                 self.close()
@@ -143,7 +143,7 @@ class DragonRanks:
             look(_lock(self._folder, rank))
         except HeldError:
             return True
-        except OSError:  # it did not come so far
+        except OSError:  # the rank did not get so far
             pass
         return False
 
@@ -156,7 +156,7 @@ class DragonRanks:
         ]
 
     def _hear_out(self) -> list[Failure]:
-        """Once a rank has failed, Dragon interrupts the others. One that was killed says nothing."""
+        """Wait for the other ranks' failures: after one has failed, Dragon interrupts the rest. A killed rank records nothing."""
         began = time.monotonic()
         while True:
             failures = self._reported()
@@ -168,7 +168,7 @@ class DragonRanks:
             time.sleep(0.02)
 
     def _failure(self, text: str) -> RankFailedError:
-        # Before Dragon's signals end those that do not hear them: who is gone by now was first.
+        # Check before Dragon's signals end ranks that ignore them: ranks that are gone by now failed first.
         gone = [rank for rank in range(self._ranks) if not self._lives(rank)]
         failures = self._hear_out()
         if own := [f for f in failures if f.kind != _INTERRUPTED]:
@@ -184,23 +184,23 @@ class DragonRanks:
 
     def _error(self, failures: Sequence[Failure]) -> RankFailedError:
         first = Failure.first(failures)
-        first = replace(first, log=None)  # Dragon shows what ranks write, as they write it
+        first = replace(first, log=None)  # Dragon shows the ranks' output itself
         text = f"{render(first, self._ranks)}\n\n{printable(first.traceback)}".rstrip()
         return RankFailedError(text, rank=first.rank, exit_code=first.exit_code)
 
 
 def _run_rank(folder: str, key: str, placed: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """What Dragon starts: torch's variables, the place, the function, and a record of how it ended."""
+    """A rank's process under Dragon: set torch's variables, take the place, run the function, and record how it ended."""
     info = _known_to_torch(RankInfo())
-    Lock.take(_lock(Path(folder), info.rank))  # until this process ends, however it does
+    Lock.take(_lock(Path(folder), info.rank))  # held until this process ends, in whatever way
     record = Path(folder) / f"exit.rank{info.rank}.json"
     try:
         leave_value(lambda: placed(*args, **kwargs), f"{folder}/value.rank{info.rank}.pkl", placed.__name__, key)
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (None, 0):
-            error = RuntimeError("the function called sys.exit(), which leaves nothing to return. Return instead.")
+            error = RuntimeError("the function called sys.exit(), so there is no value to return. Use return instead.")
         write_json(record, {"exit_code": 1, **describe(error)})
-        # Not an exception: Dragon would print it without saying whose it is. And at once: the others wait.
+        # Not an exception: Dragon would print it without the rank. And at once, since the others wait.
         os._exit(1)
 
 
@@ -209,7 +209,7 @@ def _lock(folder: Path, rank: int) -> Path:
 
 
 def _known_to_torch(info: RankInfo) -> RankInfo:
-    """The rank's facts under torchrun's names; on one node over loopback, whatever the host's name resolves to."""
+    """Set the rank's facts under torchrun's names; on one node over loopback, whatever the host's name resolves to."""
     env = info.to_env()
     if info.local_world_size == info.world_size:
         serve_dragon_on_loopback()
@@ -222,7 +222,7 @@ def _known_to_torch(info: RankInfo) -> RankInfo:
 
 
 def _dragons(policy: Any, host: str) -> Any:
-    """A policy as Dragon's group needs it: by host name."""
+    """A policy in the form that Dragon's group needs: by host name."""
     from dragon.infrastructure.policy import Policy
 
     return Policy(

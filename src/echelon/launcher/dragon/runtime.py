@@ -1,7 +1,7 @@
 """Start a script on Dragon's runtime, and leave nothing behind.
 
-`dragon` hangs for ever as a session leader, does not hear SIGINT, and on SIGTERM leaves the script, its ranks and 6 GB of
-shared memory behind (dragonhpc 0.15). So it gets a process group of its own in our session, and we end that group; if we are
+`dragon` hangs forever as a session leader, ignores SIGINT, and on SIGTERM leaves the script, its ranks and 6 GB of shared memory
+behind (dragonhpc 0.15). So it runs in a process group of its own in this session, which this process ends; if this process is
 killed, `launcher.dragon.guard` does.
 """
 
@@ -25,7 +25,7 @@ from echelon.launcher.dragon.guard import Guard, end_runtime
 
 __all__ = ["FOLDER_VARIABLE", "run_on_dragon"]
 
-# Names, for the processes of the runtime, the folder in which groups leave values and failures.
+# Tells the processes of the runtime the folder in which groups leave values and failures.
 FOLDER_VARIABLE = "ECHELON_DRAGON_FOLDER"
 
 
@@ -36,8 +36,8 @@ def run_on_dragon(script: str, args: Sequence[str] = (), *, nodes: bool = False,
     """Run `script` as Dragon's head process and wait for it.
 
     Args:
-        nodes: over all nodes of the allocation that this process is in; otherwise on this node alone.
-        grace_s: how long the script and its ranks may take to end after SIGINT, SIGTERM or SIGHUP.
+        nodes: use all nodes of this process's allocation, instead of this node alone.
+        grace_s: seconds for the script and its ranks to end after SIGINT, SIGTERM or SIGHUP.
     Returns:
         The script's exit code; 128 + n after signal n.
     Raises:
@@ -45,12 +45,12 @@ def run_on_dragon(script: str, args: Sequence[str] = (), *, nodes: bool = False,
     """
     if importlib.util.find_spec("dragon") is None:
         raise ClusterError("Dragon is not installed. Run: pip install 'echelon[dragon]' (Linux on x86_64, Python 3.11 or later).")
-    # Its own helpers are looked for on the path, which a virtual environment that is not activated is not on.
+    # Dragon looks for its helpers on the PATH, which lacks a virtual environment that is not activated.
     env = {**os.environ, "PATH": os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])}
     program = shutil.which("dragon", path=env["PATH"])
     if program is None:
         raise ClusterError("Dragon is installed, but its command `dragon` is not on PATH. Add its folder to PATH.")
-    # Several nodes meet in the folder where the program was started, as Dragon's own files do.
+    # Several nodes meet in the working folder, as Dragon's own files do.
     folder = Path(tempfile.mkdtemp(prefix="echelon-dragon-", dir=os.getcwd() if nodes else None))
     env[FOLDER_VARIABLE] = str(folder)
     guard = Guard(folder, grace_s)
@@ -58,7 +58,7 @@ def run_on_dragon(script: str, args: Sequence[str] = (), *, nodes: bool = False,
         with _first_signal() as heard:
             process = subprocess.Popen([program, "-m" if nodes else "-s", script, *args], env=env, process_group=0)
             guard.watch(process.pid)
-            # Not waited for before its group has ended: until then its number is nobody else's.
+            # Waited for only after its group has ended: until then no other process can get its number.
             while not heard and os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
                 time.sleep(_LOOK_S)
             end_runtime(process.pid, grace_s, folder)
@@ -72,7 +72,7 @@ def run_on_dragon(script: str, args: Sequence[str] = (), *, nodes: bool = False,
 
 @contextlib.contextmanager
 def _first_signal() -> Iterator[list[int]]:
-    """A list that the first of SIGINT, SIGTERM and SIGHUP is put into. Nothing is raised: it may come at any moment."""
+    """A list that receives the first of SIGINT, SIGTERM and SIGHUP. Nothing is raised, since a signal may come at any moment."""
     heard: list[int] = []
     previous: dict[signal.Signals, Any] = {}
     with contextlib.suppress(ValueError):  # not the main thread

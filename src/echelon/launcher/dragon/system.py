@@ -1,6 +1,6 @@
 """The machine as a list of places for ranks, under Dragon's names: `System().gpu_policies()` is one `Policy` per GPU.
 
-On Dragon's runtime its own inventory of nodes is asked; elsewhere there is one node, this one.
+On Dragon's runtime the nodes are those of its inventory; elsewhere this node is the only one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Policy", "System", "on_dragon"]
 
 
 def on_dragon() -> bool:
-    """Whether this process runs under Dragon's runtime. It sets the variable in every process that it starts."""
+    """Whether this process runs under Dragon's runtime, which sets the variable in every process that it starts."""
     return "DRAGON_MY_PUID" in os.environ and importlib.util.find_spec("dragon") is not None
 
 
@@ -37,13 +37,13 @@ class _Placement(Enum):
 
 @dataclass(frozen=True)
 class Policy:
-    """Where one rank runs. `Policy()` is anywhere, which is this node where there is one node only.
+    """Where one rank runs. `Policy()` is anywhere, which is this node if there is only one.
 
     Args:
-        placement: Dragon's word for how the node is chosen; a `host_name` decides in any case.
+        placement: Dragon's word for how the node is chosen; a `host_name` takes precedence.
         host_name: of the node; empty is any.
-        cpu_affinity: the cores on which the rank may run; empty is all.
-        gpu_affinity: the devices that it sees; empty is all.
+        cpu_affinity: the cores on which the rank may run; empty for all.
+        gpu_affinity: the devices that it sees; empty for all.
         gpu_env_str: the variable that selects the GPUs, CUDA_VISIBLE_DEVICES by default.
     """
 
@@ -89,7 +89,7 @@ class System:
         return len(self._nodes)
 
     def gpu_policies(self) -> list[Policy]:
-        """One for each GPU; none where there are no GPUs."""
+        """One policy per GPU; empty without GPUs."""
         return [
             Policy(Policy.Placement.HOST_NAME, host, gpu_affinity=(device,))
             for host, _, devices in self._nodes
@@ -97,7 +97,7 @@ class System:
         ]
 
     def cpu_policies(self, n: int | None = None) -> list[Policy]:
-        """`n` ranks over all nodes, node by node, the cores of each divided between its ranks; by default one per core.
+        """`n` ranks over all nodes, node by node, with each node's cores divided between its ranks; by default one per core.
 
         Raises:
             UsageError: n is less than 1.
@@ -108,12 +108,12 @@ class System:
             on_node = count // self.nnodes + (index < count % self.nnodes)
             for rank in range(on_node):
                 share = cores[rank * len(cores) // on_node : (rank + 1) * len(cores) // on_node]
-                # More ranks than cores: they share all of them, as the system sees fit.
+                # With more ranks than cores, the ranks share all cores.
                 policies.append(Policy(Policy.Placement.HOST_NAME, host, tuple(share if on_node <= len(cores) else cores)))
         return policies
 
     def hostname_policies(self) -> list[Policy]:
-        """One for each node."""
+        """One policy per node."""
         return [Policy(Policy.Placement.HOST_NAME, host) for host in self.hosts]
 
 
@@ -122,5 +122,5 @@ def _cores() -> list[int]:
 
 
 def _gpus() -> list[int]:
-    """The devices that a rank could see, by their number among the visible ones."""
+    """The devices that a rank could see, by their index among the visible ones."""
     return list(range(len(visible_devices())))
