@@ -1012,7 +1012,7 @@ def test_what_this_user_may_not_read_is_not_called_damaged_or_absent(capsys: pyt
             assert main(["report", str(run.path)]) == 1 and "Permission denied" in capsys.readouterr().err
         os.chmod(folder, 0)
         with _as_a_user():
-            assert main(["explain", str(run.path)]) == 2 and "may not be looked into by this user" in capsys.readouterr().err
+            assert main(["explain", str(run.path)]) == 2 and "cannot be read by this user" in capsys.readouterr().err
         os.chmod(folder, 0o755)
 
 

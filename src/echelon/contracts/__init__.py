@@ -1,4 +1,4 @@
-"""What one process may tell another: ranks by the environment, runs by a folder, events by lines in files.
+"""How processes communicate: ranks through the environment, runs through a folder, events through lines in files.
 
-Nothing in here imports torch, so that a login node can read a run in a fraction of a second.
+Nothing here imports torch, so a login node can read a run in a fraction of a second.
 """

@@ -1,11 +1,11 @@
-"""Events: one JSON object a line, appended to a file. Everything that watches a run reads these lines and nothing else.
+"""Events: one JSON object per line, appended to a file. Everything that watches a run reads only these lines.
 
-Two kinds of files use the form. `events.rankN.jsonl` holds what happened (`{"event": "train_start", "time": ..., ...}`).
+Two kinds of files have this format. `events.rankN.jsonl` holds what happened (`{"event": "train_start", "time": ..., ...}`).
 `metrics.jsonl` holds numbers: training records `{"step", "update", "loss", "lr", "grad_norm", "<unit>_per_s", "time"}` and
 evaluation records `{"step", "eval_loss", "time"}`. `time` is seconds since the epoch. A training record also has
 `"<unit>_per_s_per_device"` with several ranks, `"mfu"` from 0 to 1 where the device's peak and the model's FLOPs are known, and
 once a second `"memory_peak_bytes", "memory_reserved_bytes", "alloc_retries"` of rank 0's GPU, or `"host_memory_bytes"` of its
-process on a CPU. What `state.log` was given stands in the same records by its name, that of an evaluation with `eval_` before it.
+process on a CPU. Values given to `state.log` are in the same records under their names, with `eval_` before those of evaluations.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["EventLog", "LineReader", "encode", "read_lines", "record_of", "surve
 
 logger = logging.getLogger(__name__)
 
-# Bytes of lines that wait for a disk to have room again.
+# Bytes of lines kept while the disk is full.
 _KEPT = 4 << 20
 
 
-# Made once: json.dumps with options makes an encoder for every call.
+# Created once: json.dumps with options creates an encoder at every call.
 _strict = json.JSONEncoder(allow_nan=False, default=str)
 
 
@@ -44,7 +44,7 @@ def encode(record: Mapping[str, Any]) -> str:
 
 
 def _lines(records: Sequence[Mapping[str, Any]]) -> str:
-    """A line each. All are encoded at once, in two thirds of the time, if no text holds what separates them."""
+    """One line per record. Encoded all at once, which takes two thirds of the time, unless a text contains the separator."""
     try:
         together = _strict.encode(records)[1:-1]
     except ValueError:
@@ -65,14 +65,13 @@ def _finite(value: Any) -> Any:
 
 
 class EventLog:
-    """Appends events to a file. One writer per file; a line is written by one call, so a reader sees whole lines.
+    """Appends events to a file. One writer per file; each line is written by one call, so a reader sees whole lines.
 
-    What cannot be written, as on a full disk, is kept and written later; beyond a few megabytes it is lost, and that is said. A
-    run does not end for it.
+    On a full disk, lines are kept and written later; beyond a few megabytes they are lost, with a warning. The run continues.
 
     Args:
         path: the file; its folder exists.
-        common: fields that every event carries, such as the rank.
+        common: fields of every event, such as the rank.
     """
 
     def __init__(self, path: Path, **common: Any) -> None:
@@ -81,11 +80,11 @@ class EventLog:
         self._file: IO[bytes] | None = open(open_to_append(path, 0o666), "ab", buffering=0)
 
     def emit(self, event: str, **fields: Any) -> None:
-        """Append one event at once, so that it survives a kill of this process."""
+        """Append one event at once, so that it survives if this process is killed."""
         self.write([{"event": event, "time": time.time(), **self._common, **fields}])
 
     def write(self, records: list[dict[str, Any]]) -> None:
-        """Append records as they are, with one system call for all of them."""
+        """Append records unchanged, with one system call for all."""
         if self._file is None or not records:
             return
         if len(self._owed) > _KEPT:
@@ -93,7 +92,7 @@ class EventLog:
         else:
             self._owed += _lines(records).encode()
         try:
-            while self._owed:  # a disk that becomes full takes a part
+            while self._owed:  # a disk that fills up may take only a part
                 self._owed = self._owed[self._file.write(self._owed) or 0 :]
         except OSError as error:
             if not self._in_trouble:
@@ -118,11 +117,11 @@ class EventLog:
 
 
 _scan = json.JSONDecoder().raw_decode
-_FLAT = 64  # so many brackets are no deep nesting, whatever their order
+_FLAT = 64  # with so few brackets, nesting cannot be deep
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:
-    """As `parse_object`, in half of its time for a line as we write it: a report reads a million of them."""
+    """As `parse_object`, in half the time for a line in this module's own format: a report reads a million of them."""
     try:
         text = line.decode()
         value, end = _scan(text)
@@ -133,24 +132,24 @@ def record_of(line: bytes) -> dict[str, Any] | None:
     return parse_object(line)
 
 
-# No line of ours is longer: such a line is left out.
+# echelon writes no longer lines: a longer line is skipped.
 _LONGEST = 4 << 20
 _AT_ONCE = 64 << 20
-# By so many bytes, which hold a time, a reader knows its file again.
+# A reader recognises its file by so many bytes, which contain a time.
 _COMPARED = 256
-# Of a file that is read whole: its last so many bytes and records. A run of a million updates has fewer.
+# Limits for a file that is read whole: its last bytes and records. A run of a million updates has fewer.
 _MOST_BYTES = 512 << 20
 _MOST_RECORDS = 4_000_000
 
 
 class LineReader:
-    """Follows a growing JSON-lines file: each call of `read` gives the records that were completed since the last.
+    """Follows a growing JSON-lines file: each call of `read` returns the records completed since the last call.
 
-    A file that was replaced, or cut and written again, is read from its beginning.
+    A file that was replaced, or truncated and rewritten, is read from its beginning.
 
     Attributes:
-        bad: lines so far that are no records.
-        rest: what follows the last whole line.
+        bad: lines so far that are not records.
+        rest: the text after the last whole line.
     """
 
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
@@ -162,9 +161,10 @@ class LineReader:
                 self._before = self._bytes_before(file)
 
     def read(self) -> list[dict[str, Any]]:
-        """
+        """Read new lines.
+
         Returns:
-            the records; none if there is no such file, or none that can be read.
+            the records; empty if the file does not exist or cannot be read.
         """
         try:
             with open(open_file(self.path), "rb") as file:
@@ -177,7 +177,7 @@ class LineReader:
             return []
 
     def _is_another(self, file: IO[bytes]) -> bool:
-        """Whether what was read is not in the file any more. Its bytes say so: not every file system keeps a file's number."""
+        """Whether the text read so far is no longer in the file. Compares bytes, as not every file system keeps inode numbers."""
         return os.fstat(file.fileno()).st_size < self._position or not self._bytes_before(file).endswith(self._before)
 
     def _bytes_before(self, file: IO[bytes]) -> bytes:
@@ -185,7 +185,7 @@ class LineReader:
         return os.pread(file.fileno(), self._position - at, at)
 
     def records_of(self, file: IO[bytes], until: int | None = None) -> Iterator[dict[str, Any]]:
-        """The records up to a position, or the end."""
+        """The records up to a position, or to the end."""
         file.seek(self._position)
         while chunk := file.read(_AT_ONCE if until is None else min(_AT_ONCE, max(0, until - self._position))):
             self._position += len(chunk)
@@ -201,12 +201,12 @@ class LineReader:
                 record = record_of(line) if len(line) <= _LONGEST else None
                 if record is not None:
                     yield record
-                else:  # two attempts may have met in the middle of a line
+                else:  # two attempts may have written into one line
                     self.bad += 1
 
     @classmethod
     def of_end(cls, path: Path, most_bytes: int) -> LineReader:
-        """Of a file that may be long, or not there yet: its last so many bytes, and what comes."""
+        """A reader of a file that may be long, or not exist yet: it reads the last `most_bytes`, and all that follows."""
         reader = cls(path)
         with contextlib.suppress(OSError):
             reader.start_at(max(0, path.lstat().st_size - most_bytes))
@@ -218,7 +218,7 @@ class LineReader:
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All whole records of a file; a last line cut off by a kill is left out. An absent file has none."""
+    """All whole records of a file, without a last line cut off by a kill. Empty if the file does not exist."""
     try:
         return list(survey(path)[0])
     except OSError:
@@ -226,10 +226,10 @@ def read_lines(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def survey(path: str | os.PathLike[str]) -> tuple[Sequence[dict[str, Any]], list[str]]:
-    """The whole records of a file, of a very large one the last, and a few words on everything that is not among them.
+    """The whole records of a file, of a very large file the last ones, and notes on all that is left out.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
+        OSError: the file cannot be read, or is not a regular file.
     """
     records: deque[dict[str, Any]] = deque(maxlen=_MOST_RECORDS)
     notes = survey_into(path, records.extend)
@@ -239,10 +239,10 @@ def survey(path: str | os.PathLike[str]) -> tuple[Sequence[dict[str, Any]], list
 
 
 def survey_into(path: str | os.PathLike[str], take: Callable[[Iterator[dict[str, Any]]], object]) -> list[str]:
-    """As `survey`, for a file whose records need not all be in memory: `take` is given them one after the other.
+    """As `survey`, for files whose records need not all be in memory: `take` gets an iterator over them.
 
     Raises:
-        OSError: it cannot be read, or is no regular file.
+        OSError: the file cannot be read, or is not a regular file.
     """
     reader, notes = LineReader(Path(path)), []
     with open(open_file(path), "rb") as file:
@@ -250,7 +250,7 @@ def survey_into(path: str | os.PathLike[str], take: Callable[[Iterator[dict[str,
         if size > _MOST_BYTES:
             reader.start_at(size - _MOST_BYTES)
             notes.append(f"it has {size} bytes, of which only the last {_MOST_BYTES} were read.")
-        take(reader.records_of(file, size))  # not what comes meanwhile, without end
+        take(reader.records_of(file, size))  # without lines that are appended meanwhile
     if reader.rest:
         notes.append("the last line is not whole and was left out.")
     if reader.bad:

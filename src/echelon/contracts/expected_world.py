@@ -1,7 +1,7 @@
-"""How many ranks a launch command was given to start, for the ranks to compare with what they find themselves in.
+"""The number of ranks that a launch command should start, for the ranks to compare with their own world.
 
-The launcher of a node says it in one variable. A command may start fewer, or a world of its own on every node: without
-this, each would silently train a model of its own, whose results look whole.
+The launcher of a node passes it in one variable. A command may start fewer ranks, or a separate world on every node. Without this
+check, each world would silently train its own model, with plausible results.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _VARIABLE = "ECHELON_ASKED"
 
 @dataclass(frozen=True)
 class ExpectedWorld:
-    """What a job asked of its launch command.
+    """The world that a job requested from its launch command.
 
     Args:
-        ranks, nodes: of the whole job; every node has equally many ranks.
-        command: its words as they were given, with their placeholders.
+        ranks, nodes: of the whole job; every node has the same number of ranks.
+        command: its words as given, with placeholders.
     """
 
     ranks: int
@@ -40,7 +40,7 @@ class ExpectedWorld:
 
     @classmethod
     def from_env(cls) -> ExpectedWorld | None:
-        """None where no launch command started this process.
+        """Read the variable; None if no launch command started this process.
 
         Raises:
             LauncherEnvironmentError: the variable cannot be read.
@@ -59,23 +59,24 @@ class ExpectedWorld:
 
     @staticmethod
     def forget() -> None:
-        """What this process starts by itself from now on is its own affair."""
+        """Remove the variable, so that it does not apply to processes that this one starts."""
         os.environ.pop(_VARIABLE, None)
 
     def check(self, info: RankInfo, env: Mapping[str, str] | None = None) -> None:
-        """
+        """Check that this rank is in the expected world.
+
         Raises:
-            LauncherEnvironmentError: this rank is in another world than was asked for.
+            LauncherEnvironmentError: it is in another one.
         """
         env = os.environ if env is None else env
         if info.world_size != self.ranks:
             raise self.error(f"rank {info.rank} is in a world of {info.world_size}")
-        # Only torchrun's variable says it; without, it is derived.
+        # Only torchrun sets this variable; otherwise the number is derived.
         if env.get("LOCAL_WORLD_SIZE") and info.local_world_size != self.ranks // self.nodes:
             raise self.error(f"rank {info.rank} is one of {info.local_world_size} on its node")
 
     def error(self, actual: str) -> LauncherEnvironmentError:
-        """`actual` is not what was asked for; with what the command said, and what to write."""
+        """An error that `actual` is not what the job requested, with the command and the remedy."""
         per_node = self.ranks // self.nodes
         shape = f"{self.nodes} nodes x {per_node}" if self.nodes > 1 else "one node"
         remedy = (

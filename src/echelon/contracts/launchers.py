@@ -1,6 +1,6 @@
 """The environments of five launchers: torchrun (and echelon), Dragon, Open MPI, PMI (MPICH, Intel MPI), Slurm's srun.
 
-Each is read into the values of a RankInfo, or None where the launcher did not start this process.
+Each is read into the values of a RankInfo, or None if the launcher did not start this process.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ __all__ = ["LAUNCHERS", "LOOPBACK", "SAY_RANK", "values_of"]
 
 LOOPBACK = "127.0.0.1"
 
-# Slurm numbers what is no step from the top: the batch script, the shell of an interactive salloc, the external step.
+# Step numbers from here on are no steps: Slurm uses them for the batch script, an interactive salloc shell, the external step.
 _PSEUDO_STEPS = 0xFFFFFFF0
 
 
-# Slurm's are as long. `int` alone would also take "1_0", and the digits of other scripts.
+# Slurm's numbers are this long. `int` alone would also accept "1_0", and digits of other scripts.
 _NUMBER = re.compile(r"-?[0-9]{1,10}")
-# The variables that hold numbers, by launcher.
+# Variables that hold numbers, by launcher.
 _NUMBERS = (
     ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"),
     (
@@ -55,7 +55,7 @@ def values_of(rank: int, world_size: int, **more: Any) -> dict[str, Any]:
 
 
 class _Reader:
-    """Reads integers out of one launcher's variables and names the variable when one is missing or wrong."""
+    """Reads integers from one launcher's variables, and names the variable when it is missing or wrong."""
 
     def __init__(self, env: Mapping[str, str], launcher: str) -> None:
         self.env, self.launcher = env, launcher
@@ -73,14 +73,14 @@ class _Reader:
         return int(text)
 
     def _malformed(self, name: str) -> str:
-        """This variable, and the others of its launcher that are no numbers: all are to be mended at once."""
+        """An error about this variable, and about all others of its launcher that are no numbers, so all can be fixed at once."""
         others = next((names for names in _NUMBERS if name in names), ())
         wrong = [each for each in dict.fromkeys((name, *others)) if (text := self.text(each)) and not _NUMBER.fullmatch(text)]
         values = ", ".join(f"{each} must be a whole number, got {shortly(self.env[each].strip())}" for each in wrong)
         return f"{values} ({self.launcher})."
 
     def pair(self, rank: str, size: str) -> tuple[int, int] | None:
-        """Both or neither: one alone is what a half-copied launch script looks like."""
+        """Read both or neither: one alone is typical of a half-copied launch script."""
         r, s = self.number(rank), self.number(size)
         if r is None and s is None:
             return None
@@ -124,7 +124,7 @@ def _torchrun(env: Mapping[str, str]) -> dict[str, Any] | None:
     if local is None and local_world is not None:
         local = rank % local_world
     if local is not None and local_world is None:
-        # torch.distributed.launch's oldest form sets LOCAL_RANK only; on one node it equals RANK.
+        # The oldest form of torch.distributed.launch sets LOCAL_RANK only; on one node it equals RANK.
         local_world = world if local == rank else None
     if local is not None and local_world is None:
         local_world = max(local + 1, 1)
@@ -163,7 +163,7 @@ def _dragon(env: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _mpi(env: Mapping[str, str]) -> dict[str, Any] | None:
-    """Open MPI, then PMI. On one node the address is loopback; the port follows from the job, so that jobs differ."""
+    """Open MPI, then PMI. On one node the address is loopback; the port is derived from the job, so that jobs differ."""
     for launcher, rank_name, size_name, local_name, local_size_name, job_name in (
         (
             "Open MPI's variables",
@@ -178,7 +178,7 @@ def _mpi(env: Mapping[str, str]) -> dict[str, Any] | None:
         read = _Reader(env, launcher)
         pair = read.pair(rank_name, size_name)
         if pair is None or (rank_name == "PMI_RANK" and _same_in_slurm(env, *pair)):
-            continue  # `srun --mpi=pmi2` sets PMI's variables too, but Slurm's say more
+            continue  # `srun --mpi=pmi2` sets PMI's variables, too, but Slurm's are more complete
         rank, world = pair
         local, local_world = read.number(local_name), read.number(local_size_name)
         addr, port = read.text("MASTER_ADDR"), read.number("MASTER_PORT")
@@ -194,7 +194,7 @@ def _mpi(env: Mapping[str, str]) -> dict[str, Any] | None:
             world,
             local_rank=local,
             local_world_size=local_world,
-            # Ranks are placed by node in MPI's default mapping; a node's index is then its rank divided by the node's size.
+            # MPI's default mapping places ranks by node, so a node's index is its rank divided by the node's size.
             node_rank=rank // local_world if local_world else None,
             master_addr=addr,
             master_port=port or _port_of(job),
@@ -240,7 +240,7 @@ def _slurm(env: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _refuse_if_srun_forgotten(read: _Reader) -> None:
-    """The batch script and an salloc shell are one process each, whatever the allocation; a training script there is alone."""
+    """Refuse the batch script and an salloc shell of a larger allocation: each is a single process, so it would train alone."""
     name = "SLURM_NTASKS" if read.text("SLURM_NTASKS") else "SLURM_JOB_NUM_NODES"
     count = read.number(name) or 1
     if count > 1:
@@ -251,13 +251,13 @@ def _refuse_if_srun_forgotten(read: _Reader) -> None:
 
 
 def _same_in_slurm(env: Mapping[str, str], rank: int, world_size: int) -> dict[str, Any] | None:
-    """Slurm's facts, if its step holds this very rank of this very world; else None: then they are of another level."""
+    """Slurm's values, if its step has this rank and world size; otherwise None, as they describe another level."""
     if env.get("SLURM_PROCID") != str(rank) or env.get("SLURM_STEP_NUM_TASKS") != str(world_size):
         return None
     return _slurm(env)
 
 
-# In the order in which they are asked; the variables are shown when they contradict one another.
+# In the order in which they are tried; the pattern selects the variables to show when they contradict one another.
 LAUNCHERS = {
     "torchrun": (_torchrun, "((LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|MASTER_.*|TORCHELASTIC_RESTART_COUNT)"),
     "Dragon": (_dragon, "_DRAGON_CG_.*"),
@@ -266,7 +266,7 @@ LAUNCHERS = {
 }
 
 
-# The rank and the world size, torchrun's last.
+# Variables of rank and world size, torchrun's last.
 SAY_RANK = (
     ("_DRAGON_CG_RANK", "_DRAGON_CG_WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -278,5 +278,5 @@ SAY_RANK = (
 
 
 def _port_of(job: str) -> int:
-    """A port that all ranks of a job compute alike and two jobs seldom share. Below the kernel's ephemeral range (32768)."""
+    """A port that all ranks of a job compute alike and two jobs rarely share. Below the kernel's ephemeral range (32768)."""
     return 15000 + zlib.crc32(job.encode("utf-8", "surrogateescape")) % 15000

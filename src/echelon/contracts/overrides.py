@@ -1,8 +1,8 @@
 """Settings that a launch command imposes on a script: layout, precision, how a global batch is split.
 
-`echelon run --bitwise` and `echelon prove` run a script as it stands, in ways that it does not name. They say so here, in
-one environment variable; `AutoUnit`, `prepare_module` and `Loader` look here before they use what the script gave them.
-A module that the script made parallel by hand is never changed.
+`echelon run --bitwise` and `echelon prove` run an unchanged script with other settings. They pass these in one environment
+variable; `AutoUnit`, `prepare_module` and `Loader` read it before they use the script's own values. A module that the script made
+parallel by hand is never changed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _TYPES = {
 
 @dataclass(frozen=True)
 class Overrides:
-    """None leaves the script's own choice.
+    """Settings to impose. None keeps the script's own choice.
 
     Args:
-        layout: a word or axes; inside a process also a function of the script's own.
+        layout: a word or axes; within a process also a function of the script's own.
         precision: "fp32", "bf16", "fp16" or "float8".
-        accumulation: micro-batches per update on each rank, for unit and loader alike.
-        compile: False leaves `compile` unused.
-        parts: with bit-equal numbers, into how many micro-batches every global batch is split over all ranks.
-        planned_ranks: for how many ranks the memory of micro-batches was meant; with fewer, an update has more of them.
-        observes: True to let mistakes happen and be seen, as `echelon prove` does, instead of refusing them; and to train from
-            the script's beginning, whatever checkpoint is there, as `echelon plan` does, too.
+        accumulation: micro-batches per update on each rank, for both unit and loader.
+        compile: False disables `compile`.
+        parts: in bit-equal mode, the number of micro-batches into which every global batch is split, over all ranks.
+        planned_ranks: number of ranks for which the micro-batches were planned; with fewer ranks, an update has more of them.
+        observes: True to let mistakes happen and be observed, as `echelon prove` does, instead of refusing them; and to train
+            from the script's beginning, ignoring checkpoints, as `echelon plan` does, too.
     """
 
     layout: Any = None
@@ -50,14 +50,15 @@ class Overrides:
     observes: bool | None = None
 
     def to_env(self) -> dict[str, str]:
-        """As one environment variable, with only the settings that were given."""
+        """One environment variable with the given settings only."""
         return {VARIABLE: json.dumps({f.name: v for f in fields(self) if (v := getattr(self, f.name)) is not None})}
 
     @classmethod
     def from_env(cls) -> Overrides:
-        """
+        """Read the variable.
+
         Raises:
-            UsageError: the variable does not hold what `to_env` writes.
+            UsageError: it does not hold what `to_env` writes.
         """
         text = os.environ.get(VARIABLE)
         if not text:
@@ -72,11 +73,11 @@ _imposed: Overrides | None = None
 
 
 def impose(given: Overrides | None) -> None:
-    """Decide for this process, whatever the environment says; None takes it back."""
+    """Impose settings on this process, in place of the environment's; None undoes it."""
     global _imposed
     _imposed = given
 
 
 def overrides() -> Overrides:
-    """What holds in this process. Asked when a unit or a loader is built, not per step."""
+    """The settings of this process. Read when a unit or a loader is built, not per step."""
     return _imposed if _imposed is not None else Overrides.from_env()

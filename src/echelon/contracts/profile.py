@@ -1,4 +1,4 @@
-"""What `echelon run --profile` and `--memory-snapshot` ask of the ranks: which steps of which ranks to trace."""
+"""The request of `echelon run --profile` and `--memory-snapshot` to the ranks: which steps of which ranks to trace."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ MEMORY_VARIABLE = "ECHELON_MEMORY_SNAPSHOT"
 _NUMBER = r"[0-9]{1,12}"
 _STEPS = re.compile(rf"({_NUMBER})(?::({_NUMBER}))?")
 _RANKS = re.compile(rf"{_NUMBER}(\+{_NUMBER})*")
-_MOST_STEPS = 1000  # each is megabytes of a trace
+_MOST_STEPS = 1000  # each step takes megabytes of a trace
 _FORM = "steps=FIRST:LAST, or steps=FIRST:LAST,ranks=0+3, such as steps=10:12"
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Which steps to trace.
+    """The steps to trace.
 
     Args:
-        first, last: training steps, counted from 1 as in metrics.jsonl; the last is among them.
-        ranks: that write a trace; None is all.
+        first, last: training steps, counted from 1 as in metrics.jsonl; both are included.
+        ranks: ranks that write a trace; None for all.
     """
 
     first: int
@@ -36,10 +36,10 @@ class Profile:
 
     @classmethod
     def parse(cls, text: str, what: str = "--profile") -> Profile:
-        """From `steps=10:12`, `steps=10` or `steps=10:12,ranks=0+3`; `ranks=all` is all, and without it rank 0 alone.
+        """From `steps=10:12`, `steps=10` or `steps=10:12,ranks=0+3`. Without `ranks`, rank 0 alone; `ranks=all` is all ranks.
 
         Args:
-            what: gave the text, for messages.
+            what: source of the text, for messages.
         Raises:
             UsageError: anything else.
         """
@@ -60,9 +60,10 @@ class Profile:
         return cls(first, last, None if ranks == "all" else tuple(sorted({int(rank) for rank in ranks.split("+")})))
 
     def check_ranks(self, ranks: int) -> None:
-        """
+        """Check that the ranks exist.
+
         Raises:
-            UsageError: a rank that a run of so many does not have.
+            UsageError: a run with `ranks` ranks lacks one of them.
         """
         if self.ranks is not None and self.ranks[-1] >= ranks:
             raise CommandError(f"--profile must name ranks from 0 to {ranks - 1}, got {self.ranks[-1]}.")
@@ -73,7 +74,7 @@ class Profile:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> Profile | None:
-        """What this process was asked for.
+        """The request to this process, from its environment.
 
         Raises:
             UsageError: the variable does not hold what the launcher writes.

@@ -1,7 +1,7 @@
-"""A rank's pulse: how far it is, in a few bytes that its launcher shares with it and looks at once a second.
+"""A rank's pulse: its progress, in a few bytes of shared memory that its launcher reads once a second.
 
-A rank writes a few numbers into memory, which costs well below a microsecond and waits for nothing. Without a launcher that
-shares such memory, it writes nowhere. The launcher's side is `launcher.local.watch`.
+A rank writes a few numbers into memory, which takes well below a microsecond and never blocks. Without a launcher that shares
+such memory, it writes into memory of its own. The launcher's side is `launcher.local.watch`.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from struct import Struct
 
 __all__ = ["Phase", "RankProgress", "ask_stack", "at", "begin", "during", "join", "leave", "make", "read", "stack"]
 
-_SIZE = 4096  # a page; what follows in the file is the rank's stack, when it was asked for
+_SIZE = 4096  # a page; the rank's stack follows in the file, if it was asked for
 _LONGEST_STACK = 1 << 20
 _STEP, _PHASE, _EVALUATED, _BEATS = 0, 1, 2, 3
 
 
 class Phase(IntEnum):
-    """The phase of its loop that a rank is in, in the order of a step."""
+    """A rank's phase in its loop, in the order of a step."""
 
-    NONE = 0  # no loop of ours has begun
+    NONE = 0  # no echelon loop has begun
     AFTER = 1  # callbacks, after an update
     CHECKPOINT = 2
     EVAL_DATA = 3
     EVAL_STEP = 4
-    BETWEEN = 5  # epochs: the unit's and the callbacks' hooks
+    BETWEEN = 5  # between epochs: the unit's and the callbacks' hooks
     DATA = 6
     STEP = 7
-    ENDED = 8  # the loop has; what follows is the user's
+    ENDED = 8  # the loop has ended; the user's code follows
 
 
 @dataclass(frozen=True)
 class RankProgress:
-    """How far a rank is.
+    """A rank's position in its loop.
 
     Args:
-        step: updates that it has completed.
-        phase: where it is now.
-        evaluated: steps of the evaluation that it is in; else micro-batches of the update that it is in.
-        beats: how often it has said so in this epoch.
+        step: number of completed updates.
+        phase: the present phase.
+        evaluated: steps of the present evaluation; otherwise micro-batches of the present update.
+        beats: number of beats in this epoch.
     """
 
     step: int = 0
@@ -66,7 +66,7 @@ class RankProgress:
 
     @property
     def position(self) -> tuple[int, int, int, int, int]:
-        """What is less for the rank that is behind."""
+        """A tuple that is smaller for a rank that is behind."""
         evaluates = self.phase in (Phase.EVAL_DATA, Phase.EVAL_STEP)
         within = self.evaluated if self.phase in (Phase.AFTER, Phase.DATA, Phase.STEP) else 0
         stage = Phase.EVAL_DATA if evaluates else self.phase
@@ -75,30 +75,30 @@ class RankProgress:
 
 _numbers: memoryview = memoryview(bytearray(_SIZE)).cast("q")
 _beats = 0
-_write = Struct("4q").pack_into  # all at once, in half of the time
+_write = Struct("4q").pack_into  # writes all at once, in half the time
 
 
 def at(phase: int, step: int, evaluated: int = 0) -> None:
-    """This rank is here now."""
+    """Record this rank's position."""
     global _beats
     _beats += 1
     _write(_numbers, 0, step, phase, evaluated, _beats)
 
 
 def begin() -> None:
-    """An epoch begins: its first steps may take longer than the rest."""
+    """Record that an epoch begins: its first steps may take longer than the rest."""
     global _beats
     _beats = _numbers[_BEATS] = 0
 
 
 def leave() -> None:
-    """This rank is past its loop, at whatever step it was."""
+    """Record that this rank is past its loop, at any step."""
     _numbers[_PHASE] = Phase.ENDED
 
 
 @contextlib.contextmanager
 def during(phase: int) -> Iterator[None]:
-    """Context in which this rank is in `phase`, at whatever step it is."""
+    """In this context the rank is in `phase`, at its present step."""
     before = _numbers[_PHASE]
     _numbers[_PHASE] = phase
     try:
@@ -108,14 +108,14 @@ def during(phase: int) -> Iterator[None]:
 
 
 def join(fd: int) -> None:
-    """From here on, the process that made the file behind this descriptor sees how far this one is."""
+    """From here on, the process that made the file of this descriptor sees this rank's position."""
     global _numbers, _beats
     _numbers = memoryview(mmap.mmap(fd, _SIZE)).cast("q")
     _beats = 0
 
 
 def make() -> int:
-    """A file in memory for one rank. Never on a disk: writing to a mapped file for which a full one has no room kills."""
+    """A file in memory for one rank. Never on a disk: a write to a mapped file kills the process when the disk is full."""
     fd = os.memfd_create("echelon-pulse")
     os.write(fd, bytes(_SIZE))
     return fd
@@ -125,7 +125,7 @@ def read(fd: int) -> RankProgress:
     numbers = memoryview(os.pread(fd, 32, 0)).cast("q")
     try:
         return RankProgress(numbers[_STEP], Phase(numbers[_PHASE]), numbers[_EVALUATED], numbers[_BEATS])
-    except (ValueError, IndexError):  # whatever a rank's process has written there
+    except (ValueError, IndexError):  # a rank's process may have written anything there
         return RankProgress()
 
 
@@ -136,6 +136,6 @@ def ask_stack(fd: int) -> None:
 
 
 def stack(fd: int) -> str:
-    """What the rank has written, of much the end, where the main thread is; empty if it did not answer."""
+    """The text that the rank has written, at most its end, which has the main thread; empty if the rank did not answer."""
     begin = max(_SIZE, os.fstat(fd).st_size - _LONGEST_STACK)
     return os.pread(fd, _LONGEST_STACK, begin).decode("utf-8", "replace").strip()

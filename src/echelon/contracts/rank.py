@@ -1,8 +1,8 @@
-"""RankInfo: who this process is among the ranks of its job, as its launcher wrote it into the environment.
+"""RankInfo: the place of this process among the ranks of its job, as its launcher wrote it into the environment.
 
-Launchers write it (`to_env`), ranks read it (`from_env`). Five launchers are understood, the first found wins: torchrun
-(and echelon itself), Dragon, Open MPI, PMI (MPICH, Intel MPI), Slurm's srun; without any, a world of one.
-torchrun's names come first because they are the most specific: torchrun often runs inside an srun task.
+Launchers write it (`to_env`), ranks read it (`from_env`). It understands five launchers and takes the first found: torchrun (and
+echelon itself), Dragon, Open MPI, PMI (MPICH, Intel MPI), Slurm's srun; without any, a world of one. torchrun's variables come
+first because they are the most specific: torchrun often runs inside an srun task.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ __all__ = ["STORE_PREFIX_VARIABLE", "RankInfo", "said_by"]
 
 logger = logging.getLogger(__name__)
 
-# Set by our launchers beside MASTER_ADDR: what begins the ranks' keys in its store, new for every start. A job that
-# reaches the port by mistake, and a rank of an older attempt, meet nobody. It keeps out no enemy, who can have the keys listed.
+# Set by echelon's launchers beside MASTER_ADDR: prefix of the ranks' keys in the store, new for every start. A job that reaches
+# the port by mistake, or a rank of an older attempt, meets no other rank. It does not keep out an attacker, who can list the
+# keys.
 STORE_PREFIX_VARIABLE = "ECHELON_STORE_PREFIX"
 
 
@@ -34,14 +35,14 @@ class RankInfo:
     Args:
         rank: 0 <= rank < world_size, unique in the job.
         local_rank: 0 <= local_rank < local_world_size, unique on the node.
-        node_rank: index of the node; `(node_rank, local_rank)` is the pair that people speak of.
+        node_rank: index of the node; `(node_rank, local_rank)` identifies a rank for people.
         world_size: number of ranks in the job.
         local_world_size: number of ranks on this node.
-        master_addr, master_port: where the process group's store is served.
-        restart_count: 0 for the first attempt; grows when the launcher restarts the job.
+        master_addr, master_port: address of the process group's store.
+        restart_count: 0 for the first attempt; grows with every restart.
         run_id: the launcher's name for the job.
     Raises:
-        LauncherEnvironmentError: the environment is half-set or contradicts itself; names the variables.
+        LauncherEnvironmentError: the environment is incomplete or contradicts itself; names the variables.
     """
 
     rank: int
@@ -96,7 +97,7 @@ class RankInfo:
         return cls(**values)
 
     def to_env(self) -> dict[str, str]:
-        """The same facts under torchrun's variable names, which every PyTorch program understands."""
+        """The same values under torchrun's variable names, which every PyTorch program understands."""
         return {
             "RANK": str(self.rank),
             "LOCAL_RANK": str(self.local_rank),
@@ -109,7 +110,7 @@ class RankInfo:
             "TORCHELASTIC_RUN_ID": self.run_id,
         }
 
-    # Dragon's spellings of the same facts.
+    # Dragon's names of the same values.
     @property
     def my_rank(self) -> int:
         return self.rank
@@ -173,10 +174,10 @@ def _read(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def said_by(info: RankInfo, env: Mapping[str, str] | None = None) -> str:
-    """The variables that say which of how many ranks this is, for a process that waits for others in vain: a shell may still hold
-    what a launcher told another program. Empty where echelon's launcher, or torchrun, has started it.
+    """The variables that define this rank and world size, for a process that waits for others in vain.
 
-    A launcher's own go before torchrun's, under whose names echelon repeats them.
+    A shell may still hold variables that a launcher set for another program. Empty if echelon's launcher, or torchrun, started
+    this process. A launcher's own variables come before torchrun's, which echelon sets as well.
     """
     env = os.environ if env is None else env
     if env.get(STORE_PREFIX_VARIABLE) or "TORCHELASTIC_MAX_RESTARTS" in env:

@@ -1,6 +1,6 @@
-"""What ranks and launchers leave for one another, read as if somebody else had written it.
+"""Records that ranks and launchers leave for one another, read as untrusted input.
 
-Whatever is not as expected, in kind or size, is no record.
+Anything of an unexpected type or size is not a record.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _or_none(check: Check) -> Check:
 
 
 def _object(must: Mapping[str, Check], may: Mapping[str, Check]) -> Check:
-    """An object that has all that it must, and of the rest nothing of another kind."""
+    """Checks for an object that has all fields of `must`, and whose known fields all have the right type."""
     known = {**must, **may}
 
     def check(value: Any) -> bool:
@@ -146,12 +146,12 @@ def _read(path: Path, check: Check) -> dict[str, Any] | None:
 
 
 def raised_record(record: Any) -> dict[str, Any] | None:
-    """An exception that a rank says it was handling, as `worker.describe` says it."""
+    """The exception that a rank reports to be handling, in the format of `worker.describe`; None if malformed."""
     return record if _RAISED(record) else None
 
 
 def rank_record(path: Path) -> dict[str, Any] | None:
-    """How a rank ended, in its own words: `exit_code`, and of a failure what `worker.describe` says."""
+    """How a rank ended, by its own record: `exit_code`, and for a failure the fields of `worker.describe`."""
     return _read(path, _RANK)
 
 
@@ -161,21 +161,21 @@ def exit_record(path: Path) -> dict[str, Any] | None:
 
 
 def progress_of(path: Path) -> dict[str, Any]:
-    """How far an attempt came, as `finish_job` wrote it into exit.json; empty if it did not."""
+    """An attempt's progress, which `finish_job` wrote into exit.json; empty if there is none."""
     return (exit_record(path) or {}).get("came_to") or {}
 
 
 def meeting_record(path: Path) -> dict[str, Any] | None:
-    """Where the nodes of a start meet."""
+    """The meeting place of the nodes of a start."""
     return _read(path, _MEETING)
 
 
 def place_record(path: Path) -> dict[str, Any] | None:
-    """Where a rank is that a launch command started."""
+    """The process of a rank that a launch command started."""
     record = _read(path, _PLACE)
     return record if record is not None and record["pid"] > 1 else None
 
 
 def refusal_record(path: Path) -> dict[str, Any] | None:
-    """Why the launcher of a node ended without having begun."""
+    """Why the launcher of a node ended before it began."""
     return _read(path, _REFUSAL)

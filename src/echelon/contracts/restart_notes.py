@@ -1,4 +1,4 @@
-"""What the attempts of one run tell each other and their launcher, in files of the attempt's folder and one variable."""
+"""Notes that the attempts of one run leave for each other and for their launcher, in the attempt's folder and one variable."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ RESTART_VARIABLE = "ECHELON_RESTART"
 
 
 def begins_anew() -> bool:
-    """Whether `echelon run --restart` wants this attempt to leave alone what earlier runs saved: they are not restored."""
+    """Whether `echelon run --restart` starts this attempt over: checkpoints of earlier runs are not restored."""
     return os.environ.get(RESTART_VARIABLE) == "1"
 
 
 def note_begun() -> None:
-    """Called on one rank once earlier checkpoints were set aside: later attempts of this command resume from their own."""
+    """Called on one rank once earlier checkpoints are set aside: later attempts of this command resume from its own."""
     run = RunDir.current()
     if run is not None and begins_anew():
         os.close(open_file(run.attempt_path / "begun", os.O_WRONLY | os.O_CREAT))
 
 
 def has_begun(attempt: Path) -> bool:
-    """Whether `note_begun` was called in the attempt of this folder."""
+    """Whether `note_begun` was called in the attempt with this folder."""
     return (attempt / "begun").exists()
 
 
 def note_loader(global_batch: int, accumulation: int, *, divisible: int, ranks_per_place: int, fixed: bool = False) -> None:
-    """Tell the launcher which numbers of ranks a loader can serve. Rank 0 alone calls it; without a launcher it does nothing.
+    """Tell the launcher which numbers of ranks a loader can serve. Called by rank 0 alone; without a launcher it does nothing.
 
     Args:
-        divisible: the number of ranks, divided by `ranks_per_place`, must divide this.
-        ranks_per_place: ranks that are given the same samples, as with tensor parallelism.
-        fixed: the loader resumes with as many ranks only.
+        divisible: must be divisible by the number of ranks divided by `ranks_per_place`.
+        ranks_per_place: number of ranks with the same samples, as with tensor parallelism.
+        fixed: the loader resumes only with the same number of ranks.
     """
     run = RunDir.current()
     if run is None:
@@ -52,12 +52,12 @@ def note_loader(global_batch: int, accumulation: int, *, divisible: int, ranks_p
         "fixed": fixed,
     }
     if new not in known:
-        with contextlib.suppress(OSError):  # a full disk: then a restart takes as many ranks as are left
+        with contextlib.suppress(OSError):  # on a full disk, a restart uses all ranks that are left
             write_json(run.attempt_path / "loaders.json", {"loaders": [*known, new]})
 
 
 def read_loaders(attempt: Path) -> list[dict[str, Any]]:
-    """What `note_loader` wrote into the folder of an attempt."""
+    """The notes that `note_loader` wrote into the folder of an attempt."""
     loaders = (read_json(attempt / "loaders.json") or {}).get("loaders", [])
     return [loader for loader in loaders if _is_loader(loader)] if isinstance(loaders, list) else []
 

@@ -1,20 +1,20 @@
-"""The run folder: everything a run leaves behind, and the only thing the commands after a run read.
+"""The run folder: everything that a run leaves, and all that commands after a run read.
 
 runs/NAME/
-  run.json                      what was started: command, versions, git state, launcher
+    run.json                      what was started: command, versions, git state, launcher
   metrics.jsonl                 one record per optimizer update or evaluation, global values, written by rank 0
-  .lock                         held by the launcher; of several nodes by the first one's
+    .lock                         held by the launcher; on several nodes by the first one's
   attempts/000/rank0.log        output of a rank
   attempts/000/events.rank0.jsonl
-  attempts/000/times.rank0.jsonl  where the time of a rank goes (contracts/times.py)
+    attempts/000/times.rank0.jsonl  where the rank's time goes (contracts/times.py)
   attempts/000/exit.rank0.json  how a rank ended, written by the rank if it still could
   attempts/000/exit.json        how the attempt ended, written by the launcher
   attempts/000/exit.node0.json  how it ended on one of several nodes
   attempts/000/loaders.json     which numbers of ranks can share the global batches, written by rank 0
   checkpoints/step-00000500/    committed states
-  dumps/000/stack.rank0.txt     Python's stacks of a rank that still ran when its attempt failed or hung
-  dumps/000/flight.rank0.json   its last collectives, as torch records them
-  profiles/000/                 what --profile and --memory-snapshot wrote, by attempt
+    dumps/000/stack.rank0.txt     Python stacks of a rank that still ran when its attempt failed or hung
+    dumps/000/flight.rank0.json   its last collectives, as torch records them
+    profiles/000/                 files of --profile and --memory-snapshot, by attempt
   report.html
 """
 
@@ -49,26 +49,26 @@ __all__ = [
     "write_json",
 ]
 
-# What a run continues without: the disk or its quota is full, or the file as large as it may be.
+# Errors that a run survives: the disk or its quota is full, or the file has reached its size limit.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 RUN_DIR_VARIABLE = "ECHELON_RUN_DIR"
-TRACK_VARIABLE = "ECHELON_TRACK"  # trackers by name, with commas between them
+TRACK_VARIABLE = "ECHELON_TRACK"  # names of trackers, with commas between them
 _ATTEMPT_VARIABLE = "ECHELON_ATTEMPT"
 _LOCK, _SUBMITTING = ".lock", ".submitting"
 
 # Names become folder names, job names and shell words: nothing that could be an option, a path or an escape.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
-# By any of these a folder is known for a run's.
+# A folder with any of these is a run's.
 _PARTS = ("attempts", "job", "run.json", "metrics.jsonl")
 _NUMBER = re.compile(r"[0-9]{3,9}")
 
 
 class RunDir:
-    """Paths of one run, and the number of the attempt that is running.
+    """Paths of one run, and the number of its present attempt.
 
     Args:
-        path: the run's folder; it need not exist yet.
-        attempt: 0 for the first start, one more for every restart or resume in the same folder.
+        path: the run's folder; it may not exist yet.
+        attempt: 0 for the first start; one more for every restart or resume in the same folder.
     """
 
     def __init__(self, path: str | os.PathLike[str], attempt: int = 0) -> None:
@@ -81,14 +81,14 @@ class RunDir:
 
     @classmethod
     def create(cls, root: str | os.PathLike[str], name: str | None, *, stem: str = "run", begin: bool = True) -> RunDir:
-        """Make the folder `root/name`, or open it for one more attempt if it exists.
+        """Create the folder `root/name`, or open it for another attempt if it exists.
 
         Args:
             root: folder of all runs.
-            name: the run's name; None makes one from `stem` and the time, never one that exists.
-            begin: take the next attempt; else the launcher does that later, with `next_attempt`.
+            name: the run's name; None makes a new one from `stem` and the time.
+            begin: take the next attempt now; otherwise the launcher calls `next_attempt` later.
         Raises:
-            UsageError: a name that is no plain file name, or a root that cannot be written.
+            UsageError: the name is not a plain file name, or the root cannot be written.
         """
         if name is not None:
             cls.check_name(name)
@@ -97,7 +97,7 @@ class RunDir:
             if name is not None:
                 run = cls(root / name)
                 root.mkdir(parents=True, exist_ok=True)
-                if not run.path.is_dir():  # a user's own link to a folder elsewhere is one
+                if not run.path.is_dir():  # also true for a user's own link to a folder elsewhere
                     private_folder(run.path)
             else:
                 run = cls._unique(root, re.sub(r"[^A-Za-z0-9_-]", "_", stem)[:40] or "run")
@@ -114,9 +114,10 @@ class RunDir:
 
     @staticmethod
     def check_name(name: str) -> None:
-        """
+        """Check a run's name.
+
         Raises:
-            UsageError: a name that is no plain file name.
+            UsageError: it is not a plain file name.
         """
         if not _NAME.fullmatch(name):
             raise RunFolderError(
@@ -138,7 +139,7 @@ class RunDir:
 
     @classmethod
     def current(cls) -> RunDir | None:
-        """The folder of the run this process belongs to, as the launcher wrote it into the environment; else None."""
+        """The folder of the run that this process belongs to, from the launcher's environment variable; else None."""
         path = os.environ.get(RUN_DIR_VARIABLE)
         if not path:
             return None
@@ -149,7 +150,7 @@ class RunDir:
         return {RUN_DIR_VARIABLE: str(self.path.absolute()), _ATTEMPT_VARIABLE: str(self.attempt)}
 
     def at_attempt(self, attempt: int) -> RunDir:
-        """The same run at another attempt, its folder made."""
+        """The same run at another attempt, whose folder is created."""
         run = RunDir(self.path, attempt)
         self.path.mkdir(parents=True, exist_ok=True)
         private_folder(self.path / "attempts")
@@ -157,18 +158,19 @@ class RunDir:
         return run
 
     def hold(self, *, job: str = "", patience_s: float = 1.0, renew_s: float = 60.0) -> None:
-        """Keep other launchers out of this run until this process ends. Not inherited by children.
+        """Keep other launchers out of this run until this process ends. Children do not inherit the lock.
 
         Args:
-            job: the batch system's number, and of which start of that job, such as 123.0; the others are told, too.
-            patience_s: how long another may have it; a second is for those that only look whether there is one.
-            renew_s: on a file system without locks, between words to other machines, which believe them for ten minutes.
+            job: number of the batch system's job and of its start, such as 123.0; other launchers are told, too.
+            patience_s: how long to wait for another holder; a second covers those that only check the lock.
+            renew_s: on a file system without locks, seconds between renewals for other machines, which trust each for ten
+            minutes.
         Raises:
-            UsageError: another launcher has it.
+            UsageError: another launcher holds the run.
         """
         with self._refusing(_LOCK, "is under way", "Wait for its end, end it"):
             lock = Lock.take(self.path / _LOCK, job=job, patience_s=patience_s)
-        if lock.is_new and lock.file is None:  # the text alone decides, and to another machine it would count for a while
+        if lock.is_new and lock.file is None:  # only the file's text locks, and for another machine it stays valid for a while
             ends = threading.Event()
             renewing = threading.Thread(target=_renew, args=(lock, renew_s, ends), name="echelon-lock", daemon=True)
 
@@ -182,10 +184,10 @@ class RunDir:
 
     @contextlib.contextmanager
     def submitting(self) -> Iterator[None]:
-        """Context of one submission into this run: no launcher has it, and nobody else submits into it meanwhile.
+        """Context of one submission into this run: no launcher holds the run, and no other submission is active.
 
         Raises:
-            UsageError: somebody does.
+            UsageError: the run is held, or another submission is active.
         """
         with self._refusing(_SUBMITTING, "is being submitted", "Wait for that"):
             lock = Lock.take(self.path / _SUBMITTING)
@@ -197,7 +199,7 @@ class RunDir:
             lock.release(remove=True)
 
     def is_held(self) -> bool:
-        """Whether a launcher has it, another than this process."""
+        """Whether a launcher other than this process holds the run."""
         try:
             look(self.path / _LOCK)
         except HeldError:
@@ -219,13 +221,13 @@ class RunDir:
             ) from error
 
     def next_attempt(self) -> RunDir:
-        """The same run, which exists, at a new attempt of its own."""
+        """The same run, which must exist, at a new attempt of its own."""
         run = RunDir(self.path)
         run._claim_attempt()
         return run
 
     def _claim_attempt(self) -> None:
-        """Take the first number after all others; making its folder takes it, so that two launchers never share one."""
+        """Take the next free number. Creating the folder claims it, so two launchers never share an attempt."""
         private_folder(self.path / "attempts")
         while True:
             self.attempt = max((int(p.name) for p in self.attempts()), default=-1) + 1
@@ -236,7 +238,7 @@ class RunDir:
                 continue
 
     def attempts(self) -> list[Path]:
-        """The folders of all attempts, in their order."""
+        """The folders of all attempts, in order."""
         try:
             folders = [p for p in (self.path / "attempts").iterdir() if _NUMBER.fullmatch(p.name)]
         except OSError:
@@ -307,7 +309,9 @@ class RunDir:
 
 def _renew(lock: Lock, every_s: float, ends: threading.Event) -> None:
     while not ends.wait(every_s):
-        with contextlib.suppress(OSError, HeldError):  # after a pause of many minutes another has it: its own attempt goes on
+        with contextlib.suppress(
+            OSError, HeldError
+        ):  # after a long pause another launcher may hold the run; this attempt goes on
             lock.refresh()
 
 
@@ -315,7 +319,7 @@ def find_run(name: str, root: str | os.PathLike[str] = "runs") -> Path:
     """The folder of a run, given as a path or as a name below `root`.
 
     Raises:
-        UsageError: there is no such run; names those that are like it.
+        UsageError: there is no such run; the message names similar ones.
     """
     below = Path(os.path.expanduser(root))
     places = [Path(os.path.expanduser(name)), below / name]
@@ -332,8 +336,8 @@ def find_run(name: str, root: str | os.PathLike[str] = "runs") -> Path:
             try:
                 os.lstat(path)
             except PermissionError:
-                raise RunFolderError(f"{path} may not be looked into by this user. Ask as the run's own.") from None
-            except OSError:  # a name that no file can have
+                raise RunFolderError(f"{path} cannot be read by this user. Run the command as its owner.") from None
+            except OSError:  # not a possible file name
                 continue
     runs = _runs_in(below)
     near = difflib.get_close_matches(name, runs, n=3)
@@ -347,7 +351,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _runs_in(root: Path) -> list[str]:
-    """Their names, the newest last."""
+    """Names of the runs in a folder, the newest last."""
     try:
         names = [
             (entry.stat().st_mtime, entry.name) for entry in os.scandir(root) if entry.is_dir() and _is_run(Path(entry.path))
@@ -358,7 +362,7 @@ def _runs_in(root: Path) -> list[str]:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a small JSON file for this user alone, so that a reader sees the old or the new text, never half of one."""
+    """Write a small JSON file for this user alone. A reader sees the old or the new text, never half of it."""
     write_whole(path, json.dumps(value, indent=2, default=str) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""Asking ranks to stop and resume later: the signals and the exit code that launcher and ranks agree on."""
+"""Asking ranks to stop and resume later: the signals and the exit code that launcher and ranks share."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 
 __all__ = ["REQUEUE", "SIGNALS", "heard", "is_ours", "leave", "note", "signal_name"]
 
-# EX_TEMPFAIL of sysexits.h: "try again later". The run has saved what it had and is not complete.
+# EX_TEMPFAIL of sysexits.h: "try again later". The run has saved its state and is not complete.
 REQUEUE = 75
 
-# Slurm's and Kubernetes' request to end, the usual warning some time before it, and a terminal or connection that has gone.
+# SIGTERM asks to end (Slurm, Kubernetes), SIGUSR1 is the usual warning before that, SIGHUP means a closed terminal or connection.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
-_heard: tuple[int, str] | None = None  # by which process, and what
+_heard: tuple[int, str] | None = None  # pid of the process that got the signal, and its name
 
 
 def note(number: int) -> None:
-    """This very process was sent a signal that asks it to end: said by the handlers, for its record."""
+    """Record that this process got a signal that asks it to end. Called by the handlers, for the rank's record."""
     global _heard
     _heard = (heard() and _heard) or (os.getpid(), signal_name(number))
 
 
 def heard() -> str:
-    """The name of the first signal that asked this very process to end; empty if none did, whatever other ranks were sent."""
+    """The name of the first signal that asked this process to end; empty if there was none, whatever other ranks got."""
     return _heard[1] if _heard is not None and _heard[0] == os.getpid() else ""
 
 
 def leave(number: int, frame: FrameType | None) -> None:
-    """What SIGUSR1 does to a rank from its first line on: it ends, with nothing to save. Installed by the launcher.
+    """Handler of SIGUSR1 from a rank's first line on, installed by the launcher: end without saving, as there is nothing to save.
 
-    From `init_from_env` on, `echelon.world.stop` has a handler in its place, for the others as well.
+    From `init_from_env` on, a handler of `echelon.world.stop` replaces it, and those of the other signals.
     """
     note(number)
     raise SystemExit(REQUEUE)
@@ -43,7 +43,7 @@ leave.ends_with_75 = True  # type: ignore[attr-defined]
 
 
 def signal_name(number: int) -> str:
-    """Such as SIGTERM."""
+    """The name of a signal, such as SIGTERM."""
     try:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
@@ -51,5 +51,5 @@ def signal_name(number: int) -> str:
 
 
 def is_ours(handler: Any) -> bool:
-    """Whether a signal's handler is one of echelon's, and not the program's own."""
+    """Whether a signal handler is echelon's, and not the program's own."""
     return getattr(handler, "ends_with_75", False) is True

@@ -1,12 +1,12 @@
-"""Where the time of a rank goes: one line of JSON every few seconds, `attempts/NNN/times.rankN.jsonl`.
+"""Where a rank's time goes: one line of JSON every few seconds, in `attempts/NNN/times.rankN.jsonl`.
 
     {"steps": [10, 30], "wall_s": 2.0, "data_s": 0.1, "forward_s": 0.6, "backward_s": 0.9, "optimizer_s": 0.1, "wait_s": 0.2,
      "checkpoint_s": 0.0, "eval_s": 0.0, "other_s": 0.1, "gc_s": 0.0, "disk_s": 0.0, "queue_s": 0.0, "own_s": 0.085,
      "line": "train.py:41 in load", "host": "node7", "role": "", "time": 1764000000.0}
 
-A rank's records follow each other without a gap, from the beginning of a training loop to the end of it. All durations are of the
-main thread, by this rank's own clock. `time` is the end of the record in seconds since the epoch, to draw it: never to compare
-ranks.
+A rank's records follow each other without a gap, from the beginning of a training loop to its end. All durations are those of the
+main thread, by the rank's own clock. `time` is the end of the record in seconds since the epoch: use it for drawing, never to
+compare ranks.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from echelon.contracts.run_dir import RunDir
 
 __all__ = ["PARTS", "TimeRecord", "TimesReader", "parse", "ranks_of", "read_times", "records_of"]
 
-# What adds up to `wall_s`, as they are shown.
+# The parts of `wall_s`, in the order shown.
 PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s", "wait_s", "checkpoint_s", "eval_s", "other_s")
 
 _NAME = re.compile(r"times\.rank(0|[1-9][0-9]{0,6})\.jsonl")
 _LONGEST_S = 1e8  # three years
 _LONGEST_TEXT = 300
-_MOST_BYTES = 64 << 20  # of one rank, the last so many: a run of a month has less
+_MOST_BYTES = 64 << 20  # read from the end of a rank's file: a run of a month has less
 _MOST_RANKS = 65_536
 
 
 @dataclass(frozen=True)
 class TimeRecord:
-    """A stretch of a rank's loop.
+    """A section of a rank's loop.
 
     Args:
-        steps: training steps completed before it and after it: [10, 30] is 20 steps. Equal where none ended in it, or where the
-            run was rolled back to an older step.
-        wall_s: its duration: the sum of the eight of `PARTS`.
+        steps: training steps completed before and after it: [10, 30] is 20 steps. Equal if no step ended in it, or if the run was
+            rolled back to an older step.
+        wall_s: its duration, the sum of the eight `PARTS`.
         data_s: waiting for batches, and moving them to the device.
-        forward_s, backward_s, optimizer_s: of steps, without waits for other ranks in them. In a step that is code of the user's
-            own they are estimated by looking where it is, 40 times a record.
-        wait_s: for other ranks, in collectives.
-        checkpoint_s: for which the loop stopped for a checkpoint.
-        eval_s: of evaluations between steps.
-        other_s: callbacks, hooks, and whatever a loop does between its steps.
-        gc_s: of these, in Python's garbage collector.
-        disk_s: of these, waiting for a file system.
-        queue_s: of these, ready to compute while other programs had the cores.
-        own_s: of a usual step (the median), without `wait_s` and `queue_s`: what a straggler has more of. 0 is unknown.
-        startup_s: in the first record of a process: how long it had run before this loop began. Not part of `wall_s`.
-        line: of the user's code, where it spent most of its own time: "train.py:41 in load". Empty if unknown.
-        host: its machine.
-        role: which part of the work it has where ranks have different ones, such as a pipeline's stage. Only ranks of the same
-            role can be compared.
-        time: when it ended, in seconds since the epoch, by this machine's clock.
+        forward_s, backward_s, optimizer_s: time in steps, without waits for other ranks. In a step of the user's own code they
+            are estimates from 40 samples of the stack per record.
+        wait_s: waiting for other ranks, in collectives.
+        checkpoint_s: time for which the loop stopped for a checkpoint.
+        eval_s: evaluations between steps.
+        other_s: callbacks, hooks, and all else that a loop does between steps.
+        gc_s: share of these parts spent in Python's garbage collector.
+        disk_s: share of these parts spent waiting for a file system.
+        queue_s: share of these parts in which the thread was ready to compute while other programs had the cores.
+        own_s: a usual step (the median) without `wait_s` and `queue_s`: higher for a straggler. 0 is unknown.
+        startup_s: in a process's first record: time that it ran before this loop began. Not part of `wall_s`.
+        line: the line of the user's code with most of its own time: "train.py:41 in load". Empty if unknown.
+        host: the rank's machine.
+        role: its part of the work, if ranks have different ones, such as a pipeline stage. Only ranks of the same role can be
+            compared.
+        time: its end, in seconds since the epoch, by this machine's clock.
     """
 
     steps: tuple[int, int]
@@ -84,11 +84,11 @@ class TimeRecord:
 
     @property
     def count(self) -> int:
-        """Steps that ended in it."""
+        """Number of steps that ended in it."""
         return self.steps[1] - self.steps[0]
 
     def to_json(self) -> dict[str, Any]:
-        """As it is written: to the microsecond, and without what is zero or empty."""
+        """The written form: rounded to microseconds, without fields that are zero or empty."""
         record = {name: round(value, 6) if isinstance(value, float) else value for name, value in asdict(self).items()}
         return {name: value for name, value in record.items() if value or name in ("steps", "wall_s")}
 
@@ -98,7 +98,7 @@ _TEXTS = ("line", "host", "role")
 
 
 def parse(record: Mapping[str, Any]) -> TimeRecord | None:
-    """A line's record; None if it is none. What a rank writes is not trusted: its numbers are finite and its texts short."""
+    """The record of a line; None if malformed. Ranks' files are not trusted: numbers must be finite, and texts short."""
     steps, time = record.get("steps"), record.get("time", 0.0)
     values: dict[str, Any] = {name: record.get(name, 0.0) for name in _NUMBERS}
     texts: dict[str, Any] = {name: record.get(name, "") for name in _TEXTS}
@@ -116,7 +116,7 @@ def _is_duration(value: object, most: float = _LONGEST_S) -> bool:
 
 
 def ranks_of(run: RunDir) -> list[int]:
-    """The ranks that have written of this attempt, in order."""
+    """The ranks with records of this attempt, in order."""
     try:
         ranks = [int(m[1]) for p in run.attempt_path.iterdir() if (m := _NAME.fullmatch(p.name))]
     except OSError:
@@ -125,14 +125,14 @@ def ranks_of(run: RunDir) -> list[int]:
 
 
 class TimesReader:
-    """Follows the records of an attempt: each call of `read` gives those that came since the last."""
+    """Follows the records of an attempt: each call of `read` returns those added since the last call."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._readers: dict[int, LineReader] = {}
 
     def read(self) -> dict[int, list[TimeRecord]]:
-        """By rank; without ranks that have written nothing new."""
+        """New records by rank, without ranks that have none."""
         records: dict[int, list[TimeRecord]] = {}
         for rank in ranks_of(self._run):
             reader = self._readers.get(rank)
@@ -144,18 +144,18 @@ class TimesReader:
 
 
 def read_times(run: RunDir) -> dict[int, list[TimeRecord]]:
-    """All records of the attempt `run.attempt`, by rank; empty where there are none. Never an error."""
+    """All records of the attempt `run.attempt`, by rank; empty if there are none. Never raises."""
     return TimesReader(run).read()
 
 
 def records_of(run: RunDir, rank: int) -> Iterator[TimeRecord]:
-    """The records of one rank, as they are read; none if its file cannot be. Never an error."""
+    """The records of one rank, as they are read; empty if its file cannot be read. Never raises."""
     try:
         file = open(open_file(run.times(rank)), "rb")
     except OSError:
         return
     with file, contextlib.suppress(OSError):
-        size = os.fstat(file.fileno()).st_size  # not what comes meanwhile, without end
+        size = os.fstat(file.fileno()).st_size  # without lines that are appended meanwhile
         for line in LineReader.of_end(run.times(rank), _MOST_BYTES).records_of(file, size):
             if (record := parse(line)) is not None:
                 yield record

@@ -1,4 +1,4 @@
-"""The version of echelon: the one place. pyproject.toml reads it here, without importing anything."""
+"""The version of echelon, defined here alone. pyproject.toml reads it without importing anything."""
 
 __all__ = ["__version__"]
 
