@@ -61,24 +61,27 @@ WAYS: dict[str, Callable[[Any, Any], None]] = {
 }
 
 
-def _taught(layout: str) -> Any:
-    """A frozen teacher that is called with gradients on, which its outputs do not have, and follows behind each step."""
-    model, teacher = net(), net().requires_grad_(False)
+def _taught(layout: str, frozen: bool) -> Any:
+    """A teacher that is called with gradients on, and follows behind each step; `frozen`, or nobody says so: its outputs are
+    detached, as those of soft actor-critic's target.
+    """
+    model, teacher = net(), net().requires_grad_(not frozen)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader: Any = DataLoader(TensorDataset(X, Y), 8)
     is_plain = layout == "plain"
     if not is_plain:
         model, teacher, optimizer, loader = ech.prepare(model, teacher, optimizer, loader, layout=layout)
     for x, y in loader:
-        update(model, optimizer, x, 0.5 * (y + teacher(x)), is_plain)
+        update(model, optimizer, x, 0.5 * (y + teacher(x)).detach(), is_plain)
         with torch.no_grad():
             WAYS["scaled"](teacher, model)
     return whole(teacher)
 
 
-def test_a_frozen_teacher_follows_what_it_teaches(ranks: Ranks) -> None:
-    for got in ranks(2, _taught, "fsdp"):
-        assert largest_difference(got, _taught("plain")) < 1e-12
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_teacher_follows_what_it_teaches(ranks: Ranks, frozen: bool) -> None:
+    for got in ranks(2, _taught, "fsdp", frozen):
+        assert largest_difference(got, _taught("plain", frozen)) < 1e-12
 
 
 def _averaged(way: str, layout: str, folder: Path | None = None, epochs: int = 3, until: int = 3) -> tuple[Any, list[float]]:

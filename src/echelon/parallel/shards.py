@@ -92,10 +92,14 @@ def reshard(module: nn.Module) -> None:
             part.reshard()  # type: ignore[operator]
 
 
-def reshard_after_looking(module: nn.Module) -> None:
+def reshard_after_looking(module: nn.Module, *, trains: bool = True) -> None:
     """From now on, reshard after a forward pass that no backward pass follows: without gradients, or of a frozen teacher.
 
     For training steps that the user writes, which may write into parameters: gathered ones would be freed with the new values.
+
+    Args:
+        trains: False if no optimizer has its parameters, so that every pass is such a one: a target's outputs may be detached
+            later, and a backward pass through it gathers again.
     """
 
     depth = 0  # a forward may call the module itself, for example to recycle its outputs
@@ -107,7 +111,7 @@ def reshard_after_looking(module: nn.Module) -> None:
     def after(module: nn.Module, args: object, output: object) -> None:
         nonlocal depth
         depth -= 1
-        if depth == 0 and not (torch.is_grad_enabled() and any(map(_may_have_gradient, tree_leaves(output)))):
+        if depth == 0 and not (trains and torch.is_grad_enabled() and any(map(_may_have_gradient, tree_leaves(output)))):
             reshard(module)
 
     module.register_forward_pre_hook(torch.compiler.disable(before))

@@ -462,7 +462,7 @@ def _divide_alike(copy: nn.Module, unit: Any, shapes: Mapping[str, torch.Size], 
     for inner in (copy, getattr(copy, "module", None)):
         if isinstance(inner, nn.Module) and {name: p.shape for name, p in plain_names(inner)} == shapes:
             made = parallelize(inner, layout, unit.device, overridden=overrides().layout)
-            reshard_after_looking(made.module)  # the loop reads and writes its parameters between forward passes
+            reshard_after_looking(made.module, trains=False)  # the loop reads and writes its parameters between passes
             return
 
 
