@@ -115,7 +115,12 @@ class EvaluationBatches(_Batches):
         ranks = size[1] if size is not None else 1
         if isinstance(loader, DataLoader):
             per_rank = loader.batch_size or 1
-            batch = per_rank * ranks if is_distributed(loader) else math.ceil(per_rank / ranks) * ranks
+            if not is_distributed(loader):
+                # Of two samples a rank can give one to a last batch that is too short. A batch_size of 1 stays: perhaps the
+                # dataset's samples cannot be stacked.
+                least = 2 if per_rank > 1 and unit.prepared.forward_is_collective else 1
+                per_rank = max(least, math.ceil(per_rank / ranks))
+            batch = per_rank * ranks
             why = "cannot be divided between the ranks, each of which would see all samples"
             loader = as_loader(loader, batch, 1, why, number=number)
             loader.accumulation = 1  # a launch command's accumulation is for training only
