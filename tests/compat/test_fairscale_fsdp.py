@@ -149,8 +149,6 @@ def test_wrapping_by_size_by_mark_and_by_hand() -> None:
         module.first.wrapper_config = {"depth": 2}  # type: ignore[assignment]
         assert _boxes(auto_wrap(module, config_auto_wrap_policy)) == {"first": {"depth": 2}}
         assert wrap(net(), depth=3).options == {"depth": 3}
-        with refused(UsageError):
-            auto_wrap(wrap(net()))
         with refused(UsageError), enable_wrap():
             pass
         assert ConfigAutoWrap.in_autowrap_context and ConfigAutoWrap.wrapper_cls is Boxed

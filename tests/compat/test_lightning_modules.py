@@ -941,14 +941,6 @@ def test_mlflow_has_one_run_with_what_was_logged(tmp_path: Path, monkeypatch: py
     assert client.get_run(given.run_id).info.status == "FINISHED"
 
 
-@pytest.mark.parametrize("value", [None, "0.5", {"a": 1.0}, [1.0], torch.ones(3)])
-def test_what_is_no_number_is_refused_by_its_name(value: Any) -> None:
-    module = Small()
-    module.training_step = lambda batch, batch_idx: module.log("v", value)  # type: ignore
-    with refused(UsageError):
-        Trainer(max_epochs=1, **QUIET).fit(module, two_batches())
-
-
 def test_predictions_are_not_kept_if_nobody_wants_them() -> None:
     module, seen = Small(), Remembers()
     module.predict_step = lambda batch, batch_idx: batch[0].sum()  # type: ignore

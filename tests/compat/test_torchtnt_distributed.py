@@ -219,8 +219,6 @@ def test_float32_precision() -> None:
     device.set_float32_precision("high")
     assert torch.cuda.is_available() or torch.get_float32_matmul_precision() == before
     torch.set_float32_matmul_precision(before)
-    with refused(UsageError):
-        device.set_float32_precision("exact")
 
 
 def test_seed(monkeypatch: pytest.MonkeyPatch) -> None:

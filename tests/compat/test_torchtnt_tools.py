@@ -160,9 +160,7 @@ def test_torchs_version_compares_as_a_version() -> None:
 # --- data
 
 
-def test_the_prefetcher_is_for_gpus() -> None:
-    with refused(LoaderError):
-        CudaDataPrefetcher([], torch.device("cpu"))
+def test_the_prefetcher_reads_ahead() -> None:
     with refused(LoaderError):
         CudaDataPrefetcher([], torch.device("cuda"), 0)
 

@@ -100,8 +100,6 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: WrapPolicy | None = None, **k
     wrapper, policy = ConfigAutoWrap.wrapper_cls, auto_wrap_policy or ConfigAutoWrap.auto_wrap_policy
     if wrapper is None or policy is None:
         return module
-    if isinstance(wrapper, type) and any(isinstance(each, wrapper) for each in module.modules()):
-        raise UsageError(f"{type(module).__name__} has a {wrapper.__name__} in it already. Call auto_wrap before any wrap.")
     return _wrapped(module, policy, True, kwargs)[0]
 
 

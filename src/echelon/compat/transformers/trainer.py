@@ -115,9 +115,6 @@ class Trainer(Losses, Optimizing, Evaluating):
                 f"You have set `args.eval_strategy` to {args.eval_strategy.value} but you didn't pass an `eval_dataset`. "
                 "Either set `args.eval_strategy` to `no` or pass an `eval_dataset`."
             )
-        unsized = self.train_dataset is not None and not hasattr(self.train_dataset, "__len__")
-        if unsized and args.max_steps <= 0:
-            raise UsageError("args.max_steps must be set to a positive value if the train_dataset has no length.")
 
     def _begin_callbacks(self, given: list[Any]) -> None:
         args = self.args

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 import torch
@@ -177,7 +176,7 @@ class Results:
             one.metric, one.fresh = value, True
             one.latest = getattr(value, "_forward_cache", None)
             return one
-        tensor = _number(name, value)
+        tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
         tensor = tensor if tensor.is_floating_point() else tensor.float()
         needs = (how.on_epoch and how.reduce == "mean") or how.sync_dist
         weight = (batch_size if batch_size is not None else self.batch_size()) if needs else 1
@@ -279,19 +278,6 @@ class Results:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._all)
-
-
-def _number(name: str, value: Any) -> torch.Tensor:
-    """
-    Raises:
-        UsageError: it is not one number.
-    """
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.detach()
-    if isinstance(value, Real):
-        return torch.tensor(float(value))
-    what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:80]
-    raise UsageError(f"self.log({name!r}, ...): the value must be a number, a tensor of one, or a metric object, got {what}.")
 
 
 def _share_of_step(one: _One) -> list[float]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from echelon.common.errors import UsageError
 from echelon.common.files import write_whole
 from echelon.compat.lightning.pytorch.absent import absent
 from echelon.observe import loggers
@@ -474,11 +473,7 @@ def chosen_loggers(given: Any, save_dir: str, *, silent: bool = False) -> list[A
         return [_Silent()] if given is not False else []
     if given is None or given is True:
         return [(TensorBoardLogger if importlib.util.find_spec("tensorboard") else CSVLogger)(save_dir)]
-    loggers = list(given) if isinstance(given, (list, tuple)) else [given]
-    for each in loggers:
-        if not callable(getattr(each, "log_metrics", None)):
-            raise UsageError(f"logger must be True, False or have log_metrics(metrics, step), got {type(each).__name__}.")
-    return loggers
+    return list(given) if isinstance(given, (list, tuple)) else [given]
 
 
 __getattr__ = absent(__name__)

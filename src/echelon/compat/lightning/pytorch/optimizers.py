@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -37,10 +37,6 @@ class Schedule:
     @classmethod
     def of(cls, given: Any, monitor: str | None, *, automatic: bool) -> Schedule:
         options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
-        if "scheduler" not in options:
-            raise UsageError(f"configure_optimizers: an lr_scheduler's dict must have a 'scheduler', got {', '.join(options)}.")
-        if unknown := sorted(options.keys() - {field.name for field in fields(cls)}):
-            raise UsageError(f"configure_optimizers: an lr_scheduler's dict has no {unknown[0]!r}.")
         made = cls(**options)
         if made.interval not in ("step", "epoch"):
             raise UsageError(f"configure_optimizers: interval must be 'step' or 'epoch', got {made.interval!r}.")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import logging
 from abc import ABCMeta
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
 from echelon.common.errors import UsageError, require
-from echelon.common.older_words import unknown
 from echelon.compat.torchtnt.absent import ARGUMENTS
 from echelon.compat.torchtnt.framework import unit
 from echelon.compat.torchtnt.framework.averages import Averages
@@ -30,7 +29,7 @@ from echelon.compat.torchtnt.utils.prepare_module import (
 from echelon.loop.auto import auto, prepared_unit
 from echelon.loop.auto.auto import TrainStepResults
 from echelon.loop.auto.averaged import SWALRParams, SWAParams
-from echelon.loop.auto.unit_options import OLDER_WORDS, AutoOptions
+from echelon.loop.auto.unit_options import AutoOptions
 from echelon.parallel.prepared import NO_CONTEXT
 
 __all__ = [
@@ -45,8 +44,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-_KNOWN = tuple(field.name for field in fields(AutoOptions))
 
 T = TypeVar("T")
 
@@ -201,23 +198,10 @@ def _checked(strategy: Any) -> Any:
 
 
 def _more(kind: type, options: dict[str, Any], torch_compile_params: Any) -> dict[str, Any]:
-    """What TorchTNT has no word for, and echelon's `compile`, which may also be given itself.
-
-    Raises:
-        UsageError: a word of echelon's for which TorchTNT has its own; one that neither knows.
-    """
-    refused = {name: value for name, value in options.items() if name in ARGUMENTS}
-    refuse_arguments(kind.__name__, refused)
-    options = {name: value for name, value in options.items() if name not in refused}
-    theirs = {new: older for older, new in OLDER_WORDS.items() if new != "compile" or torch_compile_params is not None}
-    for name in options:
-        if name in theirs:
-            raise UsageError(
-                f"{kind.__name__} has no argument {name!r} in echelon.compat.torchtnt: it is {theirs[name]}, as there."
-            )
-        if name not in _KNOWN:
-            raise unknown(kind.__name__, name, _KNOWN, older=OLDER_WORDS)
-    return options if torch_compile_params is None else {"compile": compilable(torch_compile_params), **options}
+    """What TorchTNT has no word for, and echelon's `compile`, which may also be given itself."""
+    refuse_arguments(kind.__name__, {name: value for name, value in options.items() if name in ARGUMENTS})
+    options = {name: value for name, value in options.items() if name not in ARGUMENTS}
+    return options if torch_compile_params is None else dict(compile=compilable(torch_compile_params), **options)
 
 
 def _known(precision: Any) -> Any:

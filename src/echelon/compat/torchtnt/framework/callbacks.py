@@ -99,10 +99,6 @@ class GarbageCollector(OwnGarbageCollector):
 _HOOKS = frozenset(name for name in vars(Callback) if name.startswith("on_"))
 
 
-class NoSuchHookError(UsageError, TypeError):
-    """An argument that is no hook's name."""
-
-
 class Lambda(Callback):
     """`Lambda(on_train_step_end=lambda state, unit: ...)`: any of Callback's hooks, by name.
 
@@ -112,7 +108,7 @@ class Lambda(Callback):
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
         if unknown := sorted(hooks.keys() - _HOOKS):
-            raise NoSuchHookError(f"Lambda: no such hook: {', '.join(unknown)}. Hooks are named as in echelon.Callback.")
+            raise TypeError(f"Lambda: no such hook: {', '.join(unknown)}. Hooks are named as in echelon.Callback.")
         for name, hook in hooks.items():
             if hook is not None:
                 setattr(self, name, hook)
@@ -147,8 +143,6 @@ class ModuleSummary(Callback):
         process_fn: Callable[[Summaries], None] = log_summaries,
         module_inputs: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]] | None = None,
     ) -> None:
-        if max_depth is not None and max_depth < 1:
-            raise UsageError(f"max_depth {max_depth}: at least 1, or None.")
         self._max_depth, self._process_fn, self._inputs = max_depth, process_fn, dict(module_inputs or {})
 
     def on_train_start(self, state: State, unit: Any) -> None:
@@ -181,18 +175,14 @@ class TQDMProgressBar(Callback):
         refresh_rate: draw after every so many steps.
         file: where to; by default standard error.
         mininterval: seconds between two drawings at the least; by default tqdm's.
-    Raises:
-        UsageError: tqdm is not installed.
     """
 
     may_stop = False
 
     def __init__(self, refresh_rate: int = 1, file: TextIO | None = None, *, mininterval: float | None = None) -> None:
         whole("refresh_rate", refresh_rate, at_least=1, kind=CallbackError)
-        try:
-            from tqdm.auto import tqdm
-        except ImportError:
-            raise UsageError("TQDMProgressBar needs tqdm: pip install 'echelon[tqdm]'.") from None
+        from tqdm.auto import tqdm
+
         self._tqdm, self._refresh_rate, self._file = tqdm, refresh_rate, file
         self._options = {} if mininterval is None else {"mininterval": mininterval}
         self._bars: dict[str, Any] = {}

@@ -27,12 +27,10 @@ class CudaDataPrefetcher(Iterator[Batch], Generic[Batch]):
         device: a GPU.
         num_prefetch_batches: how many are read ahead.
     Raises:
-        UsageError: a device that is no GPU, or nothing to read ahead.
+        UsageError: nothing to read ahead.
     """
 
     def __init__(self, data_iterable: Iterable[Batch], device: torch.device, num_prefetch_batches: int = 1) -> None:
-        if device.type != "cuda":
-            raise LoaderError(f"`CudaDataPrefetcher` expects a CUDA device, but got device type {device.type}.")
         if num_prefetch_batches < 1:
             raise LoaderError(f"`num_prefetch_batches` must be greater than 0. Got {num_prefetch_batches}.")
         self.data_iterable, self.device, self.num_prefetch_batches = data_iterable, device, num_prefetch_batches

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from echelon.common.errors import LauncherEnvironmentError, UsageError
+from echelon.common.errors import LauncherEnvironmentError
 from echelon.compat.torchtnt.absent import absent
 from echelon.compat.torchtnt.utils.distributed import get_local_rank
 from echelon.contracts.rank import RankInfo
@@ -56,8 +56,6 @@ def set_float32_precision(precision: str = "high") -> None:
     Args:
         precision: "highest", or "high" and "medium" for TensorFloat-32.
     """
-    if precision not in ("highest", "high", "medium"):
-        raise UsageError(f"float32 precision {precision!r}: 'highest', 'high' or 'medium'.")
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32 = precision != "highest"

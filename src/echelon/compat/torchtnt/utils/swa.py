@@ -40,8 +40,6 @@ class AveragedModel(swa_utils.AveragedModel):
     ) -> None:
         if averaging_method not in ("ema", "swa"):
             raise UsageError(f"Unknown averaging method: {averaging_method}. Only ema and swa are supported.")
-        if not 0 <= ema_decay <= 1:
-            raise UsageError(f"Decay must be between 0 and 1, got {ema_decay}")
         if use_lit and averaging_method != "ema":
             raise UsageError("LitEMA is only supported for EMA.")
         if not skip_deepcopy and any(hasattr(p, "device_mesh") for p in model.parameters()):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, TextIO
 
-from echelon.common.errors import UsageError
 from echelon.data.prefetch import known_length
 
 __all__ = ["close_progress_bar", "create_progress_bar", "update_progress_bar"]
@@ -28,13 +27,9 @@ def create_progress_bar(
         num_steps_completed: where the bar begins.
         mininterval: seconds between two drawings at the least; by default tqdm's.
         file: where to; by default standard error.
-    Raises:
-        UsageError: tqdm is not installed.
     """
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        raise UsageError("progress bars need tqdm: pip install 'echelon[tqdm]'.") from None
+    from tqdm.auto import tqdm
+
     left = None if max_steps is None else max_steps - num_steps_completed
     bounds = [bound for bound in (known_length(dataloader), max_steps_per_epoch, left) if bound is not None]
     options: dict[str, Any] = {} if mininterval is None else {"mininterval": mininterval}
