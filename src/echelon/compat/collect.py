@@ -22,7 +22,7 @@ __all__ = ["collect", "gather_tensors"]
 def collect(value: Any, to: int | None = None, group: dist.ProcessGroup | None = None) -> list[Any] | None:
     """Every rank's value, by rank, with its tensors in host memory. Collective over the group.
 
-    One tensor after the other travels, so no rank needs room for more than what it receives.
+    One tensor after the other travels, so no rank needs room for more than one beside what it gets.
 
     Args:
         to: the rank within the group that gets them; None is every rank.
@@ -37,13 +37,16 @@ def collect(value: Any, to: int | None = None, group: dist.ProcessGroup | None =
     rank, (group, device) = dist.get_rank(group), agree.channel(group)
     values: list[Any] | None = [] if to in (None, rank) else None
     for owner, each in enumerate(forms):
-        own_tensors = iter(tensors) if owner == rank else None
-        arrived = []
+        own_tensors, arrived = iter(tensors), []
         for dtype, shape in _tensors(each):
-            if (
-                got := _move(next(own_tensors) if own_tensors is not None else None, dtype, shape, owner, to, rank, group, device)
-            ) is not None:
-                arrived.append(got)
+            if owner == rank:
+                content = next(own_tensors).detach().to(device, copy=True).reshape(-1).contiguous()
+            else:
+                content = torch.empty(math.prod(shape), dtype=getattr(torch, dtype), device=device)
+            if content.numel():
+                dist.broadcast(flat_bytes(content), group_src=owner, group=group)  # as bytes: backends know few types
+            if values is not None:
+                arrived.append(content.reshape(shape).cpu())
         if values is not None:
             values.append(_filled(each, iter(arrived)))
     return values
@@ -76,34 +79,6 @@ def gather_tensors(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
         dist.all_gather(parts, padded, group=group)
     rows = zip(parts, sizes, kinds, strict=True)
     return [part[:size].view(tensor.dtype).reshape(shape).to(tensor.device) for part, size, (_, shape) in rows]
-
-
-def _move(
-    tensor: torch.Tensor | None,
-    dtype: str,
-    shape: list[int],
-    owner: int,
-    to: int | None,
-    rank: int,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-) -> torch.Tensor | None:
-    """One tensor on its way; None on a rank that it does not reach. As bytes: backends know few types."""
-    kind = getattr(torch, dtype)
-    if tensor is not None:
-        content = tensor.detach().to(device, copy=True).reshape(-1).contiguous()
-    elif to in (None, rank):
-        content = torch.empty(shape, dtype=kind, device=device).reshape(-1)
-    else:
-        return None
-    if content.numel() and to is None:
-        dist.broadcast(flat_bytes(content), group_src=owner, group=group)
-    elif content.numel() and owner != to:
-        if rank == owner:
-            dist.send(flat_bytes(content), group_dst=to, group=group)
-        else:
-            dist.recv(flat_bytes(content), group_src=owner, group=group)
-    return content.reshape(shape).cpu() if to in (None, rank) else None
 
 
 def _form(value: Any, tensors: list[torch.Tensor]) -> Any:

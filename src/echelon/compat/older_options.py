@@ -6,7 +6,7 @@ They are taken where TorchTNT and Lightning have them, and say so if they are wi
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -38,12 +38,8 @@ class FSDPStrategy(fsdp.FSDPStrategy):
         sharding_strategy: Any = None,
         cpu_offload: Any = None,
         auto_wrap_policy: Any = None,
+        *,
         backward_prefetch: Any = "BACKWARD_PRE",
-        mixed_precision: Any = None,
-        ignored_modules: Iterable[nn.Module] | None = None,
-        param_init_fn: Callable[[nn.Module], None] | None = None,
-        sync_module_states: bool = True,
-        forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
         use_orig_params: bool | None = None,
         state_dict_type: object | None = None,
@@ -51,18 +47,7 @@ class FSDPStrategy(fsdp.FSDPStrategy):
         optim_state_dict_config: object | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            process_group=process_group,
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            auto_wrap_policy=auto_wrap_policy,
-            mixed_precision=mixed_precision,
-            ignored_modules=ignored_modules,
-            param_init_fn=param_init_fn,
-            sync_module_states=sync_module_states,
-            forward_prefetch=forward_prefetch,
-            **options,
-        )
+        super().__init__(process_group, sharding_strategy, cpu_offload, auto_wrap_policy, **options)
         if not limit_all_gathers:
             raise UsageError("FSDPStrategy: limit_all_gathers must be True, got False. fully_shard always limits them.")
         if not agree.is_rank0():

@@ -53,7 +53,7 @@ class KnobOptions:
     use_collectives: bool = True
 
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("echelon.compat.torchtnt.framework.callbacks.base_checkpointer")  # as programs filter it
 
 # The phases whose steps a name says, the first of which counts its epochs.
 _PHASES = {

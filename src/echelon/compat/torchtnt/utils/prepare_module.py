@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +26,7 @@ from echelon.parallel.patching import in_front_of, replace_class
 from echelon.parallel.recipe.activation import checkpoint_activations
 from echelon.parallel.recipe.compilation import TorchCompileParams
 from echelon.parallel.recipe.recipe import Recipe
-from echelon.parallel.strategy import NOOPStrategy, Prepared, Strategy
-from echelon.world.init import World
+from echelon.parallel.strategy import NOOPStrategy, Strategy
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -76,16 +74,6 @@ class FSDPStrategy(older_options.FSDPStrategy):
         if isinstance(mixed := given.get("mixed_precision"), MixedPrecision):
             given["mixed_precision"] = mixed.to_native_mixed_precision()
         super().__init__(**given)
-        older = {"limit_all_gathers": True, "use_orig_params": False, "backward_prefetch": _BACKWARD_PRE}
-        for name in ("state_dict_type", "state_dict_config", "optim_state_dict_config", *older):
-            object.__setattr__(self, name, given.get(name, older.get(name)))
-
-    def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
-        options = {field.name: getattr(self, field.name) for field in fields(fsdp.FSDPStrategy)}
-        return fsdp.FSDPStrategy(**{**options, "backward_prefetch": None}).prepare(module, world, recipe)
-
-
-_BACKWARD_PRE = BackwardPrefetch.to_native_backward_prefetch("BACKWARD_PRE")
 
 
 class BackendError(UsageError, RuntimeError):
