@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import pickle
-from typing import Any
+from pathlib import Path
 
 import torch
 
-from echelon.checkpoint.location import location, make_folder
 from echelon.compat.torchtnt.absent import absent
 from echelon.world.init import World
 
@@ -21,36 +19,24 @@ logger = logging.getLogger(__name__)
 
 
 def log_memory_snapshot(output_dir: str, file_prefix: str | None = None) -> None:
-    """Write what is allocated now, and the recorded history, into `<output_dir>/<file_prefix>_rank<n>`.
+    """Write what is allocated now, and the recorded history, into `<output_dir>/<file_prefix>_rank<n>/snapshot.pickle`.
 
-    `snapshot.pickle` for the viewer at pytorch.org/memory_viz, and two pages to open. Nothing without CUDA; what fails is
-    logged, since this runs where memory has run out.
+    The viewer at pytorch.org/memory_viz shows it. Nothing without CUDA; what fails is logged, since memory has run out here.
 
     Args:
-        output_dir: a folder, or an fsspec URL.
         file_prefix: by default "memory_snapshot".
     """
     if not torch.cuda.is_available():
         logger.info("CUDA unavailable. Not logging snapshot")
         return
-    folder = f"{output_dir.rstrip('/')}/{file_prefix or 'memory_snapshot'}_rank{World.current(torch.device('cpu')).rank}"
+    folder = Path(output_dir) / f"{file_prefix or 'memory_snapshot'}_rank{World.current(torch.device('cpu')).rank}"
     try:
-        snapshot = torch.cuda.memory._snapshot()  # torch documents it; there is no name without the underscore
-        _write(folder, snapshot)
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(folder / "snapshot.pickle"))  # torch documents it under this name
     except Exception as error:
         logger.exception("Failed to log memory snapshot to %s: %s", folder, error)
     else:
         logger.info("Logged memory snapshot to %s", folder)
-
-
-def _write(folder: str, snapshot: dict[str, Any]) -> None:
-    from torch.cuda import _memory_viz
-
-    where = location(folder)
-    make_folder(where)
-    (where / "snapshot.pickle").write_bytes(pickle.dumps(snapshot))
-    for name, draw in (("trace_plot", _memory_viz.trace_plot), ("segment_plot", _memory_viz.segment_plot)):
-        (where / f"{name}.html").write_bytes(draw(snapshot).encode())
 
 
 def attach_oom_observer(output_dir: str, trace_max_entries: int = 1000000) -> None:
