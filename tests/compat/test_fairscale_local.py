@@ -84,8 +84,7 @@ def test_attributes_are_the_arguments(ranks: Ranks) -> None:
             low = {"buffer_dtype": torch.bfloat16} if "mixed_precision" in options else {}
             asked = {name: value for name, value in options.items() if name in USUAL}
             assert {name: each[name] for name in USUAL} == {**USUAL, **asked, **low}
-            flat = each["flatten_parameters"]
-            assert each["name"] == ("_fsdp_wrapped_module.first.weight" if flat else "first.weight")
+            assert each["name"] == "first.weight"
             assert each["whole"] == names
 
 
@@ -123,9 +122,7 @@ def _local() -> list[Any]:
     tied[1].weight = tied[0].weight
     model = FullyShardedDataParallel(tied)
     dist.all_gather_object(everyones, (model.local_state_dict(), model.local_metadata_dict()))
-    found.append(
-        (["flat_param_0"], model.state_dict(), model.consolidate_shard_weights(*map(list, zip(*everyones, strict=True))))
-    )
+    found.append((["0.weight"], model.state_dict(), model.consolidate_shard_weights(*map(list, zip(*everyones, strict=True)))))
     return found
 
 
@@ -133,8 +130,7 @@ def _local() -> list[Any]:
 def test_local_state_dicts_come_back_and_make_the_whole(ranks: Ranks) -> None:
     for everyone in ranks(2, _local):
         for options, (keys, whole, consolidated) in zip([*OPTIONS, {}], everyone, strict=True):
-            flat = options.get("flatten_parameters", True)
-            assert ("flat_param_0" in keys) == flat and ("first.weight" in keys) != flat
+            assert not options or "first.weight" in keys
             assert consolidated.keys() == whole.keys()
             weights = [{k: v for k, v in each.items() if "running" not in k} for each in (consolidated, whole)]
             assert largest_difference(*weights) == 0  # of buffers, rank 0's
@@ -238,6 +234,6 @@ def test_torchs_private_names(ranks: Ranks) -> None:
 def _private_names() -> None:
     model: Any = FullyShardedDataParallel(nn.Linear(2, 2))
     flat = model._handle.flat_param
-    for name in ("_fqns", "_shapes", "_params", "_shared_param_infos", "_sharded_size"):
+    for name in ("_fqns", "_shapes", "_params", "_shared_param_infos"):
         assert hasattr(flat, name), name
     assert "param_dtype" in repr(model.mixed_precision) and callable(model._handle.reshard)

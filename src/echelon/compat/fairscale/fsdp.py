@@ -41,7 +41,6 @@ class Options:
         reshard_after_forward: free whole parameters between forward and backward.
         mixed_precision: compute and reduce in `compute_dtype` (by default half precision), with float32 shards.
         fp32_reduce_scatter: reduce gradients in float32 nevertheless.
-        flatten_parameters: the form of `local_state_dict`, and of names outside of `summon_full_params`.
         buffer_dtype: of buffers; by default `compute_dtype`.
         move_params_to_cpu, cpu_offload: shards live in host memory; `move_grads_to_cpu` goes with them.
         compute_device: by default the GPU, or the CPU where there is none.
@@ -49,7 +48,8 @@ class Options:
         state_dict_device, state_dict_on_rank_0_only: where `state_dict()` puts the whole parameters: on their device, or
             torch.device("cpu"); on all ranks, or on rank 0.
         force_input_to_fp32: half-precision inputs are cast, unless `mixed_precision`.
-        disable_reshard_on_root, bucket_cap_mb, verbose: accepted; torch decides.
+        disable_reshard_on_root, bucket_cap_mb, flatten_parameters, verbose: accepted; parameters are by name, torch decides the
+            rest.
         gradient_predivide_factor: refused; torch divides gradients before ranks add them, and afterwards.
     """
 
@@ -179,9 +179,9 @@ class FullyShardedDataParallel(TorchFSDP):
         raise NotHereError("FullyShardedDataParallel cannot be pickled or copied: a process group cannot. Save state_dict().")
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """By the unwrapped module's names, where parameters are whole or not flattened."""
+        """By the unwrapped module's names."""
         for name, parameter in super().named_parameters(*args, **kwargs):
-            yield (name if self.__dict__.get("flatten_parameters", True) else plain(name)), parameter
+            yield plain(name), parameter
 
     @contextmanager
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:  # type: ignore[override]

@@ -20,7 +20,6 @@ from echelon.compat.collect import collect
 from echelon.compat.fairscale.torch_fsdp import (
     Piece,
     forget_whole,
-    length,
     pieces,
     plain,
     shared_names,
@@ -28,8 +27,6 @@ from echelon.compat.fairscale.torch_fsdp import (
 )
 
 __all__ = ["consolidated", "gathered", "load_local_state", "local_metadata", "local_state", "sharded"]
-
-_FLAT = "flat_param_0"
 
 
 class IncompatibleKeys(NamedTuple):
@@ -40,12 +37,10 @@ class IncompatibleKeys(NamedTuple):
 
 
 def local_state(module: TorchFSDP, prefix: str = "") -> dict[str, torch.Tensor]:
-    """This rank's elements, by wrapper or by parameter, and the buffers."""
-    local: dict[str, torch.Tensor] = {}
-    for path, wrapper in _wrappers(module):
-        for key, held in _parts(wrapper).items():
-            own = torch.cat([piece.values for piece in held])
-            local[f"{prefix}{path}{key}"] = torch.cat([own, own.new_zeros(_padding(wrapper, held))])
+    """This rank's elements of each parameter, and the buffers."""
+    local = {
+        f"{prefix}{path}{piece.name}": piece.values.clone() for path, wrapper in _wrappers(module) for piece in pieces(wrapper)
+    }
     # In mixed precision, buffers are low between forwards.
     low = getattr(module, "low", None) is not None
     for name, buffer in _buffers(module):
@@ -70,11 +65,9 @@ def load_local_state(module: TorchFSDP, state_dict: Mapping[str, torch.Tensor], 
     if errors:
         raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t" + "\n\t".join(errors))
     for path, wrapper in _wrappers(module):
-        for key, held in _parts(wrapper).items():
-            if (given := state.get(path + key)) is not None:
-                lengths = [piece.parameter.numel() for piece in held]
-                for piece, values in zip(held, given[: sum(lengths)].split(lengths), strict=True):  # what is left is padding
-                    piece.values.copy_(values)
+        for piece in pieces(wrapper):
+            if (given := state.get(path + piece.name)) is not None:
+                piece.values.copy_(given)
         forget_whole(wrapper)
     for name, buffer in _buffers(module):
         if name in state:
@@ -87,13 +80,8 @@ def local_metadata(module: TorchFSDP) -> dict[str, Any]:
     rows = []
     for path, wrapper in _wrappers(module):
         parameters = {
-            key: {
-                "names": [piece.name for piece in held],
-                "shapes": [piece.shape for piece in held],
-                "numels": [piece.shape.numel() for piece in held],
-                "padding": _padding(wrapper, held),
-            }
-            for key, held in _parts(wrapper).items()
+            piece.name: {"names": [piece.name], "shapes": [piece.shape], "numels": [piece.shape.numel()], "padding": 0}
+            for piece in pieces(wrapper)
         }
         rows.append(
             {
@@ -121,19 +109,14 @@ def consolidated(
     if len(weights) != len(metadata) or not weights:
         raise ValueError("Require metadata for each shard and non-empty shards")
     whole: dict[str, torch.Tensor] = {}
-    for number, of_wrapper in enumerate(metadata[0]["param_metadata"]):
+    for of_wrapper in metadata[0]["param_metadata"]:
         path = f"{of_wrapper['fsdp_path']}." if of_wrapper["fsdp_path"] else ""
         alone = of_wrapper["no_broadcast_optim_state"]  # a group of one rank: its part is the whole
         for key, parameters in of_wrapper["params"].items():
             if path + key not in weights[0] and not strict:
                 continue
-            parts = []
-            for state, each in list(zip(weights, metadata, strict=True))[: 1 if alone else None]:
-                part = state[path + key].flatten()
-                parts.append(part[: part.numel() - each["param_metadata"][number]["params"][key]["padding"]])
-            tensors = torch.cat(parts).split(parameters["numels"])
-            for name, shape, tensor in zip(parameters["names"], parameters["shapes"], tensors, strict=True):
-                whole[path + name] = tensor.view(shape)
+            parts = [state[path + key] for state in weights[: 1 if alone else None]]
+            whole[path + key] = torch.cat(parts).view(*parameters["shapes"])
         for source, target in of_wrapper["shared_param_info"]:
             whole[path + target] = whole[path + source]
     if with_module_buffers:
@@ -146,21 +129,6 @@ def _wrappers(module: TorchFSDP) -> Iterator[tuple[str, TorchFSDP]]:
     for name, each in module.named_modules():
         if isinstance(each, TorchFSDP):
             yield f"{plain(name)}." if plain(name) else "", each
-
-
-def _parts(wrapper: TorchFSDP) -> dict[str, list[Piece]]:
-    """By key of the state dict: all of a wrapper's in one, or each by itself."""
-    held = pieces(wrapper)
-    if getattr(wrapper, "flatten_parameters", True):
-        return {_FLAT: held} if held else {}
-    return {piece.name: [piece] for piece in held}
-
-
-def _padding(wrapper: TorchFSDP, held: list[Piece]) -> int:
-    """Ranks' parts of a flattened wrapper are of one size."""
-    if not getattr(wrapper, "flatten_parameters", True):
-        return 0
-    return length(wrapper) - sum(piece.parameter.numel() for piece in held)
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -21,7 +21,6 @@ __all__ = [
     "claimed",
     "forget_whole",
     "is_summoned",
-    "length",
     "pieces",
     "plain",
     "shared_names",
@@ -91,13 +90,6 @@ def pieces(wrapper: TorchFSDP) -> list[Piece]:
 def is_summoned(wrapper: TorchFSDP) -> bool:
     """Whether its parameters are whole, in `summon_full_params`."""
     return bool(wrapper.training_state.name == "SUMMON_FULL_PARAMS")
-
-
-def length(wrapper: TorchFSDP) -> int:
-    """Elements of a rank's part of this wrapper's parameters, with padding; the same on all ranks."""
-    handle: Any = wrapper._handle
-    sharded = handle.uses_sharded_strategy
-    return int(handle.flat_param._sharded_size.numel()) if sharded else sum(p.parameter.numel() for p in pieces(wrapper))
 
 
 def shared_names(wrapper: TorchFSDP) -> list[tuple[str, str]]:
