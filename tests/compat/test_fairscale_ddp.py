@@ -86,11 +86,10 @@ def _who_has_gradients() -> tuple[list[bool], list[bool], int]:
     optimizer = oss(module)
     model = ShardedDataParallel(module, optimizer, reduce_buffer_size=100)
     loss(model, batch(4, dist.get_rank())).backward()
-    own = {id(p) for group in optimizer.optim.param_groups for p in group["params"]}
     has = [p.grad is not None for p in module.parameters()]
     return (
         has,
-        [id(p) in own for p in module.parameters()],
+        [optimizer.partition.owns(p) for p in module.parameters()],
         sum(p.grad.numel() for p in module.parameters() if p.grad is not None),
     )
 

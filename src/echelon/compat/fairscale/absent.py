@@ -65,7 +65,7 @@ METHODS = {
         "FullyShardedDataParallel.append_shared_param": "wrap the module around all that use it.",
         "FullyShardedDataParallel.reset_parameters": "call it before the module is wrapped.",
         "FullyShardedDataParallel.set_gradient_divide_factors": "nothing: half of the division comes first.",
-        "OSS.partition_parameters": "OSS.optim.param_groups, which have what this rank owns.",
+        "OSS.partition_parameters": "OSS.partition.owns(parameter), whether this rank has its state.",
     }.items()
 }
 
