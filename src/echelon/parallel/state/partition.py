@@ -78,7 +78,6 @@ class Partition:
         what: the layout or class that partitions, for messages.
         unfreezing: the remedy for a parameter that was unfrozen too late, for messages.
         largest_first: as in `assign`.
-        shows_all: between steps the optimizer's groups hold all parameters; else always this rank's only.
     Attributes:
         groups: every group's parameters, of all owners, in the order of the optimizer's groups.
         owners: the rank within the group that owns each parameter, without frozen ones.
@@ -97,9 +96,8 @@ class Partition:
         what: str = "layout 'zero1'",
         unfreezing: str = "Unfreeze it before the module is prepared; give it an lr of 0 until then.",
         largest_first: bool = True,
-        shows_all: bool = True,
     ) -> None:
-        self._shows_all, self._mine = shows_all, list[list[nn.Parameter]]()
+        self._mine: list[list[nn.Parameter]] = []
         self._what, self._unfreezing = what, unfreezing
         if isinstance(optimizer, torch.optim.LBFGS):
             raise OptimizerError(f"{what} cannot shard LBFGS, which needs all parameters at once. Use layout 'ddp'.")
@@ -198,7 +196,7 @@ class Partition:
         owners = dict(zip(parameters, assign(sizes, self._load, largest_first=self._largest_first), strict=True))
         self.owners |= owners
         self._mine = [[p for p in everyones if self.owns(p)] for everyones in self.groups]
-        _show(optimizer, self.groups if self._shows_all else self._mine)
+        _show(optimizer, self.groups)
         for parameter in parameters:
             if owners[parameter] != self._rank:
                 optimizer.state.pop(parameter, None)
@@ -226,8 +224,7 @@ class Partition:
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._shows_all:
-            _show(optimizer, self.groups)
+        _show(optimizer, self.groups)
         if any(buffer.is_lost for buffer in self._buffers):
             # Replace each in its place, so that all ranks broadcast in the same order.
             buffers = ([b] if not b.is_lost else _buffers(b.parameters, self.owners) for b in self._buffers)
