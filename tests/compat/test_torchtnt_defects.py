@@ -1,11 +1,7 @@
-"""Defects that were reproduced in TorchTNT: what of them our design could have, and the test that it has not.
-
-Each id is the one under which it was recorded; the upstream file or thread is in docs/moving where users would notice.
-"""
+"""Defects that were reproduced in TorchTNT: what of them our design could have, and no other test looks for."""
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,72 +19,6 @@ from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import Resto
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.units import Regression
-
-TESTS = Path(__file__).resolve().parents[1]
-
-# Where a defect has its test; those without a name of a file stand below.
-TESTED = {
-    "B1: a resume in mid-epoch loses the batch that was read ahead": "test_no_batch_is_lost_or_leaks",
-    "B2: a batch read ahead leaks into the next epoch": "loop/test_loop.py::test_every_epoch_runs_as_many_steps_as_allowed",
-    "B3: every other epoch is empty if max_steps_per_epoch is the length": (
-        "loop/test_loop.py::test_every_epoch_runs_as_many_steps_as_allowed"
-    ),
-    "B3b: every other evaluation is empty, and windows end early": "test_evaluations_of_limited_length_are_whole",
-    "B4: two optimizers or two groups over sharded modules cannot be saved": "test_two_sharded_modules_with_groups_are_saved",
-    "B5: fsdp2 by name always raises": (
-        "parallel/test_strategies.py::test_tied_weights_and_batches_of_ones_own_under_every_strategy"
-    ),
-    "B6: DDPStrategy(process_group=...) raises": "test_a_strategy_takes_groups_and_states_that_cannot_be_copied",
-    "B8: a module on the meta device trains on garbage": (
-        "parallel/test_materialize.py::test_every_strategy_gives_the_values_of_a_plain_build_and_trains"
-    ),
-    "B9: a monitored 0.0 counts as missing": "compat/test_torchtnt_callbacks.py::test_the_metric_0_is_a_metric",
-    "B10: folders and metrics with odd names hide checkpoints": "test_folders_and_metrics_may_have_any_name",
-    "B12: max_steps or a stop in mid-epoch skips the rest of it": "test_no_batch_is_lost_or_leaks",
-    "B14: the last, shorter window is scaled wrongly or leaks": (
-        "loop/test_window.py::test_ranks_equal_one_process_and_plain_pytorch"
-    ),
-    "B15: Ctrl-C calls no on_exception, modules stay in train mode": (
-        "loop/test_loop.py::test_whatever_ends_a_run_is_told_and_leaves_modules_in_their_mode"
-    ),
-    "B16: garbage collection stays off, flags stay set": "loop/test_callbacks_process.py::test_garbage_collection_is_on_again",
-    "B17: the old checkpoint goes before the new one is there": (
-        "checkpoint/test_checkpoint_commit.py::test_nothing_is_removed_before_the_new_one_is_there"
-    ),
-    "B18: streams are not told of tensors within tuples and dicts": (
-        "compat/test_torchtnt_distributed.py::test_a_stream_is_told_of_data_however_deep"
-    ),
-    "B20: each rank makes up a file or a port of its own": (
-        "compat/test_torchtnt_distributed.py::test_several_ranks_meet_by_every_method"
-    ),
-    "B23: restore changes the caller's options": "test_options_of_a_restore_stay_as_they_are",
-    "B24: HSDP is impossible": "parallel/test_strategies.py::test_shards_stay_on_a_machine_and_there_are_two_copies_at_least",
-    "B28: an empty evaluation runs after a stop": "loop/test_loop.py::test_a_stop_ends_after_the_step_and_runs_no_evaluation",
-    "B32: averages fail under fsdp by name": "loop/test_averaged.py::test_averages_equal_torchs_on_one_process",
-    "B35: clipping fails over mixed meshes": "parallel/test_gradients.py::test_one_norm_for_any_mixture_in_one_message_per_axis",
-    "B37: a loader without state starts over without a word": (
-        "loop/test_loop.py::test_going_on_in_mid_epoch_with_a_loader_without_state_warns"
-    ),
-    "B50: the second predict does nothing": (
-        "loop/test_loop.py::test_predict_runs_as_often_as_it_is_called_and_test_is_a_phase_of_its_own"
-    ),
-    "B59: TorchSnapshotSaver.restore_with_id does nothing": "compat/test_torchtnt_callbacks.py::test_savers_save_and_restore",
-    "4.2: what one strategy saves another cannot read": (
-        "checkpoint/test_checkpoint_matrix.py::test_every_strategy_and_size_reads_what_every_other_wrote"
-    ),
-    "#1056: the last checkpoint is written twice": "checkpoint/test_checkpoint.py::test_a_step_is_saved_once",
-    "a missing monitored attribute raises on rank 0 alone": (
-        "loop/test_callbacks_control.py::test_what_is_no_number_of_the_units_is_an_error_on_all_ranks"
-    ),
-    "the averages' count of updates is lost at a resume": ("compat/test_torchtnt_prepare.py::test_averages_go_on_after_a_resume"),
-}
-
-
-@pytest.mark.parametrize("defect", TESTED)
-def test_every_defect_has_a_test(defect: str) -> None:
-    file, _, name = TESTED[defect].rpartition("::")
-    tree = ast.parse((TESTS / (file or "compat/test_torchtnt_defects.py")).read_text())
-    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 class Resumable:
