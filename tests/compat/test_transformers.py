@@ -614,7 +614,7 @@ def test_what_a_trainer_cannot_mean_is_said(tmp_path: Path) -> None:
     with refused(UsageError):
         trainer_of(tmp_path, train_dataset=Points(5), model=_summed()).train()
     with refused(UsageError):
-        trainer_of(tmp_path, train_dataset=Stream(), model=_summed())
+        trainer_of(tmp_path, train_dataset=Stream(), model=_summed()).train()
     with refused(UsageError):
         trainer_of(tmp_path, model=nn.Linear(4, 1), train_dataset=[{"input": torch.zeros(4)} for _ in range(8)]).train()
     assert ours.AutoModelForCausalLM is transformers.AutoModelForCausalLM

@@ -22,7 +22,6 @@ from echelon.loop.state import EntryPoint, PhaseState, State
 from echelon.world import agree
 
 __all__ = [
-    "Callback",
     "DistributedCheckpointSaver",
     "EarlyStopping",
     "GarbageCollector",
