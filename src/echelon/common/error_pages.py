@@ -141,8 +141,8 @@ PAGES = {
     ),
     "E-OWN-LOOP": Page(
         "A loop of your own makes calls in an order that cannot be right on several ranks.",
-        "echelon.window(...) must be given what echelon.prepare(...) returned, its model, optimizer or training "
-        "loader, got a Sequential that it did not.",
+        "echelon.window(...) must be given the model, optimizer or training loader that echelon.prepare(...) "
+        "returned, got another Sequential.",
         "Compare with the loop in docs/guides/bare_loop.md.",
     ),
     "E-TRAINER": Page(
