@@ -498,7 +498,7 @@ print([*first, said(4321), said(0)])
         [sys.executable, "-c", code], cwd=run.path, env=clean_environment(), capture_output=True, text=True, check=True
     ).stdout
     *ours, roots = ast.literal_eval(shown)
-    assert ours == [1, 1, 1] and "root believes root alone" in roots, shown
+    assert ours == [1, 1, 1] and "root trusts only root" in roots, shown
 
 
 def test_s4_a_job_that_was_changed_does_not_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

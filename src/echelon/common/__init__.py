@@ -1,1 +1,1 @@
-"""Small tools that two rooms would else copy: errors, arguments, files, locks, text for terminals. No torch."""
+"""Small tools shared by the other rooms: errors, arguments, files, locks, text for terminals. No torch."""

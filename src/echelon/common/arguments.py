@@ -1,4 +1,4 @@
-"""Arguments that Python would take for something else: the text "no" for true, a text for a list, an iterator for a list."""
+"""Checks of arguments that Python would misread: the text "no" as true, a text as a list, an iterator as a list."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 def flags(*, kind: type[UsageError] = UsageError, **given: Any) -> None:
-    """Refuse what Python would only take for true or false, by name.
+    """Check flags by name. Python would accept any value as true or false.
 
     Raises:
-        UsageError: neither True nor False, nor 1 or 0.
+        UsageError: a value that is not True, False, 1 or 0.
     """
     for name, value in given.items():
         flag = plain(value)
@@ -29,7 +29,7 @@ def flags(*, kind: type[UsageError] = UsageError, **given: Any) -> None:
 
 
 def flags_of(options: Any, *, kind: type[UsageError] = UsageError) -> None:
-    """`flags` of the fields of a dataclass that are declared as `bool`, and of those as `bool | None` that are not None."""
+    """Check the fields of a dataclass declared as `bool`, and those declared as `bool | None` that are not None."""
     for field in fields(options):
         value = getattr(options, field.name)
         if field.type in (bool, "bool") or (field.type == "bool | None" and value is not None):
@@ -37,10 +37,10 @@ def flags_of(options: Any, *, kind: type[UsageError] = UsageError) -> None:
 
 
 def options_of(options: type[T], name: str, given: T | None, *, kind: type[UsageError] = UsageError) -> T:
-    """The options that were given, or those by default for None.
+    """The given options, or the default ones for None.
 
     Raises:
-        UsageError: something else.
+        UsageError: another type.
     """
     require(given is None or isinstance(given, options), name, f"{options.__name__}(...) or None", given, kind=kind)
     return given if given is not None else options()
@@ -54,10 +54,10 @@ def several(
     *,
     kind: type[UsageError] = UsageError,
 ) -> tuple[Any, ...]:
-    """As a tuple, so that an iterator can be read more than once.
+    """The items as a tuple, so that an iterator can be read more than once.
 
     Raises:
-        UsageError: a text, a mapping or nothing to iterate over; or some of them are not as they must be, and are shown.
+        UsageError: a text, a mapping, or not iterable; or some items fail `holds`, and are shown.
     """
     require(is_list(given), name, what, given, kind=kind)
     items = tuple(given)
@@ -67,7 +67,7 @@ def several(
 
 
 class Given:
-    """The checks of what is given, with errors of one kind: `_given = Given(LoopError)`, then `_given.whole("skip", skip)`."""
+    """The checks of this module with errors of one kind: `_given = Given(LoopError)`, then `_given.whole("skip", skip)`."""
 
     def __init__(self, kind: type[UsageError]) -> None:
         self.require = partial(require, kind=kind)
@@ -77,16 +77,16 @@ class Given:
 
 
 def is_list(value: Any) -> bool:
-    """Whether it can be iterated over, and is no text and no mapping."""
+    """Whether a value is iterable, and neither a text nor a mapping."""
     iterates = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
     return iterates and not isinstance(value, (str, bytes, Mapping, type)) and getattr(value, "ndim", 1) != 0  # no scalar tensor
 
 
 def mapping(name: str, given: Any, *, kind: type[UsageError] = UsageError) -> dict[str, Any]:
-    """A dict by names; empty for None.
+    """A dict with names as keys; empty for None.
 
     Raises:
-        UsageError: something else.
+        UsageError: anything else.
     """
     is_dict = isinstance(given, Mapping) and all(isinstance(key, str) for key in given)
     require(given is None or is_dict, name, "a dict by names, or None", given, kind=kind)
@@ -94,15 +94,15 @@ def mapping(name: str, given: Any, *, kind: type[UsageError] = UsageError) -> di
 
 
 def is_path(value: Any) -> bool:
-    """Whether it can name a file or folder. The empty text does not, though Path takes it for the present folder."""
+    """Whether a value can be the path of a file or folder. The empty text cannot, though Path takes it for the current folder."""
     return isinstance(value, os.PathLike) or (isinstance(value, str) and value != "")
 
 
 def check_hooks(cls: type) -> None:
-    """What a class overrides of the library's hooks must take what the loop gives it: told as the class is made, not in a run.
+    """Check, when a class is created, that its overridden hooks accept the arguments that the loop passes.
 
     Raises:
-        UnitError: with what the hook is given.
+        UnitError: names the arguments that the hook gets.
     """
     for name, hook in vars(cls).items():
         if not name.startswith("on_") or not inspect.isfunction(hook):

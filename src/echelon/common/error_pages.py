@@ -1,4 +1,4 @@
-"""A page for each code of an error: what it means, how it reads, what to do. `echelon explain CODE` shows one of them."""
+"""A page for each error code: its meaning, an example, the remedy. `echelon explain CODE` shows one of them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["PAGES", "Page", "as_markdown", "as_text", "class_of"]
 
 @dataclass(frozen=True)
 class Page:
-    """What one code means.
+    """The page of one code.
 
     Args:
-        meaning: when it is raised, in a sentence or two.
+        meaning: when the error is raised, in a sentence or two.
         example: a message as it is printed.
-        remedy: what to try, in the order of what helps most often.
+        remedy: what to try, the most helpful first.
     """
 
     meaning: str
@@ -32,7 +32,7 @@ PAGES = {
         "Look at the rank that is named: its log has the whole traceback.",
     ),
     "E-USAGE": Page(
-        "An argument has a value that cannot work, and belongs to no subject that has a code of its own. "
+        "An argument has an invalid value, and its subject has no code of its own. "
         "The message names the argument, what it must be, and what it got.",
         "seed must be between 0 and 4294967295, numpy's range, got -1.",
         "Change the value. Nothing was started or written before the check.",
@@ -83,7 +83,7 @@ PAGES = {
         "Write token files with `echelon.data.write_tokens`; look at the file that is named.",
     ),
     "E-DATA": Page(
-        "A sample could not be read, or the process that read it died or gave nothing in time.",
+        "A sample could not be read, or the data worker that read it died or did not answer in time.",
         "sample 1234 could not be read on rank 1 by worker 0: OSError: [Errno 5] Input/output error",
         "Read that sample alone. If some samples may be lost, `LoaderOptions(on_error=...)` says how many.",
     ),
@@ -114,7 +114,7 @@ PAGES = {
         "Use `echelon.nn.MoE`, and add `echelon.nn.auxiliary_loss(module)` to the loss if its balance is 'auxiliary'.",
     ),
     "E-PRECISION": Page(
-        "A number type that this device, this layout or a gradient scaler cannot compute with.",
+        "A number type that this device, this layout or a gradient scaler does not support.",
         "precision must be 'fp32', 'bf16', 'fp16', 'float8', a torch dtype or ech.layouts.Precision(...), got 'bf8'.",
         'Use "bf16", which needs no scaler.',
     ),
@@ -188,7 +188,7 @@ PAGES = {
     "E-RANK-FAILED": Page(
         "A rank of a launched job raised, exited with an error or was killed. Its number and exit code are fields.",
         "rank 1 failed first (exit code 137)",
-        "`echelon explain RUN` says which rank is to blame and for what.",
+        "`echelon explain RUN` says which rank failed first, and why.",
     ),
     "E-RANK-TIMEOUT": Page(
         "The ranks did not finish within the time limit. The message has the stacks of all ranks.",
@@ -222,7 +222,7 @@ PAGES = {
         "RestoreOptions (docs/checkpoints.md).",
     ),
     "E-CHECKPOINT-WRITE": Page(
-        "The storage refused a save: a full disk, a permission, an I/O error. Older checkpoints are as they were.",
+        "The storage refused a save: a full disk, a permission, an I/O error. Older checkpoints are unchanged.",
         "update 500 could not be saved, the first failure: rank 0: OSError: [Errno 28] No space left on device",
         "Make room, or keep fewer checkpoints. Training continues through a few failures in a row.",
     ),
@@ -254,7 +254,7 @@ PAGES = {
 }
 
 
-# The contents of `fields`, by the class that has them first; its subclasses have the same.
+# The contents of `fields`, by the first class that has them; subclasses have the same.
 _FIELDS: dict[type[EchelonError], str] = {
     errors.UsageError: "for an argument, `name`, `expected` and `got`, as texts",
     errors.RankFailedError: "`rank` and `exit_code` of the rank that failed first",
@@ -271,7 +271,7 @@ def _fields(code: str) -> str:
 
 
 def class_of(code: str) -> type[EchelonError]:
-    """The class that has a code."""
+    """The class with a code."""
     error_class: type[EchelonError] = next(
         kind for kind in vars(errors).values() if isinstance(kind, type) and vars(kind).get("code") == code
     )
@@ -279,14 +279,14 @@ def class_of(code: str) -> type[EchelonError]:
 
 
 def as_text(code: str) -> str:
-    """A page for the terminal."""
+    """A page as text for the terminal."""
     page = PAGES[code]
     kind = class_of(code).__name__
     return f"{code} ({kind})\n\n{page.meaning}\n\n    {page.example}\n\n{_fields(code)}What to do: {page.remedy}"
 
 
 def as_markdown() -> str:
-    """All pages: docs/errors.md."""
+    """All pages as Markdown, for docs/errors.md."""
     head = (
         "# Errors by code\n\n"
         "Each error has a `code` that stays when its words change, and `fields` with its facts. `echelon explain CODE` "

@@ -1,34 +1,34 @@
-"""The errors of echelon. Each also is the builtin exception it resembles, so that `except ValueError` keeps working.
+"""The errors of echelon. Each is also the builtin exception that it resembles, so `except ValueError` keeps working.
 
 EchelonError
  ├── UsageError (ValueError)              a value that cannot work, with the remedy
- │    ├── LauncherEnvironmentError        half-set or contradictory RANK, WORLD_SIZE, ...
- │    ├── CommandError · ScriptError · RunFolderError · ClusterError · LaunchError · DeviceError   what starts ranks
- │    ├── LoaderError · DatasetError      what feeds them
- │    ├── LayoutError                     how the model lies over the ranks
+  │    ├── LauncherEnvironmentError        incomplete or contradictory RANK, WORLD_SIZE, ...
+  │    ├── CommandError · ScriptError · RunFolderError · ClusterError · LaunchError · DeviceError   starting ranks
+  │    ├── LoaderError · DatasetError      loading data
+  │    ├── LayoutError                     layout of the model over the ranks
  │    │    └── TensorParallelError · ContextParallelError · PipelineError · ExpertsError
- │    ├── PrecisionError · RecomputeError · CompileError · OptimizerError                          how it computes
- │    ├── LoopError · OwnLoopError · TrainerError · CallbackError · LoggerError                    how it is trained
- │    ├── CheckpointOptionError           how it is saved
- │    ├── ProveError · PlanError          what is asked of its evidence
- │    └── NotHereError                    what a library has under its name, and echelon has not
- ├── UnitError (TypeError)                a unit without what its entry point needs
+  │    ├── PrecisionError · RecomputeError · CompileError · OptimizerError                          computing
+  │    ├── LoopError · OwnLoopError · TrainerError · CallbackError · LoggerError                    training
+  │    ├── CheckpointOptionError           options for checkpoints
+  │    ├── ProveError · PlanError          options of prove and plan
+  │    └── NotHereError                    a name of another library that echelon lacks
+  ├── UnitError (TypeError)                a unit without a method that its entry point needs
  ├── LossError (TypeError)                a loss that cannot be differentiated
  ├── NonFiniteError (FloatingPointError)  losses or gradients that stay inf or nan
- ├── DivergedError (ArithmeticError)      a loss that grew or was lost again and again, in spite of going back
- ├── DataError (RuntimeError)             a sample that cannot be read, or a worker that died reading
- ├── RanksDisagreeError (RuntimeError)    ranks hold different values for what must be one
+  ├── DivergedError (ArithmeticError)      a loss that diverged again and again, although the run rolled back
+  ├── DataError (RuntimeError)             a sample that cannot be read, or a data worker that died
+  ├── RanksDisagreeError (RuntimeError)    ranks hold different values of something that must be the same
  ├── RankFailedError (RuntimeError)       a rank raised, exited or was killed
- │    └── RankTimeoutError (TimeoutError) ranks did not finish in time; holds the stacks of all
+  │    └── RankTimeoutError (TimeoutError) ranks did not finish in time; has the stacks of all ranks
  └── CheckpointError (RuntimeError)       a checkpoint that cannot be written or read
       ├── CheckpointNotFoundError (FileNotFoundError)
-      ├── CheckpointUnreadableError (PermissionError)   it is there, and the system does not let us read it
-      ├── CheckpointCorruptError          it is not what was written
-      ├── CheckpointMismatchError         it is whole, and belongs to another model, optimizer or data
+            ├── CheckpointUnreadableError (PermissionError)   it exists, but this process may not read it
+            ├── CheckpointCorruptError          it differs from what was written
+            ├── CheckpointMismatchError         it is whole, but belongs to another model, optimizer or dataset
       ├── CheckpointWriteError (OSError)  the storage refused a save: a full disk, a permission
       └── CheckpointInUseError            another live run writes into the folder
 
-Each class has a `code`, which stays as it is when words change. `error_pages` has a page for each: `echelon explain CODE`.
+Each class has a `code`, which stays the same when messages change. `error_pages` has a page for each: `echelon explain CODE`.
 """
 
 from __future__ import annotations
@@ -85,15 +85,15 @@ __all__ = [
 ]
 
 
-TOLD_BY = "This rank was told of the error by rank"  # in a note of such an error: launchers show the other rank's
+TOLD_BY = "This rank was told of the error by rank"  # in a note of such an error: launchers show the other rank's own error
 
 
 class EchelonError(Exception):
-    """Base of every error that echelon raises itself. Its text is written for the person who reads it.
+    """Base of every error that echelon raises. Its text is written for the user.
 
     Attributes:
-        code: what kind of error it is, the same in every release: `echelon explain CODE` says more.
-        fields: facts of it by name, for programs; they can be pickled.
+        code: the kind of error, the same in every release: `echelon explain CODE` says more.
+        fields: facts about the error by name, for programs; they can be pickled.
     """
 
     code = "E-ECHELON"
@@ -104,8 +104,9 @@ class EchelonError(Exception):
 
 
 class UsageError(EchelonError, ValueError):
-    """A value given by the user cannot work. The text names the value and the remedy; so do `fields` where it is an argument's:
-    "name", "expected", "got".
+    """An invalid value from the user. The text names the value and the remedy.
+
+    For an argument, `fields` has "name", "expected" and "got".
     """
 
     code = "E-USAGE"
@@ -127,7 +128,7 @@ def require(holds: bool, name: str, what: str, value: object, remedy: str = "", 
 
 
 class LauncherEnvironmentError(UsageError):
-    """The launcher's environment variables are half-set or contradict each other."""
+    """The launcher's environment variables are incomplete or contradict each other."""
 
     code = "E-ENVIRONMENT"
 
@@ -139,25 +140,25 @@ class CommandError(UsageError):
 
 
 class ScriptError(UsageError):
-    """The program that a command was asked to start."""
+    """A script or module that a command should start."""
 
     code = "E-SCRIPT"
 
 
 class RunFolderError(UsageError):
-    """The folder of a run: its name, its owner, what lies in it."""
+    """A run folder: its name, its owner, its contents."""
 
     code = "E-RUN-FOLDER"
 
 
 class ClusterError(UsageError):
-    """A job of Slurm or Dragon: what it asks for, and what the cluster says."""
+    """A job of Slurm or Dragon: its request, or the cluster's answer."""
 
     code = "E-CLUSTER"
 
 
 class LaunchError(UsageError):
-    """A function that ranks of this machine should run, and how many of them."""
+    """A function to run on ranks of this machine, or the number of ranks."""
 
     code = "E-LAUNCH"
 
@@ -181,13 +182,13 @@ class DatasetError(UsageError):
 
 
 class LayoutError(UsageError):
-    """How a model lies over the ranks: a word, an axis, or a model that cannot lie so."""
+    """The layout of a model over the ranks: an unknown word or axis, or a model that does not support it."""
 
     code = "E-LAYOUT"
 
 
 class TensorParallelError(LayoutError):
-    """A layer that cannot be split over ranks as its plan says."""
+    """A layer that cannot be split over ranks by its plan."""
 
     code = "E-TENSOR-PARALLEL"
 
@@ -199,7 +200,7 @@ class ContextParallelError(LayoutError):
 
 
 class PipelineError(LayoutError):
-    """A model that cannot be cut into stages, or does what stages cannot."""
+    """A model that cannot be cut into stages, or that does what stages cannot do."""
 
     code = "E-PIPELINE"
 
@@ -211,19 +212,19 @@ class ExpertsError(LayoutError):
 
 
 class PrecisionError(UsageError):
-    """The number types of a model's computing."""
+    """The number types in which a model computes."""
 
     code = "E-PRECISION"
 
 
 class RecomputeError(UsageError):
-    """Which activations are computed again in the backward pass."""
+    """The choice of activations to compute again in the backward pass."""
 
     code = "E-RECOMPUTE"
 
 
 class CompileError(UsageError):
-    """What torch.compile should compile."""
+    """The choice of modules for torch.compile."""
 
     code = "E-COMPILE"
 
@@ -235,7 +236,7 @@ class OptimizerError(UsageError):
 
 
 class LoopError(UsageError):
-    """A unit's training: its limits, its loaders, its options."""
+    """Training of a unit: its limits, its loaders, its options."""
 
     code = "E-LOOP"
 
@@ -247,7 +248,7 @@ class OwnLoopError(UsageError):
 
 
 class TrainerError(UsageError):
-    """A Trainer: its arguments, or what cannot be sent to other processes."""
+    """A Trainer: its arguments, or values that cannot be sent to other processes."""
 
     code = "E-TRAINER"
 
@@ -259,31 +260,31 @@ class CallbackError(UsageError):
 
 
 class LoggerError(UsageError):
-    """A logged number, or where it goes."""
+    """A logged number, or its destination."""
 
     code = "E-LOGGER"
 
 
 class CheckpointOptionError(UsageError):
-    """How checkpoints are saved, kept or restored."""
+    """Options for saving, keeping or restoring checkpoints."""
 
     code = "E-CHECKPOINT-OPTION"
 
 
 class ProveError(UsageError):
-    """What `prove` cannot try."""
+    """A script or options that `prove` cannot try."""
 
     code = "E-PROVE"
 
 
 class PlanError(UsageError):
-    """What `plan` cannot know."""
+    """A script or options that `plan` cannot handle."""
 
     code = "E-PLAN"
 
 
 class NotHereError(UsageError):
-    """What another library has under a name that echelon answers to, and echelon has not."""
+    """A name of another library that `echelon.compat` covers, but echelon does not have."""
 
     code = "E-NOT-HERE"
 
@@ -295,31 +296,31 @@ class UnitError(EchelonError, TypeError):
 
 
 class LossError(EchelonError, TypeError):
-    """`compute_loss` returned something that has no gradient or is no scalar."""
+    """`compute_loss` returned a value that has no gradient or is not a scalar."""
 
     code = "E-LOSS"
 
 
 class NonFiniteError(EchelonError, FloatingPointError):
-    """Losses or gradients were inf or nan for too many updates in a row, or once where `detect_anomaly` was asked for."""
+    """Losses or gradients were inf or nan for too many updates in a row, or once with `detect_anomaly`."""
 
     code = "E-NOT-FINITE"
 
 
 class DivergedError(EchelonError, ArithmeticError):
-    """The loss left its bounds more often than was allowed, or nothing was there to go back to. It names step and samples."""
+    """The loss left its bounds more often than allowed, or there was no checkpoint to roll back to. Names step and samples."""
 
     code = "E-DIVERGED"
 
 
 class DataError(EchelonError, RuntimeError):
-    """A sample could not be read, or the worker that read it died or gave nothing in time. Names the sample and the worker."""
+    """A sample could not be read, or its data worker died or did not answer in time. Names the sample and the worker."""
 
     code = "E-DATA"
 
 
 class RanksDisagreeError(EchelonError, RuntimeError):
-    """Ranks hold different values for something that must be the same on all. Raised on every rank."""
+    """Ranks hold different values of something that must be the same on all. Raised on every rank."""
 
     code = "E-RANKS-DISAGREE"
 
@@ -358,13 +359,13 @@ class CheckpointError(EchelonError, RuntimeError):
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is no checkpoint at the path that was named."""
+    """There is no checkpoint at the given path."""
 
     code = "E-CHECKPOINT-NOT-FOUND"
 
 
 class CheckpointUnreadableError(CheckpointError, PermissionError):
-    """There is a checkpoint, and the system does not let us read it. Not the same as none: nothing falls back from it."""
+    """There is a checkpoint, but this process may not read it. Unlike a missing one, it does not fall back to an older one."""
 
     code = "E-CHECKPOINT-UNREADABLE"
 
@@ -382,12 +383,12 @@ class CheckpointMismatchError(CheckpointError):
 
 
 class CheckpointInUseError(CheckpointError):
-    """Another live run writes into the same folder. The text says whose it is."""
+    """Another live run writes into the same folder. The text says which one."""
 
     code = "E-CHECKPOINT-IN-USE"
 
 
 class CheckpointWriteError(CheckpointError, OSError):
-    """The storage refused a save: a full disk, a missing permission, an I/O error. Older checkpoints are as they were."""
+    """The storage refused a save: a full disk, a missing permission, an I/O error. Older checkpoints are unchanged."""
 
     code = "E-CHECKPOINT-WRITE"

@@ -1,7 +1,7 @@
-"""Small files in folders where somebody else may write: never through a link, never waiting, never without end.
+"""Small files in folders where another user may write: without following links, without blocking, of limited size.
 
-A name that can be guessed can be taken first: by a link to a file of ours, by a pipe that nobody writes to, by a file of a
-terabyte, by JSON a million brackets deep. These functions return a file, or raise an OSError.
+Another user can take a predictable name first: for a link to one of the user's files, for a pipe without a writer, for a file of
+a terabyte, for JSON with a million nested brackets. These functions return a regular file's content, or raise an OSError.
 """
 
 from __future__ import annotations
@@ -33,50 +33,51 @@ __all__ = [
 Where = str | os.PathLike[str]
 
 _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-# What launchers and ranks leave for each other is a thousand times smaller.
+# Files between launchers and ranks are a thousand times smaller.
 MOST_BYTES = 16 << 20
 _DEEPEST = 64
 
 
 def working_folder() -> str:
-    """
+    """The current folder.
+
     Raises:
-        UsageError: it has been removed, so that no process can start there.
+        UsageError: it has been removed, so no process can start there.
     """
     try:
         return os.getcwd()
     except FileNotFoundError:
-        raise RunFolderError("the current folder has been removed. Change to another, such as one made anew.") from None
+        raise RunFolderError("the current folder has been removed. Change to another folder.") from None
 
 
 def open_file(path: Where, flags: int = os.O_RDONLY, mode: int = 0o600, *, folder: int | None = None) -> int:
-    """A descriptor of a regular file, or to append of a device, at once.
+    """A descriptor of a regular file, without blocking; for appending, also of a device.
 
     Args:
-        flags: as `os.open` takes them.
-        mode: of a file that is made, less the umask.
-        folder: a descriptor of the folder that `path` is in; None is where this process is.
+        flags: for `os.open`.
+        mode: of a new file, less the umask.
+        folder: a descriptor of the folder of `path`; None for the current folder.
     Raises:
         OSError: also for a link, a pipe, a device or a folder.
     """
     descriptor = os.open(path, flags | _SAFE, mode, dir_fd=folder)
     kind = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(kind) and not (flags & os.O_APPEND and stat.S_ISCHR(kind)):  # /dev/null is a good place for a log
+    if not stat.S_ISREG(kind) and not (flags & os.O_APPEND and stat.S_ISCHR(kind)):  # a log may go to /dev/null
         os.close(descriptor)
         raise OSError(errno.EINVAL, "is not a regular file", os.fspath(path))
     return descriptor
 
 
 def open_to_append(path: Where, mode: int = 0o600) -> int:
-    """A descriptor to append to a file, which is made if it is not there."""
+    """A descriptor to append to a file, which is created if it does not exist."""
     return open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, mode)
 
 
 def private_folder(path: Path, mode: int = 0o755) -> None:
-    """Make a folder that nobody else can write to, whatever the umask; one that exists stays as it is.
+    """Create a folder that only this user can write to, whatever the umask; an existing folder stays as it is.
 
     Raises:
-        OSError: also where a link, or something else, has the name.
+        OSError: also if the name is taken by a link or a file.
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode & ~0o022)
@@ -89,7 +90,7 @@ def read_bytes(path: Where, most: int = MOST_BYTES, *, folder: int | None = None
     """The content of a file.
 
     Raises:
-        OSError: also if it is longer than `most`.
+        OSError: also if the file is longer than `most`.
     """
     with open(open_file(path, folder=folder), "rb") as file:
         content = file.read(most + 1)
@@ -102,7 +103,7 @@ def read_end(path: Where, most: int = 1 << 16) -> bytes:
     """The last bytes of a file, which may be large.
 
     Raises:
-        OSError: as `open_file`.
+        OSError: as for `open_file`.
     """
     with open(open_file(path), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - most))
@@ -110,13 +111,13 @@ def read_end(path: Where, most: int = 1 << 16) -> bytes:
 
 
 def write_whole(path: Path, content: bytes | str, mode: int = 0o600, *, durable: bool = False) -> None:
-    """Replace a file, so that a reader sees the old or the new content, never half of one. A link is replaced, not followed.
+    """Replace a file, so that a reader sees the old or the new content, never half of it. A link is replaced, not followed.
 
     Args:
         mode: of the file, less the umask.
-        durable: a power cut, too, leaves the one or the other.
+        durable: after a power cut, too, the file is the old or the new one.
     """
-    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")  # not to be guessed, and never one that exists
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")  # an unpredictable, unused name
     descriptor = open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         with open(descriptor, "wb") as file:
@@ -130,13 +131,13 @@ def write_whole(path: Path, content: bytes | str, mode: int = 0o600, *, durable:
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        if isinstance(error, OSError):  # of a full disk, which names no file
+        if isinstance(error, OSError):  # a full disk's error names no file
             raise OSError(error.errno, error.strerror, os.fspath(path)) from None
         raise
 
 
 def sync(path: Where) -> None:
-    """A file, or the names in a folder: to the disk, not only to the kernel."""
+    """Write a file, or the names in a folder, through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -145,7 +146,7 @@ def sync(path: Where) -> None:
 
 
 def parse_object(text: bytes | str) -> dict[str, Any] | None:
-    """A JSON object; None for anything else, for truncated text, and for nesting deeper than ours."""
+    """A JSON object; None for anything else, for truncated text, and for nesting deeper than `_DEEPEST`."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -157,7 +158,7 @@ def parse_object(text: bytes | str) -> dict[str, Any] | None:
 
 
 def is_deeper(value: Any, levels: int) -> bool:
-    """Whether a value of JSON has more lists and objects one within the other."""
+    """Whether a JSON value has more than `levels` nested lists and objects."""
     layer = [value]
     for _ in range(levels):
         inner: list[Any] = []

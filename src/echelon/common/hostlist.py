@@ -16,12 +16,12 @@ def expand_hostlist(text: str, what: str = "the node list") -> list[str]:
     """Slurm's "node[01-03,07],login" as names, in order.
 
     Args:
-        what: the variable, for the error.
+        what: name of the variable, for the error.
     Raises:
-        LauncherEnvironmentError: the brackets do not match, or hold no ranges.
+        LauncherEnvironmentError: the brackets do not match, or hold something other than ranges.
     """
     hosts: list[str] = []
-    for item in re.split(r",(?![^\[\]]*\])", text):  # commas outside of brackets
+    for item in re.split(r",(?![^\[\]]*\])", text):  # split at commas outside of brackets
         parts = re.split(r"\[([^\[\]]*)\]", item.strip())
         names = [""]
         for i, part in enumerate(parts):

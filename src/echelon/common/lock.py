@@ -1,11 +1,11 @@
-"""One process at a time: a lock on a file, which ends with its process however that ends.
+"""One process at a time: a lock on a file, which ends with its process, however that ends.
 
-A lock of the operating system belongs to the open file (Linux: F_OFD_SETLK, elsewhere flock): unlike `lockf`, it stays when this
-process opens and closes the file once more, as everything does that copies or reads the folder. A forked child would keep it
-alive after its parent: each closes its copy at once. The file's text says whose it is.
+A lock of the operating system belongs to the open file (Linux: F_OFD_SETLK, elsewhere flock). Unlike with `lockf`, it survives
+when this process opens and closes the file again, as everything does that copies or reads the folder. A forked child would keep
+the lock alive after its parent, so children close their copies at once. The file's text names the holder.
 
-Where there are no locks (some cluster file systems, object stores) the text alone decides. It is made by one process only; its
-process is looked for on the same machine; of another machine, it counts while it is fresh.
+Where there are no locks (some cluster file systems, object stores), the text alone decides. Only one process can create it. A
+holder on the same machine is checked by its process; a holder on another machine counts while its text is fresh.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from echelon.common.terminal import printable
 
 __all__ = ["HeldError", "Holder", "Lock", "Place", "look"]
 
-# Without locks, the text of another machine's process that was not renewed for so long counts no more.
+# Without locks, the text of a process on another machine expires after this time without renewal.
 _FRESH_S = 600.0
 _TEXT_BYTES = 1 << 16
-# Times in a row that a text which was written is not there: another is seldom faster twice.
+# Failures in a row to read back the text just written: another process is rarely faster twice.
 _MOST_LOST = 8
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV)
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
-# Of this process: its locks by the file's path, and the descriptors that a child closes.
+# This process's locks by path of the file, and the descriptors that a child closes.
 _held: dict[str, Lock] = {}
 _files: set[int] = set()
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that has a lock, as the file's text tells.
+    """The process that holds a lock, as the file's text describes it.
 
     Args:
-        start: when it began, in the kernel's ticks; with `boot` and `pid` this is no other process.
-        since, seen: when it took the lock, and when it last said that it lives.
-        job: the batch system's number of its job, and of the start of that; empty without one.
-        token: another for every lock that is taken.
-        run: the folder of the run that its process belongs to; empty without one.
+        start: its start time in the kernel's ticks; with `boot` and `pid` it identifies the process.
+        since, seen: when it took the lock, and when it last renewed the text.
+        job: number of the batch system's job and of its start; empty without one.
+        token: unique for every lock that is taken.
+        run: the folder of the process's run; empty without one.
     """
 
     host: str
@@ -74,7 +74,7 @@ class Holder:
 
     @classmethod
     def parsed(cls, text: bytes) -> Holder | None:
-        """None for whatever no process of ours wrote."""
+        """Parse a lock's text; None for anything that echelon did not write."""
         values = {"job": "", "token": "", "run": "", **(parse_object(text) or {})}
         texts, moments = ("host", "boot", "user", "job", "token", "run"), ("since", "seen")
         if not all(isinstance(values.get(name), str) for name in texts):
@@ -95,16 +95,14 @@ class Holder:
         return printable(f"process {self.pid} on {self.host}{f' (job {job})' if job else ''}")
 
     def lives(self) -> bool:
-        """Whether it still runs, as far as can be known from here. This very process is no other."""
+        """Whether the holder still runs, as far as this machine can know. This process itself does not count."""
         if self.host == socket.gethostname() and self.boot == boot_id():
             return self.pid != os.getpid() and started_at(self.pid) == self.start is not None
-        if self.host == socket.gethostname():  # the machine was started anew
+        if self.host == socket.gethostname():  # the machine has restarted since
             return False
         job, _, start = self.job.partition(".")
         own, _, own_start = _job().partition(".")
-        if (
-            job and job == own and start.partition("-")[0] != own_start
-        ):  # a batch system starts a job again only when it has ended
+        if job and job == own and start.partition("-")[0] != own_start:  # a batch system restarts a job only after its end
             return False
         return time.time() - self.seen < _FRESH_S
 
@@ -126,10 +124,10 @@ def _job() -> str:
 
 
 class HeldError(Exception):
-    """Another process has the lock.
+    """Another process holds the lock.
 
     Attributes:
-        holder: which, if its text tells.
+        holder: that process, if the text describes it.
     """
 
     def __init__(self, holder: Holder | None) -> None:
@@ -138,29 +136,29 @@ class HeldError(Exception):
 
 
 class Place(Protocol):
-    """Where the text of a lock is, when the text alone decides."""
+    """Where the text of a lock is kept, if the text alone decides."""
 
     def read(self) -> bytes | None:
-        """None if there is none."""
+        """The text; None if there is none."""
 
     def create(self, text: bytes) -> bool:
-        """Write it where there is none; False if another was faster."""
+        """Write the text if there is none; False if another process was faster."""
 
     def replace(self, text: bytes) -> None:
-        """Write it, whatever is there."""
+        """Write the text, whatever is there."""
 
     def set_aside(self, text: bytes) -> bool:
-        """Remove it, if it is still this one."""
+        """Remove the text, if it is still this one."""
 
     def remove(self) -> None:
-        """Remove it."""
+        """Remove the text."""
 
 
 class Lock:
-    """A lock that this process has, from `take`. It is counted: given back as often as it was taken.
+    """A lock that this process holds, from `take`. It is counted: release it as often as it was taken.
 
     Attributes:
-        file: the locked descriptor; None where the text alone decides.
+        file: the locked descriptor; None if the text alone decides.
     """
 
     def __init__(self, place: Place, me: Holder, file: int | None = None) -> None:
@@ -171,21 +169,22 @@ class Lock:
     def take(
         cls, path: Path | None, *, mode: int = 0o600, patience_s: float = 0.0, job: str = "", place: Place | None = None
     ) -> Lock:
-        """
+        """Take a lock.
         Args:
-            path: of a file, which is made if it is not there; None is none, but a `place`.
-            mode: of a file that is made, less the umask.
-            patience_s: how long another may have it.
-            job: see `Holder`; by default, what Slurm says in the environment.
-            place: where the text is, which alone decides.
+            path: of a file, which is created if it does not exist; None for a `place`.
+            mode: of a new file, less the umask.
+            patience_s: how long to wait for another holder.
+            job: see `Holder`; by default from Slurm's variables.
+            place: where the text is kept, if the text alone decides.
         Raises:
-            HeldError: another process has it.
-            OSError: the file cannot be opened; also where a link, a pipe or a folder has its name. A text cannot be read back.
+            HeldError: another process holds it.
+            OSError: the file cannot be opened, or its name is taken by a link, a pipe or a folder; or the text cannot be read
+            back.
         """
         key, until = os.path.realpath(path) if path is not None else str(place), time.monotonic() + patience_s
         lock = _held.get(key)
         if lock is not None and path is not None and lock.file is not None and not _is_at(path, lock.file):
-            _close(lock.file)  # the folder was removed, and one of its name made
+            _close(lock.file)  # the folder was removed, and created again
             lock = None
         lost = 0
         while lock is None:
@@ -194,7 +193,7 @@ class Lock:
                 lock = _by_file(path, mode, me) if path is not None else _by_text(place, me) if place is not None else None
                 lost += 1
                 if lock is None and place is not None and lost == _MOST_LOST:
-                    raise OSError(errno.EIO, "whose it is was written there, and cannot be read back", key)
+                    raise OSError(errno.EIO, "the lock's text was written there, but cannot be read back", key)
             except HeldError:
                 if time.monotonic() >= until:
                     raise
@@ -206,19 +205,19 @@ class Lock:
 
     @property
     def is_new(self) -> bool:
-        """Whether it was taken once."""
+        """Whether it was taken exactly once."""
         return self._count == 1
 
     def refresh(self) -> None:
-        """Say that this process lives, for those who cannot see its lock.
+        """Renew the text, for processes that cannot see the lock.
 
         Raises:
             HeldError: there are no locks, and another process has taken it over.
-            OSError: likewise, and the text cannot be written.
+            OSError: there are no locks, and the text cannot be written.
         """
         me = replace(self._me, seen=time.time())
         if self.file is not None:
-            with contextlib.suppress(OSError):  # of a full disk: the lock decides, and the text only says whose it is
+            with contextlib.suppress(OSError):  # a full disk: the lock decides, and the text only names the holder
                 os.pwrite(self.file, me.text, 0)
                 os.ftruncate(self.file, len(me.text))
             return
@@ -229,18 +228,18 @@ class Lock:
         self._place.replace(me.text)
 
     def release(self, *, remove: bool) -> None:
-        """Give it back.
+        """Release the lock.
 
         Args:
-            remove: the file, too, when nothing of this process needs it any more.
+            remove: also remove the file, when this process no longer needs the lock.
         """
         self._count -= 1
-        if self._count or _held.get(self._key) is not self:  # or it is the parent's, in a forked child
+        if self._count or _held.get(self._key) is not self:  # in a forked child it is the parent's
             return
         del _held[self._key]
         if remove:
-            with contextlib.suppress(OSError, ValueError):  # gone with its folder
-                # Before the lock goes: whoever has it then made a file of its own.
+            with contextlib.suppress(OSError, ValueError):  # the folder may be gone
+                # Before the lock is released: a later holder creates a file of its own.
                 if self.file is not None or _token_in(self._place) == self._me.token:
                     self._place.remove()
         if self.file is not None:
@@ -248,11 +247,11 @@ class Lock:
 
 
 def look(path: Path) -> None:
-    """See whether another process has the lock of a file, without taking it.
+    """Check whether another process holds the lock of a file, without taking it.
 
     Raises:
-        HeldError: one has.
-        OSError: as `Lock.take`; also where there is no file.
+        HeldError: another process holds it.
+        OSError: as for `Lock.take`; also if the file does not exist.
     """
     own = _held.get(os.path.realpath(path))
     file = open_file(path)
@@ -273,7 +272,7 @@ def look(path: Path) -> None:
 
 
 def _by_file(path: Path, mode: int, me: Holder) -> Lock | None:
-    """None if the file was another's, or removed just now: to be tried again."""
+    """Lock by the file. None if the file was another one, or was removed just now: try again."""
     file = open_file(path, os.O_RDWR | os.O_CREAT, mode)
     _files.add(file)
     try:
@@ -281,7 +280,7 @@ def _by_file(path: Path, mode: int, me: Holder) -> Lock | None:
         if not _is_at(path, file):
             _close(file)
             return None
-        if os.fstat(file).st_nlink != 1:  # another name of a file elsewhere, which would be written to
+        if os.fstat(file).st_nlink != 1:  # a hard link to a file elsewhere, which must not be written
             path.unlink()
             _close(file)
             return None
@@ -301,7 +300,7 @@ def _by_file(path: Path, mode: int, me: Holder) -> Lock | None:
 
 
 def _by_text(place: Place, me: Holder) -> Lock | None:
-    """None if another was faster: to be tried again."""
+    """Lock by the text. None if another process was faster: try again."""
     text = place.read()
     if text is not None:
         holder = Holder.parsed(text)
@@ -320,7 +319,7 @@ def _token_in(place: Place) -> str:
 
 
 class _File:
-    """The text of a lock in a file of this machine, or of a file system that many share."""
+    """The text of a lock in a file, on this machine or on a shared file system."""
 
     def __init__(self, path: Path, mode: int) -> None:
         self._path, self._mode = path, mode
@@ -332,7 +331,7 @@ class _File:
             return None
 
     def create(self, text: bytes) -> bool:
-        """Written under a name of its own first: nobody reads half of it, and takes it for nobody's."""
+        """Write the text under another name first, so that no process reads half of it and takes the lock for free."""
         whole = self._beside(os.urandom(8).hex())
         try:
             self._write_new(whole, text)
@@ -356,7 +355,7 @@ class _File:
         write_whole(self._path, text, self._mode)
 
     def set_aside(self, text: bytes) -> bool:
-        """Of many that found this text one may remove it, who has the lock of its name: another would remove a new text."""
+        """Remove this text, under a lock named after it: of many processes that found it, a late one would remove a new text."""
         of_this_text = _File(self._beside(hashlib.sha256(text).hexdigest()[:16]), self._mode)
         try:
             remover = _by_text(of_this_text, Holder.myself())
@@ -369,10 +368,10 @@ class _File:
                 return False
             self._path.unlink()
             return True
-        except FileNotFoundError:  # its holder lived, and has given it back
+        except FileNotFoundError:  # the holder was alive, and has released the lock
             return False
         finally:
-            with contextlib.suppress(OSError):  # gone with its folder
+            with contextlib.suppress(OSError):  # the folder may be gone
                 of_this_text.remove()
 
     def _beside(self, name: str) -> Path:
@@ -387,17 +386,17 @@ class _File:
 
 
 def _lock(file: int) -> None:
-    """Lock an open file for writing, at once.
+    """Lock an open file for writing, without waiting.
 
     Raises:
-        OSError: EACCES or EAGAIN if another has it; one of `_NO_LOCKS` if there are none.
+        OSError: EACCES or EAGAIN if another process holds it; one of `_NO_LOCKS` if there are no locks.
     """
     if hasattr(fcntl, "F_OFD_SETLK"):
         try:
             fcntl.fcntl(file, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_WRLCK))
             return
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a system that has only the other kind
+            if error.errno != errno.EINVAL:  # the system only has flock
                 raise
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -411,19 +410,19 @@ def _is_locked(file: int) -> bool:
             if error.errno != errno.EINVAL:
                 raise
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # until it is closed
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # held until the file is closed
     except BlockingIOError:
         return True
     return False
 
 
 def _whole_file(kind: int) -> bytes:
-    """C's struct flock: the kind, from where to where, and the process, which must be 0."""
+    """C's struct flock: type, whence, start, length, and the pid, which must be 0."""
     return struct.pack("hhqqi0q", kind, os.SEEK_SET, 0, 0, 0)
 
 
 def _is_at(path: Path, file: int) -> bool:
-    """Whether a descriptor is of the file that is at `path` now."""
+    """Whether a descriptor belongs to the file that is at `path` now."""
     try:
         return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(file))
     except OSError:
@@ -436,7 +435,7 @@ def _close(file: int) -> None:
 
 
 def _forget() -> None:
-    """In a child, however it was forked: the locks are the parent's, and end with it."""
+    """In a forked child: drop the locks, which are the parent's and end with it."""
     for file in list(_files):
         with contextlib.suppress(OSError):
             _close(file)

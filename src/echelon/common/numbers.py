@@ -17,12 +17,12 @@ _DIGITS = re.compile(r"[0-9]{1,9}")
 
 
 def whole(name: str, value: Any, *, at_least: int | None = None, or_none: str = "", kind: type[UsageError] = UsageError) -> int:
-    """`value` as an int: `len(data) / batch` is a float, and a count may come out of an array.
+    """`value` as an int: `len(data) / batch` is a float, and a count may come from an array.
 
     Args:
-        or_none: what None would mean, for the message.
+        or_none: the meaning of None, for the message.
     Raises:
-        UsageError: not a whole number, or too small. True is refused, though Python takes it for 1.
+        UsageError: not a whole number, or too small. True is refused, although Python takes it for 1.
     """
     result = plain(value)
     if isinstance(result, float) and math.isfinite(result) and result == int(result):
@@ -42,30 +42,30 @@ def number(
     *,
     kind: type[UsageError] = UsageError,
 ) -> None:
-    """Refuse what is no number, or not such a one.
+    """Refuse a value that is not a number, or fails `holds`.
 
     Args:
-        holds: what must be true of the number; a comparison is false of nan.
+        holds: a condition on the number; comparisons are false for nan.
     Raises:
-        UsageError: no number, or not such a one. True is refused.
+        UsageError: not a number, or the condition fails. True is refused.
     """
     result = plain(value)
     require(isinstance(result, Real) and not isinstance(result, bool) and holds(result), name, what, value, kind=kind)
 
 
 def digits(text: str) -> int | None:
-    """The number that ASCII digits are, at most nine; None for everything else, of which `int` takes much: "1_0", "٣"."""
+    """The number in at most nine ASCII digits; None for anything else, of which `int` accepts much: "1_0", "٣"."""
     return int(text) if _DIGITS.fullmatch(text) else None
 
 
 def count_in(env: Mapping[str, str], name: str, otherwise: int | None = None, remedy: str = "") -> int:
-    """A variable's number from 0 on.
+    """A variable's number, at least 0.
 
     Args:
-        otherwise: if the variable is not set, or empty; None refuses that.
-        remedy: a sentence.
+        otherwise: value if the variable is unset or empty; None refuses that.
+        remedy: a sentence for the error.
     Raises:
-        LauncherEnvironmentError: it holds anything else.
+        LauncherEnvironmentError: the variable holds anything else.
     """
     text = env.get(name, "").strip()
     result = otherwise if not text else digits(text)
@@ -75,7 +75,7 @@ def count_in(env: Mapping[str, str], name: str, otherwise: int | None = None, re
 
 
 def plain(value: Any) -> Any:
-    """A scalar of numpy or torch as Python's own; anything else as it is."""
+    """A scalar of numpy or torch as Python's own; any other value unchanged."""
     if not isinstance(value, (int, float)) and getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
         return value.item()
     return value

@@ -1,4 +1,4 @@
-"""Older spellings of arguments: they are translated, with a DeprecationWarning that says the new one."""
+"""Older spellings of arguments: translated, with a DeprecationWarning that names the new spelling."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def translated(
     others: Iterable[str] = (),
     where: Callable[[str], str] = "{}=...".format,
 ) -> dict[str, Any]:
-    """`own` with the values that came under older names.
+    """`own` with the values that were given under older names.
 
     Args:
-        older: what the function was given besides its own arguments, by name.
+        older: further arguments of the function, by name.
         words: the new name of each older one.
-        own: what it was given of its own; None is not given.
-        others: more names that it knows.
-        where: how the new name is written.
+        own: the function's own arguments; None is not given.
+        others: further names that the function accepts.
+        where: formats the new name.
     Raises:
-        UsageError: a value under both names; a name that is neither, with the nearest that is.
+        UsageError: a value under both names; or an unknown name, with the nearest known one.
     """
     values = dict(own)
     for name, value in older.items():
@@ -50,7 +50,7 @@ def translated(
 
 
 def renames(**words: str) -> Callable[[F], F]:
-    """`translated` as a decorator, of a function whose newer argument has a value by default: `@renames(strategy="layout")`."""
+    """`translated` as a decorator, for functions whose new argument has a default: `@renames(strategy="layout")`."""
 
     def decorate(function: F) -> F:
         name = function.__qualname__.removesuffix(".__init__")
@@ -76,7 +76,7 @@ def renames(**words: str) -> Callable[[F], F]:
 
 
 def is_now(older: str, new: str) -> None:
-    """Warn of an older spelling, at the line outside of echelon that has it."""
+    """Warn of an older spelling, at the line outside of echelon that uses it."""
     frame, level = sys._getframe(0), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "echelon":
         frame, level = frame.f_back, level + 1
@@ -84,7 +84,7 @@ def is_now(older: str, new: str) -> None:
 
 
 def unknown(function: str, name: str, known: Iterable[str], remedy: str = "", *, older: Iterable[str] = ()) -> UsageError:
-    """What is wrong with a name that `function` does not know."""
+    """The error for a name that `function` does not accept."""
     near = difflib.get_close_matches(name, [*known, *older], 1)
     remedy = remedy or (f"Is it {near[0]}?" if near else f"It knows {', '.join(known)}.")
     return UsageError(f"{function} has no argument {name!r}. {remedy}")

@@ -1,12 +1,12 @@
-"""Text without secrets, for what a run keeps: its command line, the errors of its ranks.
+"""Text without secrets, for what a run keeps: its command line, and errors of its ranks.
 
-Taken out, by name: the value of an option, variable, header, field of JSON or of a URL's query whose name says password, secret,
-auth, API key and the like. By form: the user and password of a URL, bearer tokens, private keys, tokens with the prefix of those
-who issue them (`hf_`, `sk-`, `ghp_`, `AKIA`, ...), and words that look drawn by lot. By value: in an error's text, whatever the
-command line or the environment gives under such a name.
+Removed, by name: the value of an option, variable, header, JSON field or field of a URL's query whose name says password,
+secret, auth, API key and the like. By form: the user and password of a URL, bearer tokens, private keys, tokens with the prefix
+of their issuer (`hf_`, `sk-`, `ghp_`, `AKIA`, ...), and words that look random. By value: in an error's text, every value that
+the command line or the environment gives under such a name.
 
-Not found: a secret without a name or a known form that is hexadecimal, since checksums and commits are, or is words, as a
-passphrase is; nor one that a program has made of others. What a script itself prints is its own.
+Not found: a secret without a telling name or form that is hexadecimal, like checksums and commits, or consists of words, like a
+passphrase; nor one that a program computed from others. A script's own output is not changed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _SURE = re.compile(
     r"secrets?|passwords?|passwd|passphrase|passcode|pwd|credentials?|creds|authorization|auth|bearer|jwt|cookies?|apikeys?"
     r"|sessionid|csrftoken|.*(?:apikey|accesskey|secretkey|privatekey|authtoken|accesstoken|password|passwd)"
 )
-# With these before it, a key or a token is one that opens something.
+# After these words, a key or a token is a secret.
 _OPENS = _words(
     "api access secret private auth authentication refresh session security bearer deploy account signing encryption master"
 )
-# With these, it is one of a table, or a text: `--pad-token "<pad>"`, `--image-key jpg`.
+# After these words, it is an entry of a table, or a text: `--pad-token "<pad>"`, `--image-key jpg`.
 _HARMLESS = _words(
     "pad eos bos unk mask sep cls end begin start stop special added additional new next prev first last max min num n per "
     "total sort group primary foreign join hash cache dict index idx row column col text image audio video label input "
@@ -49,7 +49,7 @@ _HARMLESS_VALUE = re.compile(
 )
 _SHORT_NUMBER = re.compile(r"[0-9]{1,4}")
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
-# Whose value is a place or a number in a list, and often looks like drawn by lot.
+# Names whose value is a place or an index, and often looks random.
 _PLACE = _words(
     "id ids uuid run name path file files dir folder data dataset checkpoint ckpt resume hash sha commit digest url uri "
     "revision rev tag tags version model branch key shard shards output out log logs seed"
@@ -63,7 +63,7 @@ def _parts(name: str) -> list[str]:
 
 
 def _kind(name: str) -> Kind:
-    """Whether a name is that of a secret: for sure, or likely, as `--hf-token` and not `--pad-token`."""
+    """Whether a name is a secret's: "sure", or "likely" as `--hf-token` (but not `--pad-token`)."""
     parts = _parts(name)
     if not parts:
         return ""
@@ -76,17 +76,17 @@ def _kind(name: str) -> Kind:
 
 
 def _hides(name: str, value: str) -> bool:
-    """Whether a name, of a field, of an argument in code, of a pair in prose, makes its value a secret."""
+    """Whether the name of a field, of an argument in code or of a pair in prose makes its value a secret."""
     kind = _kind(name)
     if not kind or _HARMLESS_VALUE.fullmatch(value):
         return False
     if kind == "sure" or len(_parts(name)) > 1:
         return kind == "sure" or not _SHORT_NUMBER.fullmatch(value)
-    # `key="loss"` is code, and so may `token="the"` be.
+    # `key="loss"` is code, and `token="the"` may be, too.
     return len(value) >= (8 if name.lower() == "token" else 12) and any(c.isdigit() for c in value)
 
 
-# --- by form. What repeats without a bound is bounded where another match may begin inside of it: texts may be made to hang.
+# --- by form. Repetitions are bounded where another match may begin inside them, since a malicious text could make them hang.
 
 _USER_INFO = re.compile(r"(?<=://)(?:[^/\s'\"<>]*@|[^/\s:@'\"<>]{0,256}:(?!\d+(?:/|$))[^\s@'\"<>]{0,256}@)")
 _QUERY = re.compile(r"([?&;#](?:amp;)?)([\w.\-%\[\]]{1,64})=([^&\s'\"<>#;]*)")
@@ -121,15 +121,15 @@ _NUMBER_FIELD = re.compile(r"(\\?[\"'])([\w.\- ]{2,64})\1(\s*[:=]\s*)(\d{3,})")
 _ASSIGNED = re.compile(r"(?<![\w.\-$])(?P<name>[A-Za-z_][\w.\-]{1,63})(?P<op>\s?=\s?)(?P<v>[\"'])(?P<value>[^\"'\n]*)(?P=v)")
 _PAIR = re.compile(r"(?<![\w.\-$/?&])(?P<name>[A-Za-z_][\w.\-]{1,63})=(?P<value>[^\s;,&'\"()\[\]{}<>=][^\s;,&'\"()\[\]{}<>]*)")
 _OPTION = re.compile(r"(?<![\w-])(?P<name>--?[A-Za-z][\w.-]*)(?P<op>['\"]?,?\s+['\"]?|=['\"]?)(?P<value>[^\s'\",\]]+)")
-# In prose nothing tells a run's id from a secret: only what is longer than ids are is taken for one.
+# In prose a run's id looks like a secret, so only words longer than ids count.
 _LETTERS = re.compile(r"[A-Za-z0-9+/_=-]{32,}")
 _RARE = set("jkqvwxyzJKQVWXYZ")
 
 
 def _is_drawn(word: str) -> bool:
-    """Whether a word looks drawn by lot: large and small letters and digits in no order, and many of the rare ones.
+    """Whether a word looks random: upper case, lower case and digits in no order, with many rare letters.
 
-    A name in CamelCase has none of the rare letters, a number of version few digits, a checksum letters of one size only.
+    A CamelCase name has no rare letters, a version few digits, a checksum only one case.
     """
     word = word.rstrip("=")
     if not 24 <= len(word) <= 512 or word[0] in "/-" or not re.fullmatch(r"[A-Za-z0-9+/_-]+", word):
@@ -172,10 +172,10 @@ def _fields(text: str) -> str:
 
 
 def redacted(text: str, known: Collection[str] = ()) -> str:
-    """`text` without what looks like a secret, whether it is prose, a traceback or code.
+    """`text` without words that look like secrets; for prose, tracebacks or code.
 
     Args:
-        known: secrets, as `secret_values` finds them; they are taken out wherever they stand.
+        known: secrets from `secret_values`, which are removed wherever they occur.
     """
     for value in sorted(known, key=len, reverse=True):
         text = text.replace(value, _HIDDEN)
@@ -186,7 +186,7 @@ def redacted(text: str, known: Collection[str] = ()) -> str:
         return f"{match['name']}{match['op']}{match['v']}{_HIDDEN}{match['v']}"
 
     def pair(match: re.Match[str]) -> str:
-        # In code, what stands behind the sign without quotes is a name: only what has no name's form is a value.
+        # In code, an unquoted word after the sign is a name, so only words that cannot be names are values.
         value = match["value"]
         is_code = re.fullmatch(r"[A-Za-z_][A-Za-z_.]*", value) is not None
         hide = not is_code and _hides(match["name"], value)
@@ -202,7 +202,7 @@ def redacted(text: str, known: Collection[str] = ()) -> str:
 
 
 def _of_option(name: str, value: str) -> bool:
-    """Whether the value of an option is a secret by its name: `--key VALUE` is, too."""
+    """Whether an option's name makes its value a secret: `--key VALUE` does, too."""
     kind = _kind(name)
     return bool(kind) and not _HARMLESS_VALUE.fullmatch(value) and (kind == "sure" or not _SHORT_NUMBER.fullmatch(value))
 
@@ -212,13 +212,13 @@ def _header(match: re.Match[str]) -> str:
 
 
 def _value(name: str, value: str) -> str:
-    """The value of an option or variable of this name, which says no secret."""
+    """The value of an option or variable whose name is not a secret's."""
     place = bool(set(_parts(name)) & _PLACE)
     return _HIDDEN if not place and _is_drawn(value) else _word(value)
 
 
 def _word(word: str) -> str:
-    """A word of a command line that no name says to be a secret."""
+    """A word of a command line that no name marks as a secret."""
     if word.lstrip()[:1] in ("{", "["):
         return _HEADER.sub(_header, _fields(_forms(word)))
     text = _HEADER.sub(_header, _forms(word))
@@ -232,7 +232,7 @@ _NAMED = re.compile(r"(?P<name>[-+~]*[\w.\-/@]*\w)=(?P<value>.*)", re.S)
 
 
 def _hidden_words(words: Sequence[str]) -> Iterable[tuple[str, str]]:
-    """For each word what is shown of it, and what is hidden by its name."""
+    """For each word, the text to show, and the value hidden because of its name."""
     name = ""
     for word in words:
         before, name = name, ""
@@ -253,12 +253,12 @@ def _hidden_words(words: Sequence[str]) -> Iterable[tuple[str, str]]:
 
 
 def redacted_words(words: Sequence[str]) -> list[str]:
-    """The words of a command line, without what is named as a secret or looks like one."""
+    """The words of a command line, without values that are named as secrets or look like them."""
     return [shown for shown, _ in _hidden_words(words)]
 
 
 def redacted_fields(value: Any, name: str = "") -> Any:
-    """Plain values, as of JSON, without those whose name says that they are secrets, and without texts that look like one."""
+    """Plain values, as in JSON, without those named as secrets, and without texts that look like them."""
     if isinstance(value, dict):
         return {key: redacted_fields(each, str(key)) for key, each in value.items()}
     if isinstance(value, list):
@@ -269,9 +269,9 @@ def redacted_fields(value: Any, name: str = "") -> Any:
 
 
 def secret_values(words: Sequence[str], environment: Mapping[str, str]) -> set[str]:
-    """The secrets that a command line and an environment give by name: for `redacted`.
+    """The secrets that a command line and an environment give by name, for `redacted`.
 
-    Short ones are left out: to hide each `abc` of a text would hide the text, and paths, which name a file.
+    Short values are left out, since hiding each `abc` would hide the text; so are paths, which name a file.
     """
     secrets = {hidden for _, hidden in _hidden_words(words)}
     secrets |= {value for name, value in environment.items() if name not in ("PWD", "OLDPWD") and _kind(name)}

@@ -24,27 +24,27 @@ __all__ = [
     "shortly",
 ]
 
-# C0 but the end of a line and the tab, DEL, C1; what turns the direction of the text around it; half of a surrogate pair.
+# C0 without newline and tab, DEL, C1; characters that change the direction of text; lone surrogates.
 _MORE_THAN_TEXT = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]",
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;:]{0,64}m")
-# The beginning of a colour, at the end of what is there so far.
-_BEGUN = re.compile(r"\x1b(\[[0-9;:]{0,64})?\Z")  # not $, which is also before the end of a line
+# The beginning of a colour sequence, at the end of the text so far.
+_BEGUN = re.compile(r"\x1b(\[[0-9;:]{0,64})?\Z")  # not $, which also matches before a final newline
 
 
 def printable(text: str) -> str:
-    """`text` with a question mark for every character that would do more to a terminal than show itself."""
+    """`text` with a question mark for every character that a terminal would not just show."""
     return _MORE_THAN_TEXT.sub("?", text)
 
 
 def one_line(text: str) -> str:
-    """`printable`, without breaks of lines and tabs: of a file that somebody else may have written."""
+    """`printable` without newlines and tabs, for text that another user may have written."""
     return printable(text).replace("\n", "?").replace("\t", " ")
 
 
 def shortly(text: str, most: int = 80) -> str:
-    """A value of any length in quotes, as an error shows it."""
+    """A value of any length in quotes, shortened for an error."""
     return repr(text if len(text) <= most else f"{text[:most]}...")
 
 
@@ -52,8 +52,8 @@ def rank_ranges(ranks: Iterable[int], *, shortest: int = 2, most: int = 12) -> s
     """As "rank 2", "ranks 0-2, 5" or "ranks 0-7, 12".
 
     Args:
-        shortest: so many in a row are a range.
-        most: ranges and ranks that are shown.
+        shortest: length from which consecutive ranks are shown as a range.
+        most: number of ranges and ranks that are shown.
     """
     ordered = sorted(set(ranks))
     runs: list[list[int]] = []
@@ -68,14 +68,14 @@ def rank_ranges(ranks: Iterable[int], *, shortest: int = 2, most: int = 12) -> s
 
 
 def say(text: str) -> None:
-    """A line of echelon's own on standard error; a terminal that has gone is no error."""
+    """Print a line of echelon's own on standard error. A closed terminal is no error."""
     put(sys.stderr, printable(f"echelon: {text}") + "\n")
 
 
 def put(stream: Any, text: str) -> None:
     """Write to a stream of the user's, which may be closed, None, or an object of a notebook, a logger, a test.
 
-    Whatever it raises is dropped: no training ends because nobody could read of it.
+    Its errors are dropped: training must not end because its output cannot be shown.
     """
     with contextlib.suppress(Exception):
         try:
@@ -86,9 +86,9 @@ def put(stream: Any, text: str) -> None:
 
 
 def put_bytes(stream: Any, data: bytes) -> None:
-    """As `put`: as they are where the stream has a buffer, else as text."""
+    """As `put`, for bytes: written unchanged if the stream has a buffer, else as text."""
     buffer = getattr(stream, "buffer", None)
-    if buffer is None:  # a notebook's or a test's takes text only
+    if buffer is None:  # streams of notebooks and tests take text only
         put(stream, data.decode("utf-8", "replace"))
         return
     flush(stream)
@@ -104,14 +104,14 @@ def flush(*streams: Any) -> None:
 
 
 def is_terminal(stream: Any) -> bool:
-    """False of what cannot tell."""
+    """Whether a stream is a terminal; False if it cannot tell."""
     with contextlib.suppress(Exception):
         return bool(stream.isatty())
     return False
 
 
 class Forgiving:
-    """A stream of the user's, for others that write: as `put`."""
+    """A stream of the user's that other code writes to, with writes as in `put`."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -137,7 +137,7 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 class OutputFilter:
-    """What a program wrote, in pieces that may end anywhere: its colours stay, and carriage returns, of which bars are made."""
+    """Filters a program's output in pieces of any length: keeps colours, and carriage returns, which progress bars use."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -145,14 +145,14 @@ class OutputFilter:
         self._coloured = False
 
     def feed(self, data: bytes) -> str:
-        """The text that is whole so far."""
+        """The complete text so far."""
         text = self._held + self._decoder.decode(data)
         begun = _BEGUN.search(text)
         self._held = begun[0] if begun else ""
         return self._shown(text[: len(text) - len(self._held)])
 
     def end(self) -> str:
-        """What is left, and an end of the colours."""
+        """The rest, with colours switched off."""
         rest, self._held = self._held + self._decoder.decode(b"", True), ""
         return self._shown(rest) + ("\x1b[0m" if self._coloured else "")
 

@@ -1,8 +1,8 @@
-"""The traceback of a script that runs by itself: the user's frames and torch's, without those inside echelon.
+"""The traceback of a script run without a launcher: the user's frames and torch's, without those inside echelon.
 
 `echelon run` shows failures itself. Under plain `python train.py`, or torchrun, the interpreter prints an uncaught exception
-through `sys.excepthook`, which `import echelon` sets unless somebody has done so before. The text is the same, less the frames
-between the user's call and the user's own code.
+through `sys.excepthook`, which `import echelon` sets unless it is set already. The text is the same, without the frames between
+the user's call and the user's own code.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from echelon.common.terminal import put
 __all__ = ["FULL_VARIABLE", "from_here", "in_library", "named_in_library", "print_uncaught", "shortened"]
 
 FULL_VARIABLE = "ECHELON_FULL_TRACEBACK"
-# Also those of another Python: a user's own, those below a venv with --system-site-packages, what PYTHONPATH adds.
+# Also of another Python: a user's own packages, those below a venv with --system-site-packages, and those of PYTHONPATH.
 _INSTALLED = re.compile(r"/(?:site|dist)-packages/")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def in_library(file: str) -> bool:
-    """Whether a file belongs to Python, to what is installed in it, or to echelon."""
+    """Whether a file belongs to Python, to an installed package, or to echelon."""
     try:
         real = os.path.realpath(file)
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # not a possible file name
         return False
     return _INSTALLED.search(real) is not None or any(real.startswith(lib + os.sep) for lib in _libraries())
 
 
 def named_in_library(file: str) -> bool:
-    """As `in_library`, by the name alone: of a file that somebody else names, nothing is looked up.
+    """As `in_library`, by the name alone: a name from an untrusted source is not looked up.
 
-    A file of echelon may lie elsewhere where it was named: on another machine, in a checkout.
+    A file of echelon may have another path where it was named: on another machine, or in a checkout.
     """
     if "\0" in file:
         return False
@@ -49,7 +49,7 @@ def named_in_library(file: str) -> bool:
 
 
 def from_here(path: str) -> str:
-    """A file's path from the working folder, if it lies in there and that folder has not been removed; else as it is."""
+    """A file's path relative to the working folder, if it is inside and the folder still exists; otherwise unchanged."""
     try:
         return path.removeprefix(os.getcwd() + os.sep)
     except FileNotFoundError:
@@ -58,23 +58,23 @@ def from_here(path: str) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _own_files() -> frozenset[str]:
-    """Of this package, as "loop/engine.py"; not those at its top, whose names others have as well."""
+    """Files of this package, as "loop/engine.py"; without those at its top, whose names others use as well."""
     files = (os.path.relpath(os.path.join(at, name), _PACKAGE) for at, _, names in os.walk(_PACKAGE) for name in names)
     return frozenset(path.replace(os.sep, "/") for path in files if os.sep in path and path.endswith(".py"))
 
 
 def _libraries() -> set[str]:
-    """As they are spelled, and where they are."""
-    # Not the prefix, which is among these paths too: a project may lie below it, and often does in a container.
+    """Folders of libraries, as configured and with links resolved."""
+    # Without the prefix, which also is such a path: a project may lie below it, and often does in a container.
     spelled = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
     spelled |= {_PACKAGE.rstrip(os.sep), os.path.dirname(os.__file__)}
     return spelled | {os.path.realpath(lib) for lib in spelled}
 
 
 def shortened(error: BaseException) -> str:
-    """The traceback of `error` and of its causes, without frames of echelon where these say nothing.
+    """The traceback of `error` and its causes, without frames of echelon that say nothing.
 
-    All frames are kept where a line of echelon raised an exception that is not one of ours: they explain it then.
+    All frames are kept if a line of echelon raised an exception of another class, since they explain it.
     """
     whole = traceback.TracebackException.from_exception(error)
     dropped = _shorten(whole, error, set())
@@ -85,7 +85,7 @@ def shortened(error: BaseException) -> str:
 
 
 def _shorten(trace: traceback.TracebackException, error: BaseException, seen: set[int]) -> int:
-    """Drop frames from `trace`, which describes `error`, and from those that it names; how many."""
+    """Drop frames from `trace`, which describes `error`, and from its causes; returns how many."""
     if id(error) in seen:
         return 0
     seen.add(id(error))
@@ -101,10 +101,10 @@ def _shorten(trace: traceback.TracebackException, error: BaseException, seen: se
 
 
 def print_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A `sys.excepthook`: prints what `shortened` gives; all of it where the environment asks for that."""
+    """A `sys.excepthook`: prints the result of `shortened`, or the whole traceback if the environment asks for it."""
     try:
         text = None if os.environ.get(FULL_VARIABLE) else shortened(error.with_traceback(trace))
-    except Exception:  # an exception whose own text raises, say
+    except Exception:  # for example, an exception's own text may raise
         text = None
     if text is None:
         sys.__excepthook__(kind, error, trace)

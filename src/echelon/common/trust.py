@@ -1,9 +1,9 @@
-"""Who may have written what this process is about to believe: this user, root, or somebody else.
+"""Who may have written a file that this process is about to trust: this user, root, or another user.
 
-The rule is that of ssh: a file that decides what runs belongs to this user or to root, and nobody else can write to it, nor to
-the folder that it is in. root trusts root alone: a user could otherwise have root run what he likes. Folders further up may
-belong to others and be written by a group, as project folders are: whoever renames a run's folder there is noticed by a
-checksum that travels another way (`launcher.protocol`). What everybody may write to, without the sticky bit, is refused.
+The rule is ssh's: a file that decides what runs must belong to this user or to root, and only its owner may write to it and to
+its folder. root trusts only root, since a user could otherwise have root run anything. Folders further up may belong to others
+and be writable by a group, as project folders are: replacing a run's folder there is detected by a checksum that travels another
+way (`launcher.protocol`). A folder that everybody can write to, without the sticky bit, is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOBODY = 65534
 
 
 def why_untrusted(path: Path, status: os.stat_result) -> str:
-    """Why what has this status may be somebody else's doing, and the remedy; empty if it is not."""
+    """Why another user may have created or changed a file with this status, and the remedy; empty if none may have."""
     me = os.geteuid()
     if status.st_uid not in (me, 0):
         return f"{path} belongs to {_name(status.st_uid)}, and you are {_name(me)}. {_remedy(me, status.st_uid)}"
@@ -35,12 +35,12 @@ def why_untrusted(path: Path, status: os.stat_result) -> str:
 def _remedy(me: int, owner: int) -> str:
     if owner == _NOBODY:
         return (
-            "So it looks where a server of files maps root, or a container all other users, to nobody: be an ordinary user "
-            "there, or take a folder on a local disk, with --runs."
+            "This happens if a file server maps root, or a container maps all other users, to nobody: be an ordinary user "
+            "there, or choose a folder on a local disk, with --runs."
         )
     if me == 0:
-        return f"root believes root alone: do it as {_name(owner)}, with `sudo -u`, or take another --name or --runs."
-    return "Only its owner can go on with it: take another --name or --runs."
+        return f"root trusts only root: run the command as {_name(owner)}, with `sudo -u`, or choose another --name or --runs."
+    return "Only its owner can continue it: choose another --name or --runs."
 
 
 def _name(uid: int) -> str:
@@ -51,9 +51,10 @@ def _name(uid: int) -> str:
 
 
 def check_parents(path: Path) -> None:
-    """
+    """Check the folders above a path.
+
     Raises:
-        UsageError: everybody could put another folder in the place of this one.
+        UsageError: any user could replace this folder.
     """
     whole = path.absolute()
     for folder in dict.fromkeys((*whole.parents, *whole.resolve().parents)):
@@ -69,14 +70,14 @@ def check_parents(path: Path) -> None:
 
 
 def read_trusted(folder: Path, name: str, most: int) -> tuple[bytes, str]:
-    """The content of `folder/name`, two folders deep in a run's folder, and a reason to distrust it, or "".
+    """The content of `folder/name`, two levels deep in a run's folder, and a reason to distrust it, or "".
 
-    Every folder is opened once and looked at through its descriptor: what was looked at is what is read.
+    Every folder is opened once and checked through its descriptor, so that the checked file is the one that is read.
 
     Args:
-        folder: such as "runs/a/job"; links may lead to its parent, but it must not be a link itself.
+        folder: such as "runs/a/job"; it must not be a link itself, but its parent may be reached through links.
     Raises:
-        OSError: there is no such file.
+        OSError: the file does not exist.
     """
     above = os.open(folder.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
