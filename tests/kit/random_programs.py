@@ -6,10 +6,12 @@ They put together what each has a test of its own, in combinations that no list 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import echelon as ech
 from tests.kit.models import largest_difference, whole
 
-__all__ = ["LAYOUTS", "Program", "differences"]
+__all__ = ["LAYOUTS", "Program", "differences", "interrupted", "resumed"]
 
 LAYOUTS = ("ddp", "fsdp", "zero1", "zero2")
 LR = 0.05
@@ -136,6 +138,7 @@ class Mixed(nn.Module):
         super().__init__()
         self.kind, self.first, self.middle, self.last = body, nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 2)
         self.gain = nn.Parameter(torch.ones(8))
+        self.register_buffer("passes", torch.zeros(()))
         self.body: nn.Module = {
             "mlp": lambda: nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh()),
             "conv": lambda: nn.Sequential(nn.Conv1d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Conv1d(4, 1, 3, padding=1)),
@@ -144,6 +147,7 @@ class Mixed(nn.Module):
         }[body]()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # (B, 6) -> (B, 2)
+        self.passes += self.training
         x = self.first(x)
         if self.kind == "mlp":
             made = self.body(x)
@@ -194,13 +198,26 @@ def plain(program: Program) -> tuple[dict[str, torch.Tensor], list[float]]:
     return dict(model.named_parameters()) | {f"average.{n}": p for n, p in average.named_parameters()}, losses
 
 
-def prepared(program: Program, layout: str) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The same by `echelon.prepare`."""
+class Killed(Exception): ...
+
+
+def prepared(
+    program: Program, layout: str, folder: Path | None = None, dies_at: int | None = None
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """The same by `echelon.prepare`.
+
+    Args:
+        folder: of checkpoints, from which it goes on.
+        dies_at: after so many updates.
+    """
     model, optimizer, scheduler, loader = program.parts()
     average: Any = copy.deepcopy(model)
     things: list[Any] = [model, optimizer, loader, average, *([scheduler] if scheduler else [])]
     run: Any = model
-    run, optimizer, batches, average, *_ = ech.prepare(*things, layout=layout, accumulate=program.accumulate)
+    checkpoints = None if folder is None else ech.Checkpoints(folder, every=[1, 2, 3, "epoch"][program.seed % 4])
+    run, optimizer, batches, average, *_ = ech.prepare(
+        *things, layout=layout, accumulate=program.accumulate, checkpoints=checkpoints
+    )
     losses, most = [], None if program.breaks is None else program.breaks * program.accumulate
     for epoch in ech.epochs(batches, program.epochs):
         program.begin_epoch(epoch, run, optimizer)
@@ -231,6 +248,8 @@ def prepared(program: Program, layout: str) -> tuple[dict[str, torch.Tensor], li
                 losses.append(float(window.loss))
                 if program.averages:
                     follow(average, run)
+                if len(losses) == dies_at:
+                    raise Killed
         if program.steps == "epoch":
             scheduler.step()
     return whole(run) | {f"average.{name}": value for name, value in whole(average).items()}, losses
@@ -248,6 +267,34 @@ def differences(seeds: list[int]) -> list[str]:
             apart = max(largest_difference(got, values), *(abs(a - b) for a, b in zip(told, losses, strict=True)))
             if apart > 1e-10:
                 found.append(f"{layout} differs by {apart:.1e}: {program}")
+    return found
+
+
+def _killable(seeds: list[int]) -> list[tuple[Program, str, int]]:
+    """Programs with a layout, and the update after which each is killed. A loop that counts batches by itself counts them from 0
+    in an epoch that goes on, and a group that was added is not there when a checkpoint is restored.
+    """
+    programs = [each for each in map(Program.drawn, seeds) if not (each.skips or each.breaks or each.adds)]
+    return [(each, LAYOUTS[each.seed % len(LAYOUTS)], 1 + each.seed % 7) for each in programs]
+
+
+def interrupted(seeds: list[int], folder: str) -> None:
+    for program, layout, update in _killable(seeds):
+        if layout == "zero1" and program.freezes == "at first":  # which it refuses
+            continue
+        with contextlib.suppress(Killed):
+            prepared(program, layout, Path(folder) / str(program.seed), update)
+
+
+def resumed(seeds: list[int], folder: str) -> list[str]:
+    """On every rank: which programs that `interrupted` began do not come to what they are in one process."""
+    found = []
+    for program, layout, update in _killable(seeds):
+        if layout == "zero1" and program.freezes == "at first":
+            continue
+        got, _ = prepared(program, layout, Path(folder) / str(program.seed))
+        if (apart := largest_difference(got, plain(program)[0])) > 1e-10:
+            found.append(f"{layout}, killed after update {update}, differs by {apart:.1e}: {program}")
     return found
 
 
