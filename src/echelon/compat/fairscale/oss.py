@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -157,20 +158,10 @@ class OSS(torch.optim.Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = {number for number, p in zip(numbers, self.partition.parameters, strict=False) if self.partition.owns(p)}
         # Copied, as torch would go on with the caller's tensors.
-        state = {key: _copy(each) for key, each in state_dict["state"].items() if not isinstance(key, int) or key in own}
+        state = {key: copy.deepcopy(each) for key, each in state_dict["state"].items() if not isinstance(key, int) or key in own}
         self._everyones = None
         self.optim.load_state_dict({**state_dict, "state": state})
 
     def _share(self) -> None:
         """The groups and the state are the optimizer's own."""
         self.param_groups, self.state = self.optim.param_groups, self.optim.state
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    if isinstance(value, dict):
-        return {key: _copy(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_copy(each) for each in value)
-    return value
