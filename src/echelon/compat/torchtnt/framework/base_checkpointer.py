@@ -20,8 +20,8 @@ from echelon.compat.torchtnt.utils.checkpoint import (
     CheckpointPath,
     MetricData,
     Phase,
-    get_best_checkpoint_path,
-    get_latest_checkpoint_path,
+    best_first,
+    get_checkpoint_dirpaths,
 )
 from echelon.compat.torchtnt.utils.distributed import get_world_size
 from echelon.loop.callback import Callback
@@ -336,29 +336,34 @@ class BaseCheckpointer(Callback, metaclass=ABCMeta):
         Args:
             kwargs: of `restore`; and `file_system`, fsspec's.
         """
-        place = {"file_system": kwargs.pop("file_system", None), "process_group": kwargs.get("process_group")}
-        path = get_latest_checkpoint_path(dirpath, cls._metadata(), **place)
-        if path is None:
-            return False
-        logger.info("Restoring from path: %s", path)
-        cls.restore(path, unit, **kwargs)
-        return True
+        paths = cls._saved(dirpath, None, kwargs)
+        return cls._restore_first(str(dirpath), paths[::-1], unit, **kwargs)
 
     @classmethod
     def restore_from_best(
         cls, dirpath: str, unit: Any, metric_name: str, mode: Literal["min", "max"] = "min", **kwargs: Any
     ) -> bool:
         """As `restore_from_latest`, of the checkpoint with the best metric; False if none has it."""
-        place = {"file_system": kwargs.pop("file_system", None), "process_group": kwargs.get("process_group")}
-        path = get_best_checkpoint_path(dirpath, metric_name, mode, cls._metadata(), **place)
-        if path is None:
-            if agree.is_rank0():
-                logger.warning(
-                    "No checkpoints with metric name %s were found in %s. Not loading any checkpoint.", metric_name, dirpath
-                )
-            return False
-        cls.restore(path, unit, **kwargs)
-        return True
+        paths = cls._saved(dirpath, metric_name, kwargs)
+        if not paths and agree.is_rank0():
+            logger.warning(
+                "No checkpoints with metric name %s were found in %s. Not loading any checkpoint.", metric_name, dirpath
+            )
+        return bool(paths) and cls._restore_first(str(dirpath), best_first(paths, mode), unit, **kwargs)
+
+    @classmethod
+    def _saved(cls, dirpath: str, metric: str | None, options: dict[str, Any]) -> list[CheckpointPath]:
+        place = options.get("file_system"), options.get("process_group")
+        return get_checkpoint_dirpaths(str(dirpath), cls._metadata(), metric, *place)
+
+    @classmethod
+    def _restore_first(
+        cls, dirpath: str, paths: list[CheckpointPath], unit: Any, *, file_system: Any = None, **kwargs: Any
+    ) -> bool:
+        if paths:
+            logger.info("Restoring from path: %s", paths[0])
+            cls.restore(paths[0].path, unit, **kwargs)
+        return bool(paths)
 
 
 _WITHOUT = "Will not be included in checkpoint path, nor tracked for optimality."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 
@@ -24,8 +24,6 @@ from echelon.compat.torchtnt.utils.checkpoint import (
     CheckpointPath,
     Phase,
     at,
-    best_first,
-    get_checkpoint_dirpaths,
 )
 from echelon.loop.checkpointing import contents, restoring
 from echelon.loop.checkpointing.folder import left_alone
@@ -137,9 +135,10 @@ class DistributedCheckpointSaver(BaseCheckpointer):
         return restoring.restore(where, unit, train_dataloader, options)
 
     @classmethod
-    def restore_from_latest(
+    def _restore_first(
         cls,
-        dirpath: str | Path,
+        dirpath: str,
+        paths: list[CheckpointPath],
         unit: Unit,
         *,
         train_dataloader: Iterable[Any] | None = None,
@@ -149,41 +148,16 @@ class DistributedCheckpointSaver(BaseCheckpointer):
         fall_back: bool = True,
         **other: Any,
     ) -> bool:
-        """Restore the newest valid checkpoint in a folder, as `echelon.DistributedCheckpointSaver.restore_from_latest`; if none
-        has a name of TorchTNT's, of those that have echelon's.
-
-        Args:
-            other: as of `restore`.
-        """
-        paths = get_checkpoint_dirpaths(str(dirpath), cls._metadata(), None, file_system, process_group)
-        ordered = [at(path.path, file_system) for path in reversed(paths)] or commit.candidates(at(str(dirpath), file_system))
+        """The first that is valid; if none has a name of TorchTNT's, of those that have echelon's. False if there is none."""
+        ordered = [at(path.path, file_system) for path in paths] or commit.candidates(at(dirpath, file_system))
         without_effect("restore", **other)
-        return _restore_first(str(dirpath), ordered, unit, train_dataloader, restore_options, fall_back)
-
-    @classmethod
-    def restore_from_best(
-        cls,
-        dirpath: str | Path,
-        unit: Unit,
-        metric_name: str,
-        mode: Literal["min", "max"] = "min",
-        *,
-        train_dataloader: Iterable[Any] | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        restore_options: RestoreOptions | None = None,
-        file_system: Any = None,
-        fall_back: bool = True,
-        **other: Any,
-    ) -> bool:
-        """As `restore_from_latest`, of the checkpoints that have the metric the best; False if none has it."""
-        paths = get_checkpoint_dirpaths(str(dirpath), cls._metadata(), metric_name, file_system, process_group)
-        if not paths and agree.is_rank0():
-            logger.warning(
-                "No checkpoints with metric name %s were found in %s. Not loading any checkpoint.", metric_name, dirpath
-            )
-        ordered = [at(path.path, file_system) for path in best_first(paths, mode)]
-        without_effect("restore", **other)
-        return _restore_first(str(dirpath), ordered, unit, train_dataloader, restore_options, fall_back)
+        where = location(dirpath)
+        if left_alone(where) or not ordered:
+            return False
+        _refuse_theirs(ordered[0])
+        ours = [path for path in ordered if not _is_theirs(path)]
+        options = options_of(RestoreOptions, "restore_options", restore_options)
+        return restoring.restore_first(where, ours, unit, train_dataloader, options, fall_back)
 
 
 class _Manager(CheckpointManager):
@@ -256,18 +230,6 @@ def _step_of(name: str) -> int | None:
         return CheckpointPath.from_str(f"./{name}").step.get(Phase.TRAIN)
     except ValueError:
         return None
-
-
-def _restore_first(
-    dirpath: str, ordered: list[Location], unit: Unit, loader: Any, options: RestoreOptions | None, fall_back: bool
-) -> bool:
-    """Restore the first that is valid; False if there is none."""
-    where = location(dirpath)
-    if left_alone(where) or not ordered:
-        return False
-    _refuse_theirs(ordered[0])
-    ours = [path for path in ordered if not _is_theirs(path)]
-    return restoring.restore_first(where, ours, unit, loader, options_of(RestoreOptions, "restore_options", options), fall_back)
 
 
 def _is_theirs(path: Location) -> bool:
