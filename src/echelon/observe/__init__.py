@@ -1,1 +1,1 @@
-"""Turn events and numbers into answers for people. Reads the run folder only; imports without torch."""
+"""Turn events and numbers into answers for people. Reads only the run folder; imports no torch."""

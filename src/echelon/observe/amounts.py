@@ -1,4 +1,4 @@
-"""Times and amounts as people read them."""
+"""Times and amounts formatted for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BINARY = (" B", " KiB", " MiB", " GiB", " TiB")
 
 
 def duration(seconds: float | None) -> str:
-    """1h 02m, 1m 30s, 12.5s; for what is read once."""
+    """1h 02m, 1m 30s, 12.5s; for fixed values."""
     if seconds is None or not math.isfinite(seconds):
         return "unknown"
     if seconds < 59.95:
@@ -23,7 +23,7 @@ def duration(seconds: float | None) -> str:
 
 
 def clock(seconds: float) -> str:
-    """1:02:03 or 1:30; for what counts on under the reader's eyes."""
+    """1:02:03 or 1:30; for a value that keeps counting."""
     whole = round(seconds)
     if whole >= 3600:
         return f"{whole // 3600}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
@@ -31,7 +31,7 @@ def clock(seconds: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """A step's time, of three digits: 12.5 ms, from a second on 1.25 s."""
+    """A step's time in three digits: 12.5 ms, from one second on 1.25 s."""
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 

@@ -1,4 +1,4 @@
-"""What the times of all ranks of an attempt say together, read rank by rank: a day of a thousand ranks is six million records."""
+"""A summary of all ranks' times in an attempt, read rank by rank: a day of a thousand ranks is six million records."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["AttemptTimes", "times_of"]
 
 @dataclass(frozen=True)
 class AttemptTimes:
-    """An attempt's times, of which those of one rank are held.
+    """The times of an attempt. Holds the records of one rank only.
 
     Args:
-        critical: of the rank that came furthest; among equals, of the one that waited least: its data is what all waited for.
-        ranks: that have written any, in order.
-        steps: the lowest and the highest in any of them; None without any.
-        began: the lowest step at which a rank began that took one; None if none did.
+        critical: records of the rank that came furthest; among equals, of the one that waited least, for whose data all waited.
+        ranks: ranks with records, in order.
+        steps: lowest and highest step of any rank; None without records.
+        began: lowest step at which a rank began that completed a step; None if none did.
     """
 
     run: RunDir
@@ -30,7 +30,7 @@ class AttemptTimes:
 
     @classmethod
     def read(cls, run: RunDir) -> AttemptTimes:
-        """Of the attempt `run.attempt`. Never an error."""
+        """Read the attempt `run.attempt`. Never raises."""
         best: tuple[int, float] | None = None
         critical: Sequence[TimeRecord] = ()
         ranks: list[int] = []
@@ -50,11 +50,11 @@ class AttemptTimes:
         return cls(run, critical, ranks, steps, min(began, default=None))
 
     def by_rank(self) -> Iterator[tuple[int, Iterator[TimeRecord]]]:
-        """All records once more, those of one rank after the other; what came since is among them."""
+        """All records again, rank by rank, including records added since `read`."""
         for rank in self.ranks:
             yield rank, records_of(self.run, rank)
 
 
 def times_of(run: RunDir) -> list[AttemptTimes]:
-    """Of each attempt of a run, in order."""
+    """The times of each attempt of a run, in order."""
     return [AttemptTimes.read(RunDir(run.path, int(path.name))) for path in run.attempts()]

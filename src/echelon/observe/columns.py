@@ -1,7 +1,7 @@
-"""The numbers of a file of records, by name: a million records are read in seconds, and held as numbers instead of objects.
+"""The numbers in a file of records, by name: a million records are read in seconds, and held as numbers instead of objects.
 
-A value that is no number is left out, alone: its record's other values count. What a resumed run wrote again counts once, as it
-was written last: it is of the state that continued.
+A value that is not a number is left out by itself; the record's other values count. Of steps that a resumed run wrote again, the
+last record counts, since it belongs to the state that continued.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ __all__ = ["Columns", "Line", "finite", "moment", "number"]
 Point = tuple[float, float]
 
 _BATCH = 10_000
-_MOST_NAMES = 1000  # of a file that anybody may have written
+_MOST_NAMES = 1000  # the file may be another user's
 _PLAIN = {int, float}
 
 
 class Line(Sequence[Point]):
-    """Points (step, value) with increasing, finite steps; values may be nan or inf. Slices and elements are tuples.
+    """Points (step, value) with increasing, finite steps; values may be nan or inf. Elements and slices are tuples and lists of
+    them.
 
     Attributes:
-        xs, ys: the steps and the values, equally many.
+        xs, ys: the steps and the values, of equal length.
     """
 
     def __init__(self, xs: Sequence[float] = (), ys: Sequence[float] = ()) -> None:
@@ -54,7 +55,7 @@ class Line(Sequence[Point]):
 
 
 class Columns:
-    """Takes records with a `step` and gives their numbers by name.
+    """Collects records with a `step`, and returns their numbers by name.
 
     Attributes:
         dropped: whether there were more names than are kept.
@@ -66,13 +67,13 @@ class Columns:
         self.dropped = False
 
     def add(self, records: Iterator[Mapping[str, Any]]) -> None:
-        """Take in records, in the order in which they were written."""
+        """Add records, in the order in which they were written."""
         while batch := list(islice(records, _BATCH)):
             self._add([record for record in batch if "step" in record])
 
     def _add(self, batch: list[Mapping[str, Any]]) -> None:
         steps = [record["step"] for record in batch]
-        # Of numbers up to 1e300 the sum is finite, and a nan that is not the first does not show in their extremes.
+        # The sum of numbers up to 1e300 is finite; min and max would miss a nan that is not the first.
         if not _is_plain(steps) or not math.isfinite(sum(steps)):
             numbers = [finite(step) for step in steps]
             batch = [r for r, step in zip(batch, numbers, strict=True) if step is not None]
@@ -94,18 +95,18 @@ class Columns:
                 known[1].extend(ys)
 
     def names(self) -> list[str]:
-        """Of all numbers, in the order in which they first occurred."""
+        """The names of all numbers, in the order in which they first occurred."""
         return list(self._by_name)
 
     def line(self, name: str) -> Line:
-        """The points of a name; none if no record has it."""
+        """The points of a name; empty if no record has it."""
         if name not in self._lines:
             self._lines[name] = _increasing(*self._by_name.get(name, (array("d"), array("d"))))
         return self._lines[name]
 
 
 def _is_plain(values: Sequence[Any]) -> bool:
-    """Whether all are numbers as they are, which need no further look."""
+    """Whether all values are plain numbers in range, which need no check one by one."""
     return not values or (set(map(type, values)) <= _PLAIN and max(values) <= 1e300 and min(values) >= -1e300)
 
 
@@ -129,12 +130,12 @@ def number(value: object) -> float | None:
 
 
 def finite(value: object) -> float | None:
-    """As `number`, without those that are not finite."""
+    """As `number`, but None for nan and infinities."""
     checked = number(value)
     return checked if checked is not None and math.isfinite(checked) else None
 
 
 def moment(value: object) -> float | None:
-    """Seconds since the epoch, as a clock may show them; None for anything else."""
+    """Seconds since the epoch, in the range of a clock; None for anything else."""
     seconds = number(value)
     return seconds if seconds is not None and 0 <= seconds < 1e12 else None

@@ -1,4 +1,4 @@
-"""A run's numbers for Prometheus: prometheus_client serves them, in a process of its own, from what the run's folder says."""
+"""A run's numbers for Prometheus: prometheus_client serves them in a process of its own, from the run's folder."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LATEST = {
 
 @dataclass
 class _Series:
-    """One number of the run, with labels of its own beside the run's name."""
+    """One number of the run, with its labels besides the run's name."""
 
     name: str
     told: str
@@ -82,7 +82,7 @@ def _series(snapshot: Snapshot) -> Iterator[_Series]:
 
 
 class Numbers:
-    """A collector of prometheus_client, which asks it in a thread for each client: what the run's folder says at that moment."""
+    """A collector for prometheus_client, which calls it in a thread per client: reads the run's folder at that moment."""
 
     def __init__(self, run: RunDir) -> None:
         self._watch, self._lock = Watch(run), threading.Lock()
@@ -102,17 +102,17 @@ class Numbers:
 
 
 class Endpoint:
-    """A process that serves until it is closed, or its parent ends: a launcher forks, which threads make unsafe.
+    """A process that serves until it is closed or its parent ends. Not a thread, since a launcher forks.
 
-    It listens as soon as it is made, before there is a run's folder, so that a port that is taken leaves none behind.
+    It listens as soon as it is created, before there is a run folder, so that a port in use leaves no folder behind.
 
     Args:
-        port: 0 takes a free one.
-        bind: the address; others than this machine's own are for networks that one trusts: anybody may read.
+        port: 0 takes a free port.
+        bind: the address; use addresses other than this machine's loopback only in trusted networks, since anybody can read.
     Attributes:
-        address: where it answers.
+        address: URL of the metrics.
     Raises:
-        UsageError: the address cannot be listened at, or prometheus_client is not installed.
+        UsageError: the address cannot be used, or prometheus_client is not installed.
     """
 
     def __init__(self, port: int, bind: str = "127.0.0.1") -> None:
@@ -130,12 +130,12 @@ class Endpoint:
         self.address = f"http://{host}:{taken}/metrics"
 
     def serve(self, run: RunDir) -> None:
-        """From now on, this run at whatever attempt it is."""
+        """Serve this run from now on, at its present attempt."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        with contextlib.suppress(OSError):  # that it has ended meanwhile is none of the run's business
+        with contextlib.suppress(OSError):  # the run does not depend on this process
             self._process.stdin.write(json.dumps(str(run.path.absolute())) + "\n")
             self._process.stdin.flush()
-        self._process.stdout.readline()  # it has the run
+        self._process.stdout.readline()  # confirms that it has the run
 
     def close(self) -> None:
         self._process.terminate()
@@ -143,7 +143,7 @@ class Endpoint:
 
 
 def _main(port: str, bind: str) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to hear
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
     try:
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError:
@@ -160,7 +160,7 @@ def _main(port: str, bind: str) -> None:
     if run := sys.stdin.readline():
         registry.register(Numbers(RunDir(json.loads(run))))
         print("serves", flush=True)
-        sys.stdin.read()  # until the launcher has ended, however it did
+        sys.stdin.read()  # returns when the launcher has ended, in whatever way
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The facts of a run, read from its folder for a page or a table: never an error, always a note.
+"""The facts of a run, read from its folder for a page or a table. Reading never raises; problems become notes.
 
-A run that went wrong leaves files that are missing, cut off or of another kind than they should be, and that is the run people
-ask about. So a value of the wrong type counts as unknown, and `Facts.notes` says what could not be read.
+A run that failed leaves files that are missing, cut off or malformed, and that is the run people ask about. So a value of the
+wrong type counts as unknown, and `Facts.notes` lists what could not be read.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from echelon.observe.columns import Columns, Line, finite, moment
 
 __all__ = ["Attempt", "Facts", "FirstFailure", "Status", "children", "get", "read", "size_bytes", "word"]
 
-_MOST_FOLDERS = 10_000  # in one checkpoint, which has a handful
+_MOST_FOLDERS = 10_000  # per checkpoint, which usually has a handful
 _INTERRUPTED = (130, 143)  # 128 + SIGINT, 128 + SIGTERM
 
 
 @dataclass(frozen=True)
 class Status:
-    """How an attempt ended, as a kind, a few words, and the reason as far as it is known."""
+    """How an attempt ended: a kind, a few words, and the reason if known."""
 
     kind: Literal["finished", "failed", "stopped", "unknown"]
     text: str
@@ -36,7 +36,7 @@ class Status:
 
 @dataclass(frozen=True)
 class FirstFailure:
-    """What the rank that failed first said. None is what it did not say."""
+    """The report of the rank that failed first. None for what it did not report."""
 
     rank: str | None
     kind: str | None
@@ -54,7 +54,7 @@ class FirstFailure:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What one start of the run left behind. `exit` is None while it runs, and after its launcher was killed."""
+    """The records of one start of the run. `exit` is None while it runs, and if its launcher was killed."""
 
     number: int
     exit: Mapping[str, Any] | None
@@ -91,16 +91,16 @@ class Attempt:
         return ended - started if started is not None and ended is not None and ended >= started else None
 
     def explained(self) -> str:
-        """What the launcher made of its end, in a paragraph; empty if it was not asked to."""
+        """The launcher's explanation of the end, in a paragraph; empty if there is none."""
         text = get(self.exit, "explained")
         return text.strip() if isinstance(text, str) else ""
 
     def first_step(self) -> float | None:
-        """The steps that were done when it began to train."""
+        """The number of completed steps when training began."""
         return next((finite(e.get("step")) for e in self.events if e.get("event") == "train_start"), None)
 
     def evaluations(self) -> list[tuple[float, float]]:
-        """Start and end of each, in seconds since the epoch."""
+        """Start and end of each evaluation, in seconds since the epoch."""
         spans, began = [], None
         for event in self.events:
             at = moment(event.get("time"))
@@ -112,18 +112,18 @@ class Attempt:
         return spans
 
     def saved(self) -> list[tuple[float | None, float | None]]:
-        """(step, time) of every checkpoint that was saved, in order; None where an event does not say it."""
+        """(step, time) of every saved checkpoint, in order; None for a value that an event lacks."""
         return [(finite(e.get("step")), moment(e.get("time"))) for e in self.events if e.get("event") == "checkpoint_saved"]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a run left behind.
+    """The records of a run.
 
     Args:
-        name: from run.json, else of the folder.
+        name: from run.json, else the folder's name.
         about: run.json; empty if it cannot be read.
-        numbers: of metrics.jsonl.
+        numbers: from metrics.jsonl.
         attempts: in order of their numbers.
         notes: sentences on what is missing, cut off or unreadable.
     """
@@ -135,11 +135,11 @@ class Facts:
     notes: Sequence[str]
 
     def points(self, key: str) -> Line:
-        """(step, value) of every record that has a number under `key`; nan and inf are numbers here."""
+        """(step, value) of every record with a number under `key`, including nan and inf."""
         return self.numbers.line(key)
 
     def steps(self) -> tuple[float, float] | None:
-        """The first and the last step that has a number."""
+        """The first and the last step with a number."""
         ends = [(line.xs[0], line.xs[-1]) for name in self.numbers.names() if (line := self.points(name)).xs]
         return (min(low for low, _ in ends), max(high for _, high in ends)) if ends else None
 
@@ -154,7 +154,7 @@ class Facts:
 
 
 def read(run: RunDir) -> Facts:
-    """Read a run's folder. Changes nothing in it; a folder that does not exist has no facts, only notes."""
+    """Read a run's folder without changing it. A folder that does not exist gives notes only."""
     notes: list[str] = []
     about = _object(run.run_json, "run.json", notes)
     numbers = Columns()
@@ -207,7 +207,7 @@ def _lacks(error: OSError) -> str:
 
 
 def children(folder: Path) -> list[Path]:
-    """The folders in a folder, by name; none if it cannot be read."""
+    """The folders in a folder, by name; empty if it cannot be read."""
     try:
         return sorted(p for p in folder.iterdir() if p.is_dir())
     except OSError:
@@ -215,7 +215,7 @@ def children(folder: Path) -> list[Path]:
 
 
 def size_bytes(folder: Path) -> int:
-    """Of the files in a folder and its folders, as far as they can be seen."""
+    """Total size of the visible files in a folder and below."""
     total = 0
     for place, _, names in islice(os.walk(folder), _MOST_FOLDERS):
         for name in names:
@@ -227,7 +227,7 @@ def size_bytes(folder: Path) -> int:
 
 
 def get(value: object, *keys: str) -> Any:
-    """The value under nested keys; None where one is absent, or where what should hold it is no object."""
+    """The value under nested keys; None if a key is absent, or a container is not an object."""
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     return value

@@ -1,4 +1,4 @@
-"""Goodput: how much of a run's wall time went into steps that count, and what the rest was lost to, over all its restarts."""
+"""Goodput: the share of a run's wall time spent in steps that count, and the causes of the rest, over all restarts."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from echelon.observe.facts import get
 
 __all__ = ["LOST", "Goodput", "goodput"]
 
-# What time is lost to, as it is shown.
+# Causes of lost time, in the order shown.
 LOST = {
     "startup": "from the start of an attempt to its training loop",
-    "redone": "steps after the checkpoint from which a later attempt went on",
+    "redone": "steps after the checkpoint from which a later attempt resumed",
     "data": "waiting for batches",
     "evaluation": "evaluations",
-    "checkpoint": "for which the training stopped for a checkpoint",
+    "checkpoint": "training stopped for a checkpoint",
     "hang": "from the last step to the end of an attempt that hung",
-    "ending": "from the last step that was written down to the end of another attempt",
+    "ending": "from the last recorded step to the end of any other attempt",
     "down": "between two attempts",
     "outside": "between two training loops of an attempt",
 }
 
-_SHOWN = 0.005  # of the wall time: less is not worth a word
+_SHOWN = 0.005  # smallest share of the wall time that is shown
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds of a run; `wall_s` is `productive_s` and all that is in `lost` together.
+    """Seconds of a run; `wall_s` is the sum of `productive_s` and of all in `lost`.
 
     Args:
-        wall_s: from its first start to its end, or to its last sign.
-        productive_s: in steps that were not trained again, without their wait for data.
-        wait_s: of these, in which the rank that waited least waited for others: the price of training in parallel, not lost.
-        lost: by the words of `LOST`, the most first; without what is zero.
+        wall_s: from its first start to its end, or to its last record.
+        productive_s: in steps that were not trained again, without waits for data.
+        wait_s: the part of `productive_s` in which the rank that waited least waited for others: the price of training in
+        parallel.
+        lost: seconds by the keys of `LOST`, the largest first; without zeros.
     """
 
     wall_s: float
@@ -58,7 +59,7 @@ class Goodput:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """What one attempt left, of the rank that held up the others."""
+    """The times of one attempt, from the rank that held up the others."""
 
     started: float
     ended: float
@@ -67,10 +68,10 @@ class _Attempt:
 
     @classmethod
     def read(cls, times: AttemptTimes, commanded: float | None) -> _Attempt | None:
-        """None if nothing says when it was.
+        """Read an attempt; None if its time is unknown.
 
         Args:
-            commanded: when the run was last commanded to start, which may be of this attempt or of another.
+            commanded: time of the run's latest command, for this attempt or another.
         """
         exit_json, records = read_json(times.run.exit_json), times.critical
         began = records[0].time - records[0].wall_s - records[0].startup_s if records else None
@@ -84,12 +85,12 @@ class _Attempt:
 
 
 def goodput(run: RunDir, times: Sequence[AttemptTimes] | None = None) -> Goodput | None:
-    """Of all attempts in a run's folder; None where nothing says when they were. Never an error.
+    """The goodput over all attempts in a run's folder; None if their times are unknown. Never raises.
 
-    An attempt's start and end are by its launcher's clock, what its loop did by the clock of its ranks; only durations are added.
+    An attempt's start and end are by its launcher's clock, its loop's times by the ranks' clocks; only durations are added.
 
     Args:
-        times: as `times_of` gives them for this run, where they have been read.
+        times: the result of `times_of` for this run, if already read.
     """
     commanded = moment(get(read_json(run.run_json), "started"))
     parts = (_Attempt.read(each, commanded) for each in (times_of(run) if times is None else times))
@@ -111,7 +112,7 @@ def goodput(run: RunDir, times: Sequence[AttemptTimes] | None = None) -> Goodput
 
 
 def _from_command(attempts: list[_Attempt], commanded: float | None) -> list[_Attempt]:
-    """The attempt that the latest command started begins with that, and not with its first rank."""
+    """Let the attempt of the latest command begin with the command, not with its first rank."""
     before = 0.0
     for i, attempt in enumerate(attempts):
         if commanded is not None and before <= commanded < attempt.started:
@@ -122,7 +123,7 @@ def _from_command(attempts: list[_Attempt], commanded: float | None) -> list[_At
 
 
 def _of_loop(records: Sequence[TimeRecord], kept: int | None, lost: dict[str, float]) -> tuple[float, float]:
-    """Productive seconds and waits of a loop, of which steps up to `kept` count; adds to `lost`."""
+    """Productive seconds and waits of a loop whose steps up to `kept` count; adds to `lost`."""
     productive = wait = 0.0
     for record in records:
         first, last = record.steps
@@ -140,7 +141,7 @@ def _of_loop(records: Sequence[TimeRecord], kept: int | None, lost: dict[str, fl
 
 
 def _around_loop(attempt: _Attempt, lost: dict[str, float]) -> None:
-    """What of an attempt is outside its records."""
+    """Add the time of an attempt outside its records to `lost`."""
     records, span = attempt.records, attempt.ended - attempt.started
     if not records:
         lost["hang" if attempt.hung else "startup"] += span

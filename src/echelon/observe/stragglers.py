@@ -1,7 +1,7 @@
-"""Stragglers: ranks for which the others wait, and why. From the time that each spends by itself, outside of collectives.
+"""Stragglers: ranks for which the others wait, and the cause, from the time that each rank spends outside of collectives.
 
-Ranks that train together take equally long for a step, as they wait for the slowest; what differs is how much of it each of them
-computes, and how much it waits. Only durations are compared, never the clocks of two machines.
+Ranks that train together take equally long for a step, since they wait for the slowest. They differ in how much of the step they
+compute and how much they wait. Only durations are compared, never the clocks of two machines.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from echelon.contracts.times import TimeRecord
 
 __all__ = ["Straggler", "stragglers"]
 
-# A rank is slow if its own time of a step is so many times that of the others' median, and so much more,
+# A rank is slow if its own time per step is this many times the median of the others, exceeds it by this much,
 _FACTOR = 1.5
 _LEAST_S = 0.002
-# and so much of the step, in which the others do wait.
+# and exceeds it by this share of the step; and if the others do wait.
 _LEAST_OF_STEP = 0.1
-# It is judged by its latest records, of so many steps and so long; fewer than the second pair say nothing.
+# A rank is judged by its latest records, over this many steps and seconds; fewer than the second pair are not judged.
 _STEPS, _SECONDS = 20, 1.0
 _FEWEST_STEPS, _FEWEST_SECONDS = 10, 0.3
 _MOST_RECORDS = 30
-# One thing is the cause if it explains so much of what a rank takes longer. The kernel computes while it reads and writes.
+# A cause counts if it explains this share of a rank's excess. For disk less, since the kernel computes while it reads and writes.
 _EXPLAINS = {"gc": 0.5, "disk": 0.3, "data": 0.5}
 
 Cause = Literal["data", "compute", "gc", "disk"]
@@ -33,12 +33,13 @@ Cause = Literal["data", "compute", "gc", "disk"]
 
 @dataclass(frozen=True)
 class Straggler:
-    """A rank that holds up the others.
+    """A rank that the others wait for.
 
     Args:
-        factor: its own time of a step over the median of the other ranks'.
-        cause: "data": it waits for batches; "gc": it collects garbage; "disk": it waits for a file system; "compute": all else.
-        line: of the user's code, where it spends most of its own time; empty if unknown.
+        factor: its own time per step over the median of the other ranks.
+        cause: "data": it waits for batches; "gc": it collects garbage; "disk": it waits for a file system; "compute": anything
+        else.
+        line: the line of the user's code with most of its own time; empty if unknown.
     """
 
     rank: int
@@ -56,10 +57,10 @@ class Straggler:
 
 
 def stragglers(times: Mapping[int, Sequence[TimeRecord]]) -> list[Straggler]:
-    """The stragglers now, the slowest first; none in a healthy run, nor before there is enough to judge by.
+    """The present stragglers, the slowest first; empty for a healthy run, and while there are too few records.
 
     Args:
-        times: the records of an attempt by rank, as `contracts.times.read_times` gives them; the latest suffice.
+        times: the records of an attempt by rank, from `contracts.times.read_times`; the latest suffice.
     """
     alike: dict[str, list[_Usual]] = defaultdict(list)
     for rank, records in times.items():
@@ -71,13 +72,13 @@ def stragglers(times: Mapping[int, Sequence[TimeRecord]]) -> list[Straggler]:
 
 @dataclass(frozen=True)
 class _Usual:
-    """What a step of a rank takes now, in seconds: each number is the median over its latest records."""
+    """A rank's usual step now, in seconds: medians over its latest records."""
 
     rank: int
     latest: TimeRecord
     line: str
-    own: float  # of the usual step
-    mean: float  # own time of a step, with what comes only now and then
+    own: float  # own time of a usual step
+    mean: float  # own time per step, including occasional work
     data: float
     gc: float
     disk: float
@@ -86,7 +87,7 @@ class _Usual:
 
     @classmethod
     def of(cls, rank: int, records: Sequence[TimeRecord]) -> _Usual | None:
-        """None if there is not enough yet. The first record of a loop is left out: it is of its first steps, which compile."""
+        """None if there are too few records. Leaves out a loop's first record, whose first steps may compile."""
         taken: list[TimeRecord] = []
         steps, seconds = 0, 0.0
         for record in reversed(records[1:]):
@@ -112,7 +113,7 @@ class _Usual:
             mean=usual([_own(r) for r in taken]),
             data=of_step("data_s"),
             gc=of_step("gc_s"),
-            disk=sum(r.disk_s for r in taken) / steps,  # by looks, of which a record has few
+            disk=sum(r.disk_s for r in taken) / steps,  # from samples, of which a record has few
             wait=of_step("wait_s"),
             wall=usual([_wall(r) for r in taken]),
         )
@@ -128,7 +129,7 @@ def _wall(record: TimeRecord) -> float:
 
 
 def _line(records: Sequence[TimeRecord]) -> str:
-    """The line of most of the time."""
+    """The line with most of the time."""
     lines: dict[str, float] = defaultdict(float)
     for record in records:
         lines[record.line] += record.wall_s
@@ -137,7 +138,7 @@ def _line(records: Sequence[TimeRecord]) -> str:
 
 
 def _among(ranks: Sequence[_Usual]) -> list[Straggler]:
-    """Of ranks that do the same."""
+    """The stragglers among ranks of the same role."""
     slow = []
     others = {
         name: _median_of_others([getattr(r, name) for r in ranks]) for name in ("own", "mean", "data", "gc", "disk", "wait")
@@ -154,7 +155,7 @@ def _among(ranks: Sequence[_Usual]) -> list[Straggler]:
             if excess < max(_LEAST_S, _LEAST_OF_STEP * rank.wall) or getattr(rank, own) < _FACTOR * usual:
                 continue
             cause = next((c for c, share in _EXPLAINS.items() if more(c) >= share * excess), "compute")
-            if own == "mean" and cause == "compute":  # a slow step now and then: not by looking at it now and then
+            if own == "mean" and cause == "compute":  # only an occasional slow step, without a cause that explains it
                 continue
             factor = getattr(rank, own) / max(usual, 1e-6)
             slow.append(Straggler(rank.rank, rank.latest.host, factor, cause, rank.line))  # type: ignore[arg-type]
@@ -163,7 +164,7 @@ def _among(ranks: Sequence[_Usual]) -> list[Straggler]:
 
 
 def _median_of_others(values: Sequence[float]) -> list[float]:
-    """For each value the median of all the others."""
+    """For each value, the median of all the others."""
     order = sorted(range(len(values)), key=lambda i: values[i])
     inner, medians = [values[i] for i in order], [0.0] * len(values)
     size = len(values) - 1

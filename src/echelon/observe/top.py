@@ -1,7 +1,7 @@
-"""A run as it is now, from its folder alone: where each rank is, who is slow, what happened last. For `echelon top`.
+"""The present state of a run, from its folder alone: where each rank is, who is slow, what happened last. For `echelon top`.
 
-`Watch` reads what came since it last looked; `lines` makes text of it. Nothing asks the ranks, so watching costs them nothing.
-A run on a cluster is watched from wherever its folder is seen.
+`Watch` reads what was added since its last look; `lines` makes text of it. It does not query the ranks, so it costs them nothing.
+A run on a cluster can be watched wherever its folder is visible.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from echelon.observe.stragglers import stragglers
 __all__ = ["Snapshot", "Watch", "lines"]
 
 _TAIL_BYTES = 1 << 16
-_MOST_EVENTS = 10_000  # at one look; a run of years has fewer
-_SILENT_S = 60.0  # after which a run that has not ended is said to be silent
+_MOST_EVENTS = 10_000  # per look; a run of years has fewer
+_SILENT_S = 60.0  # a running run that wrote nothing for this long is called silent
 _EVENTS = 3
 _LOG_LINES = 5
 _SHOWN = (
@@ -47,20 +47,20 @@ _NOTED = {"train_start", "checkpoint_saved", "checkpoint_failed", "eval_end", "e
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is known of a run at one moment.
+    """The state of a run at one moment.
 
     Args:
-        name, ranks: as run.json has them.
-        attempt: the newest one; None before the first.
-        ended: how earlier attempts ended, by number.
-        progress: the line of progress, and how much of the run is done, from 0 to 1.
-        since_s: since the run last wrote anything.
-        step, total_steps: completed, and of the whole run as far as it is known.
+        name, ranks: from run.json.
+        attempt: the newest attempt; None before the first.
+        ended: earlier attempts, by number.
+        progress: the progress line; `fraction` is the completed share of the run, from 0 to 1.
+        since_s: seconds since the run last wrote anything.
+        step, total_steps: completed steps, and steps of the whole run if known.
         latest: numbers of the latest records of metrics.jsonl, by name.
         times: the latest record of each rank.
-        slow: a sentence on each rank that holds up the others.
-        events: the latest, a line each.
-        output: the last lines of a rank's output, and whose they are.
+        slow: a sentence per rank that holds up the others.
+        events: the latest events, one line each.
+        output: a rank, and the last lines of its output.
     """
 
     name: str
@@ -81,10 +81,10 @@ class Snapshot:
 
 
 class Watch:
-    """Follows a run, through all of its attempts.
+    """Follows a run through all its attempts.
 
     Args:
-        rank: whose output is shown; None is the first rank that failed, else rank 0.
+        rank: the rank whose output is shown; None for the first rank that failed, else rank 0.
     """
 
     def __init__(self, run: RunDir, rank: int | None = None) -> None:
@@ -98,7 +98,7 @@ class Watch:
         self._ended: dict[int, Attempt] = {}
 
     def look(self) -> Snapshot:
-        """What there is now. Never an error: what cannot be read is not shown."""
+        """The present state. Never raises: what cannot be read is not shown."""
         numbers = [int(path.name) for path in self._run.attempts()]
         if numbers and numbers[-1] != self._attempt:
             self._begin(numbers)
@@ -136,7 +136,7 @@ class Watch:
         )
 
     def _begin(self, numbers: Sequence[int]) -> None:
-        """A new attempt: the others have ended."""
+        """Begin a new attempt; the others have ended."""
         for n in numbers[:-1]:
             if n not in self._ended:
                 self._ended[n] = Attempt(n, read_json(RunDir(self._run.path, n).exit_json), [])
@@ -158,7 +158,7 @@ class Watch:
 
 
 def _since(there: RunDir) -> float | None:
-    """Seconds since anything of the attempt was written; None before that."""
+    """Seconds since the attempt last wrote anything; None before that."""
     times = []
     for path in [there.metrics, there.events(0), there.log(0), *_some(there.attempt_path)]:
         try:
@@ -185,7 +185,7 @@ def _running(attempt: Attempt | None) -> float | None:
 
 
 def _event_line(event: Mapping[str, Any]) -> str:
-    """An event in a line; empty for one that is not worth it."""
+    """An event as a line; empty for unimportant ones."""
     name, at = event.get("event"), moment(event.get("time"))
     if not isinstance(name, str) or name not in _NOTED:
         return ""
@@ -210,8 +210,8 @@ def lines(snapshot: Snapshot, *, width: int = 100, height: int = 40, job: str = 
     """A screen of text: at most `height` lines of at most `width` characters, safe for a terminal.
 
     Args:
-        job: what the scheduler says of the job.
-        gone: the launcher of an attempt that has no end does not run any more.
+        job: the scheduler's state of the job.
+        gone: the launcher has ended without recording the attempt's end.
     """
     head = [_state(snapshot, job, gone=gone)]
     if snapshot.progress:
@@ -248,7 +248,7 @@ def _state(snapshot: Snapshot, job: str, *, gone: bool) -> str:
     else:
         silent = snapshot.since_s is not None and snapshot.since_s > _SILENT_S
         state = f"has written nothing for {clock(snapshot.since_s or 0.0)}" if silent else "running"
-        state = "its launcher has gone: `echelon explain` says more" if gone else state
+        state = "its launcher has ended: `echelon explain` says more" if gone else state
         state += f" ({job})" if job else ""
     parts = [snapshot.name, state, f"{snapshot.ranks} ranks"]
     if attempt is not None and attempt.number:
@@ -271,7 +271,7 @@ def _bar(fraction: float | None, wide: int = 24) -> str:
 
 
 def _table(times: Mapping[int, TimeRecord], room: int) -> list[str]:
-    """A row for each rank; of more than there is room for, the slowest."""
+    """A row per rank; if there is no room for all, the slowest."""
     if not times:
         return []
     slowest = sorted(times, key=lambda rank: -times[rank].own_s)

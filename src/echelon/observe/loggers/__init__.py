@@ -1,6 +1,6 @@
-"""Loggers of named numbers, to files and to trackers. Monitors among the callbacks write to them.
+"""Loggers of named numbers, to files and to trackers. Monitor callbacks write to them.
 
-The numbers of every update are in the run's `metrics.jsonl` without any of these; a logger is for numbers of one's own.
+The numbers of every update are in the run's `metrics.jsonl` without a logger; a logger is for further numbers.
 """
 
 from echelon.observe.loggers.file import CSVLogger, FileLogger

@@ -1,7 +1,7 @@
-"""Loggers to a file: one row a step, appended; what is written stays readable whatever kills the process.
+"""Loggers to a file: one row per step, appended. What is written stays readable, however the process ends.
 
-A file that is there is continued, so that a run that resumes after a kill keeps what it had. A row may then occur twice,
-for the steps between the last checkpoint and the kill; the later one counts.
+An existing file is continued, so a run that resumes after a kill keeps its rows. A row may then occur twice, for the steps
+between the last checkpoint and the kill; the later row counts.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 
 class FileLogger(ABC):
-    """Collects the numbers of a step into a row, and writes rows in batches. Rank 0 alone writes unless told otherwise.
+    """Collects the numbers of a step into a row, and writes rows in batches. By default only rank 0 writes.
 
-    Numbers that live on a GPU are read when rows are written, so that logging does not wait for the device at every step.
-    Further processes must not write into the same file.
+    Numbers on a GPU are read when rows are written, so that logging does not wait for the device at every step. Other processes
+    must not write into the same file.
 
     Args:
-        path: the file; its folder is made.
-        steps_before_flushing: how many steps are held in memory, which a killed process loses.
+        path: the file; its folder is created.
+        steps_before_flushing: number of steps held in memory, which are lost if the process is killed.
         log_all_ranks: every rank writes, to a file of its own: "metrics.csv" becomes "metrics.rank3.csv".
     """
 
@@ -49,7 +49,7 @@ class FileLogger(ABC):
         self._begin()
 
     def _begin(self) -> None:
-        """Of this process: whether it writes, and where."""
+        """Set up this process: whether it writes, and where."""
         this_rank = rank()
         self._writes = this_rank == 0 or self.log_all_ranks
         self._path = self._given
@@ -62,7 +62,7 @@ class FileLogger(ABC):
             atexit.register(self.close)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In another process, such as a rank that a Trainer started: rows that were held stay where they were logged."""
+        """In another process, such as a rank that a Trainer started: held rows stay with the original."""
         self.__dict__.update(state)
         self._begin()
 
@@ -72,11 +72,11 @@ class FileLogger(ABC):
         return str(self._path)
 
     def log(self, name: str, data: Scalar, step: int) -> None:
-        """Note one number. Numbers of the same step share a row, as long as it is not yet written."""
+        """Log one number. Numbers of the same step share a row until it is written."""
         self.log_dict({name: data}, step)
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
-        """Note several numbers of one step."""
+        """Log several numbers of one step."""
         if not self._writes:
             return
         row = self._rows.get(step)
@@ -89,26 +89,26 @@ class FileLogger(ABC):
         row["time"] = time.time()
 
     def flush(self) -> None:
-        """Write all that is held."""
+        """Write all held rows."""
         rows, self._rows = self._rows, {}
         if rows:
             self._append([{k: v if k == "step" else scalar_to_float(v) for k, v in row.items()} for row in rows.values()])
 
     def close(self) -> None:
-        """Write all that is held. Also done when the process ends in an orderly way."""
+        """Write all held rows. Also done at an ordinary end of the process."""
         self.flush()
         atexit.unregister(self.close)
 
     @abstractmethod
     def _check(self) -> None:
-        """Look at a file that is there; raise if it cannot be continued."""
+        """Check an existing file; raise if it cannot be continued."""
 
     @abstractmethod
     def _append(self, rows: list[dict[str, float]]) -> None: ...
 
 
 class CSVLogger(FileLogger):
-    """Comma-separated values with one line of names. A name that comes later widens the table: the file is then copied, once."""
+    """Comma-separated values with one header line. A new name widens the table, for which the file is copied once."""
 
     def __init__(self, path: str | Path, steps_before_flushing: int = 100, log_all_ranks: bool = False) -> None:
         self._names: list[str] = []
@@ -137,7 +137,7 @@ class CSVLogger(FileLogger):
                 file.write(text.getvalue().encode())
 
     def _widen(self, into: io.StringIO) -> None:
-        """The table as it is, with the new columns."""
+        """Write the present table with the new columns."""
         table = csv.DictWriter(into, self._names, restval="", extrasaction="ignore")
         table.writeheader()
         if self._path.exists():

@@ -1,4 +1,4 @@
-"""What a logger promises, and what may be given to one; and Python's own logging, where many ranks run the same line."""
+"""The interface of a logger and its values; and a logger of messages, for code that runs on many ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from echelon.contracts.rank import RankInfo
 
 __all__ = ["MetricLogger", "RankLogger", "Scalar", "get_logger", "hold", "rank", "scalar_to_float"]
 
-# An int, a float, or anything with one element and `.item()`: a tensor, a NumPy array or number.
+# An int, a float, or anything with one element and `.item()`: a tensor, a NumPy array or scalar.
 Scalar: TypeAlias = Any
 Ranks = int | Collection[int] | Literal["all"]
 
 
 @runtime_checkable
 class MetricLogger(Protocol):
-    """Takes numbers by name and step. Every rank may call it; which ranks write is the logger's own business."""
+    """Takes numbers by name and step. Every rank may call it; the logger decides which ranks write."""
 
     def log(self, name: str, data: Scalar, step: int) -> None: ...
 
@@ -30,10 +30,10 @@ class MetricLogger(Protocol):
 
 
 def scalar_to_float(scalar: Scalar) -> float:
-    """A number of any kind as a float. Of a tensor on a GPU this waits for the device.
+    """A number of any kind as a float. For a tensor on a GPU this waits for the device.
 
     Raises:
-        UsageError: it holds none or several numbers.
+        UsageError: it holds no number or several.
     """
     if isinstance(scalar, (int, float)):
         return float(scalar)
@@ -46,7 +46,7 @@ def scalar_to_float(scalar: Scalar) -> float:
 
 
 def hold(scalar: Scalar) -> Scalar:
-    """The number as it is now, without waiting for a GPU: what lives there stays there, as a copy, until it is read."""
+    """The present value, without waiting for a GPU: a value there is copied, and read later."""
     if getattr(scalar, "is_cuda", False):
         return scalar.detach().clone()
     return scalar_to_float(scalar)
@@ -54,23 +54,23 @@ def hold(scalar: Scalar) -> Scalar:
 
 def rank() -> int:
     """This process's rank: torch's if it has joined a group, else the launcher's."""
-    # Not imported: where there is a process group, it has been loaded.
+    # Not imported: with a process group, it is loaded already.
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_rank())
     try:
         return RankInfo().rank
     except LauncherEnvironmentError:
-        alone = os.environ.get("RANK", "")  # whoever joins ranks says what is missing; to watch, this is enough
+        alone = os.environ.get("RANK", "")  # joining ranks reports what is missing; for logging this is enough
         if not alone.isdecimal():
             raise
         return int(alone)
 
 
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
-    """A logger whose messages rank 0 alone writes, unless they are given `ranks`: a number, several, or "all".
+    """A logger whose messages only rank 0 writes, unless called with `ranks`: a number, several, or "all".
 
-    A message of other ranks than 0 begins with its rank. Every record has the attribute `rank`, for formats and filters.
+    With `ranks`, the message begins with the rank. Every record has the attribute `rank`, for formats and filters.
     """
 
     def log(self, level: int, msg: object, *args: object, ranks: Ranks = 0, **kwargs: Any) -> None:  # type: ignore[override]
@@ -97,7 +97,7 @@ def _says(ranks: Ranks, this_rank: int) -> bool:
 
 
 def get_logger(name: str | None = None) -> RankLogger:
-    """`logging.getLogger(name)`, of which rank 0 alone writes.
+    """`logging.getLogger(name)`, whose messages only rank 0 writes.
 
         log = echelon.loggers.get_logger(__name__)
         log.info("%d samples", n)                      # rank 0

@@ -1,7 +1,7 @@
-"""Loggers to the trackers that people look at in a browser: Weights & Biases, MLflow, trackio.
+"""Loggers to online trackers: Weights & Biases, MLflow, trackio.
 
-Rank 0 logs; on the other ranks every method does nothing. A logger begins at its first number, so that one that was made and
-never used leaves no empty run behind. Each tracker reads its own variables: `WANDB_MODE`, `MLFLOW_TRACKING_URI`, `TRACKIO_DIR`.
+Rank 0 logs; on other ranks every method does nothing. A logger begins with its first number, so an unused one leaves no empty
+run. Each tracker reads its own variables: `WANDB_MODE`, `MLFLOW_TRACKING_URI`, `TRACKIO_DIR`.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ __all__ = ["MLflowLogger", "OnlineLogger", "TrackioLogger", "WandbLogger"]
 
 logger = logging.getLogger(__name__)
 
-# Steps that are held in memory, and for how long: numbers on a GPU are read when they are given on, all at once.
+# Steps held in memory, and for how long: numbers on a GPU are read when they are sent, all at once.
 _PORTION = 100
 _PORTION_S = 5.0
-_TAG = "echelon.id"  # of a run in MLflow, which gives ids of its own
+_TAG = "echelon.id"  # tag for our id of a run, since MLflow assigns ids of its own
 
 
 class OnlineLogger(ABC):
-    """Collects the numbers of a step, and gives the tracker many steps at once.
+    """Collects the numbers of a step, and sends many steps to the tracker at once.
 
     Args:
-        project: under what the tracker lists its runs.
-        name: of the run there.
-        folder: where the tracker may keep files.
-        config: settings to show beside the numbers, as plain values.
-        id: under which the tracker knows the run: one that is there goes on. At most 100 letters, digits, - and _; None is a new
-            run each time.
+        project: the tracker's project.
+        name: the run's name in the tracker.
+        folder: folder for the tracker's files.
+        config: settings to show with the numbers, as plain values.
+        id: the tracker's id of the run; an existing run is continued. At most 100 letters, digits, - and _; None makes a new run
+            each time.
     Attributes:
-        failed: `close` ends the run there as one that failed.
+        failed: whether `close` ends the run as failed.
     """
 
     package = ""
@@ -71,7 +71,8 @@ class OnlineLogger(ABC):
         self._tracker: Any = self._import() if rank() == 0 else None
 
     def _import(self) -> Any:
-        """
+        """Import the tracker's package.
+
         Raises:
             UsageError: it is not installed.
         """
@@ -83,11 +84,11 @@ class OnlineLogger(ABC):
             ) from None
 
     def log(self, name: str, data: Scalar, step: int) -> None:
-        """One number."""
+        """Log one number."""
         self.log_dict({name: data}, step)
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
-        """Several numbers of a step."""
+        """Log several numbers of a step."""
         if self._tracker is None:
             return
         self.begin()
@@ -99,20 +100,20 @@ class OnlineLogger(ABC):
         row |= {name: hold(data) for name, data in payload.items()}
 
     def begin(self) -> None:
-        """Begin the run there, as the first number does. Nothing on other ranks than 0, or if it has begun."""
+        """Begin the tracker's run, as the first number does. Does nothing on ranks other than 0, or if it has begun."""
         if self._tracker is not None and not self._begun:
             self._begin()
             self._begun = True
             atexit.register(self.close)
 
     def flush(self) -> None:
-        """Give the tracker what is held."""
+        """Send all held rows to the tracker."""
         rows, self._rows, self._flushed_at = self._rows, {}, time.monotonic()
         if rows:
             self._send({step: {name: scalar_to_float(value) for name, value in row.items()} for step, row in rows.items()})
 
     def close(self) -> None:
-        """Give on what is held, and end the run there. Also done when the process ends in an orderly way."""
+        """Send all held rows, and end the tracker's run. Also done at an ordinary end of the process."""
         if self._begun:
             self.flush()
             self._end()
@@ -130,12 +131,12 @@ class OnlineLogger(ABC):
 
 
 class WandbLogger(OnlineLogger):
-    """To Weights & Biases. Without a login, or with `WANDB_MODE=offline`, into a folder that `wandb sync` uploads later.
+    """A logger to Weights & Biases. Without a login, or with `WANDB_MODE=offline`, into a folder for a later `wandb sync`.
 
     Args:
-        options: of `wandb.init`, such as entity, group and tags.
+        options: for `wandb.init`, such as entity, group and tags.
     Attributes:
-        run: wandb's, once it has begun; None on other ranks than 0.
+        run: wandb's run, once it has begun; None on ranks other than 0.
     """
 
     package = "wandb"
@@ -155,7 +156,7 @@ class WandbLogger(OnlineLogger):
         self.folder.mkdir(parents=True, exist_ok=True)
         options.setdefault("settings", self._tracker.Settings(console="off", silent=True))  # ranks' output is in the run's folder
         run = self._tracker.init(project=self.project, name=self.name, dir=str(self.folder), config=self.config, **options)
-        # By a number of their own: wandb's steps may only grow, and a run that resumed repeats some.
+        # Log our step as a number: wandb's own steps may only grow, and a resumed run repeats some.
         run.define_metric("*", step_metric=self.step_name)
         self.run = run
 
@@ -176,14 +177,14 @@ class WandbLogger(OnlineLogger):
 
 
 class MLflowLogger(OnlineLogger):
-    """To MLflow, where `MLFLOW_TRACKING_URI` says, else where MLflow keeps runs by itself. The project is the experiment.
+    """A logger to MLflow, at `MLFLOW_TRACKING_URI` or MLflow's default place. The project is the experiment.
 
     Args:
-        tracking_uri: in place of the variable.
-        tags: of a run that begins.
-        run_id: MLflow's own, of a run to go on with.
+        tracking_uri: instead of the variable.
+        tags: of a new run.
+        run_id: MLflow's id of a run to continue.
     Attributes:
-        client: an MlflowClient, once it has begun; None on other ranks than 0.
+        client: an MlflowClient, once it has begun; None on ranks other than 0.
     """
 
     package = "mlflow"
@@ -221,18 +222,18 @@ class MLflowLogger(OnlineLogger):
         self._send_params(dict([*self.config.items()][:100]))
 
     def log_params(self, params: Mapping[str, Any]) -> None:
-        """Settings of the run, which MLflow lets nobody change later."""
+        """Log settings of the run, which MLflow does not let anybody change later."""
         if self._tracker is not None:
             self.begin()
             self._send_params(params)
 
     def _send_params(self, params: Mapping[str, Any]) -> None:
         entries = [self._tracker.entities.Param(_mlflow_name(k), str(v)[:6000]) for k, v in params.items()]
-        for at in range(0, len(entries), 100):  # as many as MLflow takes
+        for at in range(0, len(entries), 100):  # MLflow's limit
             self.client.log_batch(self.run_id, params=entries[at : at + 100])
 
     def _goes_on(self, experiment: str) -> bool:
-        """Take the run of this id, if there is one. Its settings stay: MLflow refuses to change them."""
+        """Continue the run with this id, if there is one. Its settings stay, since MLflow refuses changes."""
         if self.id is None:
             return False
         runs = self.client.search_runs([experiment], f"tags.`{_TAG}` = '{self.id}'", max_results=1)
@@ -245,7 +246,7 @@ class MLflowLogger(OnlineLogger):
         now = int(1000 * time.time())
         metric = self._tracker.entities.Metric
         entries = [metric(_mlflow_name(name), value, now, step) for step, row in rows.items() for name, value in row.items()]
-        for at in range(0, len(entries), 1000):  # as many as MLflow takes
+        for at in range(0, len(entries), 1000):  # MLflow's limit
             self.client.log_batch(self.run_id, metrics=entries[at : at + 1000])
 
     def _end(self) -> None:
@@ -257,7 +258,7 @@ def _mlflow_name(name: str) -> str:
 
 
 class TrackioLogger(OnlineLogger):
-    """To trackio, which keeps runs on this machine and shows them with `trackio show`."""
+    """A logger to trackio, which keeps runs on this machine and shows them with `trackio show`."""
 
     package = "trackio"
 
@@ -277,7 +278,7 @@ class TrackioLogger(OnlineLogger):
 
 
 class _Printed:
-    """In place of `sys.stdout`: of the thread that made it, stderr."""
+    """Replaces `sys.stdout`: for the thread that made it, it is stderr."""
 
     def __init__(self, usual: Any) -> None:
         self.usual, self._thread = usual, threading.get_ident()
@@ -288,10 +289,10 @@ class _Printed:
 
 @contextlib.contextmanager
 def _printing_to_stderr() -> Iterator[None]:
-    """What a tracker has to say is not the script's output; what other threads print meanwhile is."""
+    """Send a tracker's own messages to stderr, since they are not the script's output; other threads print as usual."""
     printed = sys.stdout = _Printed(sys.stdout)
     try:
         yield
     finally:
-        if sys.stdout is printed:  # else another thread has taken it for a while, and puts back what passes all on
+        if sys.stdout is printed:  # otherwise another thread has replaced it and will restore this pass-through
             sys.stdout = printed.usual

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 __all__ = ["TensorBoardLogger"]
 
 
-# Numbers on a GPU are read in such portions, not one by one: each reading waits for the device.
+# Numbers on a GPU are read in batches of this size, since each read waits for the device.
 _PORTION = 100
 
 
 class TensorBoardLogger:
-    """Rank 0 writes event files; on the other ranks every method does nothing. For texts, images and more there is `writer`.
+    """Rank 0 writes event files; on other ranks every method does nothing. Use `writer` for texts, images and more.
 
     Args:
         path: the folder for TensorBoard's files.
@@ -52,11 +52,11 @@ class TensorBoardLogger:
         return self._path
 
     def log(self, name: str, data: Scalar, step: int) -> None:
-        """One number."""
+        """Log one number."""
         self.log_dict({name: data}, step)
 
     def log_dict(self, payload: Mapping[str, Scalar], step: int) -> None:
-        """Several numbers, a chart each."""
+        """Log several numbers, each as a chart."""
         if self.writer is not None:
             for name, data in payload.items():
                 held = hold(data)
@@ -68,13 +68,13 @@ class TensorBoardLogger:
                 self._read()
 
     def flush(self) -> None:
-        """Write what is held; TensorBoard does so every two minutes by itself."""
+        """Write all held numbers; TensorBoard does so every two minutes itself."""
         if self.writer is not None:
             self._read()
             self.writer.flush()
 
     def close(self) -> None:
-        """Write what is held and end the file."""
+        """Write all held numbers and close the file."""
         if self.writer is not None:
             self._read()
             self.writer.close()

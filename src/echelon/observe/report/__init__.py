@@ -1,7 +1,7 @@
-"""The report: one run folder as one HTML page that works offline, in an e-mail or in an archive; or several runs, compared.
+"""The report: one run folder, or several to compare, as one HTML page that works offline, in an e-mail or in an archive.
 
-Python reads the folders, thins the curves and writes facts; `template.html` has the page, `page.js` draws the curves with uPlot,
-which `uplot/` has as it was released.
+Python reads the folders, thins the curves and writes facts. `template.html` is the page, `page.js` draws the curves with uPlot,
+whose released files are in `uplot/`.
 """
 
 from echelon.observe.report.page import compare, render, write

@@ -1,4 +1,4 @@
-"""What was run, where and with what; of several runs, what differs between them."""
+"""What was run, where and with what; for several runs, the differences."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from echelon.observe.report.text import NONE, safe, table, when
 
 __all__ = ["differences", "run_table"]
 
-_MOST = 200  # rows of settings, at most
+_MOST = 200  # most rows of settings
 _DEEPEST = 4
-# Of every run another, whatever it does.
+# Fields that differ between any two runs.
 _NO_SETTING = {"name", "started", "command", "planned"}
 
 
 def run_table(run: RunDir, about: Mapping[str, object]) -> str:
-    """The facts of run.json."""
+    """The table of run.json's facts."""
     words = _words(about.get("command"))
     versions, commit, dirty = about.get("versions"), word(get(about, "git", "commit")), get(about, "git", "dirty")
     state = {True: ", with uncommitted changes", False: ", clean"}.get(dirty, "") if isinstance(dirty, bool) else ""
@@ -40,7 +40,7 @@ def run_table(run: RunDir, about: Mapping[str, object]) -> str:
 
 
 def differences(runs: Sequence[RunOnPage]) -> str:
-    """The settings and the environment in which the runs differ: a row for each, with the value of each run."""
+    """The settings and the environment in which the runs differ: one row each, with every run's value."""
     settings = [_flat(each.facts.about) for each in runs]
     names = list(dict.fromkeys(name for of_run in settings for name in of_run))
     differ = [name for name in names if len({of_run.get(name) for of_run in settings}) > 1]
@@ -60,12 +60,12 @@ def differences(runs: Sequence[RunOnPage]) -> str:
 
 
 def _words(command: object) -> list[str] | None:
-    # Once more: an earlier version may have written the file.
+    # Redacted again, since an earlier version may have written the file.
     return redacted_words([word(part) or "?" for part in command]) if isinstance(command, list) else None
 
 
 def _flat(about: Mapping[str, object]) -> dict[str, str]:
-    """Settings by a name of one line: versions.torch, and options of the script by their own names."""
+    """Settings under flat names: versions.torch, and the script's options under their own names."""
     settings: dict[str, str] = {}
     for name, value in about.items():
         if name == "args":
@@ -84,7 +84,7 @@ def _flatten(name: str, value: object, settings: dict[str, str], levels: int) ->
 
 
 def _options(words: Sequence[str]) -> dict[str, str]:
-    """--lr 0.1 --fast a.txt: an option by its name, what is no option by its place."""
+    """--lr 0.1 --fast a.txt: options by name, other words by position."""
     options: dict[str, str] = {}
     place, at = 0, 0
     while at < len(words):

@@ -1,4 +1,4 @@
-"""The facts of the curves, which the page's script draws, and the same in a table for those who cannot see them."""
+"""The data of the curves, which the page's script draws, and the same as a table for people who cannot see them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from echelon.observe.report.text import NONE, clean, script_json, table
 __all__ = ["charts", "limit_points", "means"]
 
 Point = tuple[float, float]
-_RATES = 4  # charts of throughput, at most: their number is the user's, the size of the page is ours
-_OWN = 24  # charts of numbers of the user's own, at most
-_SINGLE = 40  # records that are drawn one by one; more have noise worth smoothing
-_POINTS = 1000  # of a curve, of a page with one run: more than a screen has columns
+_RATES = 4  # most charts of throughput, to limit the page's size
+_OWN = 24  # most charts of the user's own numbers
+_SINGLE = 40  # up to here records are drawn one by one; more are also smoothed
+_POINTS = 1000  # per curve, on a page of one run: more than a screen has columns
 _MARKS = 400
 _GIB = float(1 << 30)
 
@@ -35,12 +35,12 @@ _MEMORY = {
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a chart.
+    """One curve of a chart.
 
     Args:
-        kind: how it is drawn. `faint` are single records behind a `smooth` curve, `line` are single records alone, `points`
-            are few and marked one by one. Of a `smooth` curve the points are means, which the page smooths.
-        colour: the number of the colour, where it is not that of its kind: of the run, where a page shows several.
+        kind: how it is drawn. `faint`: single records behind a `smooth` curve; `line`: single records alone; `points`: a few
+            records, each marked. The points of a `smooth` curve are means, which the page smooths.
+        colour: number of the colour, if not the default of its kind: the run's, on a page of several runs.
     """
 
     label: str
@@ -50,7 +50,7 @@ class Curve:
 
 
 def charts(runs: Sequence[RunOnPage]) -> str:
-    """The section of the charts."""
+    """The section with the charts."""
     spans = [span for each in runs if (span := each.facts.steps()) is not None]
     if not spans:
         return '<section><h2>Charts</h2><p class="none">metrics.jsonl has no record of an update.</p></section>'
@@ -70,7 +70,7 @@ def charts(runs: Sequence[RunOnPage]) -> str:
 
 
 def marks_of(facts: Facts) -> list[tuple[float, str, str]]:
-    """(step, kind, text) where later starts of the run took over, and where its latest checkpoints are."""
+    """(step, kind, text) where later attempts took over, and at the latest checkpoints."""
     first = facts.attempts[0].number if facts.attempts else 0
     saved = [(step, "checkpoint", "saved") for attempt in facts.attempts for step, _ in attempt.saved() if step is not None]
     begun = [
@@ -82,11 +82,11 @@ def marks_of(facts: Facts) -> list[tuple[float, str, str]]:
 
 
 class _Charts:
-    """One chart for each number, with a curve for each run that has it.
+    """One chart per number, with a curve for each run that has it.
 
     Attributes:
-        charts: what the page's script draws.
-        rows: the same curves in words.
+        charts: the data for the page's script.
+        rows: the same curves as table rows.
     """
 
     def __init__(self, runs: Sequence[RunOnPage]) -> None:
@@ -107,7 +107,7 @@ class _Charts:
         self._add("Memory of rank 0", "GiB", self._memory(), from_zero=True, legend=legend)
 
     def own(self) -> None:
-        """Of the numbers that the user logged: training and evaluation in one chart."""
+        """Add charts of the numbers that the user logged: training and evaluation in one chart."""
         names = dict.fromkeys(name for each in self._runs for name in each.facts.numbers.names())
         known = _KNOWN | _MEMORY.keys()
         own = [n for n in names if n not in known and not n.endswith(("_per_s", "_per_s_per_device"))]
@@ -115,7 +115,7 @@ class _Charts:
             self._add(title, "", [*self._lines("training", title), *self._points("evaluation", f"eval_{title}")], log=True)
 
     def _memory(self) -> list[Curve]:
-        """Of one run each kind in a colour of its own; of several the first kind that there is."""
+        """For one run, each kind in its own colour; for several runs, the first available kind."""
         kinds = []
         for key, label in _MEMORY.items():
             lines = self._lines(label, key, plain=True)
@@ -126,7 +126,7 @@ class _Charts:
         return [Curve(c.label, c.kind, c.points, n) for n, kind in enumerate(kinds) for c in kind]
 
     def _lines(self, label: str, key: str, *, plain: bool = False) -> list[Curve]:
-        """Single records faint behind their smooth curve; alone where they are few; nothing for none."""
+        """Single records, faint behind their smooth curve; alone if they are few; empty without records."""
         curves = []
         for each in self._runs:
             points = each.facts.points(key)
@@ -147,11 +147,11 @@ class _Charts:
         ]
 
     def _add(self, title: str, name: str, curves: Sequence[Curve], **how: bool) -> None:
-        """A chart, if it has a curve.
+        """Add a chart, if it has a curve.
 
         Args:
-            how: `from_zero`: the values begin at 0 unless one is below. `log`: on a logarithmic axis if a few values would
-                flatten all others. `wide`: as wide as the page. `legend`: say what the curves and marks are.
+            how: `from_zero`: the axis begins at 0, or below for negative values. `log`: use a logarithmic axis if a few values
+                would flatten all others. `wide`: as wide as the page. `legend`: name the curves and marks.
         """
         if not curves:
             return
@@ -174,12 +174,12 @@ def _payload(curve: Curve, points: Line) -> dict[str, object]:
 
 
 def _plain(value: float) -> float | str:
-    """A number of 9 digits, enough to tell any two float32 apart; "nan", "inf" or "-inf" for what JSON has no number for."""
+    """A number in 9 digits, enough to tell any two float32 apart; "nan", "inf" or "-inf" for values that JSON lacks."""
     return float(f"{value:.9g}") if math.isfinite(value) else f"{value:.0f}"
 
 
 def _not_finite(line: Line) -> Counter[str]:
-    """Looked for in the sum first: hardly any line has one."""
+    """Counts of values that are not finite. Checks the sum first, since few lines have any."""
     return Counter() if math.isfinite(sum(line.ys)) else Counter(f"{v:.0f}" for v in line.ys if not math.isfinite(v))
 
 
@@ -188,7 +188,7 @@ def _counts(bad: Counter[str]) -> str:
 
 
 def _in_words(line: Line, thinned: Line) -> list[str]:
-    """How many records, and the first, lowest, highest and last; thinned points have the extremes of all."""
+    """Number of records, and the first, lowest, highest and last; thinned points have the same extremes as all points."""
     finite = [point for point in thinned if math.isfinite(point[1])]
     by_value = sorted(finite, key=lambda point: point[1])
     ends: list[Point | None] = [line[0], *((by_value[0], by_value[-1]) if by_value else (None, None)), line[-1]]
@@ -204,16 +204,16 @@ Below they are in a table.</p></noscript>"""
 
 
 def limit_points(line: Line, limit: int) -> Line:
-    """At most about `limit` of the points: of each stretch the lowest, the highest and one that is not finite.
+    """At most about `limit` points: from each section the lowest, the highest, and one that is not finite.
 
-    A spike or a gap of one record stays visible, and every point is a record as it was written. First and last always stay.
+    A spike or gap of one record stays visible, and every point is an original record. First and last always stay.
     """
     if len(line) <= limit:
         return line
     keep = {0, len(line) - 1}
     for stretch in _stretches(len(line), limit // 2):
         values = line.ys[stretch.start : stretch.stop]
-        # The sum of finite values may overflow, and then the slow way is taken for nothing.
+        # The sum of finite values may overflow; then the filter runs without need.
         finite = values if math.isfinite(sum(values)) else [v for v in values if math.isfinite(v)]
         if finite:
             keep.add(stretch.start + values.index(min(finite)))
@@ -225,7 +225,7 @@ def limit_points(line: Line, limit: int) -> Line:
 
 
 def means(line: Line, limit: int) -> Line:
-    """The mean of each of `limit` stretches, at the step in its middle; nan where a whole stretch is not finite."""
+    """The mean of each of `limit` sections, at its middle step; nan if no value of a section is finite."""
     xs, ys = [], []
     for stretch in _stretches(len(line), min(limit, len(line))):
         values = line.ys[stretch.start : stretch.stop]

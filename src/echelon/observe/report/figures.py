@@ -1,4 +1,4 @@
-"""The key numbers of a run, as a row of cards; of several runs, as a table."""
+"""The key numbers of a run, as a row of cards; for several runs, as a table."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from echelon.observe.report.text import NONE, safe, table
 
 __all__ = ["compared", "figures", "planned_and_measured", "unit"]
 
-_TAIL = 10  # records in the final loss
+_TAIL = 10  # records averaged in the final loss
 
 Card = tuple[str, object, str]
 
 
 def unit(key: str) -> str:
-    """What a key of throughput counts: tokens/s."""
+    """The unit of a throughput key, such as tokens/s."""
     return f"{key.removesuffix('_per_s')[:40]}/s"
 
 
 def figures(shown: RunOnPage) -> str:
-    """The row of key numbers: name, number, and what it is the number of."""
+    """The row of key numbers, each with its name and an explanation."""
     items = (f'<div><dt>{n}</dt><dd>{safe(v, 40)}</dd><dd class="under">{safe(u, 60)}</dd></div>' for n, v, u in _cards(shown))
     return f'<dl class="figures">{"".join(items)}</dl>'
 
 
 def planned_and_measured(facts: Facts) -> str:
-    """What `run --plan` expected beside what came; nothing for a run that was not planned."""
+    """The expectation of `run --plan` beside the measured values; empty for a run that was not planned."""
     planned = get(facts.about, "planned")
     peak, seconds = finite(get(planned, "peak")) or 0.0, finite(get(planned, "seconds")) or 0.0
     if peak <= 0:
@@ -51,13 +51,13 @@ def _beside(planned: float, measured: float, shown: str) -> tuple[str, str]:
 
 
 def _update_seconds(facts: Facts) -> float:
-    """The median between an update and the next, which evaluations and restarts hardly move."""
+    """The median time from one update to the next, which evaluations and restarts hardly change."""
     took = [later - at for (step, at), (after, later) in pairwise(facts.points("time")) if after == step + 1]
     return median(took) if took else 0.0
 
 
 def compared(runs: Sequence[RunOnPage]) -> str:
-    """The same numbers of several runs, a row each."""
+    """The same numbers of several runs, one row each."""
     rows = []
     cards = [_cards(each) for each in runs]
     names = list(dict.fromkeys(name for of_run in cards for name, _, _ in of_run))
@@ -104,7 +104,7 @@ def _cards(shown: RunOnPage) -> list[Card]:
 
 
 def _device_figures(facts: Facts) -> list[Card]:
-    """What rank 0 said of its device; of a CPU, the memory of its process."""
+    """Rank 0's numbers of its device; on a CPU, the memory of its process."""
     cards: list[Card] = []
     if mfu := facts.points("mfu").finite():
         cards.append(("MFU", f"{median(mfu):.1%}", "of the device's peak, median"))
@@ -129,7 +129,7 @@ def _train_figure(loss: Line) -> Card:
     if not math.isfinite(last):
         finite = [point for point in loss if math.isfinite(point[1])]
         return "Train loss", f"{last:.4g}", f"last finite: {_at(finite[-1])}" if finite else "never finite"
-    # Back to the last nan or inf at most: the mean is of records that follow each other.
+    # At most back to the last nan or inf, so that the mean is over consecutive records.
     tail = list(takewhile(math.isfinite, (value for _, value in loss[: -_TAIL - 1 : -1])))
     mean = sum(value / len(tail) for value in tail)
     return "Train loss", f"{mean:.4g}", f"mean of the last {len(tail)}" if len(tail) > 1 else "last record"

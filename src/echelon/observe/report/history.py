@@ -1,4 +1,4 @@
-"""What happened when: attempts on the clock, why each ended, the checkpoints, and what time was lost to."""
+"""What happened when: attempts on a time line, why each ended, the checkpoints, and the causes of lost time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from echelon.observe.report.text import NONE, safe, stacked_bar, table, when
 
 __all__ = ["attempts", "checkpoints", "failure", "goodput_section", "timeline"]
 
-_MOST = 400  # marks on the clock
-# As the parts of a step where they are the same.
+_MOST = 400  # most marks on the time line
+# The colours of a step's parts, where they are the same.
 _COLOURS = {"productive": "g", "data": "p0", "startup": "p1", "redone": "p2", "outside": "p3", "ending": "p4", "checkpoint": "p5"}
 _COLOURS |= {"evaluation": "p6", "down": "p7", "hang": "h"}
 
 
 def failure(attempt: Attempt) -> str:
-    """Why it failed: what `echelon explain` says of it, and what the first rank said."""
+    """Why an attempt failed: the explanation of `echelon explain`, and the error of the rank that failed first."""
     first, explained = attempt.failure(), attempt.explained()
     paragraph = f'<p class="explained">{safe(redacted(explained), 4000)}</p>' if explained else ""
     if first is None:
@@ -37,7 +37,7 @@ def failure(attempt: Attempt) -> str:
 
 
 def timeline(facts: Facts) -> str:
-    """The attempts as bars on the clock, with evaluations and checkpoints in them; what is between them is time lost."""
+    """The attempts as bars on a time line, with evaluations and checkpoints in them; gaps are lost time."""
     spans = [(attempt, *attempt.span()) for attempt in facts.attempts]
     known = [(a, began, ended) for a, began, ended in spans if began is not None and ended is not None and ended >= began]
     if not known:
@@ -108,9 +108,9 @@ def checkpoints(run: RunDir, facts: Facts) -> str:
         if digits.isascii() and digits.isdigit() and len(digits) <= 15:
             step, shown = float(digits), f"{int(digits):,}"
         else:
-            step, shown = math.nan, NONE  # nan equals nothing: no event and no evaluation is taken for this folder's
+            step, shown = math.nan, NONE  # nan equals nothing, so no event or evaluation matches this folder
         number_, at = saved.get(step, (NONE, None))
-        # A link may lead anywhere, to the root of a file system too.
+        # A link may lead anywhere, even to the root of a file system.
         size = NONE if folder.is_symlink() else quantity(size_bytes(folder), 1024, BINARY)
         rows.append([shown, folder.name, size, when(at), number_, f"{losses[step]:.4g}" if step in losses else NONE])
     head = ["step", "folder", "size", "saved", "in attempt", "eval loss"]
@@ -118,7 +118,7 @@ def checkpoints(run: RunDir, facts: Facts) -> str:
 
 
 def goodput_section(measured: Goodput | None) -> str:
-    """The section; empty for a run that left no times."""
+    """The goodput section; empty for a run without times."""
     if measured is None or measured.wall_s <= 0:
         return ""
     parts = [

@@ -1,8 +1,7 @@
-"""The report: one run folder as one HTML page that works offline, in an e-mail or in an archive; or several runs, compared.
+"""The report: one run folder, or several to compare, as one HTML page that works offline, in an e-mail or in an archive.
 
-Reads nothing but the folders and changes nothing in them except `report.html`. What is missing or cut off is said on the page,
-never an error: a report is wanted most for the run that went wrong. All text from files counts as hostile, and is escaped in
-`text`.
+Reads only the folders, and changes nothing in them except `report.html`. Missing or truncated files are noted on the page and
+never raise, since a report is needed most for a run that failed. All text from files is untrusted, and is escaped in `text`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MOST_RUNS = 24
 
 
 def write(run: RunDir) -> Path:
-    """Write the page to `run.report` for this user alone, so that a reader sees the old or the new page, never half of one.
+    """Write the page to `run.report` for this user alone. A reader sees the old or the new page, never half of it.
 
     Returns:
         The path of the page.
@@ -44,10 +43,10 @@ def write(run: RunDir) -> Path:
 
 
 def compare(runs: Sequence[RunDir], to: Path) -> Path:
-    """Write one page about several runs.
+    """Write one page that compares several runs.
 
     Raises:
-        UsageError: a folder does not exist, or there are more runs than can be told apart.
+        UsageError: a folder does not exist, or there are too many runs to tell apart.
     """
     for run in runs:
         _check(run)
@@ -63,7 +62,7 @@ def _check(run: RunDir) -> None:
 
 
 def render(*runs: RunDir) -> str:
-    """The page as text. The same folders give the same text, whenever it is rendered."""
+    """The page as text. The same folders always give the same text."""
     shown = runs_on_page(runs)
     parts = _one(shown[0]) if len(shown) == 1 else _several(shown)
     title = f"{shown[0].facts.name}: {shown[0].facts.status().text}" if len(shown) == 1 else f"{len(shown)} runs compared"
@@ -77,7 +76,7 @@ def render(*runs: RunDir) -> str:
         style_hash=_hash(style),
         script_hash=_hash(script),
     )
-    # JSON may hold half a surrogate pair, which no file can.
+    # JSON may hold a lone surrogate, which cannot be encoded.
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -86,7 +85,7 @@ def _file(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """As a content security policy names what may run."""
+    """A hash in the form of a content security policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 

@@ -1,4 +1,4 @@
-"""Where the time of each rank went: a bar for each, and a map of ranks over steps that the page's script paints."""
+"""Where each rank's time went: a bar per rank, and a map of ranks over steps that the page's script paints."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from echelon.observe.stragglers import stragglers
 
 __all__ = ["Spent", "ranks", "spent_of"]
 
-_CELLS = 4096  # of the map, at most
+_CELLS = 4096  # most cells of the map
 _COLUMNS = 120
-_ROWS = 64  # of ranks; more are shown in groups, each by its slowest
+_ROWS = 64  # most rows; more ranks are shown in groups, each by its slowest rank
 _BARS = 16
-_NAMED = 5  # ranks that held up the others at the end
+_NAMED = 5  # most stragglers named
 _NAMES = {
     "data_s": "data",
     "forward_s": "forward",
@@ -32,20 +32,20 @@ _NAMES = {
 }
 
 
-# What a step of a rank does not take by itself.
+# Parts that are not a rank's own time in a step.
 _NOT_OWN = ("wait_s", "checkpoint_s", "eval_s")
 
 
 @dataclass
 class Spent:
-    """The time of one rank: of all its steps, and in each column of the map.
+    """The time of one rank: over all its steps, and in each column of the map.
 
     Attributes:
         parts: seconds by part, of the steps that counted in the end.
-        steps: how many these are.
-        cells: (steps, seconds by part) of each column.
-        line: of the user's code, where it spent most of its own time, in its latest record that says so.
-        latest: the last records of the present attempt.
+        steps: number of these steps.
+        cells: (steps, seconds by part) per column.
+        line: the line of the user's code with most of its own time, from the latest record that has one.
+        latest: the last records of the latest attempt.
     """
 
     rank: int
@@ -62,15 +62,15 @@ class Spent:
             self.parts = [a + b for a, b in zip(self.parts, parts, strict=True)]
 
     def own_s(self) -> float:
-        """Of a step: neither waiting for others nor checkpoints and evaluations."""
+        """Seconds per step, without waiting for others, checkpoints and evaluations."""
         total = sum(spent for part, spent in zip(PARTS, self.parts, strict=True) if part not in _NOT_OWN)
         return total / self.steps if self.steps else 0.0
 
 
 def spent_of(times: Sequence[AttemptTimes]) -> tuple[list[Spent], tuple[int, int]]:
-    """The ranks' times over all attempts, and the steps that the columns go over; steps that were done again count once.
+    """The ranks' times over all attempts, and the range of steps of the columns; repeated steps count once.
 
-    Reads the records once more, and holds a few of each rank.
+    Reads the records again, and holds a few per rank.
     """
     spans = [each.steps for each in times if each.steps is not None]
     if not spans:
@@ -80,7 +80,7 @@ def spent_of(times: Sequence[AttemptTimes]) -> tuple[list[Spent], tuple[int, int
     columns = max(1, min(_COLUMNS, high - low, _CELLS // min(len(everyone), _ROWS)))
     spent = {rank: Spent(rank, [(0.0, [0.0] * len(PARTS)) for _ in range(columns)]) for rank in everyone}
     for attempt in times:
-        if attempt.began is not None:  # one that took no step has nothing done again, wherever it began
+        if attempt.began is not None:  # an attempt without a step repeated nothing
             _forget(spent.values(), _column(attempt.began, low, high, columns))
         for each in spent.values():
             each.latest.clear()
@@ -94,17 +94,17 @@ def spent_of(times: Sequence[AttemptTimes]) -> tuple[list[Spent], tuple[int, int
 
 
 def _forget(spent: Iterable[Spent], column: int) -> None:
-    """A later attempt goes on from here: what was done beyond is done again."""
+    """Forget the columns after the one where a later attempt began, which repeats their steps."""
     for each in spent:
         each.cells[column + 1 :] = [(0.0, [0.0] * len(PARTS)) for _ in each.cells[column + 1 :]]
 
 
 def _column(step: float, low: int, high: int, columns: int) -> int:
-    return max(0, min(columns - 1, int(columns * (step - low) / max(1, high - low))))  # a record may have come since
+    return max(0, min(columns - 1, int(columns * (step - low) / max(1, high - low))))  # records may have been added since
 
 
 def _spread(spent: Spent, record: TimeRecord, low: int, high: int) -> None:
-    """A record's time over the columns of its steps, evenly."""
+    """Spread a record's time evenly over the columns of its steps."""
     columns = len(spent.cells)
     first, last = (_column(step, low, high, columns) for step in (record.steps[0], max(record.steps[0], record.steps[1] - 1)))
     share = 1.0 / (last - first + 1)
@@ -116,7 +116,7 @@ def _spread(spent: Spent, record: TimeRecord, low: int, high: int) -> None:
 
 
 def ranks(times: Sequence[AttemptTimes]) -> str:
-    """The section of a run; empty for one that left no times."""
+    """The section of a run; empty without times."""
     spent, (low, high) = spent_of(times)
     if not spent:
         return ""
@@ -130,7 +130,7 @@ def ranks(times: Sequence[AttemptTimes]) -> str:
 
 
 def _bars(spent: Sequence[Spent]) -> str:
-    """A step of each rank, in milliseconds; of many ranks the slowest by their own time."""
+    """A step of each rank as a bar, in milliseconds; of many ranks, the slowest by their own time."""
     slowest = sorted(spent, key=lambda each: -each.own_s())
     shown = sorted(slowest[:_BARS], key=lambda each: each.rank)
     whole = max((sum(each.parts) / max(each.steps, 1e-9) for each in shown if each.steps), default=0.0) or 1.0
@@ -174,7 +174,7 @@ def _map(spent: Sequence[Spent], low: int, high: int) -> str:
 
 
 def _row(group: Sequence[Spent], parts: Sequence[str]) -> list[float | None]:
-    """Milliseconds a step in each column, of the slowest of the group; None where no step ended."""
+    """Milliseconds per step in each column, of the slowest rank of a group; None where no step ended."""
     at = [PARTS.index(part) for part in parts]
     row: list[float | None] = []
     for column in range(len(group[0].cells)):

@@ -1,4 +1,4 @@
-"""A run on the page: its folder, its facts, and what it is called there."""
+"""A run on the page: its folder, its facts, and its label."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["RunOnPage", "runs_on_page"]
 
 @dataclass(frozen=True)
 class RunOnPage:
-    """One of the runs of a page.
+    """One of the runs on a page.
 
     Args:
-        number: its place among them, which decides its colour.
-        label: its name; of several with the same name, with the folder that it is in.
-        times: of the ranks, by attempt.
-        goodput: None for a run that left no times.
+        number: its index among them, which selects its colour.
+        label: its name; if several runs share the name, its folder.
+        times: the ranks' times, by attempt.
+        goodput: None for a run without times.
     """
 
     number: int
@@ -48,4 +48,4 @@ def _goodput(run: RunDir, times: Sequence[AttemptTimes]) -> Goodput | None:
     measured = goodput(run, times)
     return (
         measured if measured is not None and measured.productive_s > 0 else None
-    )  # without times nothing tells a step from a wait
+    )  # without times, steps and waits cannot be told apart

@@ -1,4 +1,4 @@
-"""Texts as the page shows them, its tables and bars."""
+"""Text for the page: escaped strings, tables and bars."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from html import escape
 __all__ = ["NONE", "clean", "safe", "script_json", "stacked_bar", "table", "when"]
 
 NONE = "\N{EN DASH}"
-_ROWS = 50  # rows of a table, at most
+_ROWS = 50  # most rows of a table
 
-# Also what would turn the direction of the text around it.
+# Includes characters that change the direction of text.
 _UNPRINTABLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 
 
 def clean(value: object, limit: int = 500) -> str:
-    """Text without control characters, not escaped; only the end of it if it is longer than `limit`."""
+    """Text without control characters, not escaped; a longer text is cut to its last `limit` characters."""
     text = _UNPRINTABLE.sub("", str(value))
     return text if len(text) <= limit else f"… {text[-limit:]}"
 
 
 def safe(value: object, limit: int = 500) -> str:
-    """`clean` text, escaped: for an element, or a quoted attribute."""
+    """`clean` text, escaped for an element or a quoted attribute."""
     return escape(clean(value, limit))
 
 
 def script_json(value: object) -> str:
-    """JSON that may stand inside `<script>`: no character in it can end the element. Non-ASCII is escaped by json itself."""
+    """JSON for the inside of `<script>`: no character can end the element. json itself escapes non-ASCII."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def stacked_bar(parts: Iterable[tuple[str, float, str]], words: str) -> str:
-    """Parts of a whole side by side.
+    """Parts of a whole as one bar.
 
     Args:
-        parts: the class of each, its percentage, and what is said of it.
-        words: the bar for those who cannot see it.
+        parts: for each part its class, its percentage, and its label.
+        words: the bar in words, for people who cannot see it.
     """
     x, made = 0.0, []
     for kind, width, label in parts:
@@ -54,20 +54,20 @@ def stacked_bar(parts: Iterable[tuple[str, float, str]], words: str) -> str:
 def when(seconds: float | None) -> str:
     try:
         return "unknown" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
-    except (ValueError, OverflowError, OSError):  # not a time that any clock has shown
+    except (ValueError, OverflowError, OSError):  # out of a clock's range
         return "unknown"
 
 
 def table(
     title: str, head: Sequence[str], rows: Sequence[Sequence[object]], empty: str, *, folded: bool = False, most: int = _ROWS
 ) -> str:
-    """A table of texts; without `head`, the first cell of each row is its heading.
+    """A table of texts; without `head`, each row begins with its heading.
 
     Args:
-        head: any text.
-        empty: said in place of a table without rows.
-        folded: shown when it is asked for.
-        most: the last rows that are shown.
+        head: texts of the header cells.
+        empty: text shown instead of a table without rows.
+        folded: hide the table until the reader opens it.
+        most: number of last rows that are shown.
     """
     if not rows:
         return f'<section><h2>{title}</h2><p class="none">{empty}</p></section>'

@@ -1,1 +1,1 @@
-"""Sinks watch: they are given events and records and show or keep them. What acts on a run is a callback."""
+"""Sinks observe a run: they get events and records, and show or keep them. Code that acts on a run is a callback."""

@@ -1,4 +1,4 @@
-"""Calls a tracker in a thread of its own: where its server or disk stands still, no rank waits for it."""
+"""Calls a tracker in a thread of its own, so that no rank waits for a slow server or disk."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["BackgroundCalls"]
 
 logger = logging.getLogger(__name__)
 
-_MOST = 50_000  # records: some tens of MB, and hours of updates
+_MOST = 50_000  # records: some tens of MB, or hours of updates
 
 
 class BackgroundCalls:
-    """Makes calls in order, in a daemon thread. Only `settle` waits for them, and no longer than it is given.
+    """Makes calls in order, in a daemon thread. Only `settle` waits for them, for a limited time.
 
-    Of more than `most` calls that wait the oldest are left out, since training goes on, and metrics.jsonl has their numbers. That
-    is said when it begins, and `settle` knows how many. What is called here must be made here, or not mind the thread.
+    If more than `most` calls are waiting, the oldest are dropped, since training goes on and metrics.jsonl has their numbers. The
+    first drop is logged, and `left_out` counts them. An object called here must be created in this thread, or be usable from any.
 
     Args:
-        name: of the tracker, for messages.
+        name: the tracker's name, for messages.
     Attributes:
-        left_out: calls that were never made.
+        left_out: number of dropped calls.
     """
 
     def __init__(self, name: str, most: int = _MOST) -> None:
@@ -37,16 +37,16 @@ class BackgroundCalls:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process made it: its thread is in no process that was forked."""
+        """Whether this process created it: a forked process does not have its thread."""
         return os.getpid() == self._owner
 
     @property
     def waiting(self) -> int:
-        """Calls that are not done."""
+        """Number of calls that are not done."""
         return len(self._calls) + self._busy
 
     def give(self, call: Callable[[], None]) -> None:
-        """Have it called later. It must not raise."""
+        """Queue a call, which must not raise."""
         if not self.is_here:
             return
         with self._changed:
@@ -68,14 +68,14 @@ class BackgroundCalls:
             )
 
     def settle(self, within_s: float) -> bool:
-        """Whether all that was given is done; waits for it at most so long."""
+        """Wait at most `within_s`; returns whether all queued calls are done."""
         if not self.is_here:
             return True
         with self._changed:
             return self._changed.wait_for(lambda: not self.waiting, within_s)
 
     def finish(self) -> None:
-        """Nothing more is given: the thread ends with what it has."""
+        """Accept no more calls: the thread ends after those it has."""
         with self._changed:
             self._is_finished = True
             self._changed.notify_all()

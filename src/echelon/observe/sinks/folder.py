@@ -13,13 +13,13 @@ __all__ = ["FolderSink", "Sink", "default_sinks"]
 
 
 class Sink(Protocol):
-    """Is given what happens, on rank 0."""
+    """Gets a run's records and events, on rank 0."""
 
     def records(self, records: list[dict[str, Any]]) -> None:
-        """Numbers of updates or evaluations, in order."""
+        """Take numbers of updates or evaluations, in order."""
 
     def event(self, event: dict[str, Any]) -> None:
-        """Something that happened once."""
+        """Take an event."""
 
     def close(self) -> None: ...
 
@@ -43,9 +43,10 @@ class FolderSink:
 
 
 def default_sinks() -> list[Sink]:
-    """The default sinks of rank 0: the run folder if there is one, and progress unless the launcher draws it.
+    """The default sinks of rank 0: the run folder, if there is one; and progress, unless the launcher draws it.
 
-    Our launcher draws progress itself from the folder and says so. Without a launcher progress is shown on a terminal only.
+    echelon's launcher draws progress from the folder, and tells the ranks by a variable. Without a launcher, progress is shown
+    only on a terminal.
     """
     import sys
 

@@ -1,4 +1,4 @@
-"""What is known of a run's progress: from the lines of metrics.jsonl and its events, as one line of text."""
+"""A run's progress as one line of text, from the lines of metrics.jsonl and the events."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from echelon.observe.columns import finite, moment, number
 
 __all__ = ["ProgressModel", "in_order", "short_path"]
 
-_EVALUATED = 8  # numbers of an evaluation in its line
+_EVALUATED = 8  # most numbers in an evaluation's line
 
 
 class ProgressModel:
-    """The latest of everything worth showing, and the time left."""
+    """The latest values worth showing, and the time left."""
 
     def __init__(self) -> None:
         self.phase = ""
         self.step = 0
         self.total_steps: int | None = None
         self.eval_loss: float | None = None
-        self.memory: float | None = None  # bytes of rank 0's GPU, at most so far
+        self.memory: float | None = None  # peak bytes of rank 0's GPU so far
         self.slowest = ""
         self._begin()
 
     def _begin(self) -> None:
-        """What is smoothed, and the time left, are of one training: a process may have several."""
+        """Reset smoothed values and the time left, which belong to one training: a process may have several."""
         self.loss: float | None = None
         self.lr: float | None = None
         self.rate: float | None = None
@@ -40,16 +40,16 @@ class ProgressModel:
         self._seconds_per_step: float | None = None
 
     def record(self, record: dict[str, Any]) -> None:
-        """Take in one line of metrics.jsonl."""
+        """Take a line of metrics.jsonl."""
         if "eval_loss" in record:
             self.eval_loss = number(record["eval_loss"])
             return
-        if "loss" not in record:  # numbers of an epoch or an evaluation, by themselves
+        if "loss" not in record:  # only numbers of an epoch or an evaluation
             return
         step, now = _step(record, self.step), moment(record.get("time"))
         now = time.time() if now is None else now
         if self._origin is not None and step > self._origin[1]:
-            # The mean since the phase began: compile and warm-up steps fade, a short stall does not swing the estimate.
+            # The mean since the phase began: slow first steps fade, and a short stall hardly changes the estimate.
             self._seconds_per_step = (now - self._origin[0]) / (step - self._origin[1])
         elif self._origin is None:
             self._origin = (now, step)
@@ -71,7 +71,7 @@ class ProgressModel:
             self.rate = _smooth(self.rate, rate)
 
     def event(self, event: dict[str, Any]) -> str | None:
-        """Take in one event; returns a line if it is worth one."""
+        """Take an event; returns a line if it is worth showing."""
         name = event.get("event", "")
         if name == "train_start":
             self.phase, self.total_steps = "train", _step(event, 0, "total_steps") or None
@@ -100,7 +100,7 @@ class ProgressModel:
         return None
 
     def _evaluated(self, event: dict[str, Any]) -> str | None:
-        """The numbers by the names by which they can be monitored."""
+        """A line with an evaluation's numbers, under the names by which they can be monitored."""
         logged = event.get("logged")
         results = {"loss": event.get("eval_loss"), **(logged if isinstance(logged, dict) else {})}
         numbers = [(name, value) for name, each in results.items() if (value := number(each)) is not None]
@@ -141,19 +141,19 @@ class ProgressModel:
 
 
 def _shown(value: float | None) -> str:
-    """As a loss is shown, but a number that this would cut to nothing by its digits."""
+    """A number in a loss's format, unless that would cut it to nothing."""
     return (
         f"{value:.4f}" if value is not None and 1e-2 <= abs(value) < 1e6 else f"{value:.4g}" if value is not None else "unknown"
     )
 
 
 def _smooth(before: float | None, now: float) -> float:
-    """One that is not finite is shown as it is, and forgotten with the next."""
+    """A moving average. A value that is not finite is shown unsmoothed, and replaced by the next."""
     return now if before is None or not math.isfinite(before) or not math.isfinite(now) else 0.9 * before + 0.1 * now
 
 
 def _step(record: dict[str, Any], otherwise: int, name: str = "step") -> int:
-    """A number of steps, of files that may hold anything."""
+    """A number of steps from an untrusted file."""
     value = record.get(name)
     return value if type(value) is int and 0 <= value < 1 << 62 else otherwise
 
@@ -166,13 +166,13 @@ def _count(value: float) -> str:
 
 
 def short_path(path: str) -> str:
-    """As a person in this folder would write it, if that is shorter."""
-    with contextlib.suppress(ValueError, OSError):  # no path, or the folder that this runs in has gone
+    """The path relative to the working folder, if that is shorter."""
+    with contextlib.suppress(ValueError, OSError):  # not a path, or the working folder was removed
         relative = os.path.relpath(path)
         return relative if len(relative) < len(path) else path
     return path
 
 
 def in_order(*files: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Records and events as they came about: a short run is read whole at once, its beginning after its records."""
+    """Records and events by time: a short run is read all at once, with its events after its records."""
     return sorted((record for records in files for record in records), key=lambda record: moment(record.get("time")) or 0.0)

@@ -1,7 +1,7 @@
-"""Progress for people: a live line on a terminal, plain lines elsewhere. Never a control character into a file.
+"""Progress for people: a live line on a terminal, plain lines elsewhere. Control characters are never written into a file.
 
-`model` has what is known; `ProgressSink` shows it inside a training process; `RunScreen` shows it in the launcher,
-which reads the run folder instead, so that drawing costs the ranks nothing and rank 0's own prints do not tear the line.
+`model` holds the state; `ProgressSink` shows it inside a training process; `RunScreen` shows it in the launcher, which reads the
+run folder instead, so that drawing costs the ranks nothing, and rank 0's own output does not break the line.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["Notes", "ProgressSink", "RunScreen"]
 PLAIN_EVERY_S = 5.0
 LIVE_EVERY_S = 0.2
 RANKS_EVERY_S = 2.0
-_STRAGGLERS = 8  # named of an attempt, at most
-# Of a batch of records only the last so many can still be seen in a smoothed number.
+_STRAGGLERS = 8  # most stragglers named per attempt
+# Of a batch of records, only this many last ones still influence a smoothed number.
 _SMOOTHED = 50
-# A line that is longer passes as it comes, and the live one waits for its end: else each piece of it would cost all before it.
+# A longer line is passed on as it comes, and the live line waits for its end: joining its pieces again and again would be slow.
 _LONG_LINE = 65536
 
 
 class _Painter:
-    """Puts lines on a stream: above a live line that is redrawn if the stream is a terminal, else just lines."""
+    """Writes lines to a stream; on a terminal, above a live line that is redrawn."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = Forgiving(stream)
@@ -49,13 +49,13 @@ class _Painter:
         if self._live is not None:
             from rich.text import Text
 
-            # Colours stay colours, and a long line is the terminal's to wrap, as it would be without us.
+            # Keep colours, and let the terminal wrap long lines as usual.
             self._live.console.print(Text.from_ansi(text), soft_wrap=True)
         else:
             self.stream.write(text + "\n")
 
     def event(self, model: ProgressModel, event: dict[str, Any]) -> None:
-        """Have the model take it in, and say what it says of it."""
+        """Pass an event to the model, and show the line that it returns."""
         if event.get("event") == "train_end":
             self.progress(model, final=True)
         line = model.event(event)
@@ -63,7 +63,7 @@ class _Painter:
             self.line(line)
 
     def progress(self, model: ProgressModel, *, final: bool = False) -> None:
-        """Redraw if it is time; `final` shows the last state even if it is not."""
+        """Redraw if it is time; with `final`, show the last state in any case."""
         now = time.monotonic()
         if self._aside or (model.step == 0 and model.loss is None):
             return
@@ -71,7 +71,7 @@ class _Painter:
             if final or now >= self._draw_next:
                 first = self._live is None
                 self._draw(model)
-                # Drawing takes a few milliseconds, the first more, as it imports rich: a hundredth of the time at most.
+                # Drawing takes a few milliseconds, the first time more, as it imports rich: use at most a hundredth of the time.
                 self._draw_next = now + max(LIVE_EVERY_S, 0.0 if first else 100 * (time.monotonic() - now))
             return
         text = model.line()
@@ -88,7 +88,7 @@ class _Painter:
 
         if self._live is None:
             console = Console(file=cast("TextIO", self.stream))
-            # We refresh: a thread of rich's own would compete with the training process for the interpreter.
+            # Refreshed by hand: a thread of rich would compete with training for the GIL.
             self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
             self._live.start()
         row = Table.grid(padding=(0, 1))
@@ -100,7 +100,7 @@ class _Painter:
         self._live.update(row, refresh=True)
 
     def step_aside(self) -> None:
-        """Take the live line away until `go_on`: something else has begun a line."""
+        """Remove the live line until `go_on`, since other output has begun a line."""
         self._aside = True
         if self._live is not None:
             self._live.transient = True
@@ -116,7 +116,7 @@ class _Painter:
 
 
 class ProgressSink:
-    """Progress inside the training process, for runs without our launcher."""
+    """Progress inside the training process, for runs without echelon's launcher."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._model, self._painter = ProgressModel(), _Painter(stream or sys.stderr)
@@ -134,9 +134,9 @@ class ProgressSink:
 
 
 class Notes:
-    """Where nothing shows a run's progress: what whoever started the script must know of it, in a few lines on standard error.
+    """A run's important events in a few lines on standard error, if nothing else shows progress.
 
-    In a program that has set up logging they are records of the logger "echelon", at the level INFO.
+    If the program has set up logging, they go to the logger "echelon" at the level INFO.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class Notes:
 
     def event(self, event: dict[str, Any]) -> None:
         name, line = event.get("event"), self._model.event(event)
-        if name == "checkpoint_saved":  # the last is enough
+        if name == "checkpoint_saved":  # only the last one is shown
             self._saved = line or ""
         elif name == "train_end":
             self._say(self._saved)
@@ -163,7 +163,7 @@ class Notes:
 
 
 class RunScreen:
-    """The launcher's terminal: rank 0's output as it comes, and progress read from the run folder."""
+    """The launcher's terminal: rank 0's output as it comes, and progress from the run folder."""
 
     def __init__(self, run: RunDir, stream: TextIO | None = None) -> None:
         self._run = run
@@ -174,12 +174,12 @@ class RunScreen:
         self._events: LineReader | None = None
         self._partial: dict[str, list[bytes]] = {}
         self._partial_since = 0.0
-        self._long = ""  # the stream whose line is too long to wait for its end
+        self._long = ""  # the stream with a line too long to wait for
         self._times: Recent | None = None
         self._ranks_next, self._named = 0.0, set[int]()
 
     def write(self, stream: str, data: bytes) -> None:
-        """A live line may only be interrupted by whole lines; without one, bytes pass through untouched."""
+        """Show rank 0's output. A live line is interrupted by whole lines only; without one, bytes pass unchanged."""
         target = sys.stdout if stream == "stdout" else sys.stderr
         if not (self._painter.is_live and is_terminal(target)):
             put_bytes(target, data)
@@ -215,7 +215,7 @@ class RunScreen:
         self._painter.progress(self._model)
 
     def _look_at_ranks(self) -> None:
-        """A rank that holds up the others stands in the line, and once in a line of its own, with the cause."""
+        """Show the slowest straggler in the progress line, and each straggler once in a line with the cause."""
         slow = stragglers(self._times.look()) if self._times is not None else []
         self._model.slowest = f"rank {slow[0].rank} {slow[0].factor:.1f}x slow" if slow else ""
         for each in slow[:_STRAGGLERS]:

@@ -1,11 +1,12 @@
-"""Trackers by name: the numbers of metrics.jsonl, also to TensorBoard, Weights & Biases, MLflow, trackio or a CSV file.
+"""Trackers by name: send the numbers of metrics.jsonl to TensorBoard, Weights & Biases, MLflow, trackio or a CSV file as well.
 
-`echelon run --track wandb,csv` names them for every script; it reaches the ranks by `ECHELON_TRACK`. A tracker that fails, as
-when its server is away, is said once and left out: the run goes on, and metrics.jsonl has its numbers. One whose server or disk
-is slow holds nobody: it is called in a thread of its own (`background`). A CSV file is written at once.
+`echelon run --track wandb,csv` names them for every script, and passes them to the ranks in `ECHELON_TRACK`. A tracker that
+fails, for example without its server, is reported once and then skipped: the run goes on, and metrics.jsonl has its numbers. A
+slow server or disk holds up no rank, since trackers are called in a thread of their own (`background`). A CSV file is written at
+once.
 
-A run folder is one run of a tracker, however many trainings, processes and attempts it has: a tracker is begun once in a
-process and ends with it, and the next process goes on with the same run there.
+A run folder is one run of a tracker, however many trainings, processes and attempts it has. A tracker begins once per process and
+ends with it; the next process continues the same run of the tracker.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker(MetricLogger, Protocol):
-    """A logger that can give on what it holds, and go on."""
+    """A logger that can send its held numbers before it is closed."""
 
     def flush(self) -> None: ...
 
@@ -48,12 +49,12 @@ TRACKERS: Mapping[str, Make] = {
     "trackio": lambda run, config: TrackioLogger(_project(), run.name, run.path, config),
     "wandb": lambda run, config: WandbLogger(_project(), run.name, run.path, config, _id(run)),
 }
-# What a record says of itself.
+# Fields of a record that are not metrics.
 _NO_NUMBERS = ("step", "time", "update")
-# How long to wait for a tracker: as a training ends; for one that has not begun then, before the process ends; as it ends,
-# without a word and in all; and where that was not its own wish: a rank that failed is killed after ten seconds.
+# Seconds to wait for a tracker: at the end of a training; for one that has not begun by then, before the process ends; at the end
+# of the process, silently and in all; and after a failure or a stop request, since a failed rank is killed after ten seconds.
 _FLUSH_S, _BEGIN_S, _QUIET_S, _END_S, _HURRIED_S = 5.0, 30.0, 5.0, 60.0, 5.0
-_AT_ONCE = frozenset({"csv"})  # files, whose lines are there when they are given
+_AT_ONCE = frozenset({"csv"})  # files, written at once
 
 
 def _project() -> str:
@@ -61,18 +62,18 @@ def _project() -> str:
 
 
 def _id(run: RunDir) -> str:
-    """The same for each attempt in a folder: its name, and enough of a hash that folders of one name elsewhere are others."""
+    """An id that all attempts in a folder share: its name, and part of a hash that differs for folders of this name elsewhere."""
     name = re.sub(r"[^A-Za-z0-9_-]", "-", run.name)[:60]
     return f"{name}-{hashlib.sha256(os.fsencode(run.path.absolute())).hexdigest()[:12]}"
 
 
 def names_of(text: str, what: str = "--track") -> list[str]:
-    """The trackers of `tensorboard,wandb`.
+    """The trackers in `tensorboard,wandb`.
 
     Args:
-        what: gave the text, for messages.
+        what: source of the text, for messages.
     Raises:
-        UsageError: one that is not known, or not installed here.
+        UsageError: a tracker that is unknown, or not installed here.
     """
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
@@ -83,10 +84,10 @@ def names_of(text: str, what: str = "--track") -> list[str]:
 
 
 class TrackerSink:
-    """Gives a tracker the numbers of records.
+    """Sends the numbers of records to a tracker.
 
     Args:
-        background: where the tracker is called; None calls it at once, in the thread that has the records.
+        background: calls the tracker; None calls it at once, in the thread of the records.
     """
 
     def __init__(self, name: str, made: Tracker, background: BackgroundCalls | None = None) -> None:
@@ -102,28 +103,29 @@ class TrackerSink:
                 self._do(partial(self._log, numbers, record["step"]))
 
     def event(self, event: dict[str, Any]) -> None:
-        """Events are the run folder's. But a rank that failed, or was asked to stop, has not long to end."""
+        """Note events that leave little time: a rank that failed, or was asked to stop, ends soon. Trackers get no events."""
         if event["event"] in ("exception", "stopped", "train_start"):
             self._hurries = event["event"] != "train_start"
             if isinstance(self._logger, OnlineLogger):
                 self._logger.failed = event["event"] == "exception"
 
     def close(self) -> None:
-        """A training is over, perhaps not the last of this process: the tracker ends with that, or by `end`."""
+        """End a training, perhaps not the last of this process: the tracker ends with the process, or by `end`."""
         self._do(partial(self._try, self._logger.flush))
-        if self._background is not None and not self._was_late and not self._hurries:  # a failure is first to be recorded
+        if self._background is not None and not self._was_late and not self._hurries:  # recording a failure comes first
             self._was_late = not self._background.settle(_FLUSH_S)
             if self._was_late and not self._begun:
-                # Python joins it before it calls exit functions. A tracker registers its own as it begins: were it still about to
-                # at the end of the process, that would be called before `end`, and cut off what it was given.
+                # Python joins this thread before it calls exit functions. A tracker registers its own exit function when it
+                # begins. If it began only during the process's end, that function would run before `end`, and cut off the
+                # remaining numbers.
                 threading.Thread(target=self._background.settle, args=(_BEGIN_S,), name=f"echelon-{self._name}-begins").start()
 
     def end(self) -> None:
-        """The process ends, or the tracker's run: waits for what it has not been told, and says what it will never be."""
+        """End the tracker at the end of the process or its run: wait for outstanding numbers, and report lost ones."""
         if self._background is None:
             self._try(self._logger.close)
             return
-        if not self._background.is_here:  # a process that was forked has it, and not its thread
+        if not self._background.is_here:  # a forked process has this object, but not its thread
             return
         self._ends = True
         atexit.unregister(self.end)
@@ -158,8 +160,10 @@ class TrackerSink:
             self._end_last()
 
     def _end_last(self) -> None:
-        """What the tracker does at the end of the process comes after `end`, which waits for the thread: the last registered is
-        called first, and trackers register theirs when they are made or begin."""
+        """Register `end` anew, to run before the tracker's exit functions, since it waits for the thread.
+
+        The last registered function runs first, and trackers register theirs when they are created or begin.
+        """
         atexit.unregister(self._logger.close)
         atexit.unregister(self.end)
         atexit.register(self.end)
@@ -169,20 +173,20 @@ class TrackerSink:
             return
         try:
             do()
-        except Exception as error:  # whatever a library of others, or the network, comes up with
+        except Exception as error:  # a tracker's library, or the network, may raise anything
             self._failed = True
             why = str(error).rstrip(".") if isinstance(error, EchelonError) else repr(error)
             logger.warning("%s gets no more numbers: %s. The run continues; metrics.jsonl has them.", self._name, why[:500])
 
 
-_made: dict[tuple[int, str, Path], TrackerSink] = {}  # by process, as a fork takes them along, name and the run's folder
+_made: dict[tuple[int, str, Path], TrackerSink] = {}  # by process (a fork copies them), name and run folder
 
 
 def trackers(run: RunDir) -> list[TrackerSink]:
-    """Those that the environment asks for; of one run folder the same at each call.
+    """The trackers that the environment names; for one run folder the same ones at every call.
 
     Raises:
-        UsageError: one is not known, or not installed.
+        UsageError: a tracker is unknown, or not installed.
     """
     names = names_of(os.environ.get(TRACK_VARIABLE, ""), TRACK_VARIABLE)
     keys = {name: (os.getpid(), name, run.path.absolute()) for name in names}
@@ -198,7 +202,7 @@ def trackers(run: RunDir) -> list[TrackerSink]:
 
 
 def _config(run: RunDir) -> dict[str, Any]:
-    """What run.json says of the run, as names of one level."""
+    """The settings of run.json, under flat names."""
     config: dict[str, Any] = {}
     for name, value in (read_json(run.run_json) or {}).items():
         if isinstance(value, dict):
