@@ -83,7 +83,7 @@ def as_loader(loader: DataLoader[Any], global_batch: int, accumulation: int, why
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory or None,
     )
-    if loader.drop_last and accumulation > 1:  # it drops what is no whole batch, and not what is no whole update
+    if loader.drop_last and accumulation > 1:  # drop_last drops an incomplete batch, but not an incomplete update
         made.multiple = batch
     made.keeps_seed = seed is not None
     made.worker_init_fn = loader.worker_init_fn

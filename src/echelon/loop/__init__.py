@@ -1,1 +1,1 @@
-"""The story of training: units say what a step is, the loops run them, callbacks act on them."""
+"""Training: units define a step, the loops run the steps, callbacks act on the run."""

@@ -75,7 +75,7 @@ class Run:
     # --- the whole run
 
     def train(self) -> None:
-        """Train from where the unit's progress stands until a limit is reached, or a stop is agreed on."""
+        """Train from where the unit's progress stands until a limit is reached or the ranks agree to stop."""
         state, stage = self.state, self._stages["train"]
         phase_state, progress = stage.phase_state, stage.progress
         if not phase_state.has_limit and not phase_state.endless:

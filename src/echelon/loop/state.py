@@ -225,7 +225,7 @@ def _limit(name: str, value: Any, *, at_least: int = 0) -> int | None:
 
 
 class State:
-    """Handed to every hook and step. Users read it; they write through `stop`."""
+    """Handed to every hook and step. Users only read it, and call its methods `stop` and `log`."""
 
     def __init__(
         self,

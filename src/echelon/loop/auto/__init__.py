@@ -1,1 +1,1 @@
-"""The unit that needs a loss and an optimizer."""
+"""AutoUnit, the unit that needs only a loss and an optimizer."""

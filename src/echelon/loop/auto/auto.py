@@ -225,9 +225,10 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         return loss, outputs
 
     def _forward_in_stages(self, state: State, ago: dict[int, int], micro_batch: MicroBatch[T]) -> tuple[torch.Tensor, Any]:
-        """
+        """Run the forward pass of a micro-batch under a layout that runs a whole window at once.
+
         Args:
-            ago: how many steps before this one each micro-batch of the update came, by its identity.
+            ago: for each micro-batch of the update, by `id`, how many steps before the current one it came.
         """
         self._update.begin_forward(self, state, micro_batch)
         with self.train_progress.at_earlier_step(ago[id(micro_batch)]), uncounted(self) if micro_batch.is_padding else NO_CONTEXT:

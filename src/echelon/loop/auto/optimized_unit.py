@@ -61,7 +61,7 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
     kind_of_update: type[Update] = Update
     expects_mean = True  # False if the loss follows the conventions of the library that it was written for
     samples_given: int | None = None  # samples that the loader put into the current batch, if the loader says so
-    _told_of_doubts = False  # about the samples of a batch
+    _told_of_doubts = False  # the warning about the number of samples in a batch was given
 
     def build_from(self, module: nn.Module, options: AutoOptions) -> None:
         """Make the module parallel and build all that depends on it. Collective. Progress stays as it is."""
@@ -336,7 +336,8 @@ def _check_own_names(unit: Any) -> None:
 
 
 def _check_trainable(unit: Any, *, together: bool, has_layout: bool) -> None:
-    """
+    """Refuse several ranks without a layout.
+
     Args:
         together: the ranks train one model, or there is one rank only.
     """

@@ -37,11 +37,11 @@ T = TypeVar("T")
 
 
 class PreparedUnit(Unit):
-    """A module made parallel and moved to the device, in the precision that was asked for."""
+    """A module made parallel and moved to the device, with the precision in which it computes."""
 
     reports_own_steps = True
     weighs_padding = True
-    has_several = False  # optimizers
+    has_several = False  # whether it has several optimizers
 
     def _prepare(self, module: nn.Module, options: AutoOptions) -> None:
         """Make the module parallel and set the attributes that depend on it. Collective."""

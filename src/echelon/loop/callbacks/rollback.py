@@ -164,9 +164,7 @@ class RollBack(Callback):
             self._losses.pop()
         state.event("rolled_back", step=now, to=back, why=problems, skipped=list(skipped[-1]), samples=samples)
         if agree.is_rank0():
-            logger.warning(
-                "%s; rolled back to update %s, and training on without updates %s to %s", what, back, first, skipped[-1][1] - 1
-            )
+            logger.warning("%s; rolled back to update %s; training skips updates %s to %s", what, back, first, skipped[-1][1] - 1)
 
 
 def _samples(state: State, unit: TrainedUnit) -> list[int]:

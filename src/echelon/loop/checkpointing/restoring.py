@@ -74,7 +74,7 @@ def restore_first(
             _restore(path, manifest, unit, loader, options, rolls_back=rolls_back)
         except (CheckpointCorruptError, CheckpointNotFoundError) as error:
             if not fall_back:
-                raise CheckpointCorruptError(f"{path} is the newest and corrupt: {error}", path=str(path)) from error
+                raise CheckpointCorruptError(f"{path} is corrupt, and fall_back is False: {error}", path=str(path)) from error
             wrong.append(str(error))
             logger.warning("%s is corrupt and passed over: %s", path, printable(str(error)))
             continue

@@ -38,7 +38,7 @@ _LONGEST = 100
 _REMEDY = "Log the same names on all ranks in the same steps; on a rank where a value does not count, log it with weight=0."
 _METRIC = "a metric"
 _OF_A_METRIC = (
-    "All ranks compute a metric together: log it on all of them, in a pipeline in on_eval_step_end or on_train_step_end."
+    "All ranks compute a metric together: log it on all of them; in a pipeline, in on_eval_step_end or on_train_step_end."
 )
 
 
