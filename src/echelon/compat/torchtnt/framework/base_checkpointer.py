@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from abc import ABCMeta, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from echelon.compat.torchtnt.utils.checkpoint import (
 from echelon.compat.torchtnt.utils.distributed import get_world_size
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import options
-from echelon.loop.checkpointing.contents import is_unevaluated
+from echelon.loop.checkpointing.contents import is_unevaluated, monitored
 from echelon.loop.state import EntryPoint, State
 from echelon.world import agree, stop
 
@@ -268,37 +267,8 @@ class BaseCheckpointer(Callback, metaclass=ABCMeta):
 
     def _metric(self, state: State, unit: Any) -> MetricData | None:
         assert self._best_checkpoint_config is not None
-        name = self._best_checkpoint_config.monitored_metric
-        if state.entry_point == EntryPoint.FIT and is_unevaluated(state, unit):
-            logger.warning("the checkpoint is kept without its %s: the run ends before the evaluation of these weights", name)
-            return None
-        value = self._get_tracked_metric_value(unit)
-        return MetricData(name, value) if value is not None else None
-
-    def _get_tracked_metric_value(self, unit: Any) -> float | None:
-        """The unit's metric as a number; None, and a line in the log, if it has none. 0.0 is a number."""
-        if self._best_checkpoint_config is None:
-            return None
-        name = self._best_checkpoint_config.monitored_metric
-        if not hasattr(unit, name):
-            logger.error("Unit does not have attribute %s, unable to retrieve metric to checkpoint. %s", name, _WITHOUT)
-            return None
-        value = getattr(unit, name)
-        if value is None:
-            return None
-        try:
-            number = float(value.compute() if hasattr(value, "compute") else value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            logger.error(
-                "Unable to convert monitored metric %s to a float: %s. Please ensure the value can be converted to float and is "
-                "not a multi-element tensor value. %s",
-                *(name, error, _WITHOUT),
-            )
-            return None
-        if not math.isfinite(number):
-            logger.error("Monitored metric '%s' is %s. %s", name, "NaN" if math.isnan(number) else "inf", _WITHOUT)
-            return None
-        return number
+        found = monitored(self._best_checkpoint_config.monitored_metric, state, unit)
+        return next((MetricData(*each) for each in found.items()), None)
 
     @abstractmethod
     def _checkpoint_impl(self, state: State, unit: Any, *, checkpoint_id: str, hook: str) -> bool:
@@ -364,9 +334,6 @@ class BaseCheckpointer(Callback, metaclass=ABCMeta):
             logger.info("Restoring from path: %s", paths[0])
             cls.restore(paths[0].path, unit, **kwargs)
         return bool(paths)
-
-
-_WITHOUT = "Will not be included in checkpoint path, nor tracked for optimality."
 
 
 def _group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
