@@ -100,14 +100,14 @@ def test_ranks_that_call_other_blocks_are_told_before_the_update(
 ) -> None:
     for updated, text in ranks(2 if accumulation == 1 else 4, _walked, way, layout, accumulation):
         assert updated == FIRST
-        assert said in text and "The update was not made" in text and "one seed" in text
+        assert said in text and "The update was not made" in text and "the same seed" in text
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_ranks_with_gradients_of_other_parameters_are_told_after_the_update(ranks: Ranks, accumulation: int) -> None:
     for updated, text in ranks(2, _walked, "other heads", "fsdp", accumulation):
         assert updated == FIRST + 1
-        assert "in update 3 rank 0 had one of heads.1.bias and rank 1 had none" in text
+        assert "in update 3 rank 0 had a gradient of heads.1.bias and rank 1 had none" in text
         assert "Continue from an earlier checkpoint" in text
 
 
@@ -115,7 +115,7 @@ def test_of_the_last_update_they_are_told_at_the_end(ranks: Ranks, tmp_path: Pat
     """And nothing is saved of it."""
 
     for _, text in ranks(2, _walked, "other heads at last", "fsdp", 1, tmp_path):
-        assert "in update 5 rank 0 had one of heads.1.bias and rank 1 had none" in text
+        assert "in update 5 rank 0 had a gradient of heads.1.bias and rank 1 had none" in text
     assert not list(tmp_path.rglob("manifest*"))
 
 
