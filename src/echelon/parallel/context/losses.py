@@ -39,8 +39,8 @@ _OUTPUTS = -1  # used as a level: noise on the module's outputs
 _LEFT_OUT = 0.4  # share of labels to ignore
 _APART = 1e-4  # how much a token's gradient may depend on other tokens, relative to its dependence on itself
 _REMEDY = (
-    "A loss of one token of each sequence, of pooled or neighbouring tokens, a sum, or a mean for each sequence is for 'fsdp' or "
-    "'ddp'. If only the comparison is wrong, switch it off: Layout(check_context=False)."
+    "For a loss of one token of each sequence, of pooled or neighbouring tokens, a sum, or a mean for each sequence, use 'fsdp' "
+    "or 'ddp'. If only the comparison is wrong, switch it off: Layout(check_context=False)."
 )
 
 

@@ -69,7 +69,7 @@ class Cut:
         self._listed: list[tuple[nn.Module, str]] = []  # the floating-point parameters in `_taken`
         self._hidden: list[tuple[nn.Module, str, Any]] = []  # attributes that are absent in the pass under way
 
-    def __deepcopy__(self, memo: Any) -> Cut:  # a copy of the module is cut alike
+    def __deepcopy__(self, memo: Any) -> Cut:  # copies of the module share the cut
         return self
 
     @contextlib.contextmanager

@@ -443,7 +443,7 @@ class Learned:
             try:
                 now, _ = form_of(value)
             except Unsendable as error:
-                return f"returned a {error}, and did not before"
+                return f"returned a {error}, but did not before"
             if now.tree != form.tree:
                 return "returned another nesting than before"
             given = [leaf.shape if isinstance(leaf, Leaf) else leaf for leaf in now.leaves]
@@ -452,8 +452,8 @@ class Learned:
             return None
         at = next(i for i, pair in enumerate(zip(given, before, strict=True)) if pair[0] != pair[1])
         if isinstance(given[at], tuple) and isinstance(before[at], tuple):
-            return f"gave tensors of {given[at]}, and of {before[at]} before, for a batch of the same shape"
-        return f"returned {given[at]!r} beside its tensors, and {before[at]!r} before"
+            return f"returned a tensor of shape {given[at]}, but of {before[at]} before, for a batch of the same shape"
+        return f"returned {given[at]!r} beside its tensors, but {before[at]!r} before"
 
 
 class Window:

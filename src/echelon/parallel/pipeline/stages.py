@@ -165,7 +165,7 @@ def _refuse_unknown(module: nn.Module, points: Sequence[str], chain: list[tuple[
 
 
 def _balanced(module: nn.Module, count: int) -> list[Unit]:
-    """Stages begin at blocks, so that the costliest stage costs least."""
+    """Cut before blocks so that the costliest stage costs as little as possible."""
     chain = _chain(module, ())
     blocks = {plain_name(name) for name, _ in blocks_to_shard(module)}
     kind = type(module).__name__
@@ -173,7 +173,7 @@ def _balanced(module: nn.Module, count: int) -> list[Unit]:
     if not places:
         raise PipelineError(
             f"{kind} has no repeated blocks at which a pipeline could be cut. Name the modules at which further stages begin: "
-            f"stages=[...], of {', '.join(name for name, _ in chain[:12])}."
+            f"stages=[...], for example {', '.join(name for name, _ in chain[:12])}."
         )
     if len(places) < count:
         raise PipelineError(

@@ -32,7 +32,7 @@ def check_sequence(module: nn.Module, styles: Mapping[str, Any]) -> list[str]:
     kind = type(module).__name__
     if any(not isinstance(style, str) for style in styles.values()):
         raise TensorParallelError(
-            "sequence_parallel needs a plan of words such as 'colwise'; with torch's ParallelStyles, use torch's own."
+            "sequence_parallel needs a plan of style names such as 'colwise'. With torch's ParallelStyles, use torch's own."
         )
     lists = list(dict.fromkeys(module_list for name in styles if (module_list := _list_of(module, name)) is not None))
     if len(lists) != 1:

@@ -290,7 +290,7 @@ def check_same_loss(module: nn.Module, loss: torch.Tensor) -> None:
     bounds = torch.stack([value, -value])
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=axis.group)
     largest, least = float(bounds[0]), -float(bounds[1])
-    if not largest - least > _SAME_LOSS.get(loss.dtype, 0.02) * max(abs(largest), abs(least)):  # nor if one is not a number
+    if not largest - least > _SAME_LOSS.get(loss.dtype, 0.02) * max(abs(largest), abs(least)):  # nan counts as equal
         return
     raise TensorParallelError(
         f"tensor parallelism: the loss of the first update differs between the {axis.size} ranks that share layers: it is "
@@ -318,7 +318,7 @@ def check_whole_layers(module: nn.Module) -> None:
     dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=axis.group)
     largest, least = bounds[0], -bounds[1]
     differs = (largest - least > _SAME * largest) & (largest > _NOISE * largest.norm())
-    if not bool(differs.any()):  # nor if one is not a number
+    if not bool(differs.any()):  # nan counts as equal
         return
     number = int(differs.nonzero()[0])
     raise TensorParallelError(
