@@ -22,7 +22,7 @@ from urllib.parse import quote, unquote
 import torch.distributed as dist
 
 from echelon.checkpoint import commit, manifest, policy
-from echelon.checkpoint.location import Location, Remote, location, remove_tree
+from echelon.checkpoint.location import Location, Remote, location
 from echelon.common.errors import CheckpointUnreadableError, UsageError
 from echelon.compat.torchtnt.absent import absent
 from echelon.world import agree
@@ -46,7 +46,6 @@ Names = str | Sequence[str] | None
 
 # Whole checkpoints of TorchTNT's savers have one of these.
 _THEIRS = (".metadata", ".snapshot_metadata")
-_HIDDEN = ".staged-removed-"
 
 
 @dataclass(frozen=True)
@@ -406,14 +405,8 @@ class CheckpointManager:
         """Remove one, so that a kill leaves no half of it under a valid name."""
         if agree.is_joined() and dist.get_rank(self._group) != 0:
             return
-        path: Location = at(doomed.path, self._file_system)
         try:
-            if isinstance(path, Remote):
-                if (path / manifest.MANIFEST).exists():
-                    (path / manifest.MANIFEST).unlink()
-            else:
-                path = path.rename(path.with_name(f"{_HIDDEN}{path.name}"))
-            remove_tree(path)
+            commit.retire(at(self.dirpath, self._file_system), [os.path.basename(doomed.path)])
         except Exception as error:  # object stores have errors of their own, and the run does not depend on it
             logger.error(
                 "Failed to remove checkpoint '%s' for bookkeeping purposes. Do not use it to restore since it may be corrupted! "
