@@ -377,6 +377,7 @@ def test_a_table_says_what_fits_and_what_would(plan: Callable[..., subprocess.Co
     [
         ("sys.exit(0)", "gave echelon no module"),
         ("raise ValueError('mine')", "ValueError: mine"),
+        ("Fit(module=torch.nn.Sequential(*layers), clip_grad_norm=-1)", "(train.py:"),  # a refusal that names no line itself
         ("ech.train(Fit(module=torch.nn.Sequential(*layers)), loader, max_updates=1)", "2 updates or more"),
         (
             "Fit.compute_loss = lambda self, state, data: (self.module(data[0])[data[1].nonzero()].sum(), None)\n" + TRAINS,

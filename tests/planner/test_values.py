@@ -91,6 +91,22 @@ def test_other_numbers_are_not_known() -> None:
                 rounded.nonzero()
 
 
+def test_one_value_goes_to_as_many_elements_as_there_are() -> None:
+    """`labels[~found] = 0` takes no other memory, however many were not found."""
+    with pretended_world(4) as mode, mode:
+        scores, labels = _unknown(mode, 6, 2), torch.arange(6)
+        labels[scores[:, 0] > 0] = 0
+        scores[scores > 1] = torch.zeros(())
+        assert torch.where(scores.sum(-1) > 0, labels, 1).shape == (6,) and mode.read == 0
+
+
+def test_a_number_from_before_the_training_is_read() -> None:
+    """As of the steps that Adagrad counts from its beginning."""
+    steps = torch.tensor(3.0)
+    with pretended_world(4) as mode, mode:
+        assert steps.item() == 3.0 and mode.read == 0
+
+
 def test_what_no_shape_says_is_refused_by_its_line() -> None:
     with pretended_world(4) as mode, mode:
         rounded = _unknown(mode, 6, 2).long()

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import connection
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from echelon.common.errors import EchelonError, PlanError
@@ -390,10 +391,8 @@ def _trace(there: Connection, job: Job) -> None:
             timeline.spans.clear()
             result = replace(result, timeline=timeline, own_flops=trace.flops - trace.repeated, peak_flops=peak)
         result = replace(result, answer=replace(made, picture=Picture(trace.curve, shares)))
-    except EchelonError as error:
-        result = _Rank(replace(blank, why=str(error)))
-    except BaseException as error:  # the script's own
-        result = _Rank(replace(blank, why=_said(error)))
+    except BaseException as error:
+        result = _Rank(replace(blank, why=_said(error, job.layout is None)))
     there.send(result)
     there.close()
     os._exit(0)  # no exit function of a script's runs with tensors that have no memory
@@ -404,11 +403,16 @@ def _links(setting: Setting) -> Links:
     return Links(setting.device, setting.per_node)
 
 
-def _said(error: BaseException) -> str:
-    """Of an error within the script, or of what cannot be done without values."""
+def _said(error: BaseException, is_own: bool) -> str:
+    """Of an error within the script, of what cannot be done without values, or of a refusal; that of a layout which is not the
+    script's own is about no line of it.
+    """
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-    files = [(file, line) for file, line in frames if not in_library(file)]
+    files = [(file, line) for file, line in frames if not file.startswith("<") and not in_library(file)]
     where = " at {}:{}".format(*files[-1]) if files else ""
+    if isinstance(error, EchelonError):
+        text, names = str(error), [f"{Path(file).name}:{line}" for file, line in files[-1:] if is_own]
+        return " ".join([text, *(f"({name})" for name in names if name not in text)])
     kind = type(error)
     if kind.__module__.startswith("torch._subclasses"):
         return f"{error}{where} needs the values of a tensor, and a plan has shapes alone"

@@ -300,8 +300,12 @@ class NoMemory(FakeTensorMode):
             mask = args[1].expand(args[0].shape) if op is aten.masked_select.default else None
             return of_count(args[0], self._chosen(op, args[0], mask))
         if op.overloadpacket in _INDEX:
-            args = (args[0], [each for index in args[1] for each in self._without_mask(op, index)], *args[2:])
-        if op is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            fills = len(args) > 2 and args[2].numel() == 1  # one value goes to as many as there are
+            args = (args[0], [each for index in args[1] for each in self._without_mask(op, index, fills)], *args[2:])
+        if op is aten._local_scalar_dense.default and not isinstance(args[0], FakeTensor):
+            with _disable_current_modes():  # of before the training, such as the steps that Adagrad counts from its beginning
+                return op(*args, **kwargs)
+        if op is aten._local_scalar_dense.default:
             self._reads()
             kind = args[0].dtype
             value = 0 if hasattr(args[0], _NOTHING) else 1
@@ -343,11 +347,11 @@ class NoMemory(FakeTensorMode):
                 "value changes does not end in a plan, where each value is 1. Give it a largest number of rounds."
             )
 
-    def _without_mask(self, op: Any, index: torch.Tensor | None) -> list[torch.Tensor | None]:
+    def _without_mask(self, op: Any, index: torch.Tensor | None, fills: bool) -> list[torch.Tensor | None]:
         """A mask as an index means one of whole numbers for each of its dimensions."""
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             return [index]
-        count = self._chosen(op, index)
+        count = 1 if fills else self._chosen(op, index)
         return [index.new_empty(count, dtype=torch.int64) for _ in range(index.dim())]
 
     def _chosen(self, op: Any, tensor: torch.Tensor, mask: torch.Tensor | None = None) -> int:
