@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon as ech
@@ -490,6 +491,12 @@ def _said_of_own_models() -> dict[str, list[str]]:
             ech.train(Plain(module), [batch(ROWS, seed=own)] * 2, max_epochs=1)
     with told(REPLICAS) as said["loop, samples"]:  # which the ranks share
         own_loop(net(), DataLoader(TensorDataset(*batch(8, seed=0)), 4), layout="none")
+    with told(REPLICAS) as said["loop, an average in shards"]:
+        model = nn.Sequential(nn.Linear(4, 2), nn.AvgPool1d(2)).double()  # whose parts are of one shape
+        parts = model, AveragedModel(model), torch.optim.SGD(model.parameters(), lr=0.1), _loader(STEPS)
+        model, _, optimizer, loader = ech.prepare(*parts, layout="fsdp")
+        for x, y in loader:
+            step(model, optimizer, x, y)
     return said
 
 

@@ -63,7 +63,12 @@ def _warn_of_own_models(modules: dict[str, Prepared[Any]]) -> None:
     """Compare modules without a layout, which the script may keep equal by hand. They may differ on purpose. Collective."""
     if not modules or not agree.is_joined():
         return
-    trained = {name: list(_floats(p)) for name, p in modules.items() if any(q.requires_grad for _, q in p.named_parameters())}
+    trained = {
+        name: list(_floats(p))
+        for name, p in modules.items()
+        # of a copy that prepare() has split, such as an average, the ranks hold other parts
+        if any(q.requires_grad and not is_split(q) for _, q in p.named_parameters())
+    }
     if agree.is_same([[name, [[of, list(p.shape)] for of, p in floats]] for name, floats in trained.items()]):
         for name, floats in trained.items():
             if floats:
