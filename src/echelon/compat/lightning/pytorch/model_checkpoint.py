@@ -364,4 +364,4 @@ def _free(name: Callable[[int | None], str], but: str = "") -> str:
 
 def _remove(path: str) -> None:
     """Collective."""
-    commit.on_rank0(lambda: remove_tree(Path(path)) if os.path.isdir(path) else None)
+    commit.on_rank0(lambda: commit.retire(Path(path).parent, [os.path.basename(path)]) if os.path.isdir(path) else None)
