@@ -18,7 +18,15 @@ from echelon.loop.unit import TrainedUnit
 if TYPE_CHECKING:
     from echelon.loop.state import State
 
-__all__ = ["NamedFolder", "NamedSaver"]
+__all__ = ["NamedFolder", "NamedSaver", "named_in"]
+
+
+def named_in(path: Location, step_of: Callable[[str], int | None]) -> list[tuple[str, int]]:
+    """Names and steps of the checkpoints in a folder that have a manifest, newest first. Rank 0's view."""
+    names = [each.name for each in (path.iterdir() if path.is_dir() else ())]
+    found = [(name, step) for name in names if (step := step_of(name)) is not None]
+    found.sort(key=lambda each: each[1], reverse=True)
+    return [(name, step) for name, step in found if (path / name / manifest.MANIFEST).exists()]
 
 
 class NamedFolder(RunFolder):
@@ -47,11 +55,7 @@ class NamedFolder(RunFolder):
         return self._stands_at(unit)
 
     def named(self) -> list[tuple[str, int]]:
-        """Names and steps of those that have a manifest, newest first. Rank 0's view."""
-        names = [each.name for each in (self.path.iterdir() if self.path.is_dir() else ())]
-        found = [(name, step) for name in names if (step := self._step_of(name)) is not None]
-        found.sort(key=lambda each: each[1], reverse=True)
-        return [(name, step) for name, step in found if (self.path / name / manifest.MANIFEST).exists()]
+        return named_in(self.path, self._step_of)
 
     def found(self) -> list[tuple[Location, int]]:
         return [(self.path / name, step) for name, step in commit.on_rank0(self.named, self.path)]

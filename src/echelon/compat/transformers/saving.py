@@ -11,7 +11,7 @@ from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.location import Location, absolute, location
 from echelon.checkpoint.policy import Keep
 from echelon.common.errors import CheckpointError, UsageError
-from echelon.compat.named_saver import NamedFolder, NamedSaver
+from echelon.compat.named_saver import NamedFolder, NamedSaver, named_in
 from echelon.compat.trainer.rank import kept, planned
 from echelon.loop.checkpointing import restoring
 from echelon.loop.checkpointing.changes import command_here
@@ -35,13 +35,6 @@ def _step_of(name: str) -> int | None:
 
 def _updates(unit: Any) -> int:
     return int(unit.train_progress.num_updates_completed)
-
-
-def _inside(folder: Location) -> list[Location]:
-    """What is named like a checkpoint and has a manifest, oldest first. Rank 0's view."""
-    inside = folder.iterdir() if folder.is_dir() else ()
-    checkpoints = [(int(match[1]), path) for path in inside if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(checkpoints, key=lambda each: each[0]) if (path / manifest.MANIFEST).exists()]
 
 
 class _Folder(NamedFolder):
@@ -70,7 +63,7 @@ class _Folder(NamedFolder):
             self._lease.refresh()
             if not self.limit:
                 return
-            names = [path.name for path in _inside(self.path) if manifest.is_whole(path)]
+            names = [name for name, _ in reversed(self.named()) if manifest.is_whole(self.path / name)]
             older = [name for name in names if name not in (newest.name, self.best)]
             stay = max(0, self.limit - len(names) + len(older))
             commit.retire(self.path, older[: len(older) - stay])
@@ -122,8 +115,8 @@ class Saver(NamedSaver):
 def newest(output_dir: str) -> Location | None:
     """The newest checkpoint there, unless the run is to begin anew. Collective."""
     folder = location(output_dir)
-    names = commit.on_rank0(lambda: [path.name for path in _inside(folder)][-1:], folder)
-    return folder / names[0] if names and not is_begun_anew(absolute(folder)) else None
+    names = commit.on_rank0(lambda: named_in(folder, _step_of), folder)
+    return folder / names[0][0] if names and not is_begun_anew(absolute(folder)) else None
 
 
 def was_cut_short(path: Location) -> bool:
@@ -164,8 +157,8 @@ def resume(which: str | bool, output_dir: str, unit: Any, loader: Any) -> None:
         folder = location(output_dir)
         if left_alone(folder):
             return
-        names = commit.on_rank0(lambda: [path.name for path in reversed(_inside(folder))], folder)
-        if not restoring.restore_first(folder, [folder / name for name in names], unit, loader, RestoreOptions(), True):
+        names = commit.on_rank0(lambda: named_in(folder, _step_of), folder)
+        if not restoring.restore_first(folder, [folder / name for name, _ in names], unit, loader, RestoreOptions(), True):
             raise UsageError(f"No valid checkpoint found in output directory ({output_dir})")
         return
     path = location(str(which))
