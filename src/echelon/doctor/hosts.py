@@ -56,7 +56,7 @@ def _clocks(checkup: Checkup) -> Iterator[Row]:
     if state == "ok":
         yield Row("clocks", "ok", f"at most {off * 1e3:.0f} ms apart")
     else:
-        remedy = f"Let {host} use the same time server as the others (chronyc tracking, timedatectl)."
+        remedy = f"Have {host} ask the same time server as the others (chronyc tracking, timedatectl)."
         yield Row("clocks", state, f"{host} is {apart[host]:+.1f} s from rank 0's host", remedy)
 
 
