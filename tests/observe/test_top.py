@@ -113,7 +113,7 @@ def test_a_run_whose_launcher_was_killed_does_not_run(tmp_path: Path, echelon_co
     run.run_json.write_text(json.dumps({**json.loads(run.run_json.read_text()), "host": socket.gethostname()}))
     (run.path / ".lock").write_text("{}")
     state = echelon_command("top", str(run.path), "--once").stdout.splitlines()[0]
-    assert "its launcher has gone" in state and "running" not in state
+    assert "its launcher has ended" in state and "running" not in state
     run.run_json.write_text(json.dumps({**json.loads(run.run_json.read_text()), "host": "node7"}))
     assert "launcher" not in echelon_command("top", str(run.path), "--once").stdout.splitlines()[0]
 

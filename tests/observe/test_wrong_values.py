@@ -153,4 +153,4 @@ def test_a_report_that_fails_leaves_a_good_run_good(
     finish(make_run(tmp_path))
     said = capsys.readouterr().err
     assert "report     not written: ValueError('out of range'). Nothing of the run is lost." in said
-    assert f"`echelon report {tmp_path}` tries it again" in said and "Traceback" not in said
+    assert f"`echelon report {tmp_path}` tries again" in said and "Traceback" not in said
