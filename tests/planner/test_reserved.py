@@ -87,15 +87,23 @@ def _attends(x: torch.Tensor) -> torch.Tensor:
     return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.1, is_causal=True)
 
 
+def _attends_with_bias(x: torch.Tensor) -> torch.Tensor:
+    """As T5 does, whose bias is learned."""
+    bias = torch.zeros(1, 8, x.shape[1], x.shape[1], requires_grad=True)
+    heads = x.unflatten(-1, (8, -1)).transpose(1, 2)
+    return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=bias)
+
+
 @pytest.mark.parametrize(
     ("step", "most"),
     [
         (lambda x: F.rms_norm(x, (512,), torch.ones(512), 1e-5), 3 * 8),  # its input and output, and a gradient
         (nn.Dropout(0.1), 2 + 2 * 8),  # a mask of bytes
         (_attends, 6 * 8 + 1),  # the output, its gradient, and those of the three, two of them added up
+        (_attends_with_bias, 6 * 8 + 5 * 32),  # a bias of 32, and a gradient of it for each sequence
         (lambda x: nn.TransformerEncoderLayer(512, 8, 1024, 0.1, batch_first=True)(x).sum(), 200),
     ],
-    ids=["rms_norm", "dropout", "attention", "layer"],
+    ids=["rms_norm", "dropout", "attention", "bias", "layer"],
 )
 def test_a_kernel_keeps_what_that_of_a_gpu_keeps(step: Callable[[torch.Tensor], torch.Tensor], most: int) -> None:
     """Traced with a CPU's, which are several, an encoder layer's dropout alone kept all the weights of its attention."""

@@ -271,10 +271,24 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
     return torch.native_dropout(input, p, True)[0]
 
 
-def _attention(*args: Any, dropout_p: float = 0.0, **kwargs: Any) -> torch.Tensor:
-    """It draws its dropout anew in the backward pass."""
-    args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-    return _real_attention(*args, **kwargs)
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """It draws its dropout anew in the backward pass. With a mask that is learned, such as T5's bias, a CPU has no kernel for it."""
+    if attn_mask is None or not attn_mask.requires_grad or query.dim() != 4 or query.shape[1] != key.shape[1]:
+        return _real_attention(query, key, value, attn_mask, 0.0, is_causal, **options)
+    to = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
+    query, key, value, mask = (each.to(to) for each in (query, key, value, attn_mask))
+    mask = mask.expand(*query.shape[:3], key.shape[2])
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    made: torch.Tensor = kernel(query, key, value, mask, True, 0.0, is_causal, scale=options.get("scale"))[0]
+    return made
 
 
 _real_on_host = torch.autograd.graph.save_on_cpu
