@@ -280,7 +280,7 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """It draws its dropout anew in the backward pass. With a mask that is learned, such as T5's bias, a CPU has no kernel for it."""
+    """It draws its dropout anew in the backward pass. For a learned mask, such as T5's bias, a CPU has no kernel."""
     if attn_mask is None or not attn_mask.requires_grad or query.dim() != 4 or query.shape[1] != key.shape[1]:
         return _real_attention(query, key, value, attn_mask, 0.0, is_causal, **options)
     to = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
