@@ -158,7 +158,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_a_sweep_is_all_pairs_and_says_what_it_cannot_read() -> None:
-    assert parse_sweep(["lr=1e-3,3e-4", "--seed=1"]) == [(("lr", "1e-3"), ("seed", "1")), (("lr", "3e-4"), ("seed", "1"))]
+    assert parse_sweep(["lr=1e-3,3e-4,1e-3", "--seed=1"]) == [(("lr", "1e-3"), ("seed", "1")), (("lr", "3e-4"), ("seed", "1"))]
     for bad in (["lr"], ["lr="], ["=1"], ["lr=1,,2"], ["l r=1"], ["lr=1", "lr=2"]):
         with pytest.raises(UsageError):
             parse_sweep(bad)

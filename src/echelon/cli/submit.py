@@ -161,7 +161,7 @@ def parse_sweep(given: Sequence[str]) -> list[tuple[tuple[str, str], ...]]:
         key = key.removeprefix("--")
         if not equals or not re.fullmatch(r"[A-Za-z_][\w.-]*", key) or not all(values.split(",")):
             raise CommandError(f"--sweep must be a key and its values, such as lr=1e-3,3e-4, got {text!r}.")
-        axes.append([(key, value) for value in values.split(",")])
+        axes.append([(key, value) for value in dict.fromkeys(values.split(","))])
     keys = [axis[0][0] for axis in axes]
     if len(set(keys)) < len(keys):
         raise CommandError(f"--sweep must name each key once, got {' and '.join(keys)}. Give all values of a key at once.")
