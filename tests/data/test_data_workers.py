@@ -136,7 +136,7 @@ def test_a_worker_that_stands_before_its_first_line_is_told_of_by_its_own_proces
     """It was "pid -1, gone": a fork may leave a lock behind that nobody opens any more."""
     board = Board(1, " (epoch 3, data rank 1)")
     batches = board.started(DataLoader(list(range(4)), num_workers=1, worker_init_fn=lambda worker: time.sleep(60)))
-    (process,) = board._processes
+    (process,) = multiprocessing.active_children()
     text = str(board.timed_out(0, 2.0))
     assert f"a loader worker (pid {process.pid}), which had not begun to read (epoch 3, data rank 1)" in text
     assert "gone" not in text

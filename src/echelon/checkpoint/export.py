@@ -37,7 +37,9 @@ def _chosen(saved: Tensors, state: str | None, path: Location) -> dict[str, str]
     """Name in the export -> name in the checkpoint, of one state's tensors. The export drops the state's name."""
     if state is None:
         modules = sorted({name.split(".", 1)[0] for name in saved.index if ".state." not in name})
-        if len(modules) != 1:
+        if not modules:
+            raise CheckpointOptionError(f"{path} holds no tensors of a module.")
+        if len(modules) > 1:
             raise CheckpointOptionError(f"{path} holds several states: {', '.join(modules)}. Choose one with --state.")
         state = modules[0]
     chosen = {name.removeprefix(f"{state}."): name for name in saved.index if name.startswith(f"{state}.")}

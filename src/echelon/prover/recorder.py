@@ -323,7 +323,7 @@ class StepRecorder(Callback):
 
     def computes_in(self, dtype: torch.dtype | None) -> None:
         """Note a type in which the script computes, or a library for it."""
-        if dtype in _HALVES and self.record.half != "bf16":  # bf16 has fewer digits, and stays
+        if dtype in _HALVES and self.record.half not in ("bf16", "float8"):  # fewer digits stay
             self.record.half = _HALVES[dtype]
 
     def scales(self) -> None:

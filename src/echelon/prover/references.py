@@ -42,8 +42,6 @@ class AutoReference(Reference):
         super().begin(write=write)
         unit = self.unit
         self.module = unit.prepared.unwrapped
-        if self.records[0].dropouts:  # ranks that share samples draw by themselves
-            switch_off_dropout(unit)
         self.optimizer, self.scheduler = unit.configure_optimizers_and_lr_scheduler(self.module)
         unit.optimizer, unit.lr_scheduler = self.optimizer, self.scheduler  # the unit's hooks may look at them
         held = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
@@ -204,8 +202,6 @@ class SeveralReference(AutoReference):
 
     def begin(self, *, write: bool = True) -> None:
         Reference.begin(self, write=write)
-        if self.records[0].dropouts:
-            switch_off_dropout(self.unit)
         self.watch = self.watch_optimizers()
         self.turns: list[Turn] = self.unit.several.turns  # type: ignore[union-attr]
 

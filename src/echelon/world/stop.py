@@ -35,10 +35,10 @@ def asked() -> str | None:
     return _asked
 
 
-def asked_elsewhere(number: str) -> None:
+def asked_elsewhere(name: str) -> None:
     """Note that the ranks have agreed to stop because one of them was asked to. Later loops of this rank stop as well."""
     global _asked
-    _asked = _asked or number
+    _asked = _asked or name
 
 
 def leaving() -> None:

@@ -29,7 +29,6 @@ Kind = Literal["busy", "queued", "own", "wait", "disk"]
 # A thread computes if its processor time grows by _MOVED_S within _MOMENT_S.
 _MOMENT_S, _MOVED_S = 0.0002, 0.00003
 _DEPTH = 3  # frames of libraries that are searched for a collective
-_PYTHON, _TORCH = "python", "torch"
 _OTHERS_FD = 3  # the first descriptor after standard input, output and error
 
 
