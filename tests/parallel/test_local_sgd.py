@@ -249,6 +249,7 @@ VALID: dict[str, Any] = {"since": 1, "weight": 4.0, "values": {}, "optimizer": {
         {"weight": float("nan")},
         {"values": {"last.weight": torch.zeros(2, 8)}},
         {"anchor": {"no": torch.zeros(1)}},
+        {"anchor": {"first.weight": 3}},
         {"outer": {"state": 3}},
     ],
 )

@@ -16,6 +16,7 @@ from echelon.compat.older_options import FSDPStrategy
 from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
 from echelon.parallel.fsdp.fsdp import replicas_default
 from echelon.parallel.recipe.blocks import blocks_by_policy, without_shared
+from echelon.parallel.recipe.recipe import Recipe
 from tests.conftest import Ranks
 from tests.kit.models import Batch, batch, largest_difference, net, plain_training, seeded, whole
 from tests.kit.refusals import refusal, refused
@@ -321,6 +322,19 @@ def test_batch_norm_over_the_global_batch(ranks: Ranks, layout: Any) -> None:
         assert all(torch.allclose(got[n], want[n], rtol=0, atol=1e-12) for n in want)
         assert all(torch.allclose(buffers[n], b, rtol=0, atol=1e-12) for n, b in module.named_buffers())
         assert torch.allclose(out, module(batch(3, 99)[0]), rtol=0, atol=1e-12)
+
+
+def _normalised_in_bf16() -> tuple[torch.Tensor, torch.Tensor]:
+    module = ech.DDPStrategy(sync_batchnorm=True).prepare(nn.BatchNorm1d(4), ech.launching.World.current(CPU), Recipe()).unwrapped
+    rows = (torch.randn(1001, 4, generator=torch.Generator().manual_seed(dist.get_rank())) + 1).bfloat16()
+    return rows, module(rows).detach()
+
+
+def test_batch_norm_over_the_global_batch_counts_in_float32(ranks: Ranks) -> None:
+    """In bfloat16 a count of 2,002 is 2,000, and a sum of as many numbers has two digits."""
+    found = ranks(2, _normalised_in_bf16)
+    want = nn.BatchNorm1d(4)(torch.cat([rows for rows, _ in found])).detach()
+    assert torch.allclose(torch.cat([out for _, out in found]).float(), want.float(), rtol=0, atol=0.02)
 
 
 def test_one_process_needs_no_others_for_its_batch_norm(ranks: Ranks) -> None:

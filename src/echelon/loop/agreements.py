@@ -149,9 +149,9 @@ def warn_of_same_samples(loader: Any, unit: Unit) -> None:
         )
 
 
-def checksum_of_first(number_of_rank: PhaseState | None, batch: Any) -> int | None:
+def checksum_of_first(train_state: PhaseState | None, batch: Any) -> int | None:
     """Checksum of a run's first batch, if the loader (an iterable) does not show whether ranks have different samples."""
-    loader = number_of_rank.dataloader if isinstance(number_of_rank, PhaseState) else ()
+    loader = train_state.dataloader if isinstance(train_state, PhaseState) else ()
     divided = isinstance(loader, Loader) or getattr(loader, "shards", None) == "stride"
     if divided or overrides().observes or seen_of(loader) is not None:
         return None

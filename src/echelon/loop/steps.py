@@ -26,6 +26,8 @@ from echelon.world.clock import Part
 
 __all__ = ["Batches", "Between", "Steps", "check_evaluation", "evaluation_after_epoch", "open_feed", "own_fetch"]
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Between:
@@ -190,10 +192,8 @@ class Steps:
         self.fetch = None  # breaks a cycle with this object, which would keep the loader's workers
         ended = self.stage.state.rolled_back or self.given_up or _ended(self.stage, self.feed, progress)
         if ended:
-            phase_state.feed, phase_state.step = (
-                None,
-                NO_STEP,
-            )  # an epoch that was cut short keeps its feed: a checkpoint at the end needs the position
+            # An epoch that was cut short keeps its feed: a checkpoint at the end needs the position.
+            phase_state.feed, phase_state.step = None, NO_STEP
         return ended
 
 
@@ -260,9 +260,6 @@ def evaluation_after_epoch(phase_state: PhaseState, progress: Progress) -> None:
 
 
 # --- how an epoch's batches reach the unit: where the loader resumes, how many batches it may give, and who fetches them
-
-
-logger = logging.getLogger(__name__)
 
 
 class Batches(Iterator[Any]):

@@ -263,8 +263,8 @@ def _checked(saved: Any, named: Mapping[str, torch.Tensor]) -> tuple[int, float,
         for name, tensor in saved[part].items():
             living = named.get(name)
             is_buffer = part == "values" and not isinstance(living, nn.Parameter)  # passes create and enlarge buffers
-            fits = is_buffer or (living is not None and tensor.shape == living.shape)
-            if not isinstance(tensor, torch.Tensor) or not fits:
+            is_tensor = isinstance(tensor, torch.Tensor)
+            if not is_tensor or not (is_buffer or (living is not None and tensor.shape == living.shape)):
                 raise CheckpointCorruptError(f"the checkpoint holds {name!r} of a worker, which does not fit this module.")
     return since, weight, saved["values"], saved["anchor"]
 

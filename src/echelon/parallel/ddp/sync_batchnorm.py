@@ -43,6 +43,7 @@ class HostSyncBatchNorm(nn.BatchNorm1d):
         group: Any = self.process_group or dist.group.WORLD
         over = [d for d in range(input.dim()) if d != 1]  # all but the channels
         shape = [1, -1, *[1] * (input.dim() - 2)]
+        given, input = input, input.to(torch.promote_types(input.dtype, torch.float32))  # bfloat16 has no 1,001
         count = input.new_full((1,), input.numel() // input.shape[1])
         sums = summed(torch.cat([input.sum(over), count]), group)
         n, mean = sums[-1].detach(), sums[:-1] / sums[-1].detach()
@@ -53,7 +54,8 @@ class HostSyncBatchNorm(nn.BatchNorm1d):
         if self.training and self.track_running_stats:
             self._count(mean.detach(), var.detach() * (n / (n - 1)))
         out: torch.Tensor = centred * torch.rsqrt(var + self.eps).view(shape)
-        return out * self.weight.view(shape) + self.bias.view(shape) if self.affine else out
+        out = out * self.weight.view(shape) + self.bias.view(shape) if self.affine else out
+        return out.to(given.dtype)
 
     def _count(self, mean: torch.Tensor, var: torch.Tensor) -> None:
         """Update the running statistics; without a momentum they are the mean over all batches so far."""
