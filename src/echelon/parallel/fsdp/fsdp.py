@@ -443,7 +443,8 @@ def _refuse_container(module: nn.Module) -> None:
     if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
         raise LayoutError(
             f"the module must have a forward, got a {type(module).__name__} without one: a call of it gathers the parameters. "
-            "Write an nn.Module that holds these networks and whose forward calls them; or train under 'ddp' or 'zero1'."
+            "Write an nn.Module that holds these networks and whose forward calls them; in a loop of your own, give prepare() "
+            "each network by itself; or train under 'ddp' or 'zero1'."
         )
 
 
