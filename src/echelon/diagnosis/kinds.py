@@ -176,8 +176,9 @@ _KINDS = (
         "whole and split tensors",
         "The model's parameters are sharded, and the script combines them with whole tensors, as an average of weights by hand "
         "does (lerp_, AveragedModel, ModelEmaV3). Use ema=0.999 of an AutoUnit, whose averages are sharded alike; "
-        "in a loop of your own clone parameters after prepare(), or give prepare() the copy, too, and average buffers, which stay "
-        "whole, separately from parameters (ModelEmaV3(foreach=False), AveragedModel(use_buffers=False)); or train under 'ddp' or 'zero1', with whole parameters.",
+        "in a loop of your own clone parameters after prepare(), or give prepare() the copy, too, and average buffers, which "
+        "stay whole, separately from parameters (ModelEmaV3(foreach=False), AveragedModel(use_buffers=False)); or train under "
+        "'ddp' or 'zero1', with whole parameters.",
     ),
     Kind(r"^RanksDisagreeError\b", "ranks disagree", ""),
     Kind(rf"^({_USAGE})\b", "usage", ""),
