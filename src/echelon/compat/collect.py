@@ -1,6 +1,6 @@
 """Values with tensors in them, from all ranks to one or to all, without pickle.
 
-What is no tensor travels as JSON: numbers, strings, None, and dicts, lists and tuples of these and of tensors.
+Everything but tensors travels as JSON: numbers, strings, None, and dicts, lists and tuples of these and of tensors.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["collect", "gather_tensors"]
 def collect(value: Any, to: int | None = None, group: dist.ProcessGroup | None = None) -> list[Any] | None:
     """Every rank's value, by rank, with its tensors in host memory. Collective over the group.
 
-    One tensor after the other travels, so no rank needs room for more than one beside what it gets.
+    Tensors travel one at a time, so a rank needs memory for one tensor beside its result.
 
     Args:
-        to: the rank within the group that gets them; None is every rank.
+        to: the rank within the group that gets the values; None is every rank.
     Returns:
         The values; None on a rank that gets nothing.
     """
@@ -82,7 +82,7 @@ def gather_tensors(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
 
 
 def _form(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """A value as JSON, its tensors apart: [kind, content]."""
+    """[kind, content] of a value, as JSON; its tensors are appended to `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return ["tensor", [str(value.dtype).removeprefix("torch."), list(value.shape)]]

@@ -1,4 +1,4 @@
-"""Checkpoints under the names of another library, which says when and where: TorchTNT's and transformers' are saved so."""
+"""Checkpoints under another library's names, saved when and where that library says: TorchTNT's and transformers'."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["NamedFolder", "NamedSaver", "named_in"]
 
 
 def named_in(path: Location, step_of: Callable[[str], int | None]) -> list[tuple[str, int]]:
-    """Names and steps of the checkpoints in a folder that have a manifest, newest first. Rank 0's view."""
+    """Names and steps of a folder's checkpoints that have a manifest, newest first. Call it on rank 0."""
     names = [each.name for each in (path.iterdir() if path.is_dir() else ())]
     found = [(name, step) for name in names if (step := step_of(name)) is not None]
     found.sort(key=lambda each: each[1], reverse=True)
@@ -30,11 +30,11 @@ def named_in(path: Location, step_of: Callable[[str], int | None]) -> list[tuple
 
 
 class NamedFolder(RunFolder):
-    """A folder whose checkpoints have names of another library. Those that it wrote itself, without a manifest, are left alone.
+    """A folder whose checkpoints have another library's names. Those without a manifest, which the library itself wrote, stay.
 
     Args:
-        step_of: the step that a name says; None if it is no name of a training's checkpoint.
-        now: where a unit stands, counted as `step_of` counts.
+        step_of: the step in a name; None if it is not the name of a training checkpoint.
+        now: how far a unit has trained, in the unit of `step_of`.
     """
 
     counts = "step"
@@ -68,11 +68,11 @@ class NamedFolder(RunFolder):
 
 
 class NamedSaver(DistributedCheckpointSaver):
-    """The same under the names of another library, which says when: no interval is set, and `write` saves.
+    """A saver that uses another library's names. It has no interval: `write` saves when that library asks for it.
 
     Args:
-        folder: that knows these names.
-        name_of: the step and the name of the checkpoint that is taken now, of a unit.
+        folder: the folder that knows these names.
+        name_of: (step, name) of the checkpoint that a unit would save now.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class NamedSaver(DistributedCheckpointSaver):
         return self._name_of(unit)
 
     def write(self, state: State, unit: Any) -> bool:
-        """Save in the middle of a run, or begin to; if the storage fails, it goes on, and this is False. Collective."""
+        """Save during a run, or begin an asynchronous save. False if the storage failed; the run goes on. Collective."""
         if self.async_checkpoint:
             self.folder.take()
         failures, before = self.failures, self._pending
@@ -101,7 +101,7 @@ class NamedSaver(DistributedCheckpointSaver):
 
     @contextlib.contextmanager
     def ending(self, state: State) -> Iterator[None]:
-        """Context of the last save of a run, after which the folder is free again."""
+        """Context of a run's last save; afterwards the folder is free for other runs."""
         try:
             yield
             self.look_after(state, wait=True)

@@ -1,4 +1,4 @@
-"""Names and modules that another system has, and that here are another's, or have a successor instead."""
+"""Another library's names and modules that compat lacks: they can be imported, and using them is an error with a remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Missing", "nearest", "refusing", "register"]
 
 
 class Missing:
-    """Stands for a name that is not here: it can be imported, and any use of it is an error that says what to use instead."""
+    """Stands for an absent name: it can be imported, and any use of it is an error that says what to use instead."""
 
     def __init__(self, why: str) -> None:
         self.__dict__["_why"] = why
@@ -25,7 +25,7 @@ class Missing:
     __call__ = __mro_entries__ = __getitem__ = __bool__ = _refuse
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # asked by Python itself, as by inspect
+        if name.startswith("__"):  # looked up by Python itself, for example by inspect
             raise AttributeError(name)
         return self._refuse()
 
@@ -37,10 +37,10 @@ class Missing:
 
 
 def refusing(lost: Mapping[str, tuple[str, str]]) -> Callable[[str], Callable[[str], Any]]:
-    """What makes a module's `__getattr__` from its `__name__`. Importing a name that is not here is no error; using it is.
+    """Return a maker of a module's `__getattr__`, given its `__name__`. Importing an absent name is no error; using it is.
 
     Args:
-        lost: name -> (what it is called there, with its module; what to use in its place). Every module here answers for all.
+        lost: name -> (its full name in the other library, what to use instead). Every module answers for all names.
     """
 
     def absent(module: str) -> Callable[[str], Any]:
@@ -56,11 +56,11 @@ def refusing(lost: Mapping[str, tuple[str, str]]) -> Callable[[str], Callable[[s
 
 
 class _Absent(ModuleType):
-    """A module whose every name stands for something that is not here; and so does every module below it."""
+    """A module in which every name is absent, and so is every module below it."""
 
     def __init__(self, name: str, known_as: str, instead: str) -> None:
         super().__init__(name, f"Not part of echelon.compat. Instead: {instead}")
-        self.__path__: list[str] = []  # a module below it is in no folder
+        self.__path__: list[str] = []  # no folder to search for modules below it
         vars(self).update(_known_as=known_as, _instead=instead)
 
     def __getattr__(self, name: str) -> Any:
@@ -69,12 +69,12 @@ class _Absent(ModuleType):
         return Missing(f"{self._known_as}.{name} is not part of echelon.compat. Instead: {self._instead}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Where a function has its module's name, and the package has both."""
+        """Refuse a call, for functions that have the same name as their module."""
         raise NotHereError(f"{self._known_as} is not part of echelon.compat. Instead: {self._instead}")
 
 
 class _Finder:
-    """Finds what is below an absent module, as absent, too. It is asked where no other finder has found anything."""
+    """Finds modules below an absent module; they are absent too. It comes last, after all other finders."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -95,13 +95,13 @@ sys.meta_path.append(_Finder)
 
 
 def register(system: str, package: str, modules: Mapping[str, str], aliases: Mapping[str, str] | None = None) -> None:
-    """Let modules be imported that have no file: import lines that name them work.
+    """Make modules importable that have no file.
 
     Args:
-        system: as the other system calls the package.
-        package: below which they are.
-        modules: of which nothing is here -> what a use of it, or of what is below it, says to take; those above come first.
-        aliases: name -> the module below `package` that it is, which is imported already.
+        system: the package's name in the other library.
+        package: the package of compat that the modules are below.
+        modules: absent module -> what to use instead of it and of modules below it; parents come before their children.
+        aliases: name -> the module below `package` that it stands for, which must be imported already.
     """
     for name, same in (aliases or {}).items():
         _attach(f"{package}.{name}", sys.modules[f"{package}.{same}".rstrip(".")])
@@ -110,7 +110,7 @@ def register(system: str, package: str, modules: Mapping[str, str], aliases: Map
 
 
 def nearest(modules: Mapping[str, str], module: str) -> str | None:
-    """What a table that was given to `register` says of a module: itself, or the nearest above it; None if neither is in it."""
+    """The entry for a module, or else for its nearest parent, in a table given to `register`; None if neither is in it."""
     above = [each for each in modules if f"{module}.".startswith(f"{each}.")]
     return modules[max(above, key=len)] if above else None
 

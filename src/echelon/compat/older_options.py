@@ -1,6 +1,6 @@
-"""Options of torch's older classes that nothing here has a use for.
+"""Options of torch's older classes that echelon does not use.
 
-They are taken where TorchTNT and Lightning have them, and say so if they are without effect.
+They are accepted where TorchTNT and Lightning have them, and log it if they have no effect.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 class FSDPStrategy(fsdp.FSDPStrategy):
-    """`echelon.FSDPStrategy`, which takes the older FullyShardedDataParallel's other options, too.
+    """`echelon.FSDPStrategy` that also takes the options of the older FullyShardedDataParallel.
 
     Args:
-        backward_prefetch: always BACKWARD_PRE: the next block is gathered while one computes.
+        backward_prefetch: always BACKWARD_PRE: the next block is gathered while the current one computes.
         limit_all_gathers: `fully_shard` always limits them; False is refused.
         use_orig_params: parameters are always the module's own.
         state_dict_type, state_dict_config, optim_state_dict_config: checkpoints are always sharded, by name.
-        options: `echelon.FSDPStrategy`'s, which says what the others mean.
+        options: `echelon.FSDPStrategy`'s; its documentation also describes the other arguments.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class ActivationCheckpointParams(activation.ActivationCheckpointParams):
         context_fn: Any = None,
         **options: Any,
     ) -> None:
-        check_fn = None if auto_wrap_policy is not None else check_fn  # the policy goes first, as there
+        check_fn = None if auto_wrap_policy is not None else check_fn  # the policy has precedence, as in TorchTNT
         super().__init__(check_fn=check_fn, auto_wrap_policy=auto_wrap_policy, context_fn=context_fn, **options)
 
     def chosen(self, module: nn.Module) -> list[nn.Module]:
-        """Where nothing is asked for all is recomputed, as there: block by block, or of a model without blocks child by child."""
+        """Without a choice, recompute everything, as TorchTNT does: by block, or by child if the model has no blocks."""
         asked = self.check_fn is not None or self.auto_wrap_policy is not None
         return super().chosen(module) or ([] if asked else list(module.children()) or [module])
