@@ -1,4 +1,4 @@
-"""What transformers has and compat has not: arguments, methods of a Trainer and of its accelerator, each with the remedy."""
+"""What transformers has and compat lacks: arguments, methods of a Trainer and of its accelerator, each with the remedy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _WITHOUT_EFFECT = {
     *("hub_strategy", "hub_token", "push_to_hub"),
 }
 _SHARDED = 'strategy="fsdp", or an FSDPStrategy(...)'
-# Of those that are refused, what to write instead.
+# Refused arguments, and what to write instead.
 _ARGUMENTS = {
     "accelerator_config": "the batch sizes here are of each rank, and the seed decides the order; leave it out",
     "auto_find_batch_size": "give per_device_train_batch_size",
@@ -96,16 +96,16 @@ _UNCHANGED = "`echelon run` starts the script unchanged, with transformers' own 
 _ALSO_FINE: Mapping[str, tuple[Any, ...]] = {
     "fsdp": ("", [], False),
     "fsdp_config": ({},),
-    "include_num_input_tokens_seen": (False,),  # which is what HfArgumentParser makes of the default
+    "include_num_input_tokens_seen": (False,),  # what HfArgumentParser makes of the default
     "train_sampling_strategy": ("random", "sequential"),
-    "debug": ([], None),  # as HfArgumentParser makes it of the default, too
+    "debug": ([], None),  # what HfArgumentParser makes of the default
 }
 
 
 def check_arguments(args: Any) -> None:
     """
     Raises:
-        UsageError: an argument was given that would mean something else here, or nothing.
+        UsageError: an argument is not supported. Arguments without effect only log a warning.
     """
     ineffective = []
     for field in fields(args):
@@ -114,7 +114,7 @@ def check_arguments(args: Any) -> None:
         if name in _UNDERSTOOD or value is default or value == default or value in _ALSO_FINE.get(name, ()):
             continue
         if name == "accelerator_config" and not isinstance(value, (dict, str)) and value == type(value)():
-            continue  # as `dataclasses.replace` gives it back
+            continue  # the converted default, which `dataclasses.replace` passes again
         if name in _WITHOUT_EFFECT:
             ineffective.append(name)
             continue
@@ -129,7 +129,7 @@ class NotHereError(errors.NotHereError, AttributeError):
 
 
 class Part:
-    """Of a Trainer. What is asked for and is not here says what to take instead."""
+    """Base of a Trainer's parts. An attribute that only transformers' Trainer has is an error that names the remedy."""
 
     def __getattr__(self, name: str) -> Any:
         if name in _TRAINER or (hasattr(transformers.Trainer, name) and not name.startswith("__")):
@@ -149,10 +149,10 @@ _ASKED: dict[str, Callable[[Any], Any]] = {
 
 
 class Accelerator:
-    """What scripts ask of `trainer.accelerator` around a training: where they are, and to wait for the others.
+    """What scripts use of `trainer.accelerator` around training: ranks, the device, waiting for other ranks.
 
     Args:
-        trainer: that it belongs to.
+        trainer: the Trainer that it belongs to.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -167,7 +167,7 @@ class Accelerator:
         raise NotHereError(f"Trainer.accelerator.{name} is not part of echelon.compat. Instead: {instead}.")
 
     def print(self, *args: Any, **options: Any) -> None:
-        """On each node's first rank, as Accelerate's own."""
+        """Print on each node's first rank, as Accelerate does."""
         if self.is_local_main_process:
             print(*args, **options)
 
@@ -175,7 +175,7 @@ class Accelerator:
         agree.any_rank(False)
 
     def unwrap_model(self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
-        """The module as its author wrote it; split over the ranks, it is still split."""
+        """The module without wrappers. Parameters that are split between ranks stay split."""
         unit = self._trainer.unit()
         return unit.prepared.unwrapped if model is unit.module else model
 
@@ -183,7 +183,7 @@ class Accelerator:
         return (None,) * len(objects)
 
     def end_training(self) -> None:
-        """Nothing: the trackers belong to the trainer's callbacks, which ended them."""
+        """Do nothing: the trainer's callbacks own the trackers and have ended them."""
 
 
 def check_overrides(kind: type, base: type) -> None:

@@ -1,4 +1,4 @@
-"""The batches of a Trainer: datasets with the columns that the model takes, in echelon's loaders."""
+"""A Trainer's batches: echelon's loaders, over datasets with the columns that the model takes."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["columns_of", "default_collator", "loader_of", "without_adapters"]
 
 
 def columns_of(model: torch.nn.Module, label_names: list[str]) -> list[str]:
-    """The names of what the model's forward takes, and of labels."""
+    """Names of the forward's parameters and of labels."""
     return [*inspect.signature(without_adapters(model).forward).parameters, "label", "label_ids", *label_names]
 
 
 def without_adapters(model: Any) -> Any:
-    """What PEFT is around, whose own forward takes anything; any other model is itself."""
+    """The model inside a PEFT model, whose own forward takes any argument; any other model unchanged."""
     peft = sys.modules.get("peft")
     return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
 
@@ -54,11 +54,11 @@ def loader_of(
 ) -> Loader | StreamLoader:
     """
     Args:
-        columns: the only ones that are kept; None keeps all.
-        data_ranks: ranks with different samples.
-        sampler: of a script's own, over all of them.
+        columns: the columns to keep; None keeps all.
+        data_ranks: how many ranks have different samples.
+        sampler: a script's own, over the samples of all ranks.
     Raises:
-        UsageError: nothing in the dataset is for the model, or it is smaller than one update's samples.
+        UsageError: the dataset has no column that the model takes, or fewer samples than one update.
     """
     if columns is not None:
         dataset, collator = _with_columns(dataset, collator, columns)
@@ -88,9 +88,9 @@ def loader_of(
             f"steps, got {len(dataset)} samples. Give a smaller per_device_{phase}_batch_size."
         )
     seed = args.data_seed if args.data_seed is not None else args.seed
-    # Ranks that are fewer keep the batch (`saving.ranks_that_share`); another one was chosen, and counts from here on.
+    # Fewer ranks keep the global batch (`saving.ranks_that_share`). Another one is the script's choice and counts from here on.
     options = LoaderOptions(accept_changes={"global_batch"})
-    if accumulation > 1:  # only what fills no batch of the ranks is dropped, and the last update has fewer of them
+    if accumulation > 1:  # drop only what fills no micro-batch of all ranks; the last update may have fewer
         given["tail"] = "keep"
     loader = Loader(dataset, size, seed=seed, shuffle=shuffles, options=options, **given)
     if args.dataloader_drop_last and accumulation > 1:
@@ -100,7 +100,7 @@ def loader_of(
 
 
 class _Sampled(Ordered):
-    """A dataset in the order of a sampler, which is drawn for each epoch anew, on all ranks alike."""
+    """A dataset in a sampler's order, which is drawn anew for each epoch and is the same on all ranks."""
 
     def __init__(self, dataset: Any, sampler: Any) -> None:
         self.dataset, self.sampler = dataset, sampler
@@ -129,7 +129,7 @@ class _SamplerOrder:
     def _draw(self, epoch: int) -> Any:
         """
         Raises:
-            UsageError: it gives another number of samples than its length.
+            UsageError: the sampler gives another number of samples than its length.
         """
         before = rng.states()
         try:
@@ -147,7 +147,7 @@ class _SamplerOrder:
 
 
 def _with_columns(dataset: Any, collator: Callable[[list[Any]], Any], columns: list[str]) -> tuple[Any, Any]:
-    """Without what the model's forward does not take; a dataset of the library datasets never reads it."""
+    """(dataset, collator) without unused columns. A dataset of the library `datasets` never reads them."""
     names = getattr(dataset, "column_names", None)
     if names and hasattr(dataset, "remove_columns"):
         unused = [name for name in names if name not in columns]

@@ -1,4 +1,4 @@
-"""What an evaluation or a prediction gives: the outputs of all ranks in the order of the dataset, as arrays."""
+"""Evaluation and prediction: the outputs of all ranks as arrays, in the dataset's order."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["Evaluating"]
 
 
 class Outputs:
-    """Of one pass over a loader, on this rank.
+    """Outputs of one pass over a loader, on this rank.
 
     Args:
-        keeps: False counts the samples only.
+        keeps: False only counts the samples.
     """
 
     def __init__(self, *, keeps: bool) -> None:
@@ -40,10 +40,10 @@ class Outputs:
             self._batches.append([_on_host(logits), _on_host(labels)])
 
     def together(self, data_rank: int) -> tuple[Any, Any, int]:
-        """(predictions, labels, number of samples) of all ranks, as arrays that are padded with -100. Collective."""
+        """(predictions, labels, number of samples) of all ranks, as arrays padded with -100. Collective."""
         outputs_of_all = collect([data_rank, self.samples, self._batches])
         assert outputs_of_all is not None
-        by_rank = {rank: (samples, batches) for rank, samples, batches in reversed(outputs_of_all)}  # of copies, the first counts
+        by_rank = {rank: (samples, batches) for rank, samples, batches in reversed(outputs_of_all)}  # the first replica counts
         ordered = [by_rank[rank] for rank in sorted(by_rank)]
         parts = [each for of_batch in zip_longest(*(batches for _, batches in ordered)) for each in of_batch if each is not None]
         return _joined([p for p, _ in parts]), _joined([labels for _, labels in parts]), sum(samples for samples, _ in ordered)
@@ -55,7 +55,7 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def _on_host(value: Any) -> Any:
-    """The tensors in a value, as JSON has lists; what is no tensor is left out."""
+    """A value with its tensors on the CPU, in dicts and tuples; anything else is left out."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         return value.float() if value.dtype == torch.bfloat16 else value  # numpy has no bfloat16
@@ -67,7 +67,7 @@ def _on_host(value: Any) -> Any:
 
 
 def logits_of(outputs: Any, ignored: list[str], *, with_loss: bool) -> Any:
-    """What a model gives beside its loss; alone, if it is one tensor."""
+    """A model's outputs without the loss; not in a tuple if there is only one."""
     if outputs is None:
         return None
     if isinstance(outputs, Mapping):
@@ -82,14 +82,14 @@ def logits_of(outputs: Any, ignored: list[str], *, with_loss: bool) -> Any:
 class Evaluating(Part):
     """Evaluations and predictions of a Trainer."""
 
-    generates = False  # and looks at no outputs of the model
+    generates = False  # if True, predictions come from `generate`, not from the forward pass
     control: Any
     _outputs: Outputs | None = None
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """The mean loss over all labels, and what `compute_metrics` makes of all outputs. Every rank calls it."""
+        """The mean loss over all labels, and what `compute_metrics` computes from all outputs. Every rank must call it."""
         given = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(given, dict):
             results: dict[str, float] = {}
@@ -139,7 +139,7 @@ class Evaluating(Part):
         return predictions, labels, metrics | trainer_utils.speed_metrics(prefix, start, samples, steps)
 
     def predicted(self, batch: Any, outputs: Any) -> None:
-        """The unit's, after each batch of an evaluation that is no padding."""
+        """Called by the unit after each evaluation batch that is not padding."""
         if self._outputs is None:
             return
         self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

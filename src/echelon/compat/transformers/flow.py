@@ -16,7 +16,7 @@ from echelon.world import agree
 
 __all__ = ["Flow", "History"]
 
-# Of TrainerState, what a resumed run must know.
+# Fields of TrainerState that a resumed run needs.
 _REMEMBERED = ("log_history", "best_metric", "best_global_step", "best_model_checkpoint")
 _WHOLE_UPDATES = ("on_pre_optimizer_step", "on_optimizer_step")
 
@@ -25,10 +25,10 @@ class History:
     """What a Trainer and its callbacks remember of a run; part of the unit's checkpoints.
 
     Attributes:
-        loss: sum of the updates' losses since they were last logged.
-        total: of those before.
-        logged_at: the update at which they were.
-        rate: the learning rate with which the latest update was made.
+        loss: sum of the updates' losses since the last log.
+        total: sum of the losses logged before.
+        logged_at: the update of the last log.
+        rate: the learning rate of the latest update.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -63,18 +63,18 @@ class History:
 
 
 class Flow(Callback):
-    """Between the hooks of echelon's loop and the events of transformers' callbacks.
+    """Calls the events of transformers' callbacks from the hooks of echelon's loop.
 
     Args:
-        steps_per_epoch: micro-batches of an epoch on each rank; None where nobody knows.
-        saver: None saves nothing until a callback asks for it.
+        steps_per_epoch: micro-batches of an epoch on each rank; None if unknown.
+        saver: None saves nothing until a callback asks for a save.
     """
 
     def __init__(self, trainer: Any, steps_per_epoch: int | None, saver: Saver | None) -> None:
         self._trainer, self._steps_per_epoch, self._saver = trainer, steps_per_epoch, saver
         self.saves = saver is not None
         own = [c for c in trainer.callback_handler.callbacks if not type(c).__module__.startswith("transformers.")]
-        self._may_differ = bool(own)  # by rank: what a callback of the user's own decides
+        self._may_differ = bool(own)  # a user's callback may decide differently on each rank
         self.may_stop = bool(own) or any(isinstance(c, theirs.EarlyStoppingCallback) for c in trainer.callback_handler.callbacks)
 
     def _call(self, event: str) -> None:
@@ -106,7 +106,7 @@ class Flow(Callback):
         if self._trainer.args.eval_on_start and unit.train_progress.num_updates_completed == 0:
             self._trainer.evaluate()
         steps = unit.train_progress.num_steps_completed_in_epoch
-        if steps and steps != self._steps_per_epoch:  # the rest of an epoch begins like one, for what callbacks set up there
+        if steps and steps != self._steps_per_epoch:  # callbacks set things up in on_epoch_begin, also for the rest of an epoch
             self._call("on_epoch_begin")
 
     def on_train_epoch_start(self, state: State, unit: Any) -> None:
@@ -171,7 +171,7 @@ class Flow(Callback):
     def _save(self, state: State, unit: Any) -> None:
         trainer = self._trainer
         if self._saver is None:
-            # A run is not refused in its middle: what others have left in its folder is set aside.
+            # A run in progress is not refused: checkpoints of other runs in its folder are set aside.
             self._saver, self.saves = trainer.new_saver(restart=True, late=True), True
             self._saver.on_train_start(state, unit)
         updates = trainer.state.global_step
@@ -182,7 +182,7 @@ class Flow(Callback):
         self._call("on_save")
 
     def _agree(self) -> Any:
-        """Ranks meet in evaluations and saves: what one of them asks for, all do."""
+        """Evaluations and saves are collective: all ranks do what one rank's callbacks ask for."""
         control = self._trainer.control
         if self._may_differ and agree.is_joined():
             names = ("should_log", "should_evaluate", "should_save")

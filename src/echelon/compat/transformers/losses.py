@@ -1,4 +1,4 @@
-"""The loss of a batch, and what the batch counts in the mean over the global batch."""
+"""The loss of a batch, and the batch's weight in the mean over the global batch."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["Losses"]
 class Losses(Part):
     """What subclasses of a Trainer override to have a loss of their own."""
 
-    samples_given: int | None = None  # that the loader put into the batch under way
+    samples_given: int | None = None  # samples that the loader put into the current batch
 
     def look_at_model(self) -> None:
-        """What follows from the model's class."""
+        """Set what depends on the model: its labels, its shift of labels, how its loss is computed."""
         self.label_names: list[str] = self.args.label_names
         inner = without_adapters(self.model)
         kind = type(inner)
@@ -37,12 +37,13 @@ class Losses(Part):
         self._smoother = trainer_pt_utils.LabelSmoother(epsilon=smoothing) if smoothing else None
         self._passes_count = _takes(self.compute_loss, "num_items_in_batch")
 
-    # --- what a batch counts
+    # --- a batch's weight
 
     def weight(self, inputs: Any) -> float | torch.Tensor:
-        """What a batch counts in the mean over the global batch: its labels that are not -100, or its rows.
+        """The batch's weight in the mean over the global batch: the number of labels that are not -100, or of rows.
 
-        Of a causal model nobody predicts a row's first label. Override it where your loss is another kind of mean.
+        A causal model does not predict a row's first label, so that label does not count. Override this method if your loss is
+        another kind of mean.
         """
         if isinstance(inputs, Mapping):
             if isinstance(inputs.get("shift_labels"), torch.Tensor):
@@ -70,8 +71,8 @@ class Losses(Part):
     # --- its loss
 
     def loss_of(self, model: torch.nn.Module, inputs: Any) -> tuple[torch.Tensor, Any]:
-        """For the unit: (mean loss of the batch, outputs), by `compute_loss`, which a subclass may have overridden."""
-        given = dict(inputs) if isinstance(inputs, Mapping) else inputs  # it may take the labels out
+        """(mean loss of the batch, outputs) for the unit, from `compute_loss` or a subclass's override of it."""
+        given = dict(inputs) if isinstance(inputs, Mapping) else inputs  # compute_loss may remove the labels
         more: dict[str, Any] = {"num_items_in_batch": self.weight(inputs)} if self._passes_count else {}
         made = self.compute_loss(model, given, return_outputs=True, **more)
         return (made[0], made[1]) if isinstance(made, tuple) else (made, None)
@@ -79,11 +80,11 @@ class Losses(Part):
     def compute_loss(
         self, model: torch.nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The mean loss of a batch; override it for one of your own.
+        """The mean loss of a batch; override it for a loss of your own.
 
         Args:
-            num_items_in_batch: what the batch counts. Divide a sum by it, or take a mean: both come out right, since the loss is
-                weighed by what `weight` says, over all micro-batches and ranks of an update.
+            num_items_in_batch: the batch's weight. Divide a sum by it, or take a mean: both are right, since the loss is weighted
+                by `weight` over all micro-batches and ranks of an update.
         """
         if not isinstance(inputs, Mapping):
             raise UsageError(f"the data_collator must give a dict that the model takes as keywords, got {type(inputs).__name__}.")
@@ -109,7 +110,7 @@ class Losses(Part):
 
 
 def _is_causal(model: Any) -> bool:
-    """Whether it predicts a row's next token by transformers' loss, which is also that of models with no known `loss_type`."""
+    """Whether the loss is transformers' next-token loss: also `loss_function` of a model without a known `loss_type`."""
     kind = getattr(model, "loss_type", None)
     if kind in loss_utils.LOSS_MAPPING:
         return loss_utils.LOSS_MAPPING[kind] is loss_utils.ForCausalLMLoss

@@ -1,4 +1,4 @@
-"""Checkpoints of a Trainer: echelon's, in folders that are called `checkpoint-N` after N updates."""
+"""A Trainer's checkpoints: echelon's format, in folders named `checkpoint-N` after N updates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Saver", "newest", "ranks_that_share", "resume", "was_cut_short"]
 
 logger = logging.getLogger(__name__)
 
-# In a manifest, how the run ended that it is the last checkpoint of: "stopped" by a signal, or "complete".
+# Key in the manifest of a run's last checkpoint: how the run ended, "stopped" by a signal or "complete".
 _ENDED = "ended"
 
 _NAME = re.compile(r"checkpoint-([0-9]{1,18})")
@@ -40,8 +40,8 @@ def _updates(unit: Any) -> int:
 class _Folder(NamedFolder):
     """
     Attributes:
-        limit: how many stay; None keeps all.
-        best: the name of one that stays in any case.
+        limit: how many checkpoints stay; None keeps all.
+        best: name of the checkpoint that always stays.
     """
 
     limit: int | None = None
@@ -58,7 +58,7 @@ class _Folder(NamedFolder):
         super().meet_newer(path, step, restart)
 
     def retire(self, newest: Location) -> None:
-        """Remove what need not stay, after a commit. Rank 0 alone."""
+        """After a commit, remove the checkpoints beyond the limit. Called on rank 0 only."""
         try:
             self._lease.refresh()
             if not self.limit:
@@ -72,14 +72,14 @@ class _Folder(NamedFolder):
 
 
 class Saver(NamedSaver):
-    """Echelon's saver under transformers' names; `write` and `save` are called when transformers' flow of a run says so.
+    """Echelon's saver under transformers' names. Flow calls `write` when a callback asks for a save, `save` after a signal.
 
     Args:
-        folder: that has the checkpoints' folders.
-        limit: how many stay, the newest and the best among them.
-        restart: set those of another run aside.
-        only_trained: leave out what is frozen, as the base of an adapter.
-        late: made for a save in the middle of a run, which is to replace what another run has saved under its number.
+        folder: where the checkpoints' folders are.
+        limit: how many checkpoints stay, the newest and the best among them.
+        restart: set checkpoints of another run aside.
+        only_trained: leave out frozen parameters, such as the base model of an adapter.
+        late: the saver is made during a run; its first save replaces another run's checkpoint of the same number.
     """
 
     def __init__(self, folder: str, limit: int | None, *, restart: bool, only_trained: bool = False, late: bool = False) -> None:
@@ -90,7 +90,7 @@ class Saver(NamedSaver):
         super().__init__(own, lambda unit: (_updates(unit), f"checkpoint-{_updates(unit)}"), options=options)
 
     def keep(self, best: str | None) -> None:
-        """Never remove this one, given as its path."""
+        """Never remove the checkpoint with this path."""
         assert isinstance(self.folder, _Folder)
         self.folder.best = Path(best).name if best is not None else None
 
@@ -98,14 +98,14 @@ class Saver(NamedSaver):
         return str(self.dirpath / f"checkpoint-{updates}")
 
     def end(self, unit: Any, how: str) -> None:
-        """Write down how training ended, beside its last state if that is saved; the folder is free for others. Collective."""
+        """Note in the last checkpoint, if it is saved, how training ended, and free the folder for other runs. Collective."""
         path = self.dirpath / f"checkpoint-{unit.train_progress.num_updates_completed}"
 
         def note() -> None:
             try:
                 if manifest.is_whole(path):
                     commit.note(path, _ENDED, how)
-            except (CheckpointError, OSError) as error:  # as in a folder that can only be read
+            except (CheckpointError, OSError) as error:  # for example a read-only folder
                 logger.warning("%s: how the run ended could not be written down: %s", path, error)
 
         commit.on_rank0(note, self.dirpath)
@@ -120,7 +120,7 @@ def newest(output_dir: str) -> Location | None:
 
 
 def was_cut_short(path: Location) -> bool:
-    """Whether a signal ended the run that saved it, or whether it was killed and had this very command. Collective."""
+    """Whether the run that saved the checkpoint was stopped by a signal, or was killed and had this same command. Collective."""
 
     def look() -> bool:
         saved = manifest.read(path)
@@ -129,18 +129,18 @@ def was_cut_short(path: Location) -> bool:
 
     try:
         return commit.on_rank0(look, path)
-    except CheckpointError:  # what reads it says so
+    except CheckpointError:  # reported when the checkpoint is restored
         return False
 
 
 def ranks_that_share(path: Location, each: int, ranks: int, accumulation: int) -> int:
-    """For how many ranks a global batch is meant: for those that it had when it was saved, if there are fewer of them now.
+    """How many ranks a global batch is computed for: as many as when the checkpoint was saved, if fewer run now. Collective.
 
     Args:
-        each: a rank's samples of an update, now. If they were others then, the script has chosen another batch.
-        ranks: with different samples, now.
+        each: samples of an update on a rank, now. If it was another number then, the script has chosen another batch.
+        ranks: how many ranks have different samples, now.
     Raises:
-        UsageError: on all ranks: they cannot share that batch.
+        UsageError: on all ranks: they cannot share the checkpoint's global batch.
     """
     saved = commit.on_rank0(lambda: manifest.read(path) if manifest.is_whole(path) else {}, path)
     whole = kept(path, saved, each, ranks, accumulation, "per_device_train_batch_size")
@@ -148,10 +148,10 @@ def ranks_that_share(path: Location, each: int, ranks: int, accumulation: int) -
 
 
 def resume(which: str | bool, output_dir: str, unit: Any, loader: Any) -> None:
-    """Restore a checkpoint, or with True the newest one of `output_dir`, unless the run is to begin anew. Collective.
+    """Restore a checkpoint; True restores the newest in `output_dir`, unless the run is to begin anew. Collective.
 
     Raises:
-        UsageError: there is none, or it is one that transformers' own Trainer has written.
+        UsageError: there is no checkpoint, or transformers' own Trainer wrote it.
     """
     if which is True:
         folder = location(output_dir)

@@ -49,18 +49,18 @@ logger = logging.getLogger(__name__)
 class Trainer(Losses, Optimizing, Evaluating):
     """
     Args:
-        model: returns an output with `.loss`, or a tuple that begins with the loss, when it is called with a batch as keywords.
+        model: called with a batch as keywords; returns an output with `.loss`, or a tuple that begins with the loss.
         args: a TrainingArguments of `echelon.compat.transformers`.
         train_dataset, eval_dataset: map-style, or iterable with `max_steps`; several eval_datasets as a dict.
         data_collator: list of samples -> batch, a dict of tensors.
         processing_class: a tokenizer or processor; pads batches, and is saved beside the model. `tokenizer` is its older name.
         compute_metrics: EvalPrediction, over all ranks -> dict of numbers; called on every rank.
-        callbacks: of transformers, by class or object, and of echelon.
-        optimizers: an optimizer over the model's parameters and a schedule, or None for each; with a strategy that splits
-            parameters give `optimizer_cls_and_kwargs`, or override `create_optimizer`.
+        callbacks: transformers' callbacks, as classes or objects, and echelon's.
+        optimizers: an optimizer over the model's parameters and a schedule, or None for each. With a strategy that splits
+            parameters, give `optimizer_cls_and_kwargs`, or override `create_optimizer`.
         model_init, compute_loss_func, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: as transformers describes them.
     Raises:
-        UsageError: what is not supported, by its name; a subclass that overrides what nothing here would call.
+        UsageError: an argument is not supported, or a subclass overrides a method that nothing here calls.
     """
 
     def __init__(
@@ -139,12 +139,13 @@ class Trainer(Losses, Optimizing, Evaluating):
         """Train, and log, evaluate and save as the arguments say. Every rank calls it.
 
         Args:
-            resume_from_checkpoint: a folder `checkpoint-N`, or True for the newest in `output_dir`. That is taken in any case
-                when the launcher has started the job again, or a run of the same command was stopped or killed.
+            resume_from_checkpoint: a folder `checkpoint-N`, or True for the newest in `output_dir`. Without this argument, the
+                newest is still restored if the launcher has restarted the job, if the run that saved it was stopped by a signal,
+                or if that run had the same command and was killed.
         Returns:
             transformers' TrainOutput: updates, mean loss, metrics.
         Raises:
-            SystemExit: with code 75: a signal asked the run to stop; it is saved, if anything is.
+            SystemExit: with code 75, after a signal asked the run to stop. The run is saved first, if it saves at all.
         """
         self._begin_again()
         which = resume_from_checkpoint or self._goes_on()
@@ -160,7 +161,7 @@ class Trainer(Losses, Optimizing, Evaluating):
         return self._finish(unit, began, start)
 
     def _goes_on(self) -> bool:
-        """Whether this is a run that was interrupted, though the script does not say that it goes on. Collective."""
+        """Whether to continue an interrupted run although the script does not ask for it. Collective."""
         path = newest(self.args.output_dir)
         if path is None:
             return False
@@ -176,7 +177,7 @@ class Trainer(Losses, Optimizing, Evaluating):
         return goes_on
 
     def _ranks_that_saved(self, which: str | bool) -> int:
-        """How many ranks with different samples share a global batch: with fewer of them it stays as it was. Collective."""
+        """How many ranks with different samples a global batch is computed for; fewer ranks keep the old one. Collective."""
         args, ranks = self.args, self.data_ranks()
         path = (newest(args.output_dir) if which is True else location(str(which))) if which else None
         accumulation = args.gradient_accumulation_steps
@@ -185,7 +186,7 @@ class Trainer(Losses, Optimizing, Evaluating):
         return ranks_that_share(path, args.per_device_train_batch_size * accumulation, ranks, accumulation)
 
     def unit(self) -> TrainerUnit:
-        """The unit that is trained, as the strategy made it. Collective at its first call."""
+        """The unit that is trained. The first call builds it, with the strategy applied, and is collective."""
         if self._unit is None:
             self._unit = TrainerUnit(self, **self.args.unit_options(self.model))
             self.model_wrapped = self._unit.module
@@ -197,7 +198,7 @@ class Trainer(Losses, Optimizing, Evaluating):
         return self._unit
 
     def _begin_again(self) -> None:
-        """A second call trains anew from the present weights, with the optimizer as it is and a new schedule, as there."""
+        """A second `train` starts from the current weights, with the same optimizer and a new schedule, as in transformers."""
         self.state = self._fresh_state()
         self.history.reset()
         unit = self._unit
@@ -218,7 +219,7 @@ class Trainer(Losses, Optimizing, Evaluating):
         return made if has_state else Replayed(made)
 
     def _limits(self, loader: Any) -> tuple[int | None, int | None]:
-        """(max_updates, max_epochs), of which one is None; and what callbacks are told of them."""
+        """(max_updates, max_epochs), one of which is None. Also sets the limits that callbacks see in the state."""
         args, state, length = self.args, self.state, _length(loader)
         accumulation = self.unit().gradient_accumulation_steps
         per_epoch = -(-length // accumulation) if length else None
@@ -237,7 +238,7 @@ class Trainer(Losses, Optimizing, Evaluating):
     def _saver(self) -> Saver | None:
         if self.args.save_strategy == "no":
             return None
-        again = self.__dict__.get("_has_trained", False)  # then what is there is this trainer's own
+        again = self.__dict__.get("_has_trained", False)  # then the checkpoints there are this trainer's own
         self._has_trained = True
         return self.new_saver(restart=self.args.overwrite_output_dir or again)
 
@@ -246,7 +247,7 @@ class Trainer(Losses, Optimizing, Evaluating):
         return Saver(self.args.output_dir, self.args.save_total_limit, only_trained=adapters, **options)
 
     def _refer(self, unit: TrainerUnit, loader: Any) -> None:
-        """For callbacks."""
+        """Build the optimizer and schedule, and give them and the loader to the callbacks."""
         if unit.__dict__.get("optimizer") is not None and unit.lr_scheduler is None:
             unit.lr_scheduler = self.create_scheduler(self.max_updates, unit.optimizer)
         unit.configure()
@@ -319,7 +320,7 @@ class Trainer(Losses, Optimizing, Evaluating):
             saves(folder)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """As scripts call it on rank 0 alone, with `trainer.model.state_dict()`; an override is what `save_model` calls there.
+        """Save on rank 0 alone, as scripts do with `trainer.model.state_dict()`. `save_model` calls an override of it on rank 0.
 
         Raises:
             UsageError: parameters are split between ranks.
@@ -349,14 +350,14 @@ class Trainer(Losses, Optimizing, Evaluating):
     pop_callback, remove_callback = theirs.pop_callback, theirs.remove_callback
 
     def create_model_card(self, *args: Any, **options: Any) -> None:
-        """Nothing: the model card is a file of the script's own. Scripts call it at their end, when training is done."""
+        """Only warn, since scripts call this after training: a model card is a file of the script's own."""
         _tell_of_nothing("create_model_card", "no model card was written: it is a file of your own beside the model")
 
     def push_to_hub(self, *args: Any, **options: Any) -> None:
-        """Nothing, for the same reason."""
+        """Only warn, since scripts call this after training."""
         _tell_of_nothing("push_to_hub", "nothing was uploaded. Call save_model(folder), and upload that folder")
 
-    # What scripts ask before they save: here `save_model` writes whole weights under every strategy.
+    # Scripts ask for these before they save. `save_model` writes whole weights under every strategy.
     is_fsdp_enabled = is_deepspeed_enabled = False
 
     def add_callback(self, callback: Any) -> None:
@@ -377,7 +378,7 @@ def _tell_of_nothing(name: str, what: str) -> None:
 
 
 def _is_started_again() -> bool:
-    """Whether the launcher has started this run before, and it failed, was preempted, or was stopped."""
+    """Whether the launcher has restarted this run after it failed, was preempted or was stopped."""
     run = RunDir.current()
     return (
         rank_info().restart_count > 0

@@ -1,4 +1,4 @@
-"""`transformers.Seq2SeqTrainer`: a Trainer whose evaluations generate, each rank for its own samples."""
+"""`transformers.Seq2SeqTrainer`: a Trainer whose evaluations generate; each rank generates for its own samples."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["Seq2SeqTrainer", "Seq2SeqTrainingArguments"]
 class Seq2SeqTrainingArguments(TrainingArguments):
     """
     Args:
-        predict_with_generate: predictions are what `model.generate` makes of the inputs.
-        generation_max_length, generation_num_beams: of it, where `evaluate` and `predict` are given none.
-        generation_config: in place of the model's, or where it is.
-        sortish_sampler: refused; batches sorted by length are a sampler's of `_get_train_sampler`.
+        predict_with_generate: predictions are what `model.generate` returns for the inputs.
+        generation_max_length, generation_num_beams: defaults for `evaluate` and `predict`.
+        generation_config: replaces the model's; an object, or where to load one from.
+        sortish_sampler: refused. For batches sorted by length, return a sampler from `_get_train_sampler`.
     """
 
     sortish_sampler: bool = False
@@ -36,10 +36,10 @@ class Seq2SeqTrainingArguments(TrainingArguments):
 
 
 class Seq2SeqTrainer(Trainer):
-    """As Trainer. With `predict_with_generate`, `evaluate` and `predict` take options of `model.generate`, too.
+    """As Trainer. With `predict_with_generate`, `evaluate` and `predict` also take options of `model.generate`.
 
     Raises:
-        UsageError: it is to generate, and parameters are split between ranks, which do not generate equally long.
+        UsageError: `predict_with_generate` with parameters split between ranks, which generate different lengths.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -73,7 +73,7 @@ class Seq2SeqTrainer(Trainer):
 
     @contextmanager
     def _generating(self, given: dict[str, Any]) -> Iterator[None]:
-        """Context in which `model.generate` has these options; one of several datasets has those of them all."""
+        """Context in which `model.generate` gets these options. The datasets of a dict all get the outer call's."""
         before = self._gen_kwargs
         if before is None:
             args = self.args
@@ -87,7 +87,7 @@ class Seq2SeqTrainer(Trainer):
             self._gen_kwargs = before
 
     def prediction_of(self, batch: Any, outputs: Any, labels: Any) -> Any:
-        """What is generated, filled up to its largest length."""
+        """The generated tokens, padded to the largest length that the options allow."""
         if not self.generates:
             return super().prediction_of(batch, outputs, labels)
         shape = getattr(batch.get("labels"), "shape", None) if isinstance(batch, Mapping) else None

@@ -1,4 +1,4 @@
-"""`transformers.TrainingArguments`, on echelon's ranks: the same dataclass, whose device and ranks are `init_from_env`'s."""
+"""`transformers.TrainingArguments`, on echelon's ranks: the same dataclass; `init_from_env` gives device and ranks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from echelon.world.init import World, init_from_env
 
 __all__ = ["TrainingArguments"]
 
-# Of DeepSpeed: how fast it is or what is printed, and not what is trained.
+# Options of DeepSpeed that change its speed or what it prints, not the training.
 _FREE = {"steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"}
 _OFFLOADS = ("offload_optimizer", "offload_param")
-_TIMEOUT_S = 1800  # transformers' default, in which echelon's own is taken
+_TIMEOUT_S = 1800  # transformers' default; echelon's own timeout is used instead
 
 
 @dataclass(repr=False)
@@ -37,13 +37,13 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
     """transformers' arguments, by their names and with their defaults.
 
     Args:
-        strategy: of echelon, or its name: "ddp" (by default, with several ranks), "fsdp", "hsdp", "zero1", "zero2", "zero3".
-        deepspeed: a configuration of DeepSpeed, whose stage of ZeRO is the strategy; one that says more is refused.
-        overwrite_output_dir: checkpoints of another run in `output_dir` are set aside; else they are refused.
+        strategy: echelon's, or its name: "ddp" (by default, with several ranks), "fsdp", "hsdp", "zero1", "zero2", "zero3".
+        deepspeed: a DeepSpeed configuration, whose ZeRO stage becomes the strategy; refused if it asks for more.
+        overwrite_output_dir: set checkpoints of another run in `output_dir` aside; otherwise they are an error.
         evaluation_strategy, no_cuda, warmup_ratio: older names, as in transformers 4.
-        logging_dir, save_safetensors, group_by_length: of transformers 4; the first two without effect.
+        logging_dir, save_safetensors, group_by_length: of transformers 4. The first two have no effect, the last is refused.
     Raises:
-        UsageError: an argument that cannot be had here; the text says what to write instead.
+        UsageError: an argument is not supported; the message says what to write instead.
     """
 
     strategy: str | None = None
@@ -61,22 +61,22 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
             self.eval_strategy = self.evaluation_strategy
         if self.warmup_ratio is not None:
             require(0 <= self.warmup_ratio <= 1, "warmup_ratio", "between 0 and 1", self.warmup_ratio)
-            given: float = vars(self)["warmup_steps"]  # which counts, as in transformers 4
+            given: float = vars(self)["warmup_steps"]  # has precedence, as in transformers 4
             self.warmup_steps = given or min(self.warmup_ratio, 1 - 1e-9)
         if self.no_cuda:
             self.use_cpu = True
         self.report_to = vars(self)["report_to"] or "none"
-        configuration, self.deepspeed = vars(self)["deepspeed"], None  # of which transformers' would make DeepSpeed's
+        configuration, self.deepspeed = vars(self)["deepspeed"], None  # otherwise transformers would set up DeepSpeed
         super().__post_init__()
         if (stage := _stage_of(configuration, self)) is not None:
             self.strategy = stage
 
     def to_dict(self) -> dict[str, Any]:
-        """As transformers', for those who log it: a strategy by its text."""
+        """As in transformers, with the strategy as text so that it can be logged."""
         arguments: dict[str, Any] = super().to_dict()
         return {**arguments, "strategy": str(self.strategy) if self.strategy is not None else None}
 
-    # --- where: echelon's ranks instead of Accelerate's
+    # --- echelon's device and ranks instead of Accelerate's
 
     @functools.cached_property
     def _setup_devices(self) -> torch.device:
@@ -107,7 +107,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """Context that rank 0 goes through first, or the first rank of each machine. Collective."""
+        """Context that the first rank of each machine runs before the others; with `local=False`, rank 0. Collective."""
         first = self.local_process_index == 0 if local else self.process_index == 0
         if agree.is_joined() and not first:
             dist.barrier(group=agree.control_group())
@@ -117,7 +117,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
             if agree.is_joined() and first:
                 dist.barrier(group=agree.control_group())
 
-    # --- what they mean for a unit
+    # --- options of the unit
 
     def unit_options(self, model: torch.nn.Module) -> dict[str, Any]:
         """AutoOptions of the unit."""
@@ -137,7 +137,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
 
     @property
     def _recomputes(self) -> bool:
-        return bool(getattr(self, "activation_checkpointing", False) or self.gradient_checkpointing)  # the newer name, the older
+        return bool(getattr(self, "activation_checkpointing", False) or self.gradient_checkpointing)  # newer and older name
 
     @property
     def _recompute_options(self) -> Any:
@@ -148,7 +148,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
         if given not in (None, "ddp") or self.world_size == 1:
             return given  # type: ignore[no-any-return]
         unused = self.ddp_find_unused_parameters
-        if unused is None:  # as transformers has it: recomputation cannot be traversed beforehand
+        if unused is None:  # transformers' default: DDP cannot search a recomputed graph
             unused = not self._recomputes
         return DDPStrategy(
             find_unused_parameters=unused,
@@ -159,13 +159,13 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
 
 
 def _stage_of(given: Any, args: Any) -> str | None:
-    """The strategy of a configuration of DeepSpeed that says no more than a stage of ZeRO; any other is refused by name.
+    """The strategy for a DeepSpeed configuration that only asks for a ZeRO stage; other options are refused by name.
 
     Args:
-        given: the configuration, or its file.
-        args: TrainingArguments, with which its values must agree, unless they are "auto".
+        given: the configuration, or the path of its file.
+        args: TrainingArguments; the configuration's values must be the same or "auto".
     Raises:
-        UsageError: on every rank: it asks for something else, or cannot be read.
+        UsageError: on every rank: the configuration asks for something else, or cannot be read.
     """
     if not given:
         return None
@@ -210,7 +210,7 @@ def _refused(why: str, instead: str = 'strategy="zero1", "zero2" or "zero3", and
 
 
 def recomputes_itself(model: Any, options: Any) -> bool:
-    """Have a model of transformers recompute its activations by its own means; False for others."""
+    """Turn on a transformers model's own activation checkpointing; False for a model without it."""
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
         if (enable := getattr(model, name, None)) is None:
             continue

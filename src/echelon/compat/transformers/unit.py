@@ -1,6 +1,4 @@
-"""The unit that a Trainer trains: the model's own loss, weighed by the labels that count; and the optimizer and schedule that the
-arguments name.
-"""
+"""The unit that a Trainer trains: the model's own loss, weighted by its labels; optimizer and schedule from the arguments."""
 
 from __future__ import annotations
 
@@ -24,10 +22,10 @@ theirs = transformers.Trainer
 class TrainerUnit(AutoUnit[Any]):
     """
     Args:
-        trainer: whose `compute_loss`, `weight`, `create_optimizer` and `create_scheduler` are asked, also a subclass's own.
+        trainer: its `compute_loss`, `weight`, `create_optimizer` and `create_scheduler` are called, overrides included.
         options: AutoOptions.
     Attributes:
-        history: what the trainer remembers of the run, part of its checkpoints.
+        history: what the trainer remembers of the run; part of the checkpoints.
     """
 
     weight_unit, expects_mean = "labels", False
@@ -42,7 +40,7 @@ class TrainerUnit(AutoUnit[Any]):
 
     def phase_started(self, state: State, phase: str) -> None:
         if phase == "train":
-            self.module.train()  # all of it, as transformers' own does
+            self.module.train()  # the whole model, as transformers does
         super().phase_started(state, phase)
 
     def compute_loss(self, state: State, data: Any) -> tuple[torch.Tensor, Any]:
@@ -59,12 +57,12 @@ class TrainerUnit(AutoUnit[Any]):
         return made
 
     def step_lr_scheduler(self) -> None:
-        # One that wants a metric advances after each evaluation.
+        # A schedule that needs a metric advances after each evaluation.
         if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             self.lr_scheduler.step()
 
     def eval_step(self, state: State, data: Any) -> tuple[Any, Any]:
-        """The loss where the batch has labels, and the outputs."""
+        """(loss, outputs); the loss is None if the batch has no labels."""
         if self._trainer.has_labels(data):
             return super().eval_step(state, data)
         self._trainer.samples_given = step_under_way(state.eval_state).samples
@@ -91,7 +89,7 @@ class Optimizing(Part):
     max_updates = 0
 
     def make_optimizer(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-        """For the unit, after the strategy has split the model."""
+        """(optimizer, schedule) for the unit. Called after the strategy has split the model."""
         given = self.optimizer
         if given is not None:
             ids = {id(p) for p in module.parameters()}
@@ -104,7 +102,7 @@ class Optimizing(Part):
         return self.optimizer, self.lr_scheduler
 
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """By the arguments, without weight decay for biases and norms, as transformers chooses them."""
+        """Build the optimizer that the arguments name, without weight decay for biases and norms, as transformers does."""
         if self.optimizer is None:
             chosen = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, model or self.model)
             special = {"params", "model", "optimizer_dict"} & set(chosen[1])
