@@ -1,1 +1,1 @@
-"""nntool's module for Slurm by its name there: `echelon.compat.nntool.slurm` for `nntool.slurm`."""
+"""nntool's module for Slurm, under its name: `echelon.compat.nntool.slurm` replaces `nntool.slurm`."""

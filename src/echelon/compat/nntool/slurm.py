@@ -1,8 +1,8 @@
-"""`nntool.slurm`: `slurm_fn` and `SlurmConfig`, with what a call returns as nntool's and submitit's users know it.
+"""`nntool.slurm`: `slurm_fn` and `SlurmConfig`; calls return what they return in nntool and submitit.
 
 mode "run"     the function's own value
-mode "local"   a job that has ended; a failure is raised by the call
-mode "slurm"   a job, at once
+mode "local"   a job that has ended; the call raises its failure
+mode "slurm"   a job, without waiting for it
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Job", "SlurmArgs", "SlurmConfig", "SlurmFunction", "slurm_fn", "slur
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# submitit's words, which it has from Slurm. A job that has saved to go on is out of time, or was preempted.
+# submitit's words, from Slurm. A job that has saved itself to continue later ran out of time or was preempted.
 _STATES = {
     JobState.PENDING: "PENDING",
     JobState.RUNNING: "RUNNING",
@@ -37,7 +37,7 @@ _STATES = {
 }
 
 
-# Options that submitit knows under names of its own; the rest of sbatch's have their place in `extra_params_kwargs`.
+# Options that submitit has names for; other options of sbatch belong in `extra_params_kwargs`.
 _SUBMITITS = (
     "account",
     "qos",
@@ -58,7 +58,7 @@ class _SlurmConfig(slurm_config.SlurmConfig):
 
 
 class SlurmConfig(_SlurmConfig):
-    """`echelon.SlurmConfig`, whose fields can be set again: they are checked when the function is called.
+    """`echelon.SlurmConfig` with fields that can be assigned: they are checked when the function is called.
 
     Args:
         stderr_to_stdout: without effect: a rank's log always holds both.
@@ -79,7 +79,7 @@ class SlurmConfig(_SlurmConfig):
 
     @classmethod
     def of(cls, given: slurm_config.SlurmConfig | Mapping[str, Any]) -> SlurmConfig:
-        """A config, also of echelon's, or the fields of one by name."""
+        """A config from another one, which may be echelon's own, or from its fields by name."""
         if type(given) is slurm_config.SlurmConfig:
             given = {f.name: getattr(given, f.name) for f in fields(given)}
         done = super().of(given)
@@ -87,10 +87,10 @@ class SlurmConfig(_SlurmConfig):
         return done
 
     def options(self, *, dependency: str | None = None, export: Sequence[str] = ()) -> SlurmOptions:
-        """What Slurm is asked for.
+        """The options for Slurm.
 
         Raises:
-            UsageError: an option that nobody knows.
+            UsageError: an option is unknown.
         """
         options = super().options(dependency=dependency, export=export)
         more = dict(options.more)
@@ -106,7 +106,7 @@ class SlurmConfig(_SlurmConfig):
         return replace(options, more=more)
 
     def set_output_path(self, output_parent_path: Any) -> SlurmConfig:
-        """A copy with another parent of the folder of runs."""
+        """A copy with another parent folder for runs."""
         return replace(self, output_parent_path=str(output_parent_path))
 
 
@@ -114,13 +114,13 @@ SlurmArgs = SlurmConfig
 
 
 class Job:
-    """A job by submitit's names; all others are those of echelon's own job, which is `job`."""
+    """A job with submitit's attributes; all other attributes are those of `job`, echelon's own."""
 
     def __init__(self, job: core.AnyJob) -> None:
         self.job = job
 
     def __getattr__(self, name: str) -> Any:
-        if name == "job":  # not there yet, as when it is copied
+        if name == "job":  # not set yet, for example during a copy
             raise AttributeError(name)
         return getattr(self.job, name)
 
@@ -141,7 +141,7 @@ class Job:
         return _STATES[self.job.state()]
 
     def done(self, force_check: bool = False) -> bool:
-        """Whether it has ended; Slurm is asked in any case."""
+        """Whether the job has ended. Slurm is always asked, also without `force_check`."""
         return self.job.done()
 
     def exception(self) -> RankFailedError | None:
@@ -180,14 +180,14 @@ def slurm_launcher(
     *extra_args: Any,
     **extra_kwargs: Any,
 ) -> Callable[[Callable[..., T]], ConfiguredFunction[..., T]]:
-    """A decorator: the command line is parsed, gives the config, and is the argument of a call without arguments.
+    """A decorator that parses the command line: it gives the config, and the argument of a call without arguments.
 
     Args:
         ArgsType: a dataclass, one field of which is a SlurmConfig.
         parser: "tyro", or a function that is given `ArgsType` and the extra arguments.
         slurm_key: the name of that field.
     Raises:
-        UsageError: there is no such field, or the parser is not installed.
+        UsageError: `ArgsType` has no such field, or the parser is not installed.
     """
     args = _parser(parser)(ArgsType, *extra_args, **extra_kwargs)
     if not hasattr(args, slurm_key):
@@ -226,10 +226,10 @@ class SlurmFunction(core.SlurmFunction[P, T]):
         slurm_task_kwargs: Mapping[str, str] | None = None,
         system_argv: Sequence[str] | None = None,
     ) -> ConfiguredFunction[P, T]:
-        """The function with a config, and options of sbatch, of submitit, and variables for the ranks.
+        """The function with a config, options of sbatch and of submitit, and environment variables of the ranks.
 
         Raises:
-            UsageError: `system_argv` is given: a script that is run again has its own arguments.
+            UsageError: `system_argv` differs from this script's arguments, with which a launch command runs it again.
         """
         if system_argv is not None and list(system_argv) != sys.argv[1:]:
             raise UsageError(
@@ -247,7 +247,7 @@ class ConfiguredFunction(core.ConfiguredFunction[P, T]):
     """A function with its config; calling it gives what nntool gives.
 
     Args:
-        default_args: of a call without any.
+        default_args: arguments of a call without arguments.
     """
 
     default_args: tuple[Any, ...] = ()
@@ -259,13 +259,13 @@ class ConfiguredFunction(core.ConfiguredFunction[P, T]):
     submit = __call__
 
     def map_array(self, *columns: Iterable[Any]) -> list[Any]:
-        """One job for each element of the columns; their values in the mode "run"."""
+        """One job for each element of the columns; in mode "run", their values."""
         return [self._given(job) for job in super().map_array(*columns)]
 
     map = map_array
 
     def on_condition(self, jobs: Any, condition: str = "afterok") -> ConfiguredFunction[P, T]:
-        """The same, to begin when the jobs have ended so."""
+        """The same function; its job begins when `jobs` have ended with this condition."""
         waited = super().on_condition(_unwrapped(jobs), condition)
         return replace(self, conditions=waited.conditions)
 

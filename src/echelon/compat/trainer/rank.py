@@ -1,4 +1,4 @@
-"""What a rank does for a Trainer: build the unit, run the phase, and give back what the caller cannot see."""
+"""What a rank does for a Trainer: build the unit, run the phase, and return what the caller cannot see."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# The unit's way to the ranks and back, not a run that resumes elsewhere: what differs is as it should be.
+# For sending a unit to ranks and back. No run is resumed elsewhere, so changes are expected and not shown.
 BETWEEN_PROCESSES = RestoreOptions(show_changes=False)
 
 _METRICS = {"validate": "eval_loss", "test": "test_loss"}
 _NONE = object()
-# Arguments of a Trainer, by their older names.
+# Older names of a Trainer's arguments -> today's.
 OLDER = {"max_steps": "max_updates", "evaluate_every_n_steps": "evaluate_every_n_updates"}
 
 
@@ -66,12 +66,12 @@ class Work:
 
     Args:
         phase: "fit", "validate", "test" or "predict".
-        unit: the unit, what is needed to build it here, or a function that builds it.
-        loaders: for training and evaluation; or the phase's, and None.
+        unit: the unit, a Parcel to build it from in this process, or a function that builds it.
+        loaders: for training and evaluation; in other phases than "fit", the phase's loader and None.
         ckpt_path: where to resume from; "last" is the newest below the Trainer's folder.
         before: a checkpoint of the unit as the caller has it, if it has been trained.
         after: the folder for the checkpoint that the caller takes back.
-        seeds: of the RNGs, in the ranks.
+        seeds: of the ranks' RNGs.
     """
 
     phase: str
@@ -95,7 +95,7 @@ class Done:
 
 
 class _Outputs(Callback):
-    """Collects what `predict_step` returns; what a rank computed of padding only is left out."""
+    """Collects what `predict_step` returns, without the outputs of batches that are only padding."""
 
     may_stop = False
 
@@ -109,7 +109,7 @@ class _Outputs(Callback):
 
 
 def work_in_rank(trainer: Any, work: Work) -> Done:
-    """In a rank that the Trainer started."""
+    """Do the work in a rank that the Trainer started."""
     rng.start(work.seeds)
     init_from_env("cpu" if trainer.accelerator == "cpu" else None)
     unit: Any = work.unit
@@ -129,14 +129,14 @@ def work_in_rank(trainer: Any, work: Work) -> Done:
         divided = isinstance(work.loaders[0], (BaseLoader, DataLoader))  # other iterables give every rank the same
         return Done(metrics, data_rank, outputs if divided else [])
     attributes = {**metrics, **own_attributes(unit, progress=work.phase != "fit")} if isinstance(unit, AutoUnit) else {}
-    savers = DistributedCheckpointSaver  # whose folder and lease are the rank's, also if it is within a callback
+    savers = DistributedCheckpointSaver  # not sent, also as attributes of callbacks: their folder and lease are the rank's
     own = [(c, {} if isinstance(c, savers) else vars(c)) for c in trainer.unit_callbacks]
     callbacks = [remembered(c, {k: v for k, v in each.items() if not isinstance(v, savers)}) for c, each in own]
     return Done(metrics, data_rank, outputs, remembered(unit, attributes), callbacks)
 
 
 def work_here(trainer: Any, work: Work) -> tuple[dict[str, float], list[Any]]:
-    """In a process that runs anyway: (metrics, predictions)."""
+    """Do the work in a process that runs already: (metrics, predictions)."""
     init_from_env("cpu" if trainer.accelerator == "cpu" else None)
     given: Any = work.unit
     unit = given if isinstance(given, Unit) else given()
@@ -155,7 +155,7 @@ def work_here(trainer: Any, work: Work) -> tuple[dict[str, float], list[Any]]:
 
 
 def changes_for(trainer: Any, options: AutoOptions) -> dict[str, Any]:
-    """What the Trainer says about a unit that was built with these options."""
+    """The options that the Trainer changes in a unit that was built with `options`."""
     changes, own = dict(trainer.unit_options), options.layout
     if "precision" in changes:
         changes["precision"] = Precision.of(changes["precision"])
@@ -192,7 +192,7 @@ def _run(trainer: Any, work: Work, unit: Any) -> tuple[dict[str, float], list[An
 
 
 def _checkpoint(trainer: Any, work: Work, unit: Any) -> Path | None:
-    """That training goes on from, as far as that can be said before it is read."""
+    """The checkpoint that training continues from, as far as is known before it is read."""
     if work.ckpt_path not in (None, "last"):
         return Path(work.ckpt_path)
     if trainer.checkpoints is None or (work.ckpt_path is None and not _takes_up(trainer, work, unit)):
@@ -203,7 +203,7 @@ def _checkpoint(trainer: Any, work: Work, unit: Any) -> Path | None:
 
 
 def _takes_up(trainer: Any, work: Work, unit: Any) -> bool:
-    """Whether `fit` goes on from the newest checkpoint without being told."""
+    """Whether `fit` continues from the newest checkpoint without a `ckpt_path`."""
     return (
         work.phase == "fit"
         and work.ckpt_path is None
@@ -243,22 +243,22 @@ def save(unit: Any, folder: Path) -> Any:
 
 
 def in_order(done: Sequence[Done]) -> list[Any]:
-    """The outputs batch by batch; of ranks that have the same samples, one counts."""
+    """The outputs batch by batch; of ranks that have the same samples, the first counts."""
     outputs = {d.data_rank: d.outputs for d in reversed(done)}
     parts = zip_longest(*(outputs[rank] for rank in sorted(outputs)), fillvalue=_NONE)
     return [output for of_batch in parts for output in of_batch if output is not _NONE]
 
 
 def shared(loader: Any, data_size: int, accumulation: int, *, trains: bool = False, global_batch: int | None = None) -> Any:
-    """A torch DataLoader's batches, for several ranks: each has its batch size, as in Lightning, and no sample twice.
+    """A torch DataLoader, divided between ranks: each rank has the DataLoader's batch size, as in Lightning, and its own samples.
 
-    Where fewer ranks run than were planned, global batches are those of the planned ones. On one rank its order is torch's own.
+    When fewer ranks train than were planned, global batches are as large as planned. On one rank, the order is torch's own.
 
     Args:
-        trains: where it stands is saved, and restored.
-        global_batch: of the run that is continued; None is that of the batch size and the ranks.
+        trains: the loader's position is saved and restored.
+        global_batch: of the run that is continued; None computes it from the batch size and the number of ranks.
     Raises:
-        UsageError: its samples cannot be divided.
+        UsageError: the samples cannot be divided.
     """
     if not isinstance(loader, DataLoader) or is_distributed(loader):
         return loader
@@ -268,18 +268,17 @@ def shared(loader: Any, data_size: int, accumulation: int, *, trains: bool = Fal
     why = f"cannot be divided between {ranks} ranks: every one would see the same samples"
     made = as_loader(loader, global_batch or (loader.batch_size or 1) * ranks * accumulation, accumulation, why)
     made.samples_of_a_rank = (loader.batch_size or 1) * accumulation
-    made.accept_changes |= {"global_batch"}  # which follows from the ranks, as in Lightning; the table of changes shows it
+    made.accept_changes |= {"global_batch"}  # it follows from the ranks, as in Lightning; the table of changes shows it
     return made
 
 
 def planned(data_size: int) -> int:
-    """How many ranks would have other samples if as many ran as were planned."""
+    """How many ranks would have different samples if as many ranks ran as were planned."""
     return data_size * (overrides().planned_ranks or 1) // World.current(torch.device("cpu")).size
 
 
 def kept_global_batch(path: Path, loader: Any, data_size: int, accumulation: int) -> int | None:
-    """The global batch of a checkpoint that more ranks wrote, each with this DataLoader's batch size; None of any other.
-    Collective.
+    """The global batch of a checkpoint that more ranks wrote, each with this DataLoader's batch size; else None. Collective.
 
     Raises:
         UsageError: these ranks cannot share it.
@@ -291,24 +290,24 @@ def kept_global_batch(path: Path, loader: Any, data_size: int, accumulation: int
 
 
 def kept(path: Any, saved: Mapping[str, Any], own: int, ranks: int, accumulation: int, argument: str) -> int | None:
-    """The global batch of a run of several ranks, if it had more than these, or the same batch; None if it had not.
+    """The global batch of the run that wrote a checkpoint, if it had more ranks than now or the same global batch; else None.
 
-    A run that goes on with fewer ranks, by whatever it was started, keeps it: else nobody would see that it has another one.
+    A run that continues on fewer ranks keeps its global batch, however it was launched. Otherwise it would change unnoticed.
 
     Args:
-        saved: its checkpoint's manifest.
-        own: a rank's samples of an update, as the script has them.
-        ranks: with different samples, now.
-        argument: by which the script says so.
+        saved: the checkpoint's manifest.
+        own: samples of an update on a rank, as the script has it now.
+        ranks: how many ranks have different samples, now.
+        argument: the script's argument that sets `own`, for messages.
     Raises:
         UsageError: these ranks cannot share it.
     """
     config = saved.get("config", {})
     data, saved_by = config.get("data", {}), config.get("dp_size") or config.get("world_size")
     whole, each = data.get("global_batch"), data.get("samples_of_a_rank")
-    if each is not None and whole == own * ranks:  # the script has divided the same batch anew
+    if each is not None and whole == own * ranks:  # the script divides the same global batch in another way
         return own * ranks
-    if each is None and isinstance(whole, int) and isinstance(saved_by, int):  # before it was written down
+    if each is None and isinstance(whole, int) and isinstance(saved_by, int):  # written before samples_of_a_rank was recorded
         each = whole / saved_by
     if each != own or not isinstance(whole, int) or whole <= own * ranks or whole % own:
         return None

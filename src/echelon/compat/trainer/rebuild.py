@@ -1,10 +1,10 @@
-"""A unit built once more, from what its constructor was given: with another layout, or in another process.
+"""Build a unit again from its constructor's arguments: with another layout, or in another process.
 
-A module that is wrapped or sharded cannot be sent to another process, and what AutoUnit makes of it depends on the rank.
-What the user gave can be sent, and what a subclass has set besides. So there is a protocol of two:
+A wrapped or sharded module cannot be sent to another process, and what AutoUnit builds from it depends on the rank.
+What the user gave can be sent, and so can the attributes that a subclass has set. The protocol has two parts:
 
-    unit.auto_options                    what it was built with, as it is now
-    unit.build_from(module, options)     what the constructor does with it; a subclass's own constructor does not run again
+    unit.auto_options                    the options that the unit was built with, as they are now
+    unit.build_from(module, options)     builds it as the constructor does; a subclass's own constructor does not run again
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ __all__ = ["BUILT", "Parcel", "own_attributes", "pack", "rebuild", "recall", "re
 
 logger = logging.getLogger(__name__)
 
-# Made at first use, over the module as it is now.
+# Built at first use, over the current module.
 _MADE_LATER = frozenset({"optimizer", "lr_scheduler", "several", "swa_scheduler", "own_schedule", "_reports_step"})
-# Of this rank: on others, they would be the same streams for different samples.
+# RNG states of this rank: with them, other ranks would draw the same numbers for different samples.
 _OF_RANK = frozenset({"resumes_with"})
 # The attributes that `build_from` sets: each process makes its own.
 # fmt: off
@@ -48,7 +48,7 @@ class Parcel:
     """A unit on its way to another process.
 
     Args:
-        husk: the unit with its progress and what its own class has set, without what is built.
+        husk: the unit with its progress and its subclass's attributes, without what `build_from` makes.
         module: as its author wrote it, on the CPU.
     """
 
@@ -58,10 +58,10 @@ class Parcel:
 
 
 def rebuild(unit: AutoUnit[Any], **changes: Any) -> None:
-    """Build it once more in place, with some options changed. Collective, as the constructor is.
+    """Build the unit again, in place, with some options changed. Collective, as the constructor is.
 
     Raises:
-        UsageError: its optimizer is built already, over a module in another form; or the module is sharded.
+        UsageError: the unit has an optimizer already, over a module in another form; or the module is sharded.
     """
     if vars(unit).get("optimizer") is not None:
         raise TrainerError(
@@ -86,7 +86,7 @@ def unpack(parcel: Parcel, **changes: Any) -> AutoUnit[Any]:
 
 
 def own_attributes(unit: AutoUnit[Any], *, progress: bool) -> dict[str, Any]:
-    """What a subclass's code has set and no checkpoint holds; with `progress` that too."""
+    """Attributes that a subclass has set and no checkpoint holds; with `progress`, also the unit's progress."""
     saved = {*unit.tracked_modules(), *unit.tracked_optimizers(), *unit.tracked_lr_schedulers(), *unit.tracked_metrics()}
     saved |= {*unit.tracked_misc_statefuls(), *unit.tracked_progress(), *BUILT, *_MADE_LATER, *_OF_RANK}
     own = {name: value for name, value in vars(unit).items() if name not in saved}
@@ -94,7 +94,7 @@ def own_attributes(unit: AutoUnit[Any], *, progress: bool) -> dict[str, Any]:
 
 
 def remembered(owner: object, attributes: Mapping[str, Any]) -> dict[str, bytes]:
-    """Attributes of `owner` on their way to another process, one by one; a warning names those that cannot be sent."""
+    """Attributes of `owner`, pickled one by one for another process; a warning names those that cannot be sent."""
     pickled = {}
     for name, value in attributes.items():
         try:
@@ -109,19 +109,19 @@ def _pickled(value: Any) -> bytes:
     try:
         torch.save(value, file)
     except Exception:
-        if isinstance(value, io.IOBase):  # an open file would arrive as one in memory
+        if isinstance(value, io.IOBase):  # an open file would arrive as a file in memory
             raise
         file = io.BytesIO()
-        torch.save(value, file, pickle_module=cloudpickle)  # functions of a script, as they came here
+        torch.save(value, file, pickle_module=cloudpickle)  # functions of a script; they were sent here so, too
     return file.getvalue()
 
 
 def recall(thing: object, pickled: Mapping[str, bytes]) -> None:
-    """Set attributes that `remembered` gave, of a process that this one started; tensors are on the CPU."""
+    """Set the attributes that `remembered` pickled in a process that this one started. Tensors are on the CPU."""
     for name, data in pickled.items():
         try:
             vars(thing)[name] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-        except Exception as error:  # and when it is loaded
+        except Exception as error:  # any type can raise anything when it is loaded
             _warn_of_stale(thing, name, error)
 
 

@@ -63,25 +63,25 @@ class Trainer:
     Args:
         devices: how many ranks on this machine, or which GPUs, as a list; "auto" is one rank per GPU, else one.
         layout: for units that were built without one. "auto" is "ddp" for several ranks.
-        num_nodes: of the launcher that started this script; this class starts ranks on its own machine only.
+        num_nodes: on how many nodes a launcher started this script; this class starts ranks on its own machine only.
         accelerator: "cpu" leaves GPUs alone; "gpu" insists on them.
         max_epochs, max_updates: when to stop.
         max_steps_per_epoch: batches of an epoch on each rank, by "train", "val", "test" or "predict".
         evaluate_every_n_epochs, evaluate_every_n_updates: as `fit`'s.
         unit_options: arguments of AutoUnit and of UnitOptions that the unit gets instead, such as {"precision": "bf16"}.
-        callbacks: run in every rank; what rank 0's remember comes back, where it can be pickled.
-        run_dir: of each `fit`; it has the checkpoints, in a folder of that name, unless a callback saves.
+        callbacks: run in every rank; attributes of rank 0's callbacks come back if they can be pickled.
+        run_dir: the run folder of each `fit`; checkpoints go into its folder `checkpoints`, unless a callback saves.
         checkpoints: another folder for them, or a Checkpoints, which says when to save there and what stays. `fit` continues from
             the newest there, if the unit has not trained yet and no `ckpt_path` is given.
-        older: `gpus`, an older word for `devices`, as a layout is for `accelerator`: `Trainer(gpus=2, accelerator="ddp")` is
-            understood, with a hint. `max_steps`, of updates, and `evaluate_every_n_steps`, of micro-batches.
+        older: older arguments: `gpus` for `devices`, `max_steps` in updates, `evaluate_every_n_steps` in micro-batches. A layout
+            as `accelerator` is older, too: `Trainer(gpus=2, accelerator="ddp")` works, with a hint.
     Attributes:
-        callback_metrics: "eval_loss" and "test_loss" of the latest calls, over all ranks, where the unit computes them.
+        callback_metrics: "eval_loss" and "test_loss" of the latest calls, over all ranks, if the unit computes them.
     Raises:
-        UsageError: a value that makes no sense; the text names it.
+        UsageError: a value is invalid; the message names it.
     """
 
-    resumes = True  # `fit` goes on from the newest checkpoint, without being told
+    resumes = True  # `fit` continues from the newest checkpoint without a `ckpt_path`
 
     @renames(strategy="layout")
     def __init__(
@@ -112,7 +112,7 @@ class Trainer:
         self.limits = _named("max_steps_per_epoch", max_steps_per_epoch, PHASES)
         limits = {"max_updates": max_updates, "evaluate_every_n_updates": evaluate_every_n_updates}
         now = translated("Trainer", {name: value for name, value in older.items() if name != "gpus"}, OLDER, limits)
-        self.in_steps = older.get("evaluate_every_n_steps")  # refused where these are no updates, once the unit is known
+        self.in_steps = older.get("evaluate_every_n_steps")  # refused if an update has several steps, once the unit is known
         self.max_epochs, self.max_updates = max_epochs, now["max_updates"]
         self.evaluate_every_n_epochs = evaluate_every_n_epochs
         self.evaluate_every_n_updates = now["evaluate_every_n_updates"]
@@ -135,7 +135,7 @@ class Trainer:
         self.callback_metrics: dict[str, float] = {}
 
     def _checkpoints(self, given: Any) -> Checkpoints | None:
-        """By a path that is the same for ranks that are started elsewhere."""
+        """The checkpoints, with an absolute path: ranks may be started in another folder."""
         if given is None:
             return Checkpoints(self.run_dir / "checkpoints") if self.run_dir is not None else None
         require(
@@ -149,7 +149,7 @@ class Trainer:
         return replace(made, folder=str(absolute(location(made.folder))))
 
     def _check_limits(self) -> None:
-        """In the words of the loop, which is given them in other processes."""
+        """Raise the loop's own errors here: the loop itself gets the limits in other processes."""
         PhaseState(dataloader=(), **self.training_limits())
         for limit in self.limits.values():
             PhaseState(dataloader=(), max_steps_per_epoch=limit)
@@ -172,16 +172,16 @@ class Trainer:
         *,
         ckpt_path: str | Path | None = None,
     ) -> None:
-        """Train, and evaluate if there is something to evaluate on.
+        """Train, and evaluate if `val_dataloaders` is given.
 
         What a checkpoint holds (modules, optimizer, schedule, progress, metrics) comes back into `unit`, so that a second call
-        continues; and so do other attributes as rank 0 has them, where they can be pickled.
+        continues. Rank 0's other attributes come back too, if they can be pickled.
 
         Args:
             unit: an AutoUnit; or a function that every rank calls to build a unit, for one that wraps its module itself.
-            train_dataloaders, val_dataloaders: an `echelon.Loader`, whose global batch is what it says on any number of ranks.
+            train_dataloaders, val_dataloaders: an `echelon.Loader`, whose global batch is the same on any number of ranks.
                 A torch DataLoader has its batch size on each rank, as in Lightning. Other iterables give every rank the same.
-            ckpt_path: a checkpoint to go on from; "last" is the newest below `run_dir`, if there is one.
+            ckpt_path: a checkpoint to continue from; "last" is the newest below `run_dir`, if there is one.
         Raises:
             RankFailedError: with the first failing rank's own traceback.
             UsageError: the unit cannot be sent to other processes.
@@ -209,10 +209,10 @@ class Trainer:
     def predict(
         self, unit: Any | Callable[[], Any], dataloaders: Iterable[Any], *, ckpt_path: str | Path | None = None
     ) -> list[Any]:
-        """What `predict_step` returns, on the CPU: of the first batch each rank's part by rank, then of the second, ...
+        """What `predict_step` returns, on the CPU: the first batch's parts in the order of ranks, then the second batch's, ...
 
         So `torch.cat(trainer.predict(unit, loader))` is in the order of the loader's samples on any number of ranks. In ranks
-        that were launched before, each has its own part alone.
+        that a launcher started, each returns only its own part.
         """
         done: list[Any] = self._go("predict", unit, (dataloaders, None), ckpt_path)
         return done
@@ -221,7 +221,7 @@ class Trainer:
 
     def _go(self, phase: str, unit: Any, loaders: tuple[Any, Any], ckpt_path: str | Path | None) -> Any:
         end_bootstrap(f"trainer.{phase}")
-        # A module can be called, too; it would be taken for a function that builds a unit.
+        # A module is callable, too; it must not be taken for a function that builds a unit.
         if not isinstance(unit, Unit) and (not callable(unit) or isinstance(unit, torch.nn.Module)):
             first = " The unit comes first, then the loader." if any(isinstance(each, Unit) for each in loaders) else ""
             raise TrainerError(f"unit must be an AutoUnit, or a function that builds a unit, got {type(unit).__name__}.{first}")
@@ -258,7 +258,7 @@ class Trainer:
 
     @property
     def unit_callbacks(self) -> list[Callback]:
-        """Those that run in echelon's loop."""
+        """The callbacks that run in echelon's loop."""
         return self.callbacks
 
     def _check_launched(self) -> None:
@@ -270,7 +270,7 @@ class Trainer:
             logger.warning("num_nodes=%s has no effect: ranks were launched on %s", self.num_nodes, nodes)
 
     def environment_of_ranks(self) -> dict[str, str]:
-        """What ranks that it starts have besides."""
+        """Additional environment variables for ranks that this Trainer starts."""
         if self.accelerator == "cpu":
             return {"CUDA_VISIBLE_DEVICES": ""}
         return {"CUDA_VISIBLE_DEVICES": _visible(self.device_numbers)} if self.device_numbers else {}
@@ -288,7 +288,7 @@ class Trainer:
                 if vars(unit).get("optimizer") is not None:
                     before = str(save(unit, folder / "before"))
                 sent = pack(unit)
-            seeds = rng.draw()  # of the caller's streams: a seed of the caller's decides what ranks draw
+            seeds = rng.draw()  # from the caller's RNGs, so that the caller's seed decides what ranks draw
             work = replace(work, unit=sent, before=before, after=str(folder / "after"), seeds=seeds)
             try:
                 done = launch(work_in_rank, ranks=ranks, args=(self, work), env=self.environment_of_ranks(), run_dir=self.run_dir)
@@ -310,7 +310,7 @@ class Trainer:
 def _check_names(others: Mapping[str, Any]) -> None:
     """
     Raises:
-        UsageError: an argument that nobody knows, or that is the unit's.
+        UsageError: an argument is unknown, or belongs to the unit.
     """
     for name in others:
         if name in _Older.__annotations__:
@@ -336,7 +336,7 @@ def _without_old_words(accelerator: str, layout: Any, devices: Any, gpus: Any) -
 
 
 def _named(parameter: str, given: Mapping[str, Any] | None, names: Sequence[str]) -> dict[str, Any]:
-    """As a dict, with these names only."""
+    """The argument as a dict; it may have these names only."""
     what = f"a dict by {', '.join(map(repr, names))}"
     require(given is None or isinstance(given, Mapping), parameter, what, given, kind=TrainerError)
     named = dict(given or {})

@@ -1,4 +1,4 @@
-"""`dragon.ai.collective_group`: the group, with its arguments in Dragon's order, and the rank's place."""
+"""`dragon.ai.collective_group`: CollectiveGroup with its arguments in Dragon's order, and RankInfo."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["CollectiveGroup", "RankInfo"]
 
 
 class CollectiveGroup(group.CollectiveGroup):
-    """`echelon.launching.CollectiveGroup`: on Dragon's runtime a group of Dragon's, elsewhere ranks of this machine."""
+    """`echelon.launching.CollectiveGroup`: a group of Dragon's on Dragon's runtime; elsewhere, ranks on this machine."""
 
     def __init__(
         self,

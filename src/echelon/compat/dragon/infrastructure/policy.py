@@ -28,8 +28,8 @@ class Policy(system.Policy):
     """`echelon.launching.Policy`.
 
     Args:
-        host_id: the node by its number among System().nodes; -1 is none.
-        distribution, wait_mode, refcounted: without effect on a rank, which has a policy of its own.
+        host_id: the node's number in System().nodes; -1 is none.
+        distribution, wait_mode, refcounted: no effect on a rank, which has a policy of its own.
     """
 
     Distribution = _Distribution

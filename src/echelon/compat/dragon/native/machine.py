@@ -62,5 +62,5 @@ def current() -> Node:
 
 
 def cpu_count() -> int:
-    """Of all nodes."""
+    """The number of cores of all nodes."""
     return System().cpu_count()
