@@ -447,6 +447,40 @@ def test_ranks_that_have_changed_their_copies_each_in_its_own_way_are_told_once(
     assert all(not said for of_change in other.values() for said in of_change.values())
 
 
+class SetByItsBatch(nn.Module):
+    """Takes its scale from its first batch, as the activation norm of Glow does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.net, self.is_set = nn.Parameter(torch.ones(1, dtype=torch.float64)), _model(), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_set:
+            self.scale.data.copy_(x.std())
+            self.is_set = True
+        return self.net(x / self.scale)
+
+
+def _said_of_a_first_batch(layout: str) -> list[str]:
+    model = SetByItsBatch()
+    with told(REPLICAS) as said:
+        model, optimizer, loader = ech.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), _loader(STEPS), layout=layout
+        )
+        for x, y in loader:
+            step(model, optimizer, x, y)
+            return list(said)  # after the first update, long before a save
+    return []
+
+
+def test_parameters_that_each_rank_sets_from_its_first_batch_are_told_of_after_the_first_update(ranks: Ranks) -> None:
+    """Copies were compared at saves and at the end only, when the differences of a run that diverged could be too small beside
+    its values.
+    """
+    (said,), other = ranks(2, _said_of_a_first_batch, "ddp")
+    assert said.startswith("the ranks hold different values of module.scale (one of ") and not other
+
+
 def _said_of_rates() -> list[str]:
     """A rate that falls on rank 0 alone; the epoch in which it does is the last."""
     model = _model()

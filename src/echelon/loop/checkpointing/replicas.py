@@ -1,8 +1,9 @@
-"""Check at a save and at the end that the ranks did the same, and that the replicas of a model are still equal.
+"""Check that the ranks did the same, and that the replicas of a model are still equal: at a save, at the end, and of replicas also
+after the first update.
 
-Gradients are averaged, not parameters. If a script draws noise into weights, or changes weights or a learning rate on rank 0
-only, the ranks' models drift apart, and only rank 0's is saved. Communication: one all-reduce per axis of replicas, of four
-numbers per parameter.
+Gradients are averaged, not parameters. If a script draws noise into weights, sets them from its first batch, or changes weights
+or a learning rate on rank 0 only, the ranks' models drift apart, and only rank 0's is saved. Communication: one all-reduce per
+axis of replicas, of four numbers per parameter.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from echelon.parallel.prepared import Prepared
 from echelon.parallel.shards import is_split, local, reshard
 from echelon.world import agree
 
-__all__ = ["check_ranks"]
+__all__ = ["check_ranks", "warn_of_drift"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +44,10 @@ def check_ranks(unit: Unit) -> None:
     for prepared in unit.prepared_modules().values():
         for guard in prepared.guards:
             guard.settle()
-    _warn_of_drift(unit)
+    warn_of_drift(unit)
 
 
-def _warn_of_drift(unit: Unit) -> None:
+def warn_of_drift(unit: Unit) -> None:
     """Compare parameters that every rank of an axis holds; shards have no replicas. Collective."""
     modules = unit.prepared_modules()
     _warn_of_own_models({name: p for name, p in modules.items() if not p.data.groups and not p.data.is_divided})
@@ -78,7 +79,7 @@ def _warn_of_own_models(modules: dict[str, Prepared[Any]]) -> None:
 _DRIFTED = (
     "the ranks hold different values of %s.%s (one of %s parameters), which must be copies; rank 0's are saved. "
     "Change parameters and learning rates in the same way on all ranks: noise from a torch.Generator with the same seed, "
-    "a schedule by `ech.all_mean(...)`, no `if rank == 0`. `echelon prove` finds where they begin to differ"
+    "what a batch or a metric decides by `ech.all_mean(...)`, no `if rank == 0`. `echelon prove` finds where they begin to differ"
 )
 _OWN_MODEL = (
     "each rank trains its own model: the ranks hold different values of %s.%s (one of %s parameters), and nothing averages "
