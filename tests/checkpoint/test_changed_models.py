@@ -464,9 +464,7 @@ class SetByItsBatch(nn.Module):
 def _said_of_a_first_batch(layout: str) -> list[str]:
     model = SetByItsBatch()
     with told(REPLICAS) as said:
-        model, optimizer, loader = ech.prepare(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), _loader(STEPS), layout=layout
-        )
+        model, optimizer, loader = ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), _loader(STEPS), layout=layout)
         for x, y in loader:
             step(model, optimizer, x, y)
             return list(said)  # after the first update, long before a save
