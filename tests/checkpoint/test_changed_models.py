@@ -27,7 +27,7 @@ pytestmark = pytest.mark.standing_ranks
 
 Change = Callable[[Any, torch.optim.Optimizer, int], torch.optim.Optimizer | None]
 STEPS, ROWS, CHANGED = 5, 4, 2
-REPLICAS = "echelon.loop.checkpointing.replicas"
+REPLICAS = "echelon.loop.replicas"
 
 
 class Changing(Net):

@@ -22,8 +22,8 @@ from echelon.loop.agreements import warn_of_same_samples
 from echelon.loop.auto.optimizer_checks import check_tracked
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.frozen import look_at_built
-from echelon.loop.checkpointing.replicas import check_ranks
 from echelon.loop.modes import in_mode
+from echelon.loop.replicas import check_ranks
 from echelon.loop.reporting import profiling
 from echelon.loop.reporting.reporting import Reporting
 from echelon.loop.stage import Hooks, Stage

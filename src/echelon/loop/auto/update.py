@@ -38,7 +38,7 @@ from echelon.loop.auto.finite import FiniteWatch, check_loss
 from echelon.loop.auto.loss_scale import tell_of_labels, tell_of_scale
 from echelon.loop.auto.optimizer_checks import check_holds, look_at_first_update, not_the_modules, when_it_grows
 from echelon.loop.auto.uncounted import standing_in
-from echelon.loop.checkpointing.replicas import warn_of_drift
+from echelon.loop.replicas import warn_of_drift
 from echelon.loop.samples import as_scalar, problem_with, samples_of, sizes_in
 from echelon.loop.state import step_under_way
 from echelon.parallel.gradients import clip

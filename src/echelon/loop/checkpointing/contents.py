@@ -21,10 +21,10 @@ from echelon.data.lossy import shuffle_buffer
 from echelon.data.stream import StreamLoader
 from echelon.loop.checkpointing import changes, restoring
 from echelon.loop.checkpointing.frozen import Frozen, changes_since_built
-from echelon.loop.checkpointing.replicas import check_ranks
 from echelon.loop.records import monitored as numbers
 from echelon.loop.records.metrics import share_of
 from echelon.loop.records.monitored import Unknown
+from echelon.loop.replicas import check_ranks
 from echelon.loop.unit import TrainedUnit
 from echelon.parallel.meta.tape import tensors_in
 from echelon.parallel.shards import is_split
