@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import echelon as ech
 from tests.conftest import Ranks
-from tests.kit.models import batch
+from tests.kit.models import Net, batch, largest_difference, net, whole
 from tests.kit.own_loops import told
 from tests.kit.units import Regression
 
@@ -63,3 +63,30 @@ def _read(layout: str) -> bool:
 
 def test_what_is_pickled_is_what_it_was(ranks: Ranks) -> None:
     assert ranks(2, _read, "fsdp") == [True, True]
+
+
+# --- whole tensors are given to what is split
+
+SPLIT_TWICE = ech.Layout(dp_shard=2, tp=2, plan=Net.tp_plan)
+
+
+def _given(layout: Any) -> dict[str, torch.Tensor]:
+    model, data = net(), torch.utils.data.TensorDataset(*batch(16, 0))
+    pretrained = {name: value + 0.1 for name, value in model.state_dict().items()}
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)  # whose constructor makes its state
+    loader = torch.utils.data.DataLoader(data, 8)
+    model, optimizer, loader = ech.prepare(model, optimizer, loader, layout=layout)
+    model.load_state_dict(pretrained)
+    for x, y in loader:
+        with ech.window(model) as window:
+            window.backward(torch.nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    return whole(model)
+
+
+@pytest.mark.full
+def test_what_is_split_along_two_axes_takes_whole_weights_and_states(ranks: Ranks) -> None:
+    """It was refused, where an axis alone was taken."""
+    for given in ranks(4, _given, SPLIT_TWICE):
+        assert largest_difference(given, _given("none")) < 1e-12

@@ -477,5 +477,5 @@ def _is_of_parts(value: Any, before: nn.Parameter, now: nn.Parameter) -> bool:
 def _like(value: Any, before: nn.Parameter, now: nn.Parameter) -> Any:
     """A value of an optimizer's state, split if the parameter is."""
     if isinstance(value, torch.Tensor) and value.shape == before.shape and is_split(now):
-        return part_like(value, now, "the optimizer's state")
+        return part_like(value, now)
     return value

@@ -56,7 +56,7 @@ def _split_state(optimizer: torch.optim.Optimizer) -> None:
             continue  # another author's optimizer may keep plain tensors for this rank's part
         for key, value in state.items():
             if type(value) is torch.Tensor and value.dim() and value.shape == parameter.shape:
-                state[key] = part_like(value, parameter, "the optimizer's state")
+                state[key] = part_like(value, parameter)
 
 
 class _Noted(list[Any]):

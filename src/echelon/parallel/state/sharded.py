@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from echelon.common.errors import LayoutError
 from echelon.parallel.names import class_name
-from echelon.parallel.shards import is_split, reshard
+from echelon.parallel.shards import is_split, local, reshard
 from echelon.parallel.state.inner import hooked
 
 __all__ = ["part_like", "take_whole_states", "tell_when_module_is_pickled", "tell_when_optimizer_is_pickled"]
@@ -141,21 +140,19 @@ def _split(root: weakref.ref[nn.Module], names: list[str], part: nn.Module, stat
         if parameter is None or not is_split(parameter) or not isinstance(given, torch.Tensor) or is_split(given):
             continue
         if given.shape == parameter.shape:  # else torch raises
-            state[prefix + name] = part_like(given, parameter, prefix + name)
+            state[prefix + name] = part_like(given, parameter)
 
 
-def part_like(given: torch.Tensor, parameter: Any, name: str) -> torch.Tensor:
-    """Split a whole tensor, which every rank has, like a parameter.
+def part_like(given: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """This rank's part of a whole tensor, which every rank has, split like a parameter. Not collective."""
+    from torch.distributed.tensor import DTensor
 
-    Raises:
-        UsageError: the parameter has a placement other than Shard and Replicate.
-    """
-    from torch.distributed.tensor import distribute_tensor
-
-    if any(type(each).__name__ not in ("Shard", "Replicate") for each in parameter.placements):
-        raise LayoutError(
-            f"{name} is split along several axes, as {parameter.placements}, and cannot be loaded from a whole tensor. Load "
-            "weights before the module is made parallel."
-        )
-    value = given.detach().to(parameter.device)
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    part = local(parameter.detach())
+    if part.numel():
+        (place,) = parameter.__create_chunk_list__()  # by which torch's checkpoints know which elements a rank holds
+        here = tuple(slice(begin, begin + size) for begin, size in zip(place.offsets, place.sizes, strict=True))
+        part = given.detach()[here].to(part.device, copy=True).contiguous()
+    else:
+        part = part.to(given.dtype)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=given.shape, stride=given.stride())
