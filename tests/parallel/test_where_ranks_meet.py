@@ -53,7 +53,7 @@ REASONS = {
         "check_equal cut_into_stages equalize prepare_networks"
     ),
     LEFT_OUT: "_Reduction.__init__",
-    LOCAL: "distribute_experts fill_in install part_like",
+    LOCAL: "distribute_experts fill_in install",
     PASSES: (
         "Dispatch.__call__ TreeReduceScatter.__call__ _Chunks.gradients _Whole.backward "
         "_Whole.forward _all _averaged _own_of_sum _softmax _sum _whole _whole_copy _words_of probe reduce_bucket"
