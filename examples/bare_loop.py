@@ -2,7 +2,7 @@
 
     echelon run --ranks 2 examples/bare_loop.py
 
-Compare it with bare_loop_before.py: lines with a remark differ from those of a loop for one process.
+A comment on a changed line shows the line of a loop for one process; "new" marks added lines.
 """
 
 import argparse
@@ -23,7 +23,7 @@ args = parser.parse_args()
 
 
 def spirals(points: int) -> TensorDataset:
-    """Two arms of a spiral, which no straight line divides."""
+    """Two arms of a spiral, which no straight line separates."""
     arm = torch.arange(points) % 2
     turn = torch.rand(points) * 2 * math.pi
     x = torch.stack([turn.cos(), turn.sin()], 1) * (turn[:, None] / 4 + 0.2) * (1 - 2 * arm[:, None])

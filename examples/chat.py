@@ -3,8 +3,8 @@
     echelon run --ranks 2 examples/chat.py
     echelon run --ranks 8 examples/chat.py --model ~/models/Qwen2.5-0.5B-Instruct --layout fsdp
 
-Without --model it makes a tiny Llama and a tokenizer over bytes, and teaches it which numbers are even. Started again, the script
-goes on from its newest checkpoint. Needs `pip install transformers peft`.
+Without --model it makes a tiny Llama and a byte tokenizer, and teaches the model which numbers are even. Started again, the
+script goes on from its newest checkpoint. Needs `pip install transformers peft`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def tokenizer_of(model: str | None) -> Any:
 
 
 def base_of(model: str | None, vocabulary: int) -> Any:
-    """The model that is not trained, the same on every rank and at every start."""
+    """The frozen base model, the same on every rank and at every start."""
     dtype = torch.get_default_dtype()
     if model:
         return tf.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     ech.seed(0)
     size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    # Wide initial values, since a model without any training has to be of some use.
+    # Wide initial values, since an untrained base must be of some use.
     config = tf.LlamaConfig(
         vocab_size=vocabulary, initializer_range=0.1, bos_token_id=None, eos_token_id=0, pad_token_id=0, **size
     )
@@ -58,7 +58,7 @@ def asked(number: int) -> list[dict[str, str]]:
 
 
 def sample(tokenizer: Any, number: int) -> dict[str, list[int]]:
-    """One conversation; of its labels, those of the prompt count nothing."""
+    """One conversation; the labels of its prompt do not count."""
     answer = {"role": "assistant", "content": "No, it is odd." if number % 2 else "Yes."}
     prompt = tokenizer.apply_chat_template(asked(number), add_generation_prompt=True, return_dict=False)
     ids = tokenizer.apply_chat_template([*asked(number), answer], return_dict=False)

@@ -5,7 +5,7 @@
     python examples/contrastive.py --layout none         one process: the same loss, the same gradient
     echelon prove --float64 --accumulate 1 examples/contrastive.py --toy
 
-A thing is seen in two ways, here through two random maps under noise; the towers learn which two views belong together. Started
+Each object has two views, here two random maps of it with noise; the towers learn which two views belong together. Started
 again, the script goes on from its newest checkpoint.
 """
 
@@ -25,7 +25,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # the two views: (B, 32), (B, 24)
 
 
 class Towers(nn.Module):
-    """Two views -> a unit vector of each, and the scale of their products (a logarithm, learned)."""
+    """Two views -> a unit vector of each, and the scale of their products (its logarithm is learned)."""
 
     def __init__(self, sizes: tuple[int, int] = (32, 24), width: int = 128, out: int = 16) -> None:
         super().__init__()
@@ -44,10 +44,10 @@ class Contrast(ech.AutoUnit[Pair]):
 
     def compute_loss(self, state: ech.State, data: Pair) -> tuple[torch.Tensor, torch.Tensor]:
         one, other, scale = self.module(*data)  # (b, D) each
-        mine = ech.gathered_rows(one)  # where this rank's rows are among all
+        mine = ech.gathered_rows(one)  # the indices of this rank's rows among all rows
         to_other = scale * one @ ech.gather(other).T  # (b, rows of all ranks)
         to_one = scale * other @ ech.gather(one).T
-        # Gradients of other ranks' losses come back to the rows: nothing is to be divided by the ranks, or detached.
+        # Rows also get gradients from other ranks' losses: do not divide by the number of ranks, and do not detach.
         loss = (F.cross_entropy(to_other, mine) + F.cross_entropy(to_one, mine)) / 2
         return loss, to_other.argmax(1) == mine
 
@@ -83,7 +83,7 @@ def main() -> None:
     ech.seed(0)  # every rank builds the same model
     count, batch = (2048, 128) if args.toy else (32768, 256)
     data = views(count + 256)
-    # Every rank has equally many rows: a short last batch is dropped, and all ranks can share the 256 held-out pairs.
+    # Every rank needs the same number of rows: a short last batch is dropped, and the 256 held-out pairs divide evenly.
     train_loader = ech.Loader(torch.utils.data.Subset(data, range(count)), batch, tail="drop")
     eval_loader = ech.Loader(torch.utils.data.Subset(data, range(count, count + 256)), 256, shuffle=False)
     unit = Contrast(module=Towers(), layout=args.layout)

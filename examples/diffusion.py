@@ -4,8 +4,8 @@
     echelon run --ranks 2 examples/diffusion.py --layout fsdp
     python examples/diffusion.py --layout none           one process, no launcher
 
-Each rank draws its own noise, and a run that is resumed draws what it would have drawn. Started again, the script goes on from
-its newest checkpoint.
+Each rank draws its own noise, and a resumed run draws the same noise as one that never stopped. Started again, the script goes on
+from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import echelon as ech
 STEPS = 50  # of noise
 
 
-# The share of the signal's variance that is left after each step: a cosine from 1 to almost 0.
+# The share of the signal's variance that remains after each step: a cosine from 1 to almost 0.
 KEPT = ((torch.arange(1, STEPS + 1) / STEPS + 0.008) / 1.008 * math.pi / 2).cos().square().clamp(1e-3, 1.0)
 
 
 def moons(count: int, seed: int) -> torch.Tensor:
-    """Points on two half circles, each reaching into the other: (count, 2)"""
+    """Points on two interleaved half circles: (count, 2)"""
     points, _ = make_moons(count, noise=0.02, random_state=seed)
     return torch.tensor(points - points.mean(0), dtype=torch.get_default_dtype())
 
 
 class Denoiser(nn.Module):
-    """Noisy points (B, 2) and how noisy they are, 0 .. STEPS - 1 (B,) -> the noise in them (B, 2)"""
+    """Noisy points (B, 2) and their noise level, 0 .. STEPS - 1 (B,) -> the noise in them (B, 2)"""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Denoiser(nn.Module):
         self.noise = nn.Linear(width, 2)
 
     def forward(self, x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        waves = [wave(k * x) for k in (1, 2, 4, 8) for wave in (torch.sin, torch.cos)]  # for what is fine
+        waves = [wave(k * x) for k in (1, 2, 4, 8) for wave in (torch.sin, torch.cos)]  # for fine detail
         h = self.points(torch.cat([x, *waves], 1)) + self.steps(step)
         for block in self.blocks:
             h = h + block(h)
@@ -63,7 +63,7 @@ class Diffusion(ech.AutoUnit[torch.Tensor]):
 
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, object]:
         optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
-        # A function is not saved, so that a run can be resumed with more epochs; CosineAnnealingLR would keep the old ones.
+        # The function is not saved, so a run can resume with more epochs; CosineAnnealingLR would keep the old number.
         return optimizer, torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda update: 0.5 + 0.5 * math.cos(math.pi * min(1.0, update / self.updates))
         )
@@ -71,13 +71,13 @@ class Diffusion(ech.AutoUnit[torch.Tensor]):
 
 @torch.no_grad()
 def sample(unit: Diffusion, count: int) -> torch.Tensor:
-    """Points, from noise. Every rank calls it and draws alike: a sharded module computes on all of them at once."""
+    """Points made from noise. Every rank calls it and draws the same numbers: a sharded module computes on all ranks at once."""
     generator, kept = torch.Generator().manual_seed(0), KEPT.to(unit.device)
     x = torch.randn(count, 2, generator=generator).to(unit.device)
     for step in reversed(range(STEPS)):
         before = kept[step - 1] if step else torch.ones_like(kept[0])
         guess = unit.swa_model(x, torch.full((count,), step, device=x.device))
-        clean = ((x - (1 - kept[step]).sqrt() * guess) / kept[step].sqrt()).clamp(-3, 3)  # where points can be
+        clean = ((x - (1 - kept[step]).sqrt() * guess) / kept[step].sqrt()).clamp(-3, 3)  # points are within these bounds
         # The mean and variance of the step before, given this one and the clean points (Ho et al. 2020, equation 7).
         alpha = kept[step] / before
         x = (before.sqrt() * (1 - alpha) * clean + alpha.sqrt() * (1 - before) * x) / (1 - kept[step])
@@ -87,7 +87,7 @@ def sample(unit: Diffusion, count: int) -> torch.Tensor:
 
 
 def distance(made: torch.Tensor, real: torch.Tensor) -> float:
-    """How far a made point is from the nearest real one, in the mean."""
+    """The mean distance of a made point from the nearest real one."""
     return torch.cdist(made, real.to(made)).amin(1).mean().item()
 
 

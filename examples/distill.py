@@ -3,8 +3,8 @@
     echelon run --ranks 2 examples/distill.py
     echelon run --ranks 2 examples/distill.py --layout fsdp     teacher and student are both divided over the ranks
 
-The loss is the divergence of the two at a temperature, and the labels', as in Hinton et al. 2015 (arXiv 1503.02531). The teacher
-is trained first, in the same loop. Data: the digits of scikit-learn. Started again, the script goes on from where it was.
+The loss is the divergence of student and teacher at a temperature, plus the loss of the labels, as in Hinton et al. 2015 (arXiv
+1503.02531). The teacher is trained first, in the same loop. Data: the digits of scikit-learn. Started again, the script goes on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def network(width: int, depth: int) -> nn.Sequential:
 
 
 def digits() -> tuple[torch.utils.data.TensorDataset, torch.Tensor, torch.Tensor]:
-    """1,297 images to train on, 500 others and their labels"""
+    """1,297 training images and 500 held-out ones, with labels"""
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
     x, y = torch.tensor(images / 16, dtype=torch.get_default_dtype())[order], torch.tensor(labels)[order]
@@ -55,7 +55,7 @@ def trained(model: nn.Module, teacher: nn.Module | None, layout: str, epochs: in
 
 def accuracy(model: nn.Module) -> float:
     _, images, labels = digits()
-    with ech.evaluating(model):  # every rank, since a divided model is called by all
+    with ech.evaluating(model):  # on every rank, since all ranks must call a sharded model
         return (model(images).argmax(1) == labels).double().mean().item()
 
 

@@ -37,7 +37,7 @@ class Policy(nn.Module):
 
 
 def log_probability(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Of each answer, given its prompt: (B,)"""
+    """The log-probability of each answer, given its prompt: (B,)"""
     each = F.log_softmax(model(ids[:, :-1]), dim=-1).gather(2, ids[:, 1:, None]).squeeze(2)
     return each[:, PROMPT - 1 :].sum(1)
 
@@ -46,13 +46,13 @@ class DPO(ech.AutoUnit[Pair]):
     beta = 0.1
 
     def __init__(self, *, module: nn.Module, layout: str, **options: Any) -> None:
-        # Copied before the module is divided. It has no optimizer: its weights are never changed, and need no gradient.
+        # Copied before the module is sharded. It has no optimizer: its weights never change, and need no gradient.
         reference = copy.deepcopy(module).requires_grad_(False)
         super().__init__(module=module, layout=layout, **options)
         self.reference = ech.layouts.prepare_module(reference, self.device, layout=layout)
 
     def compute_loss(self, state: ech.State, data: Pair) -> tuple[torch.Tensor, torch.Tensor]:
-        both = torch.cat([data["chosen"], data["rejected"]])  # one pass for the two
+        both = torch.cat([data["chosen"], data["rejected"]])  # one pass for both
         with torch.no_grad():
             reference = log_probability(self.reference, both).chunk(2)
         policy = log_probability(self.module, both).chunk(2)

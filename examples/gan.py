@@ -4,7 +4,7 @@
     echelon run --ranks 2 examples/gan.py --layout fsdp
     python examples/gan.py --layout none                 one process, no launcher
 
-One window goes around each batch, with two backward passes and two steps in it. Started again, the script goes on from its newest
+Each batch has one window, with two backward passes and two optimizer steps. Started again, the script goes on from its newest
 checkpoint.
 """
 
@@ -20,7 +20,7 @@ from torch.nn.functional import softplus
 import echelon as ech
 
 NOISE = 8
-Batch = tuple[torch.Tensor, torch.Tensor]  # real points (B, 2); noise for as many others (B, NOISE)
+Batch = tuple[torch.Tensor, torch.Tensor]  # real points (B, 2); noise for as many made points (B, NOISE)
 
 
 def ring(count: int, seed: int) -> torch.Tensor:
@@ -32,7 +32,7 @@ def ring(count: int, seed: int) -> torch.Tensor:
 
 
 def with_noise(samples: list[torch.Tensor]) -> Batch:
-    """Drawn with the batch and not in the step, so that `echelon prove` can compare the step."""
+    """Noise is drawn with the batch, not in the step, so that `echelon prove` can compare the step."""
     return torch.stack(samples), torch.randn(len(samples), NOISE)
 
 
@@ -43,7 +43,7 @@ def mlp(inputs: int, outputs: int, width: int) -> nn.Module:
 
 
 def distance(generator: nn.Module, real: torch.Tensor) -> float:
-    """Energy distance of as many made points from the real ones: 0 for the same distribution. Every rank calls it."""
+    """Energy distance between the real points and as many made ones: 0 if the distributions are equal. Every rank calls it."""
     noise = torch.randn(len(real), NOISE, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
     with ech.evaluating(generator):
         made = generator(noise.to(next(generator.parameters()).device, real.dtype)).cpu()
@@ -78,7 +78,7 @@ def main() -> None:
                 critic_optimizer.zero_grad()
                 window.backward((softplus(-critic(real)) + softplus(critic(made.detach()))).mean())
                 critic_optimizer.step()
-                # The generator learns what the critic takes for real; what that leaves in the critic is cleared above.
+                # The generator learns to make what the critic takes for real. The critic's gradients from it are cleared above.
                 generator_optimizer.zero_grad()
                 window.backward(softplus(-critic(made)).mean())
                 generator_optimizer.step()

@@ -4,7 +4,7 @@
     echelon run --ranks 2 examples/gpt.py --layout tp=2 --data ~/texts
     python examples/gpt.py --layout none                               one process, no launcher
 
-Each start is a new run with checkpoints of its own. With `--name big` before the script, the same command goes on where it was.
+Each start is a new run with its own checkpoints. With `--name big` before the script, the same command resumes that run.
 """
 
 import argparse
@@ -29,14 +29,14 @@ class Block(nn.Module):  # pre-norm attention and MLP: (B, T, D) -> (B, T, D)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Heads outermost and -1 of them: with tensor parallelism this rank has a part of the heads, with their q, k and v.
+        # Heads are the outer dim, of size -1: with tensor parallelism this rank has only some heads, with their q, k and v.
         q, k, v = self.qkv(self.norm_1(x)).unflatten(2, (-1, 3, x.shape[2] // self.heads)).permute(3, 0, 2, 1, 4)
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.mlp(self.norm_2(x))
 
 
 class GPT(nn.Module):  # bytes (B, T) -> logits (B, T, 256)
-    # How tensor parallelism may split the blocks: a layer by its outputs, the one after it by its inputs.
+    # How tensor parallelism may split the blocks: one layer by its outputs, the next by its inputs.
     tp_plan: ClassVar = {"blocks.*.qkv": "colwise", "blocks.*.mlp.0": "colwise"}
     tp_plan |= {"blocks.*.out": "rowwise", "blocks.*.mlp.2": "rowwise"}
 
@@ -50,14 +50,14 @@ class GPT(nn.Module):  # bytes (B, T) -> logits (B, T, 256)
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * depth) if name.endswith(("out.weight", "mlp.2.weight")) else 0.02)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.bytes(x) + self.positions(ech.nn.positions(x))  # of this rank's part of the window, if ranks share it
+        h = self.bytes(x) + self.positions(ech.nn.positions(x))  # of this rank's part of the sequence, if ranks share it
         for block in self.blocks:
             h = block(h)
         return self.head(self.norm(h))
 
 
 class NextByte(ech.AutoUnit[Any]):
-    """Its batches are pairs of inputs and targets, (B, T) each. The loss is nats per byte."""
+    """Batches are pairs of inputs and targets, (B, T) each. The loss is in nats per byte."""
 
     weight_unit, updates = "tokens", 400
 
@@ -81,7 +81,7 @@ class NextByte(ech.AutoUnit[Any]):
 
 @torch.no_grad()
 def continue_text(unit: NextByte, prompt: str, length: int, context: int) -> str:
-    """Bytes that the model draws after a prompt. Every rank calls it and draws alike: a sharded model needs all of them."""
+    """Bytes that the model samples after a prompt. Every rank calls it and draws the same: a sharded model needs all ranks."""
     generator, text = torch.Generator().manual_seed(0), torch.tensor([list(prompt.encode())])
     for _ in range(length):
         logits = unit.module(text[:, -context:].to(unit.device))[0, -1].float().cpu()

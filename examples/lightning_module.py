@@ -1,9 +1,9 @@
 """A LightningModule and its callbacks as they are: the import line is the only one that changed.
 
     echelon run --ranks 2 examples/lightning_module.py
-    python examples/lightning_module.py --devices 2             starts its ranks by itself, as there
+    python examples/lightning_module.py --devices 2             starts its ranks by itself, as in Lightning
 
-Data: the digits of scikit-learn. The newest checkpoint is taken up when the script is started again.
+Data: the digits of scikit-learn. Started again, the script goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> None:
         callbacks=[best, pl.callbacks.EarlyStopping("val_accuracy", mode="max", patience=4)],
         gradient_clip_val=1.0,
     )
-    # A batch size is each rank's here, as in Lightning; its Trainer gives each rank other samples.
+    # The batch size is that of each rank, as in Lightning; the Trainer gives each rank different samples.
     trainer.fit(Digits(), DataLoader(train_data, 32, shuffle=True), DataLoader(held_out, 64), ckpt_path="last")
     if trainer.is_global_zero:
         print(f"validation accuracy {float(best.best_model_score):.3f}, the best of {trainer.current_epoch} epochs")

@@ -1,12 +1,12 @@
 """Train a mixture-of-experts language model over bytes, with its experts divided over the ranks.
 
     echelon run --ranks 2 examples/moe.py                     each rank has half of the experts of every layer
-    echelon run --ranks 4 examples/moe.py --layout ep=2     two ranks divide the experts; of each there are two shards
+    echelon run --ranks 4 examples/moe.py --layout ep=2     two ranks divide the experts; each expert has two shards
     echelon run --ranks 2 examples/moe.py --layout ddp      each rank has all experts
     python examples/moe.py --layout none                    one process, no launcher
 
-Learns from the source of Python's standard library, or from --data FOLDER. Whichever way the experts are divided, the numbers are
-the same. metrics.jsonl has the largest load of an expert and the entropy of the routers beside the loss.
+Learns from the source of Python's standard library, or from --data FOLDER. The numbers do not depend on how the experts are
+divided. metrics.jsonl has the largest load of an expert and the entropy of the routers beside the loss.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # (B, T) each
 
 
 class Block(nn.Module):
-    """Attention, and experts in the place of an MLP. x: (B, T, D) -> (B, T, D)."""
+    """Attention, and experts in place of an MLP. x: (B, T, D) -> (B, T, D)."""
 
     def __init__(self, width: int, heads: int, experts: int) -> None:
         super().__init__()
         self.heads = heads
         self.norm_1, self.norm_2 = nn.RMSNorm(width), nn.RMSNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        # Two of the experts compute a token, so together they cost as much as one MLP of twice their size.
+        # Two experts compute each token, so together they cost as much as one MLP of twice the size of an expert.
         self.moe = ech.nn.MoE(width, ech.nn.GroupedExperts(width, width, experts), top_k=2, balance="loss_free")
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -62,13 +62,13 @@ class Model(nn.Module):
 
 
 class Unit(ech.AutoUnit[Batch]):
-    """Next-byte prediction. The loss is nats per byte."""
+    """Next-byte prediction. The loss is in nats per byte."""
 
     weight_unit = "tokens"
 
     def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
         inputs, targets = data
-        # With balance="auxiliary" above, `+ ech.nn.auxiliary_loss(self.module)`.
+        # With balance="auxiliary" above, add `+ ech.nn.auxiliary_loss(self.module)`.
         return F.cross_entropy(self.module(inputs).flatten(0, 1).float(), targets.flatten()), None
 
     def weight(self, data: Batch) -> int:

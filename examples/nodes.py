@@ -5,8 +5,8 @@
     echelon run --ranks 4 examples/nodes.py --toy --layout pp=2,tp=2      the same on four processes of this machine
     echelon prove --layouts pp=2,tp=2 --ranks 2 examples/nodes.py --toy   do they train what one process trains?
 
-Nothing in the script speaks of nodes. The model is a Llama of transformers, which brings the plan by which tp splits its layers;
-pp cuts it between its blocks. Needs `pip install transformers`. A job that meets its time limit is queued again and goes on.
+The script does not mention nodes. The model is a Llama of transformers, which has the plan by which tp splits its layers; pp cuts
+the model between its blocks. Needs `pip install transformers`. A job that reaches its time limit is queued again and goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import transformers as tf
 import echelon as ech
 
 
-class Pretrain(ech.AutoUnit[Any]):  # its batches are pairs of inputs and targets: (B, T) each
+class Pretrain(ech.AutoUnit[Any]):  # batches are pairs of inputs and targets: (B, T) each
     weight_unit = "tokens"
 
     def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, None]:
@@ -53,10 +53,10 @@ def main() -> None:
     config = tf.LlamaConfig(
         vocab_size=256, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=depth, num_attention_heads=8
     )
-    with ech.on_meta():  # takes no memory: each rank fills in what it keeps, with the values that one process would have
+    with ech.on_meta():  # no memory: each rank later fills the parameters that it keeps, with one process's values
         model = tf.AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype())
     train_files, held_out = ech.data.split_files(Path(sysconfig.get_paths()["stdlib"]), "*.py")
-    unit = Pretrain(module=model, layout=args.layout, accumulate=4, clip_grad_norm=1.0)  # pp: as many are under way
+    unit = Pretrain(module=model, layout=args.layout, accumulate=4, clip_grad_norm=1.0)  # pp: 4 in flight
     ech.train(
         unit,
         ech.Loader(ech.data.ByteText(train_files, context), global_batch=batch),

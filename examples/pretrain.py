@@ -33,7 +33,7 @@ def documents(files: list[Path], docstrings: bool) -> Iterator[bytes]:
 
 
 def tokens(folder: Path, name: str, files: list[Path], docstrings: bool) -> ech.Tokens:
-    """Written by rank 0, read by all: each maps the file into its memory."""
+    """Rank 0 writes the token file, and all ranks read it: each maps it into memory."""
     path = folder / f"{name}.bin"
     if ech.is_main() and not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
 
     def forward(self, ids: torch.Tensor, documents: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        # A token sees those before it in its own document; one that a row cuts keeps counting its positions.
+        # A token attends to the tokens before it in its own document. A document that a row cuts keeps counting positions.
         sees = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
         x = self.embed(ids) + self.place(positions % self.place.num_embeddings)
         for block in self.blocks:
@@ -71,7 +71,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-class Pretrain(ech.AutoUnit[Any]):  # its batches have inputs, targets, documents and positions: (B, T) each
+class Pretrain(ech.AutoUnit[Any]):  # batches have inputs, targets, documents and positions: (B, T) each
     weight_unit = "tokens"
 
     def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, None]:
@@ -79,7 +79,7 @@ class Pretrain(ech.AutoUnit[Any]):  # its batches have inputs, targets, document
         return F.cross_entropy(logits.flatten(0, 1), data.targets.flatten()), None
 
     def weight(self, data: Any) -> torch.Tensor:
-        return ech.count_tokens(data.targets, next_token=False)  # those of -100 count nothing: padding, a document's last token
+        return ech.count_tokens(data.targets, next_token=False)  # targets of -100 (padding, a document's last token) do not count
 
     def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)

@@ -4,8 +4,8 @@
     python examples/tabular.py --layout none             one process, no launcher
     echelon run --ranks 2 examples/tabular.py --layout fsdp
 
-The area under the ROC curve is no mean over batches: it is computed from the scores of all held-out rows at once, each row
-once, though 2 ranks cannot share them evenly. Started again, the script goes on from its newest checkpoint.
+The area under the ROC curve is no mean over batches: it is computed from the scores of all held-out rows at once. Each row counts
+once, though two ranks cannot share the rows evenly. Started again, the script goes on from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # categories (B, 2), numb
 
 
 def make_table(rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Claims: whether one is made depends on both categories, on two numbers, and on luck."""
+    """Insurance claims: whether one is made depends on both categories, on three numbers, and on chance."""
     rng = np.random.default_rng(0)
     categories = np.stack([rng.integers(levels, size=rows) for levels in LEVELS], 1)
     numbers = rng.normal(size=(rows, NUMBERS))
@@ -44,7 +44,7 @@ def dataset(table: tuple[np.ndarray, ...], rows: slice) -> torch.utils.data.Tens
 
 
 class TableNet(nn.Module):
-    """Each category has a vector; with the numbers they go through an MLP. -> logits (B,)"""
+    """Each category has an embedding; embeddings and numbers go through an MLP. -> logits (B,)"""
 
     def __init__(self, width: int = 64, embedding: int = 8) -> None:
         super().__init__()

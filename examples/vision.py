@@ -1,7 +1,7 @@
 """Classify images of a folder: augmentation, batch norm over all ranks, an average of the weights (EMA), tracked numbers.
 
     echelon run --ranks 2 examples/vision.py
-    echelon run --ranks 2 --track wandb examples/vision.py      its numbers there as well; or mlflow, trackio, tensorboard, csv
+    echelon run --ranks 2 --track wandb examples/vision.py      also sends its metrics there; or mlflow, trackio, tensorboard, csv
     echelon run --ranks 2 examples/vision.py --layout fsdp --data ~/images
 
 The folder has one folder for each class. Without --data the digits of scikit-learn are written into one. Evaluations use an
@@ -24,7 +24,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # images (B, C, H, W), labels (B,)
 
 
 def write_digits(folder: Path) -> None:
-    """train/0/0.npy, ..., test/9/1796.npy; rank 0 writes them, and the others wait for it"""
+    """train/0/0.npy, ..., test/9/1796.npy; rank 0 writes them, and the other ranks wait for it"""
     from sklearn.datasets import load_digits
 
     if ech.is_main() and not (folder / "test" / "9").is_dir():
@@ -37,7 +37,7 @@ def write_digits(folder: Path) -> None:
 
 
 class Images(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """FOLDER/CLASS/NAME.npy, each an image of bytes (C, H, W). Of PNGs: `np.asarray(PIL.Image.open(path))` in place of np.load"""
+    """FOLDER/CLASS/NAME.npy, each an image of bytes (C, H, W). For PNGs, replace np.load by `np.asarray(PIL.Image.open(path))`"""
 
     def __init__(self, folder: Path, *, augmented: bool) -> None:
         self.paths, self.augmented = sorted(folder.glob("*/*.npy")), augmented  # sorted, to be the same on every rank
@@ -49,7 +49,7 @@ class Images(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         path = self.paths[index]
         image = torch.from_numpy(np.load(path)).to(torch.get_default_dtype()) / 255
-        if self.augmented:  # shifted by a pixel at most; each rank draws its own numbers, and again the same when it goes on
+        if self.augmented:  # shifted by at most a pixel; each rank draws its own numbers, and a resumed run draws the same
             down, right = torch.randint(3, (2,)).tolist()
             image = F.pad(image, (1, 1, 1, 1))[:, down : down + image.shape[1], right : right + image.shape[2]]
         return image, self.classes.index(path.parent.name)
@@ -63,14 +63,14 @@ def network(channels: int, classes: int, width: int) -> nn.Module:
     """Images (B, C, H, W) -> logits (B, classes)"""
     layers = layer(channels, width), layer(width, width), nn.MaxPool2d(2), layer(width, 2 * width), layer(2 * width, 2 * width)
     module = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * width, classes))
-    return nn.SyncBatchNorm.convert_sync_batchnorm(module)  # the statistics of all ranks' images together
+    return nn.SyncBatchNorm.convert_sync_batchnorm(module)  # statistics over the images of all ranks
 
 
 class Classify(ech.AutoUnit[Batch]):
     def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         images, labels = data
         logits = self.module(images)
-        # Over all samples of all ranks, in metrics.jsonl, the report and the trackers; in evaluations "eval_accuracy".
+        # The mean over all ranks' samples goes to metrics.jsonl, the report and trackers; in evaluations as "eval_accuracy".
         state.log("accuracy", (logits.argmax(1) == labels).double().mean())
         return F.cross_entropy(logits, labels), logits
 
