@@ -1,4 +1,4 @@
-"""What a rank of bench/strategies.py runs: every layout written by hand with torch alone, and beside it through AutoUnit."""
+"""The program of a rank of bench/strategies.py: every layout written by hand with torch alone, and beside it through AutoUnit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ M_MMAP_THRESHOLD = -3  # glibc, malloc.h
 
 
 def wrap(model: nn.Module, layout: str, blocks: Any) -> nn.Module:
-    """What a reader of torch's documentation writes for `layout`; "ddp as torch makes it" has no option at all."""
+    """Wrap the model for `layout` as torch's documentation shows it; "ddp as torch makes it" sets no option."""
     size = dist.get_world_size()
     if layout == "ddp as torch makes it":
         return DistributedDataParallel(model)
@@ -64,7 +64,7 @@ def make_optimizer(module: nn.Module, *, divided: bool = False, fused: bool = Tr
     if divided:
         kind: Any = torch.optim.AdamW
         return ZeroRedundancyOptimizer(module.parameters(), kind, parameters_as_bucket_view=True, lr=1e-3, fused=fused)
-    # One group for each kind of tensor: kernels for many at once take no mixture.
+    # One group for each kind of tensor: fused kernels refuse a mixture of kinds.
     kinds: dict[Any, list[nn.Parameter]] = {}
     for p in module.parameters():
         kinds.setdefault(getattr(p, "device_mesh", None), []).append(p)
@@ -72,7 +72,7 @@ def make_optimizer(module: nn.Module, *, divided: bool = False, fused: bool = Tr
 
 
 def synchronise(module: nn.Module, last: bool) -> AbstractContextManager[Any]:
-    """No gradient traffic before the window's last micro-batch."""
+    """Send no gradients before the window's last micro-batch."""
     if isinstance(module, FSDPModule):
         module.set_requires_gradient_sync(last)
     elif isinstance(module, DistributedDataParallel) and not last:
@@ -125,11 +125,11 @@ class Case:
     """A comparison.
 
     Args:
-        hand: what `wrap` calls it, if not as echelon does.
+        hand: the layout's name in `wrap`, if it differs from echelon's.
         batch, context: rows and bytes of a micro-batch on a rank.
         heads: of attention; by default one for 64 features.
         turns: pairs of measurements; each is `updates` of one side and then of the other.
-        bitwise: echelon's side is bit-equal; the other is not.
+        bitwise: echelon's side is bit-equal; the side by hand is not.
     """
 
     layout: str
@@ -157,22 +157,22 @@ WARM_TURNS = 4
 
 
 class Turns:
-    """AutoUnit's data. After every turn of its steps it has the bare loop train on the same batches, and stops the time of both.
+    """AutoUnit's data. After each turn of AutoUnit's steps it trains the bare loop on the same batches, and measures both times.
 
-    The loop asks for a batch when it has done with the one before, so the time until it asks again is one whole step.
+    The loop asks for a batch when it has finished the previous step, so the time until it asks again is one whole step.
     """
 
     def __init__(self, case: Case, hand: ByHand) -> None:
         self._case, self._hand = case, hand
-        # Ranks of these work on the same samples.
+        # In these layouts, ranks share samples.
         shared = case.layout == "tp" or case.layout.startswith(("cp=", "pp="))
         generator = torch.Generator().manual_seed(0 if shared else dist.get_rank())
         shape = (2, case.updates * case.accumulation, case.batch, case.context)
         self._batches = list(zip(*torch.randint(0, 256, shape, generator=generator), strict=True))
-        # By side: wall time of an update, and processor time, on which other programs of the machine have less influence.
+        # By side: wall time of an update, and processor time, which other programs of the machine disturb less.
         self.wall_ms: dict[str, list[float]] = {"echelon": [], "by hand": []}
         self.cpu_ms: dict[str, list[float]] = {"echelon": [], "by hand": []}
-        self._turns = WARM_TURNS + case.turns + 1  # the last ends with the epoch, whose end takes time, too
+        self._turns = WARM_TURNS + case.turns + 1  # the last turn is not counted: it includes the end of the epoch
         self._running = self._run()
 
     def __len__(self) -> int:
@@ -182,7 +182,7 @@ class Turns:
         return self._running
 
     def finish(self) -> None:
-        """The other side's last turn: a loop that knows the length does not ask once more."""
+        """Run the last turn by hand: AutoUnit's loop knows the length, and does not ask for a batch after the last."""
         next(self._running, None)
 
     def _run(self) -> Iterator[Any]:
@@ -190,7 +190,7 @@ class Turns:
             clocks = _clocks()
             yield from self._batches
             self._note("echelon", turn, clocks)
-            exact = torch.are_deterministic_algorithms_enabled()  # a switch of the whole process, which is AutoUnit's
+            exact = torch.are_deterministic_algorithms_enabled()  # AutoUnit sets this for the whole process
             torch.use_deterministic_algorithms(False)
             clocks = _clocks()
             self._hand.train(self._batches)
@@ -211,7 +211,7 @@ def compare(case: Case) -> dict[str, Any]:
     """Step times of both sides on this rank, and the largest difference of their parameters at the end."""
     torch.set_num_threads(1)
     ech.init_from_env()
-    # torch's own norm takes no mixture of meshes.
+    # torch's own norm refuses a mixture of meshes.
     clip = None if case.layout == "tp" else CLIP
     if case.layout.startswith("cp="):
         from _context_by_hand import ContextByHand
@@ -246,7 +246,7 @@ def compare(case: Case) -> dict[str, Any]:
 
 
 def largest_difference(one: nn.Module, other: nn.Module) -> float:
-    """Between two modules' parameters, of which this rank may hold other parts."""
+    """The largest difference between two modules' parameters; this rank may hold different parts of each."""
     if one.__module__ == "_pipeline_by_hand":  # a stage counts its blocks from 0
         pairs = zip(one.parameters(), other.parameters(), strict=True)
         return float(torch.stack([(_whole(a) - _whole(b)).abs().max() for a, b in pairs]).max())
@@ -257,7 +257,7 @@ def largest_difference(one: nn.Module, other: nn.Module) -> float:
 
 
 def _difference(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """The first may be this rank's part of the second, of its first dimension."""
+    """The largest difference; `mine` may be this rank's part of `theirs` along the first dim."""
     mine, theirs = _whole(mine), _whole(theirs)
     if mine.shape != theirs.shape:
         theirs = theirs.chunk(dist.get_world_size())[dist.get_rank()]
@@ -273,7 +273,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Wide(nn.Module):
-    """Layers whose parameters are all there is: a batch of one row has next to no activations."""
+    """Layers that use memory only for parameters: a batch of one row has almost no activations."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -294,17 +294,17 @@ class WideUnit(ech.AutoUnit[Any]):
         return make_optimizer(module, fused=False), None
 
 
-UPDATES = 4  # DistributedDataParallel arranges its buckets anew in the second
+UPDATES = 4  # DistributedDataParallel rebuilds its buckets in the second
 
 
 def peak_memory(kind: str, side: str, width: int, depth: int) -> dict[str, Any]:
-    """The largest resident size of this rank while it builds and trains, beyond that of the same job with a tiny model.
+    """The largest resident size of this rank while it builds and trains, minus that of the same job with a tiny model.
 
-    The tiny model comes first, in the same process, so that what torch loads at first use is not counted: 85 MiB, most of it
-    the compiler's front end, which DistributedDataParallel and optimizers import.
+    The tiny model comes first, in the same process, so that the code that torch loads at first use is not counted: 85 MiB, most
+    of it the compiler's front end, which DistributedDataParallel and optimizers import.
     """
     torch.set_num_threads(1)
-    # What is freed goes back to the system, whose count of resident pages is what is measured.
+    # Freed memory must go back to the system at once: the measure is the system's count of resident pages.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**18)
     ech.init_from_env()
     run = _by_hand if side == "by hand" else _by_echelon

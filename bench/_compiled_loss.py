@@ -1,8 +1,8 @@
 """A cross entropy as torch.compile leaves it: one kernel reads the logits, and the backward pass reads them again and writes
-their gradient, both in their own type. Nothing of them is ever whole in float32, which is how torch's operators compute it.
+their gradient, both in the logits' dtype. Neither is ever whole in float32, as it is in torch's own operators.
 
-torchtune compiles its loss (torchtune/modules/loss). Here an operator of that name stands for it, so that a plan, which compiles
-nothing, books what it holds.
+torchtune compiles its loss (torchtune/modules/loss). A plan compiles nothing, so an operator of that name stands for the compiled
+loss here, and the plan counts the memory that it holds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["compiled_cross_entropy"]
 
 @torch.library.custom_op("compiled::cross_entropy", mutates_args=())
 def compiled_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """(N, V) and (N) -> the mean."""
+    """Logits (N, V) and targets (N) -> the mean loss."""
     return F.cross_entropy(logits.float(), targets)
 
 

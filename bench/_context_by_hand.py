@@ -1,4 +1,4 @@
-"""Context parallelism written by hand with torch alone: what bench/strategies.py compares `Layout(cp=...)` with."""
+"""Context parallelism written by hand with torch alone. bench/strategies.py compares `Layout(cp=...)` with it."""
 
 from __future__ import annotations
 

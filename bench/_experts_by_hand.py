@@ -1,4 +1,4 @@
-"""Layers of experts divided over all ranks, written by hand with torch alone: what bench/strategies.py compares `ep` with."""
+"""Layers of experts divided over all ranks, written by hand with torch alone. bench/strategies.py compares `ep` with it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Exchanged(torch.autograd.Function):
 
 
 class DividedMoE(nn.Module):
-    """Of an echelon.nn.MoE of GroupedExperts: this rank's part of the experts, under the same names."""
+    """This rank's part of the experts of an echelon.nn.MoE with GroupedExperts, under the same names."""
 
     def __init__(self, layer: ech.nn.MoE) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class DividedMoE(nn.Module):
 
 
 class ExpertsByHand(ByHand):
-    """Everything but the experts under `fully_shard`; one norm of both; the biases of the routers after each update."""
+    """`fully_shard` on all but the experts, one gradient norm over both, and updates of the routers' biases."""
 
     def __init__(self, model: nn.Module, clip: float | None) -> None:
         for block in model.blocks:
@@ -90,7 +90,7 @@ class ExpertsByHand(ByHand):
             F.cross_entropy(self.module(inputs).flatten(0, 1), targets.flatten()).backward()
             for p in self.experts:
                 assert p.grad is not None
-                p.grad /= dist.get_world_size()  # the sum of what all ranks' losses say
+                p.grad /= dist.get_world_size()  # it is the sum over all ranks' losses
             grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in self.module.parameters()]
             norm = nn.utils.get_total_norm(grads) ** 2
             dist.all_reduce(norm)

@@ -1,7 +1,7 @@
-"""Ranks that do not exist: this process as one rank of thousands, and what a step would send, hold and compute there.
+"""Fake ranks: this process acts as one rank of thousands, and traces what a step would send, hold and compute there.
 
 torch's "fake" process group answers every collective at once, and FakeTensorMode gives tensors a shape and no memory. So a step
-of the library itself is traced, with a model of any size. Values are those of no run: sizes alone count here.
+of the library itself is traced, with a model of any size. Values are meaningless; only sizes count.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-# The meta kernels of collectives, which fake tensors need, come with this module. torch 2.13 has no public way to any of these.
+# This module brings the meta kernels of collectives, which fake tensors need. torch 2.13 has no public names for any of these.
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 from torch.distributed.tensor import DTensor, debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -33,7 +33,7 @@ __all__ = ["Step", "Traced", "even_loads", "fake_tensors", "fake_world"]
 
 @contextlib.contextmanager
 def fake_world(size: int, rank: int = 0, per_node: int = 8) -> Iterator[None]:
-    """This process as `rank` of `size`; every other one is taken to say what this one says."""
+    """This process acts as `rank` of `size`; every other rank is assumed to send the same as this one."""
     environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % per_node)}
     environment |= {"LOCAL_WORLD_SIZE": str(min(size, per_node)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
@@ -42,20 +42,20 @@ def fake_world(size: int, rank: int = 0, per_node: int = 8) -> Iterator[None]:
             mock.patch.dict("os.environ", environment),
             mock.patch("echelon.world.agree.control_group", lambda: dist.group.WORLD),
             mock.patch("echelon.world.agree.channel", lambda group: (group, torch.device("cpu"))),
-            # Fake tensors have no values to compare: buffers are taken not to change.
+            # Fake tensors have no values to compare, so buffers are assumed not to change.
             mock.patch("echelon.parallel.fsdp.move_and_sync._checksums", lambda module: {}),
             mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", Chunks),
         ):
             yield
     finally:
         dist.destroy_process_group()
-        # It knows meshes of this world, which look like those of the next. Older versions of torch have no way to say it.
+        # The cache has meshes of this world, which look like those of the next. Older versions of torch cannot clear it.
         getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
 
 
 @contextlib.contextmanager
 def even_loads(rows: int) -> Iterator[None]:
-    """Every expert gets equally many of this rank's `rows`. The library reads how many; of fake tensors nobody knows."""
+    """Every expert gets equally many of this rank's `rows`. The library reads these counts, and fake tensors have no values."""
     known = FakeTensor.tolist
 
     def tolist(counts: FakeTensor) -> Any:
@@ -70,9 +70,9 @@ def even_loads(rows: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_tensors(mode: FakeTensorMode | None = None) -> Iterator[FakeTensorMode]:
-    """For building a model and for its steps, the same mode for both. Making it parallel belongs outside: meshes are read.
+    """Context for building a model and for its steps, with one mode for both. Make the model parallel outside: it reads meshes.
 
-    Nothing is agreed on inside, for numbers that do not exist cannot be compared.
+    Inside, ranks agree on nothing, since fake values cannot be compared.
     """
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     with mock.patch("echelon.world.agree.is_joined", lambda: False), mode:
@@ -85,12 +85,12 @@ class Traced:
 
     Attributes:
         calls: collectives, by (kind, ranks that take part).
-        message: their bytes, by the same: of the whole tensor, which all-gathers make, reduce-scatters take and all-reduces sum
-            up; of what a rank gives away by all-to-all or to a neighbour.
-        flops: of matrix products and attention, also of those that are computed again.
-        held_before: bytes of tensors that were there before: parameters, optimizer state.
-        held: bytes of tensors that are there at the end.
-        peak: the most bytes of tensors that were there at a time, also of those that were made before.
+        message: their bytes, by the same keys. For all-gathers, reduce-scatters and all-reduces, those of the whole tensor; for
+            all-to-all and messages to a neighbour, those that a rank sends.
+        flops: of matrix products and attention, including recomputation.
+        held_before: bytes of tensors that existed before the step: parameters, optimizer state.
+        held: bytes of tensors that exist at the end.
+        peak: the largest sum of bytes of tensors that existed at one time, including those made before the step.
     """
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -102,7 +102,7 @@ class Traced:
     peak: int = 0
 
     def sent(self, kind: str, axis: str) -> float:
-        """Bytes that this rank sends if each collective sends as little as can be: in a ring, or to each its part."""
+        """Bytes that this rank sends if each collective sends as little as possible: in a ring, or to each rank only its part."""
         n = self.sizes[axis]
         factor = {
             "all-gather": (n - 1) / n,
@@ -128,10 +128,10 @@ _KINDS = {
 
 
 class Step(TorchDispatchMode):
-    """Traces what happens within its context.
+    """Context that traces operators and collectives.
 
     Args:
-        axes: names of groups of ranks, by torch's name of the group.
+        axes: the mesh axis of each group of ranks, by torch's name of the group.
     """
 
     def __init__(self, axes: dict[str, str]) -> None:
@@ -142,14 +142,14 @@ class Step(TorchDispatchMode):
         self._patch = mock.patch.object(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
 
     def keep(self, *tensors: Iterable[torch.Tensor]) -> None:
-        """Tensors that are there already: parameters, optimizer state. Before the context."""
+        """Register tensors that exist already: parameters, optimizer state. Call before entering the context."""
         for each in tensors:
             for tensor in each:
                 self._see(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
         self.traced.held_before = self.traced.held
 
     def __enter__(self) -> Step:
-        self._patch.start()  # `fully_shard` frees and takes memory so, without an operator
+        self._patch.start()  # `fully_shard` frees and allocates memory by it, without an operator
         super().__enter__()
         return self
 
@@ -160,7 +160,7 @@ class Step(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it does with its own parts comes by again
+            return NotImplemented  # DTensor's operators on its local tensors come here, too
         made = op(*args, **(kwargs or {}))
         if op in collective_ops:
             if op not in sync_ops:
@@ -195,7 +195,7 @@ class Step(TorchDispatchMode):
             self._count(key, storage.nbytes())
 
     def _count(self, key: int, size: int | None) -> None:
-        """A storage has so many bytes now; None if it is gone."""
+        """Record a storage's new number of bytes; None if it is gone."""
         if self._is_over:
             return
         before = self._bytes.pop(key, 0)

@@ -1,4 +1,4 @@
-"""One stage of a pipeline of ranks that do not exist: an update, with what other stages would say of their tensors."""
+"""An update of one stage of a pipeline of fake ranks. The forms of the other stages' tensors are computed beforehand."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def trace_stage(
     micro_batches: int,
     axes: Callable[[Any], dict[str, str]],
 ) -> tuple[Traced, list[str]]:
-    """One update on the first rank that has the stage, after one that sets up; and the names of the stage's units.
+    """Trace the second update on the first rank of the stage (the first sets up). Also returns the names of the stage's units.
 
     Args:
-        make: the model, of a size.
-        axes: by torch's name of a group, the axis, of the axes' sizes.
+        make: makes the model of a size.
+        axes: maps the axes' sizes to the axis of each group, by torch's name of the group.
     """
     kinds = _kinds(make, size, ranks, layout)
     dims = layout.dims(ranks)
     rank = next(rank for rank in range(ranks) if dims.place(rank)["pp"] == stage)
     with fake_world(ranks, rank):
         with fake_tensors() as mode:
-            model = make(size).eval()  # dropout's streams are drawn, and of fake tensors nobody knows the number
+            model = make(size).eval()  # dropout draws a seed as a number, and fake tensors have no values
         prepared: Any = parallelize(model, layout, CPU, _recipe())
         step = Step(axes(dims))
         batch = tuple(torch.randint(0, size.vocabulary, (1, size.context)) for _ in range(2))
@@ -58,7 +58,7 @@ def trace_stage(
         names = [unit.name for unit in prepared.pipeline.cut.units if unit.stage == stage]
 
         def update(tracing: Any) -> None:
-            prepared._is_checked = True  # there are no ranks whose losses could be compared
+            prepared._is_checked = True  # no other rank exists whose loss could be compared
             with _told(prepared.pipeline, kinds), fake_tensors(mode), tracing:
                 prepared.forward_backward_window(
                     window,
@@ -80,9 +80,9 @@ def _recipe() -> Recipe:
 
 
 def _kinds(make: Callable[[Size], nn.Module], size: Size, ranks: int, layout: ech.Layout) -> dict[str, Form]:
-    """What the units of a model give, by the names in one with two blocks that is in no pipeline."""
+    """The forms of the outputs of a model's units, by the unit's name. Found with two blocks, without a pipeline."""
     found: dict[str, Form] = {}
-    # Tensor parallelism leaves them as they are.
+    # Tensor parallelism does not change these forms.
     whole = dataclasses.replace(layout, pp=1, tp=1, dp_shard=-1)
     with fake_world(ranks):
         with fake_tensors() as mode:
@@ -100,7 +100,7 @@ def _kinds(make: Callable[[Size], nn.Module], size: Size, ranks: int, layout: ec
 
 @contextlib.contextmanager
 def _told(pipeline: Pipeline, kinds: dict[str, Form]) -> Iterator[None]:
-    """What ranks learn from one another before the first update."""
+    """Context that provides what ranks learn from each other before the first update."""
     units = pipeline.cut.units
     forms = {f"{unit.name}:1": kinds[unit.name.partition(".")[0]] for unit in units}
     last = {unit.stage: f"{unit.name}:1" for unit in units}

@@ -1,8 +1,8 @@
 """An MPT-style model, written plainly: LayerNorm, learned positions, one product for q, k and v, GELU, a tied head.
 
-Its attention is an operator of its own, as that of MPT's runs was: FlashAttention in Triton, of 2023 (mosaicml/llm-foundry,
+Its attention is an operator of its own, because MPT's runs used FlashAttention in Triton, of 2023 (mosaicml/llm-foundry,
 `attn_impl: triton` of scripts/train/yamls/pretrain and of scripts/train/benchmarking/submit_benchmarks.py). Here torch's kernel
-computes it, and the operator's name tells a plan which one would.
+computes it, and the operator's name tells a plan which kernel MPT's runs used.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def attention_backward(
 
 
 def _like(x: torch.Tensor) -> torch.Tensor:
-    """As kernels leave it: heads after tokens in memory."""
+    """An empty tensor with the memory layout of the kernels' outputs: heads after tokens."""
     return torch.empty_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
 
 

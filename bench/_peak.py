@@ -1,4 +1,4 @@
-"""The largest memory that training itself needed, without what looking at it takes."""
+"""The peak memory of the training itself, without the memory of measurements in between."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """Bytes above those at the start: of the device if there is a GPU, else of the process, as Linux counts it.
+    """The peak in bytes above the start: of the device if there is a GPU, else of the process's resident memory.
 
-    Linux keeps the largest resident size of a process and forgets it when "5" is written to /proc/self/clear_refs (proc(5)).
+    Linux records the largest resident size of a process, and resets it when "5" is written to /proc/self/clear_refs (proc(5)).
     """
 
     def __init__(self) -> None:
@@ -25,11 +25,11 @@ class PeakMemory:
         self.resume()
 
     def pause(self) -> None:
-        """What follows does not count."""
+        """Stop counting."""
         self._peak = max(self._peak, self._high_water() or 0)
 
     def resume(self) -> None:
-        """What follows counts."""
+        """Count again."""
         if self._cuda:
             torch.cuda.reset_peak_memory_stats()
             return
@@ -39,7 +39,7 @@ class PeakMemory:
             self._known = False
 
     def peak(self) -> int | None:
-        """Bytes; None where the system does not tell."""
+        """The peak in bytes; None if the system does not report it."""
         if not self._known or self._start is None:
             return None
         return max(0, self._peak - self._start)

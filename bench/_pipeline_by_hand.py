@@ -1,4 +1,4 @@
-"""Pipelines: GPT's stages written by hand for torch's 1F1B, and a model of sleeping blocks whose steps are counted in sleeps."""
+"""Pipelines: GPT's stages written by hand for torch's 1F1B, and a model of sleeping blocks, whose steps are timed in sleeps."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 class PipelineByHand(ByHand):
-    """One stage of each rank, equal parts of the blocks; the norm of all stages; losses are fetched from the last."""
+    """One stage per rank with an equal part of the blocks, one gradient norm over all stages; the last stage sends the losses."""
 
     def __init__(self, model: GPT, accumulation: int, clip: float | None) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -92,10 +92,10 @@ class PipelineByHand(ByHand):
 
 
 class Slept(torch.autograd.Function):
-    """Sleeps in the forward pass, and in the backward pass: of the input, or of the weight.
+    """Sleeps in the forward pass, and in the backward pass, which is that of the input or that of the weight.
 
     Attributes:
-        busy_s: how long this process has slept in passes: a sleep takes up to 2% longer than it should, which is not idle time.
+        busy_s: seconds that this process has slept in passes. A sleep takes up to 2% longer than asked; that is not idle time.
     """
 
     busy_s = 0.0
@@ -119,7 +119,7 @@ def _sleep(seconds: float) -> None:
 
 
 class SleepingBlock(nn.Module):
-    """A forward pass, a backward pass of the input, one of the weight: each takes `sleep_s`."""
+    """Sleeps `sleep_s` in the forward pass, in the backward pass of the input, and in that of the weight."""
 
     def __init__(self, sleep_s: float) -> None:
         super().__init__()
@@ -151,8 +151,8 @@ class Sleeping(ech.AutoUnit[Any]):
 
 
 def slept(schedule: str, per_rank: int, micro_batches: int, sleep_s: float, steps: int) -> list[Any]:
-    """Of each update, from the end of the one before, of a pipeline over all ranks: its seconds, and of these the ones slept in
-    passes. The first two are not counted.
+    """For each update of a pipeline over all ranks: its seconds, from the end of the previous update, and how many of these were
+    slept in passes. The first two updates are not counted.
     """
     torch.set_num_threads(1)
     ech.init_from_env()
@@ -170,7 +170,7 @@ def slept(schedule: str, per_rank: int, micro_batches: int, sleep_s: float, step
 
 
 def slept_by_hand(schedule: str, per_rank: int, micro_batches: int, sleep_s: float, steps: int) -> list[Any]:
-    """The same with torch's schedule alone, over stages that are one sleeping block each."""
+    """The same with torch's schedule alone; each stage is one sleeping block."""
     torch.set_num_threads(1)
     ech.init_from_env()
     x, seconds = torch.ones(micro_batches, 1), []
@@ -205,7 +205,7 @@ def _schedule_of_torch(schedule: str, per_rank: int, micro_batches: int, sleep_s
 
 
 def order_takes(schedule: str, per_rank: int, micro_batches: int) -> float:
-    """The time of a step in the order that torch gives, in passes of all layers of a rank, which all take equally long."""
+    """The time of a step in torch's order, in units of a pass through all layers of a rank. All passes take equally long."""
     ech.init_from_env()
     order = _schedule_of_torch(schedule, per_rank, micro_batches, 0.0)[0].pipeline_order
     last = dist.get_world_size() * per_rank - 1

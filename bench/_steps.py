@@ -1,4 +1,4 @@
-"""The steps of the library whose cost depends on the number of ranks, each as one rank does it, with the others played."""
+"""The steps of the library whose cost depends on the number of ranks, each run as one rank, with simulated other ranks."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ TENSORS = 20  # of the checkpoint
 
 
 class Network:
-    """torch.distributed's collectives over ranks of which one exists. The others say what `says` gives for them.
+    """torch.distributed's collectives, where only one rank exists. `says` gives the values that the others send.
 
     Attributes:
-        bytes: that this rank sent and received; of an all-reduce once, as of a tree.
+        bytes: bytes that this rank sent and received; an all-reduce counts once, as in a tree.
     """
 
     def __init__(self, ranks: int, rank: int, says: Says | None = None) -> None:
@@ -64,7 +64,7 @@ class Network:
 
     def broadcast(self, value: torch.Tensor, group: Any = None, group_src: int = 0, src: int = 0) -> None:
         self.bytes += value.nbytes
-        if self.rank:  # rank 0 says how many bytes it hands out to each rank
+        if self.rank:  # rank 0 sends the number of bytes that it scatters to each rank
             value.copy_(agree._frame(json.dumps({"value": -(-TENSORS // 8)}).encode()))
 
     def all_gather(self, parts: list[torch.Tensor], mine: torch.Tensor, group: Any = None) -> None:
@@ -98,7 +98,7 @@ def _tensor(data: bytes) -> torch.Tensor:
 
 @contextlib.contextmanager
 def played(network: Network) -> Iterator[None]:
-    """torch.distributed is that network."""
+    """Context in which that network replaces torch.distributed's collectives."""
     names = ("all_reduce", "broadcast", "all_gather", "gather", "scatter", "send", "recv")
     with contextlib.ExitStack() as stack:
         for name in names:
@@ -110,11 +110,11 @@ def played(network: Network) -> Iterator[None]:
 class Step:
     """
     Args:
-        name: what is done, and by whom.
-        make: of the number of ranks, what is to be measured. What comes before the call is not.
-        says: what each rank tells the others, if that matters.
-        rank: which one is played; None is the last.
-        constant: what is sent does not depend on the number of ranks.
+        name: the step and the rank that does it.
+        make: takes the number of ranks and returns the function to measure; `make` itself is not measured.
+        says: takes the number of ranks and returns the value that each rank sends; None if it does not matter.
+        rank: the rank that is run; None is the last.
+        constant: the bytes sent do not depend on the number of ranks.
     """
 
     name: str
@@ -159,7 +159,7 @@ def _copies(ranks: int) -> Says:
 def _planning(says: Callable[[int], Says], rank: int = 0) -> Callable[[int], Callable[[], Any]]:
     def make(ranks: int) -> Callable[[], Any]:
         planned, listing = Planned(), says(ranks)(rank if rank >= 0 else ranks - 1)
-        # The first agreement is whether anybody's pieces have changed; here all have.
+        # Ranks first agree on whether any rank's pieces have changed; here all have.
         real = agree.any_rank
 
         def assign_() -> Any:
@@ -214,7 +214,7 @@ def _read_index(ranks: int) -> Callable[[], Any]:
 
 
 def _find_parts(readers: Callable[[int], int]) -> Callable[[int], Callable[[], Any]]:
-    """Where one of so many readers finds its parts of all tensors: torch's planner, and which file has each."""
+    """Find one reader's parts of all tensors: torch's planner, and the file that has each part."""
 
     def make(ranks: int) -> Callable[[], Any]:
         folder, manifest = _index(ranks)
@@ -248,7 +248,7 @@ def _await_others(ranks: int) -> Callable[[], Any]:
 
 
 def _meet(ranks: int) -> Callable[[], Any]:
-    """All run the same, but for modules that every second rank has imported: one of those tells the whole."""
+    """All ranks run the same program, but every second one has imported one more module. One of these sends its whole record."""
     store = dist.HashStore()
     kinds = [RankSetup("all", {"torch": "2.13.0", **({"module plots": "abc"} if odd else {})}, {}) for odd in range(2)]
     for rank in range(ranks):
@@ -267,7 +267,7 @@ def _meet(ranks: int) -> Callable[[], Any]:
 
 
 def _replicas(ranks: int) -> Callable[[], Any]:
-    """Of a module that a user made parallel by hand: data over the groups of 8 ranks that share layers."""
+    """A module that a user made parallel by hand: groups of 8 ranks share layers, and the data is split over the groups."""
     mesh = ParallelDims.of(ranks, tp=8).data_mesh(torch.device("cpu"))
 
     def find() -> int:

@@ -20,7 +20,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Mixture:
-    """Experts in each block, of which a token goes to so many; `hidden` of one expert."""
+    """Experts in each block: their number, the number chosen for a token, and the hidden width of one expert."""
 
     experts: int
     chosen: int
@@ -28,7 +28,7 @@ class Mixture:
 
 
 def narrow(size: Size) -> Mixture:
-    """16 experts of which a token goes to 8: so narrow that as much is multiplied as without."""
+    """16 experts, 8 for each token, so narrow that they need as many multiplications as the dense layers."""
     return Mixture(16, 8, size.hidden // 8)
 
 
@@ -47,12 +47,12 @@ class Theory:
 
 
 def theory(size: Size, dims: ParallelDims, mixture: Mixture | None = None) -> Theory:
-    """In words: `fully_shard` gathers each block twice in bfloat16, for the forward and the backward pass, and the head once;
-    once in float32 the norms and the embedding, whose products are not in bfloat16. All gradients are reduced in float32. A
-    parameter is split along its first dimension into equal parts, the last of which may be padding.
+    """`fully_shard` gathers each block twice in bfloat16, for the forward and the backward pass, and the head once. It gathers
+    the norms and the embedding once, in float32, because they do not compute in bfloat16. All gradients are reduced in float32.
+    A parameter is split along its first dim into equal parts; the last parts may be padding.
 
     Args:
-        mixture: of each block, with expert parallelism.
+        mixture: the experts of each block, with expert parallelism.
     """
     mixture = mixture or narrow(size)
     messages: Counter[tuple[str, str]] = Counter()
@@ -77,13 +77,13 @@ def theory(size: Size, dims: ParallelDims, mixture: Mixture | None = None) -> Th
 
 
 def theory_of_stage(size: Size, dims: ParallelDims, units: Sequence[str], micro_batches: int) -> Theory:
-    """Of the rank of a stage, with one sequence in a micro-batch. In words: everything happens for each micro-batch, gathers and
-    reduction, too. The residual stream, which is float32, comes from the stage before and goes to the one after, and its gradient
-    the other way. On the first backward pass of a window `fully_shard` gathers one block more, if passes of several micro-batches
-    are under way: it takes the latest one's layers for the next, where there is a next.
+    """For a rank of a stage, with one sequence in a micro-batch. Everything, gathers and reductions too, happens for each
+    micro-batch. The residual stream, in float32, comes from the previous stage and goes to the next, and its gradient the other
+    way. In the first backward pass of a window, `fully_shard` gathers one block more if several micro-batches are in flight: it
+    prefetches by the order of the latest forward pass, if there is a next layer.
 
     Args:
-        units: the names of what is in the stage.
+        units: the names of the stage's units.
     """
     blocks = sum(name.startswith("blocks.") for name in units)
     first, last = "tokens" in units, "head" in units
@@ -107,7 +107,7 @@ def theory_of_stage(size: Size, dims: ParallelDims, units: Sequence[str], micro_
 
 
 def _block(size: Size, dims: ParallelDims, mixture: Mixture) -> Shapes:
-    """The matrices of a block that `fully_shard` splits, as tensor parallelism has left them; without experts."""
+    """The shapes, after tensor parallelism, of the matrices of a block that `fully_shard` splits; without experts."""
     wide, kv = size.width, size.kv_heads * (size.width // size.heads)
     if dims.ep > 1:
         return [(wide, wide), (kv, wide), (kv, wide), (wide, wide), (mixture.experts, wide)]
@@ -117,13 +117,13 @@ def _block(size: Size, dims: ParallelDims, mixture: Mixture) -> Shapes:
 
 
 def _activations(size: Size, dims: ParallelDims, mixture: Mixture) -> Counter[tuple[str, str]]:
-    """Tensor parallelism adds up the outputs of two layers of each block, once more those of the attention's when it is computed
-    again, and in the backward pass, in float32, the gradients of two inputs: of q, k, v, and of gate and up.
+    """Tensor parallelism all-reduces the outputs of two layers of each block, that of the attention once more in recomputation,
+    and in the backward pass, in float32, the gradients of two inputs: that of q, k, v, and that of gate and up.
 
-    Context parallelism gathers keys and values, twice, and reduces their gradients.
+    Context parallelism gathers keys and values twice, and reduces their gradients.
 
-    Experts are told how many tokens come, then get them in float32, which the norm gives, and return bfloat16; again; and the
-    gradients go the other way.
+    Experts receive the numbers of their tokens, then the tokens in float32, the norm's output dtype, and return bfloat16; both
+    happen once more in recomputation; and the gradients go the other way.
     """
     messages: Counter[tuple[str, str]] = Counter()
     tokens, kv = size.context // dims.cp, size.kv_heads * (size.width // size.heads)
@@ -140,9 +140,10 @@ def _activations(size: Size, dims: ParallelDims, mixture: Mixture) -> Counter[tu
 
 
 def _flops(size: Size, dims: ParallelDims, mixture: Mixture) -> int:
-    """Products: forward, again, and twice as much backward; not again the last product of a plain block, whose output nobody
-    needs then, and not the head, which no parallelism divides. Attention: 2 products, again 2, and 5 backward, over the whole
-    square of a causal mask; of a sequence in parts, over an early and a late part and what is before them.
+    """Matrix products count once forward, once in recomputation, and twice backward. The last product of a plain block is not
+    recomputed, since its output is not needed, and neither is the head, which no parallelism divides. Attention has 2 products
+    forward, 2 in recomputation and 5 backward, over the whole square of a causal mask; for a sequence in parts, over an early and
+    a late part and the keys before them.
     """
     tokens = size.context // dims.cp
     head = size.vocabulary * size.width

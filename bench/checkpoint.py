@@ -42,12 +42,12 @@ class Large(ech.AutoUnit[torch.Tensor]):
 
 
 def _model(megabytes: int) -> nn.Module:
-    layers = max(1, round(megabytes * 1e6 / (12 * WIDTH * WIDTH)))  # weights and two moments, 4 bytes each
+    layers = max(1, round(megabytes * 1e6 / (12 * WIDTH * WIDTH)))  # weights and two moments of 4 bytes each
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
 
 
 class Timed(ech.DistributedCheckpointSaver):
-    """Saves when told to, and remembers for how long the loop stopped."""
+    """Saves when told to, and records how long the loop stood still."""
 
     def measure(self, state: ech.State, unit: Any) -> float:
         began = time.perf_counter()
@@ -68,7 +68,7 @@ class Rounds(ech.Callback):
         for name, measure in (("dcp", self._dcp), ("sync", self._sync), ("stall", self._async)):
             agree.any_rank(False)
             seconds = measure(state, unit)
-            if step > 1:  # the first makes plans and buffers
+            if step > 1:  # the first save makes plans and buffers
                 self.times[name].append(max(agree.gather(seconds)))
             self._clear()
 
@@ -126,7 +126,7 @@ print("SECONDS", seconds, peak / 1e6)
 
 
 def _export(folder: Path, megabytes: int) -> tuple[float, float, float]:
-    """Seconds of an export and of a copy of as many bytes, both to the disk, and the export's peak memory in GB."""
+    """Seconds of an export, seconds of a copy of the same size, both to disk, and the export's peak memory in GB."""
     torch.manual_seed(0)
     unit = Large(module=_model(3 * megabytes), device=torch.device("cpu"), layout="none")
     saver = ech.DistributedCheckpointSaver(folder / "big")

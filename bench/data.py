@@ -29,7 +29,7 @@ MANY = 10**8
 
 
 class Small:
-    """A sample is 8 numbers and a label: all the time is the loader's own."""
+    """A sample is 8 numbers and a label, so that only the loader's own time is measured."""
 
     def __init__(self, length: int) -> None:
         self.values = torch.arange(length * 8, dtype=torch.float32).reshape(length, 8)
@@ -42,7 +42,7 @@ class Small:
 
 
 class AtOnce(Small):
-    """The same, read a batch at a time."""
+    """The same data, read a batch at a time."""
 
     def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, int]]:
         return list(zip(self.values[indices].unbind(), indices, strict=True))
@@ -64,7 +64,7 @@ def _samples_a_second(loader: Any, count: int) -> float:
 
 
 def permuting(rounds: int) -> dict[str, list[float]]:
-    """Indices a second, from orders of several lengths; torch.randperm makes a whole epoch at once."""
+    """Indices a second, for orders of several lengths; torch.randperm makes a whole epoch at once."""
     found: dict[str, list[float]] = {}
     makers: dict[str, tuple[int, Callable[[], Any]]] = {
         "torch.randperm, 10^7 (the whole epoch)": (10**7, lambda: torch.randperm(10**7))
@@ -81,7 +81,7 @@ def permuting(rounds: int) -> dict[str, list[float]]:
 
 
 def seeking(times: int = 200) -> list[float]:
-    """Microseconds from a new order of 10^10 to the first global batch of 1,024 at a random position."""
+    """Microseconds to make an order of 10^10 and give the first global batch of 1,024 at a random position."""
     found = []
     for _ in range(times):
         position = random.randrange(HUGE - 1024)
@@ -92,12 +92,12 @@ def seeking(times: int = 200) -> list[float]:
 
 
 def loading(rounds: int, samples: int) -> dict[str, dict[str, list[float]]]:
-    """Samples a second of a whole epoch, the workers' start included."""
+    """Samples a second over a whole epoch, including the start of the workers."""
     found: dict[str, dict[str, list[float]]] = {}
     for _ in range(rounds):
         for kind in (Small, AtOnce):
             for workers in (0, 2):
-                # The same work for a worker to start on, however long the epoch.
+                # Workers start with the same work, however long the epoch is.
                 dataset = kind(samples)
                 row = found.setdefault(f"{workers} workers, {'__getitem__' if kind is Small else '__getitems__'}", {})
                 makers = [("echelon", _ours), ("torch", _torch)]
@@ -108,7 +108,7 @@ def loading(rounds: int, samples: int) -> dict[str, dict[str, list[float]]]:
 
 
 def beginning(kind: str) -> dict[str, float]:
-    """In this process: seconds and MiB until the first index of an epoch of 10^8 samples."""
+    """Seconds and MiB that this process needs until the first index of an epoch of 10^8 samples."""
     data = range(MANY)
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     if kind == "echelon":

@@ -1,14 +1,15 @@
 """A training step of models of 70 and 405 billion parameters on 256 and 4,096 ranks that do not exist, traced in one process.
 
-What is traced is what runs: the library makes the model parallel (`parallelize`), and one update is done, with fake tensors and
-torch's fake process group. Counted are the collectives by kind and axis of the mesh, what a rank sends in them (in a ring, or to
-each its part), the bytes of its tensors, and its floating-point operations. What theory says (`theory`) must be equal, but for
-the peak, which depends on the order of operations.
+The library's own code is traced: it makes the model parallel (`parallelize`) and does one update, with fake tensors and torch's
+fake process group. The trace counts the collectives by kind and mesh axis, the bytes that a rank sends in them (in a ring, or to
+each rank only its part), the bytes of its tensors, and its floating-point operations. All must equal the theory (`theory`),
+except the peak, which depends on the order of operations.
 
     python bench/fake_world.py [--shapes 70B 405B 8x22B "128 experts"] [--ranks 256 4096] [--only fsdp ...] [--json]
 
-One sequence of 8,192 tokens a rank, in a pipeline (1F1B) twice as many as stages; blocks are computed again in the backward pass;
-matrix products in bfloat16, gradients reduced in float32, AdamW. Nothing is learned about time.
+Each rank has one sequence of 8,192 tokens, or in a pipeline (1F1B) twice as many sequences as stages. Blocks are recomputed in
+the backward pass; matrix products are in bfloat16, gradients are reduced in float32, the optimizer is AdamW. Time is not
+measured.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from echelon.parallel.recipe.activation import ActivationCheckpointParams
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.world.mesh import ParallelDims
 
-# Of the Llama 3 family (arXiv 2407.21783, table 3).
+# Shapes of the Llama 3 family (arXiv 2407.21783, table 3).
 SHAPES = {
     "70B": Size(width=8192, depth=80, heads=64, kv_heads=8, hidden=28_672, vocabulary=128_256, context=8192),
     "405B": Size(width=16_384, depth=126, heads=128, kv_heads=8, hidden=53_248, vocabulary=128_256, context=8192),
 }
-# Mixtral 8x22B, and of the size of Qwen3-235B-A22B, with heads of another width.
+# Mixtral 8x22B, and a model of the size of Qwen3-235B-A22B whose heads have another width.
 MIXTURES = {
     "8x22B": (
         Size(width=6144, depth=56, heads=48, kv_heads=8, hidden=16_384, vocabulary=32_768, context=8192),
@@ -70,7 +71,7 @@ CPU = torch.device("cpu")
 
 
 class MixtureBlock(Block):
-    """With experts in the place of the products after attention."""
+    """A block with experts in place of the MLP."""
 
     def __init__(self, size: Size, mixture: Mixture) -> None:
         super().__init__(size)
@@ -84,10 +85,10 @@ class MixtureBlock(Block):
 
 
 class Model(Llama):
-    """With the positions that a rank's tokens have in the whole sequence.
+    """A Llama that uses the positions of a rank's tokens in the whole sequence.
 
     Args:
-        mixture: of experts in each block, if there are any.
+        mixture: the experts in each block, if there are any.
     """
 
     def __init__(self, size: Size, *, mixture: Mixture | None = None) -> None:
@@ -105,10 +106,10 @@ class Model(Llama):
 
 
 def trace(size: Size, ranks: int, layout: ech.Layout, mixture: Mixture | None = None) -> Traced:
-    """One update on rank 0, after one that sets up.
+    """Trace the second update on rank 0; the first sets up.
 
     Args:
-        mixture: of experts, with expert parallelism; by default a narrow one.
+        mixture: the experts, with expert parallelism; by default narrow ones.
     """
     mixture = mixture or narrow(size)
     with fake_world(ranks):
@@ -117,7 +118,7 @@ def trace(size: Size, ranks: int, layout: ech.Layout, mixture: Mixture | None = 
         recipe = Recipe(ActivationCheckpointParams(), None, ech.layouts.Precision.of("bf16"))
         prepared = parallelize(model, layout, CPU, recipe)
         step = Step(_axes(layout.dims(ranks)))
-        # Real ones, which are cut and counted before they go in.
+        # Real tensors: they are cut and counted before they go into the model.
         batch = prepared.batches.part_of(tuple(torch.randint(0, size.vocabulary, (1, size.context)) for _ in range(2)))
         with fake_tensors(mode):
             optimizer = torch.optim.AdamW(prepared.module.parameters())
@@ -135,7 +136,7 @@ def trace(size: Size, ranks: int, layout: ech.Layout, mixture: Mixture | None = 
 
 
 def _axes(dims: ParallelDims) -> dict[str, str]:
-    """By torch's name of a group, the axis."""
+    """The mesh axis of each group, by torch's name of the group."""
     meshes = [dims.root_mesh(CPU), *([dims.cp_mesh(CPU)] if dims.cp > 1 else [])]
     meshes += [dims.ep_mesh(CPU), dims.ep_data_mesh(CPU)] if dims.ep > 1 else []
     return {mesh.get_group(name).group_name: name for mesh in meshes for name in mesh.mesh_dim_names or ()}
@@ -162,7 +163,7 @@ def _row(name: str, ranks: int, dims: ParallelDims, found: Traced, said: Theory,
 
 
 def _cells(row: dict[str, Any]) -> list[list[str]]:
-    """One line for the rank, and one for each kind of collective and axis."""
+    """A row for the rank, and one for each kind of collective and axis."""
     equal = row["held"] == row["held_theory"] and row["flops"] == row["flops_theory"]
     mesh = " x ".join(f"{name} {size}" for name, size in row["axes"].items())
     head = [f"{row['what']}, {row['ranks']:,} ranks", mesh, f"{row['held'] / 1e9:.2f}", f"{row['peak'] / 1e9:.1f}"]
@@ -174,7 +175,7 @@ def _cells(row: dict[str, Any]) -> list[list[str]]:
 
 
 def _stages(size: Size, ranks: int) -> Iterator[tuple[str, ParallelDims, Traced, Theory]]:
-    """The first stage of a pipeline, which has most micro-batches under way, and the last one, which has the head."""
+    """Trace the first stage of a pipeline, with the most micro-batches in flight, and the last, which has the head."""
     pp = min(8 if ranks < 1024 else 16, size.depth)
     layout, micro_batches = ech.Layout(dp_shard=-1, tp=min(8, ranks // pp), pp=pp), 2 * pp
     dims = layout.dims(ranks)

@@ -1,10 +1,10 @@
 """What importing echelon and asking the command line for help cost. Every measurement is a fresh interpreter.
 
 import    milliseconds of `import torch` alone, and of `import echelon` after it in the same process; then of the names
-          that a training script uses (`echelon.AutoUnit`, `echelon.train`): they are loaded when they are first asked for.
-          The figure is `time.perf_counter` around the import, so that the interpreter's own start is in neither.
-help      wall time of the command `echelon --help`, from outside, next to `python -c pass`; another start under
-          `-X importtime` says whether it imported torch or numpy. Peers' commands are timed too.
+          that a training script uses (`echelon.AutoUnit`, `echelon.train`), which are loaded on first use.
+          Measured by `time.perf_counter` around the import, so the interpreter's own start does not count.
+help      wall time of the command `echelon --help`, measured from outside, next to `python -c pass`; another start under
+          `-X importtime` tells whether it imported torch or numpy. The commands of other libraries are timed, too.
 
     python bench/imports.py [--rounds N] [--json]
 
@@ -53,7 +53,7 @@ def imported_by_help() -> list[str]:
 
 
 def command(name: str) -> list[str]:
-    """The installed command, as a user calls it; without one, its module."""
+    """The installed command, as a user calls it; if it is not installed, its module."""
     script = Path(sys.executable).parent / name.partition(" ")[0]
     return [str(script), "--help"] if name.endswith("--help") and script.exists() else [sys.executable, *HELP[name]]
 
@@ -69,7 +69,7 @@ def main() -> None:
     arguments = options(__doc__, rounds=7).parse_args()
     before = machine()
     commands = {name: command(name) for name in HELP if installed(NEEDS.get(name, "torch"))}
-    python("-c", IMPORTS)  # the first reads files from the disk and compiles them
+    python("-c", IMPORTS)  # the first start reads files from the disk and compiles them
     stages: list[list[float]] = []
     counts: list[int] = []
     waits: dict[str, list[float]] = {name: [] for name in commands}

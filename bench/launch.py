@@ -1,13 +1,13 @@
 """Seconds until ranks work together: after the command, and again after one of them was killed.
 
-start     from the moment the command is given to the moment the last rank has finished its first all-reduce (gloo).
-recovery  rank 1 kills itself with SIGKILL after --kill-after seconds of small steps in its first life; from then to the
-          moment the last rank has finished a step in the restarted group.
+start     from the start of the command until the last rank has finished its first all-reduce (gloo).
+recovery  rank 1 kills itself with SIGKILL after --kill-after seconds of small steps in the first attempt; from then until the
+          last rank has finished a step in the restarted group.
 
-Both launchers run this very file as the ranks' program, in turn, with the same environment and one thread a rank; ranks
-note the system's monotonic clock, which all processes of a machine share. Programs that load a model would add the same to
-both. torchrun runs with --standalone; its recovery needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 with torch 2.13 to
-succeed every time (without it, restarted ranks can read the dead ones' addresses and hang), and is given it here.
+Both launchers run this file as the ranks' program, in turn, with the same environment and one thread a rank; ranks
+record the system's monotonic clock, which all processes of a machine share. A program that loads a model would add the same
+time to both. torchrun runs with --standalone and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: with torch 2.13 its recovery needs this
+variable to succeed every time (without it, restarted ranks can read the addresses of dead ranks and hang).
 
     python bench/launch.py [--rounds N] [--ranks 2 4] [--json]
 
@@ -29,7 +29,7 @@ from _timing import emit, machine, median, options, spread, versions
 
 TARGETS = {"start": 0.6, "recovery": 0.25}
 LIMIT_S = 60.0
-PAUSE_S = 0.01  # between steps: a training step computes, it does not only communicate
+PAUSE_S = 0.01  # between steps, since a training step also computes
 
 
 # --- the ranks' program

@@ -1,7 +1,7 @@
 """Seconds that a call takes which runs a function on ranks: echelon.launch against torch.multiprocessing.spawn.
 
-first   the first call of a process that has imported torch, as a script or a notebook's first cell makes it.
-later   the third call of the same process: a test suite, a sweep, a notebook.
+first   the first call in a process that has imported torch, as from a script or a notebook's first cell.
+later   the third call in the same process, as in a test suite, a sweep or a notebook.
 
 The function joins a gloo group, takes three steps of a small model in DDP, and returns. Each measurement is a process of its own;
 the two take turns. One thread a rank.
@@ -30,7 +30,7 @@ def train(port: int) -> float:
     import torch
     import torch.distributed as dist
 
-    if port:  # mp.spawn leaves the environment to its users
+    if port:  # mp.spawn does not set these variables
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(
@@ -58,7 +58,7 @@ def free_port() -> int:
 
 
 def calls(launcher: str, ranks: int) -> list[float]:
-    """Seconds of the first and of the third call in this process."""
+    """Seconds of the first and the third call in this process."""
     import torch
 
     import echelon

@@ -3,13 +3,13 @@
     python bench/load_pretrained.py [--mb 1000] [--ranks 4] [--layout fsdp]
 
 "Load, then shard" is `from_pretrained` on every rank, then torch's `fully_shard` by hand. Both run on the same folder, one after
-the other, in processes of their own. Bytes are what the kernel gave to read calls (`rchar` of /proc/self/io); memory is the
-growth of the largest resident size (VmHWM) over what the rank had before. Targets, for four shards: at most 0.3 of the bytes of
-the files, at most 0.35 of the memory of the other way. Both are ratios, which do not depend on the machine.
+the other, each in its own processes. Bytes are those that the kernel gave to read calls (`rchar` of /proc/self/io); memory is
+the growth of the largest resident size (VmHWM) since before the load. Targets, for four shards: at most 0.3 of the bytes of
+the files, at most 0.35 of the memory of the other way. Both are ratios, so they do not depend on the machine.
 
-From files of the model's own type transformers 5 maps the tensors, and `fully_shard` copies a rank's part of each: so that way
-holds its shards, and the pages that it touched. "Read, then shard" is the way of a state dict, `load_state_dict(load_file(...))`,
-which holds the model.
+If the files have the model's own dtype, transformers 5 maps the tensors, and `fully_shard` copies a rank's part of each. So
+"load, then shard" holds its shards and the pages that it touched. "Read, then shard" is `load_state_dict(load_file(...))`, which
+holds the whole model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Tuned(ech.AutoUnit[Any]):
 
 
 def config(megabytes: int, itemsize: int) -> tf.PretrainedConfig:
-    """A Llama of about that size in float32."""
+    """The configuration of a Llama of about this size in float32."""
     layer = 4 * WIDTH * WIDTH + 3 * WIDTH * 3 * WIDTH
     layers = max(1, round((megabytes * 1e6 / itemsize - 2 * VOCABULARY * WIDTH) / layer))
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": VOCABULARY}
@@ -89,9 +89,9 @@ def measure(way: str, folder: str, layout: str) -> dict[str, float]:
     ech.init_from_env()
     tf.logging.set_verbosity_error()
     tf.logging.disable_progress_bar()
-    # What is loaded lazily is loaded: the same small model, the same way.
+    # Load a small model in the same way first, so that lazily loaded code does not count.
     WAYS[way](f"{folder}/small", layout)
-    Path("/proc/self/clear_refs").write_text("5")  # the largest size begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the largest resident size
     read, held, began = number("/proc/self/io", "rchar"), number("/proc/self/status", "VmRSS"), time.perf_counter()
     module = WAYS[way](f"{folder}/model", layout)
     seconds = time.perf_counter() - began

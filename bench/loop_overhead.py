@@ -1,17 +1,17 @@
 """Microseconds that a training loop adds to each step of the bare PyTorch loop.
 
 A step of a small MLP (64-128-128-10, 32 samples, SGD with momentum, cross entropy) on one thread takes a fraction of a
-millisecond, so what a framework does around it shows. Every contender trains the same model on the same batches from the
+millisecond, so the framework's own time shows. Every contender trains the same model on the same batches from the
 same kind of DataLoader, in a process of its own that stays alive; they take turns, one pass of `--steps` steps each, and
 only one runs at a time. The clock is read inside the data set, when a warm step and when the last step asks for its batch,
-so that building a trainer or closing a file counts for nobody. The overhead of a round is a contender's time per step
-minus the bare loop's time per step of the same round; shown is the median over the rounds, by the wall clock, and by the
-CPU time of the training thread, which other programs on the machine disturb less.
+so that building a trainer or closing a file does not count. The overhead of a round is a contender's time per step
+minus the bare loop's time per step in the same round. The table shows the median over the rounds, by the wall clock and by
+the CPU time of the training thread, which other programs on the machine disturb less.
 
     plain     no progress, no metrics
-    watched   each with what it has for that: echelon writes every update to metrics.jsonl and progress to stderr;
+    watched   with each contender's own means: echelon writes every update to metrics.jsonl and progress to stderr;
               TorchTNT, Accelerate (its own tqdm) and Lightning draw a tqdm bar and log the loss to TensorBoard every
-              50 steps, as does Fabric, which has no bar
+              50 steps; so does Fabric, without a bar
 
     python bench/loop_overhead.py [--rounds N] [--steps N] [--only NAME ...] [--json]
 
@@ -62,7 +62,7 @@ def make_model() -> Any:
 
 
 def settle(device: str) -> None:
-    """Work that a GPU has still to do belongs to the steps before."""
+    """Wait for the GPU: its queued work belongs to the previous steps."""
     if device == "cuda":
         import torch
 
@@ -76,7 +76,7 @@ def make_optimizer(model: Any) -> Any:
 
 
 class Batches:
-    """A map-style data set of ready batches that notes when the first timed and the last step ask for theirs."""
+    """A map-style data set of ready batches that records when the first timed step and the last step ask for a batch."""
 
     def __init__(self, steps: int, device: str = "cpu", warm: int = WARM_STEPS) -> None:
         import torch
@@ -145,7 +145,7 @@ def run_echelon(data: Batches, watched: bool, folder: Path) -> None:
 
 
 class _Iterable:
-    """A loader of which nothing is known but its batches."""
+    """A loader that offers nothing but its batches."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -188,7 +188,7 @@ def run_fabric(data: Batches, watched: bool, folder: Path) -> None:
     from lightning.pytorch.plugins.environments import LightningEnvironment
 
     loggers = [TensorBoardLogger(str(folder))] if watched else []
-    # Named, for the search for a launcher starts MPI where mpi4py is installed, and MPI may end the process.
+    # Named, since Lightning's search for a launcher starts MPI if mpi4py is installed, and MPI may end the process.
     fabric = Fabric(accelerator=data.device, devices=1, loggers=loggers, plugins=[LightningEnvironment()])
     fabric.launch()
     model = make_model()
@@ -302,9 +302,9 @@ RUNS: dict[str, Callable[[Batches, bool, Path], None]] = {
 
 
 def work(name: str, steps: int) -> None:
-    """A contender's process: one pass for every line that arrives, answered by the microseconds per step."""
+    """A contender's process: for each line that arrives, one pass; the answer is the microseconds per step."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a framework prints must not look like an answer
+    os.dup2(2, 1)  # a framework's output must not look like an answer
     warnings.simplefilter("ignore")
     import torch
 
@@ -312,7 +312,7 @@ def work(name: str, steps: int) -> None:
     for line in sys.stdin:
         torch.manual_seed(0)
         data = Batches(steps)
-        # A logger's thread may still be writing while the folder goes.
+        # A logger's thread may still write while the folder is removed.
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             RUNS[name](data, json.loads(line)["watched"], Path(folder))
         answers.write(json.dumps(data.step_us) + "\n")
@@ -323,7 +323,7 @@ def work(name: str, steps: int) -> None:
 
 
 class Contender:
-    """A living process of one contender. `on_terminal` gives it a pseudo-terminal for stderr, read by a thread here."""
+    """A contender's process, which stays alive. `on_terminal` gives it a pseudo-terminal for stderr, read by a thread here."""
 
     def __init__(self, name: str, steps: int, log: Path, on_terminal: bool) -> None:
         self.name, self.log = name, log
@@ -344,7 +344,7 @@ class Contender:
             try:
                 while data := os.read(fd, 65536):
                     file.write(data)
-            except OSError:  # Linux's way to say that the other end has closed
+            except OSError:  # on Linux: the other end has closed
                 pass
 
     def measure(self, watched: bool) -> tuple[float, float]:
@@ -371,7 +371,7 @@ def measure(names: list[str], rounds: int, steps: int) -> dict[str, dict[str, li
         living = [Contender(n, steps, Path(folder) / f"{i}.log", "live" in n) for i, n in enumerate(names)]
         try:
             for contender in living:
-                contender.measure(watched=True)  # imports, and whatever is slow only once
+                contender.measure(watched=True)  # imports, and other work that is slow only once
             for _ in range(rounds):
                 for watched in (False, True):
                     for contender in living:

@@ -1,14 +1,14 @@
 """Microseconds that watching a run costs a step, and seconds that its report takes.
 
-The step is that of loop_overhead.py: a small MLP, one thread, a fraction of a millisecond, so that what is done beside it shows.
+The step is that of loop_overhead.py: a small MLP, one thread, a fraction of a millisecond, so that other work beside it shows.
 The same loop trains the same model in three processes that take turns, one pass of `--steps` steps each, beside the bare loop:
 
-    unwatched   echelon's loop; nothing is written down
+    unwatched   echelon's loop; nothing is recorded
     recorded    a run folder: metrics.jsonl with every update, events, progress on stderr, and the pulse that a launcher reads
-    all         the same, and where the time goes: marks in the loop, looks at it, and times.rank0.jsonl
+    all         the same, and where the time goes: marks in the loop, samples of its thread, and times.rank0.jsonl
 
-The clock is read as in loop_overhead.py. The cost of a round is a process's time per step minus that of the unwatched loop of the
-same round; shown is the median over the rounds, by the wall clock and by the processor time of all the process's threads.
+The clock is read as in loop_overhead.py. The cost of a round is a process's time per step minus that of the unwatched loop in the
+same round. The table shows the median over the rounds, by the wall clock and by the processor time of all the process's threads.
 
     python bench/observe.py [--rounds N] [--steps N] [--report-steps N] [--json]
 
@@ -36,7 +36,7 @@ NAMES = ("bare loop", "unwatched", "recorded", "all")
 
 
 class Watched(Batches):
-    """Notes the processor time of the whole process, too: what watches has threads of its own."""
+    """Also records the processor time of the whole process, since observers have threads of their own."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(steps)
@@ -88,7 +88,7 @@ def run_loop(data: Batches, name: str, folder: Path) -> None:
 
 
 def work(name: str, steps: int) -> None:
-    """A process that answers each line by what a pass took."""
+    """A process that runs a pass for each line, and answers with the time that it took."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
@@ -108,7 +108,7 @@ def work(name: str, steps: int) -> None:
 
 
 class Process:
-    """One that stays alive between its passes."""
+    """A process that stays alive between its passes."""
 
     def __init__(self, name: str, steps: int, log: Path) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("ECHELON_")} | {"OMP_NUM_THREADS": "1"}
@@ -139,7 +139,7 @@ def measure(rounds: int, steps: int) -> dict[str, list[tuple[float, float]]]:
         living = {name: Process(name, steps, Path(folder) / f"{name}.log") for name in NAMES}
         try:
             for process in living.values():
-                process.measure()  # imports, and whatever is slow only once
+                process.measure()  # imports, and other work that is slow only once
             return {name: list(each) for name, each in zip(NAMES, zip(*_turns(living, rounds), strict=True), strict=True)}
         finally:
             for process in living.values():
@@ -147,7 +147,7 @@ def measure(rounds: int, steps: int) -> dict[str, list[tuple[float, float]]]:
 
 
 def _turns(living: dict[str, Process], rounds: int) -> list[list[tuple[float, float]]]:
-    """Each round in another order: whoever comes after the same one always would be given its noise."""
+    """Each round in another order: in a fixed order, a process would always get the noise of the one before it."""
     found = []
     for n in range(rounds):
         order = [*NAMES[n % len(NAMES) :], *NAMES[: n % len(NAMES)]]
@@ -157,7 +157,7 @@ def _turns(living: dict[str, Process], rounds: int) -> list[list[tuple[float, fl
 
 
 def report_s(steps: int) -> float:
-    """Seconds for the report of a run of so many steps."""
+    """Seconds for the report of a run with this number of steps."""
     from echelon.contracts.run_dir import RunDir
     from echelon.observe import report
 

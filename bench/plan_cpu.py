@@ -2,10 +2,10 @@
 
     python bench/plan_cpu.py [--model gpt|resnet|llama|moe ...] [--only 2:fsdp ...] [--time] [--json]
 
-Memory: the resident memory of the fullest rank at its largest, above that before the model was built, when torch's kernels and
-gloo were loaded. glibc gives every larger
-tensor memory of its own then (MALLOC_MMAP_THRESHOLD_), as it otherwise keeps what was freed. That costs time, so that seconds
-are measured in a run of their own. --time calibrates the machine first, once for each number of ranks, and wants idle cores.
+Memory: the peak resident memory of the fullest rank, minus that before the model was built, when torch's kernels and gloo were
+loaded. In this run glibc gives each larger tensor memory of its own (MALLOC_MMAP_THRESHOLD_), since otherwise it keeps freed
+memory. That costs time, so seconds are measured in another run. --time first calibrates the machine, once for each number of
+ranks, and needs idle cores.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ CASES = (
 
 
 class Basic(nn.Module):
-    """Two convolutions and a way past them (arXiv 1512.03385)."""
+    """Two convolutions with a shortcut (arXiv 1512.03385)."""
 
     def __init__(self, into: int, out: int, stride: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Basic(nn.Module):
 
 
 def built(model: str) -> tuple[nn.Module, Any]:
-    """The module, and its data: tensors."""
+    """The module and its data, as tensors."""
     if model == "resnet":
         widths = (64, 128, 256, 512)
         stages = [(into, out, 2 if into != out else 1) for into, out in zip((64, *widths[:-1]), widths, strict=True)]
@@ -150,7 +150,7 @@ class Watch(ech.Callback):
 
 
 def warm_up(model: str) -> None:
-    """What Python, torch's kernels and gloo load when they are first used is no tensor of the model's."""
+    """Load what Python, torch's kernels and gloo load at first use, so that it is not counted as the model's memory."""
     if model in ("llama", "moe"):
         import transformers.models.llama.modeling_llama
         import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
@@ -165,7 +165,7 @@ def warm_up(model: str) -> None:
 
 
 def train() -> None:
-    """What is planned, and run: a few updates; each rank leaves what it measured."""
+    """The program that is planned, and run: a few updates. Each rank writes its measurements to the folder, if one is given."""
     model, layout, accumulate, precision, recompute, *folder = sys.argv[2:]
     ech.init_from_env()
     if folder:

@@ -27,14 +27,14 @@ from bench.plan_models import RECOMPUTES, SHAPES
 
 import echelon as ech
 
-_CHUNK = 128  # tokens of which litgpt has the logits at a time
-_CHUNKS = 8  # torchtune's
-_PROMPT, _FIRST = 10, 2  # tokens of an adapter, and the first block that has one
+_CHUNK = 128  # litgpt has the logits of this many tokens at a time
+_CHUNKS = 8  # parts of torchtune's loss
+_PROMPT, _FIRST = 10, 2  # an adapter's number of tokens, and the first block that has one
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a GPT. `rotary` is the part of a head that is turned; `norms` of a block: 1 if attention and MLP share one."""
+    """A GPT's shape. `rotary`: the share of a head that is rotated; `norms`: of a block, 1 if attention and MLP share one."""
 
     width: int
     depth: int
@@ -43,7 +43,7 @@ class Shape:
     heads: int = 32
     rotary: float = 1.0
     norms: int = 2
-    is_llama: bool = False  # in sequence, SwiGLU, RMSNorm and no biases; else in parallel, GELU, LayerNorm and biases
+    is_llama: bool = False  # attention then MLP, SwiGLU, RMSNorm, no biases; else both in parallel, GELU, LayerNorm, biases
     head_bias: bool = False
 
 
@@ -65,7 +65,7 @@ class RMSNorm(nn.Module):
 
 
 class AdapterLinear(nn.Linear):
-    """That of LLaMA-Adapter V2 (arXiv 2304.15010): with a bias and a scale of its own."""
+    """The linear layer of LLaMA-Adapter V2 (arXiv 2304.15010): with a bias and a scale of its own."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__(inputs, outputs, bias)
@@ -76,7 +76,7 @@ class AdapterLinear(nn.Linear):
 
 
 class LoRAQKV(nn.Linear):
-    """q, k and v by one product; q and v have an update of rank 8, whose input passes a dropout."""
+    """q, k and v by one product; q and v have a LoRA update of rank 8 with dropout on its input."""
 
     def __init__(self, width: int, bias: bool) -> None:
         super().__init__(width, 3 * width, bias)
@@ -97,7 +97,7 @@ def _linear(inputs: int, outputs: int, bias: bool, method: str) -> nn.Linear:
 
 
 def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x (B, H, T, E), cos and sin (T, R): the first R of a head are turned."""
+    """Rotary positions: x (B, H, T, E), cos and sin (T, R). The first R features of a head are rotated."""
     part = x[..., : cos.shape[-1]]
     one, other = part.chunk(2, dim=-1)
     return torch.cat((part * cos + torch.cat((-other, one), dim=-1) * sin, x[..., cos.shape[-1] :]), dim=-1)
@@ -149,7 +149,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (B, T) -> the mean loss, of which the logits of 128 tokens are one product."""
+    """Tokens (B, T) -> the mean loss; the logits of 128 tokens are computed at a time."""
 
     def __init__(self, shape: Shape, method: str, context: int) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class GPT(nn.Module):
         x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
-        logits = [self.head(part).float() for part in self.norm(x).split(_CHUNK, dim=1)]  # as Fabric gives what a module returns
+        logits = [self.head(part).float() for part in self.norm(x).split(_CHUNK, dim=1)]  # as Fabric casts outputs
         targets = tokens[..., 1:].split(_CHUNK, dim=1)
         logits[-1] = logits[-1][..., :-1, :]
         pairs = zip(logits, targets, strict=True)
@@ -180,7 +180,7 @@ _TRAINS = {"lora": ("lora_",), "adapter": ("adapter_",), "adapter_v2": ("adapter
 
 
 class LoRALinear(nn.Linear):
-    """torchtune's, without dropout."""
+    """torchtune's LoRA layer, without dropout."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__(base.in_features, base.out_features, bias=False)
@@ -196,8 +196,8 @@ class Tuning:
     """
     Args:
         tied: the head's weight is the embedding's.
-        rank: of LoRA.
-        places: the products that have it.
+        rank: LoRA's rank.
+        places: the layers that have LoRA.
         chunks: parts of the loss.
     """
 
@@ -209,7 +209,7 @@ class Tuning:
 
 
 class Tuned(Llama):
-    """Tokens (B, T) -> the mean loss in parts."""
+    """Tokens (B, T) -> the mean loss, computed in parts."""
 
     def __init__(self, tuning: Tuning, method: str, *, compiled: bool) -> None:
         super().__init__(tuning.size)
@@ -238,7 +238,7 @@ class Tuned(Llama):
         return torch.stack(losses).mean()
 
 
-# Of torchtune's configurations, and of NVIDIA-NeMo/Automodel's (examples/llm_benchmark/qwen/qwen2_5_7b_peft_benchmark.yaml).
+# From torchtune's configurations, and NVIDIA-NeMo/Automodel's (examples/llm_benchmark/qwen/qwen2_5_7b_peft_benchmark.yaml).
 TUNED = {
     "torchtune-3b": Tuning(SIZES["3B"], tied=True, rank=64),
     "torchtune-8b": Tuning(SIZES["8B"]),
@@ -281,8 +281,8 @@ class Qwen3MoE(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())  # not in float32: `fp32_upcast: false`
 
 
-# Of transformers: width, depth, heads, hidden, words. NeMo Automodel's have LoRA of rank 16 in all products but the head's
-# (examples/llm_benchmark/llama3_3 and qwen).
+# Models of transformers: width, depth, heads, hidden, vocabulary. NeMo Automodel's have LoRA of rank 16 in all linear layers but
+# the head (examples/llm_benchmark/llama3_3 and qwen).
 DENSE = {"llama3.3-70b": ("Llama", 8192, 80, 64, 28_672, 128_256), "qwen2.5-32b": ("Qwen2", 5120, 64, 40, 27_648, 152_064)}
 
 

@@ -27,16 +27,16 @@ from bench.gpu.llama import SIZES, Attention, Block, Llama, Size, rotated
 
 import echelon as ech
 
-# Of Llama 2 (arXiv 2307.09288) and Llama 3 (arXiv 2407.21783, table 3).
+# Llama 2 (arXiv 2307.09288) and Llama 3 (arXiv 2407.21783, table 3).
 SHAPES = SIZES | {
     "2-7B": Size(width=4096, depth=32, heads=32, kv_heads=32, hidden=11_008, vocabulary=32_000, context=4096),
     "2-13B": Size(width=5120, depth=40, heads=40, kv_heads=40, hidden=13_824, vocabulary=32_000, context=4096),
     "2-70B": Size(width=8192, depth=80, heads=64, kv_heads=8, hidden=28_672, vocabulary=32_000, context=4096),
     "70B": Size(width=8192, depth=80, heads=64, kv_heads=8, hidden=28_672, vocabulary=128_256, context=8192),
     "405B": Size(width=16_384, depth=126, heads=128, kv_heads=8, hidden=53_248, vocabulary=128_256, context=8192),
-    # arXiv 2403.17297 and the configuration of internlm/internlm-7b.
+    # From arXiv 2403.17297 and the configuration of internlm/internlm-7b.
     "internlm-7b": Size(width=4096, depth=32, heads=32, kv_heads=32, hidden=11_008, vocabulary=103_168, context=2048),
-    # Of huggingface/nanotron's benchmarks: that of 2024, and scripts/scaling_benchmarks.py. Their heads are tied.
+    # From huggingface/nanotron's benchmarks: that of 2024, and scripts/scaling_benchmarks.py. Their heads are tied.
     "nanotron-1b": Size(width=2048, depth=24, heads=32, kv_heads=32, hidden=4096, vocabulary=50_264, context=4096),
     "nanotron-1.3b": Size(width=2048, depth=16, heads=32, kv_heads=32, hidden=8192, vocabulary=131_072, context=4096),
     "nanotron-3.6b": Size(width=3072, depth=28, heads=32, kv_heads=32, hidden=8192, vocabulary=131_072, context=4096),
@@ -46,13 +46,13 @@ SHAPES = SIZES | {
 
 
 TITAN = tuple(f"titan-{name}" for name in ("8B", "70B", "405B", "2-13B", "2-70B"))
-# Those are of 2024 and early 2025. That of August 2025 (commit 6fc499f) compiles its loss as well, which they do not (its pull
-# requests 755 and 1033), shards the embedding by itself, and steps by one kernel.
+# TITAN is torchtitan of 2024 and early 2025. torchtitan of August 2025 (commit 6fc499f) also compiles its loss (pull requests 755
+# and 1033), shards the embedding by itself, and steps by one kernel.
 TITAN_2508 = ("titan-2508-8B",)
 
 
 class TitanNorm(nn.RMSNorm):
-    """torchtitan's of 2024, in operators of torch: several kernels, unless it is compiled (torchtitan/models/norms.py)."""
+    """torchtitan's norm of 2024, in torch operators: several kernels, unless it is compiled (torchtitan/models/norms.py)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         whole = x.float()
@@ -60,7 +60,7 @@ class TitanNorm(nn.RMSNorm):
 
 
 class TitanAttention(Attention):
-    """torchtitan's, which repeats k and v for all heads (torchtitan/models/llama/model.py)."""
+    """torchtitan's attention, which repeats k and v for all heads (torchtitan/models/llama/model.py)."""
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         q, k, v = (project(x).unflatten(2, (-1, self.head)) for project in (self.q, self.k, self.v))
@@ -74,7 +74,7 @@ def compiled_loss(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Ten
 
 
 def titan(shape: Size, *, compiled: bool, loss: Any = None) -> Llama:
-    """With torchtitan's attention and norms."""
+    """The model with torchtitan's attention and norms."""
     model = Llama(shape, loss)
     for module in list(model.modules()):
         if type(module) is nn.RMSNorm and not compiled:
@@ -85,9 +85,9 @@ def titan(shape: Size, *, compiled: bool, loss: Any = None) -> Llama:
 
 
 def every_second_product() -> Any:
-    """As torchtitan's "selective (op)": attention is kept, and of products every second one.
+    """As torchtitan's "selective (op)": keeps attention and every second matrix product, and recomputes the rest.
 
-    On B200 attention is cuDNN's kernel, which is not in its list (torchtitan/models/attention.py of August 2025).
+    On B200 attention is cuDNN's kernel, which is not in torchtitan's list (torchtitan/models/attention.py of August 2025).
     Source: pytorch/torchtitan, torchtitan/parallelisms/parallelize_llama.py of December 2024.
     """
     count: Counter[bool] = Counter()
@@ -105,7 +105,7 @@ def every_second_product() -> Any:
 
 
 def with_split_sequences(layout: str) -> Any:
-    """Between layers split over ranks the sequence is split, too, and the words of the loss, as torchtitan and nanotron have it.
+    """Also split the sequence between the split layers, and the vocabulary of the loss, as torchtitan and nanotron do.
 
     Source: torchtitan/models/llama3/infra/parallelize.py; nanotron, scripts/scaling_benchmarks.py (`REDUCE_SCATTER`).
     """
@@ -116,8 +116,8 @@ def with_split_sequences(layout: str) -> Any:
 
 
 def of_torchtitan(layout: str, groups: Sequence[type[nn.Module]]) -> Any:
-    """Shards are gathered and computed with in bfloat16, as `fully_shard` has it, in place of autocast, which makes a copy of its
-    input for each product; gradients are added up in float32 (torchtitan/parallelisms/parallelize_llama.py).
+    """`fully_shard` gathers shards in bfloat16, and products are computed in it, without autocast, which copies its input for
+    each product. Gradients are reduced in float32 (torchtitan/parallelisms/parallelize_llama.py).
     """
     if layout != "fsdp":
         return with_split_sequences(layout)
@@ -178,7 +178,7 @@ def main() -> None:
 
 
 class Unit(ech.AutoUnit[Any]):
-    options: ClassVar[dict[str, bool]] = {"fused": True}  # of the optimizer
+    options: ClassVar[dict[str, bool]] = {"fused": True}  # the optimizer's options
 
     def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
         (tokens,) = data

@@ -2,7 +2,7 @@
 
     python bench/plan_published.py [--only torchao-013 ...] [--group mosaic ...] [--every 5] [--json]
 
-`published_runs.csv` has the rows: tokens a second on each device, and the peak in GiB where it was given, as the sources print
+`published_runs.csv` has the rows: tokens a second on each device, and the peak in GiB if it was given, as the sources print
 them (pytorch/ao docs/source/workflows/training.md and torchao/prototype/float8nocompile; pytorch/torchtitan benchmarks/,
 docs/performance.md of 2024 and pull request 808; foundation-model-stack/fms-fsdp README.md; mosaicml/llm-foundry
 scripts/train/benchmarking; InternLM/InternEvo doc/en/train_performance.md; huggingface/nanotron docs/benchmark_summary.svg, whose
@@ -35,10 +35,11 @@ class Run:
     """A row of the file.
 
     Args:
-        method: of a finetuning: full, lora, adapter or adapter_v2; "" of what is trained from the beginning.
-        sequences: of a micro-batch.
-        tokens: a second on a device; 0 if that was not given, as of `memory`, in GiB.
-        kind: of that: "allocated" or "reserved".
+        method: of a finetuning: full, lora, adapter or adapter_v2; "" for pretraining.
+        sequences: the number of a micro-batch.
+        tokens: per second on a device; 0 if not given.
+        memory: the peak in GiB; 0 if not given.
+        kind: of the memory: "allocated" or "reserved".
     """
 
     name: str
@@ -64,14 +65,14 @@ class Run:
 
     @property
     def data_ranks(self) -> int:
-        """That have other sequences."""
+        """The number of ranks with different sequences."""
         axes = dict(part.split("=") for part in self.layout.split(",") if "=" in part)
         return self.ranks // int(axes.get("tp", 1)) // int(axes.get("pp", 1))
 
 
 @dataclass(frozen=True)
 class Found:
-    """Of a plan: tokens a second on each device, GiB at the peak and reserved."""
+    """A plan's results: tokens a second on each device, GiB at the peak and reserved."""
 
     run: Run
     tokens: float
@@ -84,7 +85,7 @@ class Found:
 
     @property
     def memory(self) -> float:
-        """Of the kind that was published."""
+        """The planned memory of the kind that was published."""
         return self.reserved if self.run.kind == "reserved" else self.peak
 
     @property
@@ -117,7 +118,7 @@ def published() -> list[Run]:
 
 
 def planned(run: Run) -> Found | str:
-    """Or why there is no plan."""
+    """The plan's results for a run, or why there is no plan."""
     sequences = run.sequences * run.accumulate * run.data_ranks
     words = ["--model", run.model, "--method", run.method] if run.method else ["--size", run.model, "--precision", run.precision]
     words += ["--context", str(run.context), "--sequences", str(sequences), "--layout", run.layout]
@@ -125,7 +126,7 @@ def planned(run: Run) -> Found | str:
     words += ["--compile"] if run.compiled else []
     command = [sys.executable, "-m", "echelon", "plan", "--cluster", run.cluster, "--only", "yours", "--json"]
     script = str(Path(__file__).with_name("plan_finetunes.py" if run.method else "plan_models.py"))
-    # torchtitan's script, which torchao's runs start, too, asks for this.
+    # torchtitan's script, which torchao's runs use, too, sets this.
     titan = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if run.model.startswith("titan-") else {}
     done = subprocess.run([*command, script, *words], capture_output=True, text=True, check=False, env=os.environ | titan)
     if not done.stdout:
@@ -137,8 +138,8 @@ def planned(run: Run) -> Found | str:
 
 
 def order(found: Sequence[Found]) -> tuple[int, int]:
-    """Pairs of runs of one model on devices of one kind whose order is right, and of all such pairs (Kendall 1938); pairs that
-    were published within 2% of each other have none.
+    """The number of pairs in the right order, and of all pairs (Kendall 1938). A pair is two runs of one model on devices of one
+    kind; pairs that were published within 2% of each other are left out.
     """
     right = pairs = 0
     for one, other in itertools.combinations(found, 2):

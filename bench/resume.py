@@ -1,12 +1,12 @@
 """Seconds from the death of a rank to the first step after it, with the state read from a checkpoint.
 
-Rank 1 kills itself with SIGKILL in its first life, some steps after a checkpoint; from then to the moment the last rank has
-finished its first step in the restarted group, with parameters, AdamW's state, the place in the data and the random streams
-where the checkpoint had them. Ours: `echelon run --max-restarts`, AutoUnit under "ddp", `restore_from_latest`, which
-compares all checksums.
-Theirs: torchrun, DistributedDataParallel, torch.distributed.checkpoint's save and load of the same tensors into one folder a
-step, a DistributedSampler that begins the epoch anew. torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 to succeed every
-time, and has it.
+Rank 1 kills itself with SIGKILL in the first attempt, some steps after a checkpoint. The time runs from then until the last rank
+has finished its first step in the restarted group, with parameters, AdamW's state, the position in the data and the RNG states
+restored from the checkpoint. Ours: `echelon run --max-restarts`, AutoUnit under "ddp", `restore_from_latest`, which compares all
+checksums.
+Theirs: torchrun, DistributedDataParallel, torch.distributed.checkpoint's save and load of the same tensors into one folder per
+step, a DistributedSampler that starts the epoch again. torchrun runs with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which it needs to
+succeed every time.
 
     python bench/resume.py [--rounds N] [--ranks 2] [--width 1024] [--json]
 

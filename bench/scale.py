@@ -1,7 +1,7 @@
 """What each step of the library costs one rank of 16 to 16,384: milliseconds, kilobytes sent and received, memory.
 
-One process plays one rank (bench/_steps.py): the library's own code runs, torch's collectives are played, with what the other
-ranks would say. Time is the processor's, of the library alone, without the network's; bytes are exact.
+One process acts as one rank (bench/_steps.py): the library's own code runs, and torch's collectives are simulated, with the
+values that the other ranks would send. Time is processor time of the library alone, without the network; bytes are exact.
 
     python bench/scale.py [--ranks 16 256 4096 16384] [--only WORD ...] [--json]
 
@@ -25,11 +25,11 @@ from bench._timing import emit, machine, median, options, versions
 
 
 def measured(step: Step, ranks: int, rounds: int) -> dict[str, float]:
-    """Milliseconds (the median), bytes, and the most memory that was taken."""
+    """Milliseconds (the median), bytes, and peak memory."""
     times, sent, peak = [], 0, 0
     for round_ in range(rounds + 1):
         with step.ready(ranks) as (run, network):
-            if round_ == 0:  # the first also loads what is imported late
+            if round_ == 0:  # the first round also loads late imports
                 tracemalloc.start()
             start = time.process_time()
             run()
@@ -42,7 +42,7 @@ def measured(step: Step, ranks: int, rounds: int) -> dict[str, float]:
 
 
 def operations(step: Step, ranks: int) -> tuple[int, int, int]:
-    """(instructions of Python that were executed in the library, bytes sent and received, bytes of memory at the peak)."""
+    """(Python instructions executed in the library, bytes sent and received, peak bytes of memory)."""
     count = 0
 
     def look(frame: Any, event: str, argument: Any) -> Any:
@@ -55,7 +55,7 @@ def operations(step: Step, ranks: int) -> tuple[int, int, int]:
         return look
 
     with step.ready(ranks) as (run, network):
-        run()  # what is imported late, and filled once
+        run()  # late imports, and caches that are filled once
     with step.ready(ranks) as (run, network):
         tracemalloc.start()
         run()

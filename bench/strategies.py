@@ -2,23 +2,23 @@
 
 speed     a step through AutoUnit against a bare loop over the same model, wrapped by hand: DistributedDataParallel, with it
           ZeroRedundancyOptimizer, `fully_shard` on each block and the root, `parallelize_module`. The model is the GPT of
-          examples/gpt.py; both sides have the same batches, fused AdamW and clipping (not with tp, whose mixture torch's own
-          norm refuses). They live in the same two processes (gloo, one thread) and take turns of two updates; a ratio
-          compares neighbours. echelon writes every update to metrics.jsonl, as it does unasked; the bare loop watches nothing.
-          At the end the parameters of both are compared: they did the same work if these are equal.
+          examples/gpt.py; both sides have the same batches, fused AdamW and clipping (not with tp, whose mixture of meshes
+          torch's own norm refuses). They run in the same two processes (gloo, one thread) and take turns of two updates; a ratio
+          compares neighbours. echelon writes every update to metrics.jsonl, as by default; the bare loop records nothing.
+          At the end the parameters of both sides are compared: if they are equal, both did the same work.
 context   the same for context parallelism: sequences of 512 over 2 and 4 ranks, attention by hand with torch.distributed.
 pipeline  the same for pipelines over 2 and 4 ranks, 8 micro-batches, against torch's 1F1B with stages written by hand; and the
-          idle part of a step with each schedule, of a model whose passes sleep, against what theory says.
-experts   the same for experts over 2 and 4 ranks (`ep`): 8 in each of 4 layers, a token to 2 of them.
-bitwise   the same for deterministic="bitwise", whose every micro-batch is reduced, against accumulation by hand.
-memory    the largest resident size of a rank (VmHWM) beyond that of the same job with a tiny model, each in fresh processes;
+          idle part of a step with each schedule, for a model whose passes sleep, against theory.
+experts   the same for experts over 2 and 4 ranks (`ep`): 8 in each of 4 layers, 2 for each token.
+bitwise   the same for deterministic="bitwise", which reduces every micro-batch, against accumulation by hand.
+memory    the largest resident size of a rank (VmHWM) minus that of the same job with a tiny model, each in fresh processes;
           freed memory is returned to the system (mallopt, M_MMAP_THRESHOLD 256 KiB). AdamW, float32, linear layers.
 prove     wall time of `echelon prove examples/gpt.py`: the whole matrix.
 
     python bench/strategies.py [--only speed context pipeline experts bitwise memory prove] [--quick] [--json]
 
-Targets: at most 2% slower, context parallelism and pipelines 3%; zero1 saves 35% of what DistributedDataParallel takes or the
-share that theory says, whichever is smaller, zero2 more; prove in 90 s.
+Targets: at most 2% slower, context parallelism and pipelines 3%; zero1 saves 35% of DistributedDataParallel's memory or the share
+that theory gives, whichever is smaller, and zero2 saves more; prove in 90 s.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from _timing import emit, machine, median, options, spread, versions
 ROOT = Path(__file__).resolve().parents[1]
 SLOWER, PROVE_S, SAVES = 1.02, 90.0, 0.35
 CONTEXT_SLOWER = PIPELINE_SLOWER = EXPERTS_SLOWER = 1.03
-IDLE = 0.03  # more than theory says, as a part of the step
+IDLE = 0.03  # allowed above the theory, as a part of the step
 SLEEP_S = 0.05
-# schedule, stages a rank, time of a step in theory: by ranks and micro-batches, in passes of all layers of a rank; None is that
-# of the order which torch gives: the ideal has no idle part
+# schedule, stages a rank, theoretical time of a step by ranks and micro-batches, in passes of all layers of a rank; None: the
+# time of torch's order, since the ideal has no idle part
 SCHEDULES = [
     ("gpipe", 1, lambda p, m: 3 * (m + p - 1)),
     ("1f1b", 1, lambda p, m: 3 * (m + p - 1)),
@@ -46,7 +46,7 @@ SCHEDULES = [
     ("zero_bubble", 1, lambda p, m: 3 * m + p - 1),
     ("zbv", 2, None),
 ]
-# layout, what it is compared with by hand
+# layout, the counterpart by hand
 SPEED = {
     "ddp": "DDP",
     "zero1": "DDP + ZeroRedundancyOptimizer",
@@ -56,8 +56,8 @@ SPEED = {
     "hsdp": "fully_shard, 2 x 1 mesh",
     "tp": "parallelize_module + fully_shard",
 }
-# what, side, bytes per parameter with two ranks in theory: parameters, gradients, AdamW's two moments; float32
-# DDP's gradients are copies of its buckets unless told otherwise. Whole parameters beside their shards are zero2's.
+# layout, side, theoretical bytes per parameter for a number of ranks: parameters, gradients, AdamW's two moments; float32.
+# By default, DDP's gradients are copies of its buckets. zero2 keeps whole parameters beside their shards.
 MEMORY = [
     ("ddp as torch makes it", "by hand", lambda n: 4 + 8 + 8),
     ("ddp", "by hand", lambda n: 4 + 4 + 8),
@@ -167,7 +167,8 @@ def pipeline(arguments: Any) -> None:
 
     about, rows = {**facts(), "ranks": {}, "idle": {}}, []
     for context, ranks in ((64, 2), (64, 4), (512, 2), (512, 4)):
-        # What echelon adds does not depend on the size of a micro-batch, so the small one shows it and the other what it means.
+        # echelon's own time does not depend on the size of a micro-batch: the small one shows it, the large one its share in
+        # practice.
         case = Case(f"pp={ranks}", accumulation=8, updates=1, turns=max(5, arguments.rounds // 2), batch=2, context=context)
         about["ranks"][f"{ranks}, 2 x {context}"] = found = launch(compare, case, ranks=ranks)[0]
         rows.append([f"2 x {context}", *_beside_hand(ranks, found, PIPELINE_SLOWER)])
@@ -218,8 +219,8 @@ def _idle(arguments: Any, about: dict[str, Any]) -> None:
 
 
 def _idle_part(ranks: list[Any]) -> tuple[float, float]:
-    """Of the steps of all ranks, as (seconds, slept): medians of the slowest rank's seconds, and of its idle part if it has
-    slept as long as the rank that slept longest: the first stage needs no gradient of its input.
+    """Medians of a step's seconds and idle part, from all ranks' steps as (seconds, slept). A step's seconds are those of the
+    slowest rank; busy time is that of the rank that slept longest, since the first stage needs no gradient of its input.
     """
     steps = list(zip(*ranks, strict=True))
     seconds = [max(each for each, _ in step) for step in steps]
@@ -267,7 +268,7 @@ def memory(arguments: Any) -> None:
 
 
 def _savings(kind: str, side: str, peaks: dict[tuple[str, str], float], ranks: int) -> list[str]:
-    """What it saves of DistributedDataParallel as torch makes it, and of echelon's own, whose gradients are not copied."""
+    """Cells: memory saved against DistributedDataParallel as torch makes it, and against echelon's ddp, without gradient copies."""
     peak, plain = peaks[kind, side], peaks["ddp as torch makes it", "by hand"]
     if peak == plain:
         return ["", "", "", ""]

@@ -2,12 +2,12 @@
 
 echelon    `echelon submit`
 submitit   a function on each node that runs torchrun, as its users write it
-nntool     `slurm_fn` of slurmic, which nntool's is, with torchrun as its launch command. One node only: it starts the command
-           on the first of several, and waits.
+nntool     `slurm_fn` of slurmic, which nntool uses, with torchrun as its launch command. One node only: with several, it starts
+           the command on the first, and waits.
 
-All three run this very file as the ranks' program: a small model in DDP on gloo, one SGD step. The cluster is that of the
+All three run this file as the ranks' program: a small model in DDP on gloo, one SGD step. The cluster is that of the
 tests (tests/slurmlab/install, as root); it is set up once and idle. All processes share one monotonic clock. Each command
-is a new process, as when it is typed. What Slurm itself needs to start a job is in all figures alike.
+is a new process, as when it is typed. All figures include the time that Slurm itself needs to start a job.
 
     python bench/submit.py [--rounds N] [--ranks-per-node 2] [--nodes 1 2] [--json]
 
@@ -71,7 +71,7 @@ if __name__ == "__main__":
     print(executor.submit(node, program, folder, ranks).job_id)
 """
 
-# With as many nodes as it can start on: one. It asks nvidia-smi on the node whatever is there; `cluster` gives it one.
+# On one node, the most that it can start on. It always calls nvidia-smi on the node; `cluster` provides one.
 _NNTOOL = """
 import subprocess, sys
 from slurmic import SlurmConfig, slurm_fn
@@ -113,7 +113,7 @@ def command_of(launcher: str, folder: Path, nodes: int, ranks: int) -> list[str]
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
-    """The environment of a login node of a cluster that is idle."""
+    """The environment of the login node of an idle cluster."""
     lab = [sys.executable, "-m", "slurmlab", "--dir", str(folder)]
     subprocess.run([*lab, "up"], cwd=TESTS, check=True, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
     stub = folder / "bin" / "nvidia-smi"
@@ -129,7 +129,7 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
 
 
 def measure(launcher: str, nodes: int, ranks: int, environment: dict[str, str]) -> float | None:
-    """Seconds of one job; None if it did not get there within two minutes."""
+    """Seconds of one job; None if its ranks made no step within two minutes."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = command_of(launcher, folder, nodes, ranks)
@@ -141,9 +141,9 @@ def measure(launcher: str, nodes: int, ranks: int, environment: dict[str, str]) 
             sys.stderr.write(f"{launcher} did not train: {said.stderr[-2000:]}\n")
             subprocess.run(["scancel", "--user", "root"], env=environment, check=False)
         until = time.monotonic() + 30
-        while _queue(environment) and time.monotonic() < until:  # each begins on an idle cluster
+        while _queue(environment) and time.monotonic() < until:  # each job starts on an idle cluster
             time.sleep(0.2)
-        time.sleep(1.0)  # Slurm gives the nodes back a little later; a job that comes at once waits for its next look, a second
+        time.sleep(1.0)  # Slurm frees the nodes a little later; a job submitted at once would wait a second for its next check
         return max(float(path.read_text()) for path in done) - started if len(done) == nodes * ranks else None
 
 

@@ -38,7 +38,7 @@ def measure(way: str, rows: int, words: int, features: int) -> str:
         loss.backward()
         hidden.grad = weight.grad = None
 
-    run(8)  # code and libraries are loaded
+    run(8)  # loads code and libraries
     before = psutil.Process().memory_info().rss
     begin = time.perf_counter()
     run(rows)
