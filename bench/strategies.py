@@ -268,7 +268,7 @@ def memory(arguments: Any) -> None:
 
 
 def _savings(kind: str, side: str, peaks: dict[tuple[str, str], float], ranks: int) -> list[str]:
-    """Cells: memory saved against DistributedDataParallel as torch makes it, and against echelon's ddp, without gradient copies."""
+    """Cells: memory saved against plain DistributedDataParallel, and against echelon's ddp, without gradient copies."""
     peak, plain = peaks[kind, side], peaks["ddp as torch makes it", "by hand"]
     if peak == plain:
         return ["", "", "", ""]
