@@ -1,9 +1,9 @@
-"""What CUDA's caching allocator of torch takes from a device for the tensors that come and go: the memory that it has reserved.
+"""Simulates torch's caching allocator for CUDA: the memory that it reserves on a device while tensors come and go.
 
-It never gives back a segment, so what is reserved is more than what tensors have at their fullest moment: by the holes between
-blocks, and by what a stream has had, which no other stream gets. Rules: pytorch/pytorch, c10/cuda/CUDACachingAllocator.cpp of
-torch 2.13, "Note [Interaction with CUDA memory]"; of `expandable_segments`, "ExpandableSegment". An allocator that runs out
-of memory frees what is free as a whole, and tries again; so a training may fit that would reserve more.
+The allocator never returns a segment, so it reserves more than the peak of all tensors: the holes between blocks, and memory of
+one stream, which no other stream can use. Rules: pytorch/pytorch, c10/cuda/CUDACachingAllocator.cpp of torch 2.13, "Note
+[Interaction with CUDA memory]"; for `expandable_segments`, "ExpandableSegment". The real allocator, when it runs out of memory,
+frees segments that are entirely free and tries again; so a training may fit although it would reserve more than the device has.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 __all__ = ["Allocator", "Block", "expands"]
 
 _MIB = 2**20
-_LEAST = 512  # bytes of which each block is a multiple
-_SMALL = _MIB  # what is at most so large has segments of its own, of _SMALL_SEGMENT
-_SMALL_SEGMENT, _SEGMENT = 2 * _MIB, 20 * _MIB  # the latter is for what is below _OWN_SEGMENT
+_LEAST = 512  # the size of a block is a multiple of this
+_SMALL = _MIB  # blocks up to this size have segments of their own, of _SMALL_SEGMENT
+_SMALL_SEGMENT, _SEGMENT = 2 * _MIB, 20 * _MIB  # _SEGMENT holds larger blocks below _OWN_SEGMENT
 _OWN_SEGMENT, _ROUND = 10 * _MIB, 2 * _MIB
 
 
@@ -30,7 +30,7 @@ def expands() -> bool:
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A part of a segment; `before` and `after` are its neighbours within."""
+    """A part of a segment; `before` and `after` are its neighbours in the segment."""
 
     pool: _Pool
     address: int
@@ -46,11 +46,11 @@ class Block:
 
 @dataclass
 class _Pool:
-    """Of a stream, for small blocks or for large ones.
+    """A stream's pool of small blocks or of large ones.
 
     Args:
-        free: blocks, the smallest first.
-        last: of a segment that expands, the block at its end.
+        keys: keys of the free blocks, the smallest first.
+        last: the block at the end of an expandable segment.
     """
 
     is_small: bool
@@ -73,7 +73,7 @@ class Allocator:
     Args:
         expandable: each pool has one segment, which grows at its end.
     Attributes:
-        reserved: bytes that it has taken from the device. They never become fewer.
+        reserved: bytes taken from the device; never decreases.
     """
 
     def __init__(self, expandable: bool = False) -> None:
@@ -83,7 +83,7 @@ class Allocator:
         self._next_address = 0
 
     def take(self, size: int, stream: str) -> Block:
-        """A block of so many bytes: the smallest that is free, or a new segment's."""
+        """Allocate a block of `size` bytes: from the smallest free block that fits, or from a new segment."""
         size = max(_LEAST, -(-size // _LEAST) * _LEAST)
         is_small = size <= _SMALL
         pool = self._pools.setdefault((stream, is_small), _Pool(is_small))
@@ -100,7 +100,7 @@ class Allocator:
         return block
 
     def give(self, block: Block) -> None:
-        """It is free, and one with its neighbours that are."""
+        """Free a block, and merge it with its free neighbours."""
         pool = block.pool
         if block.after is not None and block.after.is_free:
             pool.remove(block.after)
@@ -122,7 +122,7 @@ class Allocator:
         at = bisect_left(pool.keys, (size, -1))
         fitting = pool.keys[at : at + 2]
         if len(fitting) == 2 and pool.free[fitting[0]] is pool.last:
-            del fitting[0]  # it counts as large as it can grow
+            del fitting[0]  # the last block can grow, so it counts as larger
         if not fitting:
             return None
         pool.remove(block := pool.free[fitting[0]])
@@ -133,7 +133,7 @@ class Allocator:
         return Block(pool, self._more(whole), whole)
 
     def _grown(self, pool: _Pool, size: int) -> Block:
-        """The end of the segment, with as many more pages as it needs."""
+        """The block at the end of the segment, grown by the pages that it needs."""
         page, last = _SMALL_SEGMENT if pool.is_small else _SEGMENT, pool.last
         if last is not None and last.is_free:
             pool.remove(last)
@@ -148,7 +148,7 @@ class Allocator:
         return last
 
     def _more(self, size: int) -> int:
-        """Takes it from the device; gives its address."""
+        """Take `size` bytes from the device and return their address."""
         at = self._next_address
         self._next_address, self.reserved = at + size, self.reserved + size
         return at

@@ -1,4 +1,4 @@
-"""What a whole training takes: days, device-hours, cost, failures, and how often to save."""
+"""The bill of a whole training: days, device-hours, cost, failures, and how often to save."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Goal:
 
     @classmethod
     def of(cls, text: str) -> Goal:
-        """From "300B tokens", "2.5M samples" or "100000 updates".
+        """Parse "300B tokens", "2.5M samples" or "100000 updates".
 
         Raises:
-            PlanError: it has another form.
+            PlanError: the text has another form.
         """
         match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?) ?([kmbt]?) ?(tokens|samples|updates)", text.strip().lower(), re.ASCII)
         amount = float(match[1]) * _UNITS[match[2]] if match else 0.0
@@ -42,13 +42,13 @@ class Goal:
 class Bill:
     """
     Args:
-        updates: that reach the goal.
-        seconds: of these alone.
-        device_hours: of all devices, with what failures and saves take.
-        cost: of these; 0 without a price.
-        failures: that are expected; 0 without a time between failures, as are the two below.
+        updates: number of updates that reach the goal.
+        seconds: of the updates alone.
+        device_hours: of all devices, including failures and saves.
+        cost: of the device-hours; 0 without a price.
+        failures: expected number; this and the next two are 0 without a time between failures.
         save_every: seconds between saves.
-        lost: share of the time that goes to saves and to what a failure throws away.
+        lost: share of the time that is lost to saves and failures.
     """
 
     updates: int
@@ -61,7 +61,7 @@ class Bill:
 
     @property
     def days(self) -> float:
-        """With what failures and saves take."""
+        """Days, including failures and saves."""
         return self.seconds / (1 - self.lost) / _DAY_S
 
 
@@ -75,17 +75,17 @@ def bill_of(
     mtbf: float = 0.0,
     save: float = 60.0,
 ) -> Bill:
-    """Save every sqrt(2 * save * M) seconds, where M is the time between failures of any device: then the time that is lost to
-    saves and to repeated updates is least. Source: Young 1974; Daly 2006, of which this is the first order.
+    """The bill of reaching the goal, with a save every sqrt(2 * save * M) seconds, where M is the time between failures of any
+    device. This interval minimizes the time lost to saves and repeated updates (Young 1974; first order of Daly 2006).
 
     Args:
-        per_update: of the goal's unit, in an update.
+        per_update: amount of the goal's unit in an update.
         seconds: of an update.
         price: of a device for an hour.
         mtbf: hours between two failures of one device.
-        save: seconds for which a save holds up training; and what a restart takes.
+        save: seconds for which a save stops training; a restart takes as long.
     Raises:
-        PlanError: failures are so frequent that nothing would be left.
+        PlanError: failures are so frequent that no time would be left for training.
     """
     updates = math.ceil(goal.amount / per_update)
     alone = updates * seconds
@@ -107,7 +107,7 @@ def bill_of(
 
 
 def bill_lines(bill: Bill, goal: str, layout: str) -> list[str]:
-    """For people."""
+    """The bill as lines of text."""
     time = f"{_number(bill.days)} days" if bill.days >= 1 else f"{_number(bill.days * 24)} hours"
     cost = f", {_number(bill.cost)} at that price" if bill.cost else ""
     made = [f"{goal} by {layout}: {bill.updates:,} updates, {time}, {_number(bill.device_hours)} device-hours{cost}."]

@@ -1,4 +1,4 @@
-"""Measure the machine at hand, as a device that a plan can be made for: all ranks compute at a time, as they do in training."""
+"""Measure this machine as a device for plans. All ranks compute at the same time, as in training."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from echelon.world.init import init_from_env
 
 __all__ = ["calibrate"]
 
-_TIMES = 5  # of which the median counts
+_TIMES = 5  # the median of these counts
 _SHORT_S, _LONG_S = 0.01, 0.1
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter")
 
 
 def calibrate(ranks: int, name: str, *, quick: bool = False) -> Device:
-    """Rates of products by size, of copies and of attention, and the collectives of 2, 4, ... ranks. It takes about a minute.
-
+    """Measure matrix products by size, copies, attention, and collectives of 2, 4, ... ranks. Takes about a minute.
     Args:
-        ranks: that compute at a time; on CPUs they share the cores.
-        name: of the device.
-        quick: small tensors only: numbers that are there, and mean little.
+        ranks: number of ranks that compute at the same time; on CPUs they share the cores.
+        name: the device's name.
+        quick: use only small tensors; the numbers then mean little.
     """
     device = launch(_measure, ranks=ranks, args=(quick,), quiet=True)[0]
     rates = device["products"]
@@ -50,15 +49,15 @@ def calibrate(ranks: int, name: str, *, quick: bool = False) -> Device:
 
 
 def _measure(quick: bool) -> dict[str, Any]:
-    """On each rank: the slowest one's, the same on all."""
+    """Collective. Returns the slowest rank's measurements, the same on every rank."""
     device = init_from_env()
     on_gpu = device.type == "cuda"
     ranks = dist.get_world_size() if dist.is_initialized() else 1
 
     def seconds(work: Callable[[], Any], repeat: int = 1) -> float:
-        """Of `work`, begun by all ranks at a time."""
+        """Seconds that `work` takes on the slowest rank; all ranks start it together."""
         took = []
-        for _ in range(_TIMES + 1):  # the first warms up
+        for _ in range(_TIMES + 1):  # the first one warms up
             if ranks > 1:
                 dist.barrier()
             began = time.perf_counter()
@@ -80,12 +79,12 @@ def _measure(quick: bool) -> dict[str, Any]:
             if took < _SHORT_S / 10:
                 took = seconds(_product(n, dtype, device), int(_SHORT_S / took))
             products.append((str(dtype).removeprefix("torch."), float(2 * n**3), 2 * n**3 / took))
-            if took > _LONG_S:  # as in bfloat16 on a CPU that has none: a larger one is no faster
+            if took > _LONG_S:  # such as bfloat16 on a CPU without it: a larger product is no faster
                 break
     source = torch.randn((1 if quick else 256 if on_gpu else 16) << 20 >> 2, device=device)
     copy = torch.empty_like(source)
     small = torch.ones(16, device=device)
-    attends = torch.bfloat16 if on_gpu else torch.float32  # a GPU's fast kernels know no float32
+    attends = torch.bfloat16 if on_gpu else torch.float32  # a GPU's fast kernels do not take float32
     return {
         "memory": torch.cuda.mem_get_info()[1] if on_gpu else psutil.virtual_memory().total // ranks,
         "overlaps": on_gpu,
@@ -104,7 +103,7 @@ def _product(n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], A
 
 
 def _attention(device: torch.device, dtype: torch.dtype, quick: bool, seconds: Callable[..., float]) -> tuple[float, float]:
-    """FLOP/s forward and backward, of a causal mask's half: four sequences of a model on a GPU, of a small one on a CPU."""
+    """FLOP/s of causal attention, forward and backward, counting half of the square: a GPU gets longer sequences than a CPU."""
     rows, heads, length, width = (4, 16, 4096, 128) if device.type == "cuda" and not quick else (2, 8, 512, 64)
     query, key, value = (
         torch.randn(rows, heads, length, width, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
@@ -123,7 +122,7 @@ def _attention(device: torch.device, dtype: torch.dtype, quick: bool, seconds: C
 def _collectives(
     ranks: int, device: torch.device, seconds: Callable[..., float], most: int
 ) -> list[tuple[str, int, float, float]]:
-    """Of the first 2, 4, ... ranks; the others wait for them. A small tensor tells the latency, a large one the bandwidth."""
+    """Measure collectives of the first 2, 4, ... ranks; the others wait. The latency is that of a small tensor."""
     measured = []
     counts = sorted({*(1 << bit for bit in range(1, ranks.bit_length())), ranks} - {1})
     for count in counts:
@@ -139,7 +138,7 @@ def _collectives(
 
 
 def _nothing() -> None:
-    """What a rank beside a group does."""
+    """The work of a rank outside of the group."""
 
 
 def _call(kind: str, elements: int, count: int, group: dist.ProcessGroup | None, device: torch.device) -> Callable[[], Any]:

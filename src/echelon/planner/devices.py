@@ -1,4 +1,4 @@
-"""Devices that a plan is for, by name or from a file: their memory, how fast they compute, and the links between them."""
+"""The devices of a plan, by name or from a file: their memory, their speed, and the links between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["DEVICES", "Cluster", "Device", "Measured", "bytes_of", "device_named
 
 @dataclass(frozen=True)
 class Measured:
-    """A collective of so many ranks on a machine: it takes `latency + bytes / bandwidth`.
+    """A collective that was measured on a machine: it takes `latency + bytes / bandwidth`.
 
     Args:
         kind: all-reduce, all-gather or reduce-scatter.
@@ -36,27 +36,27 @@ class Measured:
 class Device:
     """
     Args:
-        memory: bytes that its driver offers to programs; 0 if nothing is said.
-        peak: FLOP/s of dense products by type: bfloat16, float16, tf32, float32, float8; as its data sheet says.
-        bandwidth: bytes/s of its memory, of the data sheet.
+        memory: bytes that its driver offers to programs; 0 if unknown.
+        peak: FLOP/s of dense matrix products by dtype: bfloat16, float16, tf32, float32, float8; from the data sheet.
+        bandwidth: bytes/s of its memory, from the data sheet.
         reached: share of the peak that large products reach.
         copied: share of the bandwidth that a copy reaches.
-        attention: share of the peak that attention reaches, forward and backward, where `attentions` do not say it.
-        processors: over which the tiles of a product are spread; 0 if nothing is known of that.
-        least: seconds that any operator takes.
-        node: bytes/s that a device sends within its node, by collectives.
-        network: bytes/s that a device sends to other nodes, all devices of a node at a time.
-        domain: devices that `node` joins; a node's, if 0.
+        attention: share of the peak that attention reaches, forward and backward; used without `attentions`.
+        processors: number of processors that share the tiles of a product; 0 if unknown.
+        least: seconds that any operator takes at least.
+        node: bytes/s that a device sends within its node in collectives.
+        network: bytes/s that a device sends to other nodes while all devices of its node send.
+        domain: number of devices that `node` joins; 0 for those of a node.
         host: bytes/s between a device and its host's memory, each way; 0 if nothing is offloaded, as on a CPU.
         overlaps: collectives run beside operators. On a CPU they take turns.
-        capability: of a CUDA device, as a script is told.
-        contention: how many times as long an operator takes beside a collective, which has some of the processors and of the
+        capability: CUDA capability that a script is told.
+        contention: factor by which an operator is slower beside a collective, which uses some of the processors and of the
             memory's bandwidth. 1.189 is the mean over training of GPT and LLaMA on A100, H100, MI210 and MI250
             (arXiv 2507.03114).
-        products: measured in place of `reached`: type, FLOP of a product, FLOP/s of it, in this order.
-        attentions: measured in place of `attention`: whose kernel, by the namespace of its operator (torch's own is aten),
-            dimension of a head, keys that a query sees on average, FLOP/s, in this order.
-        collectives: measured in place of `node` and `network`.
+        products: measured rates that replace `reached`: (dtype, FLOP of a product, FLOP/s).
+        attentions: measured rates that replace `attention`: (kernel, by the namespace of its operator, aten for torch's own;
+            head dim; keys that a query sees on average; FLOP/s).
+        collectives: measured; replace `node` and `network`.
     """
 
     name: str
@@ -81,20 +81,20 @@ class Device:
 
     @property
     def is_timed(self) -> bool:
-        """Enough is known of it to say how long an update takes."""
+        """Whether enough is known of the device to estimate the time of an update."""
         return bool(self.peak and self.bandwidth)
 
     def peak_of(self, dtype: str) -> float:
-        """FLOP/s at most in a type; of one that is not listed, what float32 has, or the least that is."""
+        """Peak FLOP/s in a dtype; for a dtype that is not listed, that of float32, or else the lowest peak listed."""
         known = self.peak
         return known.get(dtype) or known.get("float32") or min(known.values())
 
     def product_rate(self, dtype: str, flops: float, shape: tuple[int, ...]) -> float:
-        """FLOP/s of a product (batch, m, n, k), or of one whose shape says nothing, as of a convolution.
+        """FLOP/s of a product of shape (batch, m, n, k); () if the shape has no meaning, as for a convolution.
 
-        Measured: between the two nearest sizes, on a line over the logarithm. Else the share of the peak that large products
-        reach, less what is lost as tiles of 128 x 256, 256 x 128 or 128 x 128 do not fill the last round over all processors.
-        Source: NVIDIA, "Matrix Multiplication Background User's Guide", sections on tile and wave quantization.
+        If rates were measured: linear in the logarithm between the two nearest sizes. Otherwise the share of the peak that large
+        products reach, minus the loss when tiles of 128 x 256, 256 x 128 or 128 x 128 do not fill the last round over all
+        processors. Source: NVIDIA, "Matrix Multiplication Background User's Guide", sections on tile and wave quantization.
         """
         measured = [(size, rate) for kind, size, rate in self.products if kind == dtype]
         if measured:
@@ -102,10 +102,9 @@ class Device:
         return self.peak_of(dtype) * self.reached * (_filled(shape, self.processors) if self.processors and shape else 1.0)
 
     def attention_rate(self, name: str, dtype: str, shape: tuple[int, ...], *, backward: bool) -> float:
-        """FLOP/s of attention (batch, queries, keys, head): keys that a query sees on average, so half of a causal mask's.
-
-        Measured: of its kernel, or of torch's, the nearest dimension of a head, and between the two nearest numbers of keys. A
-        short sequence leaves processors idle, and more of a causal mask's tiles lie on its diagonal, where half is thrown away.
+        """FLOP/s of attention (batch, queries, keys, head dim). Keys are those that a query sees on average: half if causal.
+        Measured rates are those of its kernel, or of torch's, with the nearest head dim, between the two nearest numbers of keys.
+        A short sequence leaves processors idle, and more of a causal mask's tiles lie on its diagonal, where half is discarded.
         """
         rows = self.attentions if shape and dtype in ("bfloat16", "float16") else ()
         kernel = name.partition("::")[0]
@@ -139,38 +138,38 @@ def _filled(shape: tuple[int, ...], processors: int) -> float:
 def _device(name: str, mib: int, tflops: tuple[float, ...], tb_s: float, **more: Any) -> Device:
     sixteen, tf32, single, *eight = (each * 1e12 for each in tflops)
     peak = {"bfloat16": sixteen, "float16": sixteen, "tf32": tf32, "float32": single}
-    if eight:  # an A100 and older ones have none
+    if eight:  # an A100 and older devices have none
         peak["float8"] = eight[0]
     return Device(name, mib << 20, peak, tb_s * 1e12, **more)
 
 
-# Memory: what nvidia-smi shows as total, less than the number on the box. Peaks (16 bits, TF32, float32, 8 bits) and bandwidths:
-# NVIDIA's data sheets, without sparsity; of the RTX 4090 its Ada whitepaper, with float32 accumulation; the H100 of 96 GB has
+# Memory: the total that nvidia-smi shows, less than the nominal size. Peaks (16 bits, TF32, float32, 8 bits) and bandwidths:
+# NVIDIA's data sheets, without sparsity; for the RTX 4090 its Ada whitepaper, with float32 accumulation; the H100 of 96 GB has
 # HBM2e of 2.41 TB/s (arXiv 2604.11391).
 #
-# reached: by torch with values as training has them, which take more power than zeros or whole numbers: bfloat16 on an A100 SXM
+# reached: by torch with values as in training, which take more power than zeros or whole numbers: bfloat16 on an A100 SXM
 # 257 of 312 (He, "Strangely, Matrix Multiplications on GPUs Run Faster When Given Predictable Data", 2024), on an H100 SXM 794.5
 # of 989 TFLOP/s, on a B200 1745 of 2250, on a GB200 1822 of 2500 (Bekman, "Machine Learning Engineering"); ours on an H100 798.5
 # (BENCHMARKS.md). The best of torch's products of 1,024 to 10,240 in bfloat16 on an H100 PCIe is 495.9 of 756, on an L40S 269.2
 # of 362, on an RTX 4090 163 to 173 of 165 TFLOP/s, whose clock goes above its data sheet's (zzc0721/torch-performance-test-data,
-# database.md). The H100 of 96 GB may take 500 W: on a line between that 495.9 at 350 W and 794.5 at 700 W. In 8 bits Hopper
-# reaches 1,280 of 1,979 TFLOP/s in products as models have them (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1:
-# Training", 2024); with 500 W as much less of it as in 16 bits.
-# copied: 2,971 of 3,350 GB/s on an H100 (BENCHMARKS.md), taken for all.
+# database.md). The H100 of 96 GB may take 500 W: interpolated between 495.9 at 350 W and 794.5 at 700 W. In 8 bits Hopper
+# reaches 1,280 of 1,979 TFLOP/s in products of the sizes of models (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1:
+# Training", 2024); with 500 W it is reduced by the same factor as in 16 bits.
+# copied: 2,971 of 3,350 GB/s on an H100 (BENCHMARKS.md), assumed for all devices.
 # attention: FlashAttention-2, which is torch's kernel, on an A100 73% forward and 63% backward (arXiv 2307.08691); on an H100
-# 35% (FlashAttention-3, arXiv 2407.08608), taken for newer ones, too. More exact where it was measured: see `_ATTENTION`.
-# least: 3.8 us of a short kernel that is launched behind another (Gray, "Getting Started with CUDA Graphs", NVIDIA 2019).
-# node: NCCL's own numbers for an NVLink, 20 GB/s of an A100's 12, 20.6 of a Hopper's 18, 40.1 of a Blackwell's 18
+# 35% (FlashAttention-3, arXiv 2407.08608), assumed for newer devices, too. `_ATTENTION` has more exact measurements.
+# least: 3.8 us for a short kernel that is launched behind another (Gray, "Getting Started with CUDA Graphs", NVIDIA 2019).
+# node: NCCL's own numbers for an NVLink, 20 GB/s for each of an A100's 12, 20.6 for a Hopper's 18, 40.1 for a Blackwell's 18
 # (src/graph/topo.h); else PCIe 4 or 5 of 16 lanes. network: an adapter of 200, 400 or 100 Gbit/s for each device, of which
 # 94 to 97% is data (SimAI's table of busbw: 23.5 and 48.5 GB/s).
 
-# host: 54.5 GB/s to and from pinned memory over PCIe 5 of 16 lanes, as we measured it on an H100 (BENCHMARKS.md), 85% of the
-# link's 64; as much of PCIe 4's 32, and of the 450 of a GB200's NVLink-C2C (NVIDIA's data sheets).
+# host: 54.5 GB/s to and from pinned memory over PCIe 5 of 16 lanes, measured on an H100 (BENCHMARKS.md), 85% of the link's 64;
+# the same share of PCIe 4's 32, and of the 450 of a GB200's NVLink-C2C (NVIDIA's data sheets).
 
-# TFLOP/s of attention with a causal mask, forward and backward together, by kernel and dimension of a head: of 512, 1024, ...,
-# 16384 tokens. Source: Dao-AILab/flash-attention, assets/flash2_a100_fwd_bwd_benchmark.png and flash2_h100_fwd_bwd_benchmark.png.
-# aten is FlashAttention-2, torch's since 2.2; flash_attn_triton its predecessor in Triton. On an H100 that one was not measured,
-# so there the first FlashAttention stands for it.
+# TFLOP/s of attention with a causal mask, forward and backward together, by kernel and head dim: for 512, 1024, ..., 16384
+# tokens. Source: Dao-AILab/flash-attention, assets/flash2_a100_fwd_bwd_benchmark.png and flash2_h100_fwd_bwd_benchmark.png.
+# aten is FlashAttention-2, torch's kernel since 2.2; flash_attn_triton is its predecessor in Triton. On an H100 the predecessor
+# was not measured, so the first FlashAttention stands for it.
 _ATTENTION = {
     "a100": {
         ("aten", 64): (88, 119, 140, 156, 165, 171),
@@ -235,7 +234,7 @@ def device_named(name: str) -> Device:
     """A device of the table, or that of a file whose name ends with .toml.
 
     Raises:
-        PlanError: no such device is known; the file cannot be read, or says something else.
+        PlanError: the device is unknown; the file cannot be read, or does not describe a device.
     """
     if name.endswith(".toml"):
         return _from_file(Path(name))
@@ -316,7 +315,7 @@ def _is_amount(value: Any) -> bool:
 
 
 def written(device: Device) -> str:
-    """A device as its file."""
+    """The text of a device's file."""
     rows = [f'name = "{device.name}"']
     rows += [f"memory = {device.memory}"] if device.memory else []
     rows += [f"{name} = {getattr(device, name):.6g}" for name in _NUMBERS if getattr(device, name)]
@@ -338,7 +337,7 @@ def written(device: Device) -> str:
 class Cluster:
     """
     Args:
-        per_node: devices of each node.
+        per_node: number of devices of each node.
     """
 
     nodes: int
@@ -347,10 +346,10 @@ class Cluster:
 
     @classmethod
     def of(cls, text: str) -> Cluster:
-        """From "16x8xH100": nodes, devices of each, their name.
+        """Parse "16x8xH100": nodes, devices per node, the device's name.
 
         Raises:
-            PlanError: it has another form, or names no device that is known.
+            PlanError: the text has another form, or the device is unknown.
         """
         match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,3})x(\S+)", text.strip(), re.IGNORECASE | re.ASCII)
         if match is None:
@@ -362,10 +361,10 @@ _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**
 
 
 def bytes_of(text: str, name: str) -> int:
-    """From "80GiB", "80 GB" or a number of bytes.
+    """Parse "80GiB", "80 GB" or a number of bytes.
 
     Raises:
-        PlanError: it is none of these, or 0.
+        PlanError: the text is none of these, or 0.
     """
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?) ?([kmgt]i?b)?", text.strip().lower(), re.ASCII)
     if match is None or (size := int(float(match[1]) * _UNITS[match[2] or ""])) <= 0:

@@ -1,5 +1,5 @@
-"""The largest micro-batch that fits, tried for real: a script trains a few updates in fresh processes, with ever more
-micro-batches of the same global batch, until no rank runs out of memory. So its numbers stay what they are.
+"""Find the largest micro-batch that fits by trial: a script trains a few updates in fresh processes, with more and more
+micro-batches of the same global batch, until no rank runs out of memory. The global batch, and so the numbers, do not change.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Trial:
     """A training of a few updates.
 
     Args:
-        micro_batches: of an update, on each rank.
-        samples: of a micro-batch.
-        peak: bytes of the fullest rank: on a GPU what torch's allocator reserved, else what the process had resident.
-        why: what a rank ran out of; "" if all came to the end.
+        micro_batches: number of micro-batches of an update, on each rank.
+        samples: number of samples of a micro-batch.
+        peak: bytes of the fullest rank: on a GPU those that torch's allocator reserved, else the process's resident memory.
+        why: what a rank ran out of; "" if all ranks finished.
     """
 
     micro_batches: int
@@ -69,18 +69,17 @@ def largest_batch(
 ) -> list[Trial]:
     """Train with more and more micro-batches until they fit; the last one that fits has the largest micro-batch.
 
-    A twentieth of a device's memory, or of a limit that a process has, is kept free in a trial: an allocator that has run for
-    hours has gaps.
+    A trial keeps a twentieth of the device's memory, or of the process's limit, free: after hours an allocator has gaps.
 
     Args:
-        ranks: processes on this machine.
-        layout: in place of the script's own.
-        updates: of each trial. The second has the optimizer's state from the beginning; batches that differ in length need more.
+        ranks: number of processes on this machine.
+        layout: replaces the script's own.
+        updates: of each trial. From the second, the optimizer's state exists at the start; batches of varying length need more.
         timeout_s: for each trial.
-        on_trial: called with each as it ends.
+        on_trial: called with each trial when it ends.
     Raises:
         PlanError: the script has no global batch, or runs out of memory before its first batch, or with one sample.
-        RankFailedError: it fails by itself.
+        RankFailedError: the script fails for another reason.
     """
     trials: list[Trial] = []
 
@@ -144,7 +143,7 @@ def _out_of_memory(error: RankFailedError) -> str | None:
 
 
 def _train(target: Target, layout: str | None, many: int, updates: int, file: str) -> int:
-    """On each rank: a few updates, and the bytes of the fullest moment."""
+    """The program of each rank: train a few updates; returns the peak in bytes."""
     trial = _Trial(updates, Path(file))
     target.run_until_enough(Overrides(layout, accumulation=many, observes=True), trial.look_at)
     if trial.kept_free is None:
@@ -155,7 +154,7 @@ def _train(target: Target, layout: str | None, many: int, updates: int, file: st
 
 
 def _filled_memory(device: torch.device) -> torch.Tensor:
-    """What a trial may not use. A machine's whole memory is not held back: others use it, too."""
+    """A tensor that holds the memory that a trial must not use; empty on a CPU without a limit, whose memory others use, too."""
     if device.type == "cuda":
         most = torch.cuda.mem_get_info(device)[1]
     else:
@@ -165,11 +164,11 @@ def _filled_memory(device: torch.device) -> torch.Tensor:
 
 
 class _Trial(Callback):
-    """Ends a training after a few updates; says first how many samples each rank has of one."""
+    """Ends a training after a few updates. First writes down how many samples of a global batch each rank has."""
 
     def __init__(self, updates: int, file: Path) -> None:
         self._updates, self._file = updates, file
-        self.kept_free: torch.Tensor | None = None  # from where training begins
+        self.kept_free: torch.Tensor | None = None  # set when training begins
 
     def look_at(self, unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
         samples = getattr(dataloader, "global_batch", None)
@@ -189,7 +188,7 @@ class _Trial(Callback):
 
 
 def trial_lines(trials: list[Trial]) -> list[str]:
-    """As a table."""
+    """The trials as a table."""
     rows = [["micro-batches", "samples of one", "peak", ""]]
     for each in sorted(trials, key=lambda trial: trial.micro_batches):
         peak = size(each.peak) if each.peak else "-"

@@ -1,4 +1,4 @@
-"""Run a script up to where it would train, and show what its layout, or another, would do with each layer."""
+"""Run a script until it would train, and show what its layout, or another, would do with each layer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _STYLES = {
 
 @dataclass
 class _Looks(Strategy):
-    """In place of a script's layout: looks at the module and leaves it alone."""
+    """Replaces a script's layout: records the module's layers and does not change them."""
 
     given: Strategy | None
     ranks: int | None
@@ -60,19 +60,19 @@ class _Looks(Strategy):
 
 
 def plan_layers(target: Target, layout: str | None = None, ranks: int | None = None) -> list[Layers]:
-    """What becomes of the layers of each module that the script makes parallel before it trains. One process; no training.
+    """What the layout does with the layers of each module that the script makes parallel. One process; the script does not train.
 
     Args:
-        layout: in place of the script's own: a name, or axes such as "dp_shard=2,tp=4".
-        ranks: on how many; by default as many as the layout's sizes say, and 2 if they say nothing.
+        layout: replaces the script's own: a name, or axes such as "dp_shard=2,tp=4".
+        ranks: number of ranks; by default the product of the layout's sizes, at least 2.
     Raises:
-        UsageError: what training would be refused for; or the script gives echelon no module.
+        UsageError: training would be refused for the same reason; or the script gives echelon no module.
     """
     looks = _Looks(resolve(layout), ranks)
 
     def far_enough(unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
         if isinstance(unit, PreparedUnit):
-            unit.prepared  # noqa: B018  (it is made when it is first asked for)
+            unit.prepared  # noqa: B018  (made on first access)
         raise Enough
 
     with pretended_world(1) as mode, stand_ins(mode, gpus=1):
@@ -95,7 +95,7 @@ def _least_ranks(layout: Strategy) -> int:
 
 
 def lines(layers: Layers) -> list[str]:
-    """For people: a table, and what its words mean."""
+    """The result as lines of text: a table, and the meaning of its words."""
     total = sum(row.parameters for row in layers.rows)
     made = [f"{layers.kind} on {layers.ranks} ranks by {layers.layout}: {total:,} parameters"]
     made += [f"  {note}" for note in layers.notes]

@@ -1,8 +1,8 @@
-"""How long a collective takes: NCCL's own model of its rings and trees, or what was measured on a machine.
+"""The time of a collective: by NCCL's own model of its rings and trees, or as measured on a machine.
 
-A ring sends (ranks - 1) / ranks of a tensor for each of its rounds, over as many channels as a node has adapters; a tree sends
-it up and down again. Each has three protocols, of which the first costs little time and much bandwidth. NCCL chooses by this very
-estimate, and so the least of them is taken. In-network reduction (NVLS, SHARP) is left out.
+In each round a ring sends (ranks - 1) / ranks of a tensor, over as many channels as a node has adapters; a tree sends it up and
+down again. Each has three protocols, from low latency to high bandwidth. NCCL chooses by the same estimate, so the least time is
+taken. In-network reduction (NVLS, SHARP) is left out.
 
 Source: NVIDIA/nccl, src/graph/tuning.cc, 2.19.
 """
@@ -17,7 +17,7 @@ from echelon.planner.devices import Device
 
 __all__ = ["Links"]
 
-# Seconds by protocol (LL, LL128, Simple): of any collective, and of each step within a node and between nodes.
+# Seconds by protocol (LL, LL128, Simple): for any collective, and for each step within a node and between nodes.
 _RING = ((6.6e-6, 14.0e-6, 8.4e-6), (0.6e-6, 1.9e-6, 3.4e-6), (2.7e-6, 4.0e-6, 14.0e-6))
 _TREE = ((6.8e-6, 14.0e-6, 0.0), (0.6e-6, 1.25e-6, 28e-6), (5.0e-6, 8.5e-6, 28e-6))
 _SHARES = (1 / 4, 0.92, 1.0)  # of the bandwidth, by protocol
@@ -28,21 +28,20 @@ _ROUNDS = {"all-reduce": 2}  # of a ring
 
 @dataclass(frozen=True)
 class Links:
-    """Between the ranks of a cluster, which are numbered node by node.
+    """The links between the ranks of a cluster, which are numbered node by node.
 
     Args:
-        per_node: ranks of a node.
+        per_node: number of ranks of a node.
     """
 
     device: Device
     per_node: int
 
     def seconds(self, kind: str, size: int, ranks: Sequence[int]) -> float:
-        """Of one collective of these ranks alone.
+        """Seconds of one collective of these ranks, with no other traffic.
 
         Args:
-            size: bytes: of the whole tensor, which all-gathers make, reduce-scatters take and all-reduces sum up; else of what a
-                rank gives away.
+            size: bytes of the whole tensor for all-gathers, reduce-scatters and all-reduces; otherwise bytes that a rank sends.
         """
         count = len(ranks)
         if count <= 1:
@@ -52,7 +51,7 @@ class Links:
         domain = self.device.domain or self.per_node
         together = [len(list(those)) for _, those in groupby(sorted(ranks), key=lambda rank: rank // domain)]
         nodes = len(together)
-        # All devices of a node send to others at a time, each by its own adapter.
+        # All devices of a node send to other nodes at the same time, each through its own adapter.
         out = min(together) * self.device.network
         bandwidth = self.device.node if nodes == 1 else min(self.device.node, out) if min(together) > 1 else out
         if not bandwidth:
@@ -81,7 +80,7 @@ class Links:
         return latency + 2 * size / (bandwidth * _TREE_SHARE * _OF_TREE[protocol])
 
     def _as_measured(self, kind: str, size: int, count: int) -> float:
-        """With the nearest number of ranks, and as much longer as a ring of more has more steps."""
+        """The measurement with the nearest number of ranks, scaled by the number of steps of a ring."""
         rows = [each for each in self.device.collectives if each.kind == kind] or list(self.device.collectives)
         near = min(rows, key=lambda each: abs(each.ranks - count))
         more = (count - 1) / (near.ranks - 1)

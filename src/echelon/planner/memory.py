@@ -1,4 +1,4 @@
-"""What each layout would hold on a rank, and how long it would take: each is traced in a process of its own."""
+"""Memory of a rank and time of an update under each layout. Each layout is traced in a process of its own."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ __all__ = [
     "traced",
 ]
 
-# What a trace does not see. The caching allocator cannot use all that it reserves: a tenth is taken for that. CUDA's context, the
-# buffers of NCCL and the workspaces of cuBLAS lie beside it: a GiB is taken. Both are rules of thumb, and no measurements.
+# Memory that a trace does not see: the caching allocator cannot use all that it reserves (a tenth is assumed); CUDA's context,
+# NCCL's buffers and cuBLAS's workspaces lie beside it (a GiB is assumed). Both are rules of thumb, not measurements.
 _UNUSABLE, _BESIDE = 0.10, 2**30
-_MOST_AT_A_TIME = 8  # processes that trace; each takes about half a GiB
-PASSING = ("activations", "temporary")  # kinds of memory that go by the samples of a micro-batch; logits are among them
+_MOST_AT_A_TIME = 8  # processes that trace at the same time; each takes about half a GiB
+PASSING = ("activations", "temporary")  # kinds of memory in proportion to the samples of a micro-batch, including logits
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Picture:
     """An update in equal parts.
 
     Args:
-        memory: of each part, of equally many steps, bytes by `KINDS`.
-        shares: by kind of operator or collective, and whether it is one: of each part of the time, the share that it takes.
+        memory: for each part of equally many steps, bytes by `KINDS`.
+        shares: by (kind, whether it is a collective): for each part of the time, the share that the kind takes.
     """
 
     memory: list[list[int]]
@@ -70,36 +70,36 @@ class Picture:
 
 @dataclass(frozen=True)
 class Answer:
-    """Of a layout.
+    """The plan of a layout.
 
     Args:
-        layout: as it is written for `layout=`.
-        is_own: it is the script's own.
-        model, parameters: the module's class, and how many the whole of it has.
+        layout: as written for `layout=`.
+        is_own: whether it is the script's own layout.
+        model, parameters: the module's class, and the number of parameters of the whole model.
         peak: bytes at the fullest moment of an update; 0 if it could not be traced.
-        reserved: bytes that CUDA's caching allocator would take from the device meanwhile; 0 on a CPU.
-        by_kind: these, by what they are for.
-        largest: modules whose activations are the most at that moment, with bytes.
-        moment: when it is: forward, backward or optimizer; and in which module.
-        flops: of matrix products and attention, of an update on a rank.
+        reserved: bytes that CUDA's caching allocator would reserve; 0 on a CPU.
+        by_kind: the bytes of the peak by kind.
+        largest: the modules with the most activations at the peak, with bytes.
+        moment: of the peak: forward, backward or optimizer, and the module.
+        flops: of matrix products and attention, for an update on a rank.
         sent: bytes that a rank sends in an update.
-        read: how many values of tensors the script read; they were made up.
-        samples, tokens, micro_batches: of an update, on all ranks; micro-batches on each.
-        seconds: of an update; 0 without a device whose speed is known, as are the three below.
-        busy: seconds of operators: products, attention, memory.
-        waits: seconds in which these waited for collectives, by kind.
-        mfu: share of the device's peak that the model's own products and attention take, without what is computed again.
+        read: number of tensor values that the script read; they were made up.
+        samples, tokens, micro_batches: of an update; samples and tokens on all ranks, micro-batches on each rank.
+        seconds: of an update; this and the next three are empty without a device of known speed.
+        busy: seconds of operators, by kind: product, attention, memory.
+        waits: seconds in which operators waited for collectives, by kind.
+        mfu: share of the device's peak that the model's own products and attention use, without recomputation.
         parameter_bytes: of the whole model.
-        experts: the largest number that divides the experts of each layer that has some.
-        recompute: repeated blocks were computed again in the backward pass, in place of what the script recomputes.
-        offload: shards of the state lay in the host's memory, in place of what the script says.
-        by_hand: the script itself made its modules parallel, so that it has this layout alone.
-        stages: of a pipeline, the peak of each; the one shown is the fullest, and times are means over all.
+        experts: the largest number that divides the experts of each layer of experts.
+        recompute: repeated blocks were recomputed in the backward pass, instead of what the script recomputes.
+        offload: shards of the state were in the host's memory, whatever the script says.
+        by_hand: the script itself made its modules parallel, so only this layout can be planned.
+        stages: of a pipeline, the peak of each stage; the other numbers are of the fullest, and times are means over all.
         dtype: of most products and attention.
         verdict: fits, at risk, does not fit; "" without a budget.
-        why: it could not be traced.
+        why: the reason why it could not be traced.
         state: bytes of parameters, gradients and AdamW's moments on a rank, by a formula.
-        picture: what a page shows of the update, and `to_json` leaves out.
+        picture: the update as the page draws it; `to_json` leaves it out.
     """
 
     layout: str
@@ -135,7 +135,7 @@ class Answer:
 
     @property
     def rate(self) -> float:
-        """Tokens a second on all devices, or samples where there are no tokens."""
+        """Tokens a second on all devices, or samples if there are no tokens."""
         return (self.tokens or self.samples) / self.seconds if self.seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -147,12 +147,12 @@ class Setting:
     """Where a script would train.
 
     Args:
-        per_node: ranks of a node.
-        budget: bytes of a device.
-        device: whose time is estimated.
-        precision: "fp32", "bf16", "fp16" or "float8", in place of the script's own.
-        planned_ranks: for how many the memory of micro-batches is meant; with fewer, an update has more of them.
-        shapes: how many elements lines of the script choose, such as (("train.py:8", 64),), where only values say so.
+        per_node: number of ranks of a node.
+        budget: bytes of memory of a device.
+        device: for estimates of time.
+        precision: "fp32", "bf16", "fp16" or "float8"; replaces the script's own.
+        planned_ranks: number of ranks for which micro-batches were sized; with fewer ranks, an update has more micro-batches.
+        shapes: number of elements that a line of the script selects, where it depends on values: (("train.py:8", 64),).
     """
 
     ranks: int
@@ -169,10 +169,10 @@ class Setting:
 
 
 def layouts_for(ranks: int, per_node: int, experts: int = 0) -> list[str]:
-    """Those that are tried beside a script's own, from the simplest on.
+    """The layouts that are tried beside a script's own, the simplest first.
 
     Args:
-        experts: of a layer.
+        experts: number of experts of a layer.
     """
     if ranks == 1:
         return []
@@ -186,31 +186,31 @@ def layouts_for(ranks: int, per_node: int, experts: int = 0) -> list[str]:
 
 
 def plan_memory(target: Target, setting: Setting, *, layouts: Sequence[str] = (), only: str | None = None) -> list[Answer]:
-    """Two updates of the script under each layout, traced as one rank of so many, and the script's own layout first.
+    """Trace two updates of the script under each layout, as one rank of the setting's world. The script's own layout comes first.
 
     Args:
-        layouts: those to try beside; by default `layouts_for`.
-        only: this one alone; "yours" is the script's own.
+        layouts: layouts to try besides; by default `layouts_for`.
+        only: trace only this layout; "yours" is the script's own.
     """
     if only is not None:
         return [traced(target, None if only == "yours" else only, setting)]
     own = traced(target, None, setting)
     if (own.by_hand and not layouts) or (own.why and not own.model):
-        return [own]  # a script that ended before it gave a module would say so once more under each layout
+        return [own]  # a script that failed before it gave a module would fail alike under each layout
     others = [layout for layout in layouts or layouts_for(setting.ranks, setting.per_node, own.experts) if layout != own.layout]
     return [own, *all_traced([Job(target, layout, setting) for layout in others])]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a process traces.
+    """The task of a process that traces.
 
     Args:
         layout: None is the script's own.
-        accumulation: micro-batches of an update, in place of the script's own.
-        recompute: repeated blocks are computed again in the backward pass, in place of what the script recomputes.
-        offload: shards of the state lie in the host's memory, in place of what the script says.
-        rank: as which.
+        accumulation: number of micro-batches of an update; replaces the script's own.
+        recompute: recompute repeated blocks in the backward pass, instead of what the script recomputes.
+        offload: keep shards of the state in the host's memory, whatever the script says.
+        rank: the rank as which it traces.
     """
 
     target: Target
@@ -225,12 +225,12 @@ class Job:
 def traced(
     target: Target, layout: str | None, setting: Setting, accumulation: int | None = None, *, recompute: bool = False
 ) -> Answer:
-    """See `Job`."""
+    """The plan of one layout; see `Job`."""
     return all_traced([Job(target, layout, setting, accumulation, recompute)])[0]
 
 
 def all_traced(jobs: Sequence[Job]) -> list[Answer]:
-    """Each as rank 0, and a pipeline as a rank of each of its stages."""
+    """Trace each job as rank 0, and a pipeline as one rank of each stage."""
     firsts = _in_processes(jobs)
     stages = [[replace(job, rank=rank) for rank in first.pipeline[1:]] for job, first in zip(jobs, firsts, strict=True)]
     others = iter(_in_processes([each for those in stages for each in those]))
@@ -239,12 +239,12 @@ def all_traced(jobs: Sequence[Job]) -> list[Answer]:
 
 @dataclass(frozen=True)
 class _Rank:
-    """What was found as one rank.
+    """The result of tracing one rank.
 
     Args:
-        counted: micro-batches that were traced; of a pipeline, whose passes repeat themselves, not all.
-        own_flops: without what is computed again.
-        peak_flops: a second, of the device.
+        counted: number of micro-batches that were traced; not all of a pipeline's, whose passes repeat.
+        own_flops: without recomputation.
+        peak_flops: the device's peak FLOP/s.
     """
 
     answer: Answer
@@ -256,7 +256,7 @@ class _Rank:
 
     @property
     def times(self) -> float:
-        """As how many of it the update counts."""
+        """The factor from the traced micro-batches to those of the update."""
         return self.answer.micro_batches / self.counted if self.counted else 1.0
 
 
@@ -277,7 +277,7 @@ def _answer(job: Job, ranks: list[_Rank]) -> Answer:
 
 
 def _timed(answer: Answer, setting: Setting, ranks: list[_Rank]) -> Answer:
-    """Of several stages the means."""
+    """Add the times to a plan; for a pipeline they are means over its stages."""
     timelines = [each.timeline for each in ranks if each.timeline is not None]
     more = ranks[0].times
     busy: defaultdict[str, float] = defaultdict(float)
@@ -299,7 +299,7 @@ def _timed(answer: Answer, setting: Setting, ranks: list[_Rank]) -> Answer:
 
 
 def _in_processes(jobs: Sequence[Job]) -> list[_Rank]:
-    """Each in one of its own, since what a script began stays begun; as many at a time as there are cores."""
+    """Run each job in its own process, since a script changes its process for good; as many at a time as there are cores."""
     context, waiting = multiprocessing.get_context("fork"), list(enumerate(jobs))
     running: dict[Connection, tuple[int, Any]] = {}
     answers: dict[int, _Rank] = {}
@@ -308,7 +308,7 @@ def _in_processes(jobs: Sequence[Job]) -> list[_Rank]:
             number, job = waiting.pop(0)
             receiver, there = context.Pipe(duplex=False)
             child = context.Process(target=_trace, args=(there, job))  # no daemon: its loader may have workers
-            with warnings.catch_warnings(action="ignore"):  # threads of torch's, which the child does not use
+            with warnings.catch_warnings(action="ignore"):  # about torch's threads, which the child does not use
                 child.start()
             there.close()
             running[receiver] = number, child
@@ -327,11 +327,11 @@ def _in_processes(jobs: Sequence[Job]) -> list[_Rank]:
 
 def _trace(there: Connection, job: Job) -> None:
     result: _Rank
-    die_with_parent(signal.SIGKILL)  # nobody would hear of it
-    os.dup2(2, 1)  # what the script prints is not the plan
+    die_with_parent(signal.SIGKILL)  # nobody would read the result
+    os.dup2(2, 1)  # the script's output must not mix with the plan
     warnings.simplefilter("ignore")
     if job.rank:
-        logging.disable(logging.WARNING)  # rank 0 has said it
+        logging.disable(logging.WARNING)  # rank 0 gives the same warnings
     setting, blank = job.setting, Answer(job.layout or "", job.layout is None)
 
     def tell(model: Model) -> None:
@@ -395,7 +395,7 @@ def _trace(there: Connection, job: Job) -> None:
         result = _Rank(replace(blank, why=_said(error, job.layout is None)))
     there.send(result)
     there.close()
-    os._exit(0)  # no exit function of a script's runs with tensors that have no memory
+    os._exit(0)  # skips the script's exit functions, which would get tensors without memory
 
 
 def _links(setting: Setting) -> Links:
@@ -404,8 +404,8 @@ def _links(setting: Setting) -> Links:
 
 
 def _said(error: BaseException, is_own: bool) -> str:
-    """Of an error within the script, of what cannot be done without values, or of a refusal; that of a layout which is not the
-    script's own is about no line of it.
+    """The text of an error in the script, of an operation that needs values, or of a refusal. A refusal names the script's line
+    only if the layout is the script's own.
     """
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     files = [(file, line) for file, line in frames if not file.startswith("<") and not in_library(file)]
@@ -420,8 +420,8 @@ def _said(error: BaseException, is_own: bool) -> str:
 
 
 def state_by_formula(layout: str, setting: Setting, parameter_bytes: int) -> int:
-    """Parameters, gradients and AdamW's two moments on a rank, each over as many ranks as the layout splits it; 0 if that is not
-    known of it. Source: Rajbhandari et al. 2020, "ZeRO", section 5.
+    """Bytes of parameters, gradients and AdamW's two moments on a rank, each divided by the ranks over which the layout splits
+    it; 0 for an unknown layout. Source: Rajbhandari et al. 2020, "ZeRO", section 5.
     """
     ranks = setting.ranks
     by_word = {"none": (1, 1), "noop": (1, 1), "ddp": (1, 1), "zero1": (1, 1), "zero2": (1, ranks)}
@@ -462,7 +462,7 @@ def _verdict(peak: int, budget: int) -> str:
 
 
 def lines(answers: Sequence[Answer], ranks: int, device: str, budget: int | None) -> list[str]:
-    """For people: a table, where the most is, and what was left out.
+    """The plan as lines of text: a table, where the peak is, and what was left out.
 
     Raises:
         PlanError: nothing could be traced.
@@ -532,12 +532,12 @@ def _most_waited(answer: Answer) -> str:
 
 
 def duration(seconds: float) -> str:
-    """For people."""
+    """A time as text."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1000:.3g} ms"
 
 
 def _remedy(answer: Answer, ranks: int, budget: int) -> str:
-    """By how much it is too large, and about what would fit."""
+    """By how much the layout is too large, and roughly what would fit."""
     kinds, usable = answer.by_kind or {}, int((budget - _BESIDE) / (1 + _UNUSABLE))
     if usable <= 0:
         return f"{size(answer.peak)} beside the {size(_BESIDE)} of CUDA and NCCL. Take a device with more memory."
@@ -558,12 +558,12 @@ def _remedy(answer: Answer, ranks: int, budget: int) -> str:
 
 
 def equal_parts(rows: int, least: int) -> int:
-    """The fewest equal parts of so many rows, at least so many."""
+    """The smallest number of equal parts of `rows`, at least `least`."""
     return next((each for each in range(least, rows) if rows % each == 0), rows)
 
 
 def size(number: int) -> str:
-    """Bytes for people."""
+    """A number of bytes as text."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB")):
         if number >= unit:
             return f"{number / unit:.1f} {name}"

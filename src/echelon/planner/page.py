@@ -1,4 +1,4 @@
-"""A plan as one HTML page that works offline: bars of memory, and of layouts an update's memory and time. It needs no script."""
+"""A plan as one HTML page that works offline, without scripts: bars of memory, and the update of the first layouts over time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MOST_PICTURES = 4
 def page(answers: Sequence[Answer], budget: int, text: str, title: str) -> str:
     """
     Args:
-        answers: the first few are shown over an update.
+        answers: the plans; for the first few, the update is drawn.
         budget: bytes of a device, or 0.
         text: the table.
-        title: of whatever was planned, such as the script's name.
+        title: what was planned, such as the script's name.
     """
     known = [each for each in answers if each.peak]
     kinds = [kind for kind in KINDS if any((each.by_kind or {}).get(kind) for each in known)]
@@ -35,7 +35,7 @@ def page(answers: Sequence[Answer], budget: int, text: str, title: str) -> str:
 
 def _bars(answers: Sequence[Answer], budget: int, kinds: Sequence[str]) -> str:
     most = max(each.peak for each in answers)
-    budget = 0 if budget > 10 * most else budget  # which would leave bars that nobody sees
+    budget = 0 if budget > 10 * most else budget  # or the bars would be too short to see
     most = max(budget, most)
     made = []
     for row, each in enumerate(answers):
@@ -79,7 +79,7 @@ def _update(answer: Answer, picture: Picture, kinds: Sequence[str]) -> str:
 
 
 def _area(answer: Answer, picture: Picture, kinds: Sequence[str]) -> str:
-    """Of each kind the band that it takes on top of those before it."""
+    """Stacked bands, one for each kind of memory."""
     most, step = max(answer.peak, 1), _WIDTH / len(picture.memory)
     base, made = [0.0] * len(picture.memory), list[str]()
     for kind in kinds:
@@ -96,7 +96,7 @@ def _area(answer: Answer, picture: Picture, kinds: Sequence[str]) -> str:
 def _column(part: int, parts: int, shares: Iterable[tuple[str, float]], y: float) -> list[str]:
     width, made, left = _WIDTH / parts, list[str](), 1.0
     for kind, share in shares:
-        share = min(left, share)  # collectives of several groups run at a time
+        share = min(left, share)  # collectives of several groups can run at the same time
         left -= share
         if share > 0.005:
             made.append(_rect(kind, part * width, y + _LANE * left, width, _LANE * share, f"{kind} {share:.0%}"))
@@ -120,7 +120,7 @@ def _svg(parts: Iterable[str], height: float, says: str) -> str:
     return f'<svg viewBox="0 0 {_WIDTH} {height:.0f}" role="img" aria-label="{escape(says)}">{"".join(parts)}</svg>'
 
 
-# Memory by its kinds, then operators, then collectives; of two colours for light and dark pages.
+# Kinds of memory, then operators, then collectives; a colour for light pages and one for dark pages.
 _COLOURS = {
     "parameters": ("#1f5fa8", "#79b4f2"),
     "gradients": ("#b8500a", "#f2a35c"),

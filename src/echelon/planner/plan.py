@@ -1,4 +1,4 @@
-"""A plan: what each layout would hold and how long it would take, of a script or of two functions."""
+"""A plan of a script or of two functions: memory and time of an update under each layout."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _PRECISIONS = ("fp32", "bf16", "fp16", "float8")
 
 @dataclass(frozen=True)
 class Spending:
-    """What a whole training is reckoned from.
+    """The input of the bill of a whole training.
 
     Args:
         goal: an amount, such as "300B tokens".
         price: of a device for an hour.
         mtbf: hours between failures of a device.
-        save_time: seconds for which a save holds training up.
+        save_time: seconds for which a save stops training.
     """
 
     goal: str
@@ -42,13 +42,13 @@ class Spending:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was planned. `str()` of it is the table.
+    """A plan. `str()` gives the table.
 
     Args:
-        setting: on which devices.
+        setting: the devices.
         layouts: the script's own first; after a search the fastest first. Memory in bytes, times in seconds.
-        left_out: by a search: what does not fit, and why.
-        bill: of the goal, by the first layout.
+        left_out: after a search: layouts that do not fit, and why.
+        bill: of the goal, with the first layout.
         goal: as it was given.
     """
 
@@ -60,19 +60,19 @@ class Plan:
 
     @property
     def best(self) -> Answer | None:
-        """The fastest that fits, or that may; None if nothing does."""
+        """The fastest layout that fits, or else the fastest that may fit; None if there is none."""
         order = {"fits": 0, "": 1, "at risk": 1}
         known = [each for each in self.layouts if each.peak and each.verdict in order]
         return min(known, key=lambda each: (order[each.verdict], -each.rate), default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """The plan as plain values."""
         bill = asdict(self.bill) if self.bill else None
         made = {"ranks": self.setting.ranks, "per_node": self.setting.per_node, "budget": self.setting.budget, "bill": bill}
         return made | {"layouts": [each.to_json() for each in (*self.layouts, *self.left_out)]}
 
     def to_html(self, title: str = "echelon plan") -> str:
-        """A page that works offline: the table, memory by layout, and of the first few layouts an update over time."""
+        """A page that works offline: the table, memory by layout, and the update of the first few layouts over time."""
         return page(self.layouts, self.setting.budget or 0, str(self), title)
 
     def __str__(self) -> str:
@@ -131,30 +131,30 @@ def plan(
     mtbf: float | None = None,
     save_time: float = 60.0,
 ) -> Plan:
-    """What training would hold in memory and how long an update would take, under each layout; `echelon plan` for two functions.
+    """The memory of training and the time of an update under each layout; `echelon plan` for two functions.
 
-    They run in processes of their own, as a rank of a world that need not exist, with tensors that have no memory. Build a model
-    that this machine cannot hold under `on_meta()`.
+    The functions run in processes of their own, as one rank of a world that need not exist, with tensors that have no memory.
+    Build a model that this machine cannot hold under `on_meta()`.
 
     Args:
         make_unit: builds the unit.
         make_data: builds the loader.
-        gpus: devices, a rank on each.
-        nodes: machines on which these are, equally many on each; by default 8 devices on each.
-        device: a name that is known, such as "h100-sxm", or a TOML file as `echelon plan --calibrate` writes it. By default no
-            time is estimated.
-        cluster: all three in a word, such as "16x8xH100".
+        gpus: number of devices, one rank on each.
+        nodes: number of machines, with equally many devices each; by default machines of 8 devices.
+        device: a known name, such as "h100-sxm", or a TOML file from `echelon plan --calibrate`. By default no time is
+            estimated.
+        cluster: nodes, devices per node and device in one word, such as "16x8xH100".
         budget: memory of a device, such as "80GiB"; by default the device's.
-        layouts: to try beside the unit's own; by default those that the devices allow.
-        precision: "fp32", "bf16", "fp16" or "float8", in place of the unit's own.
-        shapes: how many elements a line chooses where only values say so, as of `x[mask]`: {"train.py:8": 64}.
-        search: look for the fastest layout that fits, in place of these.
-        goal: of the whole training, such as "300B tokens": days, device-hours, and what follows.
+        layouts: layouts to try besides the unit's own; by default those that the devices allow.
+        precision: "fp32", "bf16", "fp16" or "float8"; replaces the unit's own.
+        shapes: number of elements that a line selects, where it depends on values, as for `x[mask]`: {"train.py:8": 64}.
+        search: search for the fastest layout that fits, instead of trying these.
+        goal: the amount of the whole training, such as "300B tokens": adds days, device-hours and cost to the plan.
         price: of a device for an hour.
         mtbf: hours between failures of one device.
-        save_time: seconds for which a save holds training up.
+        save_time: seconds for which a save stops training.
     Raises:
-        UsageError: no devices are named, or such as are not known; nothing could be traced.
+        UsageError: no devices or unknown devices are named; nothing could be traced.
     """
     require(callable(make_unit), "make_unit", "a function that builds the unit", make_unit, kind=PlanError)
     require(callable(make_data), "make_data", "a function that builds the loader", make_data, kind=PlanError)
@@ -167,9 +167,9 @@ def plan(
             number(name, given, "above 0", lambda found: 0 < found < math.inf, kind=PlanError)
     spending = Spending(goal, price, mtbf, save_time) if goal else None
     if goal:
-        Goal.of(goal)  # before anything is traced
+        Goal.of(goal)  # raises before anything is traced
     try:
-        # Those that trace are forked, and this process may have threads that compute.
+        # The tracing processes are forked, which is not safe here: this process may have compute threads.
         made: Plan = launch(_plan, ranks=1, args=(target, setting, tuple(layouts), search, spending), quiet=True)[0]
     except RankFailedError as error:
         if isinstance(error.__cause__, EchelonError):
@@ -194,10 +194,10 @@ def plan_of(
     searches: bool = False,
     spending: Spending | None = None,
 ) -> Plan:
-    """See `plan`. This process is forked.
+    """See `plan`. Forks this process.
 
     Args:
-        only: this layout alone; "yours" is the script's own.
+        only: plan only this layout; "yours" is the script's own.
     """
     goal = Goal.of(spending.goal) if spending else None
     out: list[Answer] = []
@@ -215,7 +215,7 @@ def plan_of(
 
 
 def _bill(goal: Goal, spending: Spending, answers: Sequence[Answer], ranks: int) -> Bill:
-    """Of the first layout."""
+    """The bill with the first layout that has a time."""
     best = next((each for each in answers if each.seconds), None)
     if best is None:
         raise PlanError(

@@ -1,4 +1,4 @@
-"""What a layout would do with each layer of a module, before anything is done: `echelon plan --layers` shows it."""
+"""What a layout would do with each layer of a module, without doing it. `echelon plan --layers` shows it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _GATHERED = "gathered with"
 
 @dataclass(frozen=True)
 class Row:
-    """Layers that are alike, and are treated alike.
+    """Layers of one kind that the layout treats alike.
 
     Args:
         name: with the numbers of all, as in `blocks.{0..3}.up`; "" is the module itself.
-        kind: their class.
-        parameters: of all of them; a tied one counts where it comes first.
-        told: what becomes of them, by axis.
+        kind: the layers' class.
+        parameters: of all of them; a tied parameter counts only where it comes first.
+        told: what the layout does with them, by axis.
     """
 
     name: str
@@ -48,9 +48,9 @@ class Layers:
 
     Args:
         kind: the module's class.
-        layout: its name, or its axes.
-        notes: what concerns more than one layer.
-        styles: of tensor parallelism, those that occur.
+        layout: the layout's name, or its axes.
+        notes: on more than one layer.
+        styles: the styles of tensor parallelism that occur.
     """
 
     kind: str
@@ -62,12 +62,12 @@ class Layers:
 
 
 def layers_of(module: nn.Module, layout: Strategy, ranks: int) -> Layers:
-    """Which layers `layout` splits over so many ranks, and how. No process group is needed, and nothing is changed.
+    """Which layers `layout` splits over `ranks` ranks, and how. Needs no process group, and does not change the module.
 
     Args:
-        module: not yet made parallel; the meta device will do.
+        module: not yet made parallel; may be on the meta device.
     Raises:
-        UsageError: what training would be refused for: heads, layers or experts that do not divide, a plan that names no module.
+        UsageError: training would be refused: heads, layers or experts that do not divide, or a plan that names no module.
     """
     axes: dict[str, Callable[[str, nn.Module], str]] = {}
     notes: list[str] = []
@@ -106,14 +106,14 @@ def _as_axes(layout: Strategy, ranks: int) -> Layout | None:
 
 
 def _sharded(layout: Strategy, several: Layout | None, ranks: int) -> FSDPStrategy | None:
-    """What shards the parameters, if something does."""
+    """The strategy that shards the parameters; None if nothing does."""
     if several is not None:
         dims = several.dims(ranks)
         return several.fsdp or FSDPStrategy() if dims.dp_shard * dims.cp > 1 else None
     return layout if isinstance(layout, FSDPStrategy) else None
 
 
-# --- one axis each: from a layer's name and the layer to what becomes of it
+# --- a function for each axis: maps a layer's name and the layer to what the axis does with it
 
 
 def _tensor(module: nn.Module, chosen: Chosen) -> Callable[[str, nn.Module], str]:
@@ -191,7 +191,7 @@ def _rows(module: nn.Module, axes: Mapping[str, Callable[[str, nn.Module], str]]
 
 
 def _template(name: str) -> tuple[str, list[int]]:
-    """The name with `*` for each number in it, and the numbers."""
+    """The name with `*` in place of each number, and the numbers."""
     parts = name.split(".")
     numbers = [int(part) for part in parts if part.isdecimal()]
     return ".".join("*" if part.isdecimal() else part for part in parts), numbers
@@ -203,7 +203,7 @@ def _name(template: str, numbers: Sequence[Sequence[int]]) -> str:
 
 
 def _each(template: str, numbers: Sequence[Sequence[int]]) -> str:
-    """The name of a module around each of the layers: with `*` for the numbers in which they differ."""
+    """The name of the module with which each of the layers is gathered, with `*` for numbers in which the layers differ."""
     alike = iter([str(each[0]) if len(set(each)) == 1 else "*" for each in zip(*numbers, strict=True)])
     return ".".join(next(alike) if part == "*" else part for part in template.split("."))
 

@@ -1,5 +1,5 @@
-"""Which layout trains fastest on a cluster, of those that fit: each with the fewest micro-batches that its memory allows, and
-with recomputed blocks where that is faster, or all that fits; where nothing does, with the state in the host's memory.
+"""Search for the layout that trains fastest on a cluster among those that fit. Each layout has the fewest micro-batches that its
+memory allows, and recomputes blocks if that is faster or is needed to fit. If nothing fits, the state goes to the host's memory.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Candidate:
     """A layout.
 
     Args:
-        parameters, optimizer: over how many ranks it splits these.
-        ways: ranks that have other samples.
-        stages: of a pipeline.
+        parameters, optimizer: number of ranks over which it splits the parameters, and the optimizer's state.
+        ways: number of ranks with different samples.
+        stages: number of pipeline stages.
     """
 
     layout: str
@@ -31,14 +31,14 @@ class Candidate:
     stages: int = 1
 
 
-_PIPELINES = (2, 4, 8)  # stages that are tried; each is traced as a rank of every stage
-_MICRO_BATCHES = 4  # for each stage, so that about a fifth of the update is spent on filling and emptying a pipeline
+_PIPELINES = (2, 4, 8)  # numbers of stages to try; each pipeline is traced as one rank of every stage
+_MICRO_BATCHES = 4  # per stage, so that filling and emptying the pipeline takes about a fifth of the update
 
 
 def candidates(ranks: int, per_node: int, experts: int = 0) -> list[Candidate]:
-    """dp_replicate x dp_shard x tp, where a node has the ranks of tp, and shards lie over all of the ways or over a node's; over
-    several nodes also pp x dp_shard, with layers whole or over all of a node. Experts, if a layer has so many, are also divided
-    over 2, 4, ... of the ranks that shard, with pipelines over a node's.
+    """The layouts to try: dp_replicate x dp_shard x tp, with tp within a node, and shards over all data-parallel ranks or those
+    of a node. On several nodes also pp x dp_shard, with whole layers or tp over a node. Experts, if a layer has enough, are also
+    divided over 2, 4, ... of the sharding ranks; with pipelines, within a node.
     """
     layouts = [Candidate("ddp", 1, 1, ranks), Candidate("zero1", 1, ranks, ranks)] if ranks > 1 else []
     tensor = [tp for tp in (1, 2, 4, 8) if tp <= per_node and ranks % tp == 0 and ranks > tp]
@@ -66,16 +66,16 @@ def candidates(ranks: int, per_node: int, experts: int = 0) -> list[Candidate]:
 
 
 def _powers_of_two(most: int) -> list[int]:
-    """That divide it, from 2 on."""
+    """The powers of two that divide `most`, from 2 on."""
     return [2**by for by in range(1, most.bit_length()) if most % 2**by == 0]
 
 
-Try = tuple[str, int, bool]  # a layout, with so many micro-batches, with or without recomputed blocks
+Try = tuple[str, int, bool]  # a layout, its number of micro-batches, whether blocks are recomputed
 Trace = Callable[[Sequence[Try]], list[Answer]]
 
 
 def search(target: Target, setting: Setting) -> tuple[list[Answer], list[Answer]]:
-    """See `found_best`. A script that cannot be traced as it stands is all that falls out."""
+    """See `found_best`. If the script cannot be traced under its own layout, that is the only result, as one left out."""
     first = traced(target, None, setting)
     if first.why:
         return [], [first]
@@ -94,7 +94,7 @@ def search(target: Target, setting: Setting) -> tuple[list[Answer], list[Answer]
 
 
 def _offloaded(target: Target, setting: Setting, rows: int) -> Answer:
-    """With shards of the state in the host's memory, and with recomputed blocks, if there are some: where nothing else fits."""
+    """The last resort: shards of the state in the host's memory, and recomputed blocks if the model has repeated blocks."""
 
     def looked_at(recompute: bool) -> Answer:
         looks = _fewest("fsdp", rows, 1, setting.budget or 0, recompute=recompute)
@@ -111,21 +111,21 @@ def _offloaded(target: Target, setting: Setting, rows: int) -> Answer:
 
 
 def found_best(first: Answer, setting: Setting, trace: Trace) -> tuple[list[Answer], list[Answer]]:
-    """Those that fit, the fastest first; and those that fall out, with `why`.
+    """The layouts that fit, the fastest first; and those left out, with `why`.
 
-    A layout is not traced if its shards of parameters and of the optimizer's state alone are too much. One that is traced and
-    does not fit is traced again with as many micro-batches as would make its activations fit, until a micro-batch has one sample;
-    and if one micro-batch was too large, with recomputed blocks, from one on: the better of both counts.
+    A layout is not traced if its shards of parameters and optimizer state alone are too large. A traced layout that does not fit
+    is traced again with as many micro-batches as would make its activations fit, until a micro-batch has one sample. If one
+    micro-batch was too large, the same is done with recomputed blocks, starting from one; the better of both counts.
 
     Args:
-        first: the script's own.
-        setting: with a budget.
-        trace: of all layouts that are looked at what each wants to know next, so that it can be found out at a time.
+        first: the plan of the script's own layout.
+        setting: must have a budget.
+        trace: traces the next try of each layout, all at the same time.
     """
     out: list[Answer] = []
     looked_at: dict[str, Looks] = {}
     budget, held = setting.budget or 0, (first.by_kind or {}).get("parameters", 0)
-    # Bytes for each of the parameters'; unknown where a layout splits the one and not the other.
+    # Bytes of optimizer state per byte of parameters; unknown if the layout splits only one of them.
     optimizer = (first.by_kind or {}).get("optimizer", 0) / held if held and not first.layout.startswith("zero") else 0.0
     for each in candidates(setting.ranks, setting.per_node, first.experts):
         alone = int(first.parameter_bytes * (1 / each.parameters + optimizer / each.optimizer))
@@ -153,7 +153,7 @@ def _order(answer: Answer) -> tuple[int, float]:
     return ("fits", "at risk", "does not fit", "").index(answer.verdict), -answer.rate
 
 
-Looks = Generator[Try, Answer, Answer]  # at a layout, until it is known how it does best
+Looks = Generator[Try, Answer, Answer]  # the tries of one layout; returns its best plan
 
 
 def _together(looked_at: Mapping[str, Looks], trace: Trace) -> list[Answer]:
@@ -170,12 +170,12 @@ def _together(looked_at: Mapping[str, Looks], trace: Trace) -> list[Answer]:
 
 
 def _better(layout: str, rows: int, least: int, budget: int) -> Looks:
-    """With or without recomputed blocks."""
+    """The better plan of the layout with and without recomputed blocks."""
     answer = yield from _fewest(layout, rows, least, budget, recompute=False)
     if answer.why or (answer.micro_batches == least and answer.verdict == "fits"):
         return answer
     again = yield from _fewest(layout, rows, least, budget, recompute=True)
-    # A model without repeated blocks has none to recompute, and a script may do so already.
+    # A model may have no repeated blocks, and a script may recompute them already.
     return answer if again.why or _order(answer) <= _order(again) else again
 
 
@@ -195,7 +195,7 @@ def _fewest(layout: str, rows: int, least: int, budget: int, *, recompute: bool)
 
 
 def options_of(best: Answer, precision: str | None = None) -> str:
-    """What the script has to give beside the command, for people."""
+    """The options that the script must set besides the command, as text."""
     given = [f"accumulate={best.micro_batches}"] if best.micro_batches > 1 else []
     given += ["recompute='blocks'"] if best.recompute else []
     given += ["layout=FSDPStrategy(cpu_offload=True)"] if best.offload else []
@@ -203,5 +203,5 @@ def options_of(best: Answer, precision: str | None = None) -> str:
 
 
 def command_of(best: Answer, ranks: int, script: str, arguments: Sequence[str]) -> list[str]:
-    """That runs it."""
+    """The command that trains with this layout."""
     return ["echelon", "run", "--ranks", str(ranks), "--layout", best.layout, script, *arguments]

@@ -1,4 +1,4 @@
-"""What an operator of torch reads, writes and computes; and collectives. Plain numbers, of which a time can be made."""
+"""What torch's operators read, write and compute, and collectives: plain numbers from which times are estimated."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ COPY_IN = "fsdp::all_gather_copy_in"
 class Operator:
     """
     Args:
-        name: as torch has it: aten::mm.
+        name: torch's name, such as aten::mm.
         moment: forward, backward or optimizer.
-        reads, writes: numbers of storages.
-        size: bytes of these together.
-        kind: "product", "attention", or "" for what only moves memory.
-        flops: of products and attention, in `dtype`; a causal mask's other half is not computed, though it is counted by torch.
-        shape: of a product: (batch, m, n, k), if its name says it; of attention (batch, queries, keys, head), of a causal mask
-            with half the keys.
-        is_repeated: computed again, for activation checkpointing.
+        reads, writes: numbers of the storages.
+        size: bytes read and written.
+        kind: "product", "attention", or "" for an operator that only moves memory.
+        flops: of products and attention, in `dtype`. Excludes the masked half of causal attention, which torch counts.
+        shape: of a product: (batch, m, n, k), if known from its name; of attention: (batch, queries, keys, head dim), with half
+            the keys if it is causal.
+        is_repeated: recomputed, for activation checkpointing.
         host: bytes that go over the link between the device and its host's memory.
     """
 
@@ -53,9 +53,9 @@ class Collective:
     """
     Args:
         kind: all-gather, reduce-scatter, all-reduce, ...
-        size: bytes, as in `Traced.message`.
-        ranks: that take part, of the world; of what one rank sends to another, those of their group.
-        peer: of these, to which this rank sends, or from which it receives.
+        size: bytes, counted as in `Traced.message`.
+        ranks: the world's ranks that take part; for a message between two ranks, those of their group.
+        peer: the rank to which this rank sends, or from which it receives.
     """
 
     kind: str
@@ -82,22 +82,22 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 _FREE = ("empty", "new_empty", "_local_scalar_dense", "resize_", "set_", "is_", "sym_", "prim::")
-_ROWS = {"aten::embedding", "aten::index", "aten::index_select", "aten::gather"}  # they read what they give, no more
+_ROWS = {"aten::embedding", "aten::index", "aten::index_select", "aten::gather"}  # these read only as much as they return
 _OVERWRITE = ("copy_", "zero_", "fill_")
 
 
 def operator_of(
     op: Any, made: Any, args: Any, kwargs: Any, moment: str, number: Callable[[torch.Tensor], int], is_repeated: bool
 ) -> Operator | None:
-    """None for one that takes no time: views, and memory that nothing is written to.
+    """The step of an operator; None for an operator that takes no time: views, and allocations without a write.
 
     Args:
-        number: of a tensor's storage.
+        number: returns the number of a tensor's storage.
     """
     name = op._schema.name
     if name.partition("::")[2].startswith(_FREE):
         return None
-    if name == COPY_IN:  # its schema does not say that it fills a buffer
+    if name == COPY_IN:  # its schema does not show that it fills a buffer
         filled, *_ = tensors_in(made)
         moved = 2 * sum(map(_size, tensors_in(args[0])))
         return Operator(name, moment, tuple(map(number, tensors_in(args[0]))), (number(filled),), moved)
@@ -120,7 +120,7 @@ def operator_of(
 
 
 def _size(tensor: torch.Tensor) -> int:
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())  # an expanded one has less
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())  # an expanded tensor's is smaller
 
 
 def _computes(op: Any, made: Any, args: Any, kwargs: Any) -> tuple[str, int, str, tuple[int, ...]]:
@@ -137,7 +137,7 @@ def _computes(op: Any, made: Any, args: Any, kwargs: Any) -> tuple[str, int, str
         at = names.index("is_causal") if "is_causal" in names else len(args)
         is_causal = args[at] if at < len(args) else kwargs.get("is_causal", False)
         half = 2 if is_causal else 1
-        if packet.__name__.startswith(("_flash_", "_efficient_")):  # these have queries before heads, or none of their own
+        if packet.__name__.startswith(("_flash_", "_efficient_")):  # in these, the sequence comes before the heads, or is packed
             return "attention", counted // half, dtype, ()
         query, key = (args[names.index(each)] for each in ("query", "key"))
         shape = (query.shape[0] * query.shape[1], query.shape[2], key.shape[2] // half, query.shape[3])
@@ -152,8 +152,8 @@ def _computes(op: Any, made: Any, args: Any, kwargs: Any) -> tuple[str, int, str
 
 
 def _of_groups(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None) -> tuple[int, ...]:
-    """Of a product in groups of rows: as if all had equally many. The rows are those of the left side, or, of a weight's
-    gradient, what is summed over.
+    """The shape of a grouped product, as if all groups had equally many rows. Groups split the rows of the left side; for a
+    weight's gradient, they split the dim that is summed over.
     """
     groups = len(ends) if ends is not None else len(left)
     rows = left.shape[-2] // groups if left.dim() == 2 and right.dim() == 3 else left.shape[-2]
@@ -167,13 +167,13 @@ _LEFT_AT = {aten.mm: 0, aten._scaled_mm: 0, aten.bmm: 0, aten.addmm: 1, aten.bad
 def _allows_tf32() -> bool:
     try:
         return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # the other of torch's two settings was used
+    except RuntimeError:  # the program used torch's other setting
         return getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee") == "tf32"
 
 
 def flops_of(op: Any, made: Any, args: Any, kwargs: Any) -> int | None:
-    """Of a product or of attention; None of what is neither. An operator of a script's own is told to torch by
-    `register_flop_formula`, and is attention if its name says so."""
+    """FLOPs of a matrix product or of attention; None for other operators. A script registers an operator of its own with torch's
+    `register_flop_formula`; it is attention if its name contains the word."""
     count = _FLOPS.get(op.overloadpacket) or flop_registry.get(op.overloadpacket)
     return None if count is None else int(count(*args, **kwargs, out_val=made))
 
@@ -187,12 +187,12 @@ def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, ou
 
 
 def _grouped(rows: Any, other: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    """Rows by the matrices of their groups; or, of a weight's gradient, both sides by rows."""
+    """FLOPs of rows times the matrices of their groups; or, for a weight's gradient, of both sides over the rows."""
     return int(2 * rows.shape[0] * rows.shape[1] * other.shape[-1])
 
 
-# torch's formulas do not know grouped products, nor the CPU's kernel of attention. As theirs do, these count the whole square of
-# a causal mask.
+# torch has no formulas for grouped products and the CPU's attention kernel. Like torch's, these count the whole square of a
+# causal mask.
 _FLOPS: dict[Any, Any] = {
     aten._grouped_mm: _grouped,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
