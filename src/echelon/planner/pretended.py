@@ -1,9 +1,9 @@
-"""This process as one rank among ranks that do not exist, with tensors that have a shape and no memory.
+"""A pretended world: this process acts as one rank among ranks that do not exist, with tensors that have a shape and no memory.
 
-torch's "fake" process group answers every collective at once, and FakeTensorMode runs operators on shapes alone. So the code
-that trains can be run as a rank of any world, for any size of model. torch 2.13 has no public way to either, nor to what
-`fully_shard` and DistributedDataParallel do in memory that does not exist; what is private is here. Tested with torch 2.13;
-tests/planner/test_pretended.py fails where a version has something else in its place.
+torch's "fake" process group answers every collective at once, and FakeTensorMode runs operators on shapes alone. So the training
+code can run as a rank of any world, with a model of any size. torch 2.13 has no public names for either, nor for what
+`fully_shard` and DistributedDataParallel do with memory; this file has all private names that are needed. Tested with torch 2.13;
+tests/planner/test_pretended.py fails if another version differs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-# The meta kernels of collectives, which fake tensors need, come with this module.
+# This module brings the meta kernels of collectives, which fake tensors need.
 from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -61,7 +61,7 @@ __all__ = [
 ]
 
 aten = torch.ops.aten
-without_overrides = torch._C.DisableTorchFunction  # a context in which no TorchFunctionMode answers for tensors
+without_overrides = torch._C.DisableTorchFunction  # a context without TorchFunctionModes
 _ECHELON, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 
 _HERE, _OPTIMIZERS = str(Path(__file__).parent), str(Path(_TORCH, "optim"))
@@ -71,10 +71,9 @@ _NOTHING = "_echelon_is_nothing"  # an attribute of tensors whose value is 0
 
 @contextlib.contextmanager
 def pretended_world(size: int, rank: int = 0, shapes: Mapping[str, int] | None = None) -> Iterator[NoMemory]:
-    """This process is `rank` of `size`; every other one is taken to say what this one says. Gives the mode of its tensors."""
+    """This process acts as `rank` of `size`; every other rank is assumed to send the same values. Yields the tensors' mode."""
     mode, threads = NoMemory(shapes), torch.get_num_threads()
-    # Only values are computed, a few at a time: threads that meet after each part of a sort wait longer than it takes, beside
-    # other processes that trace.
+    # Only small values are computed: beside other tracing processes, threads would wait for each other longer than they compute.
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
@@ -97,8 +96,8 @@ def pretended_world(size: int, rank: int = 0, shapes: Mapping[str, int] | None =
 
 
 def without_values(module: nn.Module, mode: NoMemory) -> None:
-    """Its parameters and buffers, also those on the meta device, have shapes and no memory from here on. In place. Whole numbers
-    keep their values, where they have some.
+    """Replace the module's parameters and buffers, also those on the meta device, by tensors without memory. In place. Integer
+    tensors that have values keep them.
     """
     made: dict[int, torch.Tensor] = {}
 
@@ -124,15 +123,15 @@ _real_apply: Any = nn.Module._apply
 
 
 def _apply(module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-    """`to`, `half`, `cuda`: tensors without memory are where they should be, and get another type. torch would swap each for what
-    becomes of it, and cannot.
+    """Replaces `nn.Module._apply` for `to`, `half` and `cuda`: tensors without memory change only their dtype. torch's own would
+    swap each tensor's data, which fails for them.
     """
     parts = list(module.modules()) if recurse else [module]
     held: list[dict[str, Any]] = [tensors for part in parts for tensors in (part._parameters, part._buffers)]
     if not any(isinstance(tensor, FakeTensor) for tensors in held for tensor in tensors.values()):
         real: nn.Module = _real_apply(module, change, recurse)
         return real
-    changed: dict[int, torch.Tensor] = {}  # a tied one once
+    changed: dict[int, torch.Tensor] = {}  # a tied parameter is changed once
     for tensors in held:
         for name, tensor in tensors.items():
             if tensor is None or not is_plain(type(tensor)):
@@ -154,18 +153,18 @@ _real_propagation = ShardingPropagator._propagate_tensor_meta_non_cached
 
 
 def _propagated(propagator: ShardingPropagator, op_schema: Any) -> Any:
-    """What shape an operator of DTensors gives: found out with fake tensors of the whole shape, which no rank ever has."""
+    """The output shape of an operator on DTensors. torch runs it on fake tensors of the whole shape, which must not be traced."""
     with _disable_current_modes():
         return _real_propagation(propagator, op_schema)
 
 
 def _formatted(tensor: torch.Tensor, how: str) -> str:
-    """`f"{loss:.3f}"`, which torch has for tensors of its own class alone."""
+    """`f"{loss:.3f}"`, which torch supports only for its own tensor class."""
     return format(tensor.item(), how) if tensor.dim() == 0 else object.__format__(tensor, how)
 
 
 def _set_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """`tensor.data = other`, which would make a plain meta tensor of it."""
+    """`tensor.data = other`; torch's own setter would turn the fake tensor into a plain meta tensor."""
     if not isinstance(other, FakeTensor):
         with tensor.fake_mode:  # type: ignore[attr-defined]
             other = torch.empty_strided(other.shape, other.stride(), dtype=other.dtype)
@@ -176,7 +175,7 @@ def _set_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
 def _padded(
     data: torch.Tensor, batch_sizes: torch.Tensor, batch_first: bool, value: float, total_length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `pad_packed_sequence`, which writes lengths in C++, by no operator."""
+    """Replaces `pad_packed_sequence`, which writes lengths in C++, without an operator."""
     sizes = batch_sizes.tolist()
     steps, places = torch.arange(len(sizes)).repeat_interleave(batch_sizes), torch.cat([torch.arange(size) for size in sizes])
     padded = data.new_full((max(len(sizes), total_length), sizes[0], *data.shape[1:]), value)
@@ -186,22 +185,22 @@ def _padded(
 
 
 def is_plain(kind: type) -> bool:
-    """Of a tensor's class: it has a storage of its own, and no other tensors within."""
+    """Whether tensors of the class have their own storage and no inner tensors."""
     return kind in (torch.Tensor, nn.Parameter) or issubclass(kind, FakeTensor)
 
 
 def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Of a group, in the world."""
+    """The world's ranks of a group."""
     return tuple(dist.get_process_group_ranks(group))
 
 
 def is_backward() -> bool:
-    """Whether autograd is at work in this thread."""
+    """Whether a backward pass runs in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 _INDEX = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_, aten._unsafe_index, aten._unsafe_index_put}
-# What gives a tensor whose shape depends on values -> that, for so many elements.
+# Operators whose output shape depends on values -> the output for a number of elements.
 _BY_COUNT: dict[Any, Callable[[torch.Tensor, int], Any]] = {
     aten.nonzero.default: lambda tensor, count: tensor.new_empty((count, tensor.dim()), dtype=torch.int64),
     aten.masked_select.default: lambda tensor, count: tensor.new_empty(count),
@@ -212,14 +211,14 @@ _BY_COUNT: dict[Any, Callable[[torch.Tensor, int], Any]] = {
         tensor.new_empty(count, dtype=torch.int64),
     ),
 }
-# Values that a line may read in two updates: one by one, on a device, so many would take longer than to train.
+# The most values that a line may read in two updates: on a device, reading so many one by one would take longer than training.
 _MOST_READ = 20_000
-_CHOSEN = "_echelon_chosen"  # an attribute of tensors of which so many elements are chosen
+_CHOSEN = "_echelon_chosen"  # an attribute: the number of elements chosen from a tensor
 
 
 @functools.cache
 def _depends_on_values(op: Any) -> bool:
-    """Whether shapes do not say what it gives. An index may be a mask, which is one for each of its dimensions."""
+    """Whether the operator's output or its shape depends on values. Indexing is handled apart: see `_without_mask`."""
     tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
     return (bool(tags & set(op.tags)) or op in SHAPED_BY_WHOLE) and op.overloadpacket not in _INDEX
 
@@ -230,7 +229,7 @@ def _place_in_group(op: Any, args: Any) -> tuple[int, int]:
 
 
 def _line() -> str:
-    """Where the operator under way is called, outside of torch and echelon."""
+    """The innermost line outside of torch and echelon that called the current operator."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_ECHELON, _TORCH, "<")):
         frame = frame.f_back
@@ -238,7 +237,7 @@ def _line() -> str:
 
 
 def _is_asked_by_optimizer() -> bool:
-    """Which counts its steps in a tensor, and reads it: whatever its number is, the same is computed."""
+    """Whether an optimizer reads the value: it counts its steps in a tensor, and computes the same whatever the count is."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(_OPTIMIZERS):
         if not frame.f_code.co_filename.startswith((_TORCH, _HERE)):
@@ -248,15 +247,15 @@ def _is_asked_by_optimizer() -> bool:
 
 
 class NoMemory(FakeTensorMode):
-    """Tensors with a shape and no memory. Who reads a value that is not known (`Values`) gets 1, as of a loss or of `all()`; of
-    `any()`, and of a count of infs, 0.
+    """The mode of tensors with a shape and no memory. Reading an unknown value (see `Values`) gives 1, as for a loss or `all()`;
+    for `any()` and a count of infs it gives 0.
 
     Args:
-        shapes: by the line, as in "train.py:8", how many elements are chosen where only values say how many.
+        shapes: by line, such as "train.py:8": the number of elements that it selects, where that depends on values.
     Attributes:
-        read: how many values were.
-        values: those that are known.
-        on_host: is told of what was just made in the host's memory.
+        read: number of unknown values that were read.
+        values: the known values.
+        on_host: called with each tensor that was made in the host's memory.
     """
 
     def __init__(self, shapes: Mapping[str, int] | None = None) -> None:
@@ -267,7 +266,7 @@ class NoMemory(FakeTensorMode):
         self._read_at: Counter[str] = Counter()
 
     def __deepcopy__(self, memo: Any) -> NoMemory:
-        """Of the copy of a module, too, tensors are this mode's: it would take those of another for some of its own memory."""
+        """The mode itself, so that the tensors of a copied module stay in it: a mode does not accept another mode's tensors."""
         return self
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -281,7 +280,7 @@ class NoMemory(FakeTensorMode):
         return made
 
     def _known(self, op: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-        """Whether values say what such an operator gives, and that."""
+        """Whether known values determine the operator's output, and the output."""
         if _line() in self.shapes:
             return False, None
         values = self.values.given_by(op, args, kwargs)
@@ -290,8 +289,8 @@ class NoMemory(FakeTensorMode):
         with _disable_current_modes():
             made = tree_map_only(torch.Tensor, self.from_tensor, values)
         if op is aten._pack_padded_sequence.default:
-            made = made[0], values[1]  # recurrent layers read the sizes in C++, by no operator
-        if op not in SHAPED_BY_WHOLE or not tree_leaves(values)[0].is_floating_point():  # else the floats were others
+            made = made[0], values[1]  # recurrent layers read the sizes in C++, without an operator
+        if op not in SHAPED_BY_WHOLE or not tree_leaves(values)[0].is_floating_point():  # otherwise these floats were not real
             self.values.keep(made, values)
         return True, made
 
@@ -300,10 +299,10 @@ class NoMemory(FakeTensorMode):
             mask = args[1].expand(args[0].shape) if op is aten.masked_select.default else None
             return of_count(args[0], self._chosen(op, args[0], mask))
         if op.overloadpacket in _INDEX:
-            fills = len(args) > 2 and args[2].numel() == 1  # one value goes to as many as there are
+            fills = len(args) > 2 and args[2].numel() == 1  # a single value is written to all selected elements
             args = (args[0], [each for index in args[1] for each in self._without_mask(op, index, fills)], *args[2:])
         if op is aten._local_scalar_dense.default and not isinstance(args[0], FakeTensor):
-            with _disable_current_modes():  # of before the training, such as the steps that Adagrad counts from its beginning
+            with _disable_current_modes():  # made before training, such as Adagrad's count of steps
                 return op(*args, **kwargs)
         if op is aten._local_scalar_dense.default:
             self._reads()
@@ -313,11 +312,11 @@ class NoMemory(FakeTensorMode):
         if op in (aten.allclose.default, aten.equal.default):
             self._reads()
             return True
-        if op is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:  # of which alone torch knows the shape
+        if op is aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:  # torch has a shape only for bfloat16
             with self:
                 halves = [each.to(torch.bfloat16) for each in args[:2]]
                 return op(*halves, *args[2:], **kwargs).to(args[0].dtype)
-        if op is aten.bincount.default and len(args) > 2 and args[2] > 0:  # experts, of which none has more than the last
+        if op is aten.bincount.default and len(args) > 2 and args[2] > 0:  # minlength: the number of experts
             return args[0].new_empty(args[2], dtype=torch.int64 if args[1] is None else args[1].dtype)
         try:
             made = super().__torch_dispatch__(op, types, args, kwargs)
@@ -333,7 +332,8 @@ class NoMemory(FakeTensorMode):
         return made
 
     def _reads(self) -> None:
-        """
+        """Count a value that was read.
+
         Raises:
             PlanError: a line reads values without end.
         """
@@ -348,20 +348,20 @@ class NoMemory(FakeTensorMode):
             )
 
     def _without_mask(self, op: Any, index: torch.Tensor | None, fills: bool) -> list[torch.Tensor | None]:
-        """A mask as an index means one of whole numbers for each of its dimensions."""
+        """The index tensors that an index stands for: a mask becomes one integer index for each of its dims."""
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             return [index]
         count = 1 if fills else self._chosen(op, index)
         return [index.new_empty(count, dtype=torch.int64) for _ in range(index.dim())]
 
     def _chosen(self, op: Any, tensor: torch.Tensor, mask: torch.Tensor | None = None) -> int:
-        """How many elements of it, or different ones, there are for the script. The same in the backward pass.
+        """The number of elements that are selected from the tensor, or of its distinct ones. The same in the backward pass.
 
         Args:
-            mask: that chooses, if it is not the tensor itself.
+            mask: the mask that selects, if it is not the tensor itself.
 
         Raises:
-            PlanError: nothing says so.
+            PlanError: the number is unknown.
         """
         if (count := getattr(tensor, _CHOSEN, None)) is None:
             line = _line()
@@ -379,7 +379,7 @@ class NoMemory(FakeTensorMode):
         return int(count)
 
     def ones_of(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
-        """For who reads all values of a tensor at once."""
+        """The known values of a tensor that is read as a whole, or ones."""
         if (value := self.values.of(tensor)) is not None:
             with _disable_current_modes():
                 known: npt.NDArray[Any] = value.numpy()
@@ -389,8 +389,8 @@ class NoMemory(FakeTensorMode):
 
 
 class Chunks:
-    """What torch's `_chunk_with_empty` gives, made when it is asked for: `fully_shard` makes the parts of all ranks and takes
-    one, which with fake tensors is nearly all of the time.
+    """Replaces torch's `_chunk_with_empty`, and makes each chunk on access: `fully_shard` uses only one, and making the chunks of
+    all ranks as fake tensors would take nearly all of the time.
     """
 
     def __init__(self, tensor: torch.Tensor, number: int, dim: int) -> None:
@@ -404,14 +404,15 @@ class Chunks:
 
 
 def buckets_of(module: nn.Module) -> Sequence[torch.Tensor]:
-    """Those in which a DistributedDataParallel sends gradients."""
+    """The buckets in which a DistributedDataParallel sends gradients."""
     reducer = getattr(module, "reducer", None)
     return reducer.buckets if isinstance(reducer, _Reducer) else ()
 
 
 class _Reducer:
-    """What DistributedDataParallel's reducer, which is C++ and needs memory, holds and sends: gradients become views of buckets,
-    or are copied into them, and a bucket that is full is sent. In a pass that is not to be reduced gradients lie beside them.
+    """Holds and sends the same as DistributedDataParallel's reducer, which is C++ and needs memory: gradients become views of
+    buckets, or are copied into them, and a full bucket is all-reduced. In a pass without reduction, gradients stay outside of the
+    buckets.
     """
 
     def __init__(
@@ -458,5 +459,5 @@ class _Reducer:
         if not any(self._waits):
             self._reduces = False
 
-    def __getattr__(self, name: str) -> Any:  # what the wrapper tells its reducer beside
+    def __getattr__(self, name: str) -> Any:  # the wrapper's other calls of its reducer
         return lambda *args, **options: False

@@ -1,8 +1,8 @@
-"""What a script does on its way to training that a plan goes without: memory for parameters, CUDA, weights from files.
+"""Stand-ins for what a script uses before it trains and a plan does not have: memory for parameters, CUDA, weights from files.
 
-A script is run as it stands. Where it builds a model, the parameters have shapes alone from the moment at which a module gets
-them; where it asks for CUDA, it is told of the devices that are planned for, and its tensors stay here; where it loads pretrained
-weights, it gets the model of their configuration, and nothing of the weights is read or downloaded.
+The script runs unchanged. When it builds a model, parameters lose their memory as soon as a module registers them. When it asks
+for CUDA, it is told of the planned devices, and its tensors stay on this machine's CPU. When it loads pretrained weights, it gets
+the model of their configuration; weights are neither read nor downloaded.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def stand_ins(mode: NoMemory, *, gpus: int, device: Device | None = None, memory
     """Context in which a script runs.
 
     Args:
-        gpus: of this node, that the script is told of; 0 where it is planned for CPUs.
-        device: which ones; by default as an H100.
-        memory: bytes of each, where not those of `device`.
+        gpus: number of GPUs of this node that the script is told of; 0 in a plan for CPUs.
+        device: their kind; by default an H100.
+        memory: bytes of each; by default those of `device`.
     """
 
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        with without_overrides():  # within on_meta, tensors say that they lie on the CPU
+        with without_overrides():  # within on_meta, tensors on meta report the CPU
             if type(parameter) is not nn.Parameter or parameter.device.type != "cpu":
                 return None
             with mode:
@@ -60,7 +60,7 @@ def stand_ins(mode: NoMemory, *, gpus: int, device: Device | None = None, memory
             vars(made).update(vars(parameter))
             return made
 
-    register: Any = register_module_parameter_registration_hook  # its annotation leaves out that the hook may give another
+    register: Any = register_module_parameter_registration_hook  # its annotation omits that a hook may return a parameter
     hook = register(without_memory)
     cuda, accelerator = _answers(gpus, device or device_named("h100"), memory)
     try:
@@ -68,7 +68,7 @@ def stand_ins(mode: NoMemory, *, gpus: int, device: Device | None = None, memory
             mock.patch.multiple(torch.cuda, **cuda),
             mock.patch.multiple(torch.accelerator, **accelerator),
             mock.patch.multiple(torch.cuda.nvtx, range_push=_nothing, range_pop=_nothing, mark=_nothing),
-            mock.patch.object(dist, "init_process_group", _nothing),  # there is one already
+            mock.patch.object(dist, "init_process_group", _nothing),  # the group exists already
             mock.patch.object(PreparedUnit, "_prepare", _prepare_here),
             mock.patch.object(DistributedDataParallel, "__init__", _wrap_here),
             mock.patch.object(FullyShardedDataParallel, "__init__", _refuse_fsdp1),
@@ -90,7 +90,7 @@ def stand_ins(mode: NoMemory, *, gpus: int, device: Device | None = None, memory
 
 
 def _answers(gpus: int, device: Device, memory: int | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What torch.cuda and torch.accelerator say to a script that is planned for these devices."""
+    """Stand-ins for functions of torch.cuda and torch.accelerator, for a script that is planned for these devices."""
     major, minor = device.capability
     total = memory or device.memory or 80 << 30
     properties = SimpleNamespace(
@@ -123,13 +123,13 @@ def _answers(gpus: int, device: Device, memory: int | None) -> tuple[dict[str, A
     return cuda, accelerator
 
 
-# Of torch.cuda.
+# Functions of torch.cuda.
 _WITHOUT_EFFECT = ("set_device", "synchronize", "init", "reset_peak_memory_stats", "empty_cache", "ipc_collect")
 _BYTES = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 
 
 def _told(real: Callable[..., Any], planned: Any) -> Callable[..., Any]:
-    """A question of a script; torch with torchvision and its like, and echelon, compute here, and ask what is so."""
+    """A function that gives a script the planned answer. torch, torchvision and the like, and echelon get the real answer."""
 
     def ask(*args: Any, **kwargs: Any) -> Any:
         asking = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
@@ -143,7 +143,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class _Stream:
-    """A stream or an event, for which a script may wait."""
+    """A stand-in for a stream or an event, for which a script may wait."""
 
     __init__ = record = wait = synchronize = wait_stream = wait_event = _nothing
 
@@ -158,13 +158,13 @@ class _Stream:
 
 
 class _Here(TorchFunctionMode):
-    """What names a CUDA device means the one where the plan is made."""
+    """Replaces CUDA devices in calls of torch by the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.device:
-            return func(*args, **kwargs)  # a script asks what it is
-        if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):  # torch reads memory here
+            return func(*args, **kwargs)  # a script may look at its device
+        if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):  # torch reads memory
             args = (tree_map_only(FakeTensor, FakeTensor.tolist, args[0]), *args[1:])
         if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
@@ -189,7 +189,7 @@ _real_autocast: Any = torch.autocast.__init__
 
 
 def _autocast(context: torch.autocast, device_type: str, *args: Any, **kwargs: Any) -> None:
-    """Without CUDA torch leaves its autocast out, and a plan would be that of float32."""
+    """Autocast for "cuda" becomes that for "cpu": without CUDA torch disables it, and the plan would be that of float32."""
     _real_autocast(context, "cpu" if _is_cuda(device_type) else device_type, *args, **kwargs)
 
 
@@ -197,14 +197,14 @@ _real_prepare: Any = PreparedUnit._prepare
 
 
 def _prepare_here(unit: PreparedUnit, module: nn.Module, options: AutoOptions) -> None:
-    """A unit computes here, whatever device it is given."""
+    """A unit computes on the CPU, whatever device it is given."""
     _real_prepare(unit, module, replace(options, device=None))
 
 
 _real_wrap: Any = DistributedDataParallel.__init__
 
 
-@functools.wraps(_real_wrap)  # what a version of torch takes is read off it
+@functools.wraps(_real_wrap)  # its signature shows which options this torch has
 def _wrap_here(
     wrapper: DistributedDataParallel,
     module: nn.Module,
@@ -213,7 +213,7 @@ def _wrap_here(
     *args: Any,
     **options: Any,
 ) -> None:
-    """A module that a script wraps by hand lies here, whatever devices are named."""
+    """A module that a script wraps by hand stays on the CPU, whatever devices are named."""
     _real_wrap(wrapper, module, None, None, *args, **options)
 
 
@@ -241,7 +241,7 @@ _real_save, _real_load = torch.save, torch.load
 
 
 def _save(obj: Any, *args: Any, **kwargs: Any) -> None:
-    """What has no values is not written."""
+    """Writes nothing if the object has tensors without values."""
     if not any(isinstance(each, FakeTensor) for each in tree_leaves(obj)):
         _real_save(obj, *args, **kwargs)
 
@@ -250,7 +250,7 @@ def _load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
     return _real_load(f, "cpu" if map_location is None or _is_cuda(map_location) else map_location, *args, **kwargs)
 
 
-# --- what is one kernel on a GPU, and several on a CPU, which keep more for the backward pass
+# --- functions that are one kernel on a GPU, and on a CPU several, which keep more for the backward pass
 
 _real_rms_norm, _real_dropout, _real_attention = F.rms_norm, F.dropout, F.scaled_dot_product_attention
 
@@ -258,14 +258,14 @@ _real_rms_norm, _real_dropout, _real_attention = F.rms_norm, F.dropout, F.scaled
 def _rms_norm(
     input: torch.Tensor, normalized_shape: Sequence[int], weight: torch.Tensor | None = None, eps: float | None = None
 ) -> torch.Tensor:
-    """That of layers keeps as much, and a mean for each row."""
+    """By the kernel of layer norm, which keeps as much, and one mean more for each row."""
     if weight is not None and weight.dtype != input.dtype:
         return _real_rms_norm(input, list(normalized_shape), weight, eps)
     return torch.native_layer_norm(input, list(normalized_shape), weight, None, eps or 0.0)[0]
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """It keeps a mask of bytes."""
+    """By the fused kernel, which keeps a mask of bytes."""
     if not training or inplace or not 0 < p < 1:
         return _real_dropout(input, p, training, inplace)
     return torch.native_dropout(input, p, True)[0]
@@ -280,7 +280,9 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """It draws its dropout anew in the backward pass. For a learned mask, such as T5's bias, a CPU has no kernel."""
+    """Without dropout, as a GPU's kernel keeps no mask and draws it again in the backward pass. For a learned mask, such as T5's
+    bias, a CPU has no kernel, so a GPU's is traced.
+    """
     if attn_mask is None or not attn_mask.requires_grad or query.dim() != 4 or query.shape[1] != key.shape[1]:
         return _real_attention(query, key, value, attn_mask, 0.0, is_causal, **options)
     to = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
@@ -295,7 +297,7 @@ _real_on_host = torch.autograd.graph.save_on_cpu
 
 
 class _OnHost(torch.autograd.graph.saved_tensors_hooks):
-    """What is saved goes to the host's memory, and comes back as another tensor."""
+    """Stand-in for `save_on_cpu`: a saved tensor goes to the host's memory, and comes back as another tensor."""
 
     def __init__(self, mode: NoMemory, pin_memory: bool = False, device_type: str = "cuda") -> None:
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -310,7 +312,7 @@ _real_add_group = torch.optim.Optimizer.add_param_group
 
 
 def _add_group(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> None:
-    """Where nothing else is asked for, a GPU steps all parameters together, which makes as large a tensor of each."""
+    """Sets `foreach`, a GPU's default: it steps all parameters together, with a temporary tensor as large as each."""
     _real_add_group(optimizer, param_group)
     group = optimizer.param_groups[-1]
     if "foreach" in group and not any(group.get(name) is not None for name in ("foreach", "fused")):
@@ -325,10 +327,10 @@ _KERNELS: dict[str, Any] = {"rms_norm": _rms_norm, "dropout": _dropout, "scaled_
 
 @contextlib.contextmanager
 def _loaded(name: str, change: Callable[[ModuleType], Callable[[], Any]]) -> Iterator[None]:
-    """Have a module changed when the script imports it; a plan of another script does not wait for that import.
+    """Change a module when the script imports it, so that plans of other scripts need not import it.
 
     Args:
-        change: gives what undoes it.
+        change: changes the module and returns a function that undoes this.
     """
     if (there := sys.modules.get(name)) is not None:
         undo = change(there)
@@ -367,7 +369,7 @@ def _loaded(name: str, change: Callable[[ModuleType], Callable[[], Any]]) -> Ite
 
 
 def _leave_weights_out(modeling: ModuleType) -> Callable[[], Any]:
-    """`from_pretrained` gives the model that the configuration describes, and reads that alone."""
+    """`from_pretrained` builds the model that the configuration describes, and reads only the configuration."""
     base: Any = modeling.PreTrainedModel
     real = base.from_pretrained.__func__
 
@@ -382,7 +384,7 @@ def _leave_weights_out(modeling: ModuleType) -> Callable[[], Any]:
         kwargs.pop("device_map", None)
         logging = sys.modules["transformers.utils.logging"]
         before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-        logging.set_verbosity_error()  # it would list all weights as newly drawn
+        logging.set_verbosity_error()  # it would list all weights as newly initialized
         logging.disable_progress_bar()
         try:
             return real(cls, None, *more, config=config, **kwargs, state_dict={})
@@ -397,8 +399,8 @@ def _leave_weights_out(modeling: ModuleType) -> Callable[[], Any]:
 
 
 def _look_at_masks(masks: ModuleType) -> Callable[[], Any]:
-    """Of tensors without memory it takes no mask for one that hides nothing, and attention would compute the whole square of a
-    causal one. A plan knows the values of masks and positions.
+    """transformers would take fake tensors for tracing, never leave a mask out, and attention would compute the whole square of a
+    causal mask. A plan knows the values of masks and positions, so they can be looked at.
     """
     real = masks.is_tracing
     patch = mock.patch.object(masks, "is_tracing", lambda tensor=None: real())
