@@ -1,20 +1,19 @@
-"""How long an update takes on a device: a simulation of its operators and collectives, each begun when it can be.
+"""The time of an update on a device: simulates its operators and collectives, each started as early as possible.
 
-    operators       one after another, in the order in which they were traced; each waits for the collectives whose results it
-                    reads or overwrites
+    operators       one after another, in the traced order; each waits for the collectives whose results it reads or overwrites
     collectives     one after another within their group; each waits for the operators before it
-    `fully_shard`   gathers in a stream of its own, ahead of the operators: forward as soon as the last but one gathered
-                    parameters were copied out, backward the last ones. A reduction waits for the gradients; what is done with its
-                    result belongs to it; and the next one's operators wait for it
+    `fully_shard`   gathers in a stream of its own, ahead of the operators: in the forward pass, once the gathered parameters
+                    before the previous ones were copied out; in the backward pass, once the previous ones were. A reduction
+                    waits for the gradients; operators on its result run in its stream; the next reduction waits for it
 
-An operator takes the longer of its arithmetic and its memory traffic, and no less than the device's least; beside a collective
-it takes `Device.contention` times that.
+An operator takes the longer of its arithmetic and its memory traffic, and at least `Device.least`; beside a collective it takes
+`Device.contention` times as long.
 
-    pipelines       each rank has its own timeline, in which nothing arrives late; then all go on together. A rank that needs what
-                    comes later is later by as much from there on, and so are the collectives of its stage. Messages from one rank
-                    to another follow one after the other
+    pipelines       each rank first has its own timeline, in which no message arrives late; then `run_together` shifts them. If a
+                    message arrives late, the rank is late by the same time from there on, and so are the collectives of its
+                    stage. Messages between two ranks follow one another
 
-Loading of data, checkpoints, and a host that is slower than its device are left out.
+Data loading, checkpoints, and a host slower than its device are left out.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ __all__ = ["SLOWED", "Message", "Timeline", "fused", "operator_seconds", "run_to
 
 SLOWED = "slowed by collectives"
 _REDUCE_IN = "fsdp::chunk_cat"
-_RECENT = 4096  # operators before a collective that may have run beside it
+_RECENT = 4096  # number of latest operators that a collective may have run beside
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Between stages of a pipeline.
+    """A message between stages of a pipeline.
 
     Args:
-        at: seconds: when it is sent, or when what is received is needed.
+        at: seconds at which it is sent, or at which its content is needed.
         peer: the rank to which it goes, or from which it comes.
-        number: of those between the two ranks in this direction, from 0.
+        number: counts the messages between the two ranks in this direction, from 0.
         size: bytes.
     """
 
@@ -59,13 +58,13 @@ class Timeline:
     """
     Attributes:
         seconds: of the update.
-        passes: of these, those before the optimizer's step.
-        busy: seconds of operators: of products, attention, and memory; and how much longer these took beside collectives.
+        passes: seconds before the optimizer's step.
+        busy: seconds of operators by kind: product, attention, memory; and the time that they lost beside collectives.
         waits: seconds in which operators waited for collectives, by kind.
         communication: seconds of collectives, hidden or not.
-        spans: of operators and collectives: when each began and ended, of which kind, and whether it is a collective.
-        messages: to and from other stages of a pipeline, which are taken to be there when they are needed; `run_together` has
-            several timelines wait for each other.
+        spans: (begin, end, kind, whether it is a collective) of operators and collectives.
+        messages: to and from other stages of a pipeline. In one timeline they arrive in time; `run_together` makes several
+            timelines wait for each other.
     """
 
     seconds: float = 0.0
@@ -77,7 +76,7 @@ class Timeline:
     messages: list[Message] = field(default_factory=list)
 
     def shares(self, parts: int) -> dict[tuple[str, bool], list[float]]:
-        """By kind, and whether it is a collective: of each of so many equal parts of the update, the share that it takes."""
+        """By (kind, whether it is a collective): for each of `parts` equal parts of the update, the share that the kind takes."""
         made: dict[tuple[str, bool], list[float]] = defaultdict(lambda: [0.0] * parts)
         each = self.seconds / parts or 1.0
         for begins, ends, kind, collective in self.spans:
@@ -89,11 +88,11 @@ class Timeline:
 
 def operator_seconds(step: Operator, device: Device) -> float:
     moved = step.size / (device.bandwidth * device.copied)
-    if step.host and device.host:  # what an optimizer changes there is taken to be as far away
+    if step.host and device.host:  # an optimizer's tensors are all in the host's memory then
         return (step.size if step.moment == "optimizer" else step.host) / device.host
     least = device.least
     if step.moment == "optimizer" and device.overlaps:
-        least = 0.0  # on a GPU one kernel for many parameters; traced on a CPU, where each has its own
+        least = 0.0  # on a GPU one kernel steps many parameters; in the CPU's trace each has its own
     if not step.flops:
         return max(moved, least if step.size else 0.0)
     if step.kind == "attention":
@@ -105,9 +104,10 @@ def operator_seconds(step: Operator, device: Device) -> float:
 
 
 def fused(steps: Sequence[Step]) -> list[Step]:
-    """Steps as a compiler leaves them: neighbours that only move memory are one, without what lives within them alone.
+    """Steps after a compiler: neighbours that only move memory become one step, without the bytes of tensors that only they use.
 
-    An upper bound of what torch's Inductor does: it fuses across views and within graphs, and recomputes cheap results.
+    An upper bound of the time with torch's Inductor, which also fuses across views and within graphs, and recomputes cheap
+    results.
     """
     last = {number: at for at, step in enumerate(steps) for number in (*step.reads, *step.writes)}
     made: list[Step] = []
@@ -116,7 +116,7 @@ def fused(steps: Sequence[Step]) -> list[Step]:
     def end(at: int) -> None:
         if len(run) > 1:
             sizes: Counter[int] = Counter()
-            for each in run:  # an operator's bytes, in equal parts to its tensors: most have one size
+            for each in run:  # an operator's bytes are split equally over its tensors: most have one size
                 touched = (*each.reads, *each.writes)
                 for number in touched:
                     sizes[number] = max(sizes[number], each.size // len(touched))
@@ -152,7 +152,7 @@ def _is_pointwise(step: Step) -> bool:
 
 
 def simulate(steps: Iterable[Step], device: Device, links: Links) -> Timeline:
-    """An update whose predecessor is over."""
+    """The timeline of an update that starts when the previous one has ended."""
     return _Simulation(device, links).of(list(steps))
 
 
@@ -160,19 +160,19 @@ class _Simulation:
     def __init__(self, device: Device, links: Links) -> None:
         self._device, self._links = device, links
         self._made = Timeline()
-        self._now = 0.0  # when the operators so far are over
-        self._free: dict[tuple[int, ...], float] = defaultdict(float)  # when a group's collectives are over
-        self._pending: dict[int, tuple[float, str, tuple[int, ...]]] = {}  # a storage that a collective fills: until when, which
+        self._now = 0.0  # end of the operators so far
+        self._free: dict[tuple[int, ...], float] = defaultdict(float)  # end of each group's collectives so far
+        self._pending: dict[int, tuple[float, str, tuple[int, ...]]] = {}  # storage -> end, kind, group of its collective
         self._written: dict[int, float] = defaultdict(float)  # when an operator filled a storage
-        self._received: dict[int, Message] = {}  # by storage that another stage fills
-        self._count: Counter[tuple[str, int]] = Counter()  # of messages, by direction and peer
-        self._gathers: set[int] = set()  # storages of `fully_shard`'s gathers, and of its reductions
+        self._received: dict[int, Message] = {}  # by the storage that another stage fills
+        self._count: Counter[tuple[str, int]] = Counter()  # messages by direction and peer
+        self._gathers: set[int] = set()  # storages of `fully_shard`'s gathers; below, those of its reductions
         self._reductions: set[int] = set()
-        self._copied_out = [0.0, 0.0]  # when gathered parameters were
+        self._copied_out = [0.0, 0.0]  # when the last two gathered parameters were copied out
         self._last_reduction = 0.0
-        self._shared: list[tuple[float, float]] = []  # when collectives run, from now on
-        self._charged = 0.0  # until when operators were slowed by them
-        self._alone: deque[tuple[float, float]] = deque(maxlen=_RECENT)  # when operators ran at their own pace
+        self._shared: list[tuple[float, float]] = []  # spans of collectives from now on
+        self._charged = 0.0  # up to this time, operators are already slowed by collectives
+        self._alone: deque[tuple[float, float]] = deque(maxlen=_RECENT)  # spans in which operators ran at full speed
 
     def of(self, steps: list[Step]) -> Timeline:
         beside = _beside(steps)
@@ -207,7 +207,7 @@ class _Simulation:
             self._received.update(dict.fromkeys(step.writes, Message(0.0, False, peer, number, step.size)))
 
     def _needs(self, step: Step) -> None:
-        """What other stages have sent, if the step reads it."""
+        """Record the messages of other stages that the step reads."""
         for each in step.reads:
             if (message := self._received.pop(each, None)) is not None:
                 self._made.messages.append(replace(message, at=self._now))
@@ -216,7 +216,7 @@ class _Simulation:
         seconds = operator_seconds(step, self._device)
         touched = [self._pending[number] for number in {*step.reads, *step.writes} if number in self._pending]
         reduced = step.moment == "backward" and not step.flops and self._reductions.intersection(step.reads)
-        if reduced and touched and self._device.overlaps:  # what becomes of a reduction's result is done in its stream
+        if reduced and touched and self._device.overlaps:  # runs in the reduction's stream
             until, kind, ranks = max(touched)
             self._free[ranks] = max(self._free[ranks], until) + seconds
             for number in step.writes:
@@ -242,7 +242,7 @@ class _Simulation:
             self._reductions.update(step.writes)
 
     def _fills_a_gather(self, step: Operator) -> None:
-        """In the stream of `fully_shard`'s gathers, when the parameters are there."""
+        """An operator in the stream of `fully_shard`'s gathers; starts when the parameters are written."""
         seconds = operator_seconds(step, self._device)
         if not self._device.overlaps:
             self._now += seconds
@@ -279,7 +279,7 @@ class _Simulation:
             self._pending[number] = end, step.kind, step.ranks
 
     def _compute(self, seconds: float) -> None:
-        """An operator of so many seconds, which are more while collectives run beside it."""
+        """An operator of `seconds`; it takes longer while collectives run beside it."""
         slower, began, left = self._device.contention, self._now, seconds
         while left > 0:
             while self._shared and self._shared[0][1] <= self._now:
@@ -294,7 +294,7 @@ class _Simulation:
         self._made.busy[SLOWED] += self._now - began - seconds
 
     def _share(self, start: float, end: float) -> None:
-        """A collective runs from `start` to `end`. What operators did in it before now, they did too fast."""
+        """A collective runs from `start` to `end`. Operators in this span so far were timed at full speed: add what they lost."""
         slower, shared = self._device.contention, max(start, self._charged)
         done = sum(min(b, end) - max(a, shared) for a, b in self._alone if b > shared and a < end)
         more = min(done * (slower - 1), (end - shared) * (1 - 1 / slower))
@@ -313,7 +313,7 @@ class _Simulation:
 
 
 def _beside(steps: Sequence[Step]) -> set[int]:
-    """Places of the operators that fill the buffers of `fully_shard`'s gathers, and of the casts just before them."""
+    """Indices of the operators that fill the buffers of `fully_shard`'s gathers, and of the casts just before them."""
     places: set[int] = set()
     for at, step in enumerate(steps):
         if isinstance(step, Operator) and step.name == COPY_IN:
@@ -331,12 +331,12 @@ def _writes_only(step: Step, needed: set[int]) -> bool:
 
 
 def run_together(timelines: Mapping[int, Timeline], links: Links) -> float:
-    """Seconds of the update.
+    """Seconds of the update of a pipeline, whose ranks wait for each other's messages.
 
     Args:
         timelines: by rank of the world.
     Raises:
-        PlanError: a rank waits for what nobody sends.
+        PlanError: a rank waits for a message that no rank sends.
     """
     late = dict.fromkeys(timelines, 0.0)
     at = dict.fromkeys(timelines, 0)

@@ -1,4 +1,4 @@
-"""What an update holds, sends and computes on this rank: every storage from its first operator to its end, by kind and module."""
+"""Traces what an update holds, sends and computes on this rank: every storage from allocation to release, by kind and module."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ from echelon.planner.steps import COPY_IN, Collective, Operator, Step, flops_of,
 
 __all__ = ["BINS", "KINDS", "Trace", "Traced"]
 
-BINS = 240  # parts of an update, for a picture of it
+BINS = 240  # parts of an update in its picture
 
-# What memory is for, in the order in which it is shown.
+# Kinds of memory, in the order in which they are shown.
 KINDS = ("parameters", "gradients", "optimizer", "buffers", "kept", "activations", "gathered", "communication", "temporary")
 
 
-_HOST = "host"  # of what lies in the host's memory
+_HOST = "host"  # the kind of storages in the host's memory
 
 
 @dataclass
 class Traced:
-    """What happened on a rank in an update.
+    """What a rank did in an update.
 
     Attributes:
-        peak: the most bytes of tensors at a time.
-        reserved: bytes that CUDA's caching allocator takes from the device for them.
-        by_kind: these, by what they are for (`KINDS`).
-        by_module: activations among these, by the module in whose forward pass they were made.
-        moment: when that was: forward, backward or optimizer.
-        module: in whose pass.
-        resident: bytes that are there between updates.
-        calls, message: collectives and their bytes, by (kind, ranks that take part): of the whole tensor, which all-gathers make,
-            reduce-scatters take and all-reduces sum up; of what a rank gives away by all-to-all or to a neighbour.
-        flops: of matrix products and attention, also of those that are computed again.
-        repeated: of these, those of what is computed again.
-        types: of these, by type.
+        peak: the most bytes of tensors at one time.
+        reserved: bytes that CUDA's caching allocator reserves on the device for them.
+        by_kind: bytes at the peak, by kind (`KINDS`).
+        by_module: activations at the peak, by the module in whose forward pass they were made.
+        moment: of the peak: forward, backward or optimizer.
+        module: the module in whose pass the peak was.
+        resident: bytes that exist between updates.
+        calls, message: number of collectives, and their bytes, by (kind, number of ranks). Bytes are those of the whole tensor
+            for all-gathers, reduce-scatters and all-reduces; for all-to-all and messages to a neighbour, those that a rank sends.
+        flops: of matrix products and attention, including recomputation.
+        repeated: FLOPs of recomputation.
+        types: FLOPs by dtype.
         steps: operators and collectives, in order.
-        curve: over the update in `BINS` parts, of equally many steps each: the bytes by `KINDS` where a part is fullest.
+        curve: the update in `BINS` parts of equally many steps: for each, the bytes by `KINDS` at its fullest moment.
     """
 
     peak: int = 0
@@ -77,12 +77,12 @@ class Traced:
     curve: list[list[int]] = field(default_factory=list)
 
     def copy(self) -> Traced:
-        """As it is now."""
+        """A copy of the current state."""
         calls, message, types = Counter(self.calls), Counter(self.message), Counter(self.types)
         return replace(self, calls=calls, message=message, types=types, steps=list(self.steps))
 
     def repeat(self, begin: Traced, end: Traced, times: int) -> None:
-        """What happened between two copies happens so many times more, just after it."""
+        """Repeat what happened between two copies `times` more times, right after it."""
         for name in ("calls", "message", "types"):
             more = {kind: times * (many - getattr(begin, name)[kind]) for kind, many in getattr(end, name).items()}
             getattr(self, name).update(more)
@@ -92,7 +92,7 @@ class Traced:
         self.steps[at:at] = end.steps[len(begin.steps) :] * times
 
     def sent(self) -> float:
-        """Bytes that this rank sends if each collective sends as little as can be: in a ring, or to each its part."""
+        """Bytes that this rank sends if each collective sends as little as possible: in a ring, or to each rank only its part."""
         return sum(size * _RING.get(kind, _all_of_it)(ranks) for (kind, ranks), size in self.message.items())
 
 
@@ -119,7 +119,7 @@ _RING = {
     "all-to-all": _others_parts,
     "receive": _nothing,
 }
-_COLLECTIVES = {  # the first whose word is in an operator's name
+_COLLECTIVES = {  # the first entry whose key is in the operator's name
     "allgather": "all-gather",
     "all_gather": "all-gather",
     "reduce_scatter": "reduce-scatter",
@@ -141,17 +141,17 @@ class _Storage:
     kind: str
     module: str
     size: int = 0
-    stream: str = ""  # on a GPU, in which it is allocated
+    stream: str = ""  # the CUDA stream in which it would be allocated
 
 
 class Trace(TorchDispatchMode):
-    """Traces what happens within its context.
+    """Context that traces operators, collectives and storages.
 
     Args:
-        rounding: bytes of which every allocation is a multiple: CUDA's allocator has 512, a CPU's about 64.
+        rounding: every allocation is a multiple of so many bytes: 512 in CUDA's allocator, about 64 in a CPU's.
     Attributes:
-        leaves_out: whether what happens now is to be left out, as what ranks learn of each other in the first update is.
-        has_stepped: an optimizer has made its step in the update under way.
+        leaves_out: whether to leave out the current operators, such as trial passes of a pipeline in the first update.
+        has_stepped: an optimizer has stepped in the current update.
     """
 
     def __init__(self, rounding: int = 512) -> None:
@@ -159,9 +159,9 @@ class Trace(TorchDispatchMode):
         self.leaves_out: Callable[[], bool] = lambda: False
         self._rounding = rounding
         self._storages: weakref.WeakKeyDictionary[torch.UntypedStorage, _Storage] = weakref.WeakKeyDictionary()
-        # What has how many bytes more, at which moment, in which module, after how many steps.
+        # (storage, bytes more, moment, module, number of steps before)
         self._changes: list[tuple[_Storage, int, str, str, int]] = []
-        self._begins = 0  # the latest update, among these
+        self._begins = 0  # index of the latest update's first change
         self._offloads = False
         self._numbers: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._count_storages = itertools.count()
@@ -172,7 +172,7 @@ class Trace(TorchDispatchMode):
         self._counts = Traced()
         self._undo: list[Any] = []
 
-    # --- who is who
+    # --- the kinds of tensors
 
     def watch(
         self,
@@ -183,14 +183,14 @@ class Trace(TorchDispatchMode):
         *,
         offloads: bool = False,
     ) -> None:
-        """What is there already: parameters, buffers, what else is `kept`, and buffers of collectives.
+        """Register tensors that exist already: parameters, buffers, others that are `kept`, and buffers of collectives.
 
         Args:
-            offloads: shards of parameters, their gradients and the optimizer's state lie in the host's memory.
+            offloads: shards of parameters, their gradients and the optimizer's state are in the host's memory.
         """
         self._offloads = offloads
         self._names.update((part, name) for name, part in module.named_modules())
-        for each in kept:  # of which the module may have some
+        for each in kept:  # first, since the module may have some of these
             self._label(each, "kept")
         for each in communication:
             self._label(each, "communication")
@@ -222,20 +222,20 @@ class Trace(TorchDispatchMode):
                 self._label(value, "optimizer")
 
     def on_host(self, tensor: torch.Tensor) -> None:
-        """What was just made lies in the host's memory."""
+        """The tensor, which was made by the last operator, is in the host's memory."""
         self._label(tensor, _HOST)
         last = self._counts.steps[-1]
         if isinstance(last, Operator):
             self._counts.steps[-1] = replace(last, host=tensor.nbytes)
 
-    # --- when
+    # --- updates and modules
 
     def so_far(self) -> Traced:
-        """Of the update under way."""
+        """A copy of the current update's trace."""
         return self._counts.copy()
 
     def next_update(self) -> None:
-        """One is over, and the next begins."""
+        """End the current update and start the next."""
         self._counts, self._begins, self.has_stepped = Traced(), len(self._changes), False
 
     @property
@@ -245,7 +245,7 @@ class Trace(TorchDispatchMode):
     def __enter__(self) -> Trace:
         self._undo.append(register_module_forward_pre_hook(self._enter_module))
         self._undo.append(register_module_forward_hook(self._leave_module, always_call=True))
-        # `fully_shard` frees and takes memory so, without an operator.
+        # `fully_shard` frees and allocates memory by it, without an operator.
         self._resize = mock.patch.object(torch.UntypedStorage, "resize_", self._resizing(torch.UntypedStorage.resize_))
         self._resize.start()
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -267,19 +267,18 @@ class Trace(TorchDispatchMode):
         if self._inside:
             self._inside.pop()
 
-    # --- what
-
+    # --- operators
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not all(map(is_plain, types)):
-            return NotImplemented  # what a wrapper does with its own parts comes by again
+            return NotImplemented  # a wrapper's operators on its inner tensors come here, too
         kwargs = kwargs or {}
         if op is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], torch.Tensor):
-            return args[0]  # of a number that autograd saved: a mode gets it as such, and the operator would not take it
+            return args[0]  # a number that autograd saved reaches the mode as a number, which the operator refuses
         made = op(*args, **kwargs)
         if self.leaves_out():
             return made
         for tensor in tensors_in((args, kwargs)):
-            if isinstance(tensor, FakeTensor):  # of a model beside the one that trains, such as a teacher
+            if isinstance(tensor, FakeTensor):  # unknown so far: of another model, such as a teacher
                 self._see(tensor, "kept")
         kind = None
         if op in sync_ops:
@@ -296,7 +295,7 @@ class Trace(TorchDispatchMode):
         return made
 
     def _allocates_aside(self, op: Any, made: Any, args: Any) -> None:
-        """In streams of their own `fully_shard` allocates what it gathers from and into, and what it reduces to."""
+        """Note the streams: `fully_shard` allocates the buffers of its gathers and its reductions in streams of their own."""
         name = op._schema.name
         if name == COPY_IN:
             for known in self._known(made, args[0]):
@@ -319,7 +318,7 @@ class Trace(TorchDispatchMode):
         return self._numbers[storage]
 
     def _operates(self, op: Any, made: Any, args: Any, kwargs: Any) -> None:
-        is_repeated = bool(self._inside) and is_backward()  # a module's forward pass within the backward one
+        is_repeated = bool(self._inside) and is_backward()  # a module's forward pass inside the backward pass
         step = operator_of(op, made, args, kwargs, self._moment, self._number, is_repeated)
         if step is not None:
             far = sum(known.size for known in self._known(args, tuple(kwargs.values())) if known.kind == _HOST)
@@ -344,7 +343,7 @@ class Trace(TorchDispatchMode):
         self._counts.calls[kind, ranks] += 1
         self._counts.message[kind, ranks] += whole
         reads = {self._number(t) for t in tensors_in(args)}
-        # Those of `torch.distributed` fill what they are given first; the functional ones make a tensor.
+        # Collectives of `torch.distributed` fill their first argument; functional ones return a new tensor.
         into = made if "c10d_functional" in name else () if kind == "send" else args[0]
         written = {self._number(t) for t in tensors_in(into)}
         peer = members[args[2]] if kind in ("send", "receive") else None
@@ -368,7 +367,7 @@ class Trace(TorchDispatchMode):
             self._count(known, storage.nbytes())
 
     def _count(self, known: _Storage, size: int) -> None:
-        """A storage has so many bytes now; 0 if it is gone."""
+        """Record a storage's new number of bytes; 0 if it is gone."""
         now = -(-size // self._rounding) * self._rounding
         if now != known.size and not self._is_over:
             module, steps = self._inside[-1] if self._inside else "", len(self._counts.steps)
@@ -386,10 +385,10 @@ class Trace(TorchDispatchMode):
 
         return resize_
 
-    # --- and so
+    # --- the result
 
     def result(self) -> Traced:
-        """Of the latest update; the peak is that of all, since the first may hold more than others."""
+        """The trace of the latest update, with the peak over all updates, since the first may hold more than others."""
         held, peak, at = 0, 0, 0
         for number, (known, more, _, _, _) in enumerate(self._changes):
             held += more if known.kind != _HOST else 0
@@ -411,7 +410,7 @@ class Trace(TorchDispatchMode):
         return made
 
     def _reserved(self) -> int:
-        """By an allocator that sees all storages come and go."""
+        """Bytes that the simulated allocator reserves for all storages."""
         allocator, sizes, blocks = Allocator(expands()), Counter[_Storage](), dict[_Storage, Block]()
         for known, more, _, _, _ in self._changes:
             sizes[known] += more

@@ -1,4 +1,4 @@
-"""Two updates of a script as it stands, traced as one rank of a world that need not exist."""
+"""Trace two updates of an unchanged script, as one rank of a world that need not exist."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class Planned:
     """An update of a script under a layout, on one rank.
 
     Args:
-        model: what it trains.
-        ranks: in the world.
+        model: the model that the script trains.
+        ranks: number of ranks of the world.
         traced: what the rank holds, sends and computes.
-        read: values of tensors that the script read in an update, which were made up.
+        read: number of tensor values that the script read in an update; they were made up.
         samples, tokens: of an update, on all ranks; 0 tokens if its batches have no rows of whole numbers.
         micro_batches: of an update on a rank.
-        is_compiled: the script compiles the module, which a trace leaves out.
-        pipeline: the ranks that have the stages of this one's model, it among them; none without a pipeline.
-        counted: of the micro-batches, those that were traced.
+        is_compiled: the script compiles the module; the trace does not.
+        pipeline: the ranks with the stages of this rank's model, including itself; empty without a pipeline.
+        counted: number of micro-batches that were traced.
     """
 
     model: Model
@@ -71,14 +71,14 @@ class Planned:
 
 @dataclass(frozen=True)
 class Model:
-    """What a script gives echelon to train.
+    """The model that a script gives echelon to train.
 
     Args:
-        layout: under which, as it is written for `layout=`.
+        layout: its layout, as written for `layout=`.
         name: the module's class.
-        parameters, parameter_bytes: of the whole of it.
-        experts: the largest number that divides the experts of each of its layers that has some; 0 without.
-        by_hand: the script itself made it parallel, so that no other layout can take its place.
+        parameters, parameter_bytes: number and bytes of all parameters.
+        experts: the largest number that divides the experts of each layer of experts; 0 without experts.
+        by_hand: the script itself made it parallel, so no other layout can be tried.
     """
 
     layout: str
@@ -89,7 +89,7 @@ class Model:
     by_hand: bool = False
 
     def beside(self, other: Model) -> Model:
-        """Both, as one."""
+        """Both models as one."""
         return replace(
             self,
             name=f"{self.name}, {other.name}",
@@ -100,7 +100,7 @@ class Model:
 
     @classmethod
     def of(cls, layout: str, modules: Sequence[nn.Module], **more: Any) -> Model:
-        """Of what is trained together, named after its first."""
+        """The model of modules that are trained together, named after the first."""
         parameters = {id(p): p for module in modules for p in module.parameters()}.values()
         size = sum(p.numel() * p.element_size() for p in parameters)
         return cls(layout, class_name(modules[0]), sum(p.numel() for p in parameters), size, **more)
@@ -108,7 +108,7 @@ class Model:
 
 @dataclass
 class _WithoutValues(Strategy):
-    """A layout, for a module whose tensors lose their memory before it comes to them."""
+    """Takes a module's memory away before the real layout prepares it."""
 
     real: Strategy
     mode: NoMemory
@@ -145,31 +145,31 @@ def trace_update(
     rank: int = 0,
     tell: Callable[[Model], None] = lambda model: None,
 ) -> Planned:
-    """Run the script up to its second update, as one rank of so many, with a model that has no memory.
+    """Run the script until its second update has ended, as one rank of `ranks`, with a model that has no memory.
 
-    Compilation is left out. Only for a process of its own, which ends afterwards: what the script began stays begun.
+    Nothing is compiled. Call this only in a process of its own that ends afterwards: a script changes its process for good.
 
     Args:
-        layout: in place of the script's own.
-        per_node: ranks of a node.
+        layout: replaces the script's own.
+        per_node: number of ranks of a node.
         rounding: see `Trace`.
-        accumulation: micro-batches of an update on each rank, in place of the script's own.
-        recompute: repeated blocks are computed again in the backward pass, in place of what the script recomputes.
-        offload: shards of the state lie in the host's memory.
-        precision: in place of the script's own.
-        planned_ranks: of `echelon run --ranks MIN:MAX`, the most.
+        accumulation: number of micro-batches of an update on each rank; replaces the script's own.
+        recompute: recompute repeated blocks in the backward pass, instead of what the script recomputes.
+        offload: keep shards of the state in the host's memory.
+        precision: replaces the script's own.
+        planned_ranks: the largest number of ranks in `echelon run --ranks MIN:MAX`.
         shapes: see `NoMemory`.
-        device, budget: what the script is told that it trains on, and bytes of it.
-        tell: is told of the model, before anything of it is traced.
+        device, budget: the device that the script is told of, and its bytes of memory.
+        tell: called with the model before it is traced.
     Raises:
-        PlanError: the script gives echelon no module to train, or trains for no two updates.
-        UsageError: what training would be refused for.
+        PlanError: the script gives echelon no module to train, or trains for fewer than two updates.
+        UsageError: training would be refused for the same reason.
     """
     on_node = min(per_node, ranks)
     gpus = on_node if device is None or device.overlaps else 0
     info = RankInfo(rank=rank, local_rank=rank % on_node, world_size=ranks, local_world_size=on_node, run_id="plan")
     os.environ.update({**info.to_env(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
-    os.environ["WANDB_MODE"] = "disabled"  # nor does it wait for a tracker's server
+    os.environ["WANDB_MODE"] = "disabled"  # a plan must not wait for a tracker's server
     with pretended_world(ranks, rank, shapes) as mode:
         watcher = _Watcher(mode, rounding, layout, tell)
 
@@ -201,9 +201,10 @@ def trace_update(
 
 
 def _found(model: Model | None, updates: int, target: Target) -> Model:
-    """
+    """The model that was found.
+
     Raises:
-        PlanError: there is none; it trains for no two updates.
+        PlanError: there is no model, or it trains for fewer than two updates.
     """
     if model is None:
         raise PlanError(
@@ -219,7 +220,7 @@ def _found(model: Model | None, updates: int, target: Target) -> Model:
 
 
 def _offloading(layout: Strategy, asked: bool, gpus: int) -> tuple[Strategy, bool]:
-    """A layout, which offloads if that is asked for; and whether something then lies elsewhere than on the device."""
+    """The layout, with offloading if asked for; and whether some of the state is then outside of the device."""
     if asked and isinstance(layout, FSDPStrategy):
         layout = layout.but(cpu_offload=True)
     shards = layout if isinstance(layout, FSDPStrategy) else getattr(layout, "fsdp", None)
@@ -227,10 +228,10 @@ def _offloading(layout: Strategy, asked: bool, gpus: int) -> tuple[Strategy, boo
 
 
 class _Watcher(Callback):
-    """Traces what lies between the beginning of a step and its end; the loader's work lies between steps, with real tensors.
+    """Traces from the beginning of each step to its end. The loader works between steps, with real tensors.
 
     Attributes:
-        model: what is trained, as soon as that is known.
+        model: the trained model, once it is known.
     """
 
     def __init__(self, mode: NoMemory, rounding: int, layout: str | None, tell: Callable[[Model], None]) -> None:
@@ -238,7 +239,7 @@ class _Watcher(Callback):
         self.offloads = False
         self.model: Model | None = None
         self._layout, self._tell = layout, tell
-        self._by_hand_steps = False  # a `train_step` by hand may step its optimizer in some steps only
+        self._by_hand_steps = False  # a user's own `train_step` may step its optimizer only in some steps
         self.is_compiled = False
         self.pipeline: tuple[int, ...] = ()
         self._begin_update()
@@ -248,20 +249,20 @@ class _Watcher(Callback):
     def _begin_update(self) -> None:
         self.samples = self.tokens = self.micro_batches = self.counted = 0
         self._repeats, self._times = False, 0
-        self._marks: list[Traced] = []  # before the first three micro-batches
+        self._marks: list[Traced] = []  # copies of the trace before each of the first three micro-batches
         self._shapes: list[list[torch.Size]] = []
-        self._made: Any = None  # by the latest forward pass
+        self._made: Any = None  # loss and outputs of the latest forward pass
 
     def look_at(self, unit: Any, dataloader: Iterable[Any], callbacks: list[Callback]) -> list[Callback]:
         return [self]
 
     def take(self, model: Model) -> None:
-        """One of several where they train together."""
+        """Note the model; several that train together become one."""
         self.model = model if self.model is None else self.model.beside(model)
         self._tell(self.model)
 
     def on_train_start(self, state: State, unit: Any) -> None:
-        self._seen = unit.train_progress.num_updates_completed  # a loop that counts its epochs itself begins with each
+        self._seen = unit.train_progress.num_updates_completed  # a loop that counts its epochs itself starts a run with each
         parts = list(unit.prepared_modules().values())
         if self.model is None and parts:
             self._take_by_hand(parts)
@@ -280,7 +281,7 @@ class _Watcher(Callback):
             self._watch_steps(unit)
 
     def _take_by_hand(self, parts: Sequence[Prepared[Any]]) -> None:
-        """Modules that no layout of echelon's has made parallel, or single: they stay as they are."""
+        """Note modules that echelon's layouts have not prepared. They keep their own layout."""
         layout = ", ".join(dict.fromkeys(each.describe()["layout"] or "none" for each in parts))
         if self._layout is not None:
             raise PlanError(
@@ -291,7 +292,7 @@ class _Watcher(Callback):
             without_values(each.module, self._mode)
 
     def _watch_steps(self, unit: Any) -> None:
-        """Of a `train_step` by hand: an update is what ends with a step of an optimizer."""
+        """Count the batches of a user's own `train_step`. An update then ends with a step of an optimizer."""
         step, size = unit.train_step, (unit.data_rank_and_size or (0, 1))[1]
         self._by_hand_steps = bool(unit.tracked_optimizers())
 
@@ -299,7 +300,7 @@ class _Watcher(Callback):
             self._count(data, None, 1, size)
             return data
 
-        @functools.wraps(step)  # it may ask for an iterator
+        @functools.wraps(step)  # its signature may take an iterator
         def counted(state: State, data: Any) -> Any:
             return step(state, map(count, data) if isinstance(data, Iterator) else count(data))
 
@@ -309,10 +310,10 @@ class _Watcher(Callback):
         self.is_compiled = unit._options.compile is not None
         update, passes, run_window = unit._update, unit._update.passes, unit._update.run_window
         forward, backward = update.forward, update.backward
-        repeats = isinstance(unit, AutoUnit) and unit.several is None  # a loop of one's own goes every way itself
+        repeats = isinstance(unit, AutoUnit) and unit.several is None  # a user's own loop runs all passes itself
         if unit.prepared.trains == "scheduled":
             self.pipeline = ranks_of(unit.prepared.place.stages[0])
-            unit.prepared.data.is_replica = False  # of the ranks that count their samples this one is all there are
+            unit.prepared.data.is_replica = False  # this rank is the only one, so it must count its samples
             self.trace.leaves_out = lambda: unit.prepared.batches.dry_run
 
         def seen(unit: Any, state: State, micro_batch: MicroBatch[Any]) -> Any:
@@ -335,11 +336,13 @@ class _Watcher(Callback):
                 backward(unit, state, loss, micro_batch, **options)
 
         def window(unit: Any, state: State, micro_batches: Sequence[MicroBatch[Any]], *args: Any, **options: Any) -> Any:
-            """A pipeline that is full repeats itself, unless no backward pass begins before the last forward one."""
+            """Trace until the pipeline is full: then it repeats. Not with gpipe, which starts backward passes after all forward
+            passes.
+            """
             for each in micro_batches:
                 self._count_of(unit, each.data)
             pipeline = unit.prepared.pipeline
-            few = pipeline.cut.count + (len(self.pipeline) if self.updates else 0)  # of the first, the optimizer's state matters
+            few = pipeline.cut.count + (len(self.pipeline) if self.updates else 0)  # the first makes the optimizer's state
             if pipeline.kind.name == "gpipe":
                 few = len(micro_batches)
             made = list(run_window(unit, state, micro_batches[:few], *args, **options))
@@ -350,9 +353,9 @@ class _Watcher(Callback):
         update.forward, update.backward = forward_once, backward_once
 
     def _is_as_the_second(self, micro_batch: MicroBatch[Any]) -> bool:
-        """Between the second micro-batch of an update and its last, each holds, sends and computes the same, if its tensors have
-        the same shapes. So it is not computed, and what the second did is repeated as often. In the first update, which has no
-        optimizer's state yet and so is never the fullest then, the second itself is as the first.
+        """Whether to repeat the second micro-batch's trace instead of running this one. Between the second and the last
+        micro-batch of an update, those with equal shapes hold, send and compute the same. In the first update already the second
+        equals the first: without the optimizer's state it is never at the peak.
         """
         few = 3 if self.updates else 2
         shapes = [tensor.shape for tensor in tensors_in(micro_batch.data)]
@@ -364,7 +367,7 @@ class _Watcher(Callback):
         return repeats
 
     def result(self) -> Traced:
-        """Of the latest update."""
+        """The trace of the latest update, with repeated micro-batches."""
         traced = self.trace.result()
         if self._times:
             traced.repeat(self._marks[1], self._marks[2], self._times)
@@ -374,7 +377,7 @@ class _Watcher(Callback):
         self._count(data, unit.samples_given, unit.prepared.place.part[1], unit.prepared.data.size)
 
     def _count(self, data: Any, samples: int | None, parts: int, size: int) -> None:
-        """A micro-batch of this rank; others have as many, but for those that have a part of the same samples."""
+        """Count a micro-batch for all ranks: data-parallel ranks have as many samples; ranks of one sequence have parts of it."""
         tokens = tokens_of(data)
         self.micro_batches += 1
         self.samples += samples_of(data, samples)[0] * size

@@ -1,9 +1,9 @@
-"""The values that a plan knows: whole numbers, a few random ones, and what is computed of these alone.
+"""The values that a plan knows: whole numbers, a few random numbers, and values computed from these alone.
 
-Shapes depend on them: a router's counts say how many tokens go to an expert, a mask how many elements are chosen. So an operator
-on whole numbers runs on their values, too. Those of the data are real. Where numbers that are not known decide a choice (`topk`,
-`argmax`, `sort`, `multinomial`), all that can be chosen is chosen equally often: experts have an even load. What other ranks have
-is taken to be what this one has.
+Shapes depend on them: a router's counts decide how many tokens go to an expert, a mask how many elements are selected. So an
+operator on whole numbers also runs on their values. Those of the data are real. If unknown numbers decide a choice (`topk`,
+`argmax`, `sort`, `multinomial`), all candidates are chosen equally often: experts have an even load. Other ranks are assumed to
+have the same values as this one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["SHAPED_BY_WHOLE", "Values", "changed_by"]
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
 _KNOWN = "_echelon_whole_numbers"  # an attribute of tensors
-# Elements; of more, computing the values takes longer than they are worth. Counts become floats where a kernel knows no others.
-# Of floats that are filled or drawn anew few are: those on which a script decides, such as which layers are dropped.
+# The most elements for which values are computed: more would take too long. Floats are followed because some kernels take counts
+# only as floats. New floats, filled or drawn, are limited to the few on which a script decides, such as which layers are dropped.
 _MOST, _MOST_FLOATS, _MOST_NEW = 2**26, 2**22, 2**14
-# What chooses -> where the indices are in what it gives, where the dimension is in its arguments, and its default.
+# Operators that choose -> the place of the indices in the output, the place of the dim in the arguments, the dim's default.
 _CHOICES: dict[Any, tuple[int, int, int | None]] = {
     aten.topk.default: (1, 2, -1),
     aten.sort.default: (1, 1, -1),
@@ -41,7 +41,7 @@ _CHOICES: dict[Any, tuple[int, int, int | None]] = {
     aten.min.dim: (1, 1, None),
     aten.multinomial.default: (0, 4, -1),
 }
-# Whole numbers say which shapes these give, whatever floats come with them.
+# The output shapes of these depend only on whole numbers, whatever their float arguments are.
 SHAPED_BY_WHOLE = {
     aten._pack_padded_sequence.default,
     aten._ctc_loss.default,
@@ -49,19 +49,19 @@ SHAPED_BY_WHOLE = {
     aten.bincount.default,
 }
 _EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-# Of their tensor these take the shape alone.
+# These use only the shape of their tensor argument.
 _LIKE = {aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.rand_like}
 _LIKE |= {aten.randn_like, aten.randint_like, aten.empty_like, aten.new_empty}
-_REPLACED = {aten.set_, aten.resize_, aten.resize_as_}  # of which nothing is known afterwards
+_REPLACED = {aten.set_, aten.resize_, aten.resize_as_}  # afterwards the tensor's values are unknown
 
 
 class Values:
-    """Those of tensors without memory.
+    """The known values of tensors without memory.
 
     Args:
-        is_fake: whether a tensor has none.
-        place_of: of a collective's arguments, this rank's place in its group, and the group's size.
-        computing: a context in which operators compute.
+        is_fake: whether a tensor has no memory.
+        place_of: from a collective's arguments: this rank's place in the group, and the group's size.
+        computing: makes a context in which operators compute on real tensors.
     """
 
     def __init__(
@@ -74,14 +74,14 @@ class Values:
         self._lost: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """None if they are not known."""
+        """The tensor's values; None if unknown."""
         if not self._is_fake(tensor):
             return tensor if type(tensor) is torch.Tensor and not _is_float(tensor) else None
         value: torch.Tensor | None = getattr(tensor, _KNOWN, None)
         return None if value is None or value.untyped_storage() in self._lost else value
 
     def take(self, tensor: torch.Tensor, real: torch.Tensor | None) -> None:
-        """A tensor without memory has these values; None if nobody knows them."""
+        """Set the values of a tensor without memory; None makes them unknown."""
         value = self.of(real) if real is not None else None
         if value is not None:
             setattr(tensor, _KNOWN, value)
@@ -89,7 +89,7 @@ class Values:
             delattr(tensor, _KNOWN)
 
     def given_by(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator gives for the values of its arguments, which it changes as it would; None if these are not known."""
+        """The operator's output for known values of its arguments, which it also changes in place; None if unknown."""
         unknown = [tensor for tensor in tensors_in((args, kwargs)) if self.of(tensor) is None]
         by_whole = op in SHAPED_BY_WHOLE or op.overloadpacket in _LIKE
         if (unknown and not by_whole) or not all(map(_is_float, unknown)) or op.overloadpacket in _REPLACED:
@@ -98,7 +98,7 @@ class Values:
             with self._computing():
                 args, kwargs = tree_map_only(torch.Tensor, self._known_or_one, (args, kwargs))
                 return op(*args, **kwargs)
-        except Exception:  # numbers that were chosen evenly need not suit the script: then they are not known
+        except Exception:  # evenly chosen numbers may not suit the script: the output is then unknown
             return None
 
     def _known_or_one(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ class Values:
         return value if value is not None else torch.ones((), dtype=tensor.dtype).expand(tensor.shape)
 
     def follow(self, op: Any, made: Any, args: Any, kwargs: Any) -> None:
-        """Keep the values of what an operator made, and of what it changed."""
+        """Update the known values after an operator: those of its outputs, and of arguments that it changed."""
         if op.namespace in ("c10d", "_c10d_functional"):
             with self._computing():
                 self._exchange(op, args)
@@ -114,15 +114,15 @@ class Values:
         given = None
         first = next(tensors_in((args, kwargs)), None)
         is_new = first is None or op.overloadpacket in _LIKE
-        if first is None or is_new or self.of(first) is not None:  # else no more is asked: of every operator this is
+        if first is None or is_new or self.of(first) is not None:  # a cheap test first: this runs for every operator
             results = list(tensors_in(made))
             floats = _MOST_NEW if is_new else _MOST_FLOATS
             if results and all(each.numel() <= (floats if _is_float(each) else _MOST) for each in results):
                 given = self.given_by(op, args, kwargs)
         if op is aten.lift_fresh.default and not self._is_fake(args[0]) and args[0].numel() <= _MOST_NEW:
-            given = args[0]  # a number of the script's, also a float: torch.tensor(0.5), mask[at] = 0.5
+            given = args[0]  # a number in the script, also a float: torch.tensor(0.5), mask[at] = 0.5
         if given is not None and op.overloadpacket in _EMPTY:
-            given = None if _is_float(given) else given.fill_(1)  # as of what is not known: others than this rank may fill it
+            given = None if _is_float(given) else given.fill_(1)  # 1, as for unknown values: another rank may fill it
         if given is not None:
             self.keep(made, given)
         elif op in _CHOICES:
@@ -131,7 +131,7 @@ class Values:
         else:
             if op._schema.is_mutable:
                 self._lose(changed_by(op, args, kwargs))
-            for tensor in tensors_in(made):  # what it was made of on the way, such as by `empty`, says nothing of it
+            for tensor in tensors_in(made):  # forget values from a step inside the operator, such as `empty`
                 self.take(tensor, None)
 
     def keep(self, made: Any, values: Any) -> None:
@@ -140,7 +140,7 @@ class Values:
                 setattr(tensor, _KNOWN, value)
 
     def _lose(self, changed: Any) -> None:
-        """Of arguments that an operator changed, nobody knows to what."""
+        """Make the values of changed arguments unknown."""
         for tensor in tensors_in(changed):
             if self._is_fake(tensor) and (value := self.of(tensor)) is not None:
                 self._lost.add(value.untyped_storage())
@@ -153,12 +153,12 @@ class Values:
         dim = dim if dim is not None and indices.dim() == chosen_of.dim() else -1
         last = indices.movedim(dim, -1).shape if indices.dim() else indices.shape
         evenly = torch.arange(math.prod(last)) % max(1, number)
-        value = torch.empty_strided(indices.shape, indices.stride(), dtype=indices.dtype)  # as views of it will ask for
+        value = torch.empty_strided(indices.shape, indices.stride(), dtype=indices.dtype)  # views need the same strides
         setattr(indices, _KNOWN, value.copy_(evenly.view(last).movedim(-1, dim) if indices.dim() else evenly.view(())))
 
     def _exchange(self, op: Any, args: Any) -> None:
-        """What a collective gives if other ranks send what this one does; nothing is known of those that are not here."""
-        # torch does not tell a sum from a maximum, which is what decides shapes: it is the same everywhere.
+        """Update the values that a collective writes, as if all ranks sent the same; those of other collectives are unknown."""
+        # torch does not tell a sum from a maximum here. Shapes depend on maxima, which are the same on all ranks.
         if op in (c10d.allreduce_.default, c10d.broadcast_.default):
             return
         if op is c10d._allgather_base_.default and (value := self.of(args[1])) is not None:
@@ -170,7 +170,7 @@ class Values:
         elif op is c10d.alltoall_base_.default and not any(args[3:5]) and (value := self.of(args[1])) is not None:
             rank, ranks = self._place_of(op, args)
             self._put(args[0], value.flatten().chunk(ranks)[rank].repeat(ranks).view(args[0].shape))
-        elif op._schema.is_mutable or op.namespace == "c10d":  # which does not say that it fills its first arguments
+        elif op._schema.is_mutable or op.namespace == "c10d":  # c10d's schemas do not show that they fill their first arguments
             self._lose(args[0] if op is not c10d.send.default else ())
 
     def _put(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -182,7 +182,7 @@ class Values:
 
 @functools.cache
 def _changed(op: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Which arguments an operator changes, by place and by name."""
+    """The places and the names of the arguments that an operator changes."""
     written = [(at, each) for at, each in enumerate(op._schema.arguments) if each.alias_info and each.alias_info.is_write]
     return tuple(at for at, each in written if not each.kwarg_only), tuple(each.name for _, each in written)
 
