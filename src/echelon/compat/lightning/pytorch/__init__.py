@@ -37,7 +37,7 @@ __all__ = [
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
     """Seed Python, numpy and torch. By default with PL_GLOBAL_SEED, or 0.
 
-    `workers` and `verbose` have no effect: a data worker's streams follow from its rank's in any case.
+    `workers` and `verbose` have no effect: a data worker's RNG state always follows from its rank's.
     """
     value = seed if seed is not None else int(os.environ.get("PL_GLOBAL_SEED", "0"))
     rng.seed(value)
@@ -45,11 +45,11 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
 
 LIGHTNING_LOGO = ""
-__version__ = "2.6.6"  # of Lightning, whose names these are: programs ask
+__version__ = "2.6.6"  # the version of Lightning with these names; programs check it
 
 
 def cli_lightning_logo() -> None:
-    """Prints Lightning's logo there, and nothing here."""
+    """Print nothing. In Lightning, it prints the logo."""
 
 
 __getattr__ = absent(__name__)

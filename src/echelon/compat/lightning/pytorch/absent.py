@@ -1,4 +1,4 @@
-"""Lightning's names that are not here: they can be imported, and using one is an error that says what follows."""
+"""Lightning's names that compat lacks: they can be imported, and using one is an error that says what to use instead."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _BAR = "the progress that `echelon run` and Trainer show; Trainer(enable_progres
 _SPIKES = "EarlyStopping(check_finite=True); a run of losses that are inf or nan ends by itself"
 _SUMMARY = "get_module_summary of echelon.compat.torchtnt.utils.module_summary"
 _USE = "memory, utilization and throughput in metrics.jsonl, and `echelon report`"
-# Callbacks that only show something, and what echelon shows in their place: they are taken without effect.
+# Callbacks that only show something, and what echelon shows instead. They are accepted without effect.
 DISPLAYS = {
     **dict.fromkeys(("ProgressBar", "RichProgressBar", "RichProgressBarTheme", "TQDMProgressBar"), _BAR),
     **dict.fromkeys(("ModelSummary", "RichModelSummary"), _SUMMARY),
     **dict.fromkeys(("DeviceStatsMonitor", "GPUStatsMonitor", "ThroughputMonitor", "XLAStatsMonitor"), _USE),
 }
-# Of `plugins=`, taken without effect too: their variables are read by themselves.
+# Values of `plugins=` that are accepted without effect: echelon reads the variables of these environments anyway.
 ENVIRONMENTS = ("LightningEnvironment", "MPIEnvironment", "SLURMEnvironment", "TorchElasticEnvironment")
 _UNION = "echelon.Mixture, or torch.utils.data.StackDataset"
 _PROFILER = "echelon.callbacks.PyTorchProfiler among the Trainer's callbacks; `echelon report` shows where time goes"
@@ -49,7 +49,7 @@ _OTHER_DEVICES = "CPUs and CUDA, which are all that there is"
 _INSIDE = "nothing: it is a part of Lightning's own inside. docs/moving/lightning.md has what programs use"
 _HPARAMS = "save_hyperparameters and hparams; torch.load or yaml read files of Lightning's"
 
-# Names that are not here, of whichever module.
+# Absent names, in any module.
 NAMES = {
     "Fabric": _FABRIC,
     # callbacks
@@ -101,7 +101,7 @@ NAMES = {
     "suggested_max_num_workers": "os.cpu_count(), or the cores that `echelon run --bind cores` leaves a rank",
 }
 
-# Modules of which nothing is here, nor of those below them.
+# Modules that are absent, with all modules below them.
 _SEARCH = "a learning rate of your own; `echelon run --find-batch` finds the largest micro-batch of your global batch"
 _ACCELERATORS = "Trainer(accelerator='cpu') or 'gpu', and torch.cuda"
 _CLI = "argparse: `echelon run train.py --lr 0.1` passes a script's own arguments on"
@@ -135,7 +135,7 @@ FABRIC = {
     "fabric.plugins": _PLUGINS,
     "fabric.strategies": _OPTIONS,
 }
-# Modules that are one of here under another name, by the one that they are.
+# A module of compat -> the modules of Lightning that it stands for.
 _SAME = {
     "": "core core.datamodule core.hooks core.lightning core.module core.saving",
     "callbacks": "batch_size_finder callback checkpoint device_stats_monitor early_stopping finetuning "
@@ -154,7 +154,7 @@ _SAME = {
 _PACKAGES = ("callbacks", "loggers", "strategies", "trainer", "utilities")
 ALIASES = {f"{same}.{name}" if same in _PACKAGES else name: same for same, names in _SAME.items() for name in names.split()}
 _KEPT = "a list of self, to which the steps append"
-# Hooks that nothing calls, of modules and callbacks: Lightning 1's, and those in whose place the loop sets a module's mode.
+# Hooks of modules and callbacks that nothing calls: Lightning 1's, and those that set a module's mode, which the loop does.
 HOOKS = {
     **{f"on_{phase}_model_eval": f"on_{phase}_start, in which it is in eval mode" for phase in ("validation", "test", "predict")},
     **{f"on_{phase}_model_train": "on_train_batch_start, before which it is in train mode" for phase in ("validation", "test")},
@@ -191,14 +191,14 @@ TRAINER = {
 
 
 def missing_of_trainer(name: str) -> AttributeError:
-    """What a Trainer raises for an attribute."""
+    """The error of a Trainer for an attribute that it does not have."""
     if name in TRAINER:
         return AttributeError(f"Trainer.{name} is not part of echelon.compat. Instead: {TRAINER[name]}.")
     return AttributeError(f"'Trainer' object has no attribute {name!r}")
 
 
 def instead(module: str, name: str = "") -> str | None:
-    """What to take in place of a name of any module, or of a module, below `lightning`; None: it is in no table."""
+    """What to use instead of a name in any module below `lightning`, or instead of a module; None if it is in no table."""
     if name:
         remedy = NAMES.get(name)
     else:
@@ -223,8 +223,8 @@ _refusing = refusing({name: (f"lightning.{name}", f"{told}.") for name, told in 
 
 
 def absent(module: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module: what another module here has, as many of Lightning's import each other's names; or what says
-    by which other thing it is replaced.
+    """The `__getattr__` of a module. It finds names of other modules, since many of Lightning's import each other's; any
+    other name is absent, and says what to use instead.
     """
     refuse = _refusing(module)
 
@@ -240,6 +240,6 @@ def absent(module: str) -> Callable[[str], Any]:
 
 
 def complete(modules: Iterable[ModuleType]) -> None:
-    """See to it that modules without a `__getattr__` of their own answer for Lightning's names as the others do."""
+    """Give modules without a `__getattr__` that of `absent`, so that they answer for Lightning's names."""
     for module in modules:
         vars(module).setdefault("__getattr__", absent(module.__name__))

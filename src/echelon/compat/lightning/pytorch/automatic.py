@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class HookedUpdate(Update):
-    """The way to the optimizer's step, with Lightning's hooks on it."""
+    """The update, from the loss to the optimizer's step, with Lightning's hooks."""
 
     def backward(self, unit: Any, state: State, loss: torch.Tensor, *args: Any, **options: Any) -> None:
         self.before_backward(unit, loss)
@@ -64,7 +64,7 @@ class HookedUpdate(Update):
                 session.trainer.current_epoch, session.batch_idx, session.optimizers[0], lambda: loss
             )
         unit.before_step = False
-        if unit.updated is None:  # the module has left its step out: schedules advance all the same
+        if unit.updated is None:  # the module skipped the step: schedules advance anyway
             unit.step_lr_scheduler()
         return bool(unit.updated)
 
@@ -72,7 +72,7 @@ class HookedUpdate(Update):
 class AutomaticUnit(ModuleSteps, AutoUnit[Any]):
     """
     Args:
-        lightning_module: also what is trained.
+        lightning_module: the module to train.
         options: AutoOptions.
     """
 
@@ -82,14 +82,14 @@ class AutomaticUnit(ModuleSteps, AutoUnit[Any]):
 
     def __init__(self, session: Any, lightning_module: LightningModule, **options: Any) -> None:
         super().__init__(module=lightning_module, options=AutoOptions(zero_grad_first=True, **options))
-        self.eval_loss = self.test_loss = None  # type: ignore[assignment]  # what is logged has other names
+        self.eval_loss = self.test_loss = None  # type: ignore[assignment]  # logged values have their own names
         self.attach(session)
         self._must_clear = self.before_step = False
         hears = overridden("on_before_zero_grad", lightning_module, ModuleHooks)
         self._hears_of_clearing = hears or any(
             overridden("on_before_zero_grad", each, Callback) for each in session.trainer.lightning_callbacks
         )
-        self.updated: bool | None = False  # by the module's own optimizer_step; None: it has not called the optimizer's
+        self.updated: bool | None = False  # in the module's own optimizer_step; None: it has not called optimizer.step
         self.waits = {
             name: overridden(name, lightning_module, LightningModule)
             for name in ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
@@ -99,13 +99,13 @@ class AutomaticUnit(ModuleSteps, AutoUnit[Any]):
         return False  # hooks and limits count batches
 
     def app_state(self) -> dict[str, Any]:
-        """What there is: the session builds the optimizer, once the weights that it is made of were restored."""
+        """The state that exists: the session builds the optimizer only after the weights are restored."""
         return AppStateMixin.app_state(self)
 
-    # --- what is asked of it
+    # --- what AutoUnit calls
 
     def configure_optimizers_and_lr_scheduler(self, module: torch.nn.Module) -> tuple[torch.optim.Optimizer, None]:
-        """The module's own; schedules are advanced by `schedules`."""
+        """The module's optimizer, without a schedule: `schedules` advances these."""
         lightning_module = self.lightning_module
         made = lightning_module.configure_optimizers()
         if made is None:
@@ -144,14 +144,14 @@ class AutomaticUnit(ModuleSteps, AutoUnit[Any]):
     # --- an update, with its hooks
 
     def zero_grad(self, state: State) -> None:
-        """After `training_step`, where Lightning does it."""
+        """Postpone clearing until after `training_step`, where Lightning does it."""
         self._must_clear = True
 
     def _clear(self, state: State) -> None:
         self._must_clear = False
         session, optimizer = self.session, self.session.optimizers[0]
         if self._hears_of_clearing:
-            reshard(self.module)  # what such a hook writes, as into a teacher, is lost in gathered parameters
+            reshard(self.module)  # what a hook writes to gathered parameters, for example a teacher's, would be lost
         session.call("on_before_zero_grad", optimizer)
         if self.waits["optimizer_zero_grad"]:
             self.lightning_module.optimizer_zero_grad(session.trainer.current_epoch, session.batch_idx, optimizer)
@@ -178,9 +178,9 @@ class AutomaticUnit(ModuleSteps, AutoUnit[Any]):
         raise LossError("toggle_model is for `self.automatic_optimization = False`, to be set in the module's __init__.")
 
     def counted(self, updates: int) -> None:
-        """After a restore; the window knows it by the progress."""
+        """Called after a restore. Nothing to do: the window gets the count from the progress."""
 
     @property
     def updates(self) -> int:
-        """The window counts one as soon as its gradients are whole."""
+        """Updates that are done. The window counts an update before its step, as soon as its gradients are complete."""
         return self.window.updates - self.before_step

@@ -1,4 +1,4 @@
-"""`lightning.pytorch.callbacks`: those that have a meaning here; the others say what to use."""
+"""`lightning.pytorch.callbacks`: the supported ones; the others say what to use instead."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class EarlyStopping(Callback, EarlyStopChecker):
     """Stop after `patience` checks in a row without an improvement of more than `min_delta`.
 
     Args:
-        monitor: a logged name. It is looked at after each epoch, or after each evaluation where `fit` has other intervals.
+        monitor: a logged name. It is checked after each epoch, or after each evaluation if `fit` evaluates at other intervals.
         verbose: log why it stops.
-        strict: whether it is an error if it was not logged.
+        strict: whether it is an error if `monitor` was not logged.
         check_finite: stop at nan and infinity.
-        stopping_threshold, divergence_threshold: stop when the number is better than the one, or worse than the other.
-        check_on_train_epoch_end: decides when to look, in place of the above.
+        stopping_threshold, divergence_threshold: stop when the number is better than the first, or worse than the second.
+        check_on_train_epoch_end: True checks after each epoch, False after each evaluation; None chooses as above.
     """
 
     meets = True
@@ -103,7 +103,7 @@ class EarlyStopping(Callback, EarlyStopChecker):
         if trainer.fast_dev_run:
             return
         stops = value is not None and self.check(value)
-        stops, lacks = agree.any_ranks([stops, value is None])  # it may be logged on some ranks alone
+        stops, lacks = agree.any_ranks([stops, value is None])  # it may be logged on some ranks only
         if lacks and self.strict:
             known = ", ".join(trainer.callback_metrics) or "nothing"
             on = " on all ranks" if value is not None else ""
@@ -125,11 +125,11 @@ class EarlyStopping(Callback, EarlyStopChecker):
 
 
 class LearningRateMonitor(Callback):
-    """Names are "lr-SGD", with "/pg1" for one of several groups and "-1" for a second optimizer of a class; or a schedule's name.
+    """Logs rates as "lr-SGD", with "/pg1" for one of several groups, "-1" for a class's second optimizer; or a schedule's name.
 
     Args:
         logging_interval: "step", "epoch", or None for the interval of each schedule.
-        log_momentum, log_weight_decay: these as well, under "lr-SGD-momentum" and "lr-SGD-weight_decay".
+        log_momentum, log_weight_decay: log these too, as "lr-SGD-momentum" and "lr-SGD-weight_decay".
     """
 
     def __init__(
@@ -191,10 +191,10 @@ class LearningRateMonitor(Callback):
 
 
 class Display(Callback):
-    """Taken with any arguments, and shows nothing. Hooks of a subclass of it run.
+    """Accepts any arguments and shows nothing. Hooks of a subclass run.
 
     Attributes:
-        in_place: what echelon shows.
+        in_place: what echelon shows instead.
     """
 
     in_place = ""

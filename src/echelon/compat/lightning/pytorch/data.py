@@ -1,4 +1,4 @@
-"""A phase's batches: from the call, the data module or the module; one loader or several, as far as limits go."""
+"""A phase's batches: one or several loaders from the call, the data module or the module, up to their limits."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _HOOKS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "
 
 
 def prepare_data(module: Any, datamodule: Any) -> None:
-    """On the first rank of each node; the others wait."""
+    """Call `prepare_data` on the first rank of each node; the others wait. Collective."""
     problem = None
     if RankInfo.from_env().local_rank == 0:
         try:
             if datamodule is not None:
                 datamodule.prepare_data()
             module.prepare_data()
-        except Exception as error:  # whatever a download raises; the others would wait
+        except Exception as error:  # a download may raise anything; the other ranks would wait
             problem = error
     if agree.is_joined() and (agree.any_rank(problem is not None)) and problem is None:
         raise UsageError("prepare_data failed on another rank.")
@@ -50,7 +50,7 @@ def prepare_data(module: Any, datamodule: Any) -> None:
 
 
 def given_loaders(phase: str, given: Any, module: Any, datamodule: Any) -> Any:
-    """What was given, or what the data module's or the module's hook makes; None if there is nothing."""
+    """The given loaders, or those from the data module's or the module's hook; None if there are none."""
     if given is not None:
         return given
     name = _HOOKS[phase]
@@ -68,10 +68,10 @@ def _is_several(loader: Any) -> bool:
 def one_loader(phase: str, loaders: Any, data_size: int, accumulation: int, *, divides: bool, path: Path | None) -> Any:
     """
     Args:
-        path: the checkpoint from which training goes on.
-        divides: whether a DataLoader's samples are divided between the ranks; False leaves that to whoever made it.
+        path: the checkpoint that training continues from.
+        divides: whether to divide a DataLoader's samples between the ranks; False takes the DataLoader as it is.
     Raises:
-        UsageError: there are several.
+        UsageError: there are several loaders.
     """
     if _is_several(loaders):
         if isinstance(loaders, (list, tuple)) and len(loaders) == 1:
@@ -88,7 +88,7 @@ def one_loader(phase: str, loaders: Any, data_size: int, accumulation: int, *, d
 
 
 def several_loaders(loaders: Any, data_size: int, *, divides: bool) -> list[Any]:
-    """Loaders to be read one after the other."""
+    """The loaders of a phase that reads them one after the other."""
     values = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
     each_of = list(values) if _is_several(loaders) else [loaders]
     return [shared(each, data_size, 1) if divides else each for each in each_of]
@@ -102,7 +102,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def batches_of(loader: Any, limit: int | None) -> float:
-    """Of an epoch; infinite without a limit and a length."""
+    """Batches of an epoch; infinite without a limit and a length."""
     length = length_of(loader)
     return min(limit if limit is not None else math.inf, length if length is not None else math.inf)
 
@@ -111,7 +111,7 @@ def limit_of(name: str, limit: float | int | None, loader: Any) -> int | None:
     """A number of batches; None is all of them.
 
     Raises:
-        UsageError: a part of a loader that has no length, or of which nothing is left.
+        UsageError: the limit is a part of a loader without a length, or less than one batch.
     """
     if limit is None or isinstance(limit, int):
         return limit
@@ -126,7 +126,7 @@ def limit_of(name: str, limit: float | int | None, loader: Any) -> int | None:
 
 
 def without_shuffling(loader: Any) -> Any:
-    """The same batches in every epoch, for `overfit_batches`."""
+    """The loader with the same batches in every epoch, for `overfit_batches`."""
     if not isinstance(loader, DataLoader) or isinstance(loader.sampler, SequentialSampler) or loader.batch_size is None:
         return loader
     return DataLoader(
@@ -151,7 +151,7 @@ class Chain(Combined):
         self._loaders, self._limits = list(loaders), list(limits)
 
     def cut(self, most: int) -> Chain:
-        """With so many batches of each at most."""
+        """A chain with at most so many batches of each loader."""
         return Chain(self._loaders, [most if limit is None else min(most, limit) for limit in self._limits])
 
     @property

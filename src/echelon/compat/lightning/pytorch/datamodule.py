@@ -16,7 +16,7 @@ __all__ = ["LightningDataModule"]
 
 
 class LightningDataModule(DataHooks, HyperparametersMixin):
-    """Override what the task has. `prepare_data` runs once on each node, `setup` on every rank.
+    """Override the hooks that the task needs. `prepare_data` runs once on each node, `setup` on every rank.
 
     `state_dict` and `load_state_dict` are part of checkpoints.
     """
@@ -38,11 +38,11 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> Self:
-        """With DataLoaders over these: a dataset, or a list or dict of them, for each phase. That of training shuffles.
+        """A data module with DataLoaders over a dataset, or a list or dict of datasets, for each phase. Training shuffles.
 
         Args:
-            batch_size: of each rank.
-            datamodule_kwargs: of the constructor.
+            batch_size: on each rank.
+            datamodule_kwargs: arguments of the constructor.
         """
 
         def loader(dataset: Dataset[Any], shuffle: bool = False) -> DataLoader[Any]:

@@ -1,6 +1,6 @@
 """A module's and its callbacks' hooks, called from echelon's loop in Lightning's order.
 
-What differs from the loop's own: an epoch's evaluation comes before `on_train_epoch_end`, so that this hook sees its numbers.
+Unlike in echelon's loop, an epoch's evaluation comes before `on_train_epoch_end`, so that this hook sees its numbers.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ def _starts(phase: str) -> Any:
 
 
 def _calls(hook: str) -> Any:
-    """At which nothing else happens than this hook of Lightning's."""
+    """A hook of the loop that only calls this hook of Lightning's."""
     return lambda self, state, unit: self.session.call(hook)
 
 
 class Hooking(Callback):
     """
     Args:
-        max_updates: at which a module with manual optimization ends; others are ended by the loop.
-        may_stop: whether code of the user's may ask for a stop within a step.
+        max_updates: when to stop a module with manual optimization; the loop stops others.
+        may_stop: whether the user's code may ask for a stop within a step.
     Attributes:
         outputs: what `predict_step` returned.
         evaluated: the numbers of the latest evaluation or test.
@@ -53,7 +53,7 @@ class Hooking(Callback):
 
     @property
     def latest_saved(self) -> str:
-        """Where this run's newest checkpoint is, if it has one."""
+        """The path of this run's newest checkpoint, or "" without one."""
         return next((c.latest_saved for c in self.trainer.checkpoint_callbacks if c.latest_saved), "")
 
     # --- training
@@ -62,9 +62,9 @@ class Hooking(Callback):
         session, trainer = self.session, self.trainer
         session.loop_state, trainer.state.stage = state, "train"
         trainer.current_epoch = unit.train_progress.num_epochs_completed
-        self._open = unit.train_progress.num_steps_completed_in_epoch > 0  # one that is resumed
+        self._open = unit.train_progress.num_steps_completed_in_epoch > 0  # the epoch is resumed
         if state.eval_state is not None and unit.train_progress.evaluation_due and not self._open:
-            # It was stopped between an epoch's last batch and its evaluation, after which the epoch is closed.
+            # The run was stopped between an epoch's last batch and its evaluation. The epoch is closed after the evaluation.
             self._postponed = self._plateaus_due = True
             trainer.current_epoch -= 1
         session.call("on_train_start")
@@ -124,7 +124,7 @@ class Hooking(Callback):
         self.session.call("on_train_end")
 
     def _step_plateaus(self, unit: Any, *, last: bool) -> None:
-        """Once an epoch, as soon as what they monitor is known: before anything is saved that a run resumes from."""
+        """Once an epoch, advance ReduceLROnPlateau as soon as its metrics are known: before a checkpoint is saved."""
         if not self._plateaus_due or not isinstance(unit, AutomaticUnit):
             return
         metrics = self.trainer.callback_metrics
@@ -139,7 +139,7 @@ class Hooking(Callback):
             self.trainer.log_step += 1
 
     def _tell_of_uncounted_steps(self, unit: ManualUnit) -> None:
-        """Once, at the end of an epoch in which nothing was counted."""
+        """Warn once, at the end of an epoch in which no step was counted."""
         asks = [f"max_steps={self._max_updates}"] if self._max_updates is not None else []
         asks += [f"{type(c).__name__}(every_n_train_steps=...)" for c in self.trainer.checkpoint_callbacks if c.counts_steps]
         if unit.updates == 0 and asks and not self._is_told and agree.is_rank0():
@@ -208,7 +208,7 @@ class Hooking(Callback):
 
 
 def _as_dict(unit: Any, output: Any) -> dict[str, Any]:
-    """What a step gave, as `on_train_batch_end` gets it."""
+    """A step's outputs, as `on_train_batch_end` gets them."""
     loss = None
     if isinstance(unit, AutomaticUnit):
         loss, output = output

@@ -1,4 +1,4 @@
-"""The hooks of modules and callbacks, none of which does anything until it is overridden; and where `self.log` may be called."""
+"""The hooks of modules and callbacks, which do nothing unless overridden; and where `self.log` may be called."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def overridden(name: str, thing: Any, base: type) -> bool:
     return own is not None and getattr(own, "__func__", own) is not getattr(base, name, None)
 
 
-# Hooks of modules and callbacks alike. A module's get what is named here, a callback's the trainer and the module before it.
+# Hooks of modules and callbacks. A module's get the arguments named here; a callback's get the trainer and module before them.
 _PHASES = ("train", "validation", "test", "predict")
 HOOKS = (
     *("on_fit_start", "on_fit_end"),
@@ -27,7 +27,7 @@ HOOKS = (
     "on_before_zero_grad",  # optimizer
     "on_before_backward",  # loss
     "on_after_backward",
-    "on_before_optimizer_step",  # optimizer, whose gradients are whole and averaged over the ranks, and not clipped yet
+    "on_before_optimizer_step",  # optimizer; its gradients are complete and averaged over the ranks, but not clipped yet
 )
 
 
@@ -51,25 +51,25 @@ _LOGS_EPOCHS = {
 
 
 def log_defaults(hook: str | None) -> tuple[bool, bool] | None:
-    """(on_step, on_epoch) of what is logged in a hook; None where nothing can be."""
+    """Default (on_step, on_epoch) of values that a hook logs; None if it cannot log."""
     if hook in _LOGS_STEPS:
         return True, False
     return (False, True) if hook in _LOGS_EPOCHS else None
 
 
 class DataHooks:
-    """What a module and a datamodule may both override."""
+    """Hooks that both a module and a data module may override."""
 
     def prepare_data(self) -> None:
-        """Once on each node, before `setup`: downloads."""
+        """Download data. Called once on each node, before `setup`."""
 
     def setup(self, stage: str) -> None:
-        """On every rank, as "fit", "validate", "test" or "predict" begins."""
+        """Called on every rank when "fit", "validate", "test" or "predict" begins."""
 
     def teardown(self, stage: str) -> None:
-        """As it ends."""
+        """Called on every rank when that ends."""
 
-    # A loader, a list or a dict of them; asked for only where the call was given none.
+    # Return a loader, or a list or dict of loaders. Called only if the Trainer's call got none.
 
     def train_dataloader(self) -> Any:
         raise NotImplementedError
@@ -94,20 +94,20 @@ class DataHooks:
 
 
 class ModuleHooks(DataHooks):
-    """What a module may override beside its steps. `docs/moving/lightning.md` has the order."""
+    """Hooks that a module may override beside its steps. `docs/moving/lightning.md` has the order."""
 
     def configure_model(self) -> None:
-        """After `setup`: layers that `__init__` has not made."""
+        """Make layers that `__init__` has not made. Called after `setup`."""
 
     def configure_callbacks(self) -> Any:
-        """Callbacks of the module's own, which take the place of the Trainer's of the same class."""
+        """The module's own callbacks. They replace the Trainer's callbacks of the same class."""
         return []
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add to what is saved: tensors, numbers, strings, and lists and dicts of these."""
+        """Add to the checkpoint: tensors, numbers, strings, and lists and dicts of these."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """What `on_save_checkpoint` has added is there."""
+        """Take what `on_save_checkpoint` has added."""
 
 
 for _name in HOOKS:
@@ -115,16 +115,17 @@ for _name in HOOKS:
 
 
 class Callback:
-    """Hooks beside a module's own; those of a name run before the module's. Override those you need, which get (trainer,
-    pl_module, ...). `state_dict` and `load_state_dict` are part of checkpoints.
+    """Hooks that run before a module's hooks of the same name. Override those you need; they get (trainer, pl_module, ...).
+
+    `state_dict` and `load_state_dict` are part of checkpoints.
 
     Attributes:
-        meets: hooks of it are collective, so that all ranks must have it.
+        meets: its hooks are collective, so all ranks must have the callback.
     """
 
     meets = False
 
-    log: Any  # the module's, while it runs
+    log: Any  # the module's, during a run
     log_dict: Any
 
     @property

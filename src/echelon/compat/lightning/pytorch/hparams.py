@@ -28,7 +28,7 @@ class AttributeDict(dict[str, Any]):
 
 
 class HyperparametersMixin:
-    """Of LightningModule and LightningDataModule."""
+    """A base of LightningModule and LightningDataModule."""
 
     def save_hyperparameters(
         self,
@@ -40,7 +40,7 @@ class HyperparametersMixin:
         """Keep the constructor's arguments in `hparams`. Call it in `__init__`.
 
         Args:
-            args: names of those to keep, by default all; or one dict or Namespace that has them.
+            args: names of the arguments to keep, by default all; or one dict or Namespace with what to keep.
             ignore: names to leave out.
             logger: whether loggers get them.
         """
@@ -69,13 +69,13 @@ class HyperparametersMixin:
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """As they were when they were saved."""
+        """The hyperparameters as `save_hyperparameters` saved them."""
         hparams: AttributeDict = vars(self).get("_hparams_initial", AttributeDict())
         return copy.copy(hparams)
 
 
 def _arguments(thing: object, frame: types.FrameType | None) -> dict[str, Any]:
-    """The arguments of the constructors under way, from this one out to the class that was called."""
+    """Arguments of the constructors that are running, from this frame out to that of the class that was called."""
     arguments: dict[str, Any] = {}
     while frame is not None and frame.f_code.co_name == "__init__":
         names, _, keywords, values = inspect.getargvalues(frame)
@@ -90,7 +90,7 @@ def _arguments(thing: object, frame: types.FrameType | None) -> dict[str, Any]:
 
 
 def arguments_for(cls: type, hparams: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What to call a constructor with: what was saved and it takes, and what is given now."""
+    """A constructor's arguments: the saved ones that it takes, and those given now, which have precedence."""
     parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     return {**{n: v for n, v in hparams.items() if takes_all or n in parameters}, **given}

@@ -1,4 +1,4 @@
-"""Ranks that a Trainer starts for a LightningModule: what they are sent, and what comes back."""
+"""Ranks that a Trainer starts for a LightningModule: what is sent to them, and what comes back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["in_ranks"]
 
 _LEFT = "weights.pt"
 
-# What a rank's Trainer knows after a run, and the caller's is to know.
+# What the caller's Trainer gets from rank 0's Trainer after a run.
 _KNOWN = (
     "callback_metrics",
     "logged_metrics",
@@ -41,18 +41,18 @@ _KNOWN = (
     "num_predict_batches",
     "ckpt_path",
 )
-# What torch keeps in a module, and what is only of a run.
+# A module's attributes that are torch's or belong to one run: they do not come back.
 _OF_TORCH = frozenset(vars(torch.nn.Module())) | {"_trainer", "_hook", "_within_step", "_toggled", "_wanted"}
 
 
 @dataclass(frozen=True)
 class ModuleDone(Done):
-    """What a rank gives back of a LightningModule. Only rank 0's has the rest.
+    """What a rank returns for a LightningModule. Only rank 0 fills the fields below.
 
     Args:
         numbers: what `validate` or `test` returns.
         trainer, loggers: their attributes, pickled one by one.
-        kinds: the types of those in `callbacks`.
+        kinds: the types of the callbacks in `callbacks`.
     """
 
     numbers: Any = None
@@ -62,14 +62,14 @@ class ModuleDone(Done):
 
 
 def in_ranks(trainer: Any, ranks: int, work: Work) -> Any:
-    """What the call returns, made by ranks of this machine."""
+    """Run the call in new ranks on this machine; return what it returns."""
     module, folder = work.module, Path(tempfile.mkdtemp(prefix="echelon-fit-"))
     try:
         work, device = replace(work, seeds=rng.draw()), module.device
         module.cpu()
         trainer.lightning_module = trainer.datamodule = trainer.session = None
-        trainer.state.status = "interrupted"  # unless it comes to its end
-        _close_trackers(trainer)  # rank 0 goes on in their runs
+        trainer.state.status = "interrupted"  # unless it finishes
+        _close_trackers(trainer)  # rank 0 continues their runs
         try:
             done = launch(
                 trainer_run,
@@ -87,7 +87,7 @@ def in_ranks(trainer: Any, ranks: int, work: Work) -> Any:
         module.trainer = trainer
         recall(module, done[0].unit)
         recall(trainer, done[0].trainer or {})
-        left = list(zip(done[0].kinds, done[0].callbacks, strict=True))  # in another order, and with the module's own
+        left = list(zip(done[0].kinds, done[0].callbacks, strict=True))  # in another order, and with the module's own callbacks
         for own in trainer.lightning_callbacks:
             if (same := next((i for i, (kind, _) in enumerate(left) if kind == _kind(own)), None)) is not None:
                 recall(own, left.pop(same)[1])
@@ -106,7 +106,7 @@ def _close_trackers(trainer: Any) -> None:
 
 
 def trainer_run(trainer: Any, work: Work, folder: str) -> ModuleDone:
-    """In a rank that the Trainer started."""
+    """Run the call in a rank that the Trainer started."""
     rng.start(work.seeds)
     init_from_env("cpu" if trainer.accelerator == "cpu" else None)
     session = Session(trainer, work)
@@ -151,10 +151,10 @@ def _bring_back(trainer: Any, module: Any, datamodule: Any, path: Path) -> None:
     """Load the weights at `path`. Layers that the ranks made in `configure_model` or `setup` are made here by the same hooks.
 
     Raises:
-        UsageError: the module is still another one; names the file, which then stays, so that the training is not lost.
+        UsageError: the module still has other parameters. The error names the file, which stays so that no training is lost.
     """
     saved = torch.load(path, map_location="cpu", weights_only=True)
-    hooks = [] if datamodule is None else [lambda: datamodule.setup("fit")]  # in the order of the ranks
+    hooks = [] if datamodule is None else [lambda: datamodule.setup("fit")]  # in the same order as on the ranks
     module.trainer = trainer
     try:
         for hook in (*hooks, lambda: module.setup("fit"), module.configure_model):

@@ -1,4 +1,4 @@
-"""What `self.log` was given, as numbers over all ranks: sums and weights are added up, means are divided once."""
+"""The values given to `self.log`, combined over all ranks: sums and weights are added up, means are divided once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["How", "Numbers", "Results", "meets"]
 
 REDUCTIONS = ("mean", "sum", "min", "max")
 
-# Why the number of a step is not that of all ranks, by whether it is one of training.
+# Why a step's number cannot be combined over all ranks: in training, and elsewhere.
 _APART = {
     True: "neither the module's file nor a callback's names sync_dist, so that ranks do not meet in a step. Write it there.",
     False: "ranks may have other numbers of batches here. Leave on_step out: an epoch's number is that of all ranks.",
@@ -27,7 +27,7 @@ _APART = {
 
 @dataclass(frozen=True)
 class How:
-    """How a value is logged: the arguments of `self.log`, which must not change between two calls of one place."""
+    """How a value is logged: the arguments of `self.log`, which must be the same in every call of one hook."""
 
     on_step: bool
     on_epoch: bool
@@ -39,10 +39,10 @@ class How:
 
     @staticmethod
     def reduction(given: Any) -> str:
-        """Of a name, or a function of torch's or Python's.
+        """The name of a reduction that is given as a name, or as a function of torch or Python.
 
         Raises:
-            UsageError: it is none of the four.
+            UsageError: it is none of `REDUCTIONS`.
         """
         name = str(given if isinstance(given, str) else getattr(given, "__name__", given)).lower()
         name = {"avg": "mean", "amin": "min", "amax": "max"}.get(name, name)
@@ -53,7 +53,7 @@ class How:
 
 @dataclass
 class Numbers:
-    """Numbers by name, for three readers."""
+    """Numbers by name: for callbacks, for loggers, for the progress bar."""
 
     callback: dict[str, torch.Tensor] = field(default_factory=dict)
     logged: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -61,18 +61,18 @@ class Numbers:
 
 
 class _One:
-    """One value that is logged: the latest, and the epoch's so far on this rank."""
+    """One logged value on this rank: the latest number, and the epoch's total so far."""
 
     def __init__(self, key: str, name: str, how: How, suffix: str) -> None:
         self.key, self.name, self.how, self.suffix = key, name, how, suffix
         self.metric: Any = None
-        self.loaders: set[int] = set()  # in which it was logged, of several
+        self.loaders: set[int] = set()  # those of several in which it was logged
         self.reset()
 
     def reset(self) -> None:
         self.latest: Any = None
         self.latest_weight: Any = 1
-        self.fresh = False  # since the batch began
+        self.fresh = False  # logged since the batch began
         self.total: Any = None
         self.weight: Any = 0
         self.dtype = torch.float32
@@ -97,13 +97,13 @@ class _One:
             self.total = torch.minimum(self.total, wide) if self.how.reduce == "min" else torch.maximum(self.total, wide)
 
     def share(self) -> list[float] | None:
-        """What this rank has, for the others."""
+        """This rank's [total, weight] of the epoch, for the other ranks; None if it has none."""
         if self.how.rank_zero_only and not agree.is_rank0():
             return None
         return None if self.total is None else [float(self.total), float(self.weight)]
 
     def so_far(self, *, step: bool) -> dict[str, torch.Tensor]:
-        """By its names, the number of this rank's step, or of what it has of the epoch; nothing of a metric object."""
+        """This rank's number, by its names: of the step, or of the epoch so far. A metric object has none of the epoch."""
         share = self.share() if not step and self.metric is None else None
         value = torch.tensor(_together(self.how.reduce, [share]), dtype=self.dtype) if share is not None else None
         value = self.latest if step else value
@@ -111,16 +111,16 @@ class _One:
 
     @property
     def form(self) -> list[Any]:
-        """What ranks need to know that have not logged it: name, suffix, options."""
+        """What ranks that have not logged the value need to know: name, suffix, options."""
         return [self.name, self.suffix, list(vars(self.how).values())]
 
     @property
     def keeps(self) -> bool:
-        """Whether it has something of the epoch that can be saved."""
+        """Whether its total of the epoch can be saved."""
         return self.how.on_epoch and self.metric is None
 
     def names(self, *, step: bool) -> tuple[str, str]:
-        """(its name, and the name that says whether it is of a step or an epoch, if it is logged for both)."""
+        """(its name; its name with "_step" or "_epoch" if it is logged for both)."""
         forked = f"{self.name}_{'step' if step else 'epoch'}" if self.how.on_step and self.how.on_epoch else self.name
         return self.name + self.suffix, forked + self.suffix
 
@@ -139,9 +139,9 @@ class Results:
     """What a phase has logged since its epoch began.
 
     Args:
-        training: a step's values are for callbacks, too.
+        training: callbacks also get a step's values.
     Attributes:
-        meets: ranks tell each other in every step what they log with `sync_dist`.
+        meets: in every step, ranks exchange what they log with `sync_dist`.
     """
 
     def __init__(self, *, training: bool) -> None:
@@ -157,11 +157,11 @@ class Results:
             each.fresh = False
 
     def log(self, hook: str, name: str, value: Any, how: How, batch_size: float | None, *, add_idx: bool) -> _One:
-        """Take in a value.
+        """Add a value.
 
         Raises:
-            UsageError: it was logged in other ways in the same hook before; the number of a step is to be that of all ranks, and
-                these do not meet in this one.
+            UsageError: the same hook logged it with other options before; or a step's number must be combined over all ranks,
+                which do not meet in this step.
         """
         if how.sync_dist and how.on_step and not (how.rank_zero_only or self.meets) and agree.is_joined():
             raise UsageError(f"self.log({name!r}, on_step=True, sync_dist=True): {_APART[self.training]}")
@@ -184,7 +184,7 @@ class Results:
         return one
 
     def of_step(self) -> Numbers:
-        """What the batch under way has logged for its step so far. Collective if some of it has `sync_dist`."""
+        """The step's numbers that the current batch has logged so far. Collective if `meets` is set."""
         fresh = [one for one in self._all.values() if one.fresh and one.how.on_step and one.latest is not None]
         shared = [one for one in fresh if one.how.sync_dist and not one.how.rank_zero_only]
         shares_of_all: list[dict[str, Any]] = []
@@ -193,7 +193,7 @@ class Results:
         together = {key: each[key] for each in reversed(shares_of_all) for key in each}
         values = [(one, one.latest) for one in fresh if one.key not in together]
         for key, (_, name, suffix, options) in together.items():
-            one = self._all.get(key) or _One(key, name, How(*options), suffix)  # which other ranks alone have logged
+            one = self._all.get(key) or _One(key, name, How(*options), suffix)  # logged on other ranks only
             shares = [each[key][0] for each in shares_of_all if key in each]
             values.append((one, torch.tensor(_together(one.how.reduce, shares), dtype=one.dtype)))
         for one in fresh:
@@ -205,7 +205,7 @@ class Results:
         return step
 
     def of_epoch(self) -> Numbers:
-        """What the epoch's values are, over all ranks. Collective."""
+        """The epoch's numbers over all ranks. Collective."""
         own_shares = {key: one.share() for key, one in self._all.items() if one.how.on_epoch and one.metric is None}
         hows = {key: [*one.form, one.metric is not None] for key, one in self._all.items()}
         shares, forms = [own_shares], [hows]
@@ -216,12 +216,12 @@ class Results:
         every = {key: form for each in reversed(forms) for key, form in each.items()}
         for key, (name, suffix, options, is_metric) in every.items():
             one = self._all.get(key)
-            if one is None:  # another rank alone has logged it
+            if one is None:  # logged on another rank only
                 one = _One(key, name, How(*options), suffix)
             if not one.how.on_epoch:
                 continue
             if is_metric:
-                if any(key not in form for form in forms):  # told to all, before they meet in its value
+                if any(key not in form for form in forms):  # raised on all ranks, before the collective compute()
                     raise UsageError(f"self.log({name!r}, <metric>) was called on some ranks only, and its value is all ranks'.")
                 assert one.metric is not None
                 values.append((one, one.metric.compute().detach()))
@@ -244,7 +244,7 @@ class Results:
         return numbers
 
     def state(self) -> list[Any]:
-        """What the epoch has logged so far, on all ranks; metric objects are left out. Collective."""
+        """The epoch's totals so far over all ranks, without metric objects. Collective."""
         own_shares = {key: [one.share(), *one.form, one.dtype == torch.float64] for key, one in self._all.items() if one.keeps}
         shares_of_all = agree.gather(own_shares) if agree.is_joined() else [own_shares]
         entries = []
@@ -260,13 +260,13 @@ class Results:
         return entries
 
     def load_state(self, state: list[Any]) -> None:
-        """Go on with an epoch whose numbers so far are rank 0's from now on."""
+        """Continue an epoch. Its totals so far, over all ranks, become rank 0's."""
         for key, name, suffix, options, is_double, total in state if agree.is_rank0() else ():
             one = self._all[key] = _One(key, name, How(*options), suffix)
             one.total, one.weight, one.dtype = total[0], float(total[1]), torch.float64 if is_double else torch.float32
 
     def loaders_of(self) -> dict[str, set[int]]:
-        """By an epoch's name, in which of several loaders it was logged on this rank; of none, if that was after them."""
+        """Name in the epoch -> the loaders, of several, in which this rank logged it; empty if it was logged after them."""
         return {one.names(step=False)[1]: one.loaders for one in self._all.values()}
 
     def reset(self) -> None:
@@ -286,10 +286,10 @@ def _share_of_step(one: _One) -> list[float]:
 
 
 def meets(objects: Iterable[Any]) -> bool:
-    """Whether ranks tell each other in each step of training what `self.log(..., sync_dist=True)` takes over all. Collective.
+    """Whether ranks exchange, in each training step, what they log with `self.log(..., sync_dist=True)`. Collective.
 
-    A rank cannot know what others log, so all must meet or none: they do if a file in which the class of one of these is written
-    names `sync_dist`, on any rank.
+    A rank cannot know what others log, so either all exchange or none. They do if, on any rank, the source file of the class of
+    one of these objects, or of its bases, contains `sync_dist`.
     """
     return agree.is_joined() and agree.any_rank(any(_names_it(cls) for each in objects for cls in type(each).__mro__))
 
@@ -299,5 +299,5 @@ def _names_it(cls: type) -> bool:
         return False
     try:
         return "sync_dist" in inspect.getsource(sys.modules[cls.__module__])
-    except (KeyError, OSError, TypeError):  # made in an interpreter: it may
+    except (KeyError, OSError, TypeError):  # without a source file, as in an interpreter: it may
         return True

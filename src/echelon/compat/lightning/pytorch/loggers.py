@@ -1,4 +1,4 @@
-"""`lightning.pytorch.loggers`: the interface that a Trainer writes to, and some on echelon's loggers. Rank 0 writes."""
+"""`lightning.pytorch.loggers`: the interface that a Trainer writes to, and loggers over echelon's own. Rank 0 writes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _logger = logging.getLogger(__name__)
 
 
 class _Nothing:
-    """An experiment of a rank that writes nothing: whatever is called in it does nothing."""
+    """The experiment of a rank that writes nothing: any call of its methods does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -54,14 +54,14 @@ class _Nothing:
 
 
 class _Silent(_Nothing):
-    """The logger of a run that writes nothing: a module's code may call what it calls of any logger, or of its experiment."""
+    """The logger of a run that writes nothing: a module may call any method of it or of its experiment."""
 
     name = version = ""
     save_dir = log_dir = None
 
 
 def rank_zero_experiment(experiment: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """For the property `experiment` of a Logger of your own: on other ranks than 0 an object that does nothing."""
+    """A decorator for the property `experiment` of a Logger: other ranks than 0 get an object that does nothing."""
 
     @functools.wraps(experiment)
     def on_rank_zero(self: Any) -> Any:
@@ -71,7 +71,7 @@ def rank_zero_experiment(experiment: Callable[[Any], Any]) -> Callable[[Any], An
 
 
 class Logger(ABC):
-    """Write a subclass for another system: `log_metrics` and `log_hyperparams`, which are called on rank 0 alone."""
+    """Base of loggers. A subclass for another tracker has `log_metrics` and `log_hyperparams`, which rank 0 alone calls."""
 
     @property
     @abstractmethod
@@ -102,11 +102,11 @@ class Logger(ABC):
         return None
 
     def save(self) -> None:
-        """After each writing."""
+        """Called after each write."""
         return
 
     def finalize(self, status: str) -> None:
-        """At the end of `fit`."""
+        """Called at the end of each call of the Trainer."""
         return
 
 
@@ -119,10 +119,10 @@ def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class InFolders(Logger):
-    """Its files are in `save_dir/name/version_N`.
+    """A logger with files in `save_dir/name/version_N`.
 
     Args:
-        version: by default the first that is not there.
+        version: by default one above the highest that exists.
         prefix: goes before every name.
     """
 
@@ -157,7 +157,7 @@ class InFolders(Logger):
         self._version = value
 
     def choose_version(self) -> None:
-        """Take the first number that no folder has, the same on all ranks. Collective."""
+        """Fix the version, with rank 0's on all ranks. Collective."""
         self._version = agree.from_rank0(lambda: self.version)
 
     def _next_version(self) -> int:
@@ -191,7 +191,7 @@ class InFolders(Logger):
             return
         values = _values_of(params)
         os.makedirs(self.log_dir, exist_ok=True)
-        # JSON is YAML, and this is the name under which people look.
+        # JSON is YAML, and people look for this name.
         write_whole(Path(self.log_dir) / "hparams.yaml", json.dumps(values, indent=1, default=str))
 
     def save(self) -> None:
@@ -234,9 +234,9 @@ class TensorBoardLogger(InFolders):
     """Event files for TensorBoard; `experiment` is torch's SummaryWriter on rank 0, and does nothing on the others.
 
     Args:
-        log_graph: has no effect, and is told.
-        default_hp_metric: has no effect: hyperparameters are written to hparams.yaml alone.
-        sub_dir: of the version's folder, for the files.
+        log_graph: has no effect; True logs a warning.
+        default_hp_metric: has no effect: hyperparameters are only written to hparams.yaml.
+        sub_dir: a folder for the files, in the version's folder.
         writer: options of the SummaryWriter.
     """
 
@@ -264,7 +264,7 @@ class TensorBoardLogger(InFolders):
         return loggers.TensorBoardLogger(self.log_dir, **self._options)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """As Lightning does: programs find them among the file's scalars; those of echelon's logger are tensors."""
+        """Write scalars, as Lightning does and programs expect. Echelon's own logger writes tensors."""
         for name, value in _prefixed(self._prefix, metrics).items():
             self.experiment.add_scalar(name, value, step if step is not None else 0)
 
@@ -275,12 +275,12 @@ class TensorBoardLogger(InFolders):
 
 
 class Online(Logger):
-    """On one of echelon's loggers to a tracker, made in the process that writes. `log_model` has no effect, and is told."""
+    """Writes to a tracker through echelon's logger, made in the process that writes. `log_model` only logs a warning."""
 
     def __init__(self, save_dir: str | Path, prefix: str, log_model: Any) -> None:
         self._save_dir, self._prefix = os.fspath(save_dir), prefix
         self._opened: Any = None
-        self.tracker()  # an error, if it is not installed
+        self.tracker()  # raises if the tracker is not installed
         if log_model and rank() == 0:
             message = "%s(log_model=%r): checkpoints are not uploaded. They are in ModelCheckpoint's dirpath"
             _logger.warning(message, type(self).__name__, log_model)
@@ -309,7 +309,7 @@ class Online(Logger):
         self.tracker().failed = status == "failed"
 
     def close(self) -> None:
-        """End the run there; a later number goes on with it."""
+        """End the tracker's run; a later number continues it."""
         self.tracker().close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -321,12 +321,12 @@ class _ToWandb(loggers.WandbLogger):
 
 
 class WandbLogger(Online):
-    """To Weights & Biases. It goes on in a run that `wandb.init` has begun in this process.
+    """Logs to Weights & Biases. It continues a run that `wandb.init` has begun in this process.
 
     Args:
         save_dir: where wandb keeps files; `dir` is the same.
-        id: of the run, which goes on if it is there; `version` is the same. By default a new one.
-        offline: into a folder that `wandb sync` uploads later.
+        id: the run's id; a run that exists continues. `version` is the same. By default a new id.
+        offline: write into a folder that `wandb sync` uploads later.
         init: options of `wandb.init`: config, entity, group, tags, ...
     """
 
@@ -375,7 +375,7 @@ class WandbLogger(Online):
         self.experiment.config.update(values, allow_val_change=True)
 
     def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: list[Any]) -> None:
-        """Images as arrays, tensors or files; of `wandb.Image` such as caption a list with one for each."""
+        """Log arrays, tensors or files as images. `kwargs`: lists, one item per image, of `wandb.Image`'s options."""
         own = [{name: of[i] for name, of in kwargs.items()} for i in range(len(images))]
         self._log(key, lambda make: [make.Image(image, **of) for image, of in zip(images, own, strict=True)], step)
 
@@ -392,17 +392,17 @@ class WandbLogger(Online):
             self.experiment.log({**_prefixed(self._prefix, {key: made(importlib.import_module("wandb"))}), **at})
 
     def watch(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        """Has no effect, and says so."""
+        """Has no effect, and logs a warning."""
         if rank() == 0:
             _logger.warning("WandbLogger.watch: has no effect here. Instead: self.logger.experiment.watch(self) in on_fit_start")
 
 
 class MLFlowLogger(Online):
-    """To MLflow.
+    """Logs to MLflow.
 
     Args:
-        tracking_uri: by default what `MLFLOW_TRACKING_URI` says, or the folder `save_dir`, or MLflow's own.
-        run_id: of a run to go on with.
+        tracking_uri: by default `MLFLOW_TRACKING_URI`, else the folder `save_dir`, else MLflow's own default.
+        run_id: the id of a run to continue.
     """
 
     def __init__(
@@ -443,7 +443,7 @@ class MLFlowLogger(Online):
 
     @property
     def version(self) -> str | None:
-        """The run's id; on other ranks than 0 None."""
+        """The run's id; None on other ranks than 0."""
         self.tracker(begun=True)
         return self.run_id
 
@@ -456,7 +456,7 @@ class MLFlowLogger(Online):
 
 
 def version_folder(logger: Any, root: str) -> str:
-    """Of a logger's run; the root without one. Rank 0's counts."""
+    """The folder of a logger's run; `root` if it has none. Rank 0's is the one to use."""
     if logger is None or not all(hasattr(logger, each) for each in ("name", "version")):
         return root
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
@@ -464,10 +464,10 @@ def version_folder(logger: Any, root: str) -> str:
 
 
 def chosen_loggers(given: Any, save_dir: str, *, silent: bool = False) -> list[Any]:
-    """Of `Trainer(logger=...)`: by default TensorBoard's, if that is installed.
+    """The loggers for `Trainer(logger=...)`: by default TensorBoard's if it is installed, else CSVLogger.
 
     Args:
-        silent: none of them is to write.
+        silent: no logger writes.
     """
     if given is False or silent:
         return [_Silent()] if given is not False else []

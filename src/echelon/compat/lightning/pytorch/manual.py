@@ -1,8 +1,9 @@
-"""A LightningModule that steps its optimizers itself, `automatic_optimization = False`, as a unit.
+"""A LightningModule with `automatic_optimization = False`, which steps its optimizers itself, as a unit.
 
-ddp      the module is wrapped as a whole, for its start and its buffers; `manual_backward` averages gradients afterwards, since a
-         step may have several backward passes, each of other parameters
-sharded  each network among the module's attributes is sharded by itself, so that each pass gathers and reduces its own
+ddp      the whole module is wrapped, for equal initial values and buffers; `manual_backward` averages gradients after its pass,
+         since a step may have several backward passes, each through other parameters
+sharded  each network among the module's attributes is sharded by itself, so that each pass gathers and reduces only its own
+         parameters
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
             self._loose = list(lightning_module.parameters()) if self._is_ddp else []
         self.attach(session)
         self.updates, self._averages = 0, True
-        self._unaveraged: set[nn.Parameter] = set()  # that have got gradients since the ranks last averaged theirs
+        self._unaveraged: set[nn.Parameter] = set()  # got gradients since the ranks last averaged
         self._compared = self._averages_itself = False
         self._cleared: list[tuple[Cleared, torch.optim.Optimizer]] = []
 
@@ -104,7 +105,7 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
                 for parameter in self._loose:
                     dist.broadcast(parameter.data, 0)
 
-    # --- what the loop asks
+    # --- what the loop calls
 
     @property
     def forward_is_collective(self) -> bool:
@@ -115,7 +116,7 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
         return next((rank_and_size for part in self._parts if (rank_and_size := part.data.rank_and_size) is not None), None)
 
     def configure(self) -> None:
-        """Build the optimizers, as attributes that checkpoints have, if there are none yet."""
+        """Build the optimizers, if there are none yet, as attributes that checkpoints save."""
         if self.session.optimizers:
             return
         made = self.lightning_module.configure_optimizers()
@@ -152,7 +153,7 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
 
     def _passes(self) -> AbstractContextManager[Any]:
         self.send_buffers()
-        # `manual_backward` averages: the wrapper would wait for gradients of all parameters, once per step.
+        # `manual_backward` averages. The wrapper would wait for gradients of all parameters, once per step.
         return self.module.no_sync() if self._is_ddp else nullcontext()  # type: ignore[operator]
 
     def send_buffers(self) -> None:
@@ -162,7 +163,7 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
     # --- for the Trainer
 
     def counted(self, updates: int) -> None:
-        """After a restore."""
+        """Set the number of updates, after a restore."""
         self.updates = updates
 
     @contextmanager
@@ -189,7 +190,7 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
         session.call("on_after_backward")
 
     def _put_aside(self) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
-        """Sharded parameters of optimizers that are toggled off: what this pass adds to their gradients is dropped."""
+        """Sharded parameters of toggled-off optimizers, and their gradients: what this pass adds to these is dropped."""
         wanted = self.lightning_module._wanted
         if wanted is None:
             return []
@@ -200,13 +201,13 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
         return aside
 
     def _average(self) -> None:
-        """A mean that is averaged again stays what it is, so several passes may precede an update."""
+        """Average gradients over the ranks. A mean stays the same when averaged again, so an update may have several passes."""
         groups = self._parts[0].data.groups if self._parts else [None]
         average_in_turns_((p for p in self._loose if p.requires_grad), groups)
         self._unaveraged = {p for p in self._unaveraged if not p.requires_grad}
 
     def _watch_gradients(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        """See to it that no optimizer is stepped with gradients of this rank alone, however its step is called."""
+        """Check before every optimizer step, however it is called, that no gradient is this rank's alone."""
         for parameter in (p for p in self._loose if p.is_floating_point()):
             needed = parameter.requires_grad
             self.session.handles.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._unaveraged.add))
@@ -217,8 +218,8 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
     def _check_averaged(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """
         Raises:
-            UsageError: gradients came by a backward pass that nobody averaged. At the first step ranks tell each other, so that
-                all end alike; and a program that averages by itself is found by its gradients, which are then the same on all.
+            UsageError: gradients came from a backward pass after which nothing averaged them. At the first step the ranks
+                compare gradient norms, so that all of them raise. Equal norms mean that the program averages by itself.
         """
         if self._compared and not self._unaveraged:
             return

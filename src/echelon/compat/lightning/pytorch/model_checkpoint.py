@@ -1,4 +1,4 @@
-"""ModelCheckpoint: which checkpoints of a run are written and kept. Each is a folder of echelon's, under Lightning's name."""
+"""ModelCheckpoint: which checkpoints of a run are written and kept. Each is an echelon folder under Lightning's name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpoint(Callback):
-    """Base of what saves."""
+    """Base of callbacks that save."""
 
 
 class ModelCheckpoint(Checkpoint):
@@ -40,11 +40,12 @@ class ModelCheckpoint(Checkpoint):
         dirpath: by default "checkpoints" in the logger's save_dir/name/version, or in the Trainer's default_root_dir.
         filename: with names of logged values in it, such as "{epoch}-{val_loss:.2f}", which becomes "epoch=1-val_loss=0.31.ckpt".
         monitor, mode: the logged value that tells which are best; None keeps the latest.
-        save_top_k: how many stay; -1 are all, 0 writes none.
+        save_top_k: how many stay; -1 keeps all, 0 writes none.
         save_last: "last.ckpt" always stands for the latest.
-        every_n_train_steps, every_n_epochs: when; by default after every epoch that was evaluated, or every epoch.
-        save_on_train_epoch_end: save at an epoch's end, and not after an evaluation.
-        save_weights_only: has no effect: a checkpoint is whole, and `load_from_checkpoint` reads only the weights of it.
+        every_n_train_steps, every_n_epochs: when to save; by default after every evaluated epoch, or without evaluations after
+            every epoch.
+        save_on_train_epoch_end: save at an epoch's end, not after an evaluation.
+        save_weights_only: has no effect: a checkpoint is always whole, and `load_from_checkpoint` reads only its weights.
         enable_version_counter: a name that is taken gets "-v1".
     Attributes:
         best_model_path, best_model_score, last_model_path, best_k_models: paths are "" where there is none.
@@ -91,8 +92,8 @@ class ModelCheckpoint(Checkpoint):
         self._every_n_train_steps = every_n_train_steps or 0
         self._on_train_epoch_end = save_on_train_epoch_end
         self._saved_at, self._waits = (0, 0), False
-        self.latest_saved = ""  # by this object
-        self._folder: RunFolder | None = None  # while it trains
+        self.latest_saved = ""  # path of what this object saved last
+        self._folder: RunFolder | None = None  # during training
         self.best_k_models: dict[str, torch.Tensor] = {}
         self.kth_best_model_path = self.best_model_path = self.last_model_path = ""
         self.best_model_score: torch.Tensor | None = None
@@ -108,7 +109,7 @@ class ModelCheckpoint(Checkpoint):
         )
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        if stage == "fit" and not trainer.global_step:  # another training than the one before
+        if stage == "fit" and not trainer.global_step:  # a new training
             self._saved_at = (0, 0)
         first, root = trainer.logger, trainer.default_root_dir
         self.dirpath = agree.from_rank0(lambda: self.dirpath or os.path.join(version_folder(first, root), "checkpoints"))
@@ -120,14 +121,14 @@ class ModelCheckpoint(Checkpoint):
     # --- who writes here
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Its folder is this run's until `fit` ends: another run that writes into it is refused."""
+        """Take the folder until `fit` ends: other runs may not write into it."""
         if not trainer.fast_dev_run and (self.save_top_k or self.save_last):
             assert self.dirpath is not None
             self._folder = RunFolder(location(self.dirpath), Keep(None), restart=False)
             self._folder.take()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """A last one is there, though none was due."""
+        """With `save_last`, save at the end if nothing was saved before."""
         observed = trainer.fast_dev_run or overrides().observes
         if self.save_last and not (self.latest_saved or observed) and trainer.at_boundary and not trainer.received_sigterm:
             self._save_last(trainer)
@@ -174,10 +175,10 @@ class ModelCheckpoint(Checkpoint):
             self._save(trainer)
 
     def save_at_stop(self, trainer: Any) -> bool:
-        """A signal has asked the run to end: save where it stands as the last one, if there is to be such. Collective.
+        """Save the last checkpoint after a signal has asked the run to end, if `save_last` is set. Collective.
 
         Returns:
-            whether the state is saved, now or by the latest save, so that `ckpt_path="last"` goes on from here.
+            whether the state is saved, now or by the latest save, so that `ckpt_path="last"` continues from here.
         """
         if not self.save_last or trainer.fast_dev_run:
             return False
@@ -236,12 +237,12 @@ class ModelCheckpoint(Checkpoint):
             )
 
     def _is_inside(self, path: str) -> bool:
-        """Whether it is in this callback's folder: a run that goes on from a checkpoint elsewhere leaves that alone."""
+        """Whether the path is in this callback's folder: checkpoints elsewhere, which a run may continue from, are left alone."""
         assert self.dirpath is not None
         return Path(self.dirpath) in Path(path).parents
 
     def _put(self, trainer: Any, path: str, doomed: str) -> None:
-        """Save, and then remove `doomed`, whose name the new one may take."""
+        """Save, then remove `doomed`, unless the new checkpoint has its name."""
         trainer.save_checkpoint(path)
         self.latest_saved = path
         if doomed and doomed != path:
@@ -251,7 +252,7 @@ class ModelCheckpoint(Checkpoint):
         return bool(score < than) if self.mode == "min" else bool(score > than)
 
     def _save_last(self, trainer: Any) -> None:
-        """A link to a folder of its own, so that at every moment it stands for a whole checkpoint."""
+        """Save a folder and link to it, so that the link always stands for a whole checkpoint."""
         assert self.dirpath is not None
         last = self._own_last()
         name = f".last-step={trainer.global_step}"
@@ -274,7 +275,7 @@ class ModelCheckpoint(Checkpoint):
         commit.on_rank0(link)
 
     def _own_last(self) -> Path:
-        """Where the link goes: "last.ckpt", or "last-v1.ckpt" where that is what somebody else has saved. Collective."""
+        """The link's path: "last.ckpt", or "last-v1.ckpt" and so on if something else has that name. Collective."""
 
         def choose() -> str:
             if self._is_inside(self.last_model_path) and _is_link_of_ours(Path(self.last_model_path)):
@@ -324,7 +325,7 @@ class ModelCheckpoint(Checkpoint):
         return {name: getattr(self, name) for name in (*names, "kth_best_model_path", "last_model_path")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of checkpoints in another folder nothing is taken over but the best."""
+        """If the checkpoint's `dirpath` is another folder, only the best path and score are restored."""
         self.best_model_path, self.best_model_score = state_dict["best_model_path"], state_dict["best_model_score"]
         if state_dict["dirpath"] == self.dirpath:
             self.best_k_models = {path: score for path, score in state_dict["best_k_models"].items() if os.path.isdir(path)}
@@ -338,7 +339,7 @@ def _is_link_of_ours(path: Path) -> bool:
 
 
 def _written_at(path: Path) -> int:
-    """When a checkpoint was written, in ns: of a folder, its manifest, which comes last."""
+    """When a checkpoint was written, in ns. For a folder, the time of its manifest, which is written last."""
     inside = path / manifest.MANIFEST
     return (inside if inside.exists() else path).stat().st_mtime_ns
 
@@ -350,7 +351,7 @@ def _refuse(**options: Any) -> None:
 
 
 def _free(name: Callable[[int | None], str], but: str = "") -> str:
-    """The first of these paths, without and with a version, at which nothing is, or only `but`. Collective."""
+    """The first of these paths, without and then with a version, that is free or is `but`. Collective."""
 
     def choose() -> str:
         path, version = name(None), 0
@@ -363,5 +364,5 @@ def _free(name: Callable[[int | None], str], but: str = "") -> str:
 
 
 def _remove(path: str) -> None:
-    """Collective."""
+    """Remove a checkpoint, if it is a folder. Collective."""
     commit.on_rank0(lambda: commit.retire(Path(path).parent, [os.path.basename(path)]) if os.path.isdir(path) else None)

@@ -1,6 +1,6 @@
 """LightningModule: a network with its steps and its optimizers, trained by echelon's loop.
 
-The steps are called through whatever a strategy puts around the module, so that `self(x)` and `self.encoder(x)` in them see
+Steps are called through the wrapper that a strategy puts around the module, so that `self(x)` and `self.encoder(x)` in them see
 gathered parameters, and gradients are reduced: see `steps`.
 """
 
@@ -33,7 +33,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
 
     Attributes:
         automatic_optimization: False if `training_step` calls `manual_backward` and the optimizers itself.
-        example_input_array: an input, for whoever wants to trace the module.
+        example_input_array: an input for code that traces the module.
         strict_loading: whether checkpoints must have exactly this module's parameters.
     """
 
@@ -43,10 +43,10 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         self.strict_loading = True
         self.example_input_array: Any = None
         self._trainer: Any | None = None
-        self._hook: str | None = None  # under way, for `log`
+        self._hook: str | None = None  # the hook that is running, for `log`
         self._within_step = False
-        self._toggled: dict[nn.Parameter, bool] = {}  # what required a gradient before `toggle_optimizer`
-        self._wanted: set[nn.Parameter] | None = None  # what gets gradients since
+        self._toggled: dict[nn.Parameter, bool] = {}  # requires_grad before `toggle_optimizer`
+        self._wanted: set[nn.Parameter] | None = None  # what gets gradients since then
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Within a step the strategy's hooks have run already; a second time they would free what is being used.
@@ -81,7 +81,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         advance(scheduler, metric)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any]) -> None:
-        """An update. Forward and backward have run; the closure returns the loss."""
+        """Make an update. Forward and backward have run; the closure returns the loss."""
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
@@ -95,7 +95,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward(*args, **kwargs)
 
-    # --- where it is
+    # --- the Trainer's values
 
     @property
     def trainer(self) -> Any:
@@ -169,14 +169,14 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     ) -> None:
         """Log a number, a 0-dim tensor or a metric object.
 
-        An epoch's value is that of all ranks and all samples, whatever `sync_dist` says: a mean is weighted by `batch_size`, by
+        An epoch's value covers all ranks and all samples, whatever `sync_dist` says. A mean is weighted by `batch_size`, by
         default the rows of the batch.
 
         Args:
-            on_step, on_epoch: for each step, and for the epoch; by default in training steps the one, elsewhere the other.
-            sync_dist: the number of a step is that of all ranks, too, which wait for one another.
+            on_step, on_epoch: log each step, and the epoch; by default a training step logs on_step, any other hook on_epoch.
+            sync_dist: a step's value covers all ranks, too; they wait for one another.
             reduce_fx: "mean", "sum", "min" or "max" over an epoch and over ranks.
-            rank_zero_only: rank 0's alone.
+            rank_zero_only: log rank 0's value only.
             enable_graph, metric_attribute: have no effect.
         """
         if sync_dist_group is not None:
@@ -197,12 +197,12 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         session.take(self._hook or "", name, value, how, batch_size, add_idx=add_dataloader_idx)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
-        """As `log`, of several."""
+        """Log several values; options as in `log`."""
         for name, value in dictionary.items():
             self.log(name, value, **options)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """On rank 0."""
+        """Print on rank 0."""
         if agree.is_rank0():
             print(*args, **kwargs)
 
@@ -232,7 +232,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         return (schedulers[0] if len(schedulers) == 1 else schedulers) if schedulers else None
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward, after which gradients are the mean over the ranks. Collective."""
+        """Run the backward pass and average the gradients over the ranks. Collective."""
         self.trainer.unit.backward_by_hand(loss, *args, **kwargs)
 
     def clip_gradients(
@@ -253,7 +253,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         for each in self.trainer.optimizers:
             for parameter in (p for group in each.param_groups for p in group["params"]):
                 needed = self._toggled.setdefault(parameter, parameter.requires_grad)
-                if not is_split(parameter):  # a sharded one's gradients are put aside, see `manual`
+                if not is_split(parameter):  # gradients of sharded parameters are put aside, see `manual`
                     parameter.requires_grad_(parameter in own_parameters and needed)
         self._wanted = own_parameters
 

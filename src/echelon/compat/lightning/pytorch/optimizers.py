@@ -1,4 +1,4 @@
-"""What `configure_optimizers` may return, as optimizers and schedules; and when schedules advance."""
+"""The optimizers and schedules in what `configure_optimizers` returns; and when schedules advance."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Schedule:
     Args:
         interval, frequency: after every n-th "step" (an update) of an epoch, or every n-th "epoch".
         monitor: the logged value that ReduceLROnPlateau sees.
-        strict: whether it is an error if that was not logged.
+        strict: whether it is an error if `monitor` was not logged.
         name: for LearningRateMonitor.
     """
 
@@ -51,7 +51,7 @@ class Schedule:
 
 
 class NoOptimizer(torch.optim.Optimizer):
-    """What stands for `configure_optimizers` that returns None: nothing is updated."""
+    """Used if `configure_optimizers` returns None: it updates nothing."""
 
     def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 0.0})
@@ -64,7 +64,7 @@ def configured(made: Any, *, automatic: bool) -> tuple[list[torch.optim.Optimize
     """Optimizers and schedules of what a module's `configure_optimizers` returned.
 
     Raises:
-        UsageError: it is none of what it may return; several optimizers without manual optimization.
+        UsageError: it returned something else than is allowed, or several optimizers without manual optimization.
     """
     optimizers, schedules, monitor = _taken_apart(made)
     if automatic and len(optimizers) > 1:
@@ -133,13 +133,13 @@ class Schedules:
         self.all, self._advance = schedules, advance
 
     def step(self, interval: str, count: int, metrics: Mapping[str, Any] | None) -> None:
-        """Advance those of an interval.
+        """Advance the schedules of an interval.
 
         Args:
             count: how many of these intervals have passed: batches of this epoch, or epochs.
-            metrics: what was logged; None advances those that need none, instead of those that do.
+            metrics: logged values: advance only schedules that need a metric; None: only those that need none.
         Raises:
-            UsageError: what one monitors was not logged.
+            UsageError: a schedule's `monitor` was not logged.
         """
         for each in self.all:
             if each.interval != interval or count % each.frequency or each.reduce_on_plateau == (metrics is None):
@@ -165,7 +165,7 @@ class Schedules:
 
 
 def advance(scheduler: Any, metric: Any) -> None:
-    """What a module does that does not override `lr_scheduler_step`."""
+    """The default `lr_scheduler_step` of a module."""
     if metric is None:
         scheduler.step()
     else:
@@ -173,10 +173,10 @@ def advance(scheduler: Any, metric: Any) -> None:
 
 
 class LightningOptimizer:
-    """An optimizer as `self.optimizers()` gives it: its steps are counted, and call the hooks.
+    """The optimizer that `self.optimizers()` returns: its steps are counted and call the hooks.
 
     Args:
-        step: takes the optimizer and a closure or None.
+        step: called with the optimizer and a closure or None.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, step: Callable[..., Any], module: Any) -> None:

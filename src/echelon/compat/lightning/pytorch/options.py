@@ -1,4 +1,4 @@
-"""What Lightning's users write to a Trainer, in echelon's words; with a hint where the spelling is an old one."""
+"""Lightning's options of a Trainer, translated to echelon's; with a hint for old spellings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PRECISIONS = {
     **dict.fromkeys(("16", "16-mixed"), "fp16"),
     **dict.fromkeys(("bf16", "bf16-mixed"), "bf16"),
 }
-# Lightning's, which change what is shown or how fast it runs, and not what is trained.
+# Lightning's options that change what is shown or how fast it runs, not what is trained.
 _WITHOUT_EFFECT = {
     "barebones",
     "enable_autolog_hparams",
@@ -41,9 +41,9 @@ _WITHOUT_EFFECT = {
     "weights_summary",
 }
 _OLDER = {"replace_sampler_ddp": "use_distributed_sampler"}
-# Which of these ask for something that is not there, if they are given.
+# Those that ask for something that is absent here.
 _ASKS = ("barebones", "model_registry", "profiler")
-# Of a LightningModule: Lightning's default, and where an AutoUnit has it; None: it goes without, and is told.
+# Options for a LightningModule: Lightning's default, and where an AutoUnit has it. None: without effect there, with a warning.
 _OF_MODULES: dict[str, tuple[Any, str | None]] = {
     "benchmark": (None, None),
     "detect_anomaly": (False, "it is the unit's: AutoUnit(detect_anomaly=True)"),
@@ -57,7 +57,7 @@ _OF_MODULES: dict[str, tuple[Any, str | None]] = {
     "sync_batchnorm": (False, "it is the strategy's: strategy=DDPStrategy(sync_batchnorm=True)"),
     "use_distributed_sampler": (True, None),
 }
-# Lightning's others, and where what they mean is to be had.
+# Lightning's other options, and what to use instead.
 _ELSEWHERE = {
     "auto_lr_find": "there is no search for a learning rate",
     "auto_scale_batch_size": "it is the launcher's: `echelon run --find-batch`, which keeps the global batch",
@@ -74,15 +74,15 @@ _ELSEWHERE = {
 
 
 def without_effect(others: Mapping[str, Any]) -> list[str]:
-    """What a LightningModule's Trainer was asked for in vain, to be told."""
+    """Options for a LightningModule that ask for something absent, to be logged."""
     return [f"{name}={others[name]!r}" for name in _ASKS if others.get(name)]
 
 
 def sorted_out(others: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """(what a LightningModule's runs need, the names of what was given and has no effect).
+    """(options for runs of a LightningModule, names of given options without effect).
 
     Raises:
-        UsageError: an option that is not known, and may have meant something.
+        UsageError: an option is unknown, or is set elsewhere.
     """
     of_modules, shown = {name: default for name, (default, _) in _OF_MODULES.items()}, set[str]()
     for given, value in others.items():
@@ -108,7 +108,7 @@ def sorted_out(others: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
 def check_for_units(of_modules: Mapping[str, Any], limits: Mapping[str, Any], interval: Any) -> None:
     """
     Raises:
-        UsageError: what an AutoUnit has elsewhere.
+        UsageError: an option is set elsewhere for an AutoUnit, or not supported for it.
     """
     for name, (default, where) in _OF_MODULES.items():
         if where is not None and of_modules[name] and of_modules[name] != default:
@@ -121,7 +121,7 @@ def check_for_units(of_modules: Mapping[str, Any], limits: Mapping[str, Any], in
 
 
 def without_strategy(accelerator: Any, strategy: Any) -> tuple[Any, Any]:
-    """(accelerator, strategy) where the accelerator is one of Lightning's older strategies, such as "ddp_spawn"."""
+    """(accelerator, strategy), if the given accelerator is one of Lightning's older strategies, such as "ddp_spawn"."""
     if accelerator in ACCELERATORS or not is_word(accelerator):
         return accelerator, strategy
     if strategy != "auto":
@@ -133,7 +133,7 @@ def without_strategy(accelerator: Any, strategy: Any) -> tuple[Any, Any]:
 def precision_of(given: Any) -> Any:
     """
     Raises:
-        UsageError: parameters in half or double precision, which are the module's own business.
+        UsageError: parameters in half or double precision: the module itself must be built so.
     """
     if isinstance(given, (int, str)) and not isinstance(given, bool):
         name = str(given)
@@ -145,14 +145,14 @@ def precision_of(given: Any) -> Any:
 
 
 def devices_of(given: Any) -> Any:
-    """Lightning's -1 is all, "2" is two and "0,2" are these."""
+    """Lightning's forms: -1 is all devices, "2" is two, "0,2" are devices 0 and 2."""
     if given in (-1, "-1"):
         return "auto"
     if not isinstance(given, str) or given == "auto":
         return given
     parts = [part.strip() for part in given.split(",") if part.strip()]
     if not all(part.isdecimal() for part in parts):
-        return given  # which the Trainer refuses
+        return given  # the Trainer refuses it
     numbers = [int(part) for part in parts]
     return numbers if "," in given else (numbers[0] if numbers else "auto")
 
@@ -161,7 +161,7 @@ def interval(given: Any) -> float | int:
     """`val_check_interval`: a number of batches, or as a float a part of an epoch.
 
     Raises:
-        UsageError: neither.
+        UsageError: it is neither.
     """
     if given is None:
         return 1.0
@@ -172,7 +172,7 @@ def interval(given: Any) -> float | int:
 
 
 def _batches(name: str, given: Any) -> float | int | None:
-    """A number of batches; None and Lightning's 1.0 are all of them; other floats are a part."""
+    """A number of batches; None for all of them, also for Lightning's 1.0; another float is a part of them."""
     if given is None or (isinstance(given, float) and given == 1.0):
         return None
     if isinstance(given, bool) or not isinstance(given, (int, float)) or given < 0 or (isinstance(given, float) and given > 1):

@@ -1,6 +1,6 @@
 """Checkpoints under names that callbacks choose: echelon's folders; and `.ckpt` files that Lightning wrote, which are only read.
 
-Beside the tensors of modules and optimizers by name there is one state more, `Kept`: hyperparameters, callbacks, hooks' own keys.
+Beside the tensors of modules and optimizers, by name, a checkpoint has `Kept`: hyperparameters, callbacks, hooks' own keys.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class _NotSaved(dict[str, Any]):
-    """The dict of `on_save_checkpoint`: tensors are saved by name, and are not in it."""
+    """The dict of `on_save_checkpoint`, without the module's and the optimizers' tensors, which are saved by name."""
 
     def __missing__(self, name: str) -> Any:
         self._check(name)
@@ -57,7 +57,7 @@ class _NotSaved(dict[str, Any]):
 
 
 class Kept:
-    """Of a unit: its attribute of this name is the state in a checkpoint."""
+    """A unit's attribute of this name: the state in a checkpoint beside tensors."""
 
     name = "lightning"
 
@@ -85,7 +85,7 @@ class Kept:
         return dict(dump)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What optimizers and loggers have counted. Callbacks and hooks have taken theirs before: see `restore_module`."""
+        """Restore the counts of optimizers and loggers. `restore_module` has restored callbacks and called hooks before."""
         session, trainer, saved = self._session, self._session.trainer, state_dict
         session.unit.counted(saved["global_step"])
         trainer.log_step, session.has_stepped = saved.get("log_step", saved["global_step"]), False
@@ -117,12 +117,12 @@ class _Writer(DistributedCheckpointSaver):
 
 
 def write(path: Path, state: State, unit: Any) -> None:
-    """Save under this name. What was saved under it before makes way when the new one is whole. Collective."""
+    """Save under this name. An older checkpoint of this name is replaced when the new one is whole. Collective."""
     path = path.absolute()
     new, old = path.with_name(f".new-{path.name}"), path.with_name(f".old-{path.name}")
 
     def is_taken() -> bool:
-        for left in filter(exists, (new, old)):  # by a run that was killed
+        for left in filter(exists, (new, old)):  # left by a run that was killed
             remove_tree(left)
         return manifest.is_whole(path)
 
@@ -179,7 +179,7 @@ def _file(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
 
 
 def build(cls: Any, path: Path, map_location: Any, strict: bool | None, given: dict[str, Any]) -> Any:
-    """An object of a LightningModule's or LightningDataModule's class."""
+    """Build a LightningModule or LightningDataModule from a checkpoint."""
     if not path.exists():
         raise CheckpointNotFoundError(f"there is no checkpoint {path}.", path=str(path))
     facts = facts_of(path)
@@ -204,7 +204,7 @@ def build(cls: Any, path: Path, map_location: Any, strict: bool | None, given: d
 
 
 class Loaded(dict[str, Any]):
-    """The dict of `on_load_checkpoint`. Its "state_dict", the weights, is read when somebody asks for it, and may be changed.
+    """The dict of `on_load_checkpoint`. Its "state_dict", the weights, is read at first use, and may be changed.
 
     Args:
         facts: what was saved beside tensors.
@@ -217,7 +217,7 @@ class Loaded(dict[str, Any]):
 
     @property
     def changed_weights(self) -> dict[str, torch.Tensor] | None:
-        """None if nobody has asked for them."""
+        """The weights if they were read, else None."""
         return dict.get(self, "state_dict")
 
     def __contains__(self, name: object) -> bool:
@@ -245,12 +245,12 @@ class Loaded(dict[str, Any]):
 
 
 def restore_module(path: Path, session: Any, *, trains: bool) -> None:
-    """Put the module back to a checkpoint, and call what loads: before there are optimizers, as Lightning does. Collective.
+    """Restore the module and call the hooks that load. As in Lightning, optimizers are not built yet. Collective.
 
     In this order: the module's hook, its weights, the data module, the callbacks' hooks, the callbacks' states.
 
     Raises:
-        UsageError: optimizers are to be restored from a file of Lightning's own, of which only weights are read.
+        UsageError: training is to continue from a file of Lightning's own, of which only weights are read.
     """
     is_ours = agree.from_rank0(path.is_dir)
     if trains and not is_ours and agree.from_rank0(path.exists):
@@ -277,7 +277,7 @@ def restore_module(path: Path, session: Any, *, trains: bool) -> None:
 
 
 def _load_states(session: Any, saved: dict[str, Any]) -> None:
-    """What data module and callbacks saved, after the module's weights came."""
+    """Restore the states of data module and callbacks, after the module's weights."""
     if session.datamodule is not None and saved.get("datamodule"):
         session.datamodule.load_state_dict(saved["datamodule"])
     for callback in session.trainer.lightning_callbacks:
@@ -294,6 +294,6 @@ def _load_states(session: Any, saved: dict[str, Any]) -> None:
 
 
 def restore_training(path: Path, unit: Any, loader: Any) -> None:
-    """Put optimizers, schedules and progress back to a checkpoint, once they are built. Collective."""
+    """Restore optimizers, schedules and progress from a checkpoint, once they are built. Collective."""
     options = RestoreOptions(restore_modules=False, strict=unit.lightning_module.strict_loading)
     DistributedCheckpointSaver.restore(path, unit, train_dataloader=loader, restore_options=options)

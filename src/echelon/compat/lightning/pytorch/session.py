@@ -1,4 +1,4 @@
-"""One call of a Trainer with a LightningModule, in a rank: what is set up, what runs, hooks around it, and what is logged."""
+"""One call of a Trainer with a LightningModule, in a rank: the set-up, the run, the hooks around it, and logging."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["Session", "Work"]
 logger = logging.getLogger(__name__)
 
 _LIMITS = {"train": "train", "validation": "val", "test": "test", "predict": "predict"}
-# Of a unit, what says how far it is: an AutoUnit's window counts its updates.
+# A unit's attributes that say how far it has trained: an AutoUnit's window counts its updates.
 _COUNTS = {"train_progress", "window"}
 
 
@@ -50,7 +50,7 @@ class Work:
 
     Args:
         call: "fit", "validate", "test" or "predict".
-        loaders: for training and evaluation; or the phase's, and None.
+        loaders: for training and evaluation; in other calls than "fit", the phase's loader and None.
     """
 
     call: str
@@ -64,15 +64,16 @@ class Work:
 class Session:
     """
     Args:
-        trainer: whose options count, and which the module's code sees.
+        trainer: has the options; the module's code sees it.
     Attributes:
-        unit: what is trained, once it is built.
-        optimizers: as `self.optimizers()` gives them.
+        unit: the unit that is trained, once it is built.
+        optimizers: what `self.optimizers()` returns.
         results: what was logged, by phase.
         has_stepped: the latest batch ended with an update.
-        validates: `fit` evaluates; `was_evaluated`: and has done so.
-        batches, num_loaders: by phase, the limit of a loader, and how many batches each of several has.
-        handles: of hooks that the next call takes away.
+        validates, was_evaluated: whether `fit` evaluates, and whether it has done so.
+        batches: by phase, the limit of a single loader.
+        num_loaders: by phase, the number of batches of each of several loaders; [None] for a single one.
+        handles: handles of hooks that the next call removes.
     """
 
     def __init__(self, trainer: Any, work: Work) -> None:
@@ -85,13 +86,13 @@ class Session:
         self.batch_idx = 0
         self.batches: dict[str, int | None] = {}
         self.num_loaders: dict[str, list[int | None]] = {}
-        self._evaluated_batches = Counter[tuple[str, int]]()  # of each loader, under which the numbers of its steps are written
+        self._evaluated_batches = Counter[tuple[str, int]]()  # of each loader: the step for its logged numbers
         self.handles: list[Any] = []
-        self.added_to_module: set[str] = set()  # by the strategy, for this process
+        self.added_to_module: set[str] = set()  # what the strategy added, for this process
         self._train_loader: Any = None
 
     def run(self) -> Any:
-        """What the call returns: a list of dicts of numbers, or of predictions; None of `fit`."""
+        """Run the call, and return its result: a list of dicts of numbers, or of predictions; None for `fit`."""
         trainer = self.trainer
         device = init_from_env("cpu" if trainer.accelerator == "cpu" else None)
         self.work = replace(self.work, ckpt_path=agree.from_rank0(lambda: self.work.ckpt_path))
@@ -117,7 +118,7 @@ class Session:
             for results in before.results.values():
                 results.reset()
             self.optimizers = before.optimizers if self.work.call != "fit" else []
-            trainer.log_step += before.has_stepped  # if it was interrupted
+            trainer.log_step += before.has_stepped  # if that call was interrupted
         trainer.session = self
         trainer.lightning_module, trainer.datamodule, trainer.root_device = module, self.datamodule, device
         module.trainer = trainer
@@ -132,7 +133,7 @@ class Session:
         own = list(own) if isinstance(own, (list, tuple)) else [own]
         kinds = tuple(type(each) for each in own)
         every = [*(each for each in trainer.lightning_callbacks if type(each) not in kinds), *own]
-        # What saves comes last, and sees what the others have changed.
+        # Callbacks that save come last, so that they see what the others have changed.
         trainer.lightning_callbacks = sorted(every, key=lambda each: isinstance(each, ModelCheckpoint))
         trainer.callbacks = [*trainer.lightning_callbacks, *trainer.loop_callbacks]
         for each in trainer.lightning_callbacks:
@@ -177,7 +178,7 @@ class Session:
         self._log_hyperparams()
 
     def _go_on(self) -> None:
-        """Count from where the latest `fit` of this Trainer ended, as Lightning does: with the same limits nothing is left."""
+        """Count from where this Trainer's latest `fit` ended, as Lightning does: with the same limits, nothing is left."""
         trainer, unit = self.trainer, self.unit
         if (before := trainer.progress_before) is not None:
             for name in _COUNTS & before.keys() & vars(unit).keys():
@@ -209,7 +210,7 @@ class Session:
         self.handles += gather_when_alone(self.module)
 
     def _tell_of(self, error: BaseException) -> None:
-        """No collective here: other ranks may not have it."""
+        """Call `on_exception` and end the loggers. No collective here: other ranks may not have the error."""
         self._call_callbacks("on_exception", self.trainer.lightning_callbacks, (error,))
         if self.datamodule is not None:
             self.datamodule.on_exception(error)
@@ -221,7 +222,7 @@ class Session:
 
     def _layout(self) -> Any:
         given = self.trainer.layout
-        if kind_of(self.module) is not None:  # of an earlier call: it was sharded in place
+        if kind_of(self.module) is not None:  # sharded in place by an earlier call
             return None
         chosen = ("ddp" if World.current().size > 1 else None) if given == "auto" else given
         if getattr(resolve(chosen), "name", None) == "dp":
@@ -229,7 +230,7 @@ class Session:
         return chosen
 
     def _check(self) -> None:
-        """What cannot be, by name, before anything runs."""
+        """Refuse what is not supported, by name, before anything runs."""
         module, call, trainer = self.module, self.work.call, self.trainer
         name = type(module).__name__
         needs = {"fit": ["training_step", "configure_optimizers"], "validate": ["validation_step"], "test": ["test_step"]}
@@ -264,7 +265,7 @@ class Session:
         return (rank_and_size or (0, World.current().size))[1]
 
     def train_loader(self) -> tuple[Any, int | None]:
-        """(loader, how many batches of it count on this rank), made when it is first asked for."""
+        """(loader, limit of its batches on this rank), made at first use."""
         if self._train_loader is None:
             trainer = self.trainer
             loaders = data.given_loaders("train", self.work.loaders[0], self.module, self.datamodule)
@@ -320,7 +321,7 @@ class Session:
         trainer.num_training_batches = data.batches_of(loader, limit)
         if self._is_complete():
             return
-        # Lightning trains parts in the mode in which they are, too.
+        # As in Lightning, parts keep their mode in training; those in eval mode are named.
         tell_of_eval_mode([name or type(module).__name__ for name, part in module.named_modules() if not part.training])
         self.results["train"].meets = meets([module, *trainer.lightning_callbacks])
         if self.validates:
@@ -338,7 +339,7 @@ class Session:
         run_training(unit, training, validation, callbacks, None)
 
     def _is_complete(self) -> bool:
-        """Whether an earlier `fit`, or the run that was saved, has reached the limits."""
+        """Whether an earlier `fit`, or the run of the checkpoint, has reached the limits."""
         trainer, progress = self.trainer, self.unit.train_progress
         epochs, updates = trainer.epochs_at_most, trainer.updates_at_most
         by_epochs = epochs is not None and progress.num_epochs_completed >= epochs
@@ -354,7 +355,7 @@ class Session:
         """(steps, epochs) after which `fit` evaluates.
 
         Raises:
-            UsageError: evaluations within an epoch that do not divide it.
+            UsageError: an epoch is not a multiple of the interval of evaluations within it.
         """
         interval, epochs = self.trainer.val_check_interval, self.trainer.check_val_every_n_epoch
         if isinstance(interval, float) and interval == 1.0:
@@ -381,7 +382,7 @@ class Session:
             return
         limit, lengths = self.batches["validation"], self.num_loaders["validation"]
         most = limit if count == -1 else count if limit is None else min(count, limit)
-        if isinstance(loader, data.Chain) and most is not None:  # so many of each
+        if isinstance(loader, data.Chain) and most is not None:  # so many of each loader
             loader, most = loader.cut(most), None
             self.num_loaders["validation"] = loader.lengths()
         before, progress = rng.states(), vars(unit.eval_progress).copy()
@@ -432,7 +433,7 @@ class Session:
 
     @contextmanager
     def hook(self, name: str) -> Iterator[None]:
-        """Context of a call of the module's code, for what it logs."""
+        """Context of a hook in the module's code, so that `self.log` knows the hook."""
         module = self.module
         before, module._hook = module._hook, name
         try:
@@ -441,7 +442,7 @@ class Session:
             module._hook = before
 
     def call(self, name: str, *args: Any) -> None:
-        """A hook: callbacks first, then the module."""
+        """Call a hook: callbacks first, then the module."""
         with self.hook(name):
             self._call_callbacks(name, self.trainer.lightning_callbacks, args)
             answer = getattr(self.module, name)(*args) if hasattr(self.module, name) else None
@@ -449,12 +450,12 @@ class Session:
             raise UsageError("on_train_batch_start returned -1, to leave out the rest of the epoch. Use limit_train_batches.")
 
     def call_callbacks(self, name: str) -> None:
-        """A hook that modules have not."""
+        """Call a hook that modules do not have."""
         with self.hook(name):
             self._call_callbacks(name, self.trainer.lightning_callbacks, ())
 
     def call_at_epoch_end(self, meanwhile: Callable[[], None]) -> None:
-        """`on_train_epoch_end`: callbacks that monitor what the module logs in it come last."""
+        """Call `on_train_epoch_end`. Callbacks that monitor what the module logs in it come last."""
         name = "on_train_epoch_end"
         last = [each for each in self.trainer.lightning_callbacks if isinstance(each, (Checkpoint, EarlyStopping))]
         with self.hook(name):
@@ -485,7 +486,7 @@ class Session:
         """(on_step, on_epoch) for what is logged in a hook.
 
         Raises:
-            UsageError: nothing can be logged there, or not so.
+            UsageError: nothing can be logged there, or not with these options.
         """
         defaults = log_defaults(hook)
         if defaults is None:
@@ -505,7 +506,7 @@ class Session:
             return
         one = self.results[phase].log(hook, name, value, how, batch_size, add_idx=add_idx)
         in_step = _is_in_step(hook)
-        if (phase == "train" and how.on_step) if in_step else how.on_epoch:  # the same hook may read it; then that of all ranks
+        if (phase == "train" and how.on_step) if in_step else how.on_epoch:  # for readers in the same hook
             self.trainer.callback_metrics.update(one.so_far(step=in_step))
 
     def begin_batch(self, phase: str, batch_size: Callable[[], float], dataloader_idx: int | None) -> None:
@@ -513,10 +514,10 @@ class Session:
             self.results[phase].begin_batch(batch_size, dataloader_idx)
 
     def publish(self, numbers: Numbers, *, write: bool, step: int | None = None) -> None:
-        """Let callbacks, loggers and users see numbers.
+        """Give numbers to callbacks, loggers and the Trainer's attributes.
 
         Args:
-            step: under which loggers have them, by default `log_step`.
+            step: the step that loggers get, by default `log_step`.
         """
         trainer = self.trainer
         trainer.callback_metrics.update(numbers.callback)
@@ -572,7 +573,7 @@ def _is_in_step(hook: str | None) -> bool:
 
 
 def _is_hook(thing: Any, name: str) -> bool:
-    """Whether Lightning could have called it; a program's own method of that name takes something else."""
+    """Whether Lightning could have called this method: a program's own method of that name takes other arguments."""
     given = 2 if not isinstance(thing, LightningModule) else 0 if name.startswith(("on_", "configure_")) else 1
     try:
         inspect.signature(getattr(thing, name)).bind(*range(given))
@@ -582,7 +583,7 @@ def _is_hook(thing: Any, name: str) -> bool:
 
 
 def _may_stop(trainer: Any) -> bool:
-    """Whether somebody's code runs after each step, which may set `trainer.should_stop`."""
+    """Whether user code runs after each step: it may set `trainer.should_stop`."""
     name = "on_train_batch_end"
     return overridden(name, trainer.lightning_module, ModuleHooks) or any(
         overridden(name, each, Callback) and not type(each).__module__.startswith(__package__)

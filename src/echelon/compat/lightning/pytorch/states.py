@@ -44,7 +44,7 @@ _WORDS = {"fn": TrainerFn, "status": TrainerStatus, "stage": RunningStage}
 
 @dataclass
 class TrainerState:
-    """Each is a word, which is set as a text too.
+    """What the Trainer is doing. Each attribute is an enum member, and may also be set as a string.
 
     Attributes:
         fn: None before a call.

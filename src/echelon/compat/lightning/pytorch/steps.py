@@ -36,7 +36,7 @@ _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_
 
 
 class Moves:
-    """A batch's way to the device, with the hooks of the module or of its data module."""
+    """Moves a batch to the device, with the hooks of the module or of its data module."""
 
     def __init__(self, module: Any, datamodule: LightningDataModule | None, device: torch.device) -> None:
         self.device = device
@@ -61,10 +61,10 @@ class Moves:
 
 
 class ModuleSteps:
-    """Of a unit, before the loop's among its bases: a module's steps, with their hooks.
+    """A module's steps with their hooks, for a unit. It comes before the loop's unit class among the bases.
 
     Attributes:
-        batch: the latest, for the hook after its update.
+        batch: the latest batch, for the hook after its step.
     """
 
     module: Any
@@ -94,7 +94,7 @@ class ModuleSteps:
         return (None, None) if on_host else (self.move_data_to_device, getattr(self, "_copies", None))
 
     def send_buffers(self) -> None:
-        """Before a pass that trains nothing."""
+        """Called before an evaluation step; ManualUnit has DDP send its buffers in the next pass."""
 
     def eval_step(self, state: State, data: Any) -> Any:
         return self._evaluate_batch("validation", state.eval_state, self.eval_progress, data)
@@ -116,7 +116,7 @@ class ModuleSteps:
         batch_idx, dataloader_idx = session.place_of(phase, progress.num_steps_completed_in_epoch)
         step = getattr(module, f"{phase}_step")
         taken = self._arguments(f"{phase}_step", step, batch, batch_idx, dataloader_idx)
-        if step_under_way(phase_state).is_padding:  # a rank that has fewer batches takes part in collectives alone
+        if step_under_way(phase_state).is_padding:  # a rank with fewer batches only takes part in collectives
             with self.autocast(), session.hook(f"{phase}_step"), forgetting([module]), without_samples(), self._without_trace():
                 return _through(self.module, module, step, *taken)
         session.begin_batch(phase, lambda: rows(batch, step_under_way(phase_state).samples), dataloader_idx)
@@ -129,10 +129,10 @@ class ModuleSteps:
         return output
 
     def call_training_step(self, state: State, progress: Any, batch: Any, *, counts: bool = True) -> Any:
-        """`training_step`, with the hook before it.
+        """Call `on_train_batch_start` and `training_step`.
 
         Args:
-            counts: the batch does not stand for none.
+            counts: False for a batch that stands in where the rank has no samples.
         """
         session, module = self.session, self.lightning_module
         batch_idx, samples = progress.num_steps_completed_in_epoch, step_under_way(state.train_state).samples
@@ -144,7 +144,7 @@ class ModuleSteps:
 
     @contextmanager
     def _without_trace(self) -> Iterator[None]:
-        """Around a step whose batch stands in for none: what it logs, and collects in attributes of the module, is forgotten."""
+        """Context of a step on a stand-in batch: what it logs, and collects in attributes of the module, is dropped."""
         of_every_module = vars(nn.Module())
         own = {name: value for name, value in vars(self.lightning_module).items() if name not in of_every_module}
         contents = [(value, copy(value)) for value in own.values() if type(value) in (list, dict, set)]
@@ -161,10 +161,10 @@ class ModuleSteps:
 
 
 def _through(wrapper: nn.Module, module: Any, step: Callable[..., Any], *args: Any) -> Any:
-    """`step(*args)` as the forward pass of `wrapper`, which is around `module` or is it.
+    """Run `step(*args)` as the forward pass of `wrapper`, which wraps `module` or is `module`.
 
-    A DistributedDataParallel then reduces what the step's backward pass makes, whichever layers the step has called; a sharded
-    module is gathered. The batch does not go through the wrapper: it would be cast as activations are.
+    A DistributedDataParallel then reduces the gradients of the step's backward pass, whichever layers the step has called; a
+    sharded module is gathered. The batch does not go through the wrapper, which would cast it as it casts activations.
     """
     if wrapper is module and not isinstance(module, FSDPModule):
         return step(*args)
@@ -194,7 +194,7 @@ def _places(step: Callable[..., Any]) -> int:
 
 
 def _arguments(name: str, taken: int, batch: Any, batch_idx: int, dataloader_idx: int | None) -> tuple[Any, ...]:
-    """What a step takes of (batch, batch_idx, dataloader_idx); the last only where there are several loaders."""
+    """The arguments for a step among (batch, batch_idx, dataloader_idx); the last only if there are several loaders."""
     if dataloader_idx is None:
         return (batch, batch_idx) if taken > 1 else (batch,)
     if taken < 3:
@@ -206,7 +206,7 @@ def gather_when_alone(module: nn.Module) -> list[Any]:
     """Let scripts call a part of a sharded module by itself, such as `module.encoder(x)` after `fit`. Such calls are collective.
 
     Returns:
-        handles that take it back.
+        handles that undo it.
     """
     return [
         part.register_forward_pre_hook(partial(_gather, weakref.ref(owner)))
@@ -217,7 +217,7 @@ def gather_when_alone(module: nn.Module) -> list[Any]:
 
 
 def _parts_of(owner: nn.Module) -> Iterator[nn.Module]:
-    """What is gathered with a module, and has parameters of its own."""
+    """Submodules that are gathered with `owner` and have parameters of their own."""
     for child in owner.children():
         if not isinstance(child, FSDPModule):
             if next(child.parameters(recurse=False), None) is not None:

@@ -1,4 +1,4 @@
-"""`lightning.pytorch.strategies`: those of DDP and FSDP, with torch's options; and what is here of `plugins`."""
+"""`lightning.pytorch.strategies`: DDP and FSDP with torch's options; and the supported names of `plugins`."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ DDPPlugin = DDPStrategy  # in Lightning 1
 
 
 class Environment:
-    """Of any arguments: the variables of torchrun, Slurm and Open MPI are read by themselves."""
+    """Accepts any arguments, without effect: echelon reads the variables of torchrun, Slurm and Open MPI anyway."""
 
     in_place = "the variables of torchrun, Slurm and Open MPI, which are read by themselves"
 
@@ -25,7 +25,7 @@ for _name in ENVIRONMENTS:
 
 
 def among_plugins(plugins: Any, strategy: Any) -> tuple[Any, list[Environment]]:
-    """(the strategy, which Lightning 1 has among the plugins; the environments).
+    """(the strategy, which in Lightning 1 may be among the plugins; the environments).
 
     Raises:
         UsageError: any other plugin, or two strategies.

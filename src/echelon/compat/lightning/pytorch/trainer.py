@@ -1,6 +1,6 @@
 """`echelon.compat.trainer.trainer.Trainer` with Lightning's options, also those of older releases.
 
-It trains an AutoUnit, as the core's does, or a LightningModule, of which each call is a Session in each rank.
+It trains an AutoUnit, as its base class does, or a LightningModule: each call is then a Session in each rank.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_EPOCHS = 1000
 _PRECISIONS = {None: "32-true", torch.float16: "16-mixed", torch.bfloat16: "bf16-mixed"}
-# What another process does not get.
+# Attributes that are not sent to another process.
 _OF_A_PROCESS = (
     *("session", "lightning_module", "datamodule"),
     *("train_dataloader", "val_dataloaders", "test_dataloaders", "predict_dataloaders"),
 )
 
 
-# Of what a Trainer is asked, where several differ in a name alone.
+# Methods and properties that differ in a name only.
 
 
 def _evaluation(call: str) -> Any:
@@ -68,7 +68,7 @@ def _evaluation(call: str) -> Any:
         datamodule: Any = None,
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
-        """As the core's; of a LightningModule what it logs, a dict for each loader."""
+        """As in the base class; for a LightningModule the numbers that it logs, a dict for each loader."""
         metrics: list[dict[str, float]] = self._run(call, model, dataloaders, datamodule, ckpt_path)
         return metrics
 
@@ -98,37 +98,37 @@ class Trainer(trainer.Trainer):
     Args:
         devices: how many ranks on this machine, or which GPUs, as a list; "auto" is one rank per GPU, else one.
         strategy: for units that were built without one; also Lightning's names. "auto" is "ddp" for several ranks.
-        num_nodes: of the launcher that started this script; this class starts ranks on its own machine only.
+        num_nodes: on how many nodes a launcher started this script; this class starts ranks on its own machine only.
         accelerator: "cpu" leaves GPUs alone; "gpu" insists on them.
-        max_epochs, max_steps: when to stop; steps are updates. Without both 1000 epochs; -1 is without an end.
+        max_epochs, max_steps: when to stop; steps are updates. Without both, 1000 epochs; -1 is no limit.
         precision: as AutoUnit's, or Lightning's names for these, such as "bf16-mixed".
-        accumulate_grad_batches, gradient_clip_val: as AutoUnit's `accumulate` and `clip_grad_norm`, or with
-            gradient_clip_algorithm="value" `clip_grad_value`. None leaves the unit's own.
-        callbacks: run in every rank; what rank 0's remember comes back, where it can be pickled.
-        default_root_dir: a run folder of each `fit`, and below `checkpoints` the unit's state after every epoch. Of a
+        accumulate_grad_batches, gradient_clip_val: AutoUnit's `accumulate` and `clip_grad_norm`; with
+            gradient_clip_algorithm="value", `clip_grad_value`. None leaves the unit's own.
+        callbacks: run in every rank; attributes of rank 0's callbacks come back if they can be pickled.
+        default_root_dir: the run folder of each `fit`; its folder `checkpoints` has the unit's state after every epoch. For a
             LightningModule, where its logger's folder is; by default the working directory.
-        enable_checkpointing: False saves none; by default they are saved if there is a folder, and no saver among the callbacks;
-            of a LightningModule always.
-        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: batches of an epoch, per rank; of a
-            LightningModule also a part of them, as 0.1.
-        fast_dev_run: so many batches (True is one) of one epoch, and no checkpoints: to see whether it runs.
+        enable_checkpointing: False saves no checkpoints. By default, an AutoUnit's are saved if there is a folder and no saver
+            among the callbacks; a LightningModule's always.
+        limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: batches of an epoch, per rank; for a
+            LightningModule also a part of them, such as 0.1.
+        fast_dev_run: train only so many batches (True is one) of one epoch, without checkpoints, to see whether it runs.
         check_val_every_n_epoch: how often to evaluate; `val_check_interval` counts batches instead, or is a part of an epoch.
-        gpus: Lightning's older word for `devices`; with `accelerator="ddp"` understood, with a hint.
+        gpus: Lightning's older name of `devices`. `Trainer(gpus=2, accelerator="ddp")` works, with a hint.
         plugins: environments, which have no effect, and Lightning 1's DDPPlugin, which is the strategy.
-        others: Lightning's further options for a LightningModule, which `options` has, and those of display, which are
-            accepted and named; any other is refused.
+        others: more of Lightning's options for a LightningModule, listed in `options`. Options of display are accepted without
+            effect and logged; any other is refused.
     Attributes:
-        session: the latest call in this process, or the one under way.
+        session: the current call in this process, or the latest.
         callback_metrics, logged_metrics, progress_bar_metrics: the latest numbers by name, as 0-dim tensors.
-        should_stop: set it to True to end `fit` after the present step.
+        should_stop: set it to True to end `fit` after the current step.
         log_step: the step under which numbers are written: updates, counted when the next batch begins.
-        steps_before, progress_before: of fits that ended in this object, from which the next one goes on.
-        train_dataloader, val_dataloaders, test_dataloaders, predict_dataloaders: what the call under way, or the latest, uses;
-            the three that evaluate are a loader or a list of loaders, as they were given. None before.
+        steps_before, progress_before: counts of this object's earlier fits, from which the next one continues.
+        train_dataloader, val_dataloaders, test_dataloaders, predict_dataloaders: loaders of the current or latest call; those
+            for evaluation and prediction are one loader or a list, as they were given. None before.
         ckpt_path: the checkpoint that the latest call began from.
-        num_val_batches, num_test_batches, num_predict_batches: of each loader, per rank; infinite where it has no length.
+        num_val_batches, num_test_batches, num_predict_batches: batches of each loader, per rank; infinite without a length.
     Raises:
-        UsageError: a value that makes no sense; the text names it.
+        UsageError: a value is invalid; the message names it.
     """
 
     log_every_n_steps: int
@@ -220,7 +220,7 @@ class Trainer(trainer.Trainer):
         self._begin()
 
     def _begin(self) -> None:
-        """What it is for a LightningModule, before the first call."""
+        """Set what a LightningModule needs before the first call."""
         self.state = TrainerState()
         self.session: Session | None = None
         self.lightning_module: Any = None
@@ -241,7 +241,7 @@ class Trainer(trainer.Trainer):
             setattr(self, f"num_{phase}_batches", [])
         self.lightning_callbacks = list(self.given_callbacks)
         has_saver = any(isinstance(each, ModelCheckpoint) for each in self.given_callbacks)
-        if has_saver and self.enable_checkpointing is False and not self.fast_dev_run:  # in which it saves nothing
+        if has_saver and self.enable_checkpointing is False and not self.fast_dev_run:  # which saves nothing
             raise UsageError("enable_checkpointing=False, and a ModelCheckpoint among the callbacks. Leave one of them out.")
         if self.enable_checkpointing is not False and not self.checkpoint_callbacks:
             self.lightning_callbacks.append(ModelCheckpoint())
@@ -261,14 +261,14 @@ class Trainer(trainer.Trainer):
     def __getattr__(self, name: str) -> Any:
         raise missing_of_trainer(name)
 
-    # --- of an AutoUnit
+    # --- for an AutoUnit
 
     @property
     def max_steps(self) -> Any:
         return self.max_updates
 
     def training_limits(self) -> dict[str, Any]:
-        """Evaluations within an epoch are after batches there."""
+        """As in the base class, with evaluations within an epoch counted in batches."""
         interval = self.val_check_interval
         return {**super().training_limits(), "evaluate_every_n_steps": interval if isinstance(interval, int) else None}
 
@@ -279,7 +279,7 @@ class Trainer(trainer.Trainer):
     def _check_for_units(self) -> None:
         """
         Raises:
-            UsageError: an option that only a LightningModule has a meaning for.
+            UsageError: an option applies to a LightningModule only.
         """
         options.check_for_units(self.of_modules, self.given_limits, self.val_check_interval)
         for name in [type(each).__name__ for each in self.given_callbacks if not isinstance(each, Display)]:
@@ -289,7 +289,7 @@ class Trainer(trainer.Trainer):
         if self._shown:
             logger.warning("Trainer(%s=...): has no effect here", "=..., ".join(sorted(self._shown)))
 
-    # --- of either
+    # --- for both
 
     def fit(
         self,
@@ -303,8 +303,8 @@ class Trainer(trainer.Trainer):
         """As `echelon.compat.trainer.trainer.Trainer.fit`; or train a LightningModule.
 
         Args:
-            datamodule: in place of loaders; it may also be the second argument.
-            ckpt_path: a checkpoint to go on from; "last" is the newest, "best" the best that a ModelCheckpoint has.
+            datamodule: used instead of loaders; it may also be the second argument.
+            ckpt_path: a checkpoint to continue from; "last" is the newest, "best" the best that a ModelCheckpoint has.
         """
         if self.max_epochs is None and self.max_steps is None:
             self.max_epochs = _DEFAULT_EPOCHS
@@ -327,17 +327,17 @@ class Trainer(trainer.Trainer):
         ckpt_path: Any = None,
         weights_only: bool | None = None,
     ) -> Any:
-        """As the core's: batch by batch, in the order of the loader's samples on any number of ranks that it starts.
+        """As in the base class: batch by batch, in the order of the loader's samples on any number of ranks that it starts.
 
         Args:
-            return_predictions: False keeps none of them, and gives None: a callback's on_predict_batch_end has each.
+            return_predictions: False keeps no predictions and returns None; a callback's on_predict_batch_end gets each.
         """
         self.keeps_predictions = return_predictions is not False
         predictions: list[Any] = self._run("predict", model, dataloaders, datamodule, ckpt_path)
         return predictions if self.keeps_predictions else None
 
     def _tell_of_options(self) -> None:
-        """Once, of what a LightningModule's Trainer leaves out."""
+        """Log, once, the options that have no effect for a LightningModule."""
         if self._in_place and agree.is_rank0():
             logger.info("taken without effect: %s", "; ".join(f"{name}: {what}" for name, what in self._in_place.items()))
         if self._in_vain and agree.is_rank0():
@@ -355,7 +355,7 @@ class Trainer(trainer.Trainer):
         self._check_for_units()
         return getattr(super(), call)(model, dataloaders, ckpt_path=ckpt_path)
 
-    # --- of a LightningModule
+    # --- for a LightningModule
 
     def _run_module(self, call: str, given: Any, loaders: tuple[Any, Any], datamodule: Any, ckpt_path: Any) -> Any:
         end_bootstrap(f"trainer.{call}")
@@ -396,7 +396,7 @@ class Trainer(trainer.Trainer):
         return plain  # type: ignore[no-any-return]
 
     def _path_of(self, ckpt_path: Any) -> str | None:
-        """Where a checkpoint is that is called "best" or "last"."""
+        """The path of a checkpoint, also of "best" and "last"."""
         if ckpt_path is None or ckpt_path not in ("best", "last"):
             return str(ckpt_path) if ckpt_path is not None else None
         callback = self.checkpoint_callback
@@ -413,7 +413,7 @@ class Trainer(trainer.Trainer):
         return str(path)
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, storage_options: Any = None) -> None:
-        """Save now, as a folder of that name; nothing where `echelon prove` or `plan` looks on. Collective."""
+        """Save now, as a folder of that name. Does nothing under `echelon prove` and `plan`. Collective."""
         if overrides().observes:
             return
         if self.lightning_module is None:
@@ -431,11 +431,11 @@ class Trainer(trainer.Trainer):
             unit = AutomaticUnit(Session(self, Work("fit", self.lightning_module)), self.lightning_module, training=False)
         saving.write(Path(filepath), state or State(entry_point=EntryPoint.TRAIN), unit)
 
-    # --- where it is, as a module's and a callback's code asks
+    # --- progress and ranks, for code of modules and callbacks
 
     @property
     def unit(self) -> Any:
-        """What is trained in this process; None outside of a run."""
+        """The unit of the current or latest call in this process; None if there is none."""
         return self.session.unit if self.session is not None else None
 
     @property
@@ -448,7 +448,7 @@ class Trainer(trainer.Trainer):
 
     @property
     def trained(self) -> tuple[int, int]:
-        """How far the module is: updates, and where none was counted, since optimizers are stepped directly, batches."""
+        """(updates, batches) that the module is trained. Batches count only without updates: optimizers stepped directly."""
         batches = self.unit.train_progress.num_steps_completed if self.unit is not None and not self.global_step else 0
         return self.global_step, batches
 
@@ -500,7 +500,7 @@ class Trainer(trainer.Trainer):
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the training batch under way is its epoch's last, or the last that a limit allows."""
+        """Whether the current training batch is its epoch's last, or the last that a limit allows."""
         loop_state = self.session.loop_state if self.session is not None else None
         return loop_state is not None and step_under_way(loop_state.train_state).is_last
 
@@ -511,13 +511,13 @@ class Trainer(trainer.Trainer):
 
     @property
     def val_check_batch(self) -> float:
-        """After how many batches it evaluates; infinite if that is at the end of a loader without a length."""
+        """After how many batches `fit` evaluates; infinite at the end of a loader without a length."""
         if isinstance(every := self.val_check_interval, int):
             return every
         batches = self.num_training_batches * every
         return max(int(batches), 1) if math.isfinite(batches) else batches
 
-    # --- options, as a module's code asks for them
+    # --- options, for code of modules
 
     @property
     def default_root_dir(self) -> str:
@@ -565,13 +565,13 @@ class Trainer(trainer.Trainer):
         return updates if most is None else min(updates, most)
 
     def limit(self, phase: str) -> Any:
-        """Batches of an epoch, or a part of them."""
+        """The limit of a phase's batches in an epoch, or the part of them."""
         overfit = self.of_modules["overfit_batches"] if not self.fast_dev_run else 0
         return overfit if overfit and phase in ("train", "val") else getattr(self, f"limit_{phase}_batches")
 
     @property
     def precision(self) -> str:
-        """In Lightning's words."""
+        """The precision under Lightning's name."""
         return _PRECISIONS[Precision.of(self.unit_options.get("precision")).dtype]
 
     @property
@@ -585,10 +585,10 @@ class Trainer(trainer.Trainer):
 
     @property
     def world_size(self) -> int:
-        """As `num_devices`, of all nodes."""
+        """As `num_devices`, for all nodes."""
         return RankInfo.from_env().world_size if is_launched() else self._local_ranks() * self.num_nodes
 
     @property
     def device_ids(self) -> list[int]:
-        """Of this rank's device."""
+        """The number of this rank's device, in a list."""
         return [(self.root_device.index if self.root_device is not None else None) or 0]

@@ -1,4 +1,4 @@
-"""`lightning.pytorch.utilities`: what programs use of it."""
+"""`lightning.pytorch.utilities`: the names that programs use."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ logger = logging.getLogger(__name__)
 
 
 class _RankZeroOnly:
-    """A decorator: the function on rank 0; elsewhere it does nothing and gives None."""
+    """A decorator: the function runs on rank 0; on other ranks it does nothing and returns None."""
 
     _given: int | None = None
 
     @property
     def rank(self) -> int:
-        """This process's, unless it was told another."""
+        """This process's rank, unless another was set."""
         return self._given if self._given is not None else RankInfo.from_env().rank
 
     @rank.setter
@@ -120,7 +120,7 @@ FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON = (float(np.finfo(kind).eps) f
 
 
 class PossibleUserWarning(UserWarning):
-    """For scripts that filter it; nothing is warned of so here."""
+    """For scripts that filter it; no warning here has this class."""
 
 
 class LightningDeprecationWarning(DeprecationWarning):
@@ -169,7 +169,7 @@ def garbage_collection_cuda() -> None:
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """Context after which the streams of Python, numpy and torch are where they were."""
+    """Context after which the RNG states of Python, numpy and torch are what they were before."""
     before = rng.states()
     try:
         yield
@@ -178,7 +178,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 
 def disable_possible_user_warnings(module: str = "") -> None:
-    """Filter UserWarnings, of a module or all."""
+    """Filter UserWarnings, of one module or of all."""
     warnings.filterwarnings("ignore", category=UserWarning, module=module)
 
 
