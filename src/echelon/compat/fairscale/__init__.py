@@ -6,7 +6,7 @@ from echelon.compat.names import register
 
 __all__ = ["nn", "optim"]
 
-__version_tuple__ = (0, 4, 13)  # programs ask
+__version_tuple__ = (0, 4, 13)  # programs check it
 __version__ = ".".join(map(str, __version_tuple__))
 
 register("fairscale", __name__, INSTEAD, ALIASES)

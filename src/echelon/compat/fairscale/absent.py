@@ -1,4 +1,4 @@
-"""Modules and names of FairScale that are not here: import lines that have them work, and a use says what to take instead."""
+"""Names of FairScale that compat lacks: they can be imported, and using one is an error that says what to use instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MODEL_PARALLEL = (
 )
 _SLOWMO = "DiLoCoStrategy(every=..., outer_optimizer=...), whose outer optimizer has the slow momentum."
 
-# Modules of FairScale whose names another module here has, by that one.
+# A module of compat -> the modules of FairScale that it stands for.
 _SAME = {
     "fsdp": "nn.data_parallel.fully_sharded_data_parallel",
     "grad_scaler": "optim.grad_scaler",
@@ -27,7 +27,7 @@ _SAME = {
     "wrap": "nn.wrap nn.wrap.auto_wrap",
 }
 ALIASES = {name: same for same, names in _SAME.items() for name in names.split()}
-# By module that has them there, names that are not here.
+# A module of FairScale -> its names that are absent here.
 NAMES: dict[str, dict[str, str]] = {
     "nn": {
         "FlattenParamsWrapper": _FLAT,
@@ -107,7 +107,7 @@ absent = refusing(_LOST)
 
 
 def instead(module: str, name: str = "") -> str | None:
-    """What to take in place of a name of a module, or of a module, below `fairscale`; None: it is in no table."""
+    """What to use instead of a name in any module below `fairscale`, or instead of a module; None if it is in no table."""
     if not name:
         return nearest(INSTEAD, module)
     return _LOST[name][1] if name in _LOST else None

@@ -1,6 +1,6 @@
 """`FullyShardedDataParallel` with FairScale's options, on torch's class of that name.
 
-For new programs `echelon`'s strategy "fsdp" is the better choice: it builds on `fully_shard`.
+For new programs, `echelon`'s strategy "fsdp" is the better choice: it builds on `fully_shard`.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class Options:
 
     Args:
         process_group_reduce_scatter: accepted; torch overlaps its messages in one group.
-        reshard_after_forward: free whole parameters between forward and backward.
+        reshard_after_forward: free the gathered parameters between forward and backward.
         mixed_precision: compute and reduce in `compute_dtype` (by default half precision), with float32 shards.
         fp32_reduce_scatter: reduce gradients in float32 nevertheless.
         buffer_dtype: of buffers; by default `compute_dtype`.
         move_params_to_cpu, cpu_offload: shards live in host memory; `move_grads_to_cpu` goes with them.
         compute_device: by default the GPU, or the CPU where there is none.
-        no_broadcast_optim_state: what a wrapper in a group of one rank says to `consolidate_shard_weights`.
-        state_dict_device, state_dict_on_rank_0_only: where `state_dict()` puts the whole parameters: on their device, or
-            torch.device("cpu"); on all ranks, or on rank 0.
+        no_broadcast_optim_state: tells `consolidate_shard_weights` that the wrapper is in a group of one rank.
+        state_dict_device, state_dict_on_rank_0_only: where `state_dict()` puts the whole parameters: on their device or
+            torch.device("cpu"), on all ranks or on rank 0.
         force_input_to_fp32: half-precision inputs are cast, unless `mixed_precision`.
-        disable_reshard_on_root, bucket_cap_mb, flatten_parameters, verbose: accepted; parameters are by name, torch decides the
-            rest.
-        gradient_predivide_factor: refused; torch divides gradients before ranks add them, and afterwards.
+        disable_reshard_on_root, bucket_cap_mb, flatten_parameters, verbose: accepted; parameters keep their names, torch decides
+            the rest.
+        gradient_predivide_factor: refused; torch divides gradients both before and after ranks add them.
     """
 
     process_group_reduce_scatter: Any = None
@@ -75,7 +75,7 @@ class Options:
     gradient_predivide_factor: float | None = None
 
     def __post_init__(self) -> None:
-        """By which of several names something is asked, and what stands for None."""
+        """Merge options that have several names, and set defaults for None."""
         self.compute_device = self.compute_device or World.current().device
         self.cpu_offload = self.move_params_to_cpu = self.move_params_to_cpu or self.cpu_offload
         if self.move_grads_to_cpu is None:
@@ -88,7 +88,7 @@ class Options:
     def check(self, module: nn.Module, on_cpu: bool) -> None:
         """
         Raises:
-            LayoutError, NotHereError, ValueError: what the module cannot be, or torch's class cannot do.
+            LayoutError, NotHereError, ValueError: the module does not fit the options, or torch's class does not support them.
         """
         if self.gradient_predivide_factor is not None:
             raise NotHereError(
@@ -115,9 +115,9 @@ class FullyShardedDataParallel(TorchFSDP):
     Parameters keep their names (`use_orig_params`), and start from rank 0's values. Collective. Arguments are attributes.
 
     Args:
-        args, options: as `Options` has them.
+        args, options: the fields of `Options`.
     Raises:
-        LayoutError: `move_grads_to_cpu` alone; a parameter that another wrapper has already.
+        LayoutError: `move_grads_to_cpu` without `cpu_offload`, or a parameter that another wrapper has already.
     """
 
     append_shared_param: Any = METHODS["FullyShardedDataParallel.append_shared_param"]
@@ -132,10 +132,10 @@ class FullyShardedDataParallel(TorchFSDP):
         outlive(process_group)
         given.check(module, device.type == "cpu")
         self._build(module, process_group, given, device)
-        both = ("mixed_precision", "cpu_offload", "compute_device")  # which torch's class has as well, with more in them
+        both = ("mixed_precision", "cpu_offload", "compute_device")  # torch's class has these as well, with more in them
         vars(self).update({name: value for name, value in vars(given).items() if name not in both})
         self.state_dict_device = given.state_dict_device or device
-        for each in wrappers(self)[1:]:  # its optimizer state is another on every rank, as experts' is
+        for each in wrappers(self)[1:]:  # its optimizer state differs on every rank, as that of experts
             if each.world_size == 1 < self.world_size:
                 each.no_broadcast_optim_state = True  # type: ignore[assignment]
         claim(self)
@@ -146,9 +146,9 @@ class FullyShardedDataParallel(TorchFSDP):
             TorchFSDP.set_state_dict_type(self, StateDictType.FULL_STATE_DICT, config)
 
     def _build(self, module: nn.Module, group: Any, given: Options, device: torch.device) -> None:
-        """As torch's class."""
+        """Build torch's class with these options."""
         on_cpu = device.type == "cpu"
-        if on_cpu:  # where torch's `sync_module_states` refuses to work
+        if on_cpu:  # torch's `sync_module_states` does not work there
             _send_from_rank0(module, group)
         super().__init__(
             module,
@@ -179,16 +179,16 @@ class FullyShardedDataParallel(TorchFSDP):
         raise NotHereError("FullyShardedDataParallel cannot be pickled or copied: a process group cannot. Save state_dict().")
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """By the unwrapped module's names."""
+        """The parameters by the unwrapped module's names."""
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield plain(name), parameter
 
     @contextmanager
     def summon_full_params(self, recurse: bool = True, volatile: bool = False) -> Iterator[None]:  # type: ignore[override]
-        """Inside, parameters are whole; what is written to them is kept, unless `volatile`. Collective.
+        """Context in which parameters are whole. What is written to them is kept, unless `volatile`. Collective.
 
         Raises:
-            AssertionError: in a forward, a backward or another one of these.
+            AssertionError: within a forward or backward pass, or within another such context.
         """
         with TorchFSDP.summon_full_params(self, recurse=recurse, writeback=not volatile):
             yield
@@ -198,7 +198,7 @@ class FullyShardedDataParallel(TorchFSDP):
 
         Raises:
             NotImplementedError: wrappers with several process groups.
-            LayoutError: a wrapper is around this one.
+            LayoutError: this wrapper is within another one.
         """
         if self._is_root is False:
             raise LayoutError("clip_grad_norm_ must be called on the outermost FullyShardedDataParallel, got one within another.")
@@ -211,7 +211,7 @@ class FullyShardedDataParallel(TorchFSDP):
         return clip_owned_(self.parameters(), shards, max_norm, norm_type, self.process_group)
 
     def gather_full_optim_state_dict(self, optim: torch.optim.Optimizer, **ignored: Any) -> dict[str, Any] | None:
-        """The whole optimizer state, as the undivided optimizer has it, on rank 0; None elsewhere. Collective."""
+        """The whole optimizer state, in the undivided optimizer's form, on rank 0; None elsewhere. Collective."""
         return fsdp_states.gathered(self, optim)
 
     def local_state_dict(self, *args: Any, prefix: str = "", **kwargs: Any) -> dict[str, torch.Tensor]:
@@ -241,7 +241,7 @@ def _send_from_rank0(module: nn.Module, group: dist.ProcessGroup | None) -> None
 
 
 def _own_parameters(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Parameter]]:
-    """Those that are in no wrapper within the module."""
+    """Parameters that are in no wrapper within the module."""
     if isinstance(module, TorchFSDP):
         return
     for name, parameter in module.named_parameters(recurse=False):

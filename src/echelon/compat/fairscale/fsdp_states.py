@@ -1,8 +1,8 @@
-"""States of a FullyShardedDataParallel: this rank's part of the parameters, many ranks' parts as one whole, and an optimizer's.
+"""States of a FullyShardedDataParallel: this rank's part of the parameters, all ranks' parts joined, and an optimizer's state.
 
-Keys and forms are FairScale's. The elements that a rank holds are those that torch gives it, a range of each parameter, so parts
-are loaded on as many ranks as have saved them. An optimizer's state is whole as the undivided optimizer has it; not by torch's
-`full_optim_state_dict`: on CPUs torch 2.13 gives all tensors of a parameter's state the values of the last one.
+Keys and forms are FairScale's. A rank holds the range of each parameter that torch gives it, so parts are loaded on as many
+ranks as saved them. A whole optimizer state has the undivided optimizer's form. torch's `full_optim_state_dict` is not used: on
+CPUs, torch 2.13 gives all tensors of a parameter's state the values of the last one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def local_state(module: TorchFSDP, prefix: str = "") -> dict[str, torch.Tensor]:
     local = {
         f"{prefix}{path}{piece.name}": piece.values.clone() for path, wrapper in _wrappers(module) for piece in pieces(wrapper)
     }
-    # In mixed precision, buffers are low between forwards.
+    # In mixed precision, buffers have low precision between forward passes.
     low = getattr(module, "low", None) is not None
     for name, buffer in _buffers(module):
         local[prefix + name] = buffer.detach().float() if low and buffer.is_floating_point() else buffer.detach()
@@ -50,10 +50,10 @@ def local_state(module: TorchFSDP, prefix: str = "") -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_local_state(module: TorchFSDP, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> IncompatibleKeys:
-    """Take what `local_state` of a rank of this number, of as many ranks, gave.
+    """Load what `local_state` returned on this rank, with as many ranks.
 
     Raises:
-        RuntimeError: a tensor of another size; or, if `strict`, keys that are missing or unexpected.
+        RuntimeError: a tensor has another size; or, if `strict`, keys are missing or unexpected.
     """
     now, state = local_state(module), state_dict
     missing, unexpected = [k for k in now if k not in state], [k for k in state if k not in now]
@@ -76,7 +76,7 @@ def load_local_state(module: TorchFSDP, state_dict: Mapping[str, torch.Tensor], 
 
 
 def local_metadata(module: TorchFSDP) -> dict[str, Any]:
-    """What `consolidated` must know about this rank's part."""
+    """What `consolidated` needs to know about this rank's part."""
     rows = []
     for path, wrapper in _wrappers(module):
         parameters = {
@@ -103,7 +103,7 @@ def consolidated(
     """The state dict of the unwrapped module, from every rank's `local_state` and `local_metadata`; no process group is needed.
 
     Raises:
-        ValueError: not as many weights as metadata, or none.
+        ValueError: there are not as many weights as metadata, or none.
     """
     weights, metadata = shard_weights, shard_metadata
     if len(weights) != len(metadata) or not weights:
@@ -125,7 +125,7 @@ def consolidated(
 
 
 def _wrappers(module: TorchFSDP) -> Iterator[tuple[str, TorchFSDP]]:
-    """(path with a point at its end, wrapper) of this one and those in it."""
+    """(path with a dot at its end, wrapper) of this wrapper and those within it."""
     for name, each in module.named_modules():
         if isinstance(each, TorchFSDP):
             yield f"{plain(name)}." if plain(name) else "", each
@@ -141,7 +141,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def gathered(module: TorchFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any] | None:
     """The whole state in host memory on the group's rank 0, by the parameters' numbers; None elsewhere. Collective.
 
-    Of a wrapper in a group of one rank it is that of rank 0: "uncollected_local_ids" has the number of the wrapper.
+    For a wrapper in a group of one rank it has only rank 0's state: "uncollected_local_ids" has the wrapper's number.
     """
     group = _one_group(module)
     alone = {i for i, each in enumerate(wrappers(module)) if _is_alone(each, module)}
@@ -165,7 +165,7 @@ def gathered(module: TorchFSDP, optimizer: torch.optim.Optimizer) -> dict[str, A
 
 
 def sharded(module: TorchFSDP, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
-    """This rank's part of a whole state, as an optimizer over the module's parameters loads it."""
+    """This rank's part of a whole state, in the form that an optimizer over the module's parameters loads."""
     _one_group(module)
     full = full_optim_state_dict
     held = {p.parameter: p for each in wrappers(module) for p in pieces(each)}
@@ -182,7 +182,7 @@ def sharded(module: TorchFSDP, full_optim_state_dict: dict[str, Any]) -> dict[st
 
 
 def _is_alone(wrapper: TorchFSDP, around: TorchFSDP) -> bool:
-    """Whether every rank has another state of it, as of an expert: the first rank's stands for all."""
+    """Whether its state differs on every rank, like an expert's: then the first rank's stands for all."""
     return wrapper.world_size == 1 < around.world_size
 
 
@@ -194,7 +194,7 @@ def _one_group(module: TorchFSDP) -> dist.ProcessGroup | None:
 
 
 def _piece(parameter: torch.Tensor, value: Any) -> Any:
-    """What there is for each element, apart from what there is once: a list of one tensor."""
+    """A value of the state. One with a number per element becomes a list of one flat tensor, to tell it from others."""
     per_element = isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() == parameter.numel()
     return [value.flatten()] if per_element else value
 
@@ -211,4 +211,4 @@ def _cut(value: Any, piece: Piece) -> Any:
     if value.shape != piece.shape or not value.dim():
         return value.clone()
     part = value.flatten()[piece.start : piece.start + piece.parameter.numel()]
-    return part.clone().view(piece.parameter.shape)  # which is whole where one rank has all
+    return part.clone().view(piece.parameter.shape)  # the whole shape if one rank has all of it

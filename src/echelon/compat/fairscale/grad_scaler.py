@@ -11,7 +11,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as Torc
 
 __all__ = ["ShardedGradScaler"]
 
-# Of torch.amp.GradScaler, in FairScale's order.
+# Arguments of torch.amp.GradScaler, in FairScale's order.
 _ORDER = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled", "process_group")
 
 
@@ -21,7 +21,7 @@ class ShardedGradScaler(TorchShardedGradScaler):  # type: ignore[misc, unused-ig
     Args:
         args, options: init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.amp.GradScaler; and
             process_group, the ranks that hold parts of one model, by default all.
-        device: where the loss is; by default a GPU if there is one.
+        device: the loss's device; by default a GPU if there is one.
     """
 
     def __init__(self, *args: Any, device: str | None = None, **options: Any) -> None:
@@ -35,12 +35,12 @@ class ShardedGradScaler(TorchShardedGradScaler):  # type: ignore[misc, unused-ig
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         if dist.is_initialized():
             super().unscale_(optimizer)
-        else:  # torch's own would ask for a group
+        else:  # torch's ShardedGradScaler would need a group
             TorchGradScaler.unscale_(self, optimizer)
         self._unscaled.add(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        # A fused optimizer looks for infs by itself, on this rank only, unless that has been done.
+        # A fused optimizer looks for infs itself, on this rank only, unless gradients are unscaled already.
         if self.is_enabled() and optimizer not in self._unscaled and getattr(optimizer, "_step_supports_amp_scaling", False):
             self.unscale_(optimizer)
         return super().step(optimizer, *args, **kwargs)

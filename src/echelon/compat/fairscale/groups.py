@@ -1,11 +1,12 @@
-"""A norm over a group in which every gradient lives on one rank; and groups that live long enough.
+"""The norm over a group in which every gradient is on one rank; and process groups that are kept alive long enough.
 
-Process groups outlive the wrappers and optimizers that use them, until the interpreter ends or another one takes over.
+Process groups outlive the wrappers and optimizers that use them: until the interpreter ends, or until they are destroyed and
+another group is kept.
 
-When gloo's group is freed, its destructor joins the group's threads, and one of them may be waiting for the interpreter's lock,
-to free the tensors of the last collective (torch 2.13). So the group must be freed neither right after a collective, as when
-`destroy_process_group()` drops the last reference, nor when the interpreter is being taken down, when threads get the lock no
-more. FairScale's objects hold it by cycles; here it is held, and let go of just before the interpreter ends.
+When a gloo group is freed, its destructor joins the group's threads, and one of them may be waiting for the interpreter's lock
+to free the tensors of the last collective (torch 2.13). So the group must not be freed right after a collective, as when
+`destroy_process_group()` drops the last reference, nor while the interpreter shuts down, when threads no longer get the lock.
+FairScale's objects hold it by reference cycles; here it is held explicitly, and freed just before the interpreter ends.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-# Now, before there is a group: its functions' default arguments would hold the default group to the very end. Building an
-# optimizer imports it, by way of torch's compiler.
+# Imported now, before there is a group: the default arguments of its functions would hold the default group to the very end.
+# Building an optimizer imports it through torch's compiler.
 import torch.distributed.nn.functional
 
 __all__ = ["clip_owned_", "outlive"]
 
-_LAST_WORK_S = 0.05  # in which gloo's threads let go of a finished collective's tensors
+_LAST_WORK_S = 0.05  # time for gloo's threads to free a finished collective's tensors
 _held: list[dist.ProcessGroup] = []
 
 
 def outlive(group: dist.ProcessGroup | None) -> None:
-    """Hold a group, by default that of all ranks, beyond `destroy_process_group()`; those destroyed long ago are let go."""
+    """Keep a group, by default that of all ranks, beyond `destroy_process_group()`. Those destroyed before are freed."""
     group = group if group is not None else dist.group.WORLD
     if group is None or any(each is group for each in _held):
         return
@@ -48,7 +49,7 @@ def _is_in_use(group: dist.ProcessGroup) -> bool:
 
 
 def _let_go() -> None:
-    """While the interpreter is whole, and gloo's threads have nothing left to do."""
+    """Free the groups while the interpreter still works, and gloo's threads have nothing left to do."""
     time.sleep(_LAST_WORK_S)
     _held.clear()
 
@@ -62,11 +63,11 @@ def clip_owned_(
 ) -> torch.Tensor:
     """Scale all gradients so that the norm of all together is at most `max_norm`; returns the norm before. Collective.
 
-    Every parameter's gradient counts on one rank of the group, its owner, as FairScale's wrappers and OSS have it.
+    Each gradient counts on one rank of the group, its owner, as in FairScale's wrappers and OSS.
 
     Args:
-        parameters: whose gradients are scaled, where this rank has them.
-        own: those that this rank counts.
+        parameters: their gradients are scaled, if this rank has them.
+        own: the parameters whose gradients this rank counts.
     """
     parameters = list(parameters)
     device, dtype = parameters[0].device, parameters[0].dtype

@@ -24,22 +24,22 @@ logger = logging.getLogger(__name__)
 
 
 class OSS(torch.optim.Optimizer):
-    """An optimizer over all parameters, of which each rank keeps the state of its own, and sends them after a step.
+    """An optimizer over all parameters. Each rank keeps the state of those that it owns, and sends these after a step.
 
-    Whole parameters have one owner, so any optimizer works that treats parameters one by one. Gradients must be the mean, on all
-    ranks (DistributedDataParallel) or on the owner (ShardedDataParallel). Building it, stepping, `consolidate_state_dict`,
-    `refresh_trainable` and `clip_grad_norm` are collective.
+    A parameter has one owner as a whole, so any optimizer works that treats parameters one by one. Gradients must be the mean,
+    on all ranks (DistributedDataParallel) or on the owner (ShardedDataParallel). Building it, stepping,
+    `consolidate_state_dict`, `refresh_trainable` and `clip_grad_norm` are collective.
 
     Args:
         params: as for any optimizer: parameters, (name, parameter) pairs, or groups with options of their own.
         optim: the optimizer's class; `default` are its arguments.
-        group: the ranks to divide over; by default all.
-        broadcast_buffer_size, force_broadcast_object: accepted; they had stopped meaning anything.
-        broadcast_fp16: accepted without an effect: parameters are sent in their own type, so no precision is lost.
+        group: the ranks to divide the state over; by default all.
+        broadcast_buffer_size, force_broadcast_object: accepted; they had lost their effect in FairScale already.
+        broadcast_fp16: accepted without effect: parameters are sent in their own type, so no precision is lost.
     Attributes:
-        optim: the optimizer itself, whose groups these are.
-        group, rank, world_size: the ranks that it is divided over, and this one's place among them.
-        state: of this rank's own parameters.
+        optim: the optimizer itself; `param_groups` are its groups.
+        group, rank, world_size: the ranks that the state is divided over, this rank's number among them, and how many they are.
+        state: the state of this rank's own parameters.
     """
 
     partition_parameters: Any = METHODS["OSS.partition_parameters"]
@@ -59,7 +59,7 @@ class OSS(torch.optim.Optimizer):
         ensure_group(self.param_groups[0]["params"][0].device)
         self.group = group if group is not None else dist.group.WORLD
         outlive(group)
-        self.before_clipping: list[WeakMethod[Callable[[], None]]] = []  # of wrappers that may have gradients to reduce yet
+        self.before_clipping: list[WeakMethod[Callable[[], None]]] = []  # of wrappers that may still have gradients to reduce
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         if broadcast_fp16 and self.rank == 0:
             logger.warning("OSS(broadcast_fp16=True) has no effect: parameters are sent in their own type")
@@ -68,7 +68,7 @@ class OSS(torch.optim.Optimizer):
             group,
             what="OSS",
             unfreezing="Call refresh_trainable() after unfreezing, on the optimizer or on ShardedDataParallel.",
-            largest_first=False,  # so the owners are FairScale's
+            largest_first=False,  # same owners as FairScale's
         )
         self.partition.stands_behind(self)
         self._share()
@@ -89,7 +89,7 @@ class OSS(torch.optim.Optimizer):
         self.optim.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
-        """One update of this rank's own parameters, then everyone's. Collective."""
+        """Update this rank's own parameters, then exchange all. Collective."""
         self._everyones = None
         return self.optim.step(**kwargs) if closure is None else self.optim.step(closure, **kwargs)
 
@@ -111,14 +111,14 @@ class OSS(torch.optim.Optimizer):
         return clip_owned_(parameters, own, max_norm, norm_type, self.group)
 
     def refresh_trainable(self) -> None:
-        """Give owners to what was unfrozen since. Collective. ShardedDataParallel calls it by itself."""
+        """Give owners to parameters that were unfrozen since. Collective. ShardedDataParallel calls it itself."""
         self.partition.refresh()
 
     def consolidate_state_dict(self, recipient_rank: int = 0) -> None:
         """Bring the whole state to one rank's host memory, or to every rank's. Collective.
 
         Args:
-            recipient_rank: within the group; -1 is every rank.
+            recipient_rank: a rank within the group; -1 is every rank.
         """
         if not -1 <= recipient_rank < self.world_size:
             raise UsageError(f"consolidate_state_dict({recipient_rank}): ranks are 0 to {self.world_size - 1}, or -1 for all.")
@@ -127,12 +127,12 @@ class OSS(torch.optim.Optimizer):
         self._everyones = collect(own_state, None if recipient_rank == -1 else recipient_rank, self.group)
 
     def state_dict(self, all_ranks: bool = False) -> dict[str, Any]:
-        """The whole state as the undivided optimizer would give it, its tensors in host memory.
+        """The whole state in the undivided optimizer's form, with its tensors in host memory.
 
         Args:
-            all_ranks: consolidate on every rank first; collective then.
+            all_ranks: consolidate on every rank first; then this is collective.
         Raises:
-            CheckpointError: a RuntimeError; this rank has not been given the state, or the optimizer has stepped since.
+            CheckpointError, a RuntimeError: this rank has not received the state, or the optimizer has stepped since.
         """
         if all_ranks:
             self.consolidate_state_dict(-1)
@@ -150,18 +150,18 @@ class OSS(torch.optim.Optimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's part of a whole state, of any number of ranks or of the undivided optimizer; it stays as it is.
+        """Load this rank's part of a whole state, from any number of ranks or the undivided optimizer; `state_dict` stays.
 
         Raises:
-            ValueError: torch's; it belongs to other parameters.
+            ValueError: from torch: the state belongs to other parameters.
         """
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = {number for number, p in zip(numbers, self.partition.parameters, strict=False) if self.partition.owns(p)}
-        # Copied, as torch would go on with the caller's tensors.
+        # Copied: torch would go on using the caller's tensors.
         state = {key: copy.deepcopy(each) for key, each in state_dict["state"].items() if not isinstance(key, int) or key in own}
         self._everyones = None
         self.optim.load_state_dict({**state_dict, "state": state})
 
     def _share(self) -> None:
-        """The groups and the state are the optimizer's own."""
+        """Use the inner optimizer's groups and state as this one's."""
         self.param_groups, self.state = self.optim.param_groups, self.optim.state

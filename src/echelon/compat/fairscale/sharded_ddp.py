@@ -1,7 +1,7 @@
 """Data parallelism whose gradients live on the ranks that own them: ZeRO stage 2 with whole parameters.
 
-As `fully_shard` that keeps whole parameters, but parameters and gradients stay ordinary tensors, and none is ever split; so
-optimizers that must see whole matrices (Adafactor, Muon) or that DTensors cannot run (Rprop) compute what they do alone.
+Like `fully_shard` without resharding, but parameters and gradients stay ordinary tensors, and none is ever split. So optimizers
+that need whole matrices (Adafactor, Muon) or do not run on DTensors (Rprop) compute the same as on one rank.
 Source: Rajbhandari et al. 2020, and FairScale's class of this name for the vocabulary.
 """
 
@@ -36,21 +36,21 @@ class ShardedDataParallel(nn.Module):
     """A module whose gradients are averaged over the ranks and kept only where the optimizer's state is.
 
     The gradient is the mean over the ranks of each rank's gradient, as in DistributedDataParallel: with a mean loss every rank
-    should have equally many rows. After a backward pass `.grad` is None on ranks that do not own the parameter; whichever way it
-    is cleared, `optimizer.zero_grad()` included, the next backward pass is right. Other attributes are the module's.
+    should have equally many rows. After a backward pass `.grad` is None on ranks that do not own the parameter. The next backward
+    pass is right however gradients are cleared, also by `optimizer.zero_grad()`. Other attributes are the module's.
 
     Args:
         module: on its device already; the same on all ranks.
-        sharded_optimizer: divided optimizers (FairScale's OSS, or any with a `Partition`), together over all that is trained.
-        process_group: that of the optimizers, which is the default.
+        sharded_optimizer: divided optimizers (FairScale's OSS, or any with a `Partition`), together over all trained parameters.
+        process_group: the optimizers' group, which is the default.
         broadcast_buffers: send rank 0's buffers (batch-norm statistics) to all before each forward, outside `no_sync`.
         sync_models_at_startup: start from rank 0's parameters and buffers.
-        reduce_buffer_size: elements that are reduced in one message; 0 sends every gradient by itself.
+        reduce_buffer_size: elements per bucket; 0 reduces every gradient by itself.
         auto_refresh_trainable: notice, at a forward, that parameters were frozen, unfrozen or cast since.
         reduce_fp16: send gradients in half precision: half the traffic, and their rounding.
-        warn_on_trainable_params_changed: say so when that is noticed.
+        warn_on_trainable_params_changed: log a warning when that is noticed.
     Raises:
-        LayoutError: an optimizer that is not divided; another process group than the optimizers'.
+        LayoutError: an optimizer is not divided, or has another process group.
     """
 
     module: nn.Module
@@ -104,7 +104,7 @@ class ShardedDataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
     def refresh_trainable(self) -> None:
-        """Take up what was frozen, unfrozen, added to the optimizers or moved since. Collective."""
+        """Adapt to parameters that were frozen, unfrozen, added to the optimizers or moved since. Collective."""
         for partition in self.partitions:
             partition.refresh()
         before, self._gradients = self._gradients, self._laid_out()
@@ -112,7 +112,7 @@ class ShardedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only accumulate, on each rank; the first one after it reduces the sum, or the step does."""
+        """Context in which backward passes only accumulate, on each rank. The next one after it, or the step, reduces the sum."""
         before, self._gradients.enabled = self._gradients.enabled, False
         self._accumulated = True
         try:
@@ -124,7 +124,7 @@ class ShardedDataParallel(nn.Module):
         """Reduce what `no_sync` has accumulated, without another backward pass. Collective.
 
         Raises:
-            AssertionError: no forward since the last reduction.
+            AssertionError: there was no forward pass since the last reduction.
         """
         if not self._gradients.is_pending:
             raise AssertionError("No grads waiting to be reduced, maybe that this was called twice or there was no BW pass ?")
@@ -148,11 +148,11 @@ class ShardedDataParallel(nn.Module):
         return gradient
 
     def sync_buffers(self, blocking: bool = False) -> None:
-        """Give all ranks rank 0's buffers. Collective; it always waits."""
+        """Send rank 0's buffers to all ranks. Collective; it always waits."""
         self._send(*self.module.buffers())
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedDataParallel:
-        """As a module's `to`. Collective."""
+        """As `nn.Module.to`. Collective."""
         super().to(*args, **kwargs)
         self.refresh_trainable()
         return self
@@ -187,7 +187,7 @@ class ShardedDataParallel(nn.Module):
             work.wait()
 
     def _settle(self) -> None:
-        """The optimizer steps, or clips: reduce what only accumulated. On all ranks or on none, since it asks for no gradient."""
+        """Before a step or clipping, reduce what only accumulated. It depends on no gradient, so all ranks do it or none."""
         if self._accumulated and self._gradients.is_pending:
             self._gradients.finish()
         self._accumulated = False
@@ -204,7 +204,7 @@ class ShardedDDPPrepared(WrapperPrepared[ShardedDataParallel]):
 
     @property
     def forward_is_collective(self) -> bool:  # type: ignore[override]
-        """Before a forward, rank 0's buffers go to all, in evaluations too."""
+        """Rank 0's buffers are sent to all before a forward pass, in evaluations too."""
         return self.module.enable_broadcast_buffers and any(True for _ in self.module.buffers())
 
     def fix_order(self) -> None:

@@ -1,8 +1,8 @@
-"""Gradients that travel to the rank that owns their parameter, and nowhere else: the other ranks forget theirs.
+"""Reduces each gradient to the rank that owns its parameter; the other ranks drop theirs.
 
 The gradient is the mean over the ranks of each rank's own. Communication, in the backward pass: one reduce per bucket to its
-owner, overlapped with the computation. Buckets start in one order on all ranks, whatever order their gradients come in; what
-a rank has no gradient for counts as zero, and one number per parameter says whether any rank has one.
+owner, overlapped with the computation. Buckets start in the same order on all ranks, in whatever order their gradients come. A
+missing gradient counts as zero, and one number per parameter says whether any rank has one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from echelon.parallel.gradients.unreduced_params import after_backward
 
 __all__ = ["ToOwners"]
 
-_IN_FLIGHT = 2  # buckets on their way at once: more would keep the memory that this is about
+_IN_FLIGHT = 2  # buckets in flight at once: more would hold the memory that this saves
 
 
 @dataclass
@@ -44,13 +44,13 @@ class ToOwners:
     """Reduces the gradients of `parameters` to their owners in every backward pass.
 
     Args:
-        parameters: in the order of the model; those that require a gradient now are meant. Others never arrive.
+        parameters: in the order of the model; only those that require a gradient now are reduced.
         owners: the rank within the group that owns a parameter.
-        bucket_size: elements that are reduced in one message; a larger parameter has a message of its own.
-        dtype: in which gradients are sent; by default their own.
+        bucket_size: elements per bucket; a larger parameter has a bucket of its own.
+        dtype: the type in which gradients are sent; by default their own.
     Attributes:
         enabled: False accumulates on every rank by itself; the next backward pass with True reduces the sum.
-        is_pending: whether there may be something to reduce; callers set it, on all ranks alike.
+        is_pending: whether there may be something to reduce; callers set it, the same on all ranks.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class ToOwners:
         self._group, self._dtype = group, dtype
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._touched: set[nn.Parameter] = set()  # have a gradient that was not reduced
-        self._means: set[nn.Parameter] = set()  # own ones whose gradient is a mean over the ranks
+        self._means: set[nn.Parameter] = set()  # own parameters whose gradient is a mean over the ranks
         self._is_awaited = False
         self._next = 0
         self._flying: deque[tuple[dist.Work, _Bucket, torch.Tensor, list[bool]]] = deque()
         self._hooks: list[Any] = []
-        # Backwards, as gradients come.
+        # In reverse, as gradients come.
         chosen = [p for p in reversed(list(parameters)) if p.requires_grad and p in owners] if self._size > 1 else []
         self._buckets = _buckets(chosen, owners, bucket_size)
         self._bucket = {p: bucket for bucket in self._buckets for p in bucket.parameters}
@@ -92,7 +92,7 @@ class ToOwners:
                 if method is not None:
                     method(parameter)
 
-            # The node that accumulates, not the tensor: `torch.autograd.grad` accumulates nothing. It lives while it is held.
+            # Hook the accumulating node, not the tensor: `torch.autograd.grad` accumulates nothing. It lives while held.
             node = torch.autograd.graph.get_gradient_edge(parameter).node
             self._hooks += [
                 node.register_prehook(on_accumulation),
@@ -101,7 +101,7 @@ class ToOwners:
             ]
 
     def succeed(self, other: ToOwners) -> None:
-        """Take the place of another, which listens no longer."""
+        """Replace another one, and remove its hooks."""
         for hook in other._hooks:
             if hasattr(hook, "remove"):
                 hook.remove()
@@ -111,7 +111,7 @@ class ToOwners:
         self._means |= other._means
 
     def _before(self, parameter: nn.Parameter) -> None:
-        """A gradient is about to be added to what may be a mean over the ranks: let that count as a sum again."""
+        """Before a gradient is added to one that is a mean over the ranks, turn the mean back into a sum."""
         if parameter in self._means:
             self._means.discard(parameter)
             if parameter.grad is not None:
@@ -137,7 +137,7 @@ class ToOwners:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Reduce everything that was not reduced. Collective; called at the end of a backward pass by itself."""
+        """Reduce everything that is not reduced yet. Collective; called automatically at the end of a backward pass."""
         while self._next < len(self._buckets):
             self._launch()
         while self._flying:
@@ -167,7 +167,7 @@ class ToOwners:
                 continue
             if gradient.is_sparse:
                 raise LayoutError("a gradient is sparse, and cannot be sent to its owner. Build the Embedding with sparse=False.")
-            torch.mul(gradient, 1.0 / self._size, out=part)  # before the sum, which half precision might not hold
+            torch.mul(gradient, 1.0 / self._size, out=part)  # before the sum, which might overflow in half precision
             self._touched.discard(parameter)
             if bucket.owner != self._rank:
                 parameter.grad = None
@@ -190,7 +190,7 @@ class ToOwners:
         for i, (parameter, present) in enumerate(zip(bucket.parameters, slices, strict=True)):
             part = flat[start : start + parameter.numel()].view(parameter.shape)
             start += parameter.numel()
-            # The flag is read only where this rank had nothing itself: reading waits for the device.
+            # The flag is read only if this rank had no gradient: reading waits for the device.
             if present or bool(flat[bucket.size + i] > 0):
                 self._take(parameter, part, present)
 
@@ -200,7 +200,7 @@ class ToOwners:
             parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(mean)
         elif present:
             parameter.grad.detach().copy_(mean)
-        else:  # of an earlier backward pass, and the mean already
+        else:  # from an earlier backward pass, and already a mean
             parameter.grad.detach().add_(mean)
 
 

@@ -1,8 +1,8 @@
-"""What torch's FullyShardedDataParallel keeps to itself, and programs of FairScale's class ask for.
+"""Private parts of torch's FullyShardedDataParallel that programs for FairScale's class need.
 
-torch has no public way to learn which elements of its parameters a rank holds without a collective, or to forget whole
+torch has no public way to learn, without a collective, which elements of its parameters a rank holds, or to free whole
 parameters that are still in memory. Tried with torch 2.13; `test_torchs_private_names` in tests/compat/test_fairscale_local.py
-notices when a name goes.
+fails when a name is gone.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _alive: weakref.WeakSet[TorchFSDP] = weakref.WeakSet()  # wrappers that shard pa
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of a parameter's elements, which this rank holds; it may be empty.
+    """The range of a parameter's elements that this rank holds; it may be empty.
 
     Args:
-        name: of the parameter, from the wrapped module.
-        shape: of the whole parameter.
+        name: the parameter's name within the wrapped module.
+        shape: the whole parameter's shape.
         parameter: the elements.
         start: where the range begins.
     """
@@ -53,18 +53,18 @@ class Piece:
 
 
 def wrappers(module: nn.Module) -> list[TorchFSDP]:
-    """The module, if it is one, and those within it."""
+    """All wrappers in a module, itself included."""
     return [each for each in module.modules() if isinstance(each, TorchFSDP)]
 
 
 def claim(wrapper: TorchFSDP) -> None:
-    """The wrapper has just been built: what it shards is no other's to shard (`claimed`), and is named plainly."""
+    """Record a new wrapper, so that `claimed` finds what it shards, and give its parameters plain names."""
     _alive.add(wrapper)
     _name_plainly(wrapper)
 
 
 def claimed(parameters: dict[str, nn.Parameter]) -> list[str]:
-    """Names of those that a wrapper shards already."""
+    """Names of the parameters that a wrapper shards already."""
     held = {id(piece.parameter) for each in _alive for piece in pieces(each)}
     return [name for name, parameter in parameters.items() if id(parameter) in held]
 
@@ -75,7 +75,7 @@ def plain(name: str) -> str:
 
 
 def pieces(wrapper: TorchFSDP) -> list[Piece]:
-    """Of the parameters that this wrapper itself holds, in its order; not those of wrappers in it."""
+    """Pieces of the parameters that this wrapper itself holds, in its order; not those of wrappers within it."""
     handle: Any = wrapper._handle
     if handle is None:
         return []
@@ -103,14 +103,14 @@ def shared_names(wrapper: TorchFSDP) -> list[tuple[str, str]]:
 
 
 def forget_whole(wrapper: TorchFSDP) -> None:
-    """Whole parameters that a forward left in memory are gathered again before the next one."""
+    """Free whole parameters that a forward pass left in memory; the next one gathers them again."""
     handle: Any = wrapper._handle
     if handle is not None and handle.uses_sharded_strategy:
         handle.reshard(True)
 
 
 def _name_plainly(wrapper: TorchFSDP) -> None:
-    """Parameters of modules within other wrappers are found in the state dict, whose names are the unwrapped module's."""
+    """Use the unwrapped module's names, so that parameters within other wrappers are found in the state dict."""
     handle: Any = wrapper._handle
     if handle is not None:
         flat = handle.flat_param

@@ -1,4 +1,4 @@
-"""`fairscale.nn.wrap`: submodules are wrapped one by one, as the `enable_wrap` around the calls says; outside they stay."""
+"""`fairscale.nn.wrap`: wraps submodules one by one, as the surrounding `enable_wrap` says; outside of one, nothing is wrapped."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ WrapPolicy = Callable[..., bool]
 def default_auto_wrap_policy(
     module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool, min_num_params: int = int(1e8), **kinds: Any
 ) -> bool:
-    """Wraps what has enough parameters that no submodule took.
+    """Wrap modules that have enough parameters outside of wrapped submodules.
 
     Args:
-        recurse: asks whether to look inside the module; else whether to wrap it.
+        recurse: True asks whether to look inside the module, False whether to wrap it.
         unwrapped_params: how many of its parameters are in no wrapper yet.
-        min_num_params: from how many on.
-        kinds: `force_leaf_modules`, classes whose submodules are never wrapped, by default MultiheadAttention;
-            `exclude_wrap_modules`, those that are never wrapped themselves, by default ModuleList and ModuleDict.
+        min_num_params: wrap from this number on.
+        kinds: `force_leaf_modules`: classes whose submodules are never wrapped, by default MultiheadAttention;
+            `exclude_wrap_modules`: classes that are never wrapped themselves, by default ModuleList and ModuleDict.
     """
     return size_based_auto_wrap_policy(module, recurse, unwrapped_params, min_num_params, **kinds)
 
 
 def config_auto_wrap_policy(module: nn.Module, recurse: bool, unwrapped_params: int, module_is_root: bool) -> bool:
-    """Wraps the modules that have an attribute `wrapper_config`, a dict of arguments."""
+    """Wrap the modules that have an attribute `wrapper_config`, a dict of arguments."""
     return recurse or hasattr(module, "wrapper_config")
 
 
 class ConfigAutoWrap:
-    """What the surrounding `enable_wrap` says."""
+    """The settings of the surrounding `enable_wrap`."""
 
     in_autowrap_context: ClassVar[bool] = False
     wrapper_cls: ClassVar[Callable[..., nn.Module] | None] = None
@@ -66,10 +66,10 @@ class ConfigAutoWrap:
 
 @contextmanager
 def enable_wrap(auto_wrap_policy: WrapPolicy | None = None, **wrapper_kwargs: Any) -> Iterator[None]:
-    """Inside, `wrap` and `auto_wrap` wrap.
+    """Context in which `wrap` and `auto_wrap` wrap.
 
     Args:
-        auto_wrap_policy: for `auto_wrap` without a policy of its own.
+        auto_wrap_policy: the policy of `auto_wrap` calls without one.
         wrapper_kwargs: `wrapper_cls`, by default FullyShardedDataParallel, and its arguments.
     """
     if ConfigAutoWrap.in_autowrap_context:
@@ -88,8 +88,8 @@ def enable_wrap(auto_wrap_policy: WrapPolicy | None = None, **wrapper_kwargs: An
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """The module in the wrapper of the surrounding `enable_wrap`; these arguments go before its `wrapper_config`, and that before
-    `enable_wrap`'s."""
+    """Wrap the module as the surrounding `enable_wrap` says. These arguments have precedence over the module's `wrapper_config`,
+    and that over the arguments of `enable_wrap`."""
     if (wrapper := ConfigAutoWrap.wrapper_cls) is None:
         return module
     return wrapper(module, **{**ConfigAutoWrap.kwargs, **getattr(module, "wrapper_config", {}), **wrap_overrides})
@@ -104,7 +104,7 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: WrapPolicy | None = None, **k
 
 
 def _wrapped(module: nn.Module, policy: WrapPolicy, is_root: bool, kwargs: dict[str, Any]) -> tuple[nn.Module, int]:
-    """The module, wrapped or not, and how many of its parameters are in wrappers now."""
+    """(the module, wrapped or not; how many of its parameters are in wrappers now)."""
     count = sum(p.numel() for p in module.parameters())
     if not policy(module=module, recurse=True, unwrapped_params=count, module_is_root=is_root):
         return module, 0
@@ -130,7 +130,7 @@ def auto_wrap_bn(
 
     Args:
         single_rank_pg: FairScale's for Apex; refused.
-        fsdp_config: arguments for the wrappers; by default full precision, whole between forward and backward.
+        fsdp_config: arguments for the wrappers; by default full precision, without resharding between forward and backward.
         wrap_it: False only sets `wrapper_config`, for `auto_wrap` with `config_auto_wrap_policy`.
         assert_on_collision: refuse a batch norm that has a `wrapper_config` already.
     """
