@@ -1,4 +1,4 @@
-"""torchtnt, by its modules' names there. See docs/moving/torchtnt.md."""
+"""TorchTNT, under its modules' names. See docs/moving/torchtnt.md."""
 
 from echelon.compat.names import register
 from echelon.compat.torchtnt import framework, utils

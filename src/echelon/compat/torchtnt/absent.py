@@ -1,4 +1,4 @@
-"""Names of TorchTNT that no public program was found to use, and that are not here: a use says what to take instead."""
+"""Names of TorchTNT that compat lacks, since no public program was found to use them: using one says what to use instead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MEMORY = "`echelon plan`, which foretells memory, and torch.cuda.memory._record
 _TIMES = "`echelon report`, which shows durations, waits and throughput of every run; state.train_state.iteration_timer has them."
 _TOOL = "keep TorchTNT's file: it needs nothing but torch."
 
-# Modules of TorchTNT whose names another module here has, by that one.
+# A module of compat -> the modules of TorchTNT that it stands for.
 _SAME = {
     "framework.base_checkpointer": "framework.callbacks.base_checkpointer framework.callbacks.checkpointer_types",
     "framework.callbacks": "framework.callback framework.callbacks.early_stopping framework.callbacks.garbage_collector "
@@ -31,7 +31,7 @@ _SAME = {
     "utils.loggers.tensorboard utils.loggers.utils",
 }
 ALIASES = {name: same for same, names in _SAME.items() for name in names.split()}
-# Modules of which nothing is here: their public names, and what to use.
+# Absent modules: their public names, and what to use instead.
 MODULES = {
     "framework.callbacks.base_csv_writer": (
         "BaseCSVWriter",
@@ -81,7 +81,7 @@ MODULES = {
     ),
 }
 
-# Arguments.
+# Absent arguments, and what to use instead.
 ARGUMENTS = {
     "enable_compiled_autograd": _COMPILED,
     "enable_loss_parallel": "torch.distributed.tensor.parallel.loss_parallel() around the loss, in compute_loss.",
@@ -91,7 +91,7 @@ ARGUMENTS = {
     "gradient_accumulation_sync": "nothing: gradients travel once in a window.",
 }
 
-# Names that are not in modules that are here.
+# Names that are absent from modules that exist here.
 NAMES = {
     "framework.unit": {"TTestUnit TestUnit": "echelon.units.TestUnit."},
     "utils.checkpoint": {"load_from_full_model_state_dict": _STATE},
@@ -145,7 +145,7 @@ absent = refusing(_LOST)
 
 
 def instead(module: str, name: str = "") -> str | None:
-    """What to take in place of a name of any module, or of a module, below `torchtnt`; None: it is in no table."""
+    """What to use instead of a name in any module below `torchtnt`, or instead of a module; None if it is in no table."""
     if not name:
         return MODULES.get(module, (None, None))[1]
     return _LOST[name][1] if name in _LOST else None

@@ -1,4 +1,4 @@
-"""torchtnt.framework: units, loops, state and callbacks, by their names there."""
+"""torchtnt.framework: units, loops, state and callbacks, under TorchTNT's names."""
 
 from echelon.compat.torchtnt.absent import absent
 from echelon.compat.torchtnt.framework.auto_unit import AutoPredictUnit, AutoUnit

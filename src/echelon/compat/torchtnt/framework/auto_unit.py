@@ -1,4 +1,4 @@
-"""torchtnt.framework.auto_unit: echelon's, with TorchTNT's further arguments and its values of attributes."""
+"""torchtnt.framework.auto_unit: echelon's units with TorchTNT's additional arguments and its values of attributes."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ T = TypeVar("T")
 
 
 class _Configures(ABCMeta):
-    """Optimizer and scheduler are built right after the whole constructor; None without training."""
+    """Builds optimizer and scheduler right after the whole constructor; without training they are None."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__call__(*args, **kwargs)
-        for name in ("optimizer", "lr_scheduler"):  # what the constructor may have set under these names counts for nothing there
+        for name in ("optimizer", "lr_scheduler"):  # TorchTNT drops what a constructor set as these
             vars(made).pop(name, None)
         if made.training:
             made.configure()
@@ -75,7 +75,7 @@ class AutoUnit(
     Args:
         options: more of echelon's AutoOptions: compile, deterministic, stop_after_nonfinite_losses.
     Raises:
-        NotHereError: an argument of TorchTNT's that no public program was found to give, with what to take instead.
+        NotHereError: an argument of TorchTNT is not supported; the message says what to use instead.
     """
 
     expects_mean = False
@@ -125,7 +125,7 @@ class AutoUnit(
 
     @property
     def step_lr_interval(self) -> str:
-        """`lr_interval` in steps."""
+        """`lr_interval` in TorchTNT's words: "epoch" or "step"."""
         return "epoch" if self.lr_interval == "epoch" else "step"
 
     @step_lr_interval.setter
@@ -137,7 +137,7 @@ class AutoUnit(
 
     def build_from(self, module: nn.Module, options: AutoOptions) -> None:
         params = options.averaging
-        if params is None or params.use_in_evaluation:  # which only echelon's own averages can
+        if params is None or params.use_in_evaluation:  # only echelon's own averages can be used there
             super().build_from(module, options)
             return
         source = copy.deepcopy(module) if options.training else None
@@ -161,7 +161,7 @@ class AutoUnit(
         dtype = self.computes.dtype
         return torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None)
 
-    # --- steps in a loop, and those that a program takes itself
+    # --- steps in a loop, and steps that a program calls itself
 
     _in_loop = False
 
@@ -179,7 +179,7 @@ class AutoUnit(
         super().epoch_closed(state, phase)
 
     def on_train_epoch_end(self, state: Any) -> None:
-        """The loop has advanced the schedule by now; what a program calls itself does it here."""
+        """Close the epoch if a program calls this itself. In a loop, the loop has advanced the schedule."""
         if not self._in_loop and self.lr_interval == "epoch":
             self.epoch_closed(state, "train")
 
@@ -193,19 +193,19 @@ class AutoUnit(
 
 
 def _checked(strategy: Any) -> Any:
-    """A strategy; of a name that is none, TorchTNT's words."""
+    """The strategy; an unknown name raises TorchTNT's error."""
     return convert_str_to_strategy(strategy) if isinstance(strategy, str) else strategy
 
 
 def _more(kind: type, options: dict[str, Any], torch_compile_params: Any) -> dict[str, Any]:
-    """What TorchTNT has no word for, and echelon's `compile`, which may also be given itself."""
+    """Options that only echelon has; `compile`, one of them, may also come from `torch_compile_params`."""
     refuse_arguments(kind.__name__, {name: value for name, value in options.items() if name in ARGUMENTS})
     options = {name: value for name, value in options.items() if name not in ARGUMENTS}
     return options if torch_compile_params is None else dict(compile=compilable(torch_compile_params), **options)
 
 
 def _known(precision: Any) -> Any:
-    """What to compute in; of a name that is none, TorchTNT's words."""
+    """The precision; an unknown name raises TorchTNT's error."""
     return convert_precision_str_to_dtype(precision) if isinstance(precision, str) and precision not in _NAMED else precision
 
 

@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 
 
 class Averages(AveragedModel):
-    """The average of the weights of a unit's module, split over the ranks as these are.
+    """The average of a unit's weights, split over the ranks as they are.
 
-    What is counted is updates, and epochs where the learning rate goes by epochs: from the unit's own progress, so that a
-    resumed run goes on.
+    It counts updates, or epochs if the learning rate changes by epoch. The count is the unit's own progress, so that a resumed
+    run continues.
     """
 
     def __init__(self, source: nn.Module, unit: Any, params: SWAParams) -> None:
         split = any(is_split(p) for p in unit.module.parameters())
-        if split:  # then it cannot be copied, and a second one is split alike
+        if split:  # it cannot be copied: split a second module alike
             strategy, recipe = unit.auto_options.layout, Recipe(None, None, unit.computes)
             source = parallelize(source, strategy, unit.device, recipe, overridden=overrides().layout).module
         super().__init__(
@@ -51,7 +51,7 @@ class Averages(AveragedModel):
 
     @property
     def _index(self) -> int:
-        """Of the update, or the epoch, that was completed last, counted from 0."""
+        """The number of the update, or epoch, that was completed last, counted from 0."""
         unit = self._unit
         progress = unit.train_progress if isinstance(unit, TrainUnit) else None
         if self.per_epoch:
@@ -64,7 +64,7 @@ class Averages(AveragedModel):
         return self._index >= self.params.warmup_steps_or_epochs
 
     def step(self) -> None:
-        """After an update."""
+        """Called after an update."""
         if not self.per_epoch:
             self.average_if_due()
 
@@ -75,7 +75,7 @@ class Averages(AveragedModel):
                 self.update_parameters(self._unit.module)
 
     def warn_if_unused(self) -> None:
-        """At the end of training."""
+        """Warn at the end of training if nothing was averaged."""
         if not int(self.n_averaged):
             kind = "epochs" if self.per_epoch else "updates"
             logger.warning(

@@ -37,7 +37,7 @@ class RestoreOptions(options.RestoreOptions):
     """As `echelon.callbacks.RestoreOptions`.
 
     Args:
-        init_optim_states: without effect: an optimizer's state is made wherever it is needed.
+        init_optim_states: no effect: an optimizer's state is made when it is needed.
     """
 
     init_optim_states: bool = True
@@ -52,9 +52,9 @@ class KnobOptions:
     use_collectives: bool = True
 
 
-logger = logging.getLogger("echelon.compat.torchtnt.framework.callbacks.base_checkpointer")  # as programs filter it
+logger = logging.getLogger("echelon.compat.torchtnt.framework.callbacks.base_checkpointer")  # programs filter by this name
 
-# The phases whose steps a name says, the first of which counts its epochs.
+# The phases whose steps are in a checkpoint's name. The first one's epochs are in it, too.
 _PHASES = {
     EntryPoint.TRAIN: {"train": Phase.TRAIN},
     EntryPoint.FIT: {"train": Phase.TRAIN, "eval": Phase.EVALUATE},
@@ -66,23 +66,23 @@ _PHASES = {
 class BaseCheckpointer(Callback, metaclass=ABCMeta):
     """Base of savers: a subclass has `_checkpoint_impl`, which writes, and `restore`.
 
-    Folders are called `epoch_E_train_step_S`, in `fit` with `_eval_step_V`, in `evaluate` and `predict` with the step of these
-    alone; with a metric, `_metric=value`. The end of training and of a prediction is always saved. In the middle of an
-    accumulation window a save waits for its end.
+    Folders are called `epoch_E_train_step_S`; in `fit` they add `_eval_step_V`, in `evaluate` and `predict` they have only the
+    step of these; a metric adds `_metric=value`. The end of training and of a prediction is always saved. A save in the middle
+    of an accumulation window waits for its end.
 
     Args:
-        dirpath: a folder, the same on all ranks; rank 0's counts.
+        dirpath: a folder; rank 0's is used on all ranks.
         save_every_n_train_steps, save_every_n_epochs, save_every_n_eval_epochs, save_every_n_eval_steps,
-            save_every_n_predict_steps: None is never.
-        keep_last_n_checkpoints: how many stay: the newest, or with `best_checkpoint_config` the best; None keeps all. Of
-            `evaluate` and `predict` all stay.
-        best_checkpoint_config: which attribute of the unit is the metric. Within `fit`, what is due before an evaluation is
-            saved after it, so that the number is that of these weights.
+            save_every_n_predict_steps: None never saves.
+        keep_last_n_checkpoints: how many stay: the newest, or with `best_checkpoint_config` the best; None keeps all. Those
+            of `evaluate` and `predict` all stay.
+        best_checkpoint_config: which number of `state.log` or attribute of the unit is the metric. Within `fit`, a save that is
+            due before an evaluation waits for it, so that the metric is that of these weights.
         process_group: None or a group of all ranks, over which they agree.
     Raises:
-        RuntimeError: several ranks were launched, and have not joined each other.
+        RuntimeError: several ranks were launched, but there is no process group yet.
     Attributes:
-        metadata_fnames: files of which a whole checkpoint has one; without them, each folder of that name is one.
+        metadata_fnames: a whole checkpoint has one of these files; if empty, every folder with such a name is a checkpoint.
     """
 
     metadata_fnames: Sequence[str] = ()
@@ -137,7 +137,7 @@ class BaseCheckpointer(Callback, metaclass=ABCMeta):
 
     @classmethod
     def _metadata(cls) -> list[str]:
-        older = getattr(cls, "metadata_fname", None)  # of release 0.2.4
+        older = getattr(cls, "metadata_fname", None)  # its name in release 0.2.4
         return [older] if older is not None and not cls.metadata_fnames else list(cls.metadata_fnames)
 
     def _manager(self, *args: Any) -> CheckpointManager:
@@ -205,7 +205,7 @@ class BaseCheckpointer(Callback, metaclass=ABCMeta):
     # --- saving
 
     def _generate_checkpoint_and_upkeep(self, state: State, unit: Any, hook: str) -> bool:
-        """Save, if it would stay; True if it was saved. Collective."""
+        """Save, if the checkpoint would stay; True if it was saved. Collective."""
         best, ends = self._best_checkpoint_config is not None, hook == "on_train_end"
         self._waiting = hook if not ends and self._must_wait(state, unit, hook) else None
         if self._waiting is not None:
@@ -216,7 +216,7 @@ class BaseCheckpointer(Callback, metaclass=ABCMeta):
         steps = {phase: progress[name].num_steps_completed for name, phase in phases.items()}
         epoch = next(iter(progress.values())).num_epochs_completed
         path = self._checkpoint_manager.generate_checkpoint_path(epoch, steps, metric, process_group=self._process_group)
-        # A run that is to go on elsewhere leaves where it stopped, be it good or bad.
+        # A run that a signal stopped saves its last state whatever the metric is, so that it can continue.
         leaves = ends and best and agree.any_rank(stop.asked() is not None)
         if not (leaves or self._checkpoint_manager.should_save_checkpoint(path)):
             return False
@@ -232,7 +232,7 @@ class BaseCheckpointer(Callback, metaclass=ABCMeta):
         return True
 
     def _must_wait(self, state: State, unit: Any, hook: str) -> bool:
-        """Whether what would be saved now is not what its name says."""
+        """Whether the save must wait, because the state is not yet what the name says."""
         if state.entry_point not in (EntryPoint.TRAIN, EntryPoint.FIT):
             return False
         if not getattr(unit, "at_boundary", True):  # gradients are not saved
@@ -276,7 +276,7 @@ class BaseCheckpointer(Callback, metaclass=ABCMeta):
 
         Args:
             checkpoint_id: the folder.
-            hook: in which it is written.
+            hook: the hook in which it is written.
         """
 
     # --- restoring
@@ -292,7 +292,7 @@ class BaseCheckpointer(Callback, metaclass=ABCMeta):
         restore_options: RestoreOptions | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Put a unit back to a checkpoint."""
+        """Restore a unit from a checkpoint."""
 
     @classmethod
     def restore_with_id(cls, checkpoint_id: int | str, unit: Any, **options: Any) -> Any:
@@ -304,7 +304,7 @@ class BaseCheckpointer(Callback, metaclass=ABCMeta):
         """Restore the newest checkpoint in a folder; False if there is none.
 
         Args:
-            kwargs: of `restore`; and `file_system`, fsspec's.
+            kwargs: arguments of `restore`, and `file_system`, fsspec's.
         """
         paths = cls._saved(dirpath, None, kwargs)
         return cls._restore_first(str(dirpath), paths[::-1], unit, **kwargs)
@@ -313,7 +313,7 @@ class BaseCheckpointer(Callback, metaclass=ABCMeta):
     def restore_from_best(
         cls, dirpath: str, unit: Any, metric_name: str, mode: Literal["min", "max"] = "min", **kwargs: Any
     ) -> bool:
-        """As `restore_from_latest`, of the checkpoint with the best metric; False if none has it."""
+        """As `restore_from_latest`, for the checkpoint with the best metric; False if none has the metric."""
         paths = cls._saved(dirpath, metric_name, kwargs)
         if not paths and agree.is_rank0():
             logger.warning(

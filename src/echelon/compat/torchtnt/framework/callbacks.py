@@ -1,4 +1,4 @@
-"""torchtnt.framework.callbacks: the callbacks that programs use, by their names there."""
+"""torchtnt.framework.callbacks: the callbacks that programs use, under TorchTNT's names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PHASES = ("train", "eval", "predict", "test")
 
 
 def by_phase(*moments: str) -> Callable[[C], C]:
-    """Decorator of a class: for "step_end", all of `on_<phase>_step_end` call its `step_end(state, unit, phase)`."""
+    """Class decorator: for "step_end", every `on_<phase>_step_end` calls `step_end(state, unit, phase)`."""
 
     def give(cls: C) -> C:
         for phase in _PHASES:
@@ -92,7 +92,7 @@ class GarbageCollector(OwnGarbageCollector):
         if steps_so_far(state, unit, phase) % self._interval == 0:
             gc.collect()
         if phase == "train":
-            gc.disable()  # in case something has switched it on
+            gc.disable()  # in case something has turned it on
 
 
 _HOOKS = frozenset(name for name in vars(Callback) if name.startswith("on_"))
@@ -102,7 +102,7 @@ class Lambda(Callback):
     """`Lambda(on_train_step_end=lambda state, unit: ...)`: any of Callback's hooks, by name.
 
     Args:
-        hooks: each a function of (state, unit), `on_exception` of (state, unit, exception); None is none.
+        hooks: each a function of (state, unit), `on_exception` of (state, unit, exception); None is ignored.
     """
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:
@@ -119,7 +119,7 @@ Summaries = list[summaries_of.ModuleSummary]
 
 
 def log_summaries(summaries: Summaries) -> None:
-    """The tables, as INFO in rank 0's log."""
+    """Log the tables as INFO on rank 0."""
     if agree.is_rank0():
         for each in summaries:
             logger.info("\n%s", summaries_of.get_summary_table(each))
@@ -130,7 +130,7 @@ class ModuleSummary(Callback):
 
     Args:
         max_depth: 1 is the modules themselves; None shows all.
-        process_fn: is given the summaries, on every rank; by default rank 0 logs them.
+        process_fn: gets the summaries, on every rank; by default rank 0 logs them.
         module_inputs: {the module's attribute: (arguments, keyword arguments)}, for operations, shapes and times.
     """
 
@@ -167,13 +167,13 @@ class ModuleSummary(Callback):
 
 @by_phase("epoch_start", "dataloader_iter_creation_end", "step_end", "epoch_end", "end")
 class TQDMProgressBar(Callback):
-    """Rank 0 draws a bar for every epoch, one that is resumed in its middle included. On a terminal echelon draws progress by
-    itself; this is for a notebook, or a file.
+    """Rank 0 draws a bar for every epoch, also for one that is resumed in its middle. On a terminal, echelon draws progress
+    itself; this is for a notebook or a file.
 
     Args:
         refresh_rate: draw after every so many steps.
         file: where to; by default standard error.
-        mininterval: seconds between two drawings at the least; by default tqdm's.
+        mininterval: least seconds between two drawings; by default tqdm's.
     """
 
     may_stop = False
@@ -207,7 +207,7 @@ class TQDMProgressBar(Callback):
         left = phase_state.feed.total if isinstance(phase_state, PhaseState) and phase_state.feed is not None else None
         done = progress_of(unit, phase).num_steps_completed_in_epoch
         total = None if left is None else done + left
-        if done:  # an epoch that is resumed has no start
+        if done:  # a resumed epoch has no epoch_start
             self._open(unit, phase, total)
         elif (bar := self._bars.get(phase)) is not None:
             bar.total = total
@@ -238,7 +238,7 @@ class TQDMProgressBar(Callback):
         self._close(phase)
 
     def end(self, state: State, unit: Any, phase: str) -> None:
-        """Of an epoch that was cut short as well."""
+        """Close the bar, also that of an epoch that was cut short."""
         self._close(phase)
 
     def _close(self, phase: str) -> None:

@@ -41,7 +41,7 @@ class IterationTimer:
 
 
 class Durations(Callback):
-    """The first of a run's callbacks, so that others find the timer there."""
+    """Records durations. It is a run's first callback, so that others find the timer in the state."""
 
     may_stop = False
     _since = 0.0

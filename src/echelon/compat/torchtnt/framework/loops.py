@@ -1,4 +1,4 @@
-"""TorchTNT's loops: echelon's, in steps. torchtnt.framework.train, evaluate, predict and fit are this module."""
+"""TorchTNT's loops: echelon's, counted in steps. torchtnt.framework.train, evaluate, predict and fit are this module."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def with_durations(callbacks: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def told(entry: str, unit: Any, phases: tuple[str, ...], timer: Any, **limits: Any) -> Iterator[None]:
-    """Context of a run: limits are checked, and INFO of the timer's table at its end, or of the progress at an exception."""
+    """Context of a run: checks limits; logs the timer's table at the end, or the progress at an exception."""
     check_limits(**limits)
     gives_batches(unit, phases)
     logger = logging.getLogger(f"echelon.compat.torchtnt.framework.{entry}")
@@ -56,7 +56,7 @@ def train(
     callbacks: list[Any] | None = None,
     timer: Any = None,
 ) -> None:
-    """As `echelon.train`, in steps."""
+    """As `echelon.train`, counted in steps."""
     limits = {"max_epochs": max_epochs, "max_steps": max_steps, "max_steps_per_epoch": max_steps_per_epoch}
     with told("train", train_unit, ("train",), timer, **limits):
         run.run_training(train_unit, PhaseState(dataloader=train_dataloader, **limits), None, with_durations(callbacks), timer)
@@ -104,12 +104,12 @@ def fit(
     callbacks: list[Any] | None = None,
     timer: Any = None,
 ) -> None:
-    """As `echelon.fit`, in steps.
+    """As `echelon.fit`, counted in steps.
 
     Args:
-        evaluate_every_n_steps, evaluate_every_n_epochs: 0 is never, too.
+        evaluate_every_n_steps, evaluate_every_n_epochs: 0 never evaluates, like None.
     Raises:
-        UnitError: what is not a TrainUnit and an EvalUnit.
+        UnitError: the unit is not both a TrainUnit and an EvalUnit.
     """
     for kind in (TrainUnit, EvalUnit):
         if not isinstance(unit, kind):

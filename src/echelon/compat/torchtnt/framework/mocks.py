@@ -1,4 +1,4 @@
-"""Mocks in the place of a module or of a unit, in tests of either."""
+"""Mocks that tests use instead of a module or a unit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LISTS = ("parameters", "buffers", "modules", "children", "named_parameters", "n
 
 
 def as_module(module: Any) -> Any:
-    """A mock counts as a module without parts, unless it was told what it has; anything else is left to be judged."""
+    """Let a mock count as a module, without parts unless it has return values for them; return anything else as it is."""
     if isinstance(module, NonCallableMock):
         for each in (module, module.to.return_value):
             for name in _LISTS:
@@ -29,7 +29,7 @@ def as_module(module: Any) -> Any:
 
 
 def gives_batches(unit: Any, phases: Iterable[str]) -> None:
-    """A mock's method that fetches gives the loader's next batch, unless it was told what to give."""
+    """Let a mock's `get_next_*_batch` return the loader's next batch, unless it has a return value."""
     for phase in phases if isinstance(unit, NonCallableMock) else ():
         fetch = getattr(unit, f"get_next_{phase}_batch", None)
         if isinstance(fetch, NonCallableMock) and isinstance(fetch.return_value, NonCallableMock):

@@ -45,16 +45,17 @@ def without_effect(what: str, **given: Any) -> None:
 
 
 class DistributedCheckpointSaver(BaseCheckpointer):
-    """Saves as `echelon.DistributedCheckpointSaver` does: complete or not at all, by parameter name, without pickle; when and
-    under which names as BaseCheckpointer says, but in `evaluate` and `predict`, which change no weights, never.
+    """Saves as `echelon.DistributedCheckpointSaver` does: complete or not at all, by parameter name, without pickle.
+
+    BaseCheckpointer decides when, and under which names. `evaluate` and `predict` change no weights and never save.
 
     Args:
         async_checkpoint: the loop stops only to copy the state to host memory; a thread writes.
-        knob_options: of TorchTNT's storage, without effect.
-        options: what else echelon's saver can be told: a SaveOptions.
+        knob_options: settings of TorchTNT's storage; no effect.
+        options: more options of echelon's saver, a SaveOptions.
         intervals: BaseCheckpointer's arguments.
     Raises:
-        NotHereError: `save_every_n_predict_steps`.
+        NotHereError: `save_every_n_predict_steps` is given.
     """
 
     metadata_fnames: Sequence[str] = (".metadata",)
@@ -124,9 +125,9 @@ class DistributedCheckpointSaver(BaseCheckpointer):
         """As `echelon.DistributedCheckpointSaver.restore`.
 
         Args:
-            other: of TorchTNT's storage, and loaders of other phases: without effect, as `process_group`.
+            other: options of TorchTNT's storage, and loaders of other phases: no effect, as `process_group` has none.
         Raises:
-            NotHereError: TorchTNT's own saver wrote it; with what reads it.
+            NotHereError: TorchTNT's own saver wrote the checkpoint; the message says what reads it.
         """
         without_effect("restore", process_group=process_group, **other)
         where = location(path, "path")
@@ -148,7 +149,7 @@ class DistributedCheckpointSaver(BaseCheckpointer):
         fall_back: bool = True,
         **other: Any,
     ) -> bool:
-        """The first that is valid; if none has a name of TorchTNT's, of those that have echelon's. False if there is none."""
+        """Restore the first valid one of `paths`, or if empty, of checkpoints with echelon's names. False if there is none."""
         ordered = [at(path.path, file_system) for path in paths] or commit.candidates(at(dirpath, file_system))
         without_effect("restore", **other)
         where = location(dirpath)
@@ -161,7 +162,7 @@ class DistributedCheckpointSaver(BaseCheckpointer):
 
 
 class _Manager(CheckpointManager):
-    """Removes what is too much only once the checkpoint that takes its place is whole."""
+    """Removes a surplus checkpoint only once the one that replaces it is whole."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -179,10 +180,10 @@ class _Manager(CheckpointManager):
 class _Writer(NamedSaver):
     """
     Args:
-        manager: whose surplus goes when a checkpoint is whole.
+        manager: removes its surplus once a checkpoint is whole.
     """
 
-    path: CheckpointPath  # of the checkpoint that is taken now
+    path: CheckpointPath  # of the checkpoint that is saved now
 
     def __init__(self, manager: Any, async_checkpoint: bool, options: SaveOptions) -> None:
         folder = NamedFolder(
@@ -200,7 +201,7 @@ class _Writer(NamedSaver):
         return self.path.step[Phase.TRAIN], location(self.path.path).name
 
     def when_whole(self, act: Callable[[], None]) -> None:
-        """Do this when the checkpoint that was written last is whole: at once, or in a later step."""
+        """Call `act` once the latest checkpoint is whole: at once, or in a later step."""
         self._afterwards.append(act)
         if not self._background.busy:
             self._run_afterwards(True)
@@ -225,7 +226,7 @@ class _Writer(NamedSaver):
 
 
 def _step_of(name: str) -> int | None:
-    """Of a checkpoint of training; others are no part of a run."""
+    """The step in the name of a training checkpoint; None for any other name."""
     try:
         return CheckpointPath.from_str(f"./{name}").step.get(Phase.TRAIN)
     except ValueError:
@@ -233,7 +234,7 @@ def _step_of(name: str) -> int | None:
 
 
 def _is_theirs(path: Location) -> bool:
-    """Whether TorchTNT wrote it, as rank 0 sees it. Collective."""
+    """Whether TorchTNT wrote the checkpoint, as rank 0 sees it. Collective."""
     return commit.on_rank0(lambda: (path / ".metadata").exists() and not (path / manifest.MANIFEST).exists(), path)
 
 

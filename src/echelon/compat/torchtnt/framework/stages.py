@@ -1,4 +1,4 @@
-"""The stages of AutoUnit's and AutoPredictUnit's steps, in the user's timer by TorchTNT's names."""
+"""The stages of AutoUnit's and AutoPredictUnit's steps, in the user's timer under TorchTNT's names."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["PredictStages", "TrainStages"]
 
 
 class PredictStages:
-    """Of AutoPredictUnit: before echelon's unit among the bases."""
+    """For AutoPredictUnit. It comes before echelon's unit among the bases."""
 
     move_data_to_device: Any
 
     _timer: Any = None
 
     def timed(self, stage: str, state: Any = None) -> Any:
-        """Context of a stage: of a step that is given a state, or of what the loop does around steps."""
+        """Context of a stage: of a step, if `state` is given, else of what the loop does around steps."""
         timer = self._timer if state is None else state.timer
         return NO_CONTEXT if timer is None else timer.time(f"{type(self).__name__}.{stage}")
 
     def times(self, state: Any) -> None:
-        """From now on, by its timer."""
+        """Use the state's timer from now on."""
         self._timer = state.timer
 
     def phase_started(self, state: Any, phase: str) -> None:
@@ -33,7 +33,7 @@ class PredictStages:
         super().phase_started(state, phase)  # type: ignore[misc]
 
     def placement(self, phase: str) -> tuple[Any, Any]:
-        """With a timer, batches are moved by a call of their own, though they be where they should: it is a stage there."""
+        """With a timer, move batches even if they are in place already: in TorchTNT the move is a stage."""
         move, stream = super().placement(phase)  # type: ignore[misc]
         return (self.move_data_to_device if move is None and self._timer is not None else move), stream
 
@@ -43,7 +43,7 @@ class PredictStages:
 
 
 class TimedUpdate(Update):
-    """Of the way to the optimizer's step."""
+    """The update, with its stages in the timer."""
 
     def forward(self, unit: Any, state: Any, micro_batch: MicroBatch[Any]) -> tuple[torch.Tensor, Any]:
         with unit.timed("compute_loss", state):
@@ -56,7 +56,7 @@ class TimedUpdate(Update):
             super().backward(unit, state, loss, micro_batch, retain_graph=retain_graph)
 
     def complete(self, unit: Any, state: Any) -> torch.Tensor | None:
-        unit.times(state)  # also of a step that a program takes itself, without a loop
+        unit.times(state)  # also for a step that a program calls itself, without a loop
         return super().complete(unit, state)
 
     def clip_norm(self, unit: Any, most: float) -> torch.Tensor:
@@ -78,7 +78,7 @@ class TimedUpdate(Update):
 
 
 class TrainStages(PredictStages):
-    """Of AutoUnit."""
+    """For AutoUnit."""
 
     kind_of_update: type[Update] = TimedUpdate
 

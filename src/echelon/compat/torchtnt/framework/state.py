@@ -1,4 +1,4 @@
-"""torchtnt.framework.state. What programs set there under private names, having no other, they can set here."""
+"""torchtnt.framework.state. Attributes that programs set by private names, since TorchTNT has no other, can be set here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ActivePhase", "EntryPoint", "PhaseState", "State", "TPhaseState", "c
 
 
 class _Core(type):
-    """The loops make echelon's own objects: they are instances too."""
+    """Counts echelon's own objects, which the loops make, as instances."""
 
     def __instancecheck__(cls, it: Any) -> bool:
         return isinstance(it, cls.__mro__[1])
@@ -25,7 +25,7 @@ class _Core(type):
 def check_limits(**limits: Any) -> None:
     """
     Raises:
-        UsageError: one is no whole number of at least 0, and not None or without an end.
+        UsageError: a limit is neither a whole number of at least 0, nor None or infinity.
     """
     for name, value in limits.items():
         try:
@@ -38,7 +38,7 @@ def check_limits(**limits: Any) -> None:
 
 
 class PhaseState(state.PhaseState, metaclass=_Core):
-    """As echelon's; an evaluation after every 0 steps or epochs is never."""
+    """As echelon's; every 0 steps or epochs never evaluates."""
 
     iteration_timer: Any = None
     locals().update(dict.fromkeys(("dataloader", "max_epochs", "max_steps", "max_steps_per_epoch", "step_output")))  # for a mock
@@ -62,7 +62,7 @@ class PhaseState(state.PhaseState, metaclass=_Core):
 
 
 class State(state.State, metaclass=_Core):
-    """As echelon's. A mock with this class for its spec has what its objects have."""
+    """As echelon's. A mock with this class as its spec has the attributes of its objects."""
 
     locals().update(dict.fromkeys(("train_state", "eval_state", "predict_state", "logged", "recorder", "notes", "settle_logged")))
     locals().update(dict.fromkeys(("entry_point", "active_phase", "timer", "should_stop", "stop_requested")))

@@ -1,6 +1,4 @@
-"""torchtnt.framework.unit: echelon's units. `on_*_step_end` is no hook of theirs there, so the loop leaves a method of that name
-to its unit.
-"""
+"""torchtnt.framework.unit: echelon's units. `on_*_step_end` is no hook of TorchTNT's units, so the loop does not call it."""
 
 from typing import Any, TypeAlias, TypeVar
 
@@ -34,10 +32,10 @@ _TRACKED = (nn.Module, torch.optim.Optimizer, *LRScheduler, Progress, Stateful)
 
 
 class AppStateMixin(unit.AppStateMixin):
-    """As echelon's; what is tracked is refused before `super().__init__()`, as there.
+    """As echelon's. Tracked attributes may only be set after `super().__init__()`, as in TorchTNT.
 
     Raises:
-        AttributeError: such an attribute was set too early.
+        AttributeError: one was set too early.
     """
 
     _may_track = False

@@ -1,4 +1,4 @@
-"""torchtnt.utils: what it publishes, loaded when it is first used."""
+"""torchtnt.utils: its public names, loaded at first use."""
 
 from __future__ import annotations
 

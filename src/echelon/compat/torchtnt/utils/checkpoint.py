@@ -1,6 +1,6 @@
 """torchtnt.utils.checkpoint: names of checkpoints, such as `epoch_1_train_step_500_eval_step_20_loss=0.25`, and folders of them.
 
-A checkpoint of echelon's counts as one that has the metadata file of TorchTNT's savers: it has a manifest in its place.
+A checkpoint of echelon's has a manifest, which counts as the metadata file of TorchTNT's savers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _THEIRS = (".metadata", ".snapshot_metadata")
 
 @dataclass(frozen=True)
 class BestCheckpointConfig(policy.BestCheckpointConfig):
-    """As `echelon.callbacks.BestCheckpointConfig`. It is the saver that refuses a wrong mode, as there."""
+    """As `echelon.callbacks.BestCheckpointConfig`. As in TorchTNT, the saver refuses a wrong mode."""
 
     def __post_init__(self) -> None: ...
 
@@ -72,10 +72,10 @@ class MetricData:
 
 
 class DifferentMetricsError(UsageError, AssertionError):
-    """Two checkpoints whose metrics have nothing to do with each other."""
+    """Two checkpoints have different metrics."""
 
 
-# A metric's name has its slashes and the like quoted, so that it is a part of one folder's name.
+# Slashes and the like in a metric's name are quoted, so that it fits into one folder's name.
 _METRIC = r"(?:_(?P<metric>[\w%.~-]+)=(?P<value>-?\d+\.?\d*(?:e[+-]?\d+)?))?"
 _NAME = re.compile(
     r"(?P<before>.*)epoch_(?P<epoch>\d+)(?:_step_(?P<none>\d+)|(?=_(?:train|eval|predict)_step_\d)"
@@ -87,7 +87,7 @@ _PARTS = {Phase.NONE: "step", Phase.TRAIN: "train_step", Phase.EVALUATE: "eval_s
 
 @total_ordering
 class CheckpointPath:
-    """Where a checkpoint lies. The order of several is that of their age: the greatest is the newest.
+    """The path of a checkpoint. Paths are ordered by age: the greatest is the newest.
 
     Args:
         dirpath: the saver's folder, or URL.
@@ -95,7 +95,7 @@ class CheckpointPath:
         step: completed steps of each phase; or one number, as the oldest names have it.
         metric_data: the number by which `more_optimal_than` compares. It is part of the name.
     Raises:
-        UsageError, a ValueError: a metric that is nan or infinite.
+        UsageError, a ValueError: the metric is nan or infinite.
     """
 
     def __init__(self, dirpath: str, epoch: int, step: Mapping[Phase, int] | int, metric_data: MetricData | None = None) -> None:
@@ -108,10 +108,10 @@ class CheckpointPath:
 
     @classmethod
     def from_str(cls, checkpoint_path: str) -> CheckpointPath:
-        """From a folder's name. Nothing is read.
+        """Parse a folder's path. Nothing is read.
 
         Raises:
-            UsageError, a ValueError: it is not named like a checkpoint of TorchTNT's.
+            UsageError, a ValueError: the folder is not named like a checkpoint of TorchTNT's.
         """
         path = cls.__new__(cls)
         path.__setstate__(str(checkpoint_path))
@@ -124,24 +124,24 @@ class CheckpointPath:
         return os.path.join(self.dirpath, f"epoch_{self.epoch}{steps}{metric}")
 
     def newer_than(self, other: CheckpointPath) -> bool:
-        """By epochs, then by steps; whatever clocks say."""
+        """Compare epochs, then steps; times of files do not matter."""
         if self.epoch != other.epoch:
             return self.epoch > other.epoch
         by_phase, theirs = Phase.NONE not in self.step, Phase.NONE not in other.step
-        if by_phase != theirs:  # the steps of phases came later than the one number
+        if by_phase != theirs:  # names with steps by phase came later than those with one number
             return (sum(self.step.values()), by_phase) > (sum(other.step.values()), theirs)
         return self._age() > other._age()
 
     def _age(self) -> tuple[int, ...]:
-        """An evaluation comes after the training of its epoch."""
+        """A key to sort by: an evaluation comes after the training of its epoch."""
         steps = [self.step.get(phase, 0) for phase in (Phase.NONE, Phase.PREDICT, Phase.EVALUATE, Phase.TRAIN)]
         return (int(Phase.EVALUATE in self.step), *steps)
 
     def more_optimal_than(self, other: CheckpointPath, mode: Literal["min", "max"]) -> bool:
-        """By their metric. One that has it is better than one without; of two without, the newer.
+        """Compare metrics. A checkpoint with a metric is better than one without; of two without, the newer is better.
 
         Raises:
-            DifferentMetricsError: an AssertionError, as there.
+            DifferentMetricsError: an AssertionError, as in TorchTNT: their metrics have different names.
         """
         own, theirs = self.metric_data, other.metric_data
         if own is None or theirs is None:
@@ -181,15 +181,15 @@ class CheckpointPath:
         self.dirpath, self.epoch = (folder + slash + match["before"]).rstrip("/"), int(match["epoch"])
         self.step = {phase: int(match[phase.value]) for phase in _PARTS if match[phase.value] is not None}
         self.metric_data = MetricData(unquote(match["metric"]), float(match["value"])) if match["metric"] else None
-        self._value = match["value"] or ""  # as the folder has it, be it 1 or 1.0
+        self._value = match["value"] or ""  # as in the folder's name, 1 or 1.0
 
 
 def _quoted(name: str) -> str:
-    """As one part of a folder's name."""
+    """The name, quoted so that it fits into a folder's name."""
     return "".join(c if c.isalnum() or c in "_.~-" else quote(c, safe="") for c in name)
 
 
-# --- what lies in a folder
+# --- checkpoints in a folder
 
 
 def get_checkpoint_dirpaths(
@@ -204,7 +204,7 @@ def get_checkpoint_dirpaths(
     Args:
         metadata_fname: only those with this file, or with one of these.
         metric_name: only those with this metric in their name.
-        file_system: fsspec's, in place of the one that the path tells.
+        file_system: fsspec's; by default that of the path.
     """
     folder = at(dirpath, file_system)
 
@@ -254,13 +254,13 @@ def get_best_checkpoint_path(
 
 
 def does_checkpoint_exist(ckpt_path: str, metadata_fname: Names, file_system: Any = None, process_group: Group = None) -> bool:
-    """Whether a folder has this file, or one of these, as the group's first rank sees it; False without any."""
+    """Whether a folder has this file, or one of these, as the group's first rank sees it; False if no file is named."""
     folder = at(ckpt_path, file_system)
     return bool(metadata_fname) and commit.on_rank0(lambda: _has_metadata(folder, metadata_fname or ()), folder, process_group)
 
 
 def at(path: str, file_system: Any = None) -> Location:
-    """A path, or what an fsspec file system has there."""
+    """A path as a Location, on the given fsspec file system if there is one."""
     if file_system is None:
         return location(path)
     protocol = file_system.protocol if isinstance(file_system.protocol, str) else file_system.protocol[0]
@@ -268,7 +268,7 @@ def at(path: str, file_system: Any = None) -> Location:
 
 
 def parsed(parent: str, names: Sequence[str]) -> list[CheckpointPath]:
-    """Those of the names that are names of checkpoints, oldest first."""
+    """Paths for those names that are checkpoints' names, oldest first."""
     paths = []
     for name in names:
         with contextlib.suppress(ValueError):
@@ -277,7 +277,7 @@ def parsed(parent: str, names: Sequence[str]) -> list[CheckpointPath]:
 
 
 def best_first(paths: Sequence[CheckpointPath], mode: Literal["min", "max"]) -> list[CheckpointPath]:
-    """By their metric, which all have; of equals, as they are given."""
+    """Sorted by their metric, which all must have; equal ones stay in the given order."""
     return sorted(paths, key=lambda path: _value(path) if mode == "min" else -_value(path))
 
 
@@ -293,16 +293,16 @@ def _value(path: CheckpointPath) -> float:
 
 
 class CheckpointManager:
-    """Names checkpoints and removes those that are too many. It writes none.
+    """Names checkpoints and removes surplus ones. It writes none.
 
-    Collective where it looks at the folder; the group's first rank looks and removes.
+    Methods that look at the folder are collective; the group's first rank looks and removes.
 
     Args:
-        dirpath: the first rank's counts, on all.
-        best_checkpoint_config: of those that stay, the metric says which; a checkpoint without it is not counted.
-        keep_last_n_checkpoints: how many stay, those that are there already included; None keeps all.
-        metadata_fnames: files of which a whole checkpoint has one.
-        file_system: fsspec's, in place of the one that the path tells.
+        dirpath: the first rank's is used on all.
+        best_checkpoint_config: its metric decides which stay; a checkpoint without the metric is not counted.
+        keep_last_n_checkpoints: how many stay, including those that exist already; None keeps all.
+        metadata_fnames: a whole checkpoint has one of these files.
+        file_system: fsspec's; by default that of the path.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ class CheckpointManager:
             self._ckpt_paths = best_first(paths, "max" if best.mode == "min" else "min") if best else paths
 
     def prune_surplus_checkpoints(self) -> None:
-        """Remove what is more than `keep_last_n_checkpoints`, as a run begins: the oldest, or the worst."""
+        """At a run's start, remove checkpoints beyond `keep_last_n_checkpoints`: the oldest, or the worst."""
         surplus = len(self._ckpt_paths) - self._keep_last_n_checkpoints if self._keep_last_n_checkpoints else 0
         if surplus > 0:
             logger.warning(
@@ -345,10 +345,10 @@ class CheckpointManager:
         metric_data: MetricData | None = None,
         process_group: Group = None,
     ) -> CheckpointPath:
-        """The path of a checkpoint that is taken now, the first rank's on all.
+        """The path for a checkpoint that is saved now; the first rank's on all.
 
         Raises:
-            DifferentMetricsError: an AssertionError, as there: a metric that was not configured.
+            DifferentMetricsError: an AssertionError, as in TorchTNT: the metric was not configured.
         """
         best = self._best_checkpoint_config
         if metric_data is not None and best is None:
@@ -363,18 +363,18 @@ class CheckpointManager:
         return path if first == path.path else CheckpointPath.from_str(first)
 
     def should_save_checkpoint(self, checkpoint: CheckpointPath) -> bool:
-        """Whether it would stay."""
+        """Whether the checkpoint would stay."""
         best = self._best_checkpoint_config
         if not self._is_full() or best is None:
             return True
         return checkpoint.more_optimal_than(self._ckpt_paths[0], mode=best.mode)
 
     def get_last_checkpoint(self) -> CheckpointPath | None:
-        """The newest that is counted, or with a metric the best."""
+        """The newest counted checkpoint, or with a metric the best."""
         return self._ckpt_paths[-1] if self._ckpt_paths else None
 
     def append_checkpoint(self, ckpt: CheckpointPath) -> None:
-        """Count a checkpoint that was saved, and remove what is too much then."""
+        """Count a saved checkpoint, and remove one if there are too many."""
         best = self._best_checkpoint_config
         if self._is_full():
             self.make_room()
@@ -390,19 +390,19 @@ class CheckpointManager:
         return bool(self._keep_last_n_checkpoints) and len(self._ckpt_paths) >= (self._keep_last_n_checkpoints or 0)
 
     def does_checkpoint_exist(self, ckpt: CheckpointPath, process_group: Group = None) -> bool:
-        """Whether it is there and whole; without `metadata_fnames` nobody knows, and it is not."""
+        """Whether the checkpoint is there and whole. Without `metadata_fnames` this is unknown, and False."""
         return does_checkpoint_exist(ckpt.path, self._metadata_fnames, self._file_system, process_group)
 
     def make_room(self) -> None:
-        """For one that is about to be counted."""
+        """Remove one, for a checkpoint that is about to be counted."""
         self.remove_checkpoint()
 
     def remove_checkpoint(self) -> None:
-        """Remove the oldest, or with a metric the worst. What cannot be removed is logged."""
+        """Remove the oldest, or with a metric the worst. A failure is logged."""
         self.remove(self._ckpt_paths.pop(0))
 
     def remove(self, doomed: CheckpointPath) -> None:
-        """Remove one, so that a kill leaves no half of it under a valid name."""
+        """Remove a checkpoint, so that a kill leaves no half of it under a valid name."""
         if agree.is_joined() and dist.get_rank(self._group) != 0:
             return
         try:

@@ -1,4 +1,4 @@
-"""torchtnt.utils.data. The loops of echelon read ahead by themselves; this is for one's own."""
+"""torchtnt.utils.data. It is for loops of your own; echelon's loops read ahead themselves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Batch = TypeVar("Batch")
 
 
 class CudaDataPrefetcher(Iterator[Batch], Generic[Batch]):
-    """Batches on a GPU, some read and copied ahead on a stream of their own. Each `iter` starts over.
+    """Batches on a GPU, some of them read and copied ahead on a stream of their own. Each `iter` starts over.
 
     Pinned host memory makes the copies run beside the computation.
 
@@ -27,7 +27,7 @@ class CudaDataPrefetcher(Iterator[Batch], Generic[Batch]):
         device: a GPU.
         num_prefetch_batches: how many are read ahead.
     Raises:
-        UsageError: nothing to read ahead.
+        UsageError: `num_prefetch_batches` is less than 1.
     """
 
     def __init__(self, data_iterable: Iterable[Batch], device: torch.device, num_prefetch_batches: int = 1) -> None:
@@ -53,7 +53,7 @@ class CudaDataPrefetcher(Iterator[Batch], Generic[Batch]):
         batch, copied = self._ahead.popleft()
         using = torch.cuda.current_stream(self.device)
         using.wait_event(copied)
-        record_stream(batch, using)  # its memory is of the other stream, which must not give it away while this one reads
+        record_stream(batch, using)  # its memory belongs to the copying stream, which must not reuse it while this one reads
         self._fetch(self._source)
         return batch
 

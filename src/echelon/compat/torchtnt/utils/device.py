@@ -1,4 +1,4 @@
-"""torchtnt.utils.device: this rank's device, and data on its way there."""
+"""torchtnt.utils.device: this rank's device, and copies of data to it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def copy_data_to_device(
 
 
 def set_float32_precision(precision: str = "high") -> None:
-    """On GPUs: the precision of products of float32 matrices and of convolutions; without a GPU nothing.
+    """Set the precision of float32 matrix products and convolutions on GPUs; without a GPU do nothing.
 
     Args:
         precision: "highest", or "high" and "medium" for TensorFloat-32.

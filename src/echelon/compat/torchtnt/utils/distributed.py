@@ -42,12 +42,12 @@ Group = dist.ProcessGroup | None
 
 
 def _number(variable: str, field: str) -> int:
-    """A variable of torchrun's, which may be set alone; else what another launcher says; else one process alone."""
+    """A number from torchrun's variable, which may be set alone; else from another launcher; else that of a single process."""
     text = os.environ.get(variable)
     if not text:
         try:
             return int(getattr(RankInfo.from_env(), field))
-        except LauncherEnvironmentError:  # whoever joins ranks says what is missing; to ask for a number, this is enough
+        except LauncherEnvironmentError:  # joining the ranks reports what is missing; here this is enough
             return int(getattr(RankInfo(rank=0, world_size=1), field))
     if not text.isdecimal():
         raise UsageError(f"{variable}={text!r} is no number.")
@@ -88,9 +88,9 @@ def get_file_init_method(*, world_size: int | None = None, rank: int | None = No
     """An `init_method` for `torch.distributed.init_process_group` by which ranks meet through a file.
 
     Args:
-        filename: one that all ranks see and that does not exist yet; a world of one makes its own.
+        filename: a file that all ranks see and that does not exist yet; a single rank makes its own.
     Raises:
-        UsageError: several ranks and no file: each would make up another, and wait in it for ever.
+        UsageError: several ranks and no file: each would choose another one, and wait there for ever.
     """
     rank, size = _place(rank, world_size)
     if filename is None:
@@ -153,7 +153,7 @@ class _InGroup:
         try:
             return self._fn(*args, **kwargs)
         finally:
-            gc.collect()  # what holds the group ends before it
+            gc.collect()  # objects that hold the group must end before it
             dist.destroy_process_group()
 
 
@@ -165,7 +165,7 @@ def spawn_multi_process(
     `echelon.launch` with a group: the ranks find torchrun's variables, RANK included, in their environment.
 
     Args:
-        timeout_s: of the group's collectives.
+        timeout_s: time limit of the group's collectives.
     Raises:
         RankFailedError: with the first failing rank's traceback; the exception itself is its `__cause__`.
     """

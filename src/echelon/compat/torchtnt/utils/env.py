@@ -21,7 +21,7 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class MissingDeviceError(UsageError, RuntimeError):
-    """There is no device of the type that was asked for."""
+    """There is no device of the requested type."""
 
 
 def init_from_env(
@@ -66,8 +66,8 @@ def seed(seed: int, deterministic: str | int | None = None) -> None:
     """Seed Python, numpy and torch alike on all ranks, and the hashes of Python processes that are started later.
 
     Args:
-        deterministic: torch's `set_deterministic_debug_mode`: "default" or 0, "warn" or 1, "error" or 2; cuDNN measures which
-            kernel is fastest with the first only. None changes nothing.
+        deterministic: torch's `set_deterministic_debug_mode`: "default" or 0, "warn" or 1, "error" or 2. cuDNN chooses
+            kernels by measuring only with the first. None changes nothing.
     """
     try:
         rng.seed(seed)

@@ -1,8 +1,8 @@
-"""torchtnt.utils.flops, on torch's FlopCounterMode, with an account of its own of which part an operation belongs to.
+"""torchtnt.utils.flops, on torch's FlopCounterMode, with its own record of the submodule that an operation belongs to.
 
-torch's tracker gives a part that returns its own input, such as a dropout of 0, the backward pass of what came before it, and
-loses a part of that of a module that is called twice. Here each node of autograd's graph is marked with the parts under way
-when it was made.
+torch's tracker credits a submodule that returns its own input, such as a dropout of 0, with the backward pass of what came
+before it, and loses some of the backward pass of a module that is called twice. Here each node of autograd's graph is marked
+with the submodules that were running when it was made.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _MARK = "echelon.parts"
 
 
 class _Parts:
-    """Which parts of a module are under way, as `FlopCounterMode.mod_tracker` is asked for them."""
+    """The submodules that are running; replaces `FlopCounterMode.mod_tracker`."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._called: list[str] = []
-        self._given: list[set[Node]] = []  # of each call, what made its inputs
+        self._given: list[set[Node]] = []  # of each call, the nodes that made its inputs
         self._backward: tuple[str, ...] = ()
         self._handles: list[Any] = []
 
@@ -58,10 +58,10 @@ class _Parts:
     def _left(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         given, names = self._given.pop(), tuple(self._called)
         self._called.pop()
-        # Not that of a parameter, which stays.
+        # Not a parameter's node, which stays.
         for node in graph(_nodes(output), without=lambda node: node in given or hasattr(node, "variable")):
             marks: dict[str, Any] = node.metadata
-            if _MARK not in marks:  # which a part within this one has not made
+            if _MARK not in marks:  # not marked by a submodule within this one
                 marks[_MARK] = names
                 node.register_prehook(lambda _, names=names: self._at(names))
                 node.register_hook(lambda *_: self._at(()))
@@ -83,15 +83,15 @@ def _nodes(values: Any) -> list[Node]:
 
 
 def counter_of(module: nn.Module) -> FlopCounterMode:
-    """torch's counter, whose counts are by the paths of `module`'s parts, and in all under "Global"."""
+    """torch's counter, with counts by the paths of `module`'s submodules, and the total under "Global"."""
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = _Parts(module)  # type: ignore[assignment]
     return counter
 
 
 class FlopTensorDispatchMode:
-    """Context that counts the floating-point operations of a module's passes, by submodule; products and convolutions, a
-    multiplication and its addition as one, as there. (torch's own counter says two.)
+    """Context that counts the floating-point operations of a module's passes, by submodule: matrix products and convolutions. A
+    multiplication and its addition count as one, as in TorchTNT; torch's own counter counts two.
 
     Args:
         module: whose submodules' names are used.
@@ -112,7 +112,7 @@ class FlopTensorDispatchMode:
         """Submodule -> operation -> count, as of now; the module's own name is empty."""
         by_module: defaultdict[str, defaultdict[str, int]] = defaultdict(_of_none)
         for name, counts in self._counter.get_flop_counts().items():
-            if not name:  # the module itself; "" is all that was computed
+            if not name:  # the module itself; the total takes its name, ""
                 continue
             for operation, count in counts.items():
                 by_module["" if name == "Global" else name][f"{operation.__name__}.default"] += count // 2

@@ -29,7 +29,7 @@ class FSDP2Strategy(FSDPStrategy):
     Args:
         modules_to_shard: names or classes of the submodules to shard one by one, or "all" that have parameters; by default
             the repeated blocks of the model.
-        shard_predicates: functions of (name, submodule); what one of them accepts is sharded, too.
+        shard_predicates: functions of (name, submodule); a submodule that one of them accepts is sharded, too.
         mp_policy: torch's MixedPrecisionPolicy; or a precision, in which parameters are gathered and blocks compute,
             while gradients are reduced in float32.
         shard_on_largest_dim: split each parameter along its largest dimension instead of its first.
@@ -74,7 +74,7 @@ class FSDP2Strategy(FSDPStrategy):
         object.__setattr__(self, "modules_to_shard", modules_to_shard)
 
     def blocks_of(self, module: nn.Module) -> Blocks | None:
-        """What is sharded one by one, by the user's choice; None leaves it to echelon."""
+        """The submodules that the user chose to shard one by one; None leaves the choice to echelon."""
         if self.modules_to_shard is None and not self.shard_predicates:
             return None
         named = [(n, m) for n, m in module.named_modules() if n]

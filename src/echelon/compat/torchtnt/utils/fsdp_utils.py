@@ -45,7 +45,7 @@ class StateDictType:
 
 @dataclass
 class MixedPrecision(fsdp.MixedPrecision):
-    """torch's MixedPrecision, whose types may be written "fp16", "bf16", "fp32" or as torch names them."""
+    """torch's MixedPrecision; its types may be written "fp16", "bf16", "fp32" or as torch names them."""
 
     param_dtype: Any = None
     reduce_dtype: Any = None

@@ -1,4 +1,4 @@
-"""TorchTNT's small modules: progress, precision, stateful, rank_zero_log, version and others are this one."""
+"""TorchTNT's small modules in one: progress, precision, stateful, rank_zero_log, version and others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 
 
 def private_names(*names: str) -> dict[str, property]:
-    """Properties for a class's body: each attribute under its name with an underscore as well, to read and to set."""
+    """Properties for a class body: each attribute can also be read and set under its name with an underscore."""
 
     def of(name: str) -> property:
         return property(lambda self: getattr(self, name), lambda self, value: setattr(self, name, value))
@@ -48,7 +48,7 @@ def private_names(*names: str) -> dict[str, property]:
 
 
 class Progress(progress.Progress):
-    """As echelon's. What programs set under private names, having no other, they can set here."""
+    """As echelon's. Attributes that programs set by private names, since TorchTNT has no other, can be set here."""
 
     locals().update(
         private_names(
@@ -74,7 +74,7 @@ class MultiStateful:
 
     Args:
         stateful_objs: name -> what is saved under it.
-        strict: for those whose `load_state_dict` takes it, as a module's does.
+        strict: passed to each `load_state_dict` that takes it, such as a module's.
     """
 
     def __init__(self, stateful_objs: Mapping[str, Any], strict: bool = True) -> None:
@@ -84,10 +84,10 @@ class MultiStateful:
         return {name: each.state_dict() for name, each in self.stateful_objs.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of those whose state is in there; the others stay as they are.
+        """Load the objects whose state is in the dict; the others stay as they are.
 
         Raises:
-            KeyError: it has a state of none of them.
+            KeyError: the dict has a state that belongs to none of them.
         """
         for name, state in state_dict.items():
             each = self.stateful_objs[name]

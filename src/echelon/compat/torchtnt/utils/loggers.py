@@ -1,4 +1,4 @@
-"""torchtnt.utils.loggers: loggers of numbers, by their names there."""
+"""torchtnt.utils.loggers: loggers of numbers, under TorchTNT's names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class CSVLogger(OwnCSVLogger):
     """As `echelon.loggers.CSVLogger`.
 
     Args:
-        async_write: without effect: a write appends a few lines, and does not need a thread.
+        async_write: no effect: a write appends a few lines and needs no thread.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class InMemoryLogger:
             self.log_buffer.setdefault(step, {}).update({name: scalar_to_float(data), "step": step, "time": time.time()})
 
     def flush(self) -> None:
-        """Show what is kept."""
+        """Print the kept numbers."""
         print(self.log_buffer)
 
     def close(self) -> None:
@@ -61,7 +61,7 @@ class InMemoryLogger:
 
 
 class StdoutLogger:
-    """Rank 0 prints "[Step 3] loss=0.1234 accuracy=0.9000": a line a step, which it begins, however many calls give its numbers.
+    """Rank 0 prints "[Step 3] loss=0.1234 accuracy=0.9000": one line per step, however many calls give its numbers.
 
     Args:
         precision: digits after the point.
@@ -82,16 +82,16 @@ class StdoutLogger:
         numbers = "".join(f" {name}={scalar_to_float(data):.{self._precision}f}" for name, data in payload.items())
         begin = f"\n[Step {step}]" if step != self._step else ""
         self._step = step
-        print(begin + numbers, end="", flush=True)  # at once: beside other programs' lines it would be cut in two
+        print(begin + numbers, end="", flush=True)  # at once: other programs' lines could cut it in two
 
     def close(self) -> None:
-        """End the line, and leave one empty."""
+        """End the line, and print an empty one."""
         if rank() == 0:
             print("\n", flush=True)
 
 
 def _as(method: str) -> Callable[..., None]:
-    """As this method of SummaryWriter."""
+    """A method that calls this method of SummaryWriter."""
 
     def log(self: TensorBoardLogger, *args: Any, **kwargs: Any) -> None:
         self._add(method, *args, **kwargs)
@@ -103,7 +103,7 @@ class TensorBoardLogger(OwnTensorBoardLogger):
     """As `echelon.observe.loggers.TensorBoardLogger`.
 
     Args:
-        tracked_metrics: None: metrics are not looked at.
+        tracked_metrics: must be None: metrics are not checked.
     """
 
     def __init__(self, path: str | Path, tracked_metrics: None = None, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a module consists of: parameters, bytes, and for an example input operations, shapes and time, by submodule.
+"""A summary of a module by submodule: parameters, bytes, and for an example input operations, shapes and time.
 
 Operations are counted by torch's FlopCounterMode, and given as TorchTNT counts them: a multiplication and its addition are one.
 """
@@ -28,15 +28,15 @@ _UNKNOWN = "?"
 
 @dataclass(repr=False)
 class ModuleSummary:
-    """Of one module, its submodules included. "?" is what only an example input would tell.
+    """The summary of one module, its submodules included. "?" stands for what only an example input would tell.
 
     Attributes:
-        module_name, module_type: its path from the root, whose own is empty, and its class.
-        num_parameters, num_trainable_parameters, size_bytes: a shared parameter counts once; of one split over ranks, all.
-        has_uninitialized_param: lazy parameters, which count nothing yet; a warning says so.
-        flops_forward, flops_backward: of products and convolutions; a multiplication and its addition are one.
+        module_name, module_type: its path from the root, which is "" for the root, and its class.
+        num_parameters, num_trainable_parameters, size_bytes: a shared parameter counts once, one split over ranks as a whole.
+        has_uninitialized_param: it has lazy parameters, which are not counted yet; a warning says so.
+        flops_forward, flops_backward: of matrix products and convolutions; a multiplication and its addition are one.
         in_size, out_size: shape of the tensor, or a list of shapes.
-        forward_elapsed_time_ms: of a single pass; on a GPU until it is done.
+        forward_elapsed_time_ms: of a single pass, until the GPU is done.
         submodule_summaries: by path.
     """
 
@@ -62,11 +62,11 @@ class ModuleSummary:
 def get_module_summary(
     module: nn.Module, module_args: tuple[Any, ...] | None = None, module_kwargs: Mapping[str, Any] | None = None
 ) -> ModuleSummary:
-    """Look at a module and all its submodules.
+    """Summarise a module and all its submodules.
 
     With an example input the module runs forward twice, and backward from the mean of its output if that is one tensor with a
-    gradient. Its buffers and gradients, its mode and the RNGs are afterwards as before. If the module's parameters are
-    split over ranks, every rank must call this.
+    gradient. Its buffers, its gradients, its mode and the RNG states stay the same. If the module's parameters are split over
+    ranks, every rank must call this.
 
     Args:
         module: any module.
@@ -112,7 +112,7 @@ def _sum(counts: list[int | str]) -> int | str:
 
 
 def _observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, ModuleSummary]:
-    """What one pass tells, by path."""
+    """What the passes with an example input show, by path."""
     with _as_it_was(module):
         counter = counter_of(module)
         with counter, torch.enable_grad():
@@ -124,7 +124,7 @@ def _observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -
             elif not isinstance(output, torch.Tensor):
                 warnings.warn("Backward FLOPs are only computed if the module's forward returns a tensor.", stacklevel=3)
         total = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
-        with _watching(module) as observed, torch.no_grad():  # a pass of its own: the counter takes longer than the work
+        with _watching(module) as observed, torch.no_grad():  # its own pass: the counter takes longer than the work
             module(*args, **kwargs)
     for path, summary in observed.items():
         key = path or "Global"
@@ -169,7 +169,7 @@ def _watching(module: nn.Module) -> Iterator[dict[str, ModuleSummary]]:
 
 @contextlib.contextmanager
 def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Context after which buffers, gradients and RNGs are as before it."""
+    """Context after which buffers, gradients and RNG states are as before it."""
     buffers = [(b, b.detach().clone()) for b in module.buffers()]
     gradients = [(p, p.grad) for p in module.parameters()]
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
@@ -210,7 +210,7 @@ def _has_tensor(value: Any) -> bool:
 
 
 def prune_module_summary(module_summary: ModuleSummary, *, max_depth: int) -> None:
-    """Leave out what lies deeper; a depth of 1 is the module itself.
+    """Remove deeper submodules; a depth of 1 leaves the module itself.
 
     Raises:
         UsageError: `max_depth` is less than 1.
@@ -243,10 +243,10 @@ _REMARK = (
 
 
 def get_summary_table(module_summary: ModuleSummary, human_readable_nums: bool = True) -> str:
-    """A table, one line for the module and each submodule, with the columns of which something is known of the module.
+    """A table with a line for the module and each submodule. Columns that are unknown for the module are left out.
 
     Args:
-        module_summary: of `get_module_summary`.
+        module_summary: from `get_module_summary`.
         human_readable_nums: 1.2 M instead of 1234567.
     """
     names = [name for name in _COLUMNS if getattr(module_summary, name) != _UNKNOWN]

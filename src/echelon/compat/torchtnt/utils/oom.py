@@ -1,4 +1,4 @@
-"""torchtnt.utils.oom: what a GPU's memory is used for, written down for torch's viewer."""
+"""torchtnt.utils.oom: snapshots of what a GPU's memory is used for, for torch's viewer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 def log_memory_snapshot(output_dir: str, file_prefix: str | None = None) -> None:
     """Write what is allocated now, and the recorded history, into `<output_dir>/<file_prefix>_rank<n>/snapshot.pickle`.
 
-    The viewer at pytorch.org/memory_viz shows it. Nothing without CUDA; what fails is logged, since memory has run out here.
+    The viewer at pytorch.org/memory_viz shows it. Does nothing without CUDA. A failure is only logged, since memory may have run
+    out here.
 
     Args:
         file_prefix: by default "memory_snapshot".

@@ -50,7 +50,7 @@ __all__ = [
     "prepare_module",
 ]
 
-# What a string may mean there.
+# Options that TorchTNT takes as strings, and what converts them.
 _OF_STRINGS: dict[str, Any] = {
     "sharding_strategy": ShardingStrategy.to_native_sharding_strategy,
     "backward_prefetch": BackwardPrefetch.to_native_backward_prefetch,
@@ -59,10 +59,10 @@ _OF_STRINGS: dict[str, Any] = {
 
 
 class FSDPStrategy(older_options.FSDPStrategy):
-    """`echelon.FSDPStrategy` with the older FullyShardedDataParallel's other options. Strings are torch's own values then.
+    """`echelon.FSDPStrategy` that also takes the options of the older FullyShardedDataParallel. Strings become torch's values.
 
     Raises:
-        UsageError, a ValueError: a string that is none of their names.
+        UsageError, a ValueError: a string is not the name of such a value.
     """
 
     def __init__(self, process_group: Any = None, sharding_strategy: Any = None, *others: Any, **options: Any) -> None:
@@ -110,7 +110,7 @@ def prepare_module(
     """As `echelon.layouts.prepare_module`.
 
     Raises:
-        NotHereError: `global_mesh`, or compiled autograd, is asked for.
+        NotHereError: `global_mesh` or compiled autograd is given.
     """
     refuse_arguments("prepare_module", other)
     if isinstance(strategy, str):
@@ -131,10 +131,11 @@ def prepare_module(
 
 
 def refuse_arguments(where: str, given: dict[str, Any]) -> None:
-    """Of what TorchTNT takes, and no public program was found to give.
+    """Refuse arguments of TorchTNT that compat lacks, since no public program was found to give them.
 
     Raises:
-        NotHereError: one is asked for. What it is by default is no error.
+        NotHereError: one of them is given, and is not false, as the defaults are.
+        TypeError: an argument is unknown.
     """
     for name, value in given.items():
         remedy = ARGUMENTS.get(name)
@@ -161,7 +162,7 @@ def prepare_fsdp2(module: nn.Module, device: torch.device, strategy: FSDP2Strate
 
 
 def compilable(params: Any) -> Any:
-    """The same parameters.
+    """The parameters, unchanged.
 
     Raises:
         BackendError, a RuntimeError: torch has no such backend.
@@ -173,11 +174,11 @@ def compilable(params: Any) -> Any:
 
 
 class _OlderMethods:
-    """What programs for FullyShardedDataParallel call on a module."""
+    """Methods that programs for FullyShardedDataParallel call on a module."""
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward passes only add gradients up on each rank."""
+        """Context in which backward passes only accumulate gradients on each rank."""
         sharded: Any = self
         sharded.set_requires_gradient_sync(False)
         try:
@@ -199,7 +200,7 @@ def _with_older_methods(module: nn.Module) -> nn.Module:
 
 
 def apply_ac(module: nn.Module, activation_checkpoint_params: ActivationCheckpointParams) -> None:
-    """Let submodules recompute their activations, in place."""
+    """Apply activation checkpointing to submodules, in place."""
     checkpoint_activations(module, activation_checkpoint_params)
 
 

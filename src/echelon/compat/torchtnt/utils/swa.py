@@ -1,4 +1,4 @@
-"""torchtnt.utils.swa: averages of a module's weights, for loops of one's own."""
+"""torchtnt.utils.swa: averages of a module's weights, for loops of your own."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class AveragedModel(swa_utils.AveragedModel):
     Args:
         device: where the averages are.
         use_buffers: average buffers too; else they are copied.
-        averaging_method: "ema", or "swa" that weighs all alike.
+        averaging_method: "ema", or "swa", which weights all alike.
         ema_decay: the weight of the average against the newest weights.
-        skip_deepcopy: `model` is a copy already and is made the average: sharded modules cannot be copied.
-        use_lit: begin with a small decay, (1 + n) / (10 + n) at the n-th update. How many there were is in the state.
+        skip_deepcopy: `model` is already a copy and becomes the average, since sharded modules cannot be copied.
+        use_lit: begin with a small decay, (1 + n) / (10 + n) at the n-th update. The state has the number of updates.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class AveragedModel(swa_utils.AveragedModel):
                 "pass that with skip_deepcopy=True; the first update copies the values."
             )
         average = _Average(averaging_method, ema_decay, use_lit)
-        # torch copies what it is given; a placeholder costs nothing, and the module takes its place.
+        # torch copies its argument. A placeholder costs nothing, and the module then replaces it.
         super().__init__(nn.Identity() if skip_deepcopy else model, device, multi_avg_fn=average, use_buffers=use_buffers)
         if skip_deepcopy:
             self.module = model if device is None else model.to(device)
@@ -56,14 +56,14 @@ class AveragedModel(swa_utils.AveragedModel):
 
 
 class _Average:
-    """Brings averages forward, over this rank's parts. A class, so that the model can still be copied and pickled."""
+    """Updates the averages of this rank's shards. A class, so that the model can still be copied and pickled."""
 
     def __init__(self, method: str, decay: float, lit: bool) -> None:
         self._method, self._decay, self._lit = method, decay, lit
 
     @torch.no_grad()
     def __call__(self, averages: Sequence[Any], newest: Sequence[Any], count: torch.Tensor | int) -> None:
-        # torch's functions over many tensors take no mixture of sharded parameters and whole buffers.
+        # torch's functions over many tensors do not take sharded parameters together with whole buffers.
         self._function(count)([local(each) for each in averages], [local(each) for each in newest], count)
 
     def _function(self, count: torch.Tensor | int) -> Any:

@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class Timer:
-    """Records how long named stages take. One that ends in an exception is no completed stage, and is not recorded.
+    """Records how long named stages take. A stage that ends in an exception is not recorded.
 
     Args:
-        cuda_sync: wait for the GPU before and after a stage, so that it is measured and not merely launched. This slows
+        cuda_sync: wait for the GPU before and after a stage, so that its work is measured, not only its launch. This slows
             training down, so it is off by default.
         verbose: log every duration.
     Attributes:
@@ -60,7 +60,7 @@ class Timer:
 
 
 def get_timer_summary(timer: Any) -> str:
-    """A table of what a timer recorded, the longest first. Its heading alone if that is nothing."""
+    """A table of a timer's durations, the longest first; only the heading if there are none."""
     sums = {name: (len(each), float(sum(each))) for name, each in timer.recorded_durations.items() if each}
     if not sums:
         return f"Timer Report{os.linesep}"

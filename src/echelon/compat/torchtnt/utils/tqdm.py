@@ -1,4 +1,4 @@
-"""torchtnt.utils.tqdm: bars for loops of one's own. The callback TQDMProgressBar draws them in echelon's."""
+"""torchtnt.utils.tqdm: bars for loops of your own. In echelon's loops, the callback TQDMProgressBar draws them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def create_progress_bar(
 
     Args:
         num_steps_completed: where the bar begins.
-        mininterval: seconds between two drawings at the least; by default tqdm's.
+        mininterval: least seconds between two drawings; by default tqdm's.
         file: where to; by default standard error.
     """
     from tqdm.auto import tqdm
