@@ -44,7 +44,7 @@ def collect(value: Any, to: int | None = None, group: dist.ProcessGroup | None =
             else:
                 content = torch.empty(math.prod(shape), dtype=getattr(torch, dtype), device=device)
             if content.numel():
-                dist.broadcast(flat_bytes(content), group_src=owner, group=group)  # as bytes: backends know few types
+                dist.broadcast(flat_bytes(content), group_src=owner, group=group)  # as bytes: backends support few dtypes
             if values is not None:
                 arrived.append(content.reshape(shape).cpu())
         if values is not None:
@@ -70,7 +70,7 @@ def gather_tensors(tensor: torch.Tensor, group: dist.ProcessGroup | None = None)
     device = tensor.device
     if device.type == "cpu":
         group, device = agree.channel(group)
-    content = flat_bytes(own.to(device))  # backends know few types
+    content = flat_bytes(own.to(device))  # backends support few dtypes
     sizes = [math.prod(shape) * tensor.element_size() for _, shape in kinds]
     padded = content.new_zeros(max(sizes))
     padded[: content.numel()] = content

@@ -50,7 +50,7 @@ def local_state(module: TorchFSDP, prefix: str = "") -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def load_local_state(module: TorchFSDP, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> IncompatibleKeys:
-    """Load what `local_state` returned on this rank, with as many ranks.
+    """Load what `local_state` returned on the same rank of as many ranks.
 
     Raises:
         RuntimeError: a tensor has another size; or, if `strict`, keys are missing or unexpected.

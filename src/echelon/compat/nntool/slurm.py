@@ -180,7 +180,7 @@ def slurm_launcher(
     *extra_args: Any,
     **extra_kwargs: Any,
 ) -> Callable[[Callable[..., T]], ConfiguredFunction[..., T]]:
-    """A decorator that parses the command line: it gives the config, and the argument of a call without arguments.
+    """A decorator that parses the command line. The result has the config, and is the argument of a call without arguments.
 
     Args:
         ArgsType: a dataclass, one field of which is a SlurmConfig.

@@ -1,1 +1,1 @@
-"""A training called from a script that goes on afterwards."""
+"""Training as a call in a script, which continues afterwards."""

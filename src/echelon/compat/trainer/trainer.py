@@ -1,6 +1,6 @@
 """Trainer: starts the ranks, then `fit`, `evaluate`, `test` or `predict` in each.
 
-in a plain process    the unit is sent to ranks of this machine; what they made of it comes back
+in a plain process    the unit is sent to ranks of this machine; the trained unit comes back
 in a launched rank    (torchrun, srun, echelon run) these ranks are used
 one rank              trains in this process, so that a debugger works
 """

@@ -47,7 +47,7 @@ _OF_TORCH = frozenset(vars(torch.nn.Module())) | {"_trainer", "_hook", "_within_
 
 @dataclass(frozen=True)
 class ModuleDone(Done):
-    """What a rank returns for a LightningModule. Only rank 0 fills the fields below.
+    """What a rank returns for a LightningModule. Only rank 0's has the fields below.
 
     Args:
         numbers: what `validate` or `test` returns.

@@ -266,7 +266,7 @@ class Results:
             one.total, one.weight, one.dtype = total[0], float(total[1]), torch.float64 if is_double else torch.float32
 
     def loaders_of(self) -> dict[str, set[int]]:
-        """Name in the epoch -> the loaders, of several, in which this rank logged it; empty if it was logged after them."""
+        """Name of an epoch's number -> the loaders, of several, in which this rank logged it; empty if it did so after them."""
         return {one.names(step=False)[1]: one.loaders for one in self._all.values()}
 
     def reset(self) -> None:

@@ -157,7 +157,7 @@ class InFolders(Logger):
         self._version = value
 
     def choose_version(self) -> None:
-        """Fix the version, with rank 0's on all ranks. Collective."""
+        """Fix the version: rank 0's, on all ranks. Collective."""
         self._version = agree.from_rank0(lambda: self.version)
 
     def _next_version(self) -> int:
@@ -456,7 +456,7 @@ class MLFlowLogger(Online):
 
 
 def version_folder(logger: Any, root: str) -> str:
-    """The folder of a logger's run; `root` if it has none. Rank 0's is the one to use."""
+    """The folder of a logger's run; `root` if it has none. Call it on rank 0."""
     if logger is None or not all(hasattr(logger, each) for each in ("name", "version")):
         return root
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"

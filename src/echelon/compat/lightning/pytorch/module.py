@@ -292,7 +292,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """The module as it was saved, built from the saved hyperparameters and `kwargs`. Per rank.
+        """The module as it was saved, built from the saved hyperparameters and `kwargs`. Not collective.
 
         Args:
             checkpoint_path: a checkpoint of `ModelCheckpoint` or `Trainer.save_checkpoint`, or a `.ckpt` file of Lightning's own,

@@ -57,7 +57,7 @@ class _NotSaved(dict[str, Any]):
 
 
 class Kept:
-    """A unit's attribute of this name: the state in a checkpoint beside tensors."""
+    """The unit's attribute `lightning`, whose state is what a checkpoint has beside tensors."""
 
     name = "lightning"
 

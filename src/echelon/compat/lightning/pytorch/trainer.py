@@ -448,7 +448,7 @@ class Trainer(trainer.Trainer):
 
     @property
     def trained(self) -> tuple[int, int]:
-        """(updates, batches) that the module is trained. Batches count only without updates: optimizers stepped directly."""
+        """(updates, batches) so far. Batches are 0 unless no update was counted, as when optimizers are stepped directly."""
         batches = self.unit.train_progress.num_steps_completed if self.unit is not None and not self.global_step else 0
         return self.global_step, batches
 

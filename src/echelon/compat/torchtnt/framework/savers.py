@@ -1,4 +1,4 @@
-"""torchtnt's DistributedCheckpointSaver and TorchSnapshotSaver: echelon's checkpoints, at its times and under its names."""
+"""torchtnt's DistributedCheckpointSaver and TorchSnapshotSaver: echelon's checkpoints, at TorchTNT's times, under its names."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["PredictStages", "TrainStages"]
 
 
 class PredictStages:
-    """For AutoPredictUnit. It comes before echelon's unit among the bases."""
+    """AutoPredictUnit's stages. The class comes before echelon's unit among the bases."""
 
     move_data_to_device: Any
 
@@ -78,7 +78,7 @@ class TimedUpdate(Update):
 
 
 class TrainStages(PredictStages):
-    """For AutoUnit."""
+    """AutoUnit's stages."""
 
     kind_of_update: type[Update] = TimedUpdate
 

@@ -38,7 +38,7 @@ def check_limits(**limits: Any) -> None:
 
 
 class PhaseState(state.PhaseState, metaclass=_Core):
-    """As echelon's; every 0 steps or epochs never evaluates."""
+    """As echelon's. 0 as `evaluate_every_n_steps` or `evaluate_every_n_epochs` never evaluates."""
 
     iteration_timer: Any = None
     locals().update(dict.fromkeys(("dataloader", "max_epochs", "max_steps", "max_steps_per_epoch", "step_output")))  # for a mock

@@ -1,4 +1,4 @@
-"""torchtnt.utils.data. It is for loops of your own; echelon's loops read ahead themselves."""
+"""torchtnt.utils.data: reads ahead in loops of your own; echelon's loops read ahead themselves."""
 
 from __future__ import annotations
 
