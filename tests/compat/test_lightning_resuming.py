@@ -206,6 +206,19 @@ def test_weights_that_a_hook_puts_into_a_checkpoint_are_refused_by_name(tmp_path
         trainer.fit(Small(), two_batches())
 
 
+@pytest.mark.parametrize(("counts", "kept"), [(True, ["model-v1.ckpt", "model.ckpt"]), (False, ["model.ckpt"])])
+def test_a_checkpoint_of_a_taken_name_is_counted_or_replaced(tmp_path: Path, counts: bool, kept: list[str]) -> None:
+    data = DataLoader(TensorDataset(torch.randn(8, 2)), 4)
+    for _ in range(2):
+        saver = ModelCheckpoint(dirpath=tmp_path, filename="model", enable_version_counter=counts)
+        module = Small()
+        Trainer(max_epochs=1, callbacks=[saver], **SAVING).fit(module, data)
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == kept
+    assert Path(saver.best_model_path).name == kept[0]
+    saved = Small.load_from_checkpoint(saver.best_model_path)
+    assert torch.equal(saved.layer.weight, module.layer.weight)
+
+
 def test_an_error_of_a_callbacks_own_stays_what_it_is(tmp_path: Path) -> None:
     """It was said to be the checkpoint's."""
     saver = ModelCheckpoint(dirpath=tmp_path, save_last=True)

@@ -212,7 +212,7 @@ class ModelCheckpoint(Checkpoint):
 
     def _save_latest(self, trainer: Any, values: Mapping[str, Any]) -> None:
         before = self.best_model_path if self._is_inside(self.best_model_path) else ""
-        self.best_model_path = _free(lambda ver: self.format_checkpoint_name(values, ver=ver), but=before)
+        self.best_model_path = self._path_for(values, but=before)
         self._put(trainer, self.best_model_path, before if self.save_top_k == 1 else "")
 
     def _save_best(self, trainer: Any, values: Mapping[str, Any]) -> None:
@@ -225,7 +225,7 @@ class ModelCheckpoint(Checkpoint):
         if not better:
             return
         doomed = self.kth_best_model_path if is_full else ""
-        path = _free(lambda ver: self.format_checkpoint_name(values, ver=ver), but=doomed)
+        path = self._path_for(values, but=doomed)
         models = {name: score for name, score in self.best_k_models.items() if name != doomed} | {path: current}
         ordered = sorted(models, key=lambda name: float(models[name]), reverse=self.mode == "max")
         self.best_k_models, self.kth_best_model_path = models, ordered[-1]
@@ -240,6 +240,11 @@ class ModelCheckpoint(Checkpoint):
         """Whether the path is in this callback's folder: checkpoints elsewhere, which a run may continue from, are left alone."""
         assert self.dirpath is not None
         return Path(self.dirpath) in Path(path).parents
+
+    def _path_for(self, values: Mapping[str, Any], but: str) -> str:
+        if not self.enable_version_counter:  # a checkpoint of that name is replaced
+            return self.format_checkpoint_name(values)
+        return _free(lambda ver: self.format_checkpoint_name(values, ver=ver), but=but)
 
     def _put(self, trainer: Any, path: str, doomed: str) -> None:
         """Save, then remove `doomed`, unless the new checkpoint has its name."""

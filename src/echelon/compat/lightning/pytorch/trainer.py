@@ -418,6 +418,8 @@ class Trainer(trainer.Trainer):
             return
         if self.lightning_module is None:
             raise UsageError("trainer.save_checkpoint: there is no module yet. Call fit first.")
+        if weights_only:
+            logger.warning("trainer.save_checkpoint(weights_only=True) has no effect: the optimizer's state is saved, too")
         session = self.session
         unit, state = (session.unit, session.loop_state) if session is not None else (None, None)
         if unit is None:  # after a run in other processes
