@@ -283,4 +283,4 @@ def test_on_another_number_of_ranks_all_have_rank_0s(ranks: Ranks, tmp_path: Pat
     first = ranks(2, _sums, tmp_path, 4)
     unit = Sums(layout="none")
     assert ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, unit)
-    assert torch.equal(unit.seen.value, first[0][1]) and "the state of seen was another" in caplog.text
+    assert torch.equal(unit.seen.value, first[0][1]) and "the state of seen differed" in caplog.text

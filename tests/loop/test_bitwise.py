@@ -117,7 +117,7 @@ def _refused_with(layout: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("size", "layout", "said"),
     [
-        (3, "ddp", "the number of ranks, 3, divides, got 4"),
+        (3, "ddp", r"divisible by the number of ranks \(3\), got 4"),
         (4, "hsdp", "a mesh with one axis"),
         (2, "hook", "comm_hook must be None in bit-equal training"),
     ],

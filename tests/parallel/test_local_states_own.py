@@ -61,10 +61,10 @@ def _of_all(batch: int, odd: bool) -> str:
 @pytest.mark.parametrize(
     ("leaves", "layout", "accumulation", "said"),
     [
-        (_continues_at(2), "ddp", 1, "rank 1 left out 1 of the batches that the others trained on"),
-        (_continues_at(2), "ddp", 2, "rank 1 left out 1 of the batches that the others trained on"),
-        (_continues_at(2), "fsdp", 1, "rank 1 left out 1 of the batches that the others trained on"),
-        (_continues_at(4), "ddp", 1, "rank 1 left out 1 of the batches that the others trained on"),  # an epoch's last
+        (_continues_at(2), "ddp", 1, "rank 1 skipped 1 of the batches that the others trained on"),
+        (_continues_at(2), "ddp", 2, "rank 1 skipped 1 of the batches that the others trained on"),
+        (_continues_at(2), "fsdp", 1, "rank 1 skipped 1 of the batches that the others trained on"),
+        (_continues_at(4), "ddp", 1, "rank 1 skipped 1 of the batches that the others trained on"),  # an epoch's last
         (_break_of_one, "ddp", 1, "rank 1 left the loop over the batches, which the others go on with"),
     ],
     ids=["continue-ddp", "continue-accumulation", "continue-fsdp", "continue-last", "break-ddp"],
@@ -93,7 +93,7 @@ def _leaves_other_numbers(batch: int, odd: bool) -> str:
 @pytest.mark.standing_ranks
 def test_other_numbers_of_batches_are_told_to_all(ranks: Ranks) -> None:
     first, second = ranks(2, refusal, _loop, _leaves_other_numbers, "ddp", kind=ech.errors.RanksDisagreeError)
-    assert first == second and "rank 0: 1 left out" in first and "rank 1: 2 left out" in first
+    assert first == second and "rank 0: 1 skipped" in first and "rank 1: 2 skipped" in first
 
 
 def _other_rows(**axes: Any) -> str:

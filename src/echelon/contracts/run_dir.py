@@ -163,8 +163,7 @@ class RunDir:
         Args:
             job: number of the batch system's job and of its start, such as 123.0; other launchers are told, too.
             patience_s: how long to wait for another holder; a second covers those that only check the lock.
-            renew_s: on a file system without locks, seconds between renewals for other machines, which trust each for ten
-            minutes.
+            renew_s: without file locks, seconds between renewals for other machines, which trust each for ten minutes.
         Raises:
             UsageError: another launcher holds the run.
         """
