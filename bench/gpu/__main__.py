@@ -2,7 +2,7 @@
 
 make gpu                                 the first GPU of this machine, with the interpreter of .venv
 make gpu PYTHON=/opt/torch/bin/python    with an interpreter that has torch; nothing is installed
-make gpu ARGS="--only model"             some parts: those whose name begins so
+make gpu ARGS="--only model"             the parts whose names begin with "model"
 make gpu ARGS="--device cpu"             the reduced form, which needs no GPU
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 
-if sys.version_info < (3, 11):  # noqa: UP036  # PYTHON=... may be any
+if sys.version_info < (3, 11):  # noqa: UP036  # PYTHON=... may name any interpreter
     raise SystemExit(f"make gpu needs Python 3.11 or newer, got {sys.version.split()[0]}. Name another: make gpu PYTHON=...")
 
 import argparse
@@ -33,8 +33,8 @@ from bench.gpu.table import as_lines, as_markdown, into_file
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "BENCHMARKS.md"
-BUDGET_S = 465.0  # of the eight minutes: the last part's end and the files need a moment
-# Variables of launchers: this may run within a job of theirs.
+BUDGET_S = 465.0  # less than eight minutes: ending the last part and writing files take a moment
+# Variables of launchers, since this may run inside their jobs.
 LAUNCHERS = ("ECHELON_", "GROUP_", "LOCAL_", "MASTER_", "OMPI_", "PMI", "RANK", "SLURM_", "TORCHELASTIC_", "WORLD_SIZE")
 MOST_OF_A_LOG = 20_000  # characters, from its end
 NEEDED = {"torch": "torch>=2.11", "numpy": "numpy", "cloudpickle": "cloudpickle", "psutil": "psutil", "rich": "rich"}
@@ -61,8 +61,8 @@ def main() -> int:
     for name in [name for name in os.environ if name.startswith(LAUNCHERS)]:
         del os.environ[name]  # parts start ranks themselves
     if options.device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also where there is one
-    # For parts, and the programs that they start. The second has torch look for devices without starting CUDA here.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # even if there is a GPU
+    # For parts and the programs that they start. PYTORCH_NVML_BASED_CUDA_CHECK lets torch look for devices without starting CUDA.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     sys.path.insert(0, str(ROOT / "src"))
@@ -94,9 +94,9 @@ def _options() -> argparse.Namespace:
 
 
 def _writable(out: Path) -> Path:
-    """The file for the results, or one where they can be written: what was measured is worth more than its place."""
+    """The file for the results; if it cannot be written, a file in a temporary folder, so that no results are lost."""
     try:
-        if out.exists() and not out.is_file():  # it would be replaced by a file
+        if out.exists() and not out.is_file():  # writing would replace it
             raise OSError(0, "it is no file")
         out.parent.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out.parent).close()
@@ -108,7 +108,7 @@ def _writable(out: Path) -> Path:
 
 
 def _lacks_what_all_need() -> bool:
-    """Say what is missing; true if nothing can be run without it."""
+    """Name missing packages; returns true if no part can run without them."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if not missing:
         return False
@@ -126,20 +126,20 @@ def _lacks_what_all_need() -> bool:
 
 
 def _import_what_is_slow() -> None:
-    """Once for all parts, which are forks of this process. None of it touches the device."""
+    """Import once for all parts, which are forks of this process. None of these modules touches the device."""
     for name in SLOW_TO_IMPORT:
-        with contextlib.suppress(ModuleNotFoundError):  # parts say what is missing
+        with contextlib.suppress(ModuleNotFoundError):  # each part reports missing modules
             importlib.import_module(name)
 
 
 def say(text: str) -> None:
-    """To whoever reads; if nobody does any more, as after `| head`, the day goes on."""
+    """Print; if nobody reads any more, as after `| head`, the run goes on."""
     with contextlib.suppress(OSError):
         print(text, flush=True)
 
 
 class Day:
-    """The parts in their order, and what has been measured so far."""
+    """A run of the parts in order, with the rows so far."""
 
     def __init__(self, options: argparse.Namespace, folder: Path, began: float) -> None:
         self.options, self.folder, self.began = options, folder, began
@@ -152,7 +152,7 @@ class Day:
             "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
             "commit": _commit(),
             "python": sys.version.split()[0],
-            "device": "",  # until the first part has found it
+            "device": "",  # set by the first part
             "budget_s": options.budget_s,
             "took_s": 0.0,
         }
@@ -166,7 +166,7 @@ class Day:
         if unknown:
             raise SystemExit(f"--only must be parts, got {', '.join(unknown)}. They are: {', '.join(names)}.")
         for part in PARTS:
-            is_first = part is PARTS[0]  # which says on what the others are measured
+            is_first = part is PARTS[0]  # it finds the device for the others
             if is_first or not self.options.only or any(part.name.startswith(asked) for asked in self.options.only):
                 self._run(part, setting)
             if is_first and not self.facts["device"]:
@@ -180,7 +180,7 @@ class Day:
                     return
 
     def _run(self, part: Part, setting: Setting) -> None:
-        patience = 4 if setting.small else 1  # the reduced form is to end, on however busy a machine
+        patience = 4 if setting.small else 1  # the reduced form must end on a busy machine, too
         left = self.began + self.options.budget_s * patience - time.monotonic()
         if left < part.needs_s:
             remark = f"{max(0.0, left):.0f} s of the budget were left, it needs {part.needs_s:.0f}"
@@ -195,7 +195,7 @@ class Day:
         self._take(part.name, rows)
 
     def _take(self, part: str, rows: list[Row]) -> None:
-        """To the disk after each part: not even the end of this process costs more than the part under way."""
+        """Write the rows to disk after each part: if this process ends, only the current part is lost."""
         self.rows += rows
         for row in rows:
             if row.name == "device" and row.status == "ok":
@@ -203,7 +203,7 @@ class Day:
                 self.log.unlink(missing_ok=True)
         if any(row.status == "failed" for row in rows):
             self._keep_log(part)
-        if self.facts["device"]:  # else nothing was measured, and results of an earlier day stay
+        if self.facts["device"]:  # otherwise nothing was measured, and the results of an earlier run stay
             self._write()
         say("\n".join(as_lines(rows)))
 
@@ -211,13 +211,13 @@ class Day:
         self.facts["took_s"] = round(time.monotonic() - self.began, 1)
         try:
             write_whole(self.options.out, as_json(self.facts, self.rows))
-        except OSError as error:  # the disk is full, the folder is gone
+        except OSError as error:  # such as a full disk or a removed folder
             self.options.out = Path(tempfile.mkdtemp(prefix="gpu-results-")) / self.options.out.name
             print(f"results cannot be written ({error}): they go to {self.options.out}", file=sys.stderr)
             write_whole(self.options.out, as_json(self.facts, self.rows))
 
     def _keep_log(self, part: str) -> None:
-        """What a part with a failure said, for who has to mend it."""
+        """Keep the log of a failed part."""
         for log in sorted(self.folder.rglob(f"{folder_of(part)}/log")):
             with contextlib.suppress(OSError), open(self.log, "a") as kept:
                 kept.write(f"===== {part}\n{log.read_text(errors='replace')[-MOST_OF_A_LOG:]}\n")
@@ -253,7 +253,7 @@ class Day:
 
 
 def _sees_a_device() -> bool:
-    """Whether a new interpreter does, where this process's fork does not."""
+    """Whether a new interpreter finds a device; a fork of this process did not."""
     import torch
 
     if torch.version.cuda is None and torch.version.hip is None:

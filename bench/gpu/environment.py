@@ -1,4 +1,4 @@
-"""What the other parts are measured on: versions, the card, and what it reaches in practice."""
+"""The environment of the other parts: versions, the card, and the speed that it reaches in practice."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _driver() -> str:
 
 
 def seconds(run: Callable[[], Any], device: torch.device, times: int = 10) -> float:
-    """Of one call, after three that warm up."""
+    """Seconds of one call, after three to warm up."""
     for _ in range(3):
         run()
     _settle(device)

@@ -14,7 +14,7 @@ __all__ = ["SIZES", "Attention", "Llama", "Size", "flops_per_token", "rotated"]
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model; `context` is the tokens of a sequence."""
+    """The size of a model; `context` is the number of tokens of a sequence."""
 
     width: int
     depth: int
@@ -26,13 +26,13 @@ class Size:
 
     @property
     def multiplied(self) -> int:
-        """Parameters of the matrix products; the head is one of them."""
+        """The number of parameters in matrix products, including the head."""
         attention = 2 * self.width * self.width + 2 * self.width * self.kv_heads * (self.width // self.heads)
         return self.depth * (attention + 3 * self.width * self.hidden) + self.vocabulary * self.width
 
     @property
     def parameters(self) -> int:
-        """With the embedding, which is not tied to the head, and the norms."""
+        """The number of all parameters, with the embedding, which is not tied to the head, and the norms."""
         return self.multiplied + self.vocabulary * self.width + (2 * self.depth + 1) * self.width
 
 
@@ -47,14 +47,14 @@ SIZES = {
 
 
 def flops_per_token(size: Size) -> float:
-    """Of forward and backward: 6 for each parameter of a matrix product, and 12 L H Q T for attention (PaLM, arXiv 2204.02311,
-    appendix B), which counts the whole square of a causal mask. The embedding is looked up, not multiplied; what activation
-    checkpointing computes again does not count."""
+    """Forward and backward: 6 for each parameter of a matrix product, and 12 L H Q T for attention (PaLM, arXiv 2204.02311,
+    appendix B), which counts the whole square of a causal mask. The embedding is looked up, not multiplied; recomputation does
+    not count."""
     return 6 * size.multiplied + 12 * size.depth * size.width * size.context
 
 
 class Attention(nn.Module):
-    """x: (B, T, D) -> (B, T, D). -1 heads, as with tensor parallelism a rank has a part of them."""
+    """x: (B, T, D) -> (B, T, D). The number of heads is -1, since with tensor parallelism a rank has only some."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()

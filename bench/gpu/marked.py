@@ -1,7 +1,7 @@
-"""The tests marked `gpu`, so that one that hangs, crashes or breaks the device costs itself only.
+"""The tests marked `gpu`. A test that hangs, crashes or breaks the device does not stop the others.
 
-pytest runs in a process of its own, which notes each test as it begins and ends. If that process dies, or has to, the test
-under way is named and a new process runs those after it.
+pytest runs in a process of its own, which records the beginning and the end of each test. If that process dies or is killed, the
+current test is named and a new process runs the remaining tests.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _BROKEN_DEVICE = 70  # exit code: no test after this one could use the device
 
 
 def run(setting: Setting, notes: Notes) -> None:
-    import pytest  # noqa: F401  # says here that it is missing
+    import pytest  # noqa: F401  # reports here if it is missing
 
     os.chdir(ROOT)
     files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text())
     if setting.device == "cpu":
         os.environ["ECHELON_GPU_TESTS_ON"] = "cpu"
         files = ["tests/shape/test_gpu.py"]
-    os.environ.pop("CI", None)  # where a skipped test fails
+    os.environ.pop("CI", None)  # with CI set, a skipped test fails
     seen: dict[str, dict[str, Any]] = {}
     end = time.monotonic() + setting.limit_s - 5.0
     ended = False
@@ -53,7 +53,7 @@ def _short(name: str) -> str:
 
 
 def _attempt(files: Sequence[str], seen: dict[str, dict[str, Any]], lines: Path, end: float) -> bool:
-    """Run the tests not seen yet. True if there is nothing more to run."""
+    """Run the tests not seen yet. Returns true if there is nothing more to run."""
     lines.unlink(missing_ok=True)
     pid = os.fork()
     if pid == 0:
@@ -83,7 +83,7 @@ def _attempt(files: Sequence[str], seen: dict[str, dict[str, Any]], lines: Path,
         _died(seen, f"hung: killed after {TEST_LIMIT_S} s" if name == "SIGALRM" else f"died by {name}")
     elif code != _BROKEN_DEVICE:
         return True
-    return len(seen) == before  # it dies before the first test: it would again
+    return len(seen) == before  # if it died before the first test, it would do so again
 
 
 def _died(seen: dict[str, dict[str, Any]], message: str) -> None:
@@ -102,14 +102,14 @@ def _pytest(files: Sequence[str], done: Sequence[str], lines: Path) -> int:
 
 
 class _Reporter:
-    """A line as a test begins and one as it ends, at once on the disk."""
+    """Writes a line to disk when a test begins and when it ends."""
 
     def __init__(self, lines: Path) -> None:
         self._lines, self._began = lines, 0.0
 
     def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
         self._began = time.monotonic()
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends it also where Python cannot
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends it even if Python hangs
         signal.alarm(TEST_LIMIT_S)
         self._note(test=nodeid)
 
@@ -130,7 +130,7 @@ class _Reporter:
 
 
 def _message(report: Any) -> str:
-    """The first line of what was raised, or the reason of a skip."""
+    """The first line of the exception, or the reason of a skip."""
     if report.skipped and isinstance(report.longrepr, tuple):
         return str(report.longrepr[2])
     crash = getattr(report.longrepr, "reprcrash", None)

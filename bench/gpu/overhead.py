@@ -1,7 +1,7 @@
 """What a training loop adds to each step of the bare loop, on this device: bench/loop_overhead.py's contenders and model.
 
-A step of the small MLP is a few dozen kernels of microseconds each, so the time of a step is that of the Python that launches
-them, and what a framework does around it shows. Each contender has a process of its own; they take turns, a pass each.
+A step of the small MLP is a few dozen kernels of microseconds each, so the time of a step is that of the Python code that
+launches them, and the framework's own time shows. Each contender has a process of its own; they take turns, a pass each.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def run(setting: Setting, notes: Notes) -> None:
     there = [name for name in names if importlib.util.find_spec(CONTENDERS[name]) is not None]
     living = {name: Contender(name, setting.device, steps, warm) for name in there}
     found: dict[str, list[list[float]]] = {name: [] for name in there}
-    end = time.monotonic() + 0.7 * setting.limit_s  # a round takes some ten seconds where Lightning begins slowly
-    for turn in range(rounds + 1):  # the first imports, and does whatever is slow only once
+    end = time.monotonic() + 0.7 * setting.limit_s  # a round takes about ten seconds if Lightning starts slowly
+    for turn in range(rounds + 1):  # the first turn imports, and does other work that is slow only once
         if turn > 1 and time.monotonic() > end:
             break
         for watched in (False, True):
@@ -58,7 +58,7 @@ def run(setting: Setting, notes: Notes) -> None:
 
 
 class Contender:
-    """Its process, which answers each question by the microseconds of a step."""
+    """A contender's process, which answers each request with the microseconds of a step."""
 
     def __init__(self, name: str, device: str, steps: int, warm: int) -> None:
         self.problem = ""
@@ -69,7 +69,7 @@ class Contender:
         theirs.close()
 
     def measure(self, watched: bool) -> float:
-        """nan after it has failed."""
+        """Microseconds of a step; nan after a failure."""
         if not self.problem:
             try:
                 self._connection.send(watched)

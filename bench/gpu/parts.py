@@ -22,8 +22,8 @@ def _of(module: str, **options: object) -> Callable[[Setting, Notes], None]:
     return partial(_call, module, **options)
 
 
-# In the order of what a day should not miss; a variant of the model (`speed.VARIANTS`) is a part of its own. What an early part
-# may take at most leaves the model its turn.
+# The most important first; each variant of the model (`speed.VARIANTS`) is a part of its own. The limits of the early parts leave
+# time for the model.
 MODELS = (
     "plain torch",
     "eager",

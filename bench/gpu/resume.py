@@ -1,8 +1,8 @@
 """A run that is killed and goes on ends with the same bits, with deterministic kernels; and how long it takes to go on.
 
-`echelon run --max-restarts 1` trains the tiny Llama with dropout-free attention in bf16; in its first life the rank kills itself
-some steps after a checkpoint. The same run without the kill is the reference: the end's parameters, AdamW's moments and the
-device's random numbers must have the same checksums. Without deterministic kernels the same is tried once more, for information.
+`echelon run --max-restarts 1` trains the tiny Llama with dropout-free attention in bf16; in the first attempt the rank kills
+itself some steps after a checkpoint. The same run without the kill is the reference: at the end, the parameters, AdamW's moments
+and the device's random numbers must have the same checksums. For information, the same is done without deterministic kernels.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _arguments(folder: Path, device: str, deterministic: bool) -> list[str]:
 
 
 def _without_a_break(setting: Setting, name: str, deterministic: bool) -> dict[str, Any]:
-    """In a fork of this process, without a launcher."""
+    """The run without a kill, in a fork of this process, without a launcher."""
     arguments = _arguments(setting.folder / name, setting.device, deterministic)
     pid = os.fork()
     if pid == 0:
@@ -72,7 +72,7 @@ def _killed(setting: Setting, name: str, deterministic: bool) -> dict[str, Any]:
     command = [sys.executable, "-m", "echelon", "run", "--ranks", "1", "--max-restarts", "1", "--runs", str(folder / "runs")]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     if setting.small:
-        environment["OMP_NUM_THREADS"] = "1"  # on which a CPU's numbers depend
+        environment["OMP_NUM_THREADS"] = "1"  # a CPU's numbers depend on it
     with open(folder / "output", "w") as output:
         code = subprocess.run([*command, *program], env=environment, stdout=output, stderr=output).returncode
     said = (folder / "output").read_text(errors="replace")
@@ -105,7 +105,7 @@ def train(arguments: list[str] | None = None) -> None:
 
     import echelon as ech
 
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # of fixed sizes: cuBLAS is deterministic only with them
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with workspaces of fixed sizes
     torch.use_deterministic_algorithms(options.deterministic)
 
     class Kills(ech.Callback):
@@ -136,7 +136,7 @@ def train(arguments: list[str] | None = None) -> None:
 
 
 def _tensors(unit: Any) -> dict[str, dict[str, Any]]:
-    """Each parameter and what the optimizer has of it."""
+    """Each parameter and its optimizer state."""
     found = {}
     for name, p in unit.module.named_parameters():
         state = {key: value for key, value in unit.optimizer.state[p].items() if hasattr(value, "dtype")}

@@ -1,4 +1,4 @@
-"""What a part measured, as rows; and the file that has all rows of a day."""
+"""The rows that a part measured, and the file with all rows of a run."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Row:
     """One line of the table.
 
     Args:
-        part: of the day.
+        part: the part's name.
         name: what was measured or checked.
         value: a number or a word; None if there is none.
-        unit: of the value.
+        unit: the value's unit.
         remark: how to read it, or what went wrong.
     """
 
@@ -40,7 +40,7 @@ class Row:
 
     @property
     def measured(self) -> str:
-        """Value and unit, for a reader; what is not ok is named first."""
+        """Value and unit as text, after the status if it is not ok."""
         if isinstance(self.value, float):
             size = abs(self.value)
             digits = 0 if size >= 1000 else 1 if size >= 10 else 2 if size >= 1 else 3
@@ -52,7 +52,7 @@ class Row:
 
 
 class Notes:
-    """Where a part writes its rows. Each is on the disk at once: a part that dies keeps what it had."""
+    """Writes a part's rows, each to disk at once, so that a part that dies keeps its rows."""
 
     def __init__(self, part: str, path: Path) -> None:
         self.part, self.path = part, path
@@ -62,7 +62,7 @@ class Notes:
             value = str(value)  # JSON has no nan
         row = Row(self.part, name, value, unit, remark, status)
         line = json.dumps(asdict(row), default=str).encode() + b"\n"
-        with open(self.path, "ab", buffering=0) as file:  # one write: two processes of a part never mix their lines
+        with open(self.path, "ab", buffering=0) as file:  # one write, so that two processes of a part never mix their lines
             file.write(line)
 
 

@@ -1,7 +1,7 @@
-"""Run a part in a process of its own: whatever becomes of it is rows, and nothing of it is left.
+"""Run a part in a process of its own: every outcome gives rows, and no process is left behind.
 
-A part is forked from this process, which has torch loaded but never touches the device: a context cannot be shared with a
-child. So a part costs no second import of torch, and dies alone.
+A part is forked from this process, which has torch loaded but never touches the device, since a CUDA context cannot be shared
+with a child. So a part needs no second import of torch, and a crash ends only the part.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from bench.gpu.rows import LeftOut, Notes, Row, read_rows
 __all__ = ["Part", "Setting", "folder_of", "perform", "run_part"]
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # prctl.h
-ROWS = "rows"  # of a part, in its folder
+ROWS = "rows"  # file with a part's rows, in its folder
 _POLL_S = 0.02
-_STACKS_BEFORE_END = 0.9  # of the limit: when the stacks of a part that may hang are written to its log
+_STACKS_BEFORE_END = 0.9  # at this share of the limit, a part writes its stacks to its log, as it may hang
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a day is run.
+    """Where and how the parts run.
 
     Args:
         device: "cuda" or "cpu".
-        small: the reduced form: every part to its end, in a second or two, with figures that mean nothing.
+        small: the reduced form: every part completes in a second or two, with figures that mean nothing.
         folder: for a part's files.
-        limit_s: after which the part is killed; it may end by itself before, and say what it left out.
-        fresh: a new interpreter for each part, where a fork cannot use the device.
+        limit_s: seconds after which the part is killed; it may end before and report what it left out.
+        fresh: start a new interpreter for each part, if a fork cannot use the device.
     """
 
     device: str
@@ -49,12 +49,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the day.
+    """One part of the run.
 
     Args:
         run: called in the part's own process; writes rows as it finds them.
-        limit_s: after which it is killed.
-        needs_s: of the budget; with less left it is not begun.
+        limit_s: seconds after which it is killed.
+        needs_s: seconds of the budget; with less left it is not started.
     """
 
     name: str
@@ -64,19 +64,19 @@ class Part:
 
 
 def run_part(part: Part, setting: Setting, limit_s: float) -> list[Row]:
-    """Its rows, of which the last says how it ended if it did not end well.
+    """Run a part and return its rows. If it failed, the last row says how.
 
     Raises:
-        KeyboardInterrupt: with the rows so far as its argument; the part has ended then, too.
+        KeyboardInterrupt: with the rows so far as its argument; the part has ended.
     """
     folder = setting.folder / folder_of(part.name)
     folder.mkdir(parents=True)
     rows_file, log = folder / ROWS, folder / "log"
-    _prctl(_SET_CHILD_SUBREAPER, 1)  # whatever a part leaves behind becomes this process's child, and is ended
-    others = set(_children())  # as of a shell that has become this process
+    _prctl(_SET_CHILD_SUBREAPER, 1)  # processes that a part leaves behind become children of this one, which ends them
+    others = set(_children())  # such as those of a shell that has become this process
     sys.stdout.flush()
     sys.stderr.flush()
-    # What Python calls at a fork swallows a KeyboardInterrupt that comes in it.
+    # Python's fork hooks swallow a KeyboardInterrupt that arrives while they run.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     pid = os.fork()
     if pid == 0:
@@ -97,7 +97,7 @@ def run_part(part: Part, setting: Setting, limit_s: float) -> list[Row]:
 
 
 def folder_of(part: str) -> str:
-    """Its name, where its log is `log`."""
+    """The name of a part's folder, which holds its `log`."""
     return part.replace(" ", "-").replace(":", "").replace(",", "")
 
 
@@ -112,7 +112,7 @@ def _problem(code: int | None, limit_s: float, rows: list[Row]) -> str:
 
 
 def _where(log: Path) -> str:
-    """The innermost of our own lines in the last stack of the log: where a part hung or crashed."""
+    """The innermost of our own lines in the log's last stack, where a part hung or crashed."""
     try:
         lines = log.read_text(errors="replace").splitlines()
     except OSError:
@@ -129,7 +129,7 @@ def _where(log: Path) -> str:
 def _be(part: Part, setting: Setting, log: Path) -> None:
     """The part's process. Does not return."""
     try:
-        os.setsid()  # Ctrl-C is the parent's business
+        os.setsid()  # only the parent gets Ctrl-C
         _prctl(_SET_PDEATHSIG, signal.SIGKILL)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
@@ -144,7 +144,7 @@ def _be(part: Part, setting: Setting, log: Path) -> None:
 
 
 def perform(part: Part, setting: Setting) -> None:
-    """Run a part in this process, which ends with it: rows and a traceback say how."""
+    """Run a part in this process, then end the process. Rows and a traceback tell the outcome."""
     notes, code = Notes(part.name, setting.folder / ROWS), 1
     try:
         faulthandler.enable()
@@ -180,7 +180,7 @@ def _into(log: Path) -> None:
 
 
 def _wait(pid: int, limit_s: float) -> int | None:
-    """Its exit code, or minus the signal that ended it; None if it runs still."""
+    """The process's exit code, or minus the signal that ended it; None if it still runs."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -191,7 +191,7 @@ def _wait(pid: int, limit_s: float) -> int | None:
 
 
 def _end(pid: int, others: set[int]) -> None:
-    """End what a part has left: its process group, and descendants in groups of their own, which are our children now."""
+    """End the processes that a part left: its process group, and descendants in other groups, which are now our children."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     end = time.monotonic() + 5.0
@@ -209,7 +209,7 @@ def _end(pid: int, others: set[int]) -> None:
 
 
 def _children() -> list[int]:
-    """Empty where the kernel does not tell (CONFIG_PROC_CHILDREN)."""
+    """This process's children; empty if the kernel does not list them (CONFIG_PROC_CHILDREN)."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path("/proc/self/task").iterdir():

@@ -1,7 +1,8 @@
-"""For how long a save stops training, against torch.distributed.checkpoint's of the same tensors, on the disk of temporary files.
+"""How long a save stops training, beside torch.distributed.checkpoint with the same tensors, on the disk of temporary files.
 
-Rounds of four: an asynchronous save, whose stall is noted before it is waited for; a synchronous one; DCP's asynchronous one and
-its synchronous one. The device is idle as each begins, so no work of the step before counts. First rounds make buffers.
+Each round has four saves: an asynchronous one, whose stall is measured before its end is awaited; a synchronous one; DCP's
+asynchronous one and its synchronous one. The device is idle when each begins, so earlier work does not count. The first rounds
+make buffers.
 """
 
 from __future__ import annotations
@@ -47,9 +48,10 @@ def run(setting: Setting, notes: Notes) -> None:
 
 
 def _size(setting: Setting, device: torch.device, rounds: int) -> int:
-    """Four saves lie on the disk at a time; the device has the state, its gradients and activations.
+    """Bytes of the state. Up to four saves are on the disk at the same time; the device holds the state, gradients and
+    activations.
 
-    A round writes four, and half of the part's time is kept for all else.
+    A round writes four saves, and half of the part's time is kept for everything else.
     """
     disk, memory = shutil.disk_usage(setting.folder).free, torch.cuda.mem_get_info(device)[0]
     rate = _bytes_per_second(setting.folder / "probe")
@@ -61,7 +63,7 @@ def _size(setting: Setting, device: torch.device, rounds: int) -> int:
 
 
 def _bytes_per_second(file: Path) -> float:
-    """What the disk takes, until it is there."""
+    """The disk's write speed, including the sync."""
     block = os.urandom(1_000_000)
     began = time.perf_counter()
     with file.open("wb") as out:
@@ -82,7 +84,7 @@ class Large(ech.AutoUnit[torch.Tensor]):
 
 
 class Kinds(ech.Callback):
-    """After each step one save of each kind."""
+    """Makes one save of each kind after each step."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         self.folder, self.device = folder, device
@@ -98,7 +100,7 @@ class Kinds(ech.Callback):
         settle(self.device)
         began, self.later.stall_s = time.perf_counter(), 0.0
         self.later.on_train_step_end(state, unit)
-        if self.later.stall_s:  # none after the epoch's last step, which its end saves
+        if self.later.stall_s:  # no save after the epoch's last step: the epoch's end saves
             self.times.setdefault("asynchronous save, stall", []).append(self.later.stall_s)
             self.later.settle(state)
             self._note("asynchronous save, until it is committed", began)

@@ -1,7 +1,7 @@
 """Tokens a second, model FLOP/s and memory of a Llama-style model that fills the card, one row of options after another.
 
-Every variant trains the same model on the same tokens with clipping and a fused AdamW; "plain torch" is the bare loop that the
-others are compared with. Rows of a batch are halved until they fit. An option that this library does not have yet is left out.
+Every variant trains the same model on the same tokens with clipping and a fused AdamW; the others are compared with "plain
+torch", the bare loop. The rows of a batch are halved until they fit. An option that this library does not have yet is left out.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from echelon.common.errors import UsageError
 from echelon.loop.records.utilization import peak_flops
 
 WARM, TIMED, ROWS, CLIP = 4, 8, 4, 1.0
-LR = 1e-5  # small, so that rounding stays small in the losses that are compared
-BYTES_PER_PARAMETER = 18  # float32 weights, gradients and two moments, and the low-precision copy for the products
+LR = 1e-5  # small, so that rounding has little effect on the compared losses
+BYTES_PER_PARAMETER = 18  # float32 weights, gradients and two moments, and the low-precision copy for matrix products
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What is trained how.
+    """A way to train the model.
 
     Args:
         by_hand: the bare loop, without this library.
         recompute: activation checkpointing: "blocks", "selective" or "memory budget".
         chunked: the loss never has all logits.
-        largest: the largest size that fits, not the usual one.
+        largest: use the largest size that fits, not the usual one.
     """
 
     by_hand: bool = False
@@ -65,7 +65,7 @@ VARIANTS = {
 
 def run(setting: Setting, notes: Notes, variant: str) -> None:
     chosen = VARIANTS[variant]
-    # Before anything is allocated: it configures the allocator, as in a user's script.
+    # Before any allocation, as in a user's script: it configures the allocator.
     device = torch.device(setting.device) if chosen.by_hand else ech.init_from_env(setting.device)
     if chosen.chunked and not hasattr(ech.nn, "linear_cross_entropy"):
         if variant == "chunked loss" or chosen.precision == "float8":
@@ -84,7 +84,7 @@ def run(setting: Setting, notes: Notes, variant: str) -> None:
 
 
 def _sizes(largest: bool, device: torch.device) -> list[str]:
-    """From the largest that may fit downwards; the usual one is 1B, if it fits."""
+    """Sizes to try, the largest that may fit first; the usual one is 1B, if it fits."""
     free = torch.cuda.mem_get_info(device)[0]
     fitting = [name for name, size in SIZES.items() if size.parameters * BYTES_PER_PARAMETER < 0.95 * free]
     usual = [name for name in fitting if name not in ("3B", "8B")]
@@ -92,7 +92,7 @@ def _sizes(largest: bool, device: torch.device) -> list[str]:
 
 
 def _unless_it_is_too_large(measure: Callable[[], dict[str, float]]) -> dict[str, float] | None:
-    """None when the memory was not enough; then what was taken of it is given back."""
+    """The measurement; None after freeing the memory if there was not enough."""
     try:
         return measure()
     except torch.OutOfMemoryError as error:
@@ -136,7 +136,7 @@ def _low(device: torch.device) -> str:
 
 
 def _by_hand(module: Any, variant: Variant, batches: Batches, device: torch.device) -> float:
-    """What a reader of torch's documentation writes. Returns the last loss."""
+    """The loop as torch's documentation shows it. Returns the last loss."""
     optimizer = adamw(module, LR)
     low = _low(device)
     dtype = torch.bfloat16 if low == "bf16" else torch.float16
@@ -179,11 +179,11 @@ def _by_unit(module: Any, variant: Variant, batches: Batches, device: torch.devi
 
 
 def _recipe(variant: Variant, device: torch.device) -> dict[str, Any]:
-    """Compilation and activation checkpointing by the library's presets, or what they stand for where it has none."""
+    """Compilation and activation checkpointing by the library's presets, or their equivalents in a version without presets."""
     made: dict[str, Any] = {}
     known = inspect.signature(ech.AutoUnit.__init__).parameters
     if variant.compiled and device.type == "cpu":
-        # The reduced form compiles once: each time takes seconds.
+        # The reduced form compiles only once, since each compilation takes seconds.
         other: dict[str, Any] = {"backend": "aot_eager", "disable": variant != VARIANTS["compiled"]}
         made["compile"] = ech.layouts.TorchCompileParams(recursive_module_types=["Block"], **other)
     elif variant.compiled and "compile" in known:
@@ -197,7 +197,7 @@ def _recipe(variant: Variant, device: torch.device) -> dict[str, Any]:
         if "memory_budget" not in inspect.signature(params.__init__).parameters:
             raise LeftOut("not there: ActivationCheckpointParams(memory_budget=)")
         made["recompute"] = params(memory_budget=0.5)
-    elif "compile" in known:  # presets came with it
+    elif "compile" in known:  # this version has presets
         made["recompute"] = variant.recompute
     elif variant.recompute == "selective":
         attention = (torch.ops.aten._scaled_dot_product_flash_attention, torch.ops.aten._scaled_dot_product_efficient_attention)

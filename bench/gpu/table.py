@@ -1,4 +1,4 @@
-"""The rows of a day as a table: on the screen, and in BENCHMARKS.md between two comments."""
+"""The rows of a run as a table: on the screen, and in BENCHMARKS.md between two comments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BEGIN, END = "<!-- make gpu: begin -->", "<!-- make gpu: end -->"
 
 
 def as_lines(rows: Sequence[Row]) -> list[str]:
-    """For a terminal: a line a row, and below it what there is to say."""
+    """The rows as lines for a terminal, with their remarks."""
     width = max((len(row.name) for row in rows), default=0)
     return [f"    {row.name:<{width}}  {row.measured}" + (f"   ({row.remark})" if row.remark else "") for row in rows]
 
@@ -40,7 +40,7 @@ def _cell(text: str) -> str:
 
 
 def into_file(path: Path, table: str) -> None:
-    """Put a table between the two comments, which are added at the end where they are missing."""
+    """Put a table between the two comments; if they are missing, they are added at the end."""
     text = path.read_text()
     block = f"{BEGIN}\n{table}\n{END}"
     head, begin, rest = text.partition(BEGIN)

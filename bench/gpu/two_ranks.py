@@ -1,7 +1,7 @@
 """Two ranks that share one GPU, over gloo: their numbers must be those of plain PyTorch in one process on the CPU.
 
-NCCL refuses two ranks on one device; gloo carries CUDA tensors through host memory, which shows that the library's part of
-each layout is right on CUDA, not what it costs.
+NCCL refuses two ranks on one device; gloo sends CUDA tensors through host memory. That shows that the library's part of each
+layout is right on CUDA, but not its cost.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _launched(function: Callable[..., Any], setting: Setting, name: str, *args: 
         function,
         ranks=2,
         args=(setting.device, *args),
-        # Each rank sees one device: then both take it.
+        # Each rank sees only one device, so both use it.
         env={"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]},
         timeout_s=LAUNCH_LIMIT_S if not setting.small else setting.limit_s / 2,
         run_dir=setting.folder / name,
@@ -61,7 +61,7 @@ def _launched(function: Callable[..., Any], setting: Setting, name: str, *args: 
 
 
 def _torch_gathers(setting: Setting) -> bool:
-    """Whether plain torch can make a sharded tensor whole over gloo on this device: torch 2.11 on CUDA ends by SIGSEGV."""
+    """Whether plain torch can gather a sharded tensor over gloo on this device: torch 2.11 on CUDA ends by SIGSEGV."""
     try:
         return all(_launched(_gathered, setting, "plain torch"))
     except Exception:
@@ -77,7 +77,7 @@ def _gathered(device_type: str) -> bool:
 
 
 def _last(error: BaseException) -> str:
-    """Of a rank's traceback, its last line says what was wrong."""
+    """The last line of a rank's traceback, which has the error."""
     lines = [line.strip(" │|") for line in str(error).splitlines() if line.strip(" │|")]
     raised = [line for line in lines if "Error" in line.split(":")[0]]
     return f"{type(error).__name__}: {(raised or lines or [''])[-1]}"

@@ -1,7 +1,7 @@
 """Which lines of a training step wait for the device: torch's sync-debug mode on warm steps, under every layout on one rank.
 
-A wait keeps the host from queueing the next step's work, and the device idles. Torch warns at each call that waits; here each
-warning is kept with the innermost line of the library that led to it. The last row plants a wait and must find it.
+During a wait the host cannot queue the next step's work, and the device idles. torch warns at each call that waits; each warning
+is recorded with the innermost line of the library that led to it. The last row plants a wait and must find it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Planted(Fit):
 def _case(name: str, device: torch.device, notes: Notes, options: dict[str, Any], callbacks: Any = ()) -> None:
     try:
         found = _watched(Fit(module=tiny(), device=device, **options), device, callbacks)
-    except UsageError as error:  # as of a layout that one rank cannot have
+    except UsageError as error:  # such as a layout that needs more ranks
         notes(name, remark=str(error).splitlines()[0], status="left out")
     except Exception as error:
         traceback.print_exc()
@@ -74,13 +74,13 @@ def _case(name: str, device: torch.device, notes: Notes, options: dict[str, Any]
         where = ", ".join(f"{place} ({times})" for place, times in found.most_common(4))
         notes(name, sum(found.values()) / WATCHED, "waits a step", where)
     finally:
-        gc.collect()  # what was wrapped holds the group
+        gc.collect()  # the wrapped module holds the process group
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def _watched(unit: Fit, device: torch.device, callbacks: Any = ()) -> Counter[str]:
-    """Where warm steps have waited, and how often."""
+    """Where warm steps waited, and how often."""
     found: Counter[str] = Counter()
 
     def see(message: Any, *others: Any) -> None:
@@ -88,14 +88,14 @@ def _watched(unit: Fit, device: torch.device, callbacks: Any = ()) -> Counter[st
             found[_place(traceback.extract_stack()[:-1])] += 1
 
     def before(batch: int) -> None:
-        # One batch is read ahead: what was asked for last has not been used yet.
+        # One batch is read ahead: the last requested batch has not been used yet.
         if batch == WARM + 1:
             found.clear()
             _mode("warn", device)
         elif batch == WARM + WATCHED + 1:
             _mode("default", device)
 
-    # One batch more than are watched: the end of an epoch may wait.
+    # One batch more than are watched, since the end of an epoch may wait.
     batches = Batches(SIZES["tiny"], 2, WARM + WATCHED + 2, pinned=device.type == "cuda", before=before)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -113,7 +113,7 @@ def _mode(mode: str, device: torch.device) -> None:
 
 
 def _place(stack: traceback.StackSummary) -> str:
-    """The innermost line of the library, and the innermost of all, where this is another."""
+    """The innermost line of the library, and if it differs, the innermost line of all."""
     inner = [frame for frame in stack if not frame.filename.endswith("warnings.py")]
     ours = [frame for frame in inner if "/echelon/" in frame.filename or "/bench/" in frame.filename]
     last = inner[-1]
@@ -128,7 +128,7 @@ def _short(frame: traceback.FrameSummary) -> str:
 
 @contextlib.contextmanager
 def _run_folder(folder: Path) -> Iterator[None]:
-    """A folder as the launcher makes it: then the loop writes metrics and progress."""
+    """Context with a run folder as the launcher makes it, so that the loop writes metrics and progress."""
     (folder / "run" / "attempts" / "000").mkdir(parents=True)
     os.environ["ECHELON_RUN_DIR"] = str(folder / "run")
     try:

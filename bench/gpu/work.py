@@ -36,7 +36,7 @@ class Fit(ech.AutoUnit[Batch]):
 
 
 def adamw(module: nn.Module, lr: float = 1e-3) -> torch.optim.Optimizer:
-    """Fused, as everyone trains on a GPU."""
+    """Fused AdamW, as is usual on a GPU."""
     return torch.optim.AdamW(module.parameters(), lr=lr, fused=True)
 
 
@@ -46,10 +46,10 @@ def tiny(seed: int = 0, dtype: torch.dtype = torch.float32) -> Llama:
 
 
 class Batches:
-    """So many batches of random tokens, in pinned memory where there is a GPU.
+    """`count` batches of random tokens, in pinned memory if there is a GPU.
 
     Args:
-        before: called with a batch's number before it is given out, when the step before it has been done.
+        before: called with a batch's number before the batch is given out, after the previous step.
     """
 
     def __init__(self, size: Size, rows: int, count: int, *, pinned: bool, before: Callable[[int], None] | None = None) -> None:
@@ -57,7 +57,7 @@ class Batches:
         generator = torch.Generator().manual_seed(0)
         shape = (rows, size.context + 1)
         drawn = [torch.randint(0, size.vocabulary, shape, generator=generator) for _ in range(min(4, count))]
-        # Contiguous: of a view, torch copies a pageable copy.
+        # Contiguous, since torch would make a pageable copy of a view.
         kept = [(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()) for tokens in drawn]
         self._kept = [(one.pin_memory(), other.pin_memory()) for one, other in kept] if pinned else kept
 
@@ -72,6 +72,6 @@ class Batches:
 
 
 def settle(device: torch.device) -> None:
-    """Wait for all that was asked of the device."""
+    """Wait until the device has done all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
