@@ -48,8 +48,7 @@ def run(setting: Setting, notes: Notes) -> None:
 
 
 def _size(setting: Setting, device: torch.device, rounds: int) -> int:
-    """Bytes of the state. Up to four saves are on the disk at the same time; the device holds the state, gradients and
-    activations.
+    """Bytes of the state. The disk holds up to four saves at a time, and the device the state, gradients and activations.
 
     A round writes four saves, and half of the part's time is kept for everything else.
     """
