@@ -234,6 +234,7 @@ def test_torchs_private_names(ranks: Ranks) -> None:
 def _private_names() -> None:
     model: Any = FullyShardedDataParallel(nn.Linear(2, 2))
     flat = model._handle.flat_param
-    for name in ("_fqns", "_shapes", "_params", "_shared_param_infos"):
+    for name in ("_fqns", "_shapes", "_params", "_param_infos", "_shared_param_infos", "_shard_param_infos"):
         assert hasattr(flat, name), name
     assert "param_dtype" in repr(model.mixed_precision) and callable(model._handle.reshard)
+    assert model.training_state.name == "IDLE" and isinstance(model._handle.uses_sharded_strategy, bool)

@@ -43,7 +43,7 @@ class HostSyncBatchNorm(nn.BatchNorm1d):
         group: Any = self.process_group or dist.group.WORLD
         over = [d for d in range(input.dim()) if d != 1]  # all but the channels
         shape = [1, -1, *[1] * (input.dim() - 2)]
-        given, input = input, input.to(torch.promote_types(input.dtype, torch.float32))  # bfloat16 has no 1,001
+        given, input = input, input.to(torch.promote_types(input.dtype, torch.float32))  # bfloat16 cannot hold a count of 1,001
         count = input.new_full((1,), input.numel() // input.shape[1])
         sums = summed(torch.cat([input.sum(over), count]), group)
         n, mean = sums[-1].detach(), sums[:-1] / sums[-1].detach()

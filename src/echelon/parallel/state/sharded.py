@@ -149,7 +149,7 @@ def part_like(given: torch.Tensor, parameter: Any) -> torch.Tensor:
 
     part = local(parameter.detach())
     if part.numel():
-        (place,) = parameter.__create_chunk_list__()  # by which torch's checkpoints know which elements a rank holds
+        (place,) = parameter.__create_chunk_list__()  # what a rank holds, as torch's checkpoints ask (2.13)
         here = tuple(slice(begin, begin + size) for begin, size in zip(place.offsets, place.sizes, strict=True))
         part = given.detach()[here].to(part.device, copy=True).contiguous()
     else:
