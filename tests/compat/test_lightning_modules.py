@@ -924,10 +924,13 @@ def test_wandb_without_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.full
-def test_mlflow_has_one_run_with_what_was_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_has_one_run_with_what_was_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """With the real package. A test after the training goes on in the run that `fit` has ended."""
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    given = MLFlowLogger("all", "mine", save_dir=str(tmp_path / "ml"), tags={"of": "us"})
+    given = MLFlowLogger("all", "mine", save_dir=str(tmp_path / "ml"), tags={"of": "us"}, artifact_location="s3://b")
+    assert "MLFlowLogger(artifact_location='s3://b'): has no effect here" in caplog.text and "synchronous" not in caplog.text
     trainer = Trainer(max_epochs=1, log_every_n_steps=1, logger=given, enable_checkpointing=False, accelerator="cpu")
     trainer.fit(Shows(), two_batches(), two_batches())
     trainer.validate(Shows(), two_batches())

@@ -277,13 +277,16 @@ class TensorBoardLogger(InFolders):
 class Online(Logger):
     """Writes to a tracker through echelon's logger, made in the process that writes. `log_model` only logs a warning."""
 
-    def __init__(self, save_dir: str | Path, prefix: str, log_model: Any) -> None:
+    def __init__(self, save_dir: str | Path, prefix: str, log_model: Any, **without_effect: Any) -> None:
         self._save_dir, self._prefix = os.fspath(save_dir), prefix
         self._opened: Any = None
         self.tracker()  # raises if the tracker is not installed
         if log_model and rank() == 0:
             message = "%s(log_model=%r): checkpoints are not uploaded. They are in ModelCheckpoint's dirpath"
             _logger.warning(message, type(self).__name__, log_model)
+        for name, value in without_effect.items():
+            if value is not None and rank() == 0:
+                _logger.warning("%s(%s=%r): has no effect here", type(self).__name__, name, value)
 
     @abstractmethod
     def _open(self) -> Any: ...
@@ -350,7 +353,9 @@ class WandbLogger(Online):
         self.run_name, self.version_given = name, version or id or getattr(experiment, "id", None) or secrets.token_hex(4)
         self._project = project or os.environ.get("WANDB_PROJECT", "lightning_logs")
         self._init = {"id": self.version, "resume": "allow", **({"mode": "offline"} if offline else {}), **init}
-        super().__init__(save_dir if dir is None else dir, prefix, log_model)
+        policy = None if add_file_policy == "mutable" else add_file_policy
+        of_uploads: dict[str, Any] = {"checkpoint_name": checkpoint_name, "add_file_policy": policy}
+        super().__init__(save_dir if dir is None else dir, prefix, log_model, anonymous=anonymous, **of_uploads)
 
     def _open(self) -> Any:
         options = {**self._init}
@@ -421,7 +426,8 @@ class MLFlowLogger(Online):
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or (f"file:{save_dir}" if save_dir else None)
         self.run_id = run_id
         self._options: dict[str, Any] = {"project": experiment_name, "name": run_name, "tracking_uri": uri, "tags": tags}
-        super().__init__(save_dir or ".", prefix, log_model)
+        without_effect = {"artifact_location": artifact_location, "synchronous": synchronous}
+        super().__init__(save_dir or ".", prefix, log_model, **without_effect)
 
     def _open(self) -> Any:
         return loggers.MLflowLogger(**self._options, run_id=self.run_id)
