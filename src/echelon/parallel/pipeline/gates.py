@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from echelon.common.errors import PipelineError, UsageError
 from echelon.parallel.names import plain_name
 from echelon.parallel.patching import replace_class, take_out
-from echelon.parallel.pipeline.passes import Left, Run, Shapes, write_again
+from echelon.parallel.pipeline.passes import Left, Run, write_again
 from echelon.parallel.pipeline.stages import Unit
 from echelon.parallel.pipeline.values import Absent, Needed, Sources
 from echelon.world import rng
@@ -62,7 +62,7 @@ class Cut:
         self.kind, self.units, self.own, self.device = type(module).__name__, units, sorted(own), device
         self.count = units[-1].stage + 1
         self.stage_of = {unit.name: unit.stage for unit in units}
-        self.run: Run | Shapes | None = None
+        self.run: Run | None = None
         self.draws = Draws(device)
         self.kept: dict[str, dict[tuple[str, str], tuple[Any, ...]]] = {}  # by unit, the tensors it keeps as attributes
         self._taken: list[tuple[nn.Module, str]] = []  # parameters and buffers that other ranks have
@@ -119,9 +119,6 @@ class Cut:
         """Whether a unit of the stage is being computed. It needs the values of all its inputs."""
         return self.run is not None and self.run.within > 0
 
-    def may_write(self, tensor: torch.Tensor) -> bool:
-        return isinstance(self.run, Shapes) and id(tensor) in self.run.buffers
-
     def needs(self, sources: Sources, writes: bool = False) -> None:
         """Handle a request for the values of an absent tensor. Returns if zeros will do, because the pass will not count.
 
@@ -134,7 +131,7 @@ class Cut:
             UsageError: it cannot.
         """
         run = self.run
-        if writes and isinstance(run, Run):
+        if writes and run is not None:
             run.fails(
                 PipelineError(
                     f"{self.kind} writes into a parameter of another stage than stage {run.stage}: "
@@ -147,7 +144,7 @@ class Cut:
                 f"a tensor computed from {what} of {self.kind}, which lies in another stage, is read outside of a pass through "
                 "the stages: this rank does not have its values. Read it on the rank that has it, or export the weights."
             )
-        elif sources.weights and isinstance(run, Run):
+        elif sources.weights:
             name = min(sources.weights)
             run.fails(
                 PipelineError(
@@ -229,8 +226,6 @@ class _Gated(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         gate: Gate = vars(self)["_pipeline_gate"]
         run = gate.cut.run
-        if isinstance(run, Shapes):
-            return run.computes(gate.name, super().__call__, args, kwargs)
         if run is not None and run.learns and not torch.is_grad_enabled() and _is_reentrant():
             raise PipelineError(
                 f"torch.utils.checkpoint must have use_reentrant=False around {gate.cut.kind}.{gate.name} in a pipeline: the "
@@ -261,9 +256,6 @@ class _GatedRoot(nn.Module):
         run.is_whole = True
         run.calls[""] += 1
         value = super().__call__(*args, **kwargs)  # its hooks, such as fully_shard's, see the tensors that leave the stage
-        if isinstance(run, Shapes):
-            run.takes("", value)
-            raise Left
         if run.has_left:
             run.sent = value
             raise Left
@@ -279,7 +271,7 @@ class _GatedRoot(nn.Module):
         except Needed as error:
             needed = error.sources
         run = cut.run
-        assert isinstance(run, Run)
+        assert run is not None
         run.has_left, run.needed = True, needed
         return run.outgoing(run) if needed is None else []
 

@@ -16,9 +16,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from echelon.common.errors import EchelonError, PipelineError
-from echelon.parallel.pipeline.values import Absent, Form, Needed, Sources, absent_in, form_of, in_place_of_absent
+from echelon.parallel.pipeline.values import Absent, Form, Needed, Sources, absent_in, in_place_of_absent
 
-__all__ = ["Left", "Run", "Shapes", "write_again", "writes_anew"]
+__all__ = ["Left", "Run", "write_again", "writes_anew"]
 
 # Keys for what a unit sends besides its value: the tensors that it has written into, and its additions to lists and dicts.
 _WRITTEN, _PUT = "written into its arguments", "put into its arguments"
@@ -272,57 +272,6 @@ def _put_into(containers: list[tuple[Any, Any]]) -> dict[str, Any]:
         if new:
             additions[str(at)] = new
     return additions
-
-
-class Shapes:
-    """A pass through all units without values, which finds the shapes of all outputs for a batch.
-
-    Args:
-        buffers: the ids of the module's buffers, which this pass may write into.
-        wrap: makes the absent tensor for an output of a call.
-    Attributes:
-        forms: by call, the form of its outputs.
-        path: the sources of each call's inputs, and the outputs that were written into. For batches with the same path the
-            stages need the same calls of each other.
-    """
-
-    within = 0
-    has_left = False
-
-    def __init__(self, buffers: set[int], wrap: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
-        self.buffers, self._wrap = buffers, wrap
-        self.calls: dict[str, int] = defaultdict(int)
-        self.forms: dict[str, Form] = {}
-        self.is_whole = False
-        self._took: list[Any] = []
-        self._gave: dict[str, list[torch.Tensor]] = {}
-
-    def needs(self, sources: Sources) -> None:
-        raise Needed(sources)
-
-    def computes(self, name: str, unit: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        self.takes(name, (args, kwargs))
-        before = [_version(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        containers = _containers(args, kwargs)
-        value = unit(*args, **kwargs)
-        if _put_into(containers):
-            raise Needed(Sources())
-        if before != [_version(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]:
-            raise Needed(Sources())  # its writes into arguments are outputs, too; only a real pass records them
-        self.calls[name] = number = self.calls[name] + 1
-        call = f"{name}:{number}"
-        self.forms[call], tensors = form_of(value)
-        self._gave[call] = [self._wrap(t, call) for t in tensors]
-        return self.forms[call].filled(self._gave[call])
-
-    def takes(self, name: str, value: Any) -> None:
-        sources = Sources().add([each.sources for each in absent_in(value)])
-        self._took.append([name, sorted(sources.calls)])
-
-    @property
-    def path(self) -> Any:
-        versions = [[call, [_version(t) for t in tensors]] for call, tensors in self._gave.items()]
-        return [self._took, versions]
 
 
 def _version(t: torch.Tensor) -> int | None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from echelon.parallel.gradients.clip import pass_zeros
 from echelon.parallel.guards.messages import explained
 from echelon.parallel.patching import for_now
 from echelon.parallel.pipeline.gates import Cut
-from echelon.parallel.pipeline.passes import Run, Shapes, writes_anew
+from echelon.parallel.pipeline.passes import Run, writes_anew
 from echelon.parallel.pipeline.schedules import Kind, StageModule, parts, torch_schedule
 from echelon.parallel.pipeline.trial import compute
 from echelon.parallel.pipeline.values import Form, Leaf, Unsendable, form_of, shape_of_batch
@@ -58,7 +57,7 @@ class Pipeline:
         self.module, self.cut, self.kind, self.ranks, self.group, self.shared = module, cut, kind, ranks, group, shared
         self.has_last = cut.count - 1 in cut.own
         self._walk = Walk(module, cut, group, ranks, cut.device)
-        self._needs: OrderedDict[Any, Needs] = OrderedDict()  # by structure
+        self._needs: OrderedDict[Any, Needs] = OrderedDict()  # of evaluations, by structure
         self._learned: OrderedDict[Any, Learned] = OrderedDict()  # by kind, the latest last
         self._schedules: OrderedDict[Any, Any] = OrderedDict()
         self._under_way: Window | None = None
@@ -151,68 +150,41 @@ class Pipeline:
         self._of_all = tuple(trained for trained, _ in digests), tuple(flags for _, flags in digests)
 
     def _learn(self, signature: Any, micro_batch: MicroBatch[Any], forward: Callable[[MicroBatch[Any]], Made]) -> None:
-        _, flags, structure, *_ = signature
-
-        def act() -> Made:
-            return forward(micro_batch)
-
-        shapes = self._shapes(act)
         like = next((value for key, value in reversed(self._learned.items()) if key[:3] == signature[:3]), None)
-        learned = self._of_other_shapes(like, shapes)
-        if learned is None:
-            learned = self._made_of(self._studied(("train", flags, structure), act), shapes)
-        self._learned[signature] = learned
+        walked = self._studied(lambda: forward(micro_batch), like)
+        self._learned[signature] = learned = self._made_of(walked)
         if len(self._learned) == 1 and agree.is_rank0():
             self._say(learned)
 
-    def _shapes(self, act: Callable[[], Made]) -> Shapes | None:
-        """The forms of all calls, from a pass without values. None if the job has other axes: units then communicate."""
-        if not self._is_alone:
-            return None
-        with for_now(self.batches, dry_run=True):
-            return self._walk.shapes(act)
-
-    def _made_of(self, walked: Walked, shapes: Shapes | None) -> Learned:
+    def _made_of(self, walked: Walked) -> Learned:
         stages, sent = {call: self.cut.stage_of[call.rpartition(":")[0]] for call in walked.forms}, list[list[str]]()
         for stage in range(self.cut.count - 1):
             held = [call for call, at in stages.items() if at <= stage]
             sent.append(sorted(walked.needs.after(stage) & set(held)))
             if not sent[-1]:
                 raise PipelineError(f"no stage after stage {stage} of {self.cut.kind} uses any of its outputs. Cut elsewhere.")
-        path = None if shapes is None else shapes.path
-        return Learned(walked.forms, sent, walked.result.tensors[0], frozenset(walked.needs.written), path)
-
-    def _of_other_shapes(self, like: Learned | None, shapes: Shapes | None) -> Learned | None:
-        """Derive a kind from `like`, which differs only in shapes and takes the same path. Collective over the pipeline.
-
-        This saves a pass through the stages. None if that is not possible, or if the ranks get different results.
-        """
-        if not self._is_alone:
-            return None
-        made, digest = None, ""
-        if like is not None and shapes is not None and shapes.path == like.path and shapes.forms.keys() == like.forms.keys():
-            forms = {call: form.with_grads_of(like.forms[call]) for call, form in shapes.forms.items()}
-            known = {call: form for call, form in forms.items() if form is not None}
-            if len(known) == len(forms):
-                made = Learned(known, like.sent, like.loss, like.written, like.path)
-                digest = hashlib.sha256(json.dumps({call: form.to_json() for call, form in known.items()}).encode()).hexdigest()
-        every = set(agree.gather(digest, self.group))
-        return made if len(every) == 1 else None
+        return Learned(walked.forms, sent, walked.result.tensors[0], walked.needs)
 
     @functools.cached_property
     def _is_alone(self) -> bool:
         """Whether the ranks of the pipeline are all ranks of the job."""
         return self._pp == (dist.get_world_size() if dist.is_initialized() else 1)
 
-    def _studied(self, structure: Any, act: Callable[[], Any]) -> Walked:
+    def _studied(self, act: Callable[[], Any], like: Learned | None = None) -> Walked:
+        """Find out what the stages exchange for a batch. Collective over all ranks of the job.
+
+        Args:
+            like: what they exchange for a batch that differs only in shapes. One plain pass is then enough, unless it takes
+                another path through the units.
+        """
         act = explained(self.module)(act)
-        known = None if agree.any_rank(structure not in self._needs) else self._needs[structure]
         with for_now(self.batches, dry_run=True):
-            walked = self._walk.study(act, known)
-        self._needs[structure] = walked.needs
-        while len(self._needs) > _MOST_KINDS:
-            self._needs.popitem(last=False)
-        return walked
+            if not agree.any_rank(like is None):
+                assert like is not None
+                walked = self._walk.study(act, like.needs)
+                if not agree.any_rank(walked.needs != like.needs or walked.forms.keys() != like.forms.keys()):
+                    return walked
+            return self._walk.study(act)
 
     def _say(self, learned: Learned) -> None:
         for stage in range(self.cut.count):
@@ -294,7 +266,7 @@ class Pipeline:
             learned.given(stage, received),
             learned.forms,
             watched=() if last else learned.sent[stage],
-            written=learned.written,
+            written=learned.needs.written,
             knows_all=True,
             fail=window.fails,
         )
@@ -393,7 +365,9 @@ class Pipeline:
                 break
             self._compare(facts)
         if is_new:
-            self._studied(structure, lambda: forward(batch))
+            self._needs[structure] = self._studied(lambda: forward(batch)).needs
+            while len(self._needs) > _MOST_KINDS:
+                self._needs.popitem(last=False)
         self._needs.move_to_end(structure)
         with self.cut.draws.passes(number):
             return self._walk.evaluate(lambda: forward(batch), self._needs[structure])
@@ -412,15 +386,13 @@ class Learned:
         forms: by call of a unit, the form of its outputs.
         sent: by stage, the calls whose outputs it sends on, in this order.
         loss: the kind of the loss.
-        written: the calls whose outputs are written into in place.
-        path: the path through the units in a pass without values (`Shapes.path`); None without such a pass.
+        needs: the calls that each stage needs.
     """
 
     forms: dict[str, Form]
     sent: list[list[str]]
     loss: Leaf
-    written: frozenset[str] = frozenset()
-    path: Any = None
+    needs: Needs = field(default_factory=lambda: Needs([], set()))
 
     def kinds(self, stage: int) -> list[Leaf]:
         return [leaf for call in self.sent[stage] for leaf in self.forms[call].tensors]

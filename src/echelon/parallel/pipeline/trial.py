@@ -72,20 +72,17 @@ class Trials:
         """Context whose passes leave RNG state, buffers and plain attributes unchanged."""
         states = rng.states()
         self._buffers = {name: b.detach().clone() for name, b in plain_buffers(self._module)}
-        counts = [(part, name, value) for part in self._module.modules() for name, value in _plain_values(part)]
         self._parts = [
-            (part, held, {name: value for name, value in vars(part).items() if isinstance(value, _PLAIN)})
+            (part, dict(part.named_buffers(recurse=False)), {n: v for n, v in vars(part).items() if isinstance(v, _PLAIN)})
             for part in self._module.modules()
-            if (held := dict(part.named_buffers(recurse=False)))
         ]
         try:
             yield
         finally:
             rng.put_back(states)
             self._put_back()
-            for part, name, value in counts:
-                if name in vars(part) and vars(part)[name] is not value:
-                    vars(part)[name] = value
+            for part, _, attributes in self._parts:
+                vars(part).update({name: value for name, value in attributes.items() if name in vars(part)})
             self._buffers, self._parts = {}, []
 
     @contextlib.contextmanager
@@ -118,7 +115,7 @@ class Trials:
             f"{path}.{name}".lstrip("."): value
             for path, part in self._module.named_modules()
             if plain_name(path) not in names and not plain_name(path).startswith(inside)
-            for name, value in _plain_values(part)
+            for name, value in vars(part).items()
             if not isinstance(value, bool) and isinstance(value, (int, float))
         }
 
@@ -145,10 +142,6 @@ class Trials:
                     f"the buffer {self._cut.kind}.{name} is changed in {len(sums)} of {self._cut.count} stages, not equally in "
                     "all: a pipeline would lose the change. Register it in a module that lies in one stage, or freeze it."
                 )
-
-
-def _plain_values(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((name, value) for name, value in vars(part).items() if value is None or isinstance(value, (bool, int, float, str)))
 
 
 def leaves(run: Run, value: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -71,17 +71,6 @@ class Form:
     def is_tensor(self) -> bool:
         """Whether the value is one tensor in no nesting: the usual case, which needs no rebuilding."""
         return len(self.tensors) == len(self.leaves) == 1 and bool(_structure(self.tree).is_leaf())
-
-    def with_grads_of(self, other: Form) -> Form | None:
-        """This form with the `grad` flags of `other`; None if the nestings differ."""
-        if self.tree != other.tree or len(self.leaves) != len(other.leaves):
-            return None
-        made = []
-        for leaf, its in zip(self.leaves, other.leaves, strict=True):
-            if isinstance(leaf, Leaf) != isinstance(its, Leaf):
-                return None
-            made.append(replace(leaf, grad=its.grad) if isinstance(leaf, Leaf) else leaf)
-        return Form(self.tree, tuple(made))
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         if self.is_tensor:
@@ -230,8 +219,7 @@ class Absent(torch.Tensor):
         name = func._schema.name.removeprefix("aten::")
         if name in _MADE_ALIKE:
             return func(*in_place_of_absent(args, torch.empty), **in_place_of_absent(kwargs, torch.empty))
-        written = [each for each in _written(func, args, kwargs) if not place.may_write(each)]
-        if not place.within and all(isinstance(each, Absent) for each in written):
+        if not place.within and all(isinstance(each, Absent) for each in _written(func, args, kwargs)):
             if torch.Tag.nondeterministic_seeded in func.tags and not _draws(func, args, kwargs):
                 results = None
             else:

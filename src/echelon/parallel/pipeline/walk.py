@@ -21,11 +21,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from echelon.common.errors import EchelonError, PipelineError
-from echelon.parallel.names import plain_buffers
 from echelon.parallel.pipeline.gates import Cut
-from echelon.parallel.pipeline.passes import Left, Run, Shapes
+from echelon.parallel.pipeline.passes import Run
 from echelon.parallel.pipeline.trial import Escapes, KeptByUnits, Trials, compute, leaves, same
-from echelon.parallel.pipeline.values import Absent, Form, Needed, Sources, Unsendable, form_of
+from echelon.parallel.pipeline.values import Form, Needed, Unsendable, form_of
 from echelon.world import agree, rng
 
 __all__ = ["Needs", "Walk", "Walked"]
@@ -63,6 +62,10 @@ class Walked:
     result: Form
 
 
+# Computes a stage and reports on it. Called with the stage, the received outputs, the forms of earlier outputs, and `act`.
+_Pass = Callable[[int, dict[str, Any], dict[str, Form], Callable[[], Any]], dict[str, Any]]
+
+
 @dataclass
 class Walk:
     """Passes a batch through the stages.
@@ -84,8 +87,11 @@ class Walk:
         self._trials = Trials(self.module, self.cut)
 
     def study(self, act: Callable[[], Any], known: Needs | None = None) -> Walked:
-        """Find out which calls each stage needs, beginning with the known ones. Collective over all ranks of the job, which must
-        have batches of the same structure.
+        """Find out which calls each stage needs. Collective over all ranks of the job, which must have batches of the same
+        structure.
+
+        Args:
+            known: the needs for a batch of the same structure: one plain pass then shows the forms for this batch.
         """
 
         def watched() -> Any:
@@ -93,31 +99,12 @@ class Walk:
                 return act()
 
         with self._whole(), self._trials.undone(), torch.enable_grad():
-            return self._through(watched, known, learns=True)
+            return self._through(watched, known, self._studied if known is None else self._passed)
 
     def evaluate(self, act: Callable[[], Any], needs: Needs) -> Any:
         """Return on all ranks what `act` returns on the last stage. Values that cannot be sent, such as objects, become None."""
         with self._whole():
-            return self._through(act, needs, share=True).value
-
-    def shapes(self, act: Callable[[], Any]) -> Shapes | None:
-        """Find the forms of all calls for a batch; None if the code reads a value or fails.
-
-        Not collective: this rank runs all units, with tensors without values.
-        """
-        buffers = {id(buffer) for _, buffer in plain_buffers(self.module)}
-        run = Shapes(buffers, lambda t, call: Absent.of(t.shape, t.dtype, self.device, Sources({call}), self.cut))
-        with self._trials.undone():
-            self.cut.run = run
-            try:
-                act()
-            except Left:
-                return run
-            except (Needed, Exception):  # the trial passes that follow report the error
-                return None
-            finally:
-                self.cut.run = None
-        return None
+            return self._through(act, needs, partial(self._computed, share=True), share=True).value
 
     def _whole(self) -> contextlib.AbstractContextManager[None]:
         return self.cut.whole() if agree.is_alone() else contextlib.nullcontext()
@@ -126,7 +113,7 @@ class Walk:
         """The rank within the group that computes the stage. This one in a world whose other ranks do not exist."""
         return dist.get_rank(self.group) if agree.is_alone() else self.ranks[stage]
 
-    def _through(self, act: Callable[[], Any], known: Needs | None, *, learns: bool = False, share: bool = False) -> Walked:
+    def _through(self, act: Callable[[], Any], known: Needs | None, pass_of: _Pass, *, share: bool = False) -> Walked:
         forms: dict[str, Form] = {}
         needs = Needs([set() for _ in range(self.cut.count)], set())
         if known is not None:
@@ -142,9 +129,8 @@ class Walk:
             while True:
                 self._move(sorted(needs.calls[stage] - have), stage, forms, received)
                 have |= needs.calls[stage]
-                pass_of = self._studied if learns else partial(self._computed, share)
                 report = partial(pass_of, stage, received, forms, act)
-                reports = self._on_all(stage, stage in self.cut.own, report, learns)
+                reports = self._on_all(stage, stage in self.cut.own, report, everywhere=not share)
                 needs.calls[stage].update(call for each in reports for call in each.get("more", ()))
                 if needs.calls[stage] <= have:
                     break
@@ -249,8 +235,12 @@ class Walk:
                 "keep such tensors for output_hidden_states, output_attentions and output_router_logits."
             )
 
+    def _passed(self, stage: int, received: dict[str, Any], forms: dict[str, Form], act: Callable[[], Any]) -> dict[str, Any]:
+        with self._trials.repeated(), self.cut.listed():
+            return self._computed(stage, received, forms, act)
+
     def _computed(
-        self, share: bool, stage: int, received: dict[str, Any], forms: dict[str, Form], act: Callable[[], Any]
+        self, stage: int, received: dict[str, Any], forms: dict[str, Form], act: Callable[[], Any], *, share: bool = False
     ) -> dict[str, Any]:
         self.cut.draws.begin(0)
         run = Run(stage, received, forms)
@@ -284,7 +274,9 @@ class Walk:
 
     # --- between ranks
 
-    def _on_all(self, stage: int, has_stage: bool, act: Callable[[], dict[str, Any]], everywhere: bool) -> list[dict[str, Any]]:
+    def _on_all(
+        self, stage: int, has_stage: bool, act: Callable[[], dict[str, Any]], *, everywhere: bool
+    ) -> list[dict[str, Any]]:
         """Run `act` on the ranks of a stage and gather its reports on all ranks. An error on one rank is raised on all.
 
         Args:
