@@ -55,12 +55,14 @@ __all__ = [
     "is_plain",
     "pretended_world",
     "ranks_of",
+    "recurrent_functions",
     "sync_ops",
     "without_overrides",
     "without_values",
 ]
 
 aten = torch.ops.aten
+recurrent_functions = torch._VF  # whose functions recurrent layers call
 without_overrides = torch._C.DisableTorchFunction  # a context without TorchFunctionModes
 _ECHELON, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 
@@ -85,7 +87,7 @@ def pretended_world(size: int, rank: int = 0, shapes: Mapping[str, int] | None =
             mock.patch.object(FakeTensor, "numpy", lambda tensor, **_: mode.ones_of(tensor)),
             mock.patch.object(FakeTensor, "__format__", _formatted),
             mock.patch.object(FakeTensor, "data", property(torch.Tensor.detach, _set_data), create=True),
-            mock.patch.object(torch._VF, "_pad_packed_sequence", _padded),
+            mock.patch.object(recurrent_functions, "_pad_packed_sequence", _padded),
             mock.patch("torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty", Chunks),
             mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _propagated),
         ):

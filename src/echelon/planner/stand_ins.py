@@ -33,7 +33,8 @@ from echelon.common.errors import PlanError
 from echelon.loop.auto.prepared_unit import PreparedUnit
 from echelon.loop.auto.unit_options import AutoOptions
 from echelon.planner.devices import Device, device_named
-from echelon.planner.pretended import FakeTensor, NoMemory, without_overrides
+from echelon.planner.pretended import FakeTensor, NoMemory, recurrent_functions, without_overrides
+from echelon.planner.recurrent import recurrent_layer
 
 __all__ = ["stand_ins"]
 
@@ -80,6 +81,7 @@ def stand_ins(mode: NoMemory, *, gpus: int, device: Device | None = None, memory
             _loaded("transformers.modeling_utils", _leave_weights_out),
             _loaded("transformers.masking_utils", _look_at_masks),
             mock.patch.dict(vars(F), _KERNELS if gpus else {}),
+            mock.patch.multiple(recurrent_functions, **_RECURRENT) if gpus else contextlib.nullcontext(),
             mock.patch.object(torch.autograd.graph, "save_on_cpu", functools.partial(_OnHost, mode) if gpus else _real_on_host),
             mock.patch.object(torch.optim.Optimizer, "add_param_group", _add_group if gpus else _real_add_group),
             _Here(),
@@ -319,6 +321,7 @@ def _add_group(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) ->
         group["foreach"] = not group.get("differentiable", False)
 
 
+_RECURRENT = {"lstm": recurrent_layer(4), "gru": recurrent_layer(3), **dict.fromkeys(("rnn_tanh", "rnn_relu"), recurrent_layer(1))}
 _KERNELS: dict[str, Any] = {"rms_norm": _rms_norm, "dropout": _dropout, "scaled_dot_product_attention": _attention}
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from echelon.planner.pretended import is_plain
+from echelon.planner.recurrent import steps_of
 from echelon.planner.values import changed_by
 
 __all__ = ["COPY_IN", "Collective", "Operator", "Step", "flops_of", "operator_of", "tensors_in"]
@@ -33,6 +34,7 @@ class Operator:
             the keys if it is causal.
         is_repeated: recomputed, for activation checkpointing.
         host: bytes that go over the link between the device and its host's memory.
+        in_turn: number of its kernels that wait for each other.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Operator:
     shape: tuple[int, ...] = ()
     is_repeated: bool = False
     host: int = 0
+    in_turn: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,10 @@ def operator_of(
         size = sum(_size(t) for t in given if id(t) not in only_written)
         size += sum(map(_size, changed)) + sum(_size(t) for t in results if number(t) not in inside)
     kind, flops, dtype, shape = _computes(op, made, args, kwargs)
-    return Operator(name, moment, tuple(inside), tuple(written), size, kind, flops, dtype, shape, is_repeated)
+    in_turn, of_one = steps_of(op, args)
+    return Operator(
+        name, moment, tuple(inside), tuple(written), size, kind, flops, dtype, of_one or shape, is_repeated, in_turn=in_turn
+    )
 
 
 def _size(tensor: torch.Tensor) -> int:

@@ -90,7 +90,7 @@ def operator_seconds(step: Operator, device: Device) -> float:
     moved = step.size / (device.bandwidth * device.copied)
     if step.host and device.host:  # an optimizer's tensors are all in the host's memory then
         return (step.size if step.moment == "optimizer" else step.host) / device.host
-    least = device.least
+    least = device.least * step.in_turn
     if step.moment == "optimizer" and device.overlaps:
         least = 0.0  # on a GPU one kernel steps many parameters; in the CPU's trace each has its own
     if not step.flops:
