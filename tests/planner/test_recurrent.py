@@ -1,4 +1,4 @@
-"""Recurrent layers on a GPU are planned as cuDNN computes them: one operator a layer and direction, whose steps wait for each other."""
+"""Recurrent layers on a GPU are planned as cuDNN computes them: one operator a layer and direction."""
 
 from __future__ import annotations
 
