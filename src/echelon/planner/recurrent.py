@@ -74,7 +74,6 @@ def recurrent_layer(gates: int) -> Callable[..., tuple[torch.Tensor, ...]]:
     return layer
 
 
-@torch.library.register_fake(_NAMES[0])
 def _shapes(gates: Any, hidden: Any, cell: Any, weight: Any, bias: Any, projection: Any, steps: int) -> tuple[torch.Tensor, ...]:
     rows, width = gates.shape[:-1], hidden.shape[-1]
     inner = width if projection is None else projection.shape[1]
@@ -87,7 +86,6 @@ def _shapes(gates: Any, hidden: Any, cell: Any, weight: Any, bias: Any, projecti
     )
 
 
-@torch.library.register_fake(_NAMES[1])
 def _gradient_shapes(grad: Any, output: Any, kept: Any, *args: Any) -> tuple[torch.Tensor, ...]:
     return tuple(grad.new_empty(0) if each is None else torch.empty_like(each) for each in args[:6])
 
@@ -103,18 +101,22 @@ def _backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[Any, ...]:
     return (*(None if given is None else each for given, each in zip(tensors[2:], made, strict=True)), None)
 
 
+torch.library.register_fake(_NAMES[0], _shapes)
+torch.library.register_fake(_NAMES[1], _gradient_shapes)
 torch.library.register_autograd(_NAMES[0], _backward, setup_context=_keep)
 
 
 @register_flop_formula(_recurrent, get_raw=True)
 def _flops(gates: Any, hidden: Any, cell: Any, weight: Any, bias: Any, projection: Any, steps: int, **_: Any) -> int:
     rows: int = gates[..., 0].numel()
-    return 2 * rows * sum(each.numel() for each in (weight, projection) if each is not None)
+    weights: int = sum(each.numel() for each in (weight, projection) if each is not None)
+    return 2 * rows * weights
 
 
 @register_flop_formula(_recurrent_backward, get_raw=True)
 def _backward_flops(grad: Any, output: Any, kept: Any, *args: Any, **_: Any) -> int:
-    return 2 * _flops(*args)
+    forward: int = _flops(*args)
+    return 2 * forward
 
 
 def steps_of(op: Any, args: Any) -> tuple[int, tuple[int, ...]]:

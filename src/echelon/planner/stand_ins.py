@@ -321,7 +321,9 @@ def _add_group(optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) ->
         group["foreach"] = not group.get("differentiable", False)
 
 
-_RECURRENT = {name: recurrent_layer(gates) for name, gates in (("lstm", 4), ("gru", 3), ("rnn_tanh", 1), ("rnn_relu", 1))}
+_RECURRENT: dict[str, Any] = {
+    name: recurrent_layer(gates) for name, gates in [("lstm", 4), ("gru", 3), ("rnn_tanh", 1), ("rnn_relu", 1)]
+}
 _KERNELS: dict[str, Any] = {"rms_norm": _rms_norm, "dropout": _dropout, "scaled_dot_product_attention": _attention}
 
 
