@@ -11,8 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
+from echelon.common.errors import PlanError
 from echelon.planner.pretended import Chunks, pretended_world, without_values
+from echelon.planner.trace import Trace
 from echelon.world.agree import AnyRanksLater
+from tests.kit.refusals import refused
 
 Ranks = Callable[..., list[Any]]
 
@@ -99,3 +102,12 @@ def test_what_ranks_are_asked_for_later_is_what_this_one_says() -> None:
         assert later(False) == [False]
         assert later(False, True) == [False, False]
         assert (later.last(), later.last()) == (2, 0)
+
+
+def test_sparse_tensors_are_refused() -> None:
+    """torch's fake ones have no elements: a plan would count nothing."""
+    with pretended_world(2) as mode, refused(PlanError):
+        bag = nn.EmbeddingBag(64, 4, sparse=True, mode="sum")
+        without_values(bag, mode)
+        with mode, Trace(1):
+            bag(torch.arange(6).view(2, 3)).sum().backward()

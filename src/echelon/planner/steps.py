@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from echelon.common.errors import PlanError
 from echelon.planner.pretended import is_plain
 from echelon.planner.recurrent import steps_of
 from echelon.planner.values import changed_by
@@ -76,6 +77,11 @@ Step = Operator | Collective
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         if is_plain(type(value)):
+            if value.layout is not torch.strided:
+                raise PlanError(
+                    f"tensors must be dense to be planned, got one of shape {tuple(value.shape)} and layout {value.layout}. If it is "
+                    "a gradient, give its embedding sparse=False: layouts and NCCL do not send sparse ones either."
+                )
             yield value
     elif isinstance(value, (list, tuple)):
         for each in value:
