@@ -79,8 +79,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         if is_plain(type(value)):
             if value.layout is not torch.strided:
                 raise PlanError(
-                    f"tensors must be dense to be planned, got one of shape {tuple(value.shape)} and layout {value.layout}. If it "
-                    "is a gradient, give its embedding sparse=False: layouts and NCCL do not send sparse ones either."
+                    f"tensors must be dense to be planned, got one of shape {tuple(value.shape)} and layout {value.layout}. If "
+                    "it is a gradient, give its embedding sparse=False: layouts and NCCL do not send sparse ones either."
                 )
             yield value
     elif isinstance(value, (list, tuple)):
