@@ -55,8 +55,8 @@ REASONS = {
     LEFT_OUT: "_Reduction.__init__",
     LOCAL: "distribute_experts fill_in install",
     PASSES: (
-        "Dispatch.__call__ TreeReduceScatter.__call__ _Chunks.gradients _Whole.backward "
-        "_Whole.forward _all _averaged _own_of_sum _softmax _sum _whole _whole_copy _words_of probe reduce_bucket"
+        "Dispatch.__call__ TreeReduceScatter.__call__ _Whole.backward "
+        "_Whole.forward _all _averaged _in_chunks _own_of_sum _softmax _sum _whole _whole_copy _words_of probe reduce_bucket"
     ),
     STAGES: "Pipeline.window Walk._on_all",
     STATE: (

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -89,8 +89,8 @@ def linear_cross_entropy(
         if kernel == "liger":
             options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
             return liger(rows, shard)(rows, weight, flat, bias=bias, **options)
-        how = _How(reduction, ignore_index, label_smoothing, shard, torch.is_grad_enabled(), _type_of(rows))
-        how = replace(how, chunk=chunk or _rows_at_once(rows.device, max(1, len(weight))))
+        at_once = chunk or _rows_at_once(rows.device, max(1, len(weight)))
+        how = _How(reduction, ignore_index, label_smoothing, shard, torch.is_grad_enabled(), _type_of(rows), at_once)
         loss: torch.Tensor = _LinearCrossEntropy.apply(rows, weight, bias, flat, how)  # type: ignore[no-untyped-call]
         return loss.view(target.shape) if reduction == "none" else loss
 
@@ -111,7 +111,7 @@ class _How:
     shard: WordShard
     trains: bool
     computes_in: torch.dtype
-    chunk: int = 1
+    chunk: int
 
     @property
     def sums_in(self) -> torch.dtype:
@@ -128,35 +128,25 @@ class _How:
         )
 
 
-Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]  # of hidden, weight, bias
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     """hidden (N, D), weight (V, D), bias (V,) or None, target (N,) -> the loss."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, target: Any, how: _How) -> torch.Tensor:
-        counts = (target != how.ignore_index).to(how.sums_in)
-        total = counts.sum()
-        wanted = tuple(ctx.needs_input_grad[:3])
         ctx.how, ctx.early = how, None
         ctx.save_for_backward(hidden, weight, bias, target)
-        factors = counts
-        if how.reduction == "mean":  # a mean over nothing has gradients of zero, as torch's
-            factors = counts / total.clamp(min=1)
-        work = _Chunks(hidden, weight, bias, target, how, factors, wanted if how.early else (False, False, False))
-        losses = work.losses()
-        if how.early and any(wanted):
-            ctx.early = work.gradients()
+        wanted = tuple(ctx.needs_input_grad[:3]) if how.early else (False, False, False)
+        losses, gradients = _in_chunks(hidden, weight, bias, target, how, _factors(target, how), wanted)
+        if any(wanted):
+            ctx.early = gradients
         if how.reduction == "none":
             return losses
-        return losses.sum() if how.reduction == "sum" else losses.sum() / total
+        return losses.sum() if how.reduction == "sum" else losses.sum() / (target != how.ignore_index).sum()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
             raise UsageError("linear_cross_entropy has no second derivatives. Use cross_entropy(linear(...)) for these.")
-        wanted = tuple(ctx.needs_input_grad[:3])
         early, ctx.early = ctx.early, None
         if early is not None:  # multiplied in place: nothing else refers to them, and they are as large as the weight
             for made in early:
@@ -165,121 +155,96 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return (*early, None, None)
         how: _How = ctx.how
         hidden, weight, bias, target = ctx.saved_tensors
-        factors = (target != how.ignore_index).to(how.sums_in)
-        if how.reduction == "mean":
-            factors = factors / factors.sum().clamp(min=1)
+        factors = _factors(target, how)
         # Rows that do not count get a zero gradient even if the incoming gradient is nan.
         factors = torch.where(factors == 0, torch.zeros_like(factors), factors * gradient.to(how.sums_in))
-        work = _Chunks(hidden, weight, bias, target, how, factors, wanted)
-        work.losses()
-        return (*work.gradients(), None, None)
+        _, gradients = _in_chunks(hidden, weight, bias, target, how, factors, tuple(ctx.needs_input_grad[:3]))
+        return (*gradients, None, None)
 
 
-class _Chunks:
-    """One pass over all rows, chunk by chunk: their losses, and the requested gradients.
+def _factors(target: torch.Tensor, how: _How) -> torch.Tensor:
+    """(N,), the factor of each row's loss in the gradients, up to the incoming gradient."""
+    counts = (target != how.ignore_index).to(how.sums_in)
+    return counts / counts.sum().clamp(min=1) if how.reduction == "mean" else counts  # torch's gradients of an empty mean are 0
+
+
+def _in_chunks(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    how: _How,
+    factors: torch.Tensor,
+    wanted: tuple[bool, ...],
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """One pass over all rows, chunk by chunk. Collective over the shards of the vocabulary.
 
     Args:
         factors: (N,), the factor of each row's loss in the gradients.
         wanted: whether to compute the gradients of hidden, weight and bias.
+    Returns:
+        the losses (N,), 0 for ignored rows; and the gradients of hidden, weight and bias.
     """
-
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        target: torch.Tensor,
-        how: _How,
-        factors: torch.Tensor,
-        wanted: tuple[bool, ...],
-    ) -> None:
-        self._hidden, self._weight, self._bias, self._target = hidden, weight, bias, target
-        self._how, self._factors = how, factors
-        self._types = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        sums: dict[str, Any] = {"dtype": how.sums_in, "device": hidden.device}
-        self._of_hidden = torch.empty_like(hidden) if wanted[0] else None
-        self._of_weight = torch.zeros(weight.shape, **sums) if wanted[1] else None
-        self._of_bias = torch.zeros(len(weight), **sums) if wanted[2] else None
-
-    def losses(self) -> torch.Tensor:
-        """The losses (N,), 0 for ignored rows. Also computes the gradients. Collective over the shards of the vocabulary."""
-        how = self._how
-        losses = torch.zeros(len(self._hidden), dtype=how.sums_in, device=self._hidden.device)
-        with torch.autocast(self._hidden.device.type, enabled=False):
-            weight = self._weight.to(how.computes_in)
-            for rows in _slices(len(self._hidden), how.chunk):
-                hidden, target = self._hidden[rows].to(how.computes_in), self._target[rows]
-                logits = _multiply(hidden, weight.t(), how.sums_in)
-                if self._bias is not None:
-                    logits += self._bias
-                counts = target != how.ignore_index
-                loss, probabilities, place = _softmax(logits, target, how)
-                losses[rows] = torch.where(counts, loss, torch.zeros_like(loss))
-                del logits
-                if self._of_hidden is not None or self._of_weight is not None or self._of_bias is not None:
-                    self._add(rows, hidden, weight, probabilities, place)
-        return losses
-
-    def _add(self, rows: slice, hidden: torch.Tensor, weight: torch.Tensor, p: torch.Tensor, place: _Place) -> None:
-        how = self._how
-        if how.smoothing:
-            p -= how.smoothing / how.shard.words
-        if p.shape[1]:
-            p.scatter_add_(1, place.index, place.own.to(p.dtype) * (how.smoothing - 1))
-        factors = self._factors[rows, None]
-        if self._of_bias is not None:
-            self._of_bias += (p * factors).sum(0)
-        p = p.to(how.computes_in)
-        if self._of_hidden is not None:
-            self._of_hidden[rows] = _multiply(p, weight, how.sums_in) * factors
-        if self._of_weight is not None:  # the factors multiply hidden, whose rows are shorter than those of the logits
-            _add_product(self._of_weight, p.t(), (hidden * factors).to(how.computes_in))
-
-    def gradients(self) -> Gradients:
-        """The gradients of hidden, weight and bias. Collective over the shards of the vocabulary: it sums hidden's gradient."""
-        if self._of_hidden is not None and self._how.shard.size > 1:
-            dist.all_reduce(self._of_hidden, group=self._how.shard.group)
-        return (
-            self._of_hidden,
-            None if self._of_weight is None else self._of_weight.to(self._types[1]),
-            None if self._of_bias is None else self._of_bias.to(self._types[2]),
-        )
+    sums: dict[str, Any] = {"dtype": how.sums_in, "device": hidden.device}
+    of_hidden = torch.empty_like(hidden) if wanted[0] else None
+    of_weight = torch.zeros(weight.shape, **sums) if wanted[1] else None
+    of_bias = torch.zeros(len(weight), **sums) if wanted[2] else None
+    losses = torch.zeros(len(hidden), **sums)
+    with torch.autocast(hidden.device.type, enabled=False):
+        w = weight.to(how.computes_in)
+        for rows in _slices(len(hidden), how.chunk):
+            x = hidden[rows].to(how.computes_in)
+            logits = _multiply(x, w.t(), how.sums_in)
+            if bias is not None:
+                logits += bias
+            # Where the targets are among this rank's rows of the vocabulary: 0 for those that it does not have.
+            place = target[rows, None] - how.shard.first
+            own = (place >= 0) & (place < len(weight))
+            place = torch.where(own, place, torch.zeros_like(place))
+            loss, p = _softmax(logits, place, own, how)
+            losses[rows] = torch.where(target[rows] != how.ignore_index, loss, torch.zeros_like(loss))
+            del logits
+            if not any(wanted):
+                continue
+            if how.smoothing:
+                p -= how.smoothing / how.shard.words
+            if len(weight):
+                p.scatter_add_(1, place, own.to(p.dtype) * (how.smoothing - 1))
+            if of_bias is not None:
+                of_bias += (p * factors[rows, None]).sum(0)
+            p = p.to(how.computes_in)
+            if of_hidden is not None:
+                of_hidden[rows] = _multiply(p, w, how.sums_in) * factors[rows, None]
+            if of_weight is not None:  # the factors multiply hidden, whose rows are shorter than those of the logits
+                _add_product(of_weight, p.t(), (x * factors[rows, None]).to(how.computes_in))
+    if of_hidden is not None and how.shard.size > 1:
+        dist.all_reduce(of_hidden, group=how.shard.group)
+    return losses, [
+        of_hidden,
+        None if of_weight is None else of_weight.to(weight.dtype),
+        None if of_bias is None or bias is None else of_bias.to(bias.dtype),
+    ]
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where the targets of a chunk are among this rank's rows of the vocabulary.
+def _softmax(logits: torch.Tensor, place: torch.Tensor, own: torch.Tensor, how: _How) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each row (n,), and the probabilities (n, V) of this rank's part of the vocabulary. Overwrites the logits.
 
     Args:
-        index: (n, 1), the row of the target; 0 if this rank does not have it.
+        place: (n, 1), the row of the target in this rank's part.
         own: (n, 1), whether this rank has the target.
     """
-
-    index: torch.Tensor
-    own: torch.Tensor
-
-    @classmethod
-    def of(cls, target: torch.Tensor, shard: WordShard, device: int) -> _Place:
-        index = target[:, None] - shard.first
-        own = (index >= 0) & (index < device)
-        return cls(torch.where(own, index, torch.zeros_like(index)), own)
-
-
-def _softmax(logits: torch.Tensor, target: torch.Tensor, how: _How) -> tuple[torch.Tensor, torch.Tensor, _Place]:
-    """The loss of each row (n,), and the probabilities (n, V) of this rank's part of the vocabulary. Overwrites the logits."""
-    place = _Place.of(target, how.shard, logits.shape[1])
     if how.shard.size == 1:
         logs = torch.log_softmax(logits, 1)
-        loss = -logs.gather(1, place.index)[:, 0]
+        loss = -logs.gather(1, place)[:, 0]
         if how.smoothing:
             loss = (1 - how.smoothing) * loss - how.smoothing * logs.mean(1)
-        return loss, logs.exp_(), place
+        return loss, logs.exp_()
     # Phase 1: the largest logit of all ranks, so that no exp overflows. A rank may have no part of the vocabulary.
     largest = logits.amax(1) if logits.shape[1] else logits.new_full((len(logits),), float("-inf"))
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=how.shard.group)
     logits -= largest[:, None]
     # Phase 2: the sums of all ranks. Only one has the target's logit.
-    of_target = torch.where(place.own, logits.gather(1, place.index), 0.0)[:, 0] if logits.shape[1] else logits.sum(1)
+    of_target = torch.where(own, logits.gather(1, place), 0.0)[:, 0] if logits.shape[1] else logits.sum(1)
     sums = [of_target, logits.sum(1) if how.smoothing else of_target]
     logits.exp_()
     together = torch.stack([logits.sum(1), *sums])
@@ -288,7 +253,7 @@ def _softmax(logits: torch.Tensor, target: torch.Tensor, how: _How) -> tuple[tor
     loss = total.log() - of_target
     if how.smoothing:
         loss = (1 - how.smoothing) * loss + how.smoothing * (total.log() - of_all / how.shard.words)
-    return loss, logits.div_(total[:, None]), place
+    return loss, logits.div_(total[:, None])
 
 
 def _multiply(a: torch.Tensor, b: torch.Tensor, result: torch.dtype) -> torch.Tensor:
