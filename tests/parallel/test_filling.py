@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
+from echelon.parallel.meta import deferred
 from echelon.parallel.meta import materialize as filling
-from echelon.parallel.meta import tape
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, whole
 from tests.kit.refusals import refusal
@@ -68,12 +68,12 @@ def _divided() -> dict[str, Any]:
         for layout in ("ddp", "fsdp", "zero1", "hsdp", ech.FSDPStrategy(cpu_offload=True)):
             computed: list[int] = []
 
-            def compute(value: Any, *args: Any, real: Any = tape.Value.compute, seen: list[int] = computed) -> torch.Tensor:
+            def compute(value: Any, *args: Any, real: Any = deferred.Value.compute, seen: list[int] = computed) -> torch.Tensor:
                 made = real(value, *args)
                 seen.append(made.nbytes)
                 return made
 
-            with mock.patch.object(tape.Value, "compute", compute):
+            with mock.patch.object(deferred.Value, "compute", compute):
                 unit = Regression(module=_made(5 + dist.get_rank()), layout=layout)
             found[str(layout)] = sum(computed), _values(unit.prepared.unwrapped)
         with ech.on_meta():

@@ -21,8 +21,8 @@ from torch import nn
 import echelon as ech
 from echelon.common.errors import LayoutError
 from echelon.parallel import LAYOUTS
+from echelon.parallel.meta.deferred import Value
 from echelon.parallel.meta.materialize import materialize
-from echelon.parallel.meta.tape import Value
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, whole
 from tests.kit.refusals import refusal, refused

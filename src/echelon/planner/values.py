@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from echelon.parallel.meta.tape import tensors_in
+from echelon.parallel.meta.deferred import tensors_in
 
 __all__ = ["SHAPED_BY_WHOLE", "Values", "changed_by"]
 

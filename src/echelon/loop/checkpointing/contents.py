@@ -26,7 +26,7 @@ from echelon.loop.records.metrics import share_of
 from echelon.loop.records.monitored import Unknown
 from echelon.loop.replicas import check_ranks
 from echelon.loop.unit import TrainedUnit
-from echelon.parallel.meta.tape import tensors_in
+from echelon.parallel.meta.deferred import tensors_in
 from echelon.parallel.shards import is_split
 from echelon.parallel.state.state import states_by_name
 from echelon.world import agree, rng

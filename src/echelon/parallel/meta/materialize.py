@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.common.errors import LayoutError, UsageError
-from echelon.parallel.meta.deferred import recording
-from echelon.parallel.meta.tape import Value, is_meta, leaves, mapped
+from echelon.parallel.meta.deferred import Value, is_meta, leaves, mapped, recording
 from echelon.parallel.shards import local
 from echelon.world import agree
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from echelon.parallel.meta.tape import mapped, tensors_in
+from echelon.parallel.meta.deferred import mapped, tensors_in
 from echelon.world.device import map_tensors
 
 __all__ = ["Absent", "Form", "Needed", "Sources", "Unsendable", "absent_in", "form_of", "in_place_of_absent", "shape_of_batch"]
