@@ -53,7 +53,11 @@ def check_experts(module: nn.Module, ep: int, pp: int = 1) -> None:
         return
     experts = stacked_experts(module)
     if not experts:
-        _refuse_without(module, ep)
+        raise ExpertsError(
+            f"ep must be 1 for {type(module).__name__}, which has no layer of experts that ep can divide, got {ep}. Use "
+            "echelon.nn.MoE(...) for its experts, or give the ranks to dp_shard. Experts of other authors must have parameters "
+            "that are stacks, with one entry for each expert in the first dim, and a forward(tokens, experts, weights)."
+        )
     for name, part in experts.items():
         if (number := count(part)) % ep:
             where = f"{type(module).__name__}{name and '.'}{name}"
@@ -74,20 +78,6 @@ def check_experts(module: nn.Module, ep: int, pp: int = 1) -> None:
                 f"ep must be 1 for {type(module).__name__}, whose {name}, a {type(part).__name__}, cannot be divided: {problem}. "
                 "Use echelon.nn.MoE(...) for its experts, or give the ranks to dp_shard."
             )
-
-
-def _refuse_without(module: nn.Module, ep: int) -> None:
-    named = [name for name, part in module.named_modules() if type(part).__name__.lower().endswith(("experts", "moeblock"))]
-    hint = (
-        f" {named[0]} is a {type(module.get_submodule(named[0])).__name__}, whose parameters are not stacks with one entry for "
-        "each expert in the first dim, or whose forward does not take (tokens, experts, weights)."
-        if named
-        else ""
-    )
-    raise ExpertsError(
-        f"ep must be 1 for {type(module).__name__}, which has no layer of experts that ep can divide, got {ep}.{hint} Use "
-        "echelon.nn.MoE(...) for its experts, or give the ranks to dp_shard."
-    )
 
 
 def distribute_experts(module: nn.Module, ep_mesh: DeviceMesh, ep_data_mesh: DeviceMesh) -> None:

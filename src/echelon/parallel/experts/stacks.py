@@ -157,25 +157,25 @@ class StackedExperts(Experts):
     Args:
         modules: one for each expert, of equal class and shapes; their values are copied.
     Raises:
-        UsageError: they differ in class, names or shapes, or have buffers, or use a parameter twice.
+        UsageError: they have no parameters, have buffers, or use a parameter twice.
     """
 
     _template: tuple[nn.Module]
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__(len(modules))
-        _check_alike(modules)
         first = copy.deepcopy(modules[0])
+        _check(first)
+        stacks, _ = torch.func.stack_module_state(list(modules))  # torch refuses other classes and shapes
         self.each = nn.Module()
-        for name, parameter in modules[0].named_parameters():
-            stacked = torch.stack([module.get_parameter(name).detach() for module in modules])
+        for name, stacked in stacks.items():
             *path, last = name.split(".")
             holder = self.each
             for part in path:
                 if part not in dict(holder.named_children()):
                     holder.add_module(part, nn.Module())
                 holder = holder.get_submodule(part)
-            holder.register_parameter(last, nn.Parameter(stacked, requires_grad=parameter.requires_grad))
+            holder.register_parameter(last, nn.Parameter(stacked, requires_grad=stacked.requires_grad))
         # Not a submodule: its own parameters are unused, and layouts must not change its layers.
         object.__setattr__(self, "_template", (first.to("meta"),))
 
@@ -196,29 +196,17 @@ class StackedExperts(Experts):
         return f"{self.num_experts} x {type(self._template[0]).__name__}"
 
 
-def _check_alike(modules: Sequence[nn.Module]) -> None:
-    shapes: dict[str, Any] = {}
-    for number, module in enumerate(modules):
-        kind = type(module).__name__
-        own_form = {n: (tuple(p.shape), p.dtype, p.requires_grad) for n, p in module.named_parameters()}
-        if number and (type(module) is not type(modules[0]) or own_form != shapes):
-            other = type(modules[0]).__name__
-            differs = next((n for n in {**shapes, **own_form} if shapes.get(n) != own_form.get(n)), "")
-            raise ExpertsError(
-                f"experts must be alike, got a {other} as number 0 and a {kind} as number {number}"
-                + (f", which differ in {differs}: {shapes.get(differs)} and {own_form.get(differs)}." if differs else ".")
-            )
-        shapes = own_form
-        if not own_form:
-            raise ExpertsError(f"an expert must have parameters, got a {kind} without any.")
-        if any(True for _ in module.buffers()):
-            name = next(n for n, _ in module.named_buffers())
-            raise ExpertsError(
-                f"an expert must have no buffers, got a {kind} with {name}: the tokens it sees depend on the number of ranks. "
-                "Use a norm without running statistics."
-            )
-        if len(list(module.named_parameters(remove_duplicate=False))) != len(own_form):
-            raise ExpertsError(f"an expert must not use a parameter under two names, got a {kind} that does.")
+def _check(module: nn.Module) -> None:
+    kind, own = type(module).__name__, dict(module.named_parameters())
+    if not own:
+        raise ExpertsError(f"an expert must have parameters, got a {kind} without any.")
+    if (buffer := next((name for name, _ in module.named_buffers()), None)) is not None:
+        raise ExpertsError(
+            f"an expert must have no buffers, got a {kind} with {buffer}: the tokens it sees depend on the number of ranks. "
+            "Use a norm without running statistics."
+        )
+    if len(list(module.named_parameters(remove_duplicate=False))) != len(own):
+        raise ExpertsError(f"an expert must not use a parameter under two names, got a {kind} that does.")
 
 
 def experts_of(experts: Any, num_experts: int | None) -> Experts:
