@@ -129,18 +129,26 @@ class Pipeline:
             the first micro-batch of each kind that is new on any rank; the number that seeds the RNGs.
         """
         facts = tuple([p.requires_grad for p in self._parameters]), self._flags()
+        signatures: list[Any] = []
+
+        def news() -> list[bool]:
+            signatures[:] = [(*self._of_all, *shape_of_batch(each)) for each in batches]
+            new = [i == 0 or s != signatures[i - 1] for i, s in enumerate(signatures)]
+            return new + [s not in self._learned and signatures.index(s) == i for i, s in enumerate(signatures)]
+
+        flags, number = self._settled(facts, news)
+        begins, unknown = ([i for i, each in enumerate(part) if each] for part in (flags[: len(batches)], flags[len(batches) :]))
+        return signatures, begins, unknown, number
+
+    def _settled(self, facts: tuple[Any, Any], ask: Callable[[], list[bool]]) -> tuple[list[bool], int]:
+        """Compare `facts` on all ranks if they changed on any. Returns the flags that `ask` then gives, each true if it is true
+        on any rank, and the number that seeds the RNGs. Collective.
+        """
         number = self.cut.draws.number()
         while True:
-            signatures = [(*self._of_all, *shape_of_batch(each)) for each in batches]
-            new = [i == 0 or s != signatures[i - 1] for i, s in enumerate(signatures)]
-            first_seen = {s: i for i, s in reversed(list(enumerate(signatures)))}
-            unseen = [s not in self._learned and first_seen[s] == i for i, s in enumerate(signatures)]
-            (changed, *flags_of_all), number = agree.any_ranks_and_number([facts != self._compared, *new, *unseen], number)
+            (changed, *flags), number = agree.any_ranks_and_number([facts != self._compared, *ask()], number)
             if not changed:
-                begins, unknown = (
-                    [i for i, each in enumerate(flags) if each] for flags in (flags_of_all[: len(new)], flags_of_all[len(new) :])
-                )
-                return signatures, begins, unknown, number
+                return flags, number
             self._compare(facts)
 
     def _compare(self, facts: tuple[Any, Any]) -> None:
@@ -356,14 +364,12 @@ class Pipeline:
     def evaluate(self, batch: Any, forward: Callable[[Any], Any]) -> Any:
         """Run `forward(batch)` through the stages and return its value on all ranks. Collective over all ranks of the job."""
         name = getattr(forward, "__qualname__", type(forward).__name__)
-        facts, number = (self._compared[0], self._flags()), self.cut.draws.number()
-        while True:
-            structure = ("evaluate", name, self._of_all[1], shape_of_batch(batch)[0])
-            flags = [facts != self._compared, structure not in self._needs]
-            (changed, is_new), number = agree.any_ranks_and_number(flags, number)
-            if not changed:
-                break
-            self._compare(facts)
+
+        def structure_now() -> Any:
+            return ("evaluate", name, self._of_all[1], shape_of_batch(batch)[0])
+
+        (is_new,), number = self._settled((self._compared[0], self._flags()), lambda: [structure_now() not in self._needs])
+        structure = structure_now()
         if is_new:
             self._needs[structure] = self._studied(lambda: forward(batch)).needs
             while len(self._needs) > _MOST_KINDS:
