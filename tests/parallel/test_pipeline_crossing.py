@@ -240,10 +240,10 @@ REFUSED: list[tuple[type[Base], str]] = [
     (_model("Noted", block=lambda self: Noting("tensor"), after=_by_note), "blocks.0.note"),
     (_model("NotedNumbers", block=lambda self: Noting("number"), after=_by_note), "blocks.0.note"),
     (_model("Listed", block=lambda self: Noting("list"), after=_reads_a_list), "blocks.0.note"),
-    (CountingLate, "counts its passes in epoch, but only in 1 of 2 stages"),
-    (Averaging, "the buffer Averaging.mean"),
+    (CountingLate, "epoch, which lies in no stage, is changed in 1 of 2 stages"),
+    (Averaging, "Averaging.mean, which lies in no stage, is changed by each pass"),
     (_model("PastTorch", between=_writes_past_torch), "past torch"),
-    (_model("Counting", between=_counts_passes), "counts its passes in epoch"),
+    (_model("Counting", between=_counts_passes), "Counting.epoch, which lies in no stage, is changed by each pass"),
 ]
 INTERLEAVED = ("Averaging", "Counting")  # each rank makes two passes; the others are refused under 1f1b
 MODELS = {make.__name__: make for make in [*RIGHT, *(make for make, _ in REFUSED)]}

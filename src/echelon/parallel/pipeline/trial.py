@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -129,18 +130,19 @@ class Trials:
         return sums
 
     def refuse_lost(self, changed: dict[str, list[str]]) -> None:
-        """Refuse changes of buffers that a pipeline would lose.
+        """Refuse changes of buffers and numbers outside of the units that a pipeline would lose.
 
         Args:
-            changed: by name of a buffer, the results of `changed` of the stages that changed it.
+            changed: by name, what the stages that changed it made of it.
         Raises:
-            UsageError: a buffer was not changed in the same way by all stages; each has a copy of it.
+            UsageError: not all stages have changed it in the same way; each rank has its own.
         """
-        for name, sums in changed.items():
-            if len(sums) < self._cut.count or len(set(sums)) > 1:
+        for name, made in changed.items():
+            if len(made) < self._cut.count or len(set(made)) > 1:
                 raise PipelineError(
-                    f"the buffer {self._cut.kind}.{name} is changed in {len(sums)} of {self._cut.count} stages, not equally in "
-                    "all: a pipeline would lose the change. Register it in a module that lies in one stage, or freeze it."
+                    f"{self._cut.kind}.{name}, which lies in no stage, is changed in {len(made)} of {self._cut.count} stages, "
+                    "not equally in all: a pipeline would lose the change. Register a buffer in a module that lies in one stage, "
+                    "or freeze it; count passes at the start of forward, or in on_train_step_end."
                 )
 
 
@@ -168,8 +170,8 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 # Later stages run on other ranks and do not see such tensors, so a loss that adds them up would silently omit them. A kept tensor
 # keeps its autograd graph alive, and with it the AccumulateGrad node of each trained parameter in the graph. The check marks
 # these nodes and looks which marks still exist after the pass. Tensors caught by hooks may not outlive the pass, as in a list of
-# the function that calls the module. So hooks get the outputs plus a zero made for this purpose. Nothing else uses these sums,
-# and the node of the zero is checked when the stage ends, before the pass ends.
+# the function that calls the module. So hooks get views of the outputs, made for this purpose. Nothing else uses these, and their
+# nodes are checked when the stage ends, before the pass ends.
 
 _MARK = "echelon"
 
@@ -182,8 +184,8 @@ class Escapes:
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self._units = list(units)
-        self._marked: dict[str, list[torch.Tensor]] = {}
-        self._shown: dict[str, list[torch.Tensor]] = {}
+        self._marked: dict[str, list[_Ref]] = {}
+        self._shown: dict[str, list[_Ref]] = {}
         self._caught: list[str] = []
 
     @contextmanager
@@ -214,15 +216,13 @@ class Escapes:
     def _mark(self, unit: Unit, nodes: list[Node]) -> None:
         self._marked[unit.name] = []
         for parameter in unit.module.parameters():
-            if not parameter.requires_grad or _is_marked(parameter):
+            if not parameter.requires_grad or _MARK in get_gradient_edge(parameter).node.metadata:
                 continue
-            _metadata(parameter)[_MARK] = True
-            if _is_marked(parameter):  # the node is held without a graph, as for a hook: it proves nothing
-                _metadata(parameter).pop(_MARK, None)  # already gone if another thread, such as a sampler, held the node
+            if _marked(get_gradient_edge(parameter).node)() is not None:  # held without a graph, as for a hook: it proves nothing
+                get_gradient_edge(parameter).node.metadata.pop(_MARK, None)
                 continue
             nodes.append(get_gradient_edge(parameter).node)
-            _metadata(parameter)[_MARK] = True
-            self._marked[unit.name].append(parameter)
+            self._marked[unit.name].append(_marked(nodes[-1]))
 
     def found(self) -> list[str]:
         """The names of the units whose tensors are kept. Call it after the pass's own outputs are released."""
@@ -265,24 +265,30 @@ class KeptByUnits:
 
 
 class _Shown:
-    """Gives a module's hooks the outputs plus a zero, in place of the outputs."""
+    """Gives a module's hooks views of the outputs, in place of the outputs."""
 
-    def __init__(self, zeros: list[torch.Tensor]) -> None:
-        self._zeros = zeros
-        self._calls: list[tuple[Any, Any, torch.Tensor]] = []
+    def __init__(self, marks: list[_Ref]) -> None:
+        self._marks = marks
+        self._calls: list[tuple[Any, Any, list[_Ref]]] = []
 
     def instead(self, module: nn.Module, args: Any, outputs: Any) -> Any:
-        zero = torch.zeros((), requires_grad=True)
-        shown = pytree.tree_map_only(torch.Tensor, lambda t: t + zero if _is_tracked(t) else t, outputs)
-        _metadata(zero)[_MARK] = True  # the sums hold the node
-        self._calls.append((outputs, shown, zero))
+        marks: list[_Ref] = []
+
+        def view(t: torch.Tensor) -> torch.Tensor:
+            made = t if hasattr(t, "to_local") else t.view_as(t)
+            if made is not t and made.grad_fn is not None:
+                marks.append(_marked(made.grad_fn))
+            return made
+
+        shown = pytree.tree_map_only(torch.Tensor, view, outputs)
+        self._calls.append((outputs, shown, marks))
         return shown
 
     def again(self, module: nn.Module, args: Any, outputs: Any) -> Any:
-        own, shown, zero = self._calls.pop()
-        if outputs is not shown or not same(pytree.tree_leaves(own), pytree.tree_leaves(shown)):
+        own, shown, marks = self._calls.pop()
+        if outputs is not shown:
             return None  # a hook has changed the outputs: the pass goes on with the changed ones
-        self._zeros.append(zero)
+        self._marks += marks
         return own
 
 
@@ -290,15 +296,24 @@ def _is_foreign(hook: Any) -> bool:
     return not str(getattr(hook, "__module__", "")).startswith(("torch.", "echelon."))
 
 
-def _is_tracked(t: torch.Tensor) -> bool:
-    return t.requires_grad and not hasattr(t, "to_local")
+class _Mark:
+    """Exists as long as the node in whose metadata it is."""
 
 
-def _kept(marked: dict[str, list[torch.Tensor]]) -> list[str]:
-    """The names with a tensor whose mark still exists."""
+_Ref = weakref.ref[_Mark]
+
+
+def _marked(node: Node) -> _Ref:
+    """Put a mark into a node. The metadata end with the node, which lives as long as a graph or a reference holds it."""
+    node.metadata[_MARK] = mark = _Mark()
+    return weakref.ref(mark)
+
+
+def _kept(marked: dict[str, list[_Ref]]) -> list[str]:
+    """The names with a mark that still exists."""
 
     def alive() -> list[str]:
-        return [name for name, tensors in marked.items() if any(_is_marked(t) for t in tensors)]
+        return [name for name, marks in marked.items() if any(mark() is not None for mark in marks)]
 
     for pause_s in _PAUSES_S:
         if not alive():
@@ -306,12 +321,3 @@ def _kept(marked: dict[str, list[torch.Tensor]]) -> list[str]:
         time.sleep(pause_s)
         gc.collect()  # tensors held only by reference cycles do not count as kept
     return alive()
-
-
-def _is_marked(parameter: torch.Tensor) -> bool:
-    return _MARK in _metadata(parameter)
-
-
-def _metadata(parameter: torch.Tensor) -> Any:
-    """The metadata of the parameter's AccumulateGrad node. torch makes a new node unless a graph or a reference holds it."""
-    return get_gradient_edge(parameter).node.metadata

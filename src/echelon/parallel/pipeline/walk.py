@@ -122,7 +122,6 @@ class Walk:
         stage_report: dict[str, Any] = {}
         changed: dict[str, list[str]] = {}
         aliases: list[list[str]] = []
-        counted: dict[str, int] = {}
         for stage in range(self.cut.count):
             received: dict[str, Any] = {}
             have: set[str] = set()
@@ -142,14 +141,7 @@ class Walk:
             aliases += stage_report["aliases"]
             for name, sum_of in stage_report["changed"].items():
                 changed.setdefault(name, []).append(sum_of)
-            for name in stage_report["counted"]:
-                counted[name] = counted.get(name, 0) + 1
         self._trials.refuse_lost(changed)
-        if lost := [name for name, stages in counted.items() if stages < self.cut.count]:
-            raise PipelineError(
-                f"{self.cut.kind} counts its passes in {lost[0]}, but only in {counted[lost[0]]} of {self.cut.count} stages: the "
-                "other ranks would continue with another number. Count at the start of forward, or in on_train_step_end."
-            )
         self._refuse_written(needs, aliases)
         result = Form.from_json(stage_report["result"])
         if share:
@@ -189,18 +181,13 @@ class Walk:
                 value = compute(self.cut, run, act)
             report = self._report(run, value) | {"kept": kept.found()}
             counts.append(self._trials.counts())
+            # Numbers that each pass changes, outside of the units.
+            counted = [name for name, value in counts[2].items() if len({each.get(name) for each in counts} | {value}) > 2]
+            report["changed"] |= dict.fromkeys(counted, "")
             if len(self.cut.own) > 1 and report["changed"]:
-                self._refuse_accumulated(report["changed"], lambda: compute(self.cut, Run(stage, received, forms), act))
+                self._refuse_accumulated(counted, report["changed"], lambda: compute(self.cut, Run(stage, received, forms), act))
         except Needed as needed:
             return {"more": sorted(needed.sources.calls)}
-        counted = [name for name, value in counts[2].items() if len({each.get(name) for each in counts} | {value}) > 2]
-        if counted and len(self.cut.own) > 1:
-            raise PipelineError(
-                f"{self.cut.kind} counts its passes in {counted[0]}, outside of its units, and a rank with {len(self.cut.own)} "
-                "stages makes as many passes with each batch. Use a schedule with one stage per rank, such as '1f1b', or "
-                "count in on_train_step_end."
-            )
-        report["counted"] = counted
         if unseen:
             raise PipelineError(
                 f"{self.cut.kind} writes into an output of {unseen[0].rpartition(':')[0]} past torch, by .data or numpy, which a "
@@ -214,16 +201,17 @@ class Walk:
             )
         return report
 
-    def _refuse_accumulated(self, changed: dict[str, str], go_through: Callable[[], Any]) -> None:
-        """Refuse buffers outside of the units that change again with every pass."""
+    def _refuse_accumulated(self, counted: list[str], changed: dict[str, str], go_through: Callable[[], Any]) -> None:
+        """Refuse numbers and buffers outside of the units that change again with every pass."""
         states = rng.states()
         go_through()
         rng.put_back(states)
-        if names := [name for name, value in self._trials.changed().items() if changed.get(name) != value]:
+        again = self._trials.changed()
+        if names := counted or [name for name, value in again.items() if changed.get(name) != value]:
             raise PipelineError(
-                f"the buffer {self.cut.kind}.{names[0]}, which lies in no stage, is changed by each pass, and a rank with "
+                f"{self.cut.kind}.{names[0]}, which lies in no stage, is changed by each pass, and a rank with "
                 f"{len(self.cut.own)} stages makes as many passes with each batch. Use a schedule with one stage per rank, such "
-                "as '1f1b', or register the buffer in a module that lies in one stage."
+                "as '1f1b'; or register a buffer in a module that lies in one stage, and count in on_train_step_end."
             )
 
     def _refuse_kept(self, stage: int, escapes: Escapes) -> None:
@@ -251,7 +239,7 @@ class Walk:
 
     def _report(self, run: Run, value: Any, *, share: bool = False) -> dict[str, Any]:
         facts: dict[str, Any] = {"here": True, "forms": {}, "result": None, "changed": self._trials.changed()}
-        facts |= {"kept": [], "counted": [], "aliases": run.aliases(), "wrote": sorted(run.wrote)}
+        facts |= {"kept": [], "aliases": run.aliases(), "wrote": sorted(run.wrote)}
         for call in run.gave:
             try:
                 form, tensors = form_of(run.to_send(call))
