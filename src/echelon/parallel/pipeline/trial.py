@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from echelon.common.errors import PipelineError
@@ -191,7 +191,7 @@ class Escapes:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Context of the pass. It marks a unit's parameters when the unit is called: sharded parameters are gathered then."""
-        nodes: list[Node] = []  # held during the pass, so that its graph has the marked nodes
+        nodes: list[Any] = []  # held during the pass, so that its graph has the marked nodes
         with ExitStack() as stack:
             for unit in self._units:
                 hook = unit.module.register_forward_pre_hook(lambda module, args, unit=unit: self._begin(unit, nodes, stack))
@@ -202,7 +202,7 @@ class Escapes:
         """Look for tensors caught by hooks, before the frames of the pass end and release their variables."""
         self._caught = _kept(self._shown)
 
-    def _begin(self, unit: Unit, nodes: list[Node], stack: ExitStack) -> None:
+    def _begin(self, unit: Unit, nodes: list[Any], stack: ExitStack) -> None:
         if unit.name in self._marked or not torch.is_grad_enabled():
             return
         self._mark(unit, nodes)
@@ -213,15 +213,15 @@ class Escapes:
                 stack.callback(part.register_forward_hook(show.instead, prepend=True).remove)
                 stack.callback(part.register_forward_hook(show.again).remove)
 
-    def _mark(self, unit: Unit, nodes: list[Node]) -> None:
+    def _mark(self, unit: Unit, nodes: list[Any]) -> None:
         self._marked[unit.name] = []
         for parameter in unit.module.parameters():
-            if not parameter.requires_grad or _MARK in get_gradient_edge(parameter).node.metadata:
+            if not parameter.requires_grad or _MARK in _node(parameter).metadata:
                 continue
-            if _marked(get_gradient_edge(parameter).node)() is not None:  # held without a graph, as for a hook: it proves nothing
-                get_gradient_edge(parameter).node.metadata.pop(_MARK, None)
+            if _marked(_node(parameter))() is not None:  # it is held without a graph, as for a hook: it proves nothing
+                _node(parameter).metadata.pop(_MARK, None)
                 continue
-            nodes.append(get_gradient_edge(parameter).node)
+            nodes.append(_node(parameter))
             self._marked[unit.name].append(_marked(nodes[-1]))
 
     def found(self) -> list[str]:
@@ -303,7 +303,12 @@ class _Mark:
 _Ref = weakref.ref[_Mark]
 
 
-def _marked(node: Node) -> _Ref:
+def _node(parameter: torch.Tensor) -> Any:
+    """The parameter's AccumulateGrad node. torch makes a new one unless a graph or a reference holds it."""
+    return get_gradient_edge(parameter).node
+
+
+def _marked(node: Any) -> _Ref:
     """Put a mark into a node. The metadata end with the node, which lives as long as a graph or a reference holds it."""
     node.metadata[_MARK] = mark = _Mark()
     return weakref.ref(mark)
