@@ -181,6 +181,18 @@ class _HasBuffers(torch.nn.Module):
         self.register_buffer("unknown", torch.empty(8, dtype=torch.int64, device="meta"))
 
 
+def test_small_buffers_keep_their_values() -> None:
+    """C++ looks whether the window of an inverse transform overlaps, without an operator."""
+    with pretended_world(2) as mode:
+        layer = torch.nn.Linear(2, 2)
+        layer.register_buffer("window", torch.hann_window(64))
+        without_values(layer, mode)
+        torch.nn.parallel.DistributedDataParallel(layer)  # broadcasts the buffers with the parameters
+        with mode:
+            waves = torch.stft(torch.randn(2, 640), 64, 16, window=layer.window, return_complex=True)
+            assert torch.istft(waves, 64, 16, window=layer.window, length=640).shape == (2, 640) and mode.read == 0
+
+
 def test_buffers_of_whole_numbers_keep_their_values() -> None:
     with pretended_world(2) as mode:
         module = _HasBuffers()

@@ -83,6 +83,7 @@ def pretended_world(size: int, rank: int = 0, shapes: Mapping[str, int] | None =
             agree.alone(),
             mock.patch.object(dist, "Reducer", lambda *args: _Reducer(mode, *args)),
             mock.patch.object(dist, "Logger", mock.MagicMock()),
+            mock.patch.object(dist, "_broadcast_coalesced", functools.partial(_broadcast, mode)),
             mock.patch.object(nn.Module, "_apply", _apply),
             mock.patch.object(FakeTensor, "numpy", lambda tensor, **_: mode.ones_of(tensor)),
             mock.patch.object(FakeTensor, "__format__", _formatted),
@@ -97,9 +98,18 @@ def pretended_world(size: int, rank: int = 0, shapes: Mapping[str, int] | None =
         dist.destroy_process_group()
 
 
+_real_broadcast = dist._broadcast_coalesced
+
+
+def _broadcast(mode: NoMemory, group: Any, tensors: Sequence[torch.Tensor], *args: Any) -> None:
+    """Other ranks have the same values, but torch flattens tensors with known and unknown ones together."""
+    with mode.values.unchanged(tensors):
+        _real_broadcast(group, tensors, *args)
+
+
 def without_values(module: nn.Module, mode: NoMemory) -> None:
     """Replace the module's parameters and buffers, also those on the meta device, by tensors without memory. In place. Integer
-    tensors that have values keep them.
+    tensors and small buffers that have values keep them.
     """
     made: dict[int, torch.Tensor] = {}
 

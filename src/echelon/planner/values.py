@@ -12,7 +12,7 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -81,8 +81,10 @@ class Values:
         return None if value is None or value.untyped_storage() in self._lost else value
 
     def take(self, tensor: torch.Tensor, real: torch.Tensor | None) -> None:
-        """Set the values of a tensor without memory; None makes them unknown."""
+        """Set the values of a tensor without memory; None makes them unknown. Those of a few floats, such as a window, are known."""
         value = self.of(real) if real is not None else None
+        if value is None and type(real) is torch.Tensor and not self._is_fake(real) and real.numel() <= _MOST_NEW:
+            value = real
         if value is not None:
             setattr(tensor, _KNOWN, value)
         elif hasattr(tensor, _KNOWN):
@@ -133,6 +135,15 @@ class Values:
                 self._lose(changed_by(op, args, kwargs))
             for tensor in tensors_in(made):  # forget values from a step inside the operator, such as `empty`
                 self.take(tensor, None)
+
+    @contextlib.contextmanager
+    def unchanged(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Context in which the tensors are written with the values that they have."""
+        known = [(tensor, value) for tensor in tensors if (value := self.of(tensor)) is not None]
+        yield
+        for tensor, value in known:
+            self._lost.discard(value.untyped_storage())
+            setattr(tensor, _KNOWN, value)
 
     def keep(self, made: Any, values: Any) -> None:
         for tensor, value in zip(tree_leaves(made), tree_leaves(values), strict=True):
