@@ -81,7 +81,7 @@ class Values:
         return None if value is None or value.untyped_storage() in self._lost else value
 
     def take(self, tensor: torch.Tensor, real: torch.Tensor | None) -> None:
-        """Set the values of a tensor without memory; None makes them unknown. Those of a few floats, such as a window, are known."""
+        """Set the values of a tensor without memory; None makes them unknown. A few floats, such as a window, are known."""
         value = self.of(real) if real is not None else None
         if value is None and type(real) is torch.Tensor and not self._is_fake(real) and real.numel() <= _MOST_NEW:
             value = real
