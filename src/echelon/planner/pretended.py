@@ -104,7 +104,7 @@ _real_broadcast = dist._broadcast_coalesced
 def _broadcast(mode: NoMemory, group: Any, tensors: Sequence[torch.Tensor], *args: Any) -> None:
     """Other ranks have the same values, but torch flattens tensors with known and unknown ones together."""
     with mode.values.unchanged(tensors):
-        _real_broadcast(group, tensors, *args)
+        _real_broadcast(group, list(tensors), *args)
 
 
 def without_values(module: nn.Module, mode: NoMemory) -> None:
