@@ -65,13 +65,13 @@ REASONS = {
     ),
     STEPS: (
         "BitEqual.begin ContextParallel._check_weight ContextParallel.check_parts Partition._after Pipeline._outputs "
-        "Pipeline._told Pipeline.evaluate RollBack._go_back RollBack.on_train_step_end Run._agree_on_agreeing Run._leaves "
+        "Pipeline._told RollBack._go_back RollBack.on_train_step_end Run._agree_on_agreeing Run._leaves "
         "RunFolder.take SameGradients.__init__ Timetable.affords_one Timetable.is_due Update.estimate "
         "WorkerPrepared.after_step _averages _can_compare check_same_loss check_separate check_tracked "
         "look_at_first_update.look number warn_of_same_samples"
     ),
     TOLD: (
-        "Logged.end_phase Partition._take Partition.refresh Pipeline._agreed Run._settle_doubts SameTrained.begin_epoch "
+        "Logged.end_phase Partition._take Partition.refresh Pipeline._settled Run._settle_doubts SameTrained.begin_epoch "
         "Run.once SameTrained.compare _Reduction.wait _refuse_other_models on_end on_lengths on_limits"
     ),
     "test_a_checkpoint_that_one_rank_sees_otherwise_is_told_to_all": "check kept_global_batch",
