@@ -225,17 +225,13 @@ class ContextParallel(Batches):
 
     def _check_weight(self, part: float, whole: float) -> None:
         weights = agree.gather(part, self.parts.group)
-        if any(agree.gather(wrong := abs(sum(weights) - whole) > 1e-6 * abs(whole))):
-            if not wrong:
-                raise ContextParallelError(
-                    "on another rank, weight() gives another sum for the parts of a sequence than for the whole; see its log."
-                )
-            raise ContextParallelError(
-                f"weight() of the {len(weights)} parts of a sequence must add up to weight() of the whole, {whole:g}, "
-                f"got {' + '.join(f'{weight:g}' for weight in weights)}. Count a part's tokens, for a causal language model by "
-                "echelon.count_tokens(data, next_token=True), since labels are shifted before a sequence is cut; to count rows, "
-                "leave weight() to AutoUnit, or multiply by self.prepared.batches.share."
-            )
+        problem = (
+            f"weight() of the {len(weights)} parts of a sequence must add up to weight() of the whole, {whole:g}, "
+            f"got {' + '.join(f'{weight:g}' for weight in weights)}. Count a part's tokens, for a causal language model by "
+            "echelon.count_tokens(data, next_token=True), since labels are shifted before a sequence is cut; to count rows, "
+            "leave weight() to AutoUnit, or multiply by self.prepared.batches.share."
+        )
+        agree.raise_on_all(problem if abs(sum(weights) - whole) > 1e-6 * abs(whole) else None, ContextParallelError)
 
     def whole_of(self, outputs: Any) -> Any:
         """Outputs for the latest batch, from those for its parts: tensors with the sequence in dim 1 are gathered. Collective."""

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from echelon.common.errors import ContextParallelError, UsageError
@@ -107,17 +106,8 @@ class KeptOutputs:
         return map_tensors(self._outputs.popleft(), cut)
 
 
-@dataclass(frozen=True)
-class _Told:
-    """One rank's result for one piece of the batch: two losses with their weights, or none."""
-
-    group: int  # the first rank of the sequence's group
-    may: float
-    failed: bool
-    refused: bool
-    draws: bool
-    whole: tuple[float, float] | None = None
-    part: tuple[float, float] | None = None
+# A loss and its weight; None if it is not one number.
+_Loss = tuple[float, float] | None
 
 
 def check_losses(parts: SequenceParts, losses: Losses, batch: Any, dims: Mapping[str, int], length: int) -> None:
@@ -164,46 +154,41 @@ def _pieces(batch: Any, dims: Mapping[str, int], length: int, short: int) -> lis
 
 
 def _can_compare(parts: SequenceParts, losses: Losses, piece: Any, level: int) -> bool:
-    """Compare one piece; False if the code cannot be called with it."""
-    losses_here, error = _computed(parts, losses, piece, level)
-    losses_of_all = [_Told(*each) for each in agree.gather(list(vars(losses_here).values()))]
-    if isinstance(error, UsageError):
-        raise error
-    if refusing := [rank for rank, each in enumerate(losses_of_all) if each.refused]:
-        raise ContextParallelError(f"context parallelism: rank {refusing[0]} refused the first batch; its log says why.")
-    if any(each.failed for each in losses_of_all):
+    """Compare one piece; False if the code cannot be called with it. Collective over all ranks."""
+    error: Exception | None = None
+    may, draws, whole, part = 0.0, False, None, None
+    try:
+        may, draws, whole, part = _computed(losses, piece, level)
+    except Exception as raised:
+        error = raised
+    refusal = error if isinstance(error, UsageError) and level != _OUTPUTS else None
+    agree.fail_together(refusal, "context parallelism, in the first batch,")
+    failed, differs = agree.any_ranks([error is not None, draws])
+    if failed:
         return level != AS_IS  # with noise the code may reject the values
-    if any(each.draws for each in losses_of_all):
+    if differs:
         return True  # the losses use different random numbers and cannot be compared
-    for group in sorted({each.group for each in losses_of_all}):
-        _check_group([each for each in losses_of_all if each.group == group])
+    mays, wholes, part_losses = zip(*agree.gather([may, whole, part], parts.group), strict=True)
+    agree.raise_on_all(_difference(wholes[0], part_losses, max(mays)), ContextParallelError)
     return True
 
 
-def _computed(parts: SequenceParts, losses: Losses, piece: Any, level: int) -> tuple[_Told, Exception | None]:
-    may, group = _TOLERANCE.get(min(dtype.itemsize for dtype in losses.dtypes), _COARSE), _first_rank(parts)
-    keep = level == _OUTPUTS
-    try:
-        with undisturbed(losses.module), torch.no_grad(), perturbed(losses.module, AS_IS if keep else level):
-            before = rng.states()
-            loss, weight = losses.whole(piece, keep=keep)
-            whole = _numbers(loss, weight)
-            if keep and whole is not None:
-                may = _TOLERANCE.get(loss.dtype.itemsize, _ROUNDED)
-            draws = not _are_same(before, rng.states())
-            part = _numbers(*losses.part(piece))
-    except Exception as error:
-        return _Told(group, may, True, isinstance(error, UsageError) and not keep, False), None if keep else error
-    return _Told(group, may, False, False, draws, whole, part), None
+def _computed(losses: Losses, piece: Any, level: int) -> tuple[float, bool, _Loss, _Loss]:
+    """The tolerance, whether the code draws random numbers, and the losses of the whole piece and of this rank's part."""
+    may, keep = _TOLERANCE.get(min(dtype.itemsize for dtype in losses.dtypes), _COARSE), level == _OUTPUTS
+    with undisturbed(losses.module), torch.no_grad(), perturbed(losses.module, AS_IS if keep else level):
+        before = rng.states()
+        loss, weight = losses.whole(piece, keep=keep)
+        whole = _numbers(loss, weight)
+        if keep and whole is not None:
+            may = _TOLERANCE.get(loss.dtype.itemsize, _ROUNDED)
+        draws = not _are_same(before, rng.states())
+        return may, draws, whole, _numbers(*losses.part(piece))
 
 
-def _numbers(loss: Any, weight: float) -> tuple[float, float] | None:
+def _numbers(loss: Any, weight: float) -> _Loss:
     is_one = isinstance(loss, torch.Tensor) and loss.numel() == 1 and math.isfinite(weight)
     return (float(loss), weight) if is_one else None
-
-
-def _first_rank(parts: SequenceParts) -> int:
-    return dist.get_process_group_ranks(parts.group)[0] if dist.is_initialized() else 0
 
 
 def _are_same(a: Any, b: Any) -> bool:
@@ -216,26 +201,22 @@ def _are_same(a: Any, b: Any) -> bool:
     return bool(np.array_equal(a, b))
 
 
-def _check_group(group: list[_Told]) -> None:
-    """Compare the results of the ranks that share a sequence.
-
-    Args:
-        group: one result for each of these ranks.
-    """
-    whole, part_losses = group[0].whole, [each.part for each in group if each.part is not None]
-    if whole is None or len(part_losses) < len(group):
-        return
-    (loss, weight), counted = whole, [(one, of) for one, of in part_losses if of]
+def _difference(whole: _Loss, part_losses: Sequence[_Loss], may: float) -> str | None:
+    """How the losses of the parts of a sequence differ from that of the whole; None if they do not."""
+    parts = [each for each in part_losses if each is not None]
+    if whole is None or len(parts) < len(part_losses):
+        return None
+    (loss, weight), counted = whole, [(one, of) for one, of in parts if of]
     total = sum(of for _, of in counted)
     if not weight or not total or not math.isfinite(loss):  # a part alone may be nan (0 / 0); that is a difference
-        return
+        return None
     mean = sum(one * of for one, of in counted) / weight
     size = max(abs(loss), sum(abs(one) * of for one, of in counted) / weight)
-    if abs(mean - loss) <= max(each.may for each in group) * size:
-        return
+    if abs(mean - loss) <= may * size:
+        return None
     shares = " + ".join(f"{of / weight:.3g} x {one:.6g}" for one, of in counted)
-    raise ContextParallelError(
-        f"context parallelism over {len(group)} ranks would change the loss: compute_loss gives {loss:.6g} for whole sequences "
+    return (
+        f"context parallelism over {len(parts)} ranks would change the loss: compute_loss gives {loss:.6g} for whole sequences "
         f"of the first batch, and {mean:.6g} for their parts, {shares}, each times its share of the weight. It must be a mean "
         "over tokens, of each by itself, and weight() must count the tokens of this mean: by default it counts rows, times the "
         f"share of their labels that are not {IGNORED}. {_REMEDY}"

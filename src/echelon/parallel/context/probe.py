@@ -68,35 +68,31 @@ def probe(
             own_difference = _compared(parts, forward, module, whole, short, pads=pads)
         except Exception as raised:
             error = raised
-        answers = agree.gather([own_difference, error is not None, isinstance(error, UsageError)])
-        if differences := [each for each, _, _ in answers if each is not None]:
+        where = f"{kind}, called on whole sequences,"
+        agree.fail_together(error if isinstance(error, UsageError) else None, where)
+        if differences := [each for each in agree.gather(own_difference) if each is not None]:
             _, name, side, difference = min(differences)
             raise _differs(module, kind, name, side, difference, parts.size) from error
-        if not any(failed for _, failed, _ in answers):
+        if not agree.any_rank(error is not None):
             return
-        if isinstance(error, UsageError):
-            raise error
-        # A model that accepts only the full length may fail at the shorter one.
-        if not any(refused for *_, refused in answers) and short == shortest:
+        if short == shortest:  # a model that accepts only the full length may fail at the shorter one
             continue
-        raise _could_not(module, kind, short, error, [rank for rank, (_, failed, _) in enumerate(answers) if failed]) from error
+        agree.fail_together(None if error is None else _could_not(module, kind, short, error), where)
 
 
-def _could_not(module: nn.Module, kind: str, short: int, error: Exception | None, ranks: list[int]) -> Exception:
-    if error is None:
-        return ContextParallelError(
-            f"context parallelism: {kind} could not be compared with itself on whole sequences because of an error on rank "
-            f"{ranks[0]}; see its log."
-        )
+def _could_not(module: nn.Module, kind: str, short: int, error: Exception) -> Exception:
     if any(each in str(error) for each in SHAPES):
         return error  # the dim that was cut may not be a sequence: `active` explains the error
-    if (message := meaning(module, str(error))) is not None:
-        return ContextParallelError(f"{message} torch says: {error}")
-    return ContextParallelError(
+    message = meaning(module, str(error))
+    made = ContextParallelError(
         f"context parallelism: {kind} could not be called on whole sequences of {short} tokens, to "
         f"compare with their parts: {type(error).__name__}: {error}. Switch the comparison off if it cannot work: "
         "Layout(check_context=False)."
+        if message is None
+        else f"{message} torch says: {error}"
     )
+    made.__cause__ = error
+    return made
 
 
 def _compared(parts: SequenceParts, forward: Any, module: nn.Module, whole: Any, short: int, *, pads: bool) -> list[Any] | None:
