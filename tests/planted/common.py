@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F  # noqa: F401
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel  # noqa: F401
+from torch.utils.data import DataLoader, TensorDataset  # noqa: F401
 
 import echelon as ech
 

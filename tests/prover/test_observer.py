@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-import echelon
 from echelon import Callback, fit, train  # bound before anybody looks on
 from echelon.common.errors import LaunchError
 from echelon.contracts.overrides import Overrides, impose
 from echelon.launcher.functions.launch import launch, spawn
 from echelon.loop.reporting.reporting import observing
 from echelon.loop.unit import EvalUnit, TrainUnit
-from echelon.prover.workarounds import noting_seeds, without_autocast
+from echelon.prover.workarounds import without_autocast
 from tests.kit.refusals import refused
 
 
@@ -47,12 +46,6 @@ def test_calls_by_a_name_that_was_imported_before_are_seen() -> None:
     assert (mine.steps, added.steps) == (2, 3)
 
 
-def test_no_module_is_changed_while_somebody_looks_on() -> None:
-    before = echelon.train, echelon.fit, echelon.loop.run.train, echelon.launch
-    with observing(lambda unit, dataloader, callbacks: callbacks):
-        assert (echelon.train, echelon.fit, echelon.loop.run.train, echelon.launch) == before
-
-
 def test_what_an_observer_raises_ends_the_call_and_the_looking_on() -> None:
     class Enough(BaseException): ...
 
@@ -74,14 +67,6 @@ def test_ranks_are_not_started_where_prove_starts_them(start: Any) -> None:
             start(print)
     finally:
         impose(None)
-
-
-def test_prove_notes_seeds_only_while_it_runs_a_script() -> None:
-    seeded: set[str] = set()
-    before = torch.manual_seed
-    with noting_seeds(seeded):
-        torch.manual_seed(1)
-    assert seeded == {"torch"} and torch.manual_seed is before
 
 
 def test_autocast_still_needs_a_replacement_to_stay_off() -> None:

@@ -18,8 +18,6 @@ from echelon.prover.matrix import matrix
 from echelon.prover.prove import prove_target
 from tests.kit.language import LENGTH, WORDS, Language, Unit
 
-PLANTED = Path(__file__).parents[1] / "planted"
-
 
 def _unit() -> Unit:
     return _of(partial(Language, 4))
@@ -157,28 +155,3 @@ def _numbers() -> ech.Loader:
 def test_ranks_that_share_a_layer_may_train_on_the_same_samples_in_a_step_of_ones_own() -> None:
     proof = ech.prove(_OwnStep, _numbers, layouts=["tp"], ranks=[2], accumulation=[1], updates=2, sgd=False, float64=True)
     assert [(r.label, r.verdict) for r in proof.results] == [("tp", "agrees")], proof.results
-
-
-ATTENTION = """
-class Sequence(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.begin = nn.Linear(1, 8)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 8, dropout=0.2, batch_first=True) for _ in range(2))
-        self.end = nn.Linear(8, 1)
-    def forward(self, x):
-        x = self.begin(x.unsqueeze(2))
-        for block in self.blocks:
-            x = block(x)
-        return self.end(nn.functional.dropout(x, 0.1, self.training).mean(1))
-torch.manual_seed(1)
-ech.train(Auto(module=Sequence(), layout="ddp"), loader(), max_epochs=3)
-"""
-
-
-@pytest.mark.full
-def test_dropout_within_attention_and_in_functions_does_not_part_a_pipeline_from_one_process(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(f"import sys\nsys.path.insert(0, {str(PLANTED)!r})\nfrom common import *\n{ATTENTION}")
-    rows = matrix(["pp=2"], [2], [1], sgd=False)
-    (row,) = prove_target(Target(script=str(tmp_path / "train.py")), rows, 2, False).results
-    assert row.is_equal, row

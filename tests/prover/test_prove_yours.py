@@ -10,8 +10,7 @@ from echelon.loop.target import Target
 from echelon.prover import show
 from echelon.prover.matrix import YOURS, Row, matrix
 from echelon.prover.prove import Proof, prove_target
-
-PLANTED = Path(__file__).parents[1] / "planted"
+from tests.planted.scripts import script
 
 MISTAKES = {
     "compiled_within_a_budget": "other random numbers in the backward pass",
@@ -21,21 +20,21 @@ MISTAKES = {
 }
 
 
-def _prove(script: str, *args: str, eager: bool = False) -> Proof:
+def _proved(folder: Path, name: str, *args: str, eager: bool = False) -> Proof:
     row = Row(YOURS, 2, yours=True, eager=eager)
-    return prove_target(Target(script=str(PLANTED / f"{script}.py"), args=args), [row], 2, False)
+    return prove_target(Target(script=script(folder, name), args=args), [row], 2, False)
 
 
 @pytest.mark.full(but=("recomputed_with_other_dropout",))
-@pytest.mark.parametrize("script", MISTAKES)
-def test_a_mistake_that_only_the_scripts_own_configuration_has_is_named(script: str) -> None:
-    (row,) = _prove(script).results
-    assert row.verdict == "DIFFERS" and [cause for cause, _ in row.causes] == [MISTAKES[script]], show.details(row)
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_that_only_the_scripts_own_configuration_has_is_named(tmp_path: Path, name: str) -> None:
+    (row,) = _proved(tmp_path, name).results
+    assert row.verdict == "DIFFERS" and [cause for cause, _ in row.causes] == [MISTAKES[name]], show.details(row)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("script", "args", "ran"),
+    ("name", "args", "ran"),
     [
         ("right_compiled", (), "ran compiled,"),
         ("right_compiled", ("bf16",), "ran compiled and in bf16"),
@@ -46,51 +45,23 @@ def test_a_mistake_that_only_the_scripts_own_configuration_has_is_named(script: 
         ("clipping_before_unscaling", ("right",), "ran in fp16"),
     ],
 )
-def test_a_right_script_passes_as_it_runs(script: str, args: tuple[str, ...], ran: str) -> None:
-    proof = _prove(script, *args)
+def test_a_right_script_passes_as_it_runs(tmp_path: Path, name: str, args: tuple[str, ...], ran: str) -> None:
+    proof = _proved(tmp_path, name, *args)
     (row,) = proof.results
     assert proof.holds and any(ran in note for note in proof.notes), [*show.details(row), *proof.notes]
 
 
 @pytest.mark.full
-def test_what_is_drawn_between_two_backward_passes_is_no_mistake() -> None:
-    proof = _prove("two_passes_with_dropout")
+def test_what_is_drawn_between_two_backward_passes_is_no_mistake(tmp_path: Path) -> None:
+    proof = _proved(tmp_path, "two_passes_with_dropout")
     assert proof.holds, show.details(proof.results[0])
 
 
 @pytest.mark.full
-def test_compiled_code_that_no_row_ran_is_said() -> None:
+def test_compiled_code_that_no_row_ran_is_said(tmp_path: Path) -> None:
     """The mask of the backward pass is then the forward pass's, and the row agrees."""
-    proof = _prove("compiled_within_a_budget", eager=True)
+    proof = _proved(tmp_path, "compiled_within_a_budget", eager=True)
     assert proof.holds and any("Compiled code was not tested" in note for note in proof.notes), proof
-
-
-@pytest.mark.full
-def test_the_scripts_own_layout_with_options_is_one_row(tmp_path: Path) -> None:
-    """A row keeps the script's options: it would be the first one again."""
-    (tmp_path / "train.py").write_text(f"""
-import sys
-sys.path.insert(0, {str(PLANTED)!r})
-from common import Auto, ech, loader, model
-ech.train(Auto(module=model(), layout=ech.DDPStrategy(bucket_cap_mb=1)), loader(), max_epochs=1)
-""")
-    rows = matrix(["ddp"], [2], [1], sgd=False, yours=True)
-    proof = prove_target(Target(script=str(tmp_path / "train.py")), rows, 1, False)
-    assert [row.yours for row in proof.results] == [True], [row.label for row in proof.results]
-
-
-@pytest.mark.full
-def test_a_trainers_layout_is_the_scripts_own(tmp_path: Path) -> None:
-    """Its unit was made without one."""
-    (tmp_path / "train.py").write_text(f"""
-import sys
-sys.path.insert(0, {str(PLANTED)!r})
-from common import Auto, ech, loader, model
-ech.Trainer(layout="ddp", max_epochs=1).fit(Auto(module=model()), loader())
-""")
-    rows = matrix(["ddp"], [2], [1], sgd=False, yours=True)[:1]
-    proof = prove_target(Target(script=str(tmp_path / "train.py")), rows, 1, False)
-    assert [(row.label, row.ranks, row.verdict) for row in proof.results] == [("ddp", 2, "agrees")], proof.results
 
 
 def test_the_scripts_own_configuration_comes_first() -> None:

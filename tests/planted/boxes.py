@@ -34,7 +34,3 @@ def detector() -> nn.Module:
 
 def main(unit: type[Any] = Boxes) -> None:
     ech.train(unit(module=detector(), layout="ddp"), ech.Loader(scenes(), 16, collate_fn=list), max_epochs=3)
-
-
-if __name__ == "__main__":
-    main()

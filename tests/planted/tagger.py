@@ -1,0 +1,29 @@
+"""A tagger of rows of words that differ in length, and are padded as they are put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common import ech, nn, torch
+
+V, TAGS = 30, 5
+Row = tuple[torch.Tensor, torch.Tensor]
+
+
+def sentences() -> list[Row]:
+    generator = torch.Generator().manual_seed(1)
+    of_length = lambda: int(torch.randint(3, 20, (1,), generator=generator))  # noqa: E731
+    words = [torch.randint(1, V, (of_length(),), generator=generator) for _ in range(320)]
+    return [(ids, ids % (TAGS - 1) + 1) for ids in words]
+
+
+def collate(rows: list[Row]) -> Row:
+    words, tags = (nn.utils.rnn.pad_sequence(each, batch_first=True) for each in zip(*rows, strict=True))
+    return words, tags
+
+
+def network() -> tuple[nn.Module, Any]:
+    """And its optimizer."""
+    ech.seed(0)
+    model = nn.Sequential(nn.Embedding(V, 24), nn.Linear(24, 24), nn.GELU(), nn.LayerNorm(24), nn.Linear(24, TAGS))
+    return model, torch.optim.Adam(model.parameters(), lr=3e-3)
