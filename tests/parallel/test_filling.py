@@ -22,6 +22,7 @@ from tests.kit.units import Regression
 pytestmark = pytest.mark.standing_ranks
 
 CPU = torch.device("cpu")
+PLAN = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
 
 
 class Various(nn.Module):
@@ -65,7 +66,7 @@ def _divided() -> dict[str, Any]:
     filling.SENT_BYTES = 1
     try:
         found = {}
-        for layout in ("ddp", "fsdp", "zero1", "hsdp", ech.FSDPStrategy(cpu_offload=True)):
+        for layout in ("ddp", "fsdp", "zero1", "zero2", "hsdp", ech.FSDPStrategy(cpu_offload=True), ech.Layout(tp=2, plan=PLAN)):
             computed: list[int] = []
 
             def compute(value: Any, *args: Any, real: Any = deferred.Value.compute, seen: list[int] = computed) -> torch.Tensor:
@@ -76,6 +77,8 @@ def _divided() -> dict[str, Any]:
             with mock.patch.object(deferred.Value, "compute", compute):
                 unit = Regression(module=_made(5 + dist.get_rank()), layout=layout)
             found[str(layout)] = sum(computed), _values(unit.prepared.unwrapped)
+            assert unit.prepared.unwrapped.last.weight is unit.prepared.unwrapped.again.weight
+            ech.train(unit, [batch(4, unit.prepared.data.rank, torch.float32)] * 2, max_epochs=1)
         with ech.on_meta():
             broken = nn.Linear(3, 3)
             broken.weight = nn.Parameter(torch.empty(3, 3))
@@ -102,7 +105,7 @@ def test_each_value_is_computed_by_one_rank(ranks: Ranks) -> None:
 
 def _on_device() -> dict[str, Any]:
     found = {}
-    for layout in ("none", "ddp", "fsdp", ech.Layout(tp=-1, plan={"blocks.*.0": "colwise", "blocks.*.2": "rowwise"})):
+    for layout in ("none", "ddp", "fsdp", ech.Layout(tp=-1, plan=PLAN)):
         seed = 5 if layout == "none" else 5 + dist.get_rank()
         unit = Regression(module=_made(seed, on_device=True), layout=layout)
         found[str(layout)[:6]] = _values(unit.prepared.unwrapped)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from echelon.common.errors import UsageError
 from echelon.parallel.gradients.clip import clip_by_norm_, clip_by_value_, pass_zeros, scale_
+from echelon.parallel.gradients.unreduced_params import after_backward
 from echelon.world.mesh import ParallelDims
 from tests.conftest import Ranks
 
@@ -136,3 +138,18 @@ def test_where_a_device_says_so_means_over_nothing_pass_zeros() -> None:
     assert torch.equal(gradient(torch.zeros(6, dtype=torch.float64), True), torch.zeros(1, 4, dtype=torch.float64))
     counted = torch.tensor([1.0, 0, 1, 1, 0, 1], dtype=torch.float64)
     assert bool(gradient(counted, False).abs().min() > 0)
+
+
+def test_what_is_to_run_after_a_backward_pass_runs_once_with_all_gradients_in_the_callers_thread() -> None:
+    """By a private name of torch's."""
+    first, last = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    said: list[tuple[bool, bool, bool]] = []
+
+    def ended() -> None:
+        said.append((first.grad is not None, last.grad is not None, threading.current_thread() is threading.main_thread()))
+
+    # `last` is used last, so that its gradient comes first.
+    last.register_post_accumulate_grad_hook(lambda _: after_backward(ended))
+    for times in (1, 2):
+        ((first * 2).exp() * last).sum().backward()
+        assert said == [(True, True, True)] * times

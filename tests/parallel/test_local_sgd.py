@@ -121,19 +121,6 @@ def test_twenty_updates_are_those_of_plain_workers(ranks: Ranks, size: int) -> N
             assert largest_difference(got, want) < 1e-11, case
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("kind", "even"), [("SGD", False), ("momentum", True)])
-def test_an_average_after_every_update_is_ddp_for_sgd(ranks: Ranks, kind: str, even: bool) -> None:
-    """Also where ranks have other numbers of samples; with momentum, where they have as many."""
-    want = ranks(2, _ours, "ddp", kind, even, float("inf"))
-    for layout in (
-        ech.layouts.LocalSGDStrategy(every=1),
-        ech.layouts.DiLoCoStrategy(1, outer_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0)),
-    ):
-        for got in ranks(2, _ours, layout, kind, even, float("inf")):
-            assert largest_difference(got, want[0]) < 1e-11
-
-
 # --- what travels
 
 

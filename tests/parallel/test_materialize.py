@@ -10,7 +10,7 @@ import math
 import os
 import threading
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,13 +20,11 @@ from torch import nn
 
 import echelon as ech
 from echelon.common.errors import LayoutError
-from echelon.parallel import LAYOUTS
 from echelon.parallel.meta.deferred import Value
 from echelon.parallel.meta.materialize import materialize
 from tests.conftest import Ranks
-from tests.kit.models import Net, batch, whole
+from tests.kit.models import Net
 from tests.kit.refusals import refusal, refused
-from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -281,80 +279,6 @@ def _numpys_numbers() -> str:
 
 def test_ranks_that_numpy_initialises_differently_are_refused_not_mixed(ranks: Ranks) -> None:
     assert all("the numbers that initialise the model" in text for text in ranks(2, _numpys_numbers))
-
-
-class Tied(nn.Module):
-    """Tied ends, a buffer, a size that ranks do not divide, and a loop of initialisers. (B, 4) -> (B, 1)"""
-
-    tp_plan: ClassVar[dict[str, str]] = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 7), nn.Linear(4, 7)
-        self.last.weight = self.first.weight
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 7)) for _ in range(2))
-        self.register_buffer("scale", torch.arange(7.0) / 3)
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, std=0.3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.first(x) * self.scale
-        for block in self.blocks:
-            h = h + block(h)
-        return (h * self.last(x)).mean(1, keepdim=True)
-
-
-def _built(seed: int, *, meta: bool) -> nn.Module:
-    torch.manual_seed(seed)
-    if not meta:
-        return Tied()
-    with ech.on_meta():
-        return Tied()
-
-
-def _under_each(layouts: list[Any]) -> dict[str, Any]:
-    found = {}
-    for layout in layouts:
-        # A rank that seeded otherwise gets rank 0's values, as it does when it was built plainly.
-        unit, module = _trains(layout, _built(5 if layout == "none" else 5 + dist.get_rank(), meta=True))
-        found[str(layout)] = (*module, _sums(unit))
-    return found
-
-
-def _trains(layout: Any, module: nn.Module) -> tuple[Regression, tuple[list[str], bool, list[Any]]]:
-    """What differs before it trains, whether the ends are tied, and this rank's shards."""
-    unit = Regression(module=module, layout=layout, optimizer="AdamW")
-    module = unit.prepared.unwrapped
-    shards = [p.to_local().flatten().tolist() for p in module.parameters() if hasattr(p, "to_local")]
-    before = _differing(module, _built(5, meta=False)), module.first.weight is module.last.weight, shards
-    ech.train(unit, [batch(4, 0, torch.float32)] * 3, max_epochs=1)
-    return unit, before
-
-
-def _sums(unit: Regression) -> dict[str, float]:
-    tensors = {**whole(unit.prepared), **dict(unit.prepared.unwrapped.named_buffers())}
-    return {n: float(t.detach().double().sum()) for n, t in tensors.items()}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    ("size", "named"),
-    # DiLoCo's outer optimizer trains to other numbers. Of four ranks test_filling.py has the values under others.
-    [(2, [s for s in (*LAYOUTS, "tp") if s != "diloco"]), (4, ["hsdp"])],
-)
-def test_every_strategy_gives_the_values_of_a_plain_build_and_trains(ranks: Ranks, size: int, named: list[str]) -> None:
-    layouts: list[Any] = [*named, *([ech.Layout(tp=2)] if size == 4 else [])]
-    results = ranks(size, _under_each, layouts)
-    want = _sums(_trains("none", _built(5, meta=False))[0])
-    for found in results:
-        for layout, (different, tied, _, sums) in found.items():
-            assert different == [] and tied, layout
-            assert sums == pytest.approx(want, rel=1e-4, abs=1e-4), layout
-    for layout in map(str, layouts):
-        parts = [found[layout][2] for found in results]
-        if layout == "fsdp" or (layout == "hsdp" and size == 4):  # not copies of one another
-            same = [i for i, (a, b) in enumerate(zip(parts[0], parts[1], strict=True)) if a == b]
-            assert parts[0] and same == [], layout
 
 
 # 8 blocks of 39 MiB, 313 in all. The C library keeps smaller pieces of memory, in an order that depends on chance.

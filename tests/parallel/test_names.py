@@ -1,7 +1,9 @@
 """A module as its author wrote it: names, class and Prepared, whatever wraps it; recognised once."""
 
 import copy
+import gc
 import pickle
+import weakref
 from functools import partial
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import echelon as ech
 from echelon.loop.checkpointing.changes import facts
-from echelon.parallel import resolve
+from echelon.parallel import patching, resolve
 from echelon.parallel.names import plain_buffers, plain_names, unwrapped
 from echelon.prover.values import named_values, parameters_of
 from tests.conftest import Ranks
@@ -148,3 +150,13 @@ def _on_rank_0_alone() -> bool:
 
 def test_one_rank_may_make_a_unit_that_is_not_parallel(ranks: Ranks) -> None:
     assert ranks(2, _on_rank_0_alone) == [True, True]
+
+
+def test_a_module_whose_forward_was_replaced_is_freed_and_a_copy_has_its_own() -> None:
+    module = nn.Linear(1, 1)
+    patching.replace(module, "forward", "one", partial(lambda forward, x: forward(x) + 1, module.forward))
+    assert patching.replaced(copy.deepcopy(module)) == []
+    gone = weakref.ref(module)
+    del module
+    gc.collect()
+    assert gone() is None

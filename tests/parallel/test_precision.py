@@ -16,7 +16,7 @@ from torch import nn
 import echelon as ech
 from echelon.common.errors import LoopError, UsageError
 from tests.conftest import Ranks
-from tests.kit.models import Net, batch, largest_difference, net, plain_training, seeded, whole
+from tests.kit.models import Net, batch, largest_difference, plain_training, seeded, whole
 from tests.kit.refusals import answer, refused
 from tests.kit.run_folders import recorded
 from tests.kit.units import KINDS, Hooks, Regression
@@ -103,27 +103,6 @@ def test_an_inf_in_one_shard_skips_the_update_on_all_ranks(ranks: Ranks, size: i
         assert largest_difference(got["weights"], want) < 1e-9  # torch divides by norm + 1e-6
         assert got["scale"] == 1024.0  # halved, then doubled after two updates
         assert got["scheduled"] == 3  # the schedule holds still with the parameters
-
-
-def _halves() -> list[str]:
-    """Types under fully_shard's own mixed precision."""
-    from torch.distributed.fsdp import MixedPrecision
-
-    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float16)
-    module = net(dtype=torch.float32)
-    module.register_buffer("scale", torch.ones(1))
-    unit, seen = Regression(module=module, layout=ech.FSDPStrategy(mixed_precision=policy), optimizer="AdamW"), list[str]()
-    unit.module.blocks[0].register_forward_hook(lambda layer, args, out: seen.append(f"output {out.dtype}"))
-    ech.train(unit, [batch(4, 0, torch.float32)], max_epochs=1)
-    seen += [f"parameter {p.dtype}" for p in unit.module.parameters()]
-    seen += [f"state {v.dtype}" for s in unit.optimizer.state.values() for k, v in s.items() if k != "step"]
-    return sorted({*seen, f"buffer {unit.module.scale.dtype}"})
-
-
-@pytest.mark.full
-def test_shards_stay_float32_under_fsdps_own_mixed_precision(ranks: Ranks) -> None:
-    for seen in ranks(2, _halves):
-        assert seen == ["buffer torch.float16", "output torch.bfloat16", "parameter torch.float32", "state torch.float32"]
 
 
 def _scale_after_overflow(layout: str, folder: str) -> float:

@@ -5,7 +5,6 @@ In these models the numbers of autocast in one process are the reference, to the
 
 from __future__ import annotations
 
-import copy
 import logging
 import weakref
 from typing import Any
@@ -17,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import echelon as ech
 from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
-from echelon.parallel.parallelize import parallelize, prepare_module
-from echelon.parallel.recipe.recipe import Recipe
+from echelon.parallel.parallelize import prepare_module
 from tests.conftest import Ranks
 from tests.kit.models import Net, net, whole
 from tests.kit.refusals import answer
@@ -196,6 +194,9 @@ def _policies() -> dict[str, Any]:
         return seen[0]
 
     full = MixedPrecisionPolicy(param_dtype=torch.float32)
+    buffered = net(dtype=torch.float32)
+    buffered.register_buffer("scale", torch.ones(1))
+    older = MixedPrecision(param_dtype=BF16, reduce_dtype=torch.float32, buffer_dtype=torch.float16)
     return {
         "the user's type wins": weight_type(ech.FSDPStrategy(mixed_precision=full)),
         "the user's reduction alone": weight_type(ech.FSDPStrategy(mixed_precision=MixedPrecisionPolicy(reduce_dtype=BF16))),
@@ -203,6 +204,7 @@ def _policies() -> dict[str, Any]:
         "no precision": weight_type("fsdp", None),
         "fsdp2's own": weight_type(FSDP2Strategy(mp_policy="bf16"), None),
         "float64": weight_type("fsdp", "bf16", net(dtype=torch.float64)),
+        "with buffers": (weight_type(ech.FSDPStrategy(mixed_precision=older), None, buffered), buffered.scale.dtype),
     }
 
 
@@ -215,6 +217,7 @@ def test_the_users_policy_wins_over_the_units_precision(ranks: Ranks) -> None:
         "no precision": torch.float32,
         "fsdp2's own": BF16,
         "float64": torch.float64,  # is there for its digits, and autocast leaves it alone
+        "with buffers": (BF16, torch.float16),
     }
 
 
@@ -266,27 +269,6 @@ def test_float16_without_a_scaler_says_what_to_do(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING):
         ech.train(unit, _data()[:1], max_epochs=1)
     assert "precision='fp16', which includes one" in caplog.text
-
-
-def test_a_gpu_without_bfloat16_says_what_to_do(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    with caplog.at_level(logging.WARNING):
-        for precision in ("bf16", "fp16", "fp32"):
-            ech.layouts.Precision.of(precision).look_at(torch.device("cuda", 0))
-        ech.layouts.Precision.of("bf16").look_at(CPU)
-    assert [record.getMessage() for record in caplog.records] == [
-        "precision 'bf16': Tesla T4 has no bfloat16 units and emulates it, slower than float32. Use precision='fp16', which "
-        "includes a gradient scaler."
-    ]
-
-
-def test_one_process_computes_as_ever() -> None:
-    """Autocast alone: a layout that gathers nothing has nothing to cast."""
-    module = copy.deepcopy(net(dtype=torch.float32))
-    prepared = parallelize(module, "none", CPU, Recipe(precision=ech.layouts.Precision.of("bf16")))
-    assert prepared.form.gathered_in is None and {p.dtype for p in prepared.module.parameters()} == {torch.float32}
 
 
 class _OwnNorm(nn.Module):

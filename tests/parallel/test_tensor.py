@@ -16,7 +16,7 @@ from echelon.world.mesh import ParallelDims
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, net, plain_training, seeded, whole
 from tests.kit.refusals import refusal
-from tests.kit.units import Hooks, Own, Regression
+from tests.kit.units import Hooks, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -64,21 +64,6 @@ def test_ranks_of_a_layer_see_the_same_samples_and_drop_the_same_units(ranks: Ra
     assert found[0][1] != found[2][1] and not set(found[0][0]) & set(found[2][0])
     for k, want in enumerate(whole_batches):
         assert sorted(found[0][0][4 * k : 4 * k + 4] + found[2][0][4 * k : 4 * k + 4]) == want
-
-
-def _own_unit() -> tuple[list[float], tuple[int, int, bool]]:
-    module = ech.layouts.prepare_module(net(), ech.init_from_env(), layout=ech.Layout(tp=2))
-    unit = Own(module, torch.optim.AdamW(module.parameters(), fused=True))
-    ech.train(unit, ech.Loader(torch.utils.data.TensorDataset(*batch(16, 0)), 8), max_epochs=1)
-    again = Regression(module=module).prepared  # a module that was prepared before is recognised
-    return unit.seen, (again.data.rank, again.data.size, again.data.is_replica)
-
-
-@pytest.mark.full
-def test_ones_own_unit_gets_the_same_samples_on_the_ranks_of_a_layer(ranks: Ranks) -> None:
-    found = ranks(4, _own_unit)
-    assert found[0][0] == found[1][0] != found[2][0] == found[3][0]
-    assert [place for _, place in found] == [(0, 2, False), (0, 2, True), (1, 2, False), (1, 2, True)]
 
 
 def _stopped() -> int:
@@ -175,20 +160,6 @@ def test_the_axes_multiply_to_the_ranks(world: int, sizes: dict[str, int], want:
         assert ParallelDims.of(world, **sizes) == ParallelDims(*want)
     else:
         assert refusal(ParallelDims.of, world, **sizes).endswith(want)
-
-
-def _all_meshes() -> list[bool]:
-    dims, rank = ParallelDims.of(4, tp=2), dist.get_rank()
-    return [
-        dims.tp_mesh(CPU).get_group() is ParallelDims.of(4, tp=2).tp_mesh(CPU).get_group(),
-        dims.data_mesh(CPU).get_group() is dims.data_mesh(CPU).get_group(),
-        dims.data_mesh(CPU).get_local_rank() == dims.dp_rank(rank) == rank // 2,
-        dims.tp_mesh(CPU).get_local_rank() == dims.tp_rank(rank) == rank % 2,
-    ]
-
-
-def test_a_layout_makes_its_groups_once(ranks: Ranks) -> None:
-    assert ranks(4, _all_meshes) == [[True] * 4] * 4
 
 
 class Scaled(Net):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,10 @@ OWN = Answer(
     parameter_bytes=4 * GIB,
     verdict="does not fit",
 )
+
+
+def _answer(layout: str, peak: int, fits: bool, **more: Any) -> Answer:
+    return Answer(layout, False, peak=peak, samples=64, verdict="fits" if fits else "does not fit", **more)
 
 
 def _each(trace: Callable[[str, int, bool], Answer]) -> Trace:
@@ -65,18 +70,8 @@ def test_what_cannot_fit_is_not_traced_and_the_rest_has_few_micro_batches() -> N
             return Answer(layout, False, why="no blocks")
         asked.append((layout, many))
         activations = 32 * GIB // many
-        peak = activations + GIB
-        verdict = "fits" if peak <= 10 * GIB else "does not fit"
-        return Answer(
-            layout,
-            False,
-            peak=peak,
-            by_kind={"activations": activations},
-            samples=64,
-            micro_batches=many,
-            seconds=many,
-            verdict=verdict,
-        )
+        peak, kinds = activations + GIB, {"activations": activations}
+        return _answer(layout, peak, peak <= 10 * GIB, by_kind=kinds, micro_batches=many, seconds=many)
 
     fit, out = found_best(OWN, Setting(4, 8, 10 * GIB), _each(trace))
     assert [each.layout for each in out] == ["ddp", OWN.layout] and "12.0 GiB" in out[0].why
@@ -90,7 +85,7 @@ def test_the_fastest_comes_first_and_refusals_are_kept() -> None:
     def trace(layout: str, many: int, recompute: bool) -> Answer:
         if layout not in seconds:
             return Answer(layout, False, why="heads are not divided")
-        return Answer(layout, False, peak=GIB, samples=64, seconds=seconds[layout], micro_batches=many, verdict="fits")
+        return _answer(layout, GIB, True, seconds=seconds[layout], micro_batches=many)
 
     own = replace(OWN, verdict="fits")
     fit, out = found_best(own, Setting(4, 8, 80 * GIB), _each(trace))
@@ -100,15 +95,7 @@ def test_the_fastest_comes_first_and_refusals_are_kept() -> None:
 
 def test_a_micro_batch_of_one_sample_is_the_last_resort() -> None:
     def trace(layout: str, many: int, recompute: bool) -> Answer:
-        return Answer(
-            layout,
-            False,
-            peak=90 * GIB,
-            by_kind={"activations": 30 * GIB},
-            micro_batches=many,
-            samples=64,
-            verdict="does not fit",
-        )
+        return _answer(layout, 90 * GIB, False, by_kind={"activations": 30 * GIB}, micro_batches=many)
 
     fit, out = found_best(OWN, Setting(4, 8, 80 * GIB), _each(trace))
     assert not fit and [each.micro_batches for each in out if not each.is_own] == [16, 16, 16, 32]
@@ -120,17 +107,10 @@ def test_blocks_are_recomputed_where_that_is_faster_or_all_that_fits() -> None:
     seconds |= {("dp_shard=2,tp=2", 1, True): 4.0}
 
     def trace(layout: str, many: int, recompute: bool) -> Answer:
-        fits = (layout, many, recompute) in seconds
-        return Answer(
-            layout,
-            False,
-            peak=(9 if fits else 90) * GIB,
-            by_kind={"activations": 72 * GIB // many},
-            samples=64,
-            micro_batches=many,
-            seconds=seconds.get((layout, many, recompute), 9.0),
-            recompute=recompute,
-            verdict="fits" if fits else "does not fit",
+        fits, kinds = (layout, many, recompute) in seconds, {"activations": 72 * GIB // many}
+        took = seconds.get((layout, many, recompute), 9.0)
+        return _answer(
+            layout, (9 if fits else 90) * GIB, fits, by_kind=kinds, micro_batches=many, seconds=took, recompute=recompute
         )
 
     fit, _ = found_best(OWN, Setting(4, 8, 28 * GIB), _each(trace))

@@ -170,7 +170,7 @@ class AfterEachBackward:
 # Hooks for a backward pass, and for the end of the current one.
 #
 # torch has no public hook for the end of a backward pass. DistributedDataParallel and FSDP queue their last work as done here.
-# Tested with torch 2.13; tests/parallel/test_after_backward.py notices a change.
+# Tested with torch 2.13; tests/parallel/test_gradients.py notices a change.
 
 
 def hook_backward(output: Any, hook: Callable[[torch.Tensor], None]) -> None:

@@ -36,7 +36,7 @@ def gathers_in(module: nn.Module, dtype: torch.dtype | None) -> None:
 
 class SplitMessages(Guard):
     """Explains torch's errors in passes of a module that is split over ranks, for example if a script calls a part of a sharded
-    model directly (tests/parallel/test_layout_errors.py).
+    model directly (tests/parallel/test_strategy_limits.py).
     """
 
     def __init__(self, module: nn.Module) -> None:
