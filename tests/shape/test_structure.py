@@ -136,7 +136,7 @@ def test_a_planted_identity_is_found() -> None:
 
 def test_only_patching_replaces_a_forward_a_class_or_a_method() -> None:
     found = {name: lines for name, (_, tree) in trees().items() if name != PATCHES and (lines := replaces(tree))}
-    assert found == {}, "parallel/patching.py does it, knows the order, and undoes it"
+    assert found == {}, "parallel/patching.py does it, and knows the order"
 
 
 def test_a_planted_replacement_is_found() -> None:

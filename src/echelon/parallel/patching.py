@@ -1,4 +1,4 @@
-"""The only place that replaces a forward, a class or a method of a foreign object. It records by whom, in order, and can undo it.
+"""The only place that replaces a forward, a class or a method of a foreign object. It records by whom, in order.
 
 Each replacement wraps the earlier ones. With a layout of several axes a module's forward is, from the inside out: the author's,
 tensor, experts, context, recompute, compile. A pipeline's gates are in the module's class.
@@ -8,10 +8,9 @@ tensor, experts, context, recompute, compile. A pipeline's gates are in the modu
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 __all__ = [
     "class_for_now",
@@ -26,30 +25,33 @@ __all__ = [
 ]
 
 
-class _Replacement(NamedTuple):
-    what: str
-    by: str
-
-
-# The latest last. Without the replacements themselves: they hold their object, which would never be freed.
-_replaced: weakref.WeakKeyDictionary[Any, list[_Replacement]] = weakref.WeakKeyDictionary()
+# (what, by whom), the latest last. Without the replacements themselves: they hold their object, which would never be freed.
+_replaced: weakref.WeakKeyDictionary[Any, list[tuple[str, str]]] = weakref.WeakKeyDictionary()
 
 
 def replaced(thing: object) -> list[tuple[str, str]]:
     """An object's replacements as (what, by whom), such as ("forward", "recompute"), from the inside out."""
-    return [(each.what, each.by) for each in _replaced.get(thing, ())]
+    return list(_replaced.get(thing, ()))
 
 
 def replace(thing: Any, name: str, by: str, new: Any) -> Callable[[], None]:
     """Replace an attribute of the object itself, such as its `forward`, by `new`, which calls the old one if it needs it.
 
     Returns:
-        a function that undoes this; later replacements of the attribute must be undone first.
+        a function that undoes this, if the attribute has not been replaced again.
     """
-    own = vars(thing)
-    undo = functools.partial(own.__setitem__, name, own[name]) if name in own else functools.partial(own.pop, name, None)
+    own, noted = vars(thing), _replaced.setdefault(thing, [])
+    before = {name: own[name]} if name in own else {}
     own[name] = new
-    return _note(thing, name, by, undo)
+    noted.append((name, by))
+
+    def undo() -> None:
+        if own.get(name) is new:
+            del own[name]
+            own.update(before)
+            noted.remove((name, by))
+
+    return undo
 
 
 def take_out(thing: Any, name: str) -> Any:
@@ -57,11 +59,10 @@ def take_out(thing: Any, name: str) -> Any:
     return vars(thing).pop(name)
 
 
-def replace_class(thing: Any, by: str, kind: type) -> Callable[[], None]:
+def replace_class(thing: Any, by: str, kind: type) -> None:
     """As `replace`, for the object's class. It stays the same object, with its tensors, hooks and place in a module."""
-    undo = functools.partial(setattr, thing, "__class__", type(thing))
     thing.__class__ = kind
-    return _note(thing, "class", by, undo)
+    _replaced.setdefault(thing, []).append(("class", by))
 
 
 def in_front_of(kind: type, front: type, **own: Any) -> type:
@@ -72,7 +73,7 @@ def in_front_of(kind: type, front: type, **own: Any) -> type:
 def replace_of_class(kind: type, name: str, by: str, new: Any) -> None:
     """Override a method that a class inherits with `new`, for good."""
     setattr(kind, name, new)
-    _note(kind, name, by, functools.partial(delattr, kind, name))
+    _replaced.setdefault(kind, []).append((name, by))
 
 
 @contextlib.contextmanager
@@ -100,26 +101,13 @@ def for_now(thing: Any, **values: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def class_for_now(things: Iterable[Any], by: str, kind_of: Callable[[type], type]) -> Iterator[None]:
+def class_for_now(things: Iterable[Any], kind_of: Callable[[type], type]) -> Iterator[None]:
     """Context in which each object has the class that `kind_of` makes from its own."""
-    with contextlib.ExitStack() as stack:
-        for each in things:
-            stack.callback(replace_class(each, by, kind_of(type(each))))
+    own = [(each, type(each)) for each in things]
+    try:
+        for each, kind in own:
+            each.__class__ = kind_of(kind)
         yield
-
-
-def _note(thing: Any, what: str, by: str, undo: Callable[[], None]) -> Callable[[], None]:
-    noted = _replaced.setdefault(thing, [])
-    replacement = _Replacement(what, by)
-    noted.append(replacement)
-
-    def take_away() -> None:
-        if not any(each is replacement for each in noted):  # undone already
-            return
-        latest = next(each for each in reversed(noted) if each.what == what)
-        if latest is not replacement:
-            raise RuntimeError(f"the {what} of {type(thing).__name__} by {by} must be taken away after that by {latest.by}")
-        undo()
-        noted[:] = [each for each in noted if each is not replacement]
-
-    return take_away
+    finally:
+        for each, kind in own:
+            each.__class__ = kind

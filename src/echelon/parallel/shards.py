@@ -81,7 +81,7 @@ def _authors_class(kind: type[nn.Module]) -> type[nn.Module]:
 @contextmanager
 def authors_classes(module: nn.Module) -> Iterator[None]:
     """Context in which sharded modules have their authors' classes, by which other libraries recognise them."""
-    with class_for_now([part for part in module.modules() if is_fully_sharded(part)], "authors_classes", _authors_class):
+    with class_for_now([part for part in module.modules() if is_fully_sharded(part)], _authors_class):
         yield
 
 

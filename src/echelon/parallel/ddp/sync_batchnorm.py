@@ -117,7 +117,7 @@ def without_rows(module: nn.Module) -> Iterator[None]:
     try:
         for layer in own:
             layer.training = False
-        with class_for_now(synchronised, "without_rows", lambda kind: in_front_of(kind, _StandIn)):
+        with class_for_now(synchronised, lambda kind: in_front_of(kind, _StandIn)):
             yield
     finally:
         for layer in own:
