@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import logging
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -42,8 +41,8 @@ def tell_when_module_is_pickled(module: nn.Module) -> None:
     tell = _once(_OF_MODULE, class_name(module))
 
     def mark(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
-        if not prefix and type(state) is OrderedDict:
-            _Mark(state, tell)
+        if not prefix and hasattr(state, "_metadata"):
+            state._metadata = _Part(state._metadata, tell)  # an attribute of the OrderedDict, pickled with it
 
     module.register_state_dict_post_hook(mark)
 
@@ -67,50 +66,25 @@ def _once(text: str, name: str) -> Callable[[], None]:
     return tell
 
 
-class _Mark:
-    """Makes an OrderedDict, and copies of it, warn when pickled. The pickle is that of a plain OrderedDict.
-
-    Pickling and copying look these methods up among an object's attributes.
-    """
-
-    def __init__(self, state: OrderedDict[str, Any], tell: Callable[[], None]) -> None:
-        self._state, self._tell = weakref.ref(state), tell
-        vars(state).update(__reduce_ex__=self.reduced, __deepcopy__=self.copied)
-
-    def _parts(self) -> tuple[OrderedDict[str, Any], dict[str, Any]]:
-        state = self._state()
-        assert state is not None
-        return state, {name: value for name, value in vars(state).items() if name not in ("__reduce_ex__", "__deepcopy__")}
-
-    def reduced(self, protocol: int) -> Any:
-        self._tell()
-        state, more = self._parts()
-        return OrderedDict, (), more or None, None, iter(state.items())
-
-    def copied(self, memo: Any) -> OrderedDict[str, Any]:
-        state, more = self._parts()
-        made = OrderedDict(copy.deepcopy(list(state.items()), memo))
-        vars(made).update(copy.deepcopy(more, memo))
-        _Mark(made, self._tell)
-        return made
-
-
 class _Part(dict[str, Any]):
-    """An optimizer's state dict that warns when pickled."""
+    """A dict that warns when it is pickled. The pickle, and what `copy` makes, is as of the dict that it was made from."""
 
-    def __init__(self, state: dict[str, Any], tell: Callable[[], None]) -> None:
-        super().__init__(state)
+    def __init__(self, given: dict[str, Any], tell: Callable[[], None]) -> None:
+        super().__init__(given)
+        self._kind: type = given._kind if isinstance(given, _Part) else type(given)
         self._tell = tell
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self._tell()
-        return dict, (), None, None, iter(self.items())
+        return self._kind, (), None, None, iter(self.items())
 
     def __copy__(self) -> _Part:
         return _Part(self, self._tell)
 
     def __deepcopy__(self, memo: Any) -> _Part:
-        return _Part(copy.deepcopy(dict(self), memo), self._tell)
+        made = _Part(self, self._tell)
+        made.update(copy.deepcopy(dict(self), memo))
+        return made
 
 
 # `load_state_dict` of a sharded module also takes whole tensors, such as pretrained weights.
