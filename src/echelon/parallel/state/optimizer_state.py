@@ -5,13 +5,13 @@ A tied parameter has its first name here; a module's state has all of its names.
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten_with_path, tree_map_with_path
 
 from echelon.common.errors import CheckpointError, CheckpointMismatchError
 from echelon.parallel.names import plain_names
@@ -23,8 +23,6 @@ from echelon.parallel.state.partition import Partition, parameter_groups
 from echelon.world import agree
 
 __all__ = ["FURTHER", "OptimizerState", "ZeroRedundancyState", "further_state", "given_back"]
-
-logger = logging.getLogger(__name__)
 
 
 class OptimizerState:
@@ -113,9 +111,7 @@ class OptimizerState:
             me: this state's name in the checkpoint.
             values: the checkpoint's entries of this state that are not tensors.
         """
-        by_parameter = state_keys.by_parameter(
-            (k.removeprefix(f"{me}.") for k in saved if k.startswith(f"{me}.")), self._names.values()
-        )
+        by_parameter = state_keys.by_parameter(state_keys.mine(me, saved), self._names.values())
         room: dict[str, torch.Tensor] = {}
         for group in self._optimizer.param_groups:
             for parameter in filter(self._owns, group["params"]):
@@ -148,17 +144,9 @@ class OptimizerState:
         return [f"param_groups.{name}" for name in left]
 
     def _saved_values(self, me: str, saved: Saved) -> dict[str, torch.Tensor]:
-        """Parameters that no module has and whose values the checkpoint holds. Checkpoints of older versions do not."""
+        """Parameters that no module has and whose values the checkpoint holds."""
         values = {f"values.{name}": p.detach() for p, name in self._loose.items()}
-        saved_values = {key: value for key, value in values.items() if f"{me}.{key}" in saved}
-        if len(saved_values) < len(values):
-            logger.warning(
-                "no module among the unit's attributes holds %s of a %s, and this checkpoint lacks their values: they keep their "
-                "current values",
-                "a parameter" if len(values) - len(saved_values) == 1 else f"{len(values) - len(saved_values)} parameters",
-                type(self._optimizer).__name__,
-            )
-        return saved_values
+        return {key: value for key, value in values.items() if f"{me}.{key}" in saved}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of the parameters in `state_dict`. A parameter that is there without a state has no state afterwards."""
@@ -360,9 +348,11 @@ def given_back(optimizer: torch.optim.Optimizer, saved: Any) -> Further:
     now = further_state(optimizer)
     if not isinstance(saved, Mapping):
         saved = {}
-    paths = set(saved.get("off_cpu", ()))
+    off_cpu = set(saved.get("off_cpu", ()))
     device = next((p.device for group in optimizer.param_groups for p in group["params"]), torch.device("cpu"))
-    return {part: {**now.get(part, {}), **_placed(saved.get(part, {}), part, paths, device)} for part in ("state", "dict")}
+    kept = {part: saved.get(part, {}) for part in ("state", "dict")}
+    placed = tree_map_with_path(lambda keys, value: value.to(device) if _path(keys) in off_cpu else value, kept)
+    return {part: {**now.get(part, {}), **placed[part]} for part in kept}
 
 
 def _told(optimizer: torch.optim.Optimizer) -> Any:
@@ -377,35 +367,17 @@ def _told(optimizer: torch.optim.Optimizer) -> Any:
         optimizer.state.update(dropped)
 
 
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(value: Any) -> list[tuple[str, Any]]:
     """All values that are not containers, with their paths."""
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            if isinstance(key, torch.Tensor):
-                yield path.removeprefix("dict."), _BY_TENSORS
-            else:
-                yield from _leaves(each, _at(path, key))
-    elif isinstance(value, list | tuple | deque):
-        for number, each in enumerate(value):
-            yield from _leaves(each, _at(path, number))
-    else:
-        yield path.removeprefix("dict."), value
+    return [(_path(keys), _BY_TENSORS if _tensor_in(keys) else leaf) for keys, leaf in tree_flatten_with_path(value)[0]]
 
 
-def _placed(value: Any, path: str, paths: set[str], device: torch.device) -> Any:
-    """A value that was read from a checkpoint, with the tensors at `paths` moved to the device."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device) if path.removeprefix("dict.") in paths else value
-    if isinstance(value, MutableMapping):
-        for key, each in value.items():
-            value[key] = _placed(each, _at(path, key), paths, device)
-    elif isinstance(value, list | deque):
-        for number, each in enumerate(value):
-            value[number] = _placed(each, _at(path, number), paths, device)
-    elif type(value) is tuple:
-        return tuple(_placed(each, _at(path, number), paths, device) for number, each in enumerate(value))
-    return value
+def _path(keys: Any) -> str:
+    """The names and indices that lead to a value, up to one that is a tensor."""
+    parts = [getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))) for key in keys]
+    named = itertools.takewhile(lambda part: not isinstance(part, torch.Tensor), parts)
+    return ".".join(map(str, named)).removeprefix("dict.")
 
 
-def _at(path: str, key: Any) -> str:
-    return f"{path}.{key}" if path else str(key)
+def _tensor_in(keys: Any) -> bool:
+    return any(isinstance(getattr(key, "key", None), torch.Tensor) for key in keys)

@@ -183,9 +183,6 @@ class Partition:
             self._group,
         )
         parameters = [p for group in new for p in group["params"] if p.requires_grad]
-        twice = set(parameters) & set(self.parameters)
-        if twice:
-            raise OptimizerError(f"{self._what}: {self._names.get(twice.pop(), 'a parameter')} is already in the optimizer.")
         for group in new:
             self.groups.append(list(group["params"]))
             self._frozen += [p for p in group["params"] if not p.requires_grad]
