@@ -45,7 +45,7 @@ REASONS = {
     ALIKE: "CutShort.__init__ Run._agree_to_stop Run._end_training Run._evaluation_epoch",
     ASKED: (
         "Pipeline._compare Pipeline._studied SameGradients.settle Walk._move Walk._shared "
-        "Watches._differs _Weights._on_rank0 _over"
+        "_Weights._on_rank0 _over"
     ),
     CALLED: "Mean.compute _Sum.forward _Weights.__init__ _Weights._refuse _Weights.gather _needed _over_ranks whole",
     FORM: (

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from echelon.common.errors import LayoutError
-
 __all__ = ["all_gather_single", "ddp_options", "reduce_scatter_single", "shards_integers"]
 
 # torch 2.13's names; it warns of the older ones at every rank's first call.
@@ -25,21 +23,12 @@ def shards_integers() -> bool:
 
 
 def ddp_options(constructor: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of DistributedDataParallel, as the installed torch takes them.
-
-    Args:
-        constructor: DistributedDataParallel's.
-        options: by torch 2.13's names.
-    Raises:
-        UsageError: the installed torch lacks an option. If the option's value is False or None, it is left out instead.
+    """The options of DistributedDataParallel, by torch 2.13's names, as the installed torch takes them: without those that it
+    lacks and that are False or None.
     """
-    taken, known = dict(options), inspect.signature(constructor).parameters
-    if "forward_sync_buffers" in taken and "forward_sync_buffers" not in known:
-        taken["broadcast_buffers"] = taken.pop("forward_sync_buffers")  # the newer name of the same option
-    for name in [name for name in taken if name not in known]:
-        if value := taken.pop(name):
-            raise LayoutError(
-                f"DDPStrategy({name}={value!r}) needs a newer torch: DistributedDataParallel of torch {torch.__version__} has no "
-                f"{name}. Update torch, or leave the option out."
-            )
+    known = inspect.signature(constructor).parameters
+    taken = {name: value for name, value in options.items() if name in known or value}
+    if "forward_sync_buffers" in options and "forward_sync_buffers" not in known:
+        taken["broadcast_buffers"] = options["forward_sync_buffers"]  # the older name of the same option
+        taken.pop("forward_sync_buffers", None)
     return taken

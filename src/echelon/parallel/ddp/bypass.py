@@ -10,10 +10,9 @@ If the user calls `backward`, nothing can intervene; then `watch` compares the r
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,53 +36,13 @@ class Passes:
         ran: set by each such forward; the reader clears it.
     """
 
-    _all: ClassVar[weakref.WeakKeyDictionary[nn.Module, list[Passes]]] = weakref.WeakKeyDictionary()
-
     def __init__(self, module: nn.Module) -> None:
         self.ran = False
-        if module not in Passes._all:
-            Passes._all[module] = []
-            module.register_forward_pre_hook(functools.partial(_hear, Passes._all[module]))
-        Passes._all[module].append(self)
+        module.register_forward_pre_hook(self._hear)
 
-    @classmethod
-    def of(cls, module: nn.Module) -> list[Passes]:
-        """All instances for this wrapper."""
-        return cls._all.get(module, [])
-
-
-def _hear(listeners: list[Passes], module: nn.Module, args: Any) -> None:
-    # Flags, not counts: torch.compile would recompile for every new count.
-    if torch.is_grad_enabled():
-        for passes in listeners:
-            passes.ran = True
-
-
-class _Backwards:
-    """Records whether the latest backward pass through a wrapper was reduced: only the first one after a forward is.
-
-    Attributes:
-        unreduced: it was not: each rank added its own gradients to the gradients reduced before.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.unreduced = self._is_awaited = self._in_pass = False
-        module.register_forward_hook(self._listen)
-
-    def _listen(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        self._in_pass = False  # even if the last backward pass ended in an error
-        self._is_awaited = self._is_awaited or bool(module.require_backward_grad_sync)
-        hook_backward(output, self._hear)
-
-    def _hear(self, gradient: torch.Tensor) -> None:
-        if not self._in_pass:
-            self._in_pass = True
-            after_backward(self._end)
-
-    def _end(self) -> None:
-        self._in_pass, self.unreduced, self._is_awaited = False, not self._is_awaited, False
+    def _hear(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            self.ran = True  # a flag, not a count: torch.compile would recompile for every new count
 
 
 class _Through(nn.Module):
@@ -109,8 +68,6 @@ def send_through(module: DistributedDataParallel, loss: torch.Tensor) -> torch.T
             "the module inside a DistributedDataParallel(mixed_precision=...) was called directly, so it computed in its own "
             "dtype. Call the wrapper: self.module(x)."
         )
-    for passes in Passes.of(module):
-        passes.ran = True
     with for_now(module, module=_Through(module.module)):
         through: torch.Tensor = module.forward(loss)  # not a call: hooks on the wrapper are for the user's passes
     return through
@@ -130,7 +87,7 @@ def watch(modules: Mapping[str, nn.Module], optimizers: Iterable[torch.optim.Opt
             if not isinstance(module, DistributedDataParallel) or dist.get_world_size(module.process_group) == 1:
                 continue
             if module not in watched and not parameters.isdisjoint(module.parameters()):
-                watched[module] = _Watch(name, module, optimizer)
+                watched[module] = _Watch(module, optimizer)
             if module in watched:
                 watches.setdefault(name, []).append(watched[module])
     return [Watches(watches)]
@@ -150,53 +107,60 @@ class Watches(Guard):
 
     def __init__(self, watches: Mapping[str, list[_Watch]]) -> None:
         self._watches = watches
-        self._all = [each for several in watches.values() for each in several]
 
     @property
     def in_doubt(self) -> bool:  # type: ignore[override]
         """Whether this rank has stepped with gradients that may not have been reduced."""
-        return any(each.doubt for each in self._all)
+        return any(each.doubt for several in self._watches.values() for each in several)
 
     def compare(self) -> None:
         """Raise if parameters differ between ranks. Equal parameters are fine: scripts may reduce gradients by hand."""
-        doubts = [(name, each.doubt) for name, several in self._watches.items() for each in several if each.doubt]
-        for each in self._all:
-            each.doubt = ""
-        doubts_of_all = agree.kinds(doubts)
         problem = None
-        for name, why in dict.fromkeys((name, why) for each in doubts_of_all for name, why in each):
-            if (differs := self._differs(name)) is not None and problem is None:
-                problem = f"{differs} differs between ranks: {why}"
+        for name, several in self._watches.items():
+            for each in several:
+                each.doubt = False
+            if (module := several[0].module()) is not None and (differs := _differing(module)) is not None:
+                problem = problem or (
+                    f"{name}.{differs} differs between ranks: a DistributedDataParallel reduces gradients only in the first "
+                    "backward pass after its forward, and only those of parameters that were trained when it was made. Call "
+                    f"self.{name}(x), not the module inside it; sum the losses and call backward once, or call the module for "
+                    "each loss; wrap the module after unfreezing, or give an AutoUnit the plain module and layout='ddp', which "
+                    "handles all of these; to train each rank by itself, give the unit the plain module."
+                )
         agree.raise_on_all(problem)
-
-    def _differs(self, name: str) -> str | None:
-        """Name of a wrapper's parameter that differs between its ranks, or None. Collective over the wrapper's ranks."""
-        modules = [module for each in self._watches.get(name, ()) if (module := each.module()) is not None]
-        if not modules:
-            return None
-        named = list(modules[0].module.named_parameters())
-        digests = [(n, _digest(p)) for n, p in named if n not in modules[0].parameters_to_ignore]
-        everyones = agree.kinds(digests, modules[0].process_group)
-        for each in zip(*everyones, strict=False):
-            if any(digest != each[0] for digest in each):
-                return f"{name}.{each[0][0]}"
-        return None
 
 
 class _Watch:
     """One optimizer's steps on one wrapper's parameters.
 
     Attributes:
-        doubt: why this rank's latest steps may differ from other ranks'; empty without a doubt.
+        doubt: this rank's latest steps may differ from other ranks': the latest backward pass was not the first one after a
+            forward of the wrapper, or parameters are trained that were frozen at the start.
     """
 
-    def __init__(self, name: str, module: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-        self._name, self.module, self.doubt = name, weakref.ref(module), ""
-        self._passes, self._backwards = Passes(module), _Backwards(module)
+    def __init__(self, module: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        self.module, self.doubt = weakref.ref(module), False
+        self._is_awaited = self._in_pass = self._is_reduced = False
         self._frozen = [weakref.ref(p) for p in module.parameters() if not p.requires_grad]
         self._unfrozen, self._doubtful, self._next_look = 0, 0, 1
+        module.register_forward_hook(self._listen)
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
+
+    def _listen(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        self._in_pass = False  # even if the last backward pass ended in an error
+        self._is_awaited = self._is_awaited or bool(module.require_backward_grad_sync)
+        hook_backward(output, self._hear)
+
+    def _hear(self, gradient: torch.Tensor) -> None:
+        if not self._in_pass:
+            self._in_pass = True
+            after_backward(self._end)
+
+    def _end(self) -> None:
+        self._in_pass, self._is_reduced, self._is_awaited = False, self._is_awaited, False
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not _has_closure(args, kwargs):  # a closure runs its passes within the step
@@ -205,38 +169,30 @@ class _Watch:
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if _has_closure(args, kwargs):
             self._look()
-        self._passes.ran = False
 
     def _look(self) -> None:
         unfrozen = sum(1 for ref in self._frozen if (p := ref()) is not None and p.requires_grad)
-        if self._passes.ran and not unfrozen and not self._backwards.unreduced:
+        is_reduced, self._is_reduced = self._is_reduced, False
+        if is_reduced and not unfrozen:
             return
         if unfrozen != self._unfrozen:
             self._unfrozen, self._doubtful, self._next_look = unfrozen, 0, 1
         self._doubtful += 1
-        if self._doubtful < self._next_look:
-            return
-        self._next_look *= 2
-        if self._passes.ran and self._backwards.unreduced:
-            self.doubt = (
-                "a DistributedDataParallel reduces gradients only in the first backward pass after its forward, and a second one "
-                "followed. Sum the losses and call backward once, or call the module for each loss."
-            )
-        elif self._passes.ran:
-            self.doubt = (
-                "it was frozen when training began, and a DistributedDataParallel never reduces parameters that are frozen when "
-                "the module is wrapped. Wrap the module after unfreezing, or give an AutoUnit the plain module and layout='ddp', "
-                "which averages it."
-            )
-        else:
-            self.doubt = (
-                "the forward pass bypassed the DistributedDataParallel, so no gradient was reduced. Call "
-                f"self.{self._name}(x), not the module inside it; to train each rank by itself, give the unit the plain module."
-            )
+        if self._doubtful >= self._next_look:
+            self._next_look *= 2
+            self.doubt = True
 
 
 def _has_closure(args: Any, kwargs: Any) -> bool:
     return any(callable(each) for each in (*args[1:], *kwargs.values()))  # the first is the optimizer
+
+
+def _differing(module: DistributedDataParallel) -> str | None:
+    """Name of a parameter that differs between the wrapper's ranks, or None. Collective over these."""
+    named = (each for each in module.module.named_parameters() if each[0] not in module.parameters_to_ignore)
+    everyones = agree.kinds([(name, _digest(parameter)) for name, parameter in named], module.process_group)
+    pairs = (each for each in zip(*everyones, strict=False) if any(digest != each[0] for digest in each))
+    return next((first[0] for first, *_ in pairs), None)
 
 
 def _digest(parameter: torch.Tensor) -> str:

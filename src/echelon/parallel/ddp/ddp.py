@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from echelon.common.arguments import several
-from echelon.common.errors import LayoutError, require
-from echelon.common.numbers import number, whole
+from echelon.common.errors import LayoutError
+from echelon.common.numbers import number
 from echelon.parallel.axes import Axis, split_axes
 from echelon.parallel.ddp.bypass import Passes, send_through
 from echelon.parallel.ddp.sync_batchnorm import sync_batchnorm
@@ -281,6 +281,7 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
     def before_backward(self, loss: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.Tensor:
         assert self._passes is not None
         if self._reduces and not self._passes.ran and not self._alone:
+            self._passes.ran = True
             return send_through(self.module, loss)
         if self._reduces and not self._alone and self.module.find_unused_parameters and not self.module.static_graph:
             # torch searched the graph of the outputs, where it finds tensors in them; the loss may depend on more.
@@ -349,7 +350,7 @@ register(Kind("ddp", lambda module: isinstance(module, DistributedDataParallel),
 # Options that `DDPStrategy.wrap` handles itself.
 _NOT_TORCHS = {
     *("broadcast_buffers", "forward_sync_buffers", "device_ids", "comm_state", "comm_hook"),
-    *("sync_batchnorm", "mixed_precision", "shard_optimizer"),
+    *("sync_batchnorm", "shard_optimizer"),
 }
 
 
@@ -368,7 +369,6 @@ class DDPStrategy(Strategy):
         check_reduction: torch accepts it and has not used it for years.
         sync_batchnorm: batch norm over the global batch.
         device_ids: accepted from scripts that wrap by hand; must be this rank's device: `[device.index]`, on a CPU `[None]`.
-        mixed_precision: refused; set the precision of the unit instead.
         shard_optimizer: each rank keeps and updates the optimizer state of a part of the parameters: layout "zero1". The
             optimizer is partitioned when it is built, so a unit of your own must build it by `prepared.optimizer(...)`.
     """
@@ -392,16 +392,10 @@ class DDPStrategy(Strategy):
     skip_all_reduce_unused_params: bool = False
     bucket_cap_mb_list: Sequence[int] | None = None
     batched_grad_copy: bool = False
-    mixed_precision: object | None = None
     shard_optimizer: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        group, mesh, hook = self.process_group, self.device_mesh, self.comm_hook
-        require(isinstance(group, dist.ProcessGroup | None), "process_group", "a ProcessGroup or None", group, kind=LayoutError)
-        require(mesh is None or hasattr(mesh, "mesh_dim_names"), "device_mesh", "a DeviceMesh or None", mesh, kind=LayoutError)
-        require(hook is None or callable(hook), "comm_hook", "a function or None", hook, kind=LayoutError)
-        whole("dim", self.dim, kind=LayoutError)
         if self.bucket_cap_mb is not None:
             number(
                 "bucket_cap_mb",
@@ -461,12 +455,6 @@ class DDPStrategy(Strategy):
         return {} if self.broadcast_buffers else {"broadcast_buffers": False}
 
     def _check(self, world: World) -> None:
-        if self.mixed_precision is not None:
-            raise LayoutError(
-                "mixed_precision must be None in DDPStrategy. Give the precision to the unit: AutoUnit(precision='bf16')."
-            )
-        if self.process_group is not None and self.device_mesh is not None:
-            raise LayoutError("process_group and device_mesh both choose the ranks. Give one of them.")
         # [device.index], as on TorchTNT's page, is [None] on a CPU.
         own_device = [world.device, world.device.index] if world.device.type == "cuda" else [None, world.device]
         if self.device_ids is not None and (len(self.device_ids) > 1 or any(d not in own_device for d in self.device_ids)):
