@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import shutil
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import nn
 import echelon as ech
 from echelon.common.errors import CompileError, RecomputeError, UsageError
 from echelon.contracts.overrides import Overrides, impose
-from echelon.parallel.recipe.compilation import Compiled, check_backend
+from echelon.parallel.recipe.compilation import Compiled
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, largest_difference, net, plain_training, seeded, whole
 from tests.kit.refusals import refused
@@ -284,7 +283,6 @@ def test_prove_leaves_compile_and_its_budget_out(caplog: pytest.LogCaptureFixtur
     [
         ({"compile": "block"}, r"compile must be 'blocks', True, False or TorchCompileParams\(\.\.\.\), got 'block'"),
         ({"compile": True, "torch_compile_params": ech.layouts.TorchCompileParams()}, "which are the same"),
-        ({"compile": ech.layouts.TorchCompileParams(backend="tvm2")}, "must be one of .*'inductor'.*or a function, got 'tvm2'"),
         ({"recompute": "full"}, r"must be 'none', 'blocks', 'selective' or Activ.*memory_budget=0\.6.*got 'full'"),
     ],
 )
@@ -300,13 +298,3 @@ def test_values_that_exclude_each_other_are_refused() -> None:
         ech.layouts.ActivationCheckpointParams(memory_budget=0.5, every=2)
     with refused(CompileError):
         ech.layouts.TorchCompileParams(blocks=True, recursive_module_types=["Linear"])
-
-
-def test_what_inductor_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    with refused(CompileError):
-        check_backend("inductor", torch.device("cuda", 0))
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    with refused(CompileError):
-        check_backend("inductor", CPU)
-    check_backend(lambda graph, inputs: graph, CPU)
-    check_backend("aot_eager", CPU)

@@ -104,18 +104,6 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Regression(module=wide(), precision="float8")
 
 
-def test_a_device_that_cannot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("torchao", "torchao.float8"):
-        monkeypatch.setitem(sys.modules, name, type(sys)(name))
-    with refused(PrecisionError):
-        Regression(module=wide(), precision="float8")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    ech.layouts.Float8("tensorwise").check(torch.device("cuda", 0))
-    with refused(PrecisionError):
-        ech.layouts.Float8("rowwise").check(torch.device("cuda", 0))
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

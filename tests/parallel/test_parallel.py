@@ -65,7 +65,6 @@ def test_blocks_can_be_chosen_by_name_and_class(ranks: Ranks) -> None:
     ("layout", "message"),
     [
         (ech.FSDPStrategy(blocks=["blocks.7"]), "no submodule named 'blocks.7'"),
-        (ech.DDPStrategy(mixed_precision=torch.bfloat16), "AutoUnit(precision='bf16')"),
         (
             ech.FSDPStrategy(reshard_after_forward={"block.*": False}),
             "reshard_after_forward has 'block.*', which matches no module that is sharded one by one: blocks.0, blocks.1.",

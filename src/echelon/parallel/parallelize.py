@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from echelon.common.errors import LayoutError, RanksDisagreeError, require
+from echelon.common.errors import LayoutError, PrecisionError, RanksDisagreeError, require
 from echelon.common.older_words import renames
 from echelon.contracts.overrides import overrides
 from echelon.parallel.ddp.ddp import DDPStrategy
@@ -28,7 +28,7 @@ from echelon.parallel.names import class_name, kind_of, without_compile, wrapper
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.activation import ActivationCheckpointParams, Preset
 from echelon.parallel.recipe.compilation import Compile, TorchCompileParams
-from echelon.parallel.recipe.float8 import convert, refuse_wrapped, scales_after_step
+from echelon.parallel.recipe.float8 import convert, scales_after_step
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.shards import is_fully_sharded, ranks_apart, reshard_after_looking
@@ -86,7 +86,6 @@ def parallelize(
         kind=LayoutError,
     )
     chosen, world, recipe = resolve(layout), World.current(device), recipe or Recipe()
-    recipe.check(device)
     float8 = recipe.precision.float8 if recipe.precision is not None else None
     kind = kind_of(without_compile(module))
     is_plain = chosen is None or isinstance(chosen, NOOPStrategy)
@@ -97,26 +96,32 @@ def parallelize(
         if device.type == "cpu":
             on_host(module)
         chosen = chosen or NOOPStrategy()
-        _refuse_lazy(module, chosen)
         convert(module, float8, chosen.name)
         _refuse_other_models(module, chosen)
-        prepared = _prepared(module, chosen, world, recipe)
+        before = list(module.named_parameters(remove_duplicate=False))
+        prepared = chosen.prepare(module, world, recipe)
+        replaced(before, dict(prepared.named_parameters(every_name=True)), chosen.name)
         scales_after_step(prepared, float8)
-        tell_routers(prepared)
-        return prepared
-    if chosen is not None and not is_plain and layout != kind.name:
+    elif chosen is not None and not is_plain and layout != kind.name:
         raise LayoutError(
             f"layout {chosen.name!r} cannot be applied to a {type(module).__name__} that is already parallel. "
             "Pass the plain module, or layout=None."
         )
-    refuse_wrapped(module, float8)
-    given = Prepared.of(module, world)
-    recipe.applied(given.unwrapped)
-    _check_embeddings(given, world)
-    given._adopt()
-    given.data.find_replicas()
-    tell_routers(given)
-    return given
+    elif float8 is not None:
+        raise PrecisionError(
+            f"precision 'float8' replaces layers, but {type(module).__name__} is already parallel. Pass the plain module with a "
+            "layout, or call torchao's convert_to_float8_training before you wrap it, and use precision='bf16'."
+        )
+    else:
+        prepared = Prepared.of(module, world)
+        recipe.applied(prepared.unwrapped)
+        prepared._adopt()
+    several = prepared.data.averaged_over > 1 or (prepared.form.kind != "own" and world.size > 1)
+    if several and prepared.trains != "alone":
+        check_embeddings(prepared.unwrapped)
+    prepared.data.find_replicas()
+    tell_routers(prepared)
+    return prepared
 
 
 def tell_routers(prepared: Prepared[Any]) -> None:
@@ -150,32 +155,6 @@ def _shown(parameter: Any) -> str:
     return f"{name} {tuple(shape)} of {dtype.removeprefix('torch.')}{' without values' if is_meta else ''}"
 
 
-def _refuse_lazy(module: nn.Module, chosen: Strategy) -> None:
-    if isinstance(chosen, NOOPStrategy):
-        return
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise LayoutError(
-                f"{type(module).__name__}.{name} has no shape before the first batch (a lazy module), so layout {chosen.name!r} "
-                "cannot make it parallel. First call the module on one batch, on all ranks, or give its layers their sizes."
-            )
-
-
-def _prepared(module: nn.Module, layout: Strategy, world: World, recipe: Recipe) -> Prepared[Any]:
-    before = list(module.named_parameters(remove_duplicate=False))
-    prepared = layout.prepare(module, world, recipe)
-    replaced(before, dict(prepared.named_parameters(every_name=True)), layout.name)
-    _check_embeddings(prepared, world)
-    prepared.data.find_replicas()
-    return prepared
-
-
-def _check_embeddings(prepared: Prepared[Any], world: World) -> None:
-    several = prepared.data.averaged_over > 1 or (prepared.form.kind != "own" and world.size > 1)
-    if several and prepared.trains != "alone":
-        check_embeddings(prepared.unwrapped)
-
-
 def _refuse_wrapped_parts(module: nn.Module) -> None:
     for name, inner in module.named_modules():
         if wrapper_of(inner) is not None:
@@ -207,15 +186,11 @@ def prepare_module(
     recomputed = ActivationCheckpointParams.of(recompute, "recompute")
     recipe = Recipe(recomputed, compiled, Precision.of(chosen) if chosen is not None else None)
     prepared = parallelize(module, layout, device, recipe, overridden=decided.layout)
-    if prepared.trains == "alone":
+    if prepared.place.part[1] > 1 or prepared.trains != "together":
         raise LayoutError(
-            f"prepare_module does not see updates, after which workers of layout {decided.layout or layout!r} synchronize. "
-            "Use echelon.prepare, or a unit such as AutoUnit."
-        )
-    if prepared.place.part[1] > 1 or prepared.trains == "scheduled":
-        raise LayoutError(
-            "prepare_module must have a layout without cp and pp: in a step of your own nothing splits the sequences or runs "
-            "micro-batches through stages. Write an AutoUnit; for cp, echelon.prepare with a loop of your own works too."
+            "prepare_module must have a layout without cp, pp and local SGD: in a step of your own nothing splits the sequences, "
+            "runs micro-batches through stages, or sees the updates after which workers synchronize. Write an AutoUnit; for cp "
+            "and local SGD, echelon.prepare with a loop of your own works too."
         )
     if prepared._divides_optimizer:
         logger.warning(

@@ -49,7 +49,6 @@ class PreparedUnit(Unit):
         decided = overrides()
         self.device = options.device or init_from_env()
         self.computes = Precision.of(decided.precision or options.precision)
-        self.computes.look_at(self.device)
         self.detect_anomaly, self.enable_prefetch = options.detect_anomaly, options.prefetch
         compiled: Any = options.compile if decided.compile is not False else None
         recomputed: Any = options.recompute  # AutoOptions has turned names into values

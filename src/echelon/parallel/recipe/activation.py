@@ -74,10 +74,6 @@ class ActivationCheckpointParams:
             raise RecomputeError("check_fn and auto_wrap_policy both choose the submodules to recompute. Give one of them.")
         if self.context_fn is not None and self.save_ops:
             raise RecomputeError("context_fn and save_ops both choose what is kept. Give one of them.")
-        try:
-            create_selective_checkpoint_contexts(list(self.save_ops))
-        except ValueError as error:
-            raise RecomputeError(f"save_ops must be {operators}; torch says: {error}") from error
 
     @classmethod
     def of(cls, value: Any, option: str) -> ActivationCheckpointParams | None:

@@ -59,7 +59,7 @@ def chosen_blocks(module: nn.Module, chosen: Iterable[str | type[nn.Module]], op
     """The submodules of these names and classes, innermost first.
 
     Raises:
-        UsageError: no submodule has one of the names or classes, or it is a container without a forward. Names `option`.
+        UsageError: no submodule has one of the names or classes. Names `option`.
     """
     what = "a list of names or classes of submodules"
     wanted = several(option, [chosen] if isinstance(chosen, str) else chosen, what, lambda one: isinstance(one, str | type))
@@ -70,11 +70,6 @@ def chosen_blocks(module: nn.Module, chosen: Iterable[str | type[nn.Module]], op
             what = f"named {one!r}" if isinstance(one, str) else f"of class {one.__name__}"
             raise LayoutError(f"{option}: no submodule {what} in {type(module).__name__}.")
         blocks += [hit for hit in hits if hit not in blocks]
-    for name, block in blocks:
-        if isinstance(block, (nn.ModuleList, nn.ModuleDict)):
-            raise LayoutError(
-                f"{option}: {name} is a {type(block).__name__}, which has no forward of its own. Name its children."
-            )
     return innermost_first(blocks)
 
 
@@ -128,18 +123,11 @@ def innermost_first(blocks: Sequence[tuple[str, nn.Module]]) -> Blocks:
     return sorted(blocks, key=lambda pair: -pair[0].count("."))
 
 
-def without_shared(module: nn.Module, blocks: Blocks) -> tuple[Blocks, list[str]]:
-    """Leave out blocks with a parameter that is also used outside of the block: if split with the block, it would not stay tied.
-
-    Returns:
-        The remaining blocks, and the names of the tied parameters because of which blocks were left out.
-    """
+def without_shared(module: nn.Module, blocks: Blocks) -> Blocks:
+    """Leave out blocks with a parameter that is also used outside of them: if split with the block, it would not stay tied."""
     owners = names_of_each(module.named_parameters(remove_duplicate=False))
-    kept, shared = [], []
-    for name, block in blocks:
-        prefix = f"{name}."
-        outside = [owners[p] for p in block.parameters() if any(not owner.startswith(prefix) for owner in owners[p])]
-        shared += [" = ".join(names) for names in outside]
-        if not outside:
-            kept.append((name, block))
-    return kept, list(dict.fromkeys(shared))
+    return [
+        (name, block)
+        for name, block in blocks
+        if all(owner.startswith(f"{name}.") for p in block.parameters() for owner in owners[p])
+    ]

@@ -1,4 +1,4 @@
-"""torch.compile, block by block or for the whole module. Missing tools are reported before the first batch.
+"""torch.compile, block by block or for the whole module.
 
 A block's `forward` is compiled, so that hooks (those of `fully_shard` gather and free its parameters) stay outside of the graph,
 and repeated blocks share one graph. torch makes a graph for the first batch; one more, for any number of rows or tokens, when the
@@ -10,12 +10,8 @@ after eight.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import logging
-import os
-import shutil
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -30,7 +26,7 @@ from echelon.common.errors import CompileError, require
 from echelon.parallel.patching import replace
 from echelon.parallel.recipe.blocks import blocks_to_shard
 
-__all__ = ["Compile", "Compiled", "TorchCompileParams", "check_backend", "compile_in_place", "keeping_random"]
+__all__ = ["Compile", "Compiled", "TorchCompileParams", "compile_in_place", "keeping_random"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +55,6 @@ class TorchCompileParams:
 
     def __post_init__(self) -> None:
         flags_of(self, kind=CompileError)
-        require(
-            isinstance(self.backend, str) or callable(self.backend),
-            "backend",
-            "a name or a function",
-            self.backend,
-            kind=CompileError,
-        )
-        require(isinstance(self.mode, str | None), "mode", "a name or None", self.mode, kind=CompileError)
-        require(isinstance(self.options, dict | None), "options", "a dict or None", self.options, kind=CompileError)
         kinds, what = self.recursive_module_types, "a list of classes or their names"
         kinds = several("recursive_module_types", kinds, what, lambda one: isinstance(one, str | type), kind=CompileError)
         object.__setattr__(self, "recursive_module_types", kinds)
@@ -106,8 +93,6 @@ def compile_in_place(module: nn.Module, params: TorchCompileParams, memory_budge
     options = within_budget(options, memory_budget)
     blocks = [block for _, block in blocks_to_shard(module)] if params.blocks else []
     if blocks:
-        counted = Counter(type(block).__name__ for block in blocks).items()
-        logger.info("compiling %s, one by one", ", ".join(f"{n} {kind}" for kind, n in counted))
         compile_forward(blocks, options)
         return module
     kinds = params.recursive_module_types
@@ -117,34 +102,6 @@ def compile_in_place(module: nn.Module, params: TorchCompileParams, memory_budge
     for target in targets:
         target.compile(**options)
     return module
-
-
-def check_backend(backend: str | Callable[..., Any], device: torch.device) -> None:
-    """
-    Raises:
-        UsageError: torch has no such backend, or inductor lacks its compiler.
-    """
-    if not isinstance(backend, str):
-        return
-    known = torch.compiler.list_backends(exclude_tags=())
-    if backend not in known:
-        raise CompileError(
-            f"the backend of torch.compile must be one of {', '.join(map(repr, sorted(known)))}, or a function, got {backend!r}. "
-            "Check that the package with this backend is installed."
-        )
-    if backend != "inductor":
-        return
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        raise CompileError(
-            "torch.compile's backend 'inductor' needs triton on a GPU, and it is not installed. Install the version for this "
-            f"torch ({torch.__version__}), or use backend='aot_eager', or compile=False."
-        )
-    compilers = [os.environ.get("CXX"), "g++", "clang++"]
-    if device.type == "cpu" and not any(shutil.which(name) for name in compilers if name):
-        raise CompileError(
-            "torch.compile's backend 'inductor' needs a C++ compiler on a CPU, and there is no g++ or clang++. Install one, name "
-            "yours in CXX, or use backend='aot_eager', or compile=False."
-        )
 
 
 def compile_forward(blocks: Sequence[nn.Module], options: dict[str, Any]) -> None:

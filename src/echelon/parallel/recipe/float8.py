@@ -12,23 +12,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import nn
 
 from echelon.common.arguments import flags_of, several
 from echelon.common.errors import PrecisionError, require
 from echelon.parallel.names import names_of_each
 from echelon.parallel.recipe.blocks import blocks_to_shard
-from echelon.world import agree
 
 if TYPE_CHECKING:
     from echelon.parallel.prepared import Prepared
 
-__all__ = ["Float8", "convert", "refuse_wrapped", "scales_after_step"]
+__all__ = ["Float8", "convert", "scales_after_step"]
 
 _MULTIPLE = 16  # rows and columns must be multiples of this in 8-bit products (torch's _scaled_mm)
-_SHARDED = {"fsdp", "fsdp2", "hsdp", "zero2", "zero3"}
-_NEEDED = {"rowwise": (9, 0), "tensorwise": (8, 9)}
+_SHARDED = {"fsdp", "fsdp2", "hsdp", "zero2"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,8 @@ class Float8:
             faster, and sharded weights can be gathered in 8 bits.
         filter_fqns: linear layers with one of these in their name stay bf16: `["wk", "blocks.0."]`.
         enable_fsdp_float8_all_gather: gather sharded weights in 8 bits, a quarter of float32's traffic. Only for "tensorwise".
-        emulate: compute in float32 what 8 bits would give, on any device: slow, for tests.
+        emulate: compute in float32 what 8 bits would give, on any device, slowly. Without it a GPU needs compute capability 9.0
+            (8.9 for "tensorwise"), else torch raises.
     Source: Micikevicius et al. 2022, "FP8 Formats for Deep Learning".
     """
 
@@ -51,35 +49,13 @@ class Float8:
 
     def __post_init__(self) -> None:
         flags_of(self, kind=PrecisionError)
-        require(self.recipe in _NEEDED, "recipe", "'rowwise' or 'tensorwise'", self.recipe, kind=PrecisionError)
+        require(self.recipe in ("rowwise", "tensorwise"), "recipe", "'rowwise' or 'tensorwise'", self.recipe, kind=PrecisionError)
         names = several(
             "filter_fqns", self.filter_fqns, "a list of parts of names", lambda name: isinstance(name, str), kind=PrecisionError
         )
         object.__setattr__(self, "filter_fqns", names)
         if self.enable_fsdp_float8_all_gather and self.recipe != "tensorwise":
             raise PrecisionError("enable_fsdp_float8_all_gather needs one scale for each tensor. Set recipe='tensorwise'.")
-
-    def check(self, device: torch.device) -> None:
-        """
-        Raises:
-            UsageError: torchao is not installed, or the device has no 8-bit products.
-        """
-        _torchao()
-        if self.emulate or agree.is_alone():  # a plan is for devices that this machine may not have
-            return
-        remedy = "Use precision='bf16'."
-        if device.type != "cuda":
-            raise PrecisionError(f"precision 'float8' needs a GPU that multiplies in 8 bits, got {device.type}. {remedy}")
-        if torch.version.hip is not None:
-            return  # torchao checks AMD's devices
-        capability, needed = torch.cuda.get_device_capability(device), _NEEDED[self.recipe]
-        if capability < needed:
-            if capability >= _NEEDED["tensorwise"]:
-                remedy = "Use precision=echelon.layouts.Float8(recipe='tensorwise')."
-            raise PrecisionError(
-                f"precision 'float8' with recipe {self.recipe!r} needs a GPU of compute capability {needed[0]}.{needed[1]} or "
-                f"more, got {torch.cuda.get_device_name(device)} with {capability[0]}.{capability[1]}. {remedy}"
-            )
 
 
 def _torchao() -> Any:
@@ -118,19 +94,6 @@ def convert(module: nn.Module, float8: Float8 | None, layout: str) -> None:
         emulate=float8.emulate,
     )
     torchao.convert_to_float8_training(module, config=config, module_filter_fn=lambda layer, name: name in chosen)
-
-
-def refuse_wrapped(module: nn.Module, float8: Float8 | None) -> None:
-    """
-    Raises:
-        UsageError: float8 would replace layers of a module that is already wrapped.
-    """
-    if float8 is None:
-        return
-    raise PrecisionError(
-        f"precision 'float8' replaces layers, but {type(module).__name__} is already parallel. Pass the plain module with a "
-        "layout, or call torchao's convert_to_float8_training before you wrap it, and use precision='bf16'."
-    )
 
 
 def _chosen(module: nn.Module, float8: Float8) -> set[str]:

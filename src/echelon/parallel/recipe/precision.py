@@ -93,23 +93,6 @@ class Precision:
             return NO_CONTEXT
         return torch.autocast(device.type, dtype=self.dtype)
 
-    def look_at(self, device: torch.device) -> None:
-        """Warn if the device only emulates this dtype.
-
-        Raises:
-            UsageError: float8 without torchao, or on a device without it.
-        """
-        if self.float8 is not None:
-            self.float8.check(device)
-        if self.dtype is not torch.bfloat16 or device.type != "cuda" or torch.version.hip is not None:
-            return
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            logger.warning(
-                "precision 'bf16': %s has no bfloat16 units and emulates it, slower than float32. Use precision='fp16', which "
-                "includes a gradient scaler.",
-                torch.cuda.get_device_name(device),
-            )
-
     def scaler(self, device: torch.device, prepared: Prepared[Any]) -> torch.amp.GradScaler | None:
         """fp16's gradient scaler, without which small gradients would vanish; None for bf16, which has float32's range."""
         if self.dtype is not torch.float16:

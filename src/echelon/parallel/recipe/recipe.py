@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from echelon.common.errors import CompileError
 from echelon.parallel.recipe.activation import ActivationCheckpointParams, checkpoint_activations
-from echelon.parallel.recipe.compilation import TorchCompileParams, check_backend, compile_in_place
+from echelon.parallel.recipe.compilation import TorchCompileParams, compile_in_place
 from echelon.parallel.recipe.precision import Precision
 
 __all__ = ["Recipe"]
@@ -40,19 +39,9 @@ class Recipe:
                 "the gradients are wrong. Use backend='aot_eager' or 'inductor', or no recompute."
             )
         module = checkpoint_activations(module, recomputed)
-        if compiled is None or compiled.disable:
-            return module
-        return compile_in_place(module, compiled, None if recomputed is None else recomputed.memory_budget)
-
-    def check(self, device: torch.device) -> None:
-        """
-        Raises:
-            UsageError: the compiler backend is unknown, or not installed.
-        """
-        compiled, recomputed = self.torch_compile, self.activation_checkpoint
+        budget = None if recomputed is None else recomputed.memory_budget
         if compiled is not None and not compiled.disable:
-            check_backend(compiled.backend, device)
-        elif recomputed is not None and recomputed.memory_budget is not None:
-            logger.warning(
-                "memory_budget=%g has no effect without compiled graphs. Set compile='blocks'", recomputed.memory_budget
-            )
+            return compile_in_place(module, compiled, budget)
+        if budget is not None:
+            logger.warning("memory_budget=%g has no effect without compiled graphs. Set compile='blocks'", budget)
+        return module
