@@ -25,19 +25,7 @@ from torch import nn
 from echelon.common.errors import LayoutError
 from echelon.parallel.shards import local
 
-__all__ = ["clear", "clip_by_norm_", "clip_by_value_", "graph", "pass_zeros", "scale_", "times_changed"]
-
-
-def clear(optimizer: torch.optim.Optimizer) -> None:
-    """Drop all gradients of an optimizer's parameters. Calls the optimizer's own `zero_grad` if it has one. Otherwise does what
-    torch's does, without its profiler range, which takes longer than the work.
-    """
-    if getattr(type(optimizer), "zero_grad", None) is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-    else:
-        optimizer.zero_grad(set_to_none=True)
+__all__ = ["clip_by_norm_", "clip_by_value_", "graph", "pass_zeros", "scale_", "times_changed"]
 
 
 def times_changed(parameter: torch.Tensor) -> int:
@@ -49,21 +37,15 @@ def times_changed(parameter: torch.Tensor) -> int:
 def scale_(parameters: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply every gradient in place. Per rank."""
     grads = [local(p.grad) for p in parameters if p.grad is not None]
-    if not grads:
-        return
-    if not isinstance(factor, torch.Tensor):
+    if isinstance(factor, torch.Tensor):
+        _multiply(grads, factor)
+    elif grads:
         torch._foreach_mul_(grads, factor)
-        return
-    _multiply(grads, factor)
 
 
 @torch.no_grad()
 def clip_by_value_(parameters: Iterable[torch.Tensor], max_value: float) -> None:
     """Clamp every gradient element to [-max_value, max_value]. Per rank."""
-    parameters = list(parameters)
-    if all(type(p) is nn.Parameter for p in parameters):
-        torch.nn.utils.clip_grad_value_(parameters, max_value)
-        return
     grads = [local(p.grad) for p in parameters if p.grad is not None]
     if grads:
         torch._foreach_clamp_min_(grads, -max_value)
