@@ -118,7 +118,7 @@ def _refused_with(layout: Any, said: str) -> None:
     ("size", "layout", "said"),
     [
         (3, "ddp", r"divisible by the number of ranks \(3\), got 4"),
-        (4, "hsdp", "a mesh with one axis"),
+        (4, "hsdp", "a layout with one axis"),
         (2, "hook", "comm_hook must be None in bit-equal training"),
     ],
 )

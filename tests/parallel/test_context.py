@@ -500,4 +500,4 @@ def test_another_thread_attends_to_all_keys_too(ranks: Ranks) -> None:
 @pytest.mark.full
 def test_a_step_of_ones_own_cannot_follow_parts_of_sequences(ranks: Ranks) -> None:
     for said in ranks(2, refusal, ech.layouts.prepare_module, nn.Linear(2, 2), torch.device("cpu"), layout="cp=2"):
-        assert "prepare_module must have a layout without cp and pp" in said
+        assert "prepare_module must have a layout without cp, pp" in said

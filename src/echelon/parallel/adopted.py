@@ -239,9 +239,6 @@ class DTensorPrepared(Prepared[nn.Module]):
             )
         super().add_extra_params(others)
 
-    def fix_order(self) -> None:
-        raise LayoutError("bit-equal training needs a mesh with one axis. Use fsdp, not tensor parallelism.")
-
 
 def _is_split_by_hand(module: nn.Module) -> bool:
     return any(is_split(p) for p in module.parameters()) and not any(wrapper_of(m) for m in module.modules())

@@ -37,7 +37,7 @@ from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import Strategy
 from echelon.parallel.tensor.tensor import Chosen, check_tensor, equalize, split_layers
 from echelon.world import agree
-from echelon.world.init import World, check_joined, ensure_group, rank_info
+from echelon.world.init import World, check_joined, ensure_group
 from echelon.world.mesh import AXES, ParallelDims
 
 if TYPE_CHECKING:
@@ -148,14 +148,8 @@ class ParallelPrepared(FSDPPrepared):
 
     def add_extra_params(self, others: list[nn.Parameter]) -> None:
         super().add_extra_params(others)
-        if self.pipeline is None:
-            return
-        if others:
-            raise PipelineError(
-                f"in a pipeline the optimizer must hold only the module's parameters, got {len(others)} others, which only the "
-                "last stage would train. Make them part of the module."
-            )
-        self.pipeline.shared.equalize()
+        if self.pipeline is not None:
+            self.pipeline.shared.equalize()
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         return combined(super().accumulate(last), self._over_parts())
@@ -200,13 +194,6 @@ class ParallelPrepared(FSDPPrepared):
                 failure = error
             agree.fail_together(failure, "a stage")
         return made
-
-    def fix_order(self) -> None:
-        if self.context is not None:
-            raise LayoutError("bit-equal training needs whole sequences, got cp > 1. Use dp_shard in its place.")
-        if self.pipeline is not None:
-            raise PipelineError("bit-equal training must have no pipeline. Use pp=1.")
-        super().fix_order()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         if self.pipeline is None:
@@ -333,7 +320,6 @@ class Layout(Strategy):
         plan, chosen = self.check(module, dims, recipe)
         if chosen is not None:
             chosen.report(world)
-        _near(dims, world)
         # Phase 2: equal values on all ranks; then each rank takes its part of the layers.
         fsdp, device = self.fsdp or FSDPStrategy(), world.device
         ensure_group(device)
@@ -409,18 +395,3 @@ class Layout(Strategy):
                 "'interleaved'."
             )
         return plan
-
-
-def _near(dims: ParallelDims, world: World) -> None:
-    """Warn if ranks that exchange activations within a layer would be on several machines."""
-    local, near = rank_info().local_world_size, dims.tp * dims.cp
-    if world.rank == 0 and 1 < local < world.size and local % near:
-        logger.warning(
-            "tp %d x cp %d = %d ranks exchange activations in every layer, but a machine has %d: some of them will do so over "
-            "the network. Choose sizes whose product divides %d.",
-            dims.tp,
-            dims.cp,
-            near,
-            local,
-            local,
-        )

@@ -9,20 +9,22 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from echelon.common.errors import LayoutError
 from echelon.parallel.axes import Axis, DataAxes, mesh_of
+from echelon.parallel.experts.loads import Routers
 from echelon.parallel.gradients import clip
 from echelon.parallel.gradients.fixed_order import clip_in_order_
 from echelon.parallel.gradients.unreduced_params import Joined, average_, check_equal
 from echelon.parallel.guards.guard import Guard
 from echelon.parallel.names import kind_of, plain_names, unwrapped, without_compile, wrapper_of
 from echelon.parallel.over_ranks import knows_its_data
-from echelon.parallel.shards import reshard
+from echelon.parallel.shards import is_split, reshard
 from echelon.parallel.state.state import ModuleState, module_state
 from echelon.world.init import World
 
@@ -31,7 +33,6 @@ __all__ = [
     "Batches",
     "Extras",
     "Form",
-    "Listener",
     "MicroBatch",
     "Place",
     "Prepared",
@@ -169,22 +170,6 @@ class Extras:
         """Load what `state_dict` gave, perhaps under another layout; absent entries stay as they are. Collective."""
 
 
-class Listener(Protocol):
-    """One of `Prepared.listeners`: hears of each update for parts of a module, also on a single rank."""
-
-    def begin_forward(self, weight: Any) -> None:
-        """Called before the forward pass of a micro-batch of this weight."""
-
-    def end_window(self, *, updated: bool) -> None:
-        """Called after the optimizer's step, or in its place if the step is skipped. Collective."""
-
-    def discard(self) -> None:
-        """Drop the micro-batches since the latest update."""
-
-    def measures(self) -> Mapping[str, Any]:
-        """Measurements of the latest update for its record: 0-dim tensors, by the names of metrics.jsonl."""
-
-
 class Prepared(Generic[M]):
     """A parallel module and the operations that depend on its layout. This base is for one process.
 
@@ -199,7 +184,7 @@ class Prepared(Generic[M]):
         batches: how the layout splits the rank's batches.
         extras: what a checkpoint keeps besides `state`.
         guards: check that all ranks do the same with the module, and explain torch's errors.
-        listeners: hear of each update for parts of the module.
+        listeners: the routers of the module, if it has experts: they hear of each update, also on a single rank.
     """
 
     forward_is_collective = False
@@ -214,7 +199,7 @@ class Prepared(Generic[M]):
         self.data = DataAxes.of(module, averaged, is_divided=bool(averaged) or self.forward_is_collective)
         self.batches, self.extras = Batches(), Extras()
         self.guards: list[Guard] = []
-        self.listeners: list[Listener] = []
+        self.listeners: list[Routers] = []
         self._others: list[nn.Parameter] = []  # parameters of the optimizer outside the module, such as a learned loss weight
         self._loose: list[nn.Parameter] = []  # parameters whose gradients nothing else reduces
         self._frozen: list[nn.Parameter] = []  # frozen now; nothing else reduces their gradients once they are unfrozen
@@ -282,17 +267,19 @@ class Prepared(Generic[M]):
 
     def add_extra_params(self, others: list[nn.Parameter]) -> None:
         """Tell, before training, which parameters the optimizer has besides the module's, to average their gradients. Collective.
-        Raises UsageError if they, or parameters that the module got since it was wrapped, are not the same on all ranks.
+        Raises UsageError if they, or parameters that the module got since it was wrapped, are not the same on all ranks; or if
+        ranks train by themselves, or stage by stage, so that nothing would average them.
         """
+        if others and self.trains != "together":
+            raise LayoutError(
+                f"the optimizer must hold only the module's parameters under {self.describe()['layout']!r}, got {len(others)} "
+                "others, whose gradients would not be averaged. Make them part of the module."
+            )
         self._others = others
         if groups := self.data.groups:
             check_equal(others, groups, "the optimizer has parameters outside the module")
-            check_equal(self._joined.trained(self.module), groups, "the module has got parameters")
-        self._loose = [*self._left_alone(), *others] if groups else []
-
-    def _left_alone(self) -> list[nn.Parameter]:
-        """Trained parameters of the module whose gradients the layout does not reduce."""
-        return self._joined.trained(self.module)
+            check_equal(joined := self._joined.trained(self.module), groups, "the module has got parameters")
+            self._loose = [*joined, *others]
 
     def _check_gradients(self) -> None:
         """Check the first update's reduced gradients, once. Collective. Raises UsageError if the model would train wrongly."""
@@ -361,6 +348,13 @@ class Prepared(Generic[M]):
 
     def fix_order(self) -> None:
         """From now on, sum gradients and norms over the ranks in one order (`fixed_order`). UsageError if the layout cannot."""
+        meshes = [p.device_mesh for p in self.module.parameters() if is_split(p)]  # type: ignore[attr-defined]
+        has_one_axis = len(self.data.axes) <= 1 and all(mesh.ndim == 1 and self.data.axes for mesh in meshes)
+        if self.trains != "together" or self.form.kind == "flat" or self.place.part[1] > 1 or not has_one_axis:
+            raise LayoutError(
+                "bit-equal training must have a layout with one axis, whose ranks train together on samples of their own: 'ddp', "
+                f"'fsdp', 'zero1' or 'zero2', got {self.describe()['layout']!r} over {[axis.name for axis in self.data.axes]}."
+            )
         self._order_is_fixed = True
 
     def parameters_written(self) -> None:

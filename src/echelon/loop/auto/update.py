@@ -42,7 +42,7 @@ from echelon.loop.replicas import warn_of_drift
 from echelon.loop.samples import as_scalar, problem_with, samples_of, sizes_in
 from echelon.loop.state import step_under_way
 from echelon.parallel.gradients import clip
-from echelon.parallel.prepared import NO_CONTEXT, Listener, MicroBatch, combined
+from echelon.parallel.prepared import NO_CONTEXT, MicroBatch, combined
 from echelon.parallel.recipe.precision import Shards, check_scaler
 from echelon.parallel.state.partition import has_gradients, parameters_of
 from echelon.world import agree, clock
@@ -77,7 +77,7 @@ class Update:
 
     def __init__(self, unit: Any, bitwise: BitEqual | None, stop_after: int | None) -> None:
         self.bitwise = bitwise
-        self._listeners: list[Listener] = unit.prepared.listeners
+        self._listeners = unit.prepared.listeners
         self.finite = FiniteWatch(stop_after)
         self.is_last = self.joined = False
         self.weight: Any = 0

@@ -334,14 +334,6 @@ class WorkerPrepared(Prepared[Worker]):
         self.module.optimizer = made[0] if isinstance(made, tuple) and made else made  # type: ignore[assignment]
         return made
 
-    def add_extra_params(self, others: list[nn.Parameter]) -> None:
-        if others:
-            raise OptimizerError(
-                f"under {self.module.layout!r} the optimizer must hold only the module's parameters, got {len(others)} others, "
-                "which would not be averaged. Make them part of the module."
-            )
-        super().add_extra_params(others)
-
     def accumulate(self, last: bool) -> Any:
         self.module.show_own()
         return NO_CONTEXT
@@ -365,11 +357,6 @@ class WorkerPrepared(Prepared[Worker]):
     def before_evaluation(self) -> bool:
         self.module.show_common()
         return False
-
-    def fix_order(self) -> None:
-        raise OptimizerError(
-            f"bit-equal training must give the same numbers on any number of ranks, {self.module.layout!r} does not. Use 'ddp'."
-        )
 
     def parameters_written(self) -> None:
         raise OptimizerError(
