@@ -401,7 +401,6 @@ def _models() -> dict[str, torch.Tensor]:
         ("ddp", lambda: Words(max_norm=1.0)),
         ("fsdp", lambda: Words(max_norm=1.0)),
         ("fsdp", lambda: Words(sparse=True)),
-        ("fsdp", lambda: nn.ModuleDict({"net": net()})),
     ):
         with refused(LayoutError):
             _trained(layout, "nothing", model)

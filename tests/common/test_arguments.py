@@ -189,11 +189,7 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     # --- layouts and what happens to a module besides
     (ech.DDPStrategy, {"find_unused_parameters": "no"}, "True or False, got 'no'"),
     (ech.DDPStrategy, {"bucket_cap_mb": "a"}, "a number of MiB, .*got 'a'"),
-    (ech.DDPStrategy, {"process_group": 3}, "a ProcessGroup or None, got 3"),
-    (ech.DDPStrategy, {"comm_hook": 3}, "a function or None, got 3"),
     (ech.DDPStrategy, {"device_ids": 3}, "a list or None, got 3"),
-    (ech.DDPStrategy, {"device_mesh": 3}, "a DeviceMesh or None, got 3"),
-    (ech.FSDPStrategy, {"process_group": (1, 2)}, r"a ProcessGroup, a pair of them, or None, got \(1, 2\)"),
     (ech.FSDPStrategy, {"ignored_modules": 3}, "a list of modules, got 3"),
     (
         ech.FSDPStrategy,
@@ -208,7 +204,6 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (ech.FSDPStrategy, {"sync_module_states": "no"}, "True or False, got 'no'"),
     (FSDP2Strategy, {"shard_predicates": [3]}, r"a list of functions .*got \[3\]"),
     (FSDP2Strategy, {"modules_to_shard": 3}, "'all', or a list of names or classes, got 3"),
-    (FSDP2Strategy, {"shard_placement_fn": 3}, "a function or None, got 3"),
     (ech.Layout, {"dp_shard": "a"}, "a whole number of at least -1, got 'a'"),
     (ech.Layout, {"plan": "colwise"}, "a dict from names of layers to styles, .*got 'colwise'"),
     (ech.layouts.ZeROStrategy, {"stage": True}, "1 .optimizer state., .*got True"),
@@ -219,7 +214,6 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (ech.layouts.ActivationCheckpointParams, {"check_fn": 3}, "a function or None, got 3"),
     (ech.layouts.ActivationCheckpointParams, {"save_ops": 3}, "a list of operators .*got 3"),
     (ech.layouts.TorchCompileParams, {"recursive_module_types": "Linear"}, "a list of classes or their names, got 'Linear'"),
-    (ech.layouts.TorchCompileParams, {"backend": 3}, "a name or a function, got 3"),
     (partial(ech.units.SWAParams, step_or_epoch_update_freq=1), {"warmup_steps_or_epochs": "a"}, "a whole number of at least 0"),
     (partial(ech.units.SWAParams, 1, 1), {"ema_decay": NAN}, "between 0 and 1, got nan"),
     (partial(ech.units.SWAParams, 1, 1), {"swalr_params": 3}, r"SWALRParams\(...\) or None, got 3"),

@@ -49,11 +49,9 @@ def _misfits() -> dict[str, tuple[str, str]]:
         "unknown": (lambda: fsdp(sharding_strategy="HALF"), "FULL_SHARD, SHARD_GRAD_OP"),
         "blocks twice": (lambda: fsdp(blocks=["first"], auto_wrap_policy={nn.Linear}), "Give one of them"),
         "ranks twice": (lambda: fsdp(process_group=dist.group.WORLD, device_mesh=_mesh()), "Give one of them"),
-        "device": (lambda: fsdp(device_id=3), "must be this rank's device, cpu"),
         "devices": (lambda: ech.DDPStrategy(device_ids=[0]), "use layout 'dp'"),
         "grads": (lambda: fsdp(mixed_precision=MixedPrecision(keep_low_precision_grads=True)), "build the module in that dtype"),
-        "offload": (lambda: fsdp(cpu_offload="yes"), "got str"),
-        "container": (lambda: fsdp2(modules_to_shard=["blocks"]), "blocks is a ModuleList"),
+        "offload": (lambda: fsdp(cpu_offload="yes"), "cpu_offload must be True, False, or torch's CPUOffload"),
         "class": (lambda: fsdp2(modules_to_shard=[nn.Conv2d]), "no submodule of class Conv2d in Net"),
         "nothing": (lambda: fsdp2(shard_predicates=[lambda n, m: False]), "must accept a submodule of Net, got none"),
         "sizes": (lambda: sizes(dp_replicate=-1, dp_shard=3), "to the 2 ranks that run, got dp_shard 3."),
@@ -63,18 +61,13 @@ def _misfits() -> dict[str, tuple[str, str]]:
         ),
     }
     with torch.device("meta"):
-        empty, bare = net(dtype=torch.float32), Bare()
+        bare = Bare()
     loose, wrapped = net(), Regression(layout="zero1").module
     modules: dict[str, tuple[nn.Module, Any, str]] = {
         "loose": (loose, fsdp(ignored_modules=[loose.last]), "last.weight would not be reduced"),
         "frozen": (net().requires_grad_(False), None, "no parameter of Net requires a gradient"),
         "twice": (wrapped, "fsdp", "is already parallel"),
         "meta": (bare, "zero1", "Bare.scale (3,) is on the meta device and nothing gives it a value"),
-        "unfilled": (
-            empty,
-            fsdp(param_init_fn=lambda m: None),
-            "blocks.0.0.weight must have a value after param_init_fn(Linear)",
-        ),
     }
     found = {name: (refusal(lambda make=make: Regression(layout=make())), words) for name, (make, words) in layouts.items()}
     for name, (module, layout, words) in modules.items():
@@ -92,17 +85,9 @@ def test_what_cannot_be_names_the_remedy_on_all_ranks(ranks: Ranks) -> None:
     assert {name: said for name, (said, words) in first.items() if words not in said} == {}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: ech.ZeROStrategy(4),
-        lambda: ech.ZeROStrategy(1, cpu_offload=True),
-        lambda: ech.ZeROStrategy(2, options=ech.DDPStrategy()),
-    ],
-)
-def test_a_stage_that_is_none_is_refused(make: Any) -> None:
+def test_a_stage_that_is_none_is_refused() -> None:
     with refused(LayoutError):
-        make()
+        ech.ZeROStrategy(4)
 
 
 def test_a_job_that_has_not_joined_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

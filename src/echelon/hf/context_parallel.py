@@ -221,8 +221,14 @@ class _Mask:
     def __init__(self, usual: Callable[..., Any], current: Current) -> None:
         self._usual, self._current = usual, current
 
-    def __call__(
+    def __call__(self, *args: Any, **given: Any) -> torch.Tensor | None:
+        parts = self._current()
+        made: torch.Tensor | None = self._usual(*args, **given) if parts is None else self._of_part(parts, *args, **given)
+        return made
+
+    def _of_part(
         self,
+        parts: Parts,
         batch_size: int,
         q_length: int,
         kv_length: int,
@@ -235,21 +241,6 @@ class _Mask:
         device: torch.device | str = "cpu",
         **more: Any,
     ) -> torch.Tensor | None:
-        parts = self._current()
-        if parts is None:
-            return self._usual(  # type: ignore[no-any-return]
-                batch_size,
-                q_length,
-                kv_length,
-                *args,
-                mask_function=mask_function,
-                attention_mask=attention_mask,
-                local_size=local_size,
-                allow_is_causal_skip=allow_is_causal_skip,
-                allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-                device=device,
-                **more,
-            )
         if q_length != kv_length or more.get("use_vmap"):
             raise ContextParallelError(
                 f"context parallelism: a mask of {q_length} queries and {kv_length} keys"

@@ -138,33 +138,20 @@ def HSDPStrategy(shard_size: int | None = None, replicate_size: int | None = Non
     return _told("HSDPStrategy", Layout(dp_replicate=copies, dp_shard=shard_size, fsdp=fsdp))
 
 
-def ZeROStrategy(stage: int = 1, cpu_offload: bool = False, options: Any = None) -> Strategy:
-    """`DDPStrategy(shard_optimizer=True)` for stage 1, FSDPStrategy for 2 and 3.
+def ZeROStrategy(stage: int = 1, **options: Any) -> Strategy:
+    """`DDPStrategy(shard_optimizer=True)` for stage 1, FSDPStrategy for 2 and 3, with their options.
 
     Raises:
-        UsageError: another stage; options of another layout; offload in stage 1.
+        UsageError: another stage.
     """
     if stage not in (1, 2, 3) or isinstance(stage, bool):
         raise LayoutError(
             f"stage must be 1 (optimizer state), 2 (also gradients) or 3 (also parameters), got {stage!r}. "
             "Stage 0 is layout 'ddp'."
         )
-    kind = DDPStrategy if stage == 1 else FSDPStrategy
-    if options is not None and not isinstance(options, kind):
-        raise LayoutError(f"options must be {kind.__name__}(...) for stage {stage}, got {type(options).__name__}.")
-    if stage == 1 and cpu_offload:
-        raise LayoutError(
-            "cpu_offload must be False for stage 1, whose parameters stay on the device, got True. Use stage 2 or 3."
-        )
-    made = options or kind()
-    if isinstance(made, DDPStrategy):
-        return _told("ZeROStrategy", made.but(shard_optimizer=True))
-    if made.reshard_after_forward is not None or made.sharding_strategy is not None:
-        raise LayoutError(f"reshard_after_forward must be left out of options, since stage {stage} decides it.")
-    reshard = None if stage == 3 else False
-    return _told(
-        "ZeROStrategy", FSDPStrategy.but(made, reshard_after_forward=reshard, cpu_offload=cpu_offload or made.cpu_offload)
-    )
+    if stage == 1:
+        return _told("ZeROStrategy", DDPStrategy(shard_optimizer=True, **options))
+    return _told("ZeROStrategy", FSDPStrategy(reshard_after_forward=None if stage == 3 else False, **options))
 
 
 def _told(name: str, made: L) -> L:

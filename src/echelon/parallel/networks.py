@@ -150,12 +150,8 @@ def prepare_networks(module: nn.Module, strategy: Any, device: torch.device, *gi
             does not train micro-batch by micro-batch.
     """
     check_module(module)
-    if has_forward(module):
-        part = parallelize(module, strategy, device, *given, **options)
-        _check(part)
-        return Networks(part.module, [part])
     parts, seen = [], dict[nn.Parameter, str]()
-    for name, network in list(networks_of(module)):
+    for name, network in [("", module)] if has_forward(module) else list(networks_of(module)):
         before = list(network.parameters())
         shared = next((seen[p] for p in before if p in seen), None)
         part = parallelize(network, strategy, device, *given, **options)
@@ -167,6 +163,8 @@ def prepare_networks(module: nn.Module, strategy: Any, device: torch.device, *gi
             )
         seen |= dict.fromkeys(before, name)
         parts.append(part)
+        if not name:
+            return Networks(part.module, parts)
         module.set_submodule(name, part.module)
     if not parts:
         raise LayoutError(f"the module must have networks with parameters, got a {type(module).__name__} without.")
@@ -180,7 +178,7 @@ def prepare_networks(module: nn.Module, strategy: Any, device: torch.device, *gi
 
 
 def _check(part: Prepared[Any]) -> None:
-    if part.trains != "together" or part.place.part[1] > 1 or (len(part.data.axes) > 1 and part._divides_optimizer):
+    if part.trains != "together" or part.place.part[1] > 1:
         raise LayoutError(
             "several optimizers must have a layout whose ranks train on each batch together, such as 'ddp', 'fsdp', 'zero1' or "
             "'tp=2', got pp, cp or local SGD. Use one of these layouts, or one optimizer with parameter groups."

@@ -148,7 +148,7 @@ def _experts(module: nn.Module, ep: int) -> Callable[[str, nn.Module], str]:
 
 
 def _gathered(module: nn.Module, sharded: FSDPStrategy) -> Callable[[str, nn.Module], str]:
-    units = units_of(module, sharded.blocks_of(module), None, None, True, torch.device("cpu"), reports=False)
+    units = units_of(module, sharded.blocks_of(module), None, None, True, torch.device("cpu"))
     held: dict[nn.Parameter, str] = {}
     for unit in units:
         name = plain_name(unit.name)

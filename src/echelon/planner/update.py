@@ -24,7 +24,7 @@ from echelon.loop.samples import samples_of
 from echelon.loop.state import State
 from echelon.loop.target import Enough, Target
 from echelon.parallel.experts.distribute import count, stacked_experts
-from echelon.parallel.fsdp.fsdp import FSDPStrategy, offloads
+from echelon.parallel.fsdp.fsdp import FSDPStrategy, offload_policy
 from echelon.parallel.layouts import resolve, with_options_of
 from echelon.parallel.names import class_name
 from echelon.parallel.prepared import MicroBatch, Prepared
@@ -224,7 +224,7 @@ def _offloading(layout: Strategy, asked: bool, gpus: int) -> tuple[Strategy, boo
     if asked and isinstance(layout, FSDPStrategy):
         layout = layout.but(cpu_offload=True)
     shards = layout if isinstance(layout, FSDPStrategy) else getattr(layout, "fsdp", None)
-    return layout, gpus > 0 and shards is not None and offloads(shards.cpu_offload, "cpu_offload")[0]
+    return layout, gpus > 0 and shards is not None and offload_policy(shards.cpu_offload) is not None
 
 
 class _Watcher(Callback):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +23,7 @@ from torch import nn
 
 from echelon.common.arguments import several
 from echelon.common.errors import LayoutError, require
+from echelon.common.numbers import whole
 from echelon.hf.layers import layer_drop
 from echelon.parallel.axes import Axis, axes_of, sharded_axes, split_axes
 from echelon.parallel.experts.distribute import divided_experts
@@ -30,8 +31,6 @@ from echelon.parallel.fsdp.move_and_sync import Buffers, place
 from echelon.parallel.fsdp.units import (
     Unit,
     always_under_autocast,
-    check_prefetch,
-    check_reshard,
     decides,
     expert_units,
     experts_apart,
@@ -47,7 +46,7 @@ from echelon.parallel.fsdp.units import (
     unsplittable,
 )
 from echelon.parallel.gradients.fixed_order import TreeReduceScatter
-from echelon.parallel.gradients.unreduced_params import AfterEachBackward, hook_backward
+from echelon.parallel.gradients.unreduced_params import AfterEachBackward, Joined, hook_backward
 from echelon.parallel.guards.call_order import SameCalls, SameGradients
 from echelon.parallel.guards.guard import SameDraws
 from echelon.parallel.guards.lost_writes import LostWrites
@@ -96,6 +95,7 @@ class FSDPPrepared(Prepared[nn.Module]):
     def __init__(self, module: nn.Module, world: World, averaged: Sequence[Axis] | None = None) -> None:
         reshard(module)
         super().__init__(module, sharded_axes(module) if averaged is None else averaged)
+        self._joined = Joined(())  # nothing reduces what `fully_shard` has left whole
         self._same: SameGradients | None = None
         self._is_checked = self._is_known = self._compares_calls = False
         self.guards += [SplitMessages(module), LostWrites(module)]
@@ -107,9 +107,6 @@ class FSDPPrepared(Prepared[nn.Module]):
     def optimizer(self, make: Callable[[nn.Module], O]) -> O:
         self.parameters_written()  # an evaluation leaves gathered parameters, which the next reshard would free
         return super().optimizer(make)
-
-    def _left_alone(self) -> list[nn.Parameter]:
-        return [p for p in self.module.parameters() if p.requires_grad and not is_split(p)]
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
         if last == self._reduces:
@@ -189,8 +186,6 @@ class FSDPPrepared(Prepared[nn.Module]):
         self._compare_calls()
 
     def fix_order(self) -> None:
-        if any(p.device_mesh.ndim > 1 for p in self.module.parameters() if is_split(p)):  # type: ignore[attr-defined]
-            raise LayoutError("bit-equal training needs a mesh with one axis. Use fsdp, not hsdp or tensor parallelism.")
         super().fix_order()
         for module in self.module.modules():
             if is_fully_sharded(module):
@@ -234,7 +229,6 @@ class FSDPStrategy(Strategy):
         sync_module_states: start from rank 0's values on every rank.
         forward_prefetch: gather the next block's parameters while one computes; a number says how many blocks ahead.
         backward_prefetch: how many blocks ahead in the backward pass; by default one, as `fully_shard` does by itself.
-        device_id: accepted from scripts that wrap by hand; must be this rank's device.
         device_mesh: instead of a process group: 1-D, or 2-D (ranks with the same shard, ranks of one replica).
         blocks: names or classes of the submodules to shard one by one; by default the repeated blocks of the model.
         reshard_after_forward: free a block's gathered parameters after its forward and gather them again for the backward.
@@ -258,7 +252,6 @@ class FSDPStrategy(Strategy):
     sync_module_states: bool = True
     forward_prefetch: bool | int = False
     backward_prefetch: int | None = None
-    device_id: int | torch.device | None = None
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None
     device_mesh: DeviceMesh | None = None
     blocks: Sequence[str | type[nn.Module]] | None = None
@@ -269,16 +262,15 @@ class FSDPStrategy(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_prefetch(self.forward_prefetch, self.backward_prefetch)
-        group, mesh = self.process_group, self.device_mesh
-        groups = group if isinstance(group, tuple) else (group,)
-        are_groups = group is None or all(isinstance(each, dist.ProcessGroup) for each in groups)
-        require(are_groups, "process_group", "a ProcessGroup, a pair of them, or None", group, kind=LayoutError)
-        require(mesh is None or hasattr(mesh, "mesh_dim_names"), "device_mesh", "a DeviceMesh or None", mesh, kind=LayoutError)
-        for name in ("param_init_fn", "shard_placement_fn"):
-            function = getattr(self, name)
-            require(function is None or callable(function), name, "a function or None", function, kind=LayoutError)
-        check_reshard(self.reshard_after_forward)
+        if not isinstance(self.forward_prefetch, bool):
+            whole("forward_prefetch", self.forward_prefetch, at_least=0, kind=LayoutError)
+        if self.backward_prefetch is not None:
+            whole("backward_prefetch", self.backward_prefetch, at_least=1, or_none="for what fully_shard does", kind=LayoutError)
+        value = self.reshard_after_forward
+        one_by_one = value.values() if isinstance(value, Mapping) else [0 if value is None else value]
+        known = all(isinstance(each, int) for each in one_by_one)
+        what = "True, False, a number of ranks, a dict of these by names, or None"
+        require(known, "reshard_after_forward", what, value, kind=LayoutError)
         for name, what, kind in (
             ("ignored_modules", "a list of modules", nn.Module),
             ("ignored_states", "a list of modules or parameters", (nn.Module, torch.Tensor)),
@@ -301,28 +293,21 @@ class FSDPStrategy(Strategy):
         Each block is initialized or moved to the device, made equal on all ranks, and split before the next block. So no rank's
         device ever holds more than its shards and one whole block.
         """
-        self._check(world)
+        self._check()
         reshard, replicas = sharding_named(self.sharding_strategy)
         resharding = reshard if self.reshard_after_forward is None else self.reshard_after_forward
         root_policy, policy = precision_policies(self.mixed_precision, module)
-        offload, pin_memory = offloads(self.cpu_offload, "FSDPStrategy(cpu_offload=...)")
+        offload = offload_policy(self.cpu_offload)
         mesh, blocks, ignored = self._mesh(world, replicas), self.blocks_of(module), self._ignored()
         if self.param_init_fn is None:
             remember(module)
-        if mesh.ndim > 2 or (mesh.ndim == 2 and mesh.mesh_dim_names is None):
-            names = "" if mesh.mesh_dim_names else " without names"
-            raise LayoutError(
-                f"the mesh must have one axis, or two with names, got {mesh.ndim}{names}. "
-                "Make it by init_device_mesh(device, (copies, shards), mesh_dim_names=('dp_replicate', 'dp_shard'))."
-            )
-        _refuse_container(module)
         ranks = mesh.mesh.flatten().tolist()
         _refuse_split(module, ranks, {p for _, experts, _ in divided_experts(module) for p in experts.parameters()})
         _refuse_loose(module, ignored, len(ranks))
-        ignored |= (whole := unsplittable(module))
-        reports, precision = world.rank == 0, recipe.precision
+        ignored |= (left_whole := unsplittable(module))
+        precision = recipe.precision
         reshards = True if isinstance(resharding, Mapping) else resharding
-        units = units_of(module, blocks, precision, policy, reshards, world.device, reports=reports)
+        units = units_of(module, blocks, precision, policy, reshards, world.device)
         if isinstance(resharding, Mapping):
             units = resharded(units, module, resharding)
         apart = set() if offload else experts_apart(module, precision, policy)
@@ -330,14 +315,14 @@ class FSDPStrategy(Strategy):
         ignored |= apart
         gathers_as = policy_for(module, precision, root_policy)
         module = recipe.applied(module)
-        whole |= (others := of_another_type(module, [unit.modules for unit in units], ignored))
+        left_whole |= (others := of_another_type(module, [unit.modules for unit in units], ignored))
         ignored |= others
-        self._split(module, units, gathers_as, ignored, world, mesh, offload=offload, pins=pin_memory, reshard=resharding)
+        self._split(module, units, gathers_as, ignored, world, mesh, offload=offload, reshard=resharding)
         materialize(module, torch.device("cpu") if offload else world.device, buffers=world.device)
-        for parameter in whole:  # never offloaded
+        for parameter in left_whole:  # never offloaded
             parameter.data = parameter.data.to(world.device)
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-        if len(ranks) > 1 and (trained := [p for p in module.parameters() if p in whole and p.requires_grad]):
+        if len(ranks) > 1 and (trained := [p for p in module.parameters() if p in left_whole and p.requires_grad]):
             AfterEachBackward(module, trained, groups)
         Buffers.keep_equal(module, groups)
         refuse_second_derivatives(module)
@@ -360,30 +345,26 @@ class FSDPStrategy(Strategy):
         world: World,
         mesh: DeviceMesh,
         *,
-        offload: bool,
-        pins: bool,
+        offload: CPUOffloadPolicy | None,
         reshard: bool | int | Mapping[str, bool | int],
     ) -> None:
         """Call `fully_shard` on each unit, then on the root."""
         gathers_in(module, root_policy.param_dtype)
-        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+        from torch.distributed.fsdp import fully_shard
 
         options: dict[str, Any] = {
             "mesh": mesh,
             "shard_placement_fn": self.shard_placement_fn,
             "ignored_params": ignored or None,
         }
-        if offload:  # pinned memory makes copies to a GPU asynchronous; without a GPU there is none
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=pins and world.device.type == "cuda")
+        if offload is not None:  # pinned memory makes copies to a GPU asynchronous; without a GPU there is none
+            options["offload_policy"] = replace(offload, pin_memory=offload.pin_memory and world.device.type == "cuda")
         done: set[nn.Module] = set()
-        kind = type(module).__name__
         # None leaves it to torch, which does not reshard the root: its backward begins where its forward ended.
         rest = Unit("", (module,), root_policy, None if reshard is True or isinstance(reshard, Mapping) else reshard)
         for unit in (*units, rest):
             for part in unit.modules:
-                name = f"{kind}.{unit.name}" if unit.name else kind
-                from_rank0, init = self.sync_module_states, self.param_init_fn
-                place(part, done, world, mesh, from_rank0=from_rank0, init=init, name=name)
+                place(part, done, world, mesh, from_rank0=self.sync_module_states, init=self.param_init_fn)
             together = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
             own = {} if unit.mesh is None else {"mesh": unit.mesh, "shard_placement_fn": unit.placement}
             fully_shard(together, **{**options, **own}, reshard_after_forward=unit.reshard, mp_policy=unit.policy)
@@ -393,14 +374,11 @@ class FSDPStrategy(Strategy):
         keep_readable(module, [part for unit in units if unit.is_read for part in unit.modules])
         prefetch(units, int(self.forward_prefetch), self.backward_prefetch)
 
-    def _check(self, world: World) -> None:
+    def _check(self) -> None:
         if self.blocks is not None and self.auto_wrap_policy is not None:
             raise LayoutError("blocks and auto_wrap_policy both choose what is sharded. Give one of them.")
         if self.process_group is not None and self.device_mesh is not None:
             raise LayoutError("process_group and device_mesh both choose the ranks. Give one of them.")
-        devices_of_rank = (world.device, world.device.index, torch.device(world.device.type))
-        if self.device_id is not None and self.device_id not in devices_of_rank:
-            raise LayoutError(f"device_id must be this rank's device, {world.device}, got {self.device_id}. Leave it out.")
 
     def _mesh(self, world: World, replicas: bool) -> DeviceMesh:
         from torch.distributed.device_mesh import DeviceMesh
@@ -436,15 +414,6 @@ def _refuse_layer_drop(module: nn.Module) -> None:
         raise LayoutError(
             f"{class_name(module)} skips layers at random ({name}={often}): each rank would skip different layers, but all ranks "
             f"must gather blocks in the same order. Set {name}=0; or train under DDPStrategy(find_unused_parameters=True)."
-        )
-
-
-def _refuse_container(module: nn.Module) -> None:
-    if "forward" not in vars(module) and type(module).forward is nn.Module.forward:
-        raise LayoutError(
-            f"the module must have a forward, got a {type(module).__name__} without one: a call of it gathers the parameters. "
-            "Write an nn.Module that holds these networks and whose forward calls them; in a loop of your own, give prepare() "
-            "each network by itself; or train under 'ddp' or 'zero1'."
         )
 
 
@@ -508,19 +477,16 @@ def sharding_named(value: Any) -> tuple[bool, bool]:
     return _SHARDINGS[name]
 
 
-def offloads(value: Any, option: str) -> tuple[bool, bool]:
-    """(offload, pin memory) from a bool, or from torch's CPUOffload, OffloadPolicy or CPUOffloadPolicy."""
+def offload_policy(value: Any) -> CPUOffloadPolicy | None:
+    """`fully_shard`'s policy, if the state is kept in host memory, from a bool or from torch's CPUOffload or a policy."""
     from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 
-    if value is None or isinstance(value, bool):
-        return bool(value), True
-    if isinstance(value, CPUOffload):
-        return value.offload_params, True
-    if isinstance(value, CPUOffloadPolicy):
-        return True, value.pin_memory
     if isinstance(value, OffloadPolicy):
-        return False, True
-    raise LayoutError(f"{option} must be True, False, or torch's CPUOffload or CPUOffloadPolicy, got {type(value).__name__}.")
+        return value if isinstance(value, CPUOffloadPolicy) else None
+    wanted = value.offload_params if isinstance(value, CPUOffload) else value
+    what = "True, False, or torch's CPUOffload or CPUOffloadPolicy"
+    require(wanted is None or isinstance(wanted, bool), "cpu_offload", what, value, kind=LayoutError)
+    return CPUOffloadPolicy() if wanted else None
 
 
 def precision_policies(value: Any, module: nn.Module) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:

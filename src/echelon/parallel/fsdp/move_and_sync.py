@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.common.errors import LayoutError
 from echelon.parallel.shards import is_split, local
 from echelon.world import agree
 from echelon.world.init import World
@@ -29,19 +28,17 @@ def place(
     *,
     from_rank0: bool,
     init: Callable[[nn.Module], None] | None,
-    name: str,
 ) -> None:
     """Initialize a module's tensors that are not split yet, move them to the device and, if `from_rank0`, broadcast rank 0's.
 
     Args:
         done: submodules that were handled before; this call adds its own.
         init: initializes a submodule's own parameters, if they are on the meta device.
-        name: the module's name, for messages.
     """
     todo = [m for m in module.modules() if m not in done]
     done.update(todo)
     if init is not None:
-        _fill(module, todo, init, name)
+        _fill(todo, init)
     tensors = {id(t): t for m in todo for _, t in (*m.named_parameters(recurse=False), *m.named_buffers(recurse=False))}
     with torch.no_grad():
         for tensor in tensors.values():
@@ -62,30 +59,18 @@ def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
         dist.broadcast(local(tensor), group_src=0, group=mesh.get_group(axis))
 
 
-def _fill(root: nn.Module, parts: list[nn.Module], init: Callable[[nn.Module], None], root_name: str) -> None:
+def _fill(parts: list[nn.Module], init: Callable[[nn.Module], None]) -> None:
     """Initialize tensors on the meta device. `init` makes new parameters, so tied ones are tied again."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for part in parts:
         for name, parameter in part.named_parameters(recurse=False):
             places.setdefault(parameter, []).append((part, name))
     for part in parts:
-        before = _on_meta(part)
-        if not before:
-            continue
-        name = next((f".{n}" for n, m in root.named_modules() if n and m is part), "")
-        first = f"{root_name}{name}.{before[0]}"
-        init(part)
-        if _on_meta(part):
-            raise LayoutError(
-                f"{first} must have a value after param_init_fn({type(part).__name__}), but it is still on the meta device."
-            )
+        if any(t.is_meta for t in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
+            init(part)
     for (holder, name), *others in places.values():
         for other, other_name in others:
             setattr(other, other_name, getattr(holder, name))
-
-
-def _on_meta(part: nn.Module) -> list[str]:
-    return [n for n, t in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)) if t.is_meta]
 
 
 # Buffers of a sharded module: all ranks get rank 0's, as under DistributedDataParallel.

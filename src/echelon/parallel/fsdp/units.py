@@ -13,9 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_leaves
 
-from echelon.common.arguments import mapping
-from echelon.common.errors import LayoutError, require
-from echelon.common.numbers import whole
+from echelon.common.errors import LayoutError
 from echelon.parallel.experts.distribute import divided_experts
 from echelon.parallel.gradients.unreduced_params import tracked_tensors
 from echelon.parallel.names import matching
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Unit",
     "always_under_autocast",
-    "check_prefetch",
-    "check_reshard",
     "decides",
     "edges_of",
     "expert_units",
@@ -85,18 +81,15 @@ def units_of(
     policy: MixedPrecisionPolicy | None,
     reshard: bool | int,
     device: torch.device,
-    *,
-    reports: bool,
 ) -> list[Unit]:
     """The units in the order in which they are split. The root, which gets all other parameters, is not among them.
 
     Args:
         chosen: blocks, innermost first; None takes the repeated blocks.
         precision, policy: see `policy_for`.
-        reports: log the choice.
     """
-    blocks, shared = without_shared(module, blocks_to_shard(module) if chosen is None else chosen)
-    full = without_shared(module, in_full(module, device))[0] if decides(precision, policy) else []
+    blocks = without_shared(module, blocks_to_shard(module) if chosen is None else chosen)
+    full = without_shared(module, in_full(module, device)) if decides(precision, policy) else []
     done = {part for _, part in full}
     units = [Unit(name, (part,), policy_for(part, None, policy), False, in_order=False, is_read=True) for name, part in full]
     embeddings, head = edges_of(module, blocks) if chosen is None else ([], [])
@@ -108,9 +101,6 @@ def units_of(
         (name, last), together = head[-1], tuple(part for _, part in head)
         kept = False if reshard is True else reshard  # the backward pass begins with the head
         units.append(Unit(name, together, policy_for(last, precision, policy), kept, is_read=True))
-    if reports:
-        around = [name for name, _ in embeddings] + ([" with ".join(name for name, _ in head)] if head else [])
-        _report(blocks, shared, around, is_chosen=chosen is not None)
     return units
 
 
@@ -192,39 +182,6 @@ def prefetch(units: list[Unit], forward: int, backward: int | None) -> None:
             part.set_modules_to_backward_prefetch(before)  # type: ignore[operator]
 
 
-def check_prefetch(forward: Any, backward: Any) -> None:
-    """
-    Raises:
-        UsageError: forward_prefetch or backward_prefetch is not a number of blocks.
-    """
-    if not isinstance(forward, bool):
-        whole("forward_prefetch", forward, at_least=0, kind=LayoutError)
-    if backward is not None:
-        whole("backward_prefetch", backward, at_least=1, or_none="for what fully_shard does", kind=LayoutError)
-
-
-def check_reshard(value: Any) -> None:
-    """
-    Raises:
-        UsageError: reshard_after_forward is neither a value that `fully_shard` takes nor a dict of such values by names.
-    """
-    each = mapping("reshard_after_forward", value, kind=LayoutError).values() if isinstance(value, Mapping) else (value,)
-    allowed = int if isinstance(value, Mapping) else int | None
-    what = "True, False, a number of ranks, a dict of these by names, or None"
-    require(all(isinstance(one, allowed) for one in each), "reshard_after_forward", what, value, kind=LayoutError)
-
-
-def _report(blocks: Blocks, shared: list[str], around: list[str], *, is_chosen: bool) -> None:
-    if shared:
-        logger.warning("blocks that share parameters with other modules are sharded with the root: %s", ", ".join(shared))
-    if not is_chosen:
-        kinds = [f"{n} {kind}" for kind, n in Counter(type(b).__name__ for _, b in blocks).items()]
-        parts = ", ".join([*kinds, *around])
-        logger.info(
-            "sharding %s", f"{parts} one by one, then the rest" if blocks else "the whole module at once: no blocks repeat"
-        )
-
-
 # The large layers around a model's blocks, embeddings and head, are units of their own, so that the root need not keep them
 # gathered throughout the step.
 #
@@ -258,7 +215,7 @@ def edges_of(module: nn.Module, blocks: Blocks) -> tuple[Blocks, Blocks]:
         at = heads[-1]
         norm = [pair for pair in after[max(at - 1, 0) : at] if all(p.dim() == 1 for p in pair[1].parameters())]
         head = [*norm, after[at]]
-    embeddings, head = without_shared(module, embeddings)[0], without_shared(module, head)[0]
+    embeddings, head = without_shared(module, embeddings), without_shared(module, head)
     return embeddings, head if any(type(m) is nn.Linear for _, m in head) else []
 
 
