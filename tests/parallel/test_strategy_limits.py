@@ -239,22 +239,12 @@ def _trained(**options: Any) -> None:
     ech.train(Regression(**options), [batch(4, i) for i in range(2)], max_epochs=1)
 
 
-def _lazy() -> nn.Module:
-    return nn.Sequential(nn.LazyLinear(1).double())
-
-
 def _decodes() -> None:
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(8, 0)), 8, shuffle=True)
     model: Any = net()
     model, _, _ = ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, layout="fsdp")
     with ech.evaluating(model):
         nn.functional.linear(torch.randn(2, 4).double(), model.first.weight)
-
-
-def _lazy_in_a_loop() -> None:
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(8, 0)), 8)
-    model = _lazy()
-    ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, layout="ddp")
 
 
 def _clips_by_torch() -> None:
@@ -273,9 +263,6 @@ PROGRAMS: dict[str, tuple[Callable[[], None], str]] = {
         lambda: _trained(layout=ech.DDPStrategy(static_graph=True), accumulate=2),
         "static_graph must be False where gradients are accumulated",
     ),
-    "lazy, ddp": (lambda: _trained(module=_lazy(), layout="ddp"), "has no shape before the first batch"),
-    "lazy, fsdp": (lambda: _trained(module=_lazy(), layout="fsdp"), "has no shape before the first batch"),
-    "lazy, in a loop": (_lazy_in_a_loop, "has no shape before the first batch"),
     "in place": (lambda: _trained(module=Changes().double(), layout="fsdp"), "changes its input in place"),
     "a part that is called": (_decodes, "must come from a call of Net itself"),
     "clipping by torch": (_clips_by_torch, "Clip by window.clip_grad_norm_(max_norm)"),
