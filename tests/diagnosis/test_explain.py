@@ -618,6 +618,7 @@ def raised(*exceptions: tuple[str, str]) -> str:
         ([(SOCKET, REFUSED), ("/w/torch/train.py", "RuntimeError: no weights")], False),
         ([("/p/multiprocessing/connection.py", "ConnectionResetError: [Errno 104] Connection reset by peer")], False),
         ([("/w/a.py", "RuntimeError: [gloo/transport/tcp/device.cc:81] Unable to find address for: nosuch")], False),
+        ([("/w/a.py", "RuntimeError: backend nccl is not here: abort")], False),
         ([("/w/a.py", f"RuntimeError: {CLOSED}")], True),
         ([("/w/a.py", f"RuntimeError: {CLOSED}"), ("/w/a.py", "KeyError: 'x'")], True),
         ([(STORE, "RuntimeError: Broken pipe")], True),

@@ -22,7 +22,7 @@ _FILE = re.compile(r'^  File "([^"\n]{1,4096})"', re.MULTILINE)
 # The words of gloo, NCCL and the store for a broken connection.
 _LOST = re.compile(
     r"Connection (closed|reset) by (peer|remote)|Connection refused|Broken pipe|remote process exited"
-    r"|(got|sent) 0 bytes|NCCL[^\n]{0,300}(remote|abort)"
+    r"|(got|sent) 0 bytes|NCCL communicator was aborted|ncclRemoteError"
     r"|Socket closed|Socket recv failed while polling|Software caused connection abort"
     r"|dump signal due to a collective timeout"
     # Gloo reports its own missing resources, and sizes that do not fit, under the same path.
