@@ -142,6 +142,35 @@ def test_a_buffer_that_begins_as_none_is_one_function_too(ranks: Ranks, layout: 
     assert first.keys() == second.keys() == {"out", "mean"} and largest_difference(first, second) == 0
 
 
+class _Repeats(nn.Module):
+    """Its buffers are a table of positions as PyTorch's tutorial makes it, and one number for each column."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 1)
+        self.register_buffer("positions", torch.arange(20.0).view(5, 4).unsqueeze(0).transpose(0, 1).double())
+        self.register_buffer("scale", torch.tensor(2).expand(4))  # torch broadcasts each dtype by itself
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x * self.scale + self.positions[0])
+
+
+def _resumed(folder: str, layouts: Sequence[str]) -> list[float]:
+    differences = []
+    for layout in layouts:
+        torch.manual_seed(0)
+        units = [Regression(module=_Repeats().double(), layout=layout, lr=1e-5) for _ in range(2)]
+        ech.train(units[0], [batch(3, i) for i in range(2)], max_epochs=1, checkpoints=f"{folder}/{layout}")
+        ech.DistributedCheckpointSaver.restore_from_latest(f"{folder}/{layout}", units[1])
+        differences.append(largest_difference(*(_buffers(unit) | whole(unit.module) for unit in units)))
+    return differences
+
+
+def test_buffers_that_repeat_their_elements_are_broadcast_and_restored(ranks: Ranks, tmp_path: Path) -> None:
+    assert _resumed(str(tmp_path), ["none"]) == [0]
+    assert ranks(2, _resumed, str(tmp_path), ["ddp", "local_sgd", "fsdp"]) == [[0] * 3] * 2
+
+
 def _left_by_training() -> dict[str, dict[str, torch.Tensor]]:
     left = {}
     for layout in PARALLEL:

@@ -79,9 +79,10 @@ def remember(module: nn.Module) -> None:
 def materialize(
     module: nn.Module, device: torch.device, *, buffers: torch.device | None = None, same_on_all: bool = True
 ) -> nn.Module:
-    """Move the module to `device`, and give tensors without values their initial ones. Without meta tensors it does nothing.
+    """Move a module with meta tensors to `device`, and give tensors without values their initial ones.
 
-    Parameters keep their identity, so tied parameters stay tied. Collective if `same_on_all`.
+    Parameters keep their identity, so tied parameters stay tied. Collective if `same_on_all`. Buffers get a form into which
+    torch can broadcast and a checkpoint can be read.
 
     Args:
         module: with its parameters in their final form, DTensors or plain.
@@ -92,6 +93,7 @@ def materialize(
         UsageError: as in `remember`, which is called if it was not before; or ranks have built different models.
     """
     if not on_meta_tensors(module):
+        _make_writable(module)
         return module
     remember(module)
     origins = _remembered.pop(module)
@@ -110,8 +112,21 @@ def materialize(
                 _exchanged(origin.holder, lambda t, o=origin, v=value: v if Value.of(t) == o.value else t)  # type: ignore[misc]
         for buffer in module.buffers():
             buffer.data = buffer.data.to(buffers or device)
+    _make_writable(module)
     _computed_from[module] = _sources(origins)
     return module
+
+
+def _make_writable(module: nn.Module) -> None:
+    """Give a buffer that repeats its elements (`expand`) memory for each, and usual strides to dims of size 1.
+
+    torch refuses to write into the first, and DistributedDataParallel into a lone buffer with unusual strides, such as a table of
+    positions after `unsqueeze(0).transpose(0, 1)`.
+    """
+    for buffer in module.buffers():
+        is_plain = type(buffer) is torch.Tensor and buffer.layout is torch.strided
+        if is_plain and (buffer.is_contiguous() or 0 in buffer.stride()):
+            buffer.data = buffer.data.contiguous().view(-1).view(buffer.shape)
 
 
 def check_kept(module: nn.Module, kept: Collection[str]) -> None:
