@@ -43,49 +43,8 @@ def _x(update: int = 0) -> torch.Tensor:
     return batch(4, 10 * update + dist.get_rank(), torch.float32)[0]
 
 
-USUAL = {
-    "move_params_to_cpu": False,
-    "move_grads_to_cpu": False,
-    "reshard_after_forward": True,
-    "flatten_parameters": True,
-    "compute_dtype": torch.float32,
-    "buffer_dtype": torch.float32,
-    "bucket_cap_mb": 25,
-}
 LOW = {"mixed_precision": True, "compute_dtype": torch.bfloat16}
 OPTIONS: list[dict[str, Any]] = [{}, {"flatten_parameters": False}, LOW, {"reshard_after_forward": False}]
-
-
-def _attributes() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for options in OPTIONS:
-        model = _nested(**options)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled="mixed_precision" in options):
-            model(_x()).float().sum().backward()
-        with model.summon_full_params():
-            whole = [name for name, _ in model.named_parameters()]
-        found.append(
-            {
-                **{name: getattr(model, name) for name in USUAL},
-                "name": next(model.named_parameters())[0],
-                "whole": whole,
-            }
-        )
-    offloaded = _nested(cpu_offload=True)
-    assert offloaded.move_params_to_cpu and offloaded.move_grads_to_cpu
-    return found
-
-
-@pytest.mark.full
-def test_attributes_are_the_arguments(ranks: Ranks) -> None:
-    names = [name for name, _ in Normed().named_parameters()]
-    for found in ranks(2, _attributes):
-        for options, each in zip(OPTIONS, found, strict=True):
-            low = {"buffer_dtype": torch.bfloat16} if "mixed_precision" in options else {}
-            asked = {name: value for name, value in options.items() if name in USUAL}
-            assert {name: each[name] for name in USUAL} == {**USUAL, **asked, **low}
-            assert each["name"] == "first.weight"
-            assert each["whole"] == names
 
 
 def _local() -> list[Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from echelon import launch
 from tests.compat.programs import fairscale_checkpoint_scaler as with_scaler
 from tests.compat.programs import fairscale_sharded_ddp as sharded
 from tests.conftest import clean_environment
@@ -34,23 +31,9 @@ def _run(program: str, out: Path) -> list[Any]:
     return [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
 
 
-def _on_forked_ranks(program: str, out: Path, *args: Any) -> list[Any]:
-    """The program's function on ranks of ours, which have torch loaded: its own, under `mp.spawn`, each import it anew."""
-    launch(_train, ranks=2, args=(program, *args, str(out)), run_dir=out / "run")
-    return [torch.load(out / f"rank{rank}.pt") for rank in range(2)]
-
-
-def _train(program: str, *args: Any) -> None:
-    importlib.import_module(f"tests.compat.programs.{program}").train(int(os.environ["RANK"]), 2, *args)
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["forked", "spawned"])
-def test_oss_and_sharded_ddp_under_spawn(tmp_path: Path, how: str) -> None:
-    if how == "forked":
-        everyones = _on_forked_ranks("fairscale_sharded_ddp", tmp_path, sharded.EPOCHS)
-    else:
-        everyones = _run("fairscale_sharded_ddp", tmp_path)
+def test_oss_and_sharded_ddp_under_spawn(tmp_path: Path) -> None:
+    everyones = _run("fairscale_sharded_ddp", tmp_path)
     model = sharded.build_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(sharded.EPOCHS):
@@ -68,7 +51,7 @@ def test_oss_and_sharded_ddp_under_spawn(tmp_path: Path, how: str) -> None:
 
 @pytest.mark.full
 def test_checkpoint_wrapper_and_sharded_grad_scaler(tmp_path: Path) -> None:
-    everyones = _on_forked_ranks("fairscale_checkpoint_scaler", tmp_path)
+    everyones = _run("fairscale_checkpoint_scaler", tmp_path)
     model = with_scaler.CheckpointModel(wrapped=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scale, scales, since = 2.0**10, [], 0

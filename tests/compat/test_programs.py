@@ -1,13 +1,11 @@
 """Programs written for other systems, run as programs on real ranks: what they train is what plain PyTorch trains in one process.
 
 FairScale's are in test_fairscale_programs, nntool's page in tests/slurm, Dragon's on its runtime in test_group.
-`test_contract_rows` has the table.
 """
 
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -110,19 +108,10 @@ def test_data_parallel_and_ddp_of_plain_pytorch_under_two_launchers(tmp_path: Pa
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["called", "run"])
-def test_lightnings_trainer_with_dp_ddp_and_fsdp(
-    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each Trainer starts ranks of its own; a process that has torch loaded starts them in a tenth of the time."""
+def test_lightnings_trainer_with_dp_ddp_and_fsdp(tmp_path: Path) -> None:
+    """Each Trainer starts ranks of its own."""
     program = lightning_trainer
-    if how == "run":
-        [said] = run(tmp_path, (str(PROGRAMS / "lightning_trainer.py"), "out.pt"))
-    else:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["lightning_trainer.py", "out.pt"])
-        program.main()
-        said = caplog.text
+    [said] = run(tmp_path, (str(PROGRAMS / "lightning_trainer.py"), "out.pt"))
     want = plain(program.build_module(), in_order(program.dataset(), 8), epochs=program.EPOCHS)
     trained = torch.load(tmp_path / "out.pt")
     cpu = not torch.cuda.is_available()

@@ -6,7 +6,6 @@ What is expected was observed of TorchTNT (release 0.2.4 and the nightly of Augu
 from __future__ import annotations
 
 import io
-import logging
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import MagicMock, Mock, patch
@@ -33,14 +32,12 @@ from echelon.compat.torchtnt.framework import (
 )
 from echelon.compat.torchtnt.framework.auto_unit import SWALRParams, SWAParams
 from echelon.compat.torchtnt.framework.callbacks import (
-    GarbageCollector,
     TQDMProgressBar,
-    garbage_collector,
 )
 from echelon.compat.torchtnt.utils.progress import Progress
 from echelon.compat.torchtnt.utils.swa import AveragedModel
 from echelon.compat.torchtnt.utils.timer import Timer
-from echelon.errors import LoopError, UnitError, UsageError
+from echelon.errors import LoopError, UsageError
 from tests.conftest import Ranks
 from tests.kit.refusals import refused
 from tests.kit.units import Hooks
@@ -90,14 +87,6 @@ def test_a_mock_may_be_a_unit(run: Any, kind: type, phase: str, spec: bool) -> N
     assert getattr(unit, f"on_{phase}_epoch_end").call_count == getattr(unit, f"on_{phase}_end").call_count == 1
 
 
-def test_a_mock_whose_batches_nobody_set_gets_the_loaders() -> None:
-    unit = MagicMock(spec=TrainUnit)
-    unit.train_progress = Progress()
-    train(unit, [1, 2], max_epochs=1)
-    assert [call.args[1] for call in unit.train_step.call_args_list] == [1, 2]
-    assert not unit.on_train_step_end.called
-
-
 def test_a_unit_by_shape_needs_no_base_class() -> None:
     class Shape:
         def __init__(self) -> None:
@@ -136,15 +125,6 @@ def test_a_mock_with_a_spec_has_what_programs_read() -> None:
         assert hasattr(phase, name)
 
 
-def test_what_is_no_unit_of_both_kinds_is_refused_by_fit() -> None:
-    class Trains(TrainUnit[int]):
-        def train_step(self, state: State, data: int) -> None: ...
-
-    for unit in (Trains(), object()):
-        with refused(UnitError):
-            fit(unit, [1], [1], max_epochs=1)
-
-
 # --- State
 
 
@@ -169,23 +149,6 @@ def test_a_loops_state_is_a_state() -> None:
 
     train(Plain(), [1], max_epochs=1, callbacks=[Hooks(on_train_start=look)])
     assert seen == [True, True, False]
-
-
-def test_a_phase_by_name() -> None:
-    assert [str(phase) for phase in ActivePhase][:3] == ["train", "eval", "predict"]
-
-
-@pytest.mark.parametrize(
-    "name", ["max_epochs", "max_steps", "max_steps_per_epoch", "evaluate_every_n_steps", "evaluate_every_n_epochs"]
-)
-def test_limits_are_checked_in_the_old_words(name: str) -> None:
-    told = f"Invalid value provided for {name}. Expected a non-negative integer or None, but received -1."
-    with pytest.raises(ValueError, match=told):
-        PhaseState(dataloader=[], **{name: -1})  # type: ignore[arg-type]
-    if name in ("max_epochs", "max_steps", "max_steps_per_epoch"):
-        with pytest.raises(ValueError, match=told):
-            train(Plain(), [1], **{"max_epochs": 1, name: -1})
-    assert getattr(PhaseState(dataloader=[], **{name: 3.0}), name) == 3  # type: ignore[arg-type]
 
 
 def test_intervals_of_evaluation_are_read_and_changed_in_the_evaluations_state() -> None:
@@ -221,28 +184,7 @@ def test_durations_of_iterations_are_read_like_lists() -> None:
     assert not timer.recorded_durations["nothing"]
 
 
-def test_the_log_has_the_timers_table_and_how_far_a_run_came(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    timer = Timer()
-    fit(Plain(), [1], [], max_epochs=1, timer=timer)
-    said = caplog.text
-    for words in ("Timer Report", "evaluate.iter(dataloader)"):
-        assert words in said
-    assert "No steps completed during evaluate epoch!" in said
-    unit = Plain()
-    unit.train_step = MagicMock(side_effect=KeyError("x"))  # type: ignore[method-assign]
-    with pytest.raises(KeyError):
-        train(unit, [1], max_epochs=1)
-    assert "Exception during train after the following progress: completed epochs: 0, completed steps: 0" in caplog.text
-
-
 # --- callbacks called by hand
-
-
-def test_modules_have_what_programs_patch() -> None:
-    with patch.object(garbage_collector, "gc") as collector:
-        train(Plain(), [1, 2, 3, 4], max_epochs=1, callbacks=[GarbageCollector(2)])
-    assert collector.collect.call_count == 4 + 2 and collector.enable.call_count == 1
 
 
 def test_a_progress_bar_by_hand() -> None:

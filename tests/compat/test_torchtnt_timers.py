@@ -43,22 +43,3 @@ def test_waiting_for_a_gpu_needs_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused(UsageError):
         Timer(cuda_sync=True)
     Timer(cuda_sync=False)
-
-
-def test_the_summary_has_torchtnts_form() -> None:
-    timer = Timer()
-    timer.recorded_durations |= {"train.next(data_iter)": [1.0, 2.0, 3.0], "b": [0.5]}
-    rule = "-" * 129
-    assert get_timer_summary(timer).split("\n") == [
-        "Timer Report",
-        "",
-        rule,
-        "|  Action               \t|  Mean duration (s)\t|  Num calls      \t|  Total time (s) \t|  Percentage %   \t|",
-        rule,
-        "|  Total                \t|  -              \t|  4              \t|  6.5            \t|  100 %          \t|",
-        rule,
-        "|  train.next(data_iter)\t|  2.0            \t|  3              \t|  6.0            \t|  92.308         \t|",
-        "|  b                    \t|  0.5            \t|  1              \t|  0.5            \t|  7.6923         \t|",
-        rule,
-        "",
-    ]

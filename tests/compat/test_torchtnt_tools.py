@@ -25,30 +25,6 @@ from tests.kit.refusals import refused
 # --- memory
 
 
-@pytest.fixture
-def cuda_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of CUDA's memory, in order; no GPU is needed."""
-    calls: list[str] = []
-    memory = torch.cuda.memory
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(
-        memory, "_record_memory_history", lambda enabled="all", max_entries=0: calls.append(f"record {enabled} {max_entries}")
-    )
-    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: Path(path).write_text("snapshot"))
-    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", lambda fn: calls.append("observe"), raising=False)
-    return calls
-
-
-def test_a_snapshot_that_cannot_be_written_is_logged(
-    tmp_path: Path, cuda_calls: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    log_memory_snapshot(str(tmp_path / "file"))
-    assert "Failed to log memory snapshot to" in caplog.text
-    log_memory_snapshot(str(tmp_path), "mine")
-    assert (tmp_path / "mine_rank0/snapshot.pickle").read_text() == "snapshot"
-
-
 def test_without_a_gpu_there_is_no_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     attach_oom_observer(str(tmp_path))

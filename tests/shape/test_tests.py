@@ -12,7 +12,6 @@ TESTS = Path(__file__).parents[1]
 
 # Private names of the library that a test uses still: (file, name). Take a line out when its test does without; add none.
 STILL_PRIVATE = {
-    ("test_torchtnt_callbacks.py", "_told"),
     ("test_callbacks_control.py", "_patience_count"),
     ("test_callbacks_watch.py", "_bars"),
     ("test_callbacks_watch.py", "_tqdm"),
@@ -22,7 +21,6 @@ STILL_PRIVATE = {
     ("test_output.py", "_model"),
     ("test_output.py", "_partial"),
     ("test_progress.py", "_count"),
-    ("test_trainer.py", "_local_ranks"),
     ("test_watch.py", "_numbers"),
 }
 
