@@ -154,29 +154,6 @@ def test_a_save_that_an_error_finds_committed_is_told(tmp_path: Path) -> None:
     assert saved["step"] == 1 and saved["path"].endswith("step-00000001")
 
 
-def test_a_gpus_buffers_are_made_before_the_first_save_by_a_thread_in_a_few_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the process uses CUDA, which is pretended here: page-locked memory takes its time."""
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    made: list[tuple[str, int]] = []  # by which thread, in which step
-    unit, real = make_unit("none"), torch.empty
-
-    def empty(*args: Any, **options: Any) -> torch.Tensor:
-        if "pin_memory" in options:
-            made.append((threading.current_thread().name, unit.train_progress.num_steps_completed))
-        return real(*args, **options)
-
-    monkeypatch.setattr(torch, "empty", empty)
-    saver = Saver(tmp_path, save_every_n_updates=3, async_checkpoint=True)
-    ech.train(unit, make_loader(), max_updates=4, callbacks=[saver])
-    assert [name for name, _ in made].count("echelon-buffers") == 1
-    assert len(made) <= 2  # and what a save alone has: positions, RNGs
-    assert steps_in(tmp_path) == [3, 4]
-
-
 def test_pieces_hold_every_kind_of_tensor_without_overlap() -> None:
     kinds = [torch.float32, torch.bfloat16, torch.bool, torch.complex128, torch.uint8, torch.int64]
     tensors = {

@@ -178,14 +178,6 @@ def test_a_forged_state_is_passed_over_for_the_older_checkpoint(
     assert NEW in caplog.text and "passed over" in caplog.text and "went on from" in caplog.text
 
 
-def test_a_run_goes_on_past_a_forged_checkpoint_and_sets_it_aside(folder: Path) -> None:
-    forge(folder / NEW, *FORGED["no pieces"])
-    unit, loader = make_unit("none", seed=9), make_loader()
-    Saver.restore_from_latest(folder, unit, train_dataloader=loader)
-    ech.train(unit, loader, max_updates=6, callbacks=[Saver(folder)])
-    assert sorted(p.name for p in folder.iterdir()) == ["corrupt-step-00000004", OLD, "step-00000006"]
-
-
 # --- a URL
 
 

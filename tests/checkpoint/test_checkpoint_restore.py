@@ -242,56 +242,6 @@ def test_without_strict_the_missing_and_the_unexpected_are_listed_and_left_alone
             Saver.restore_from_latest(tmp_path, Regression(module=net(width=16), optimizer="AdamW"), restore_options=each)
 
 
-class Grouped(Regression):
-    """Two parameter groups, one frozen layer, an average of the weights."""
-
-    def __init__(self, layout: str, seed: int) -> None:
-        module = net(seed)
-        module.blocks[0].requires_grad_(False)
-        swa = ech.units.SWAParams(1, 1, ema_decay=0.5)
-        super().__init__(module=module, layout=layout, swa_params=swa, step_lr_interval="step")
-
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
-        named = dict(module.named_parameters())
-        last = [p for n, p in named.items() if "last" in n]
-        rest = [p for n, p in named.items() if "last" not in n and p.requires_grad]
-        optimizer = torch.optim.AdamW([{"params": rest}, {"params": last, "lr": 0.01, "weight_decay": 0.3}], lr=0.05)
-        return optimizer, torch.optim.lr_scheduler.MultiStepLR(optimizer, [3, 5])
-
-    def result(self) -> dict[str, torch.Tensor]:
-        assert self.swa_model is not None
-        means = {f"mean.{k}": v for k, v in self.swa_model.state_dict().items() if isinstance(v, torch.Tensor)}
-        means = {k: (v.full_tensor() if hasattr(v, "full_tensor") else v).clone() for k, v in means.items()}
-        return {**whole(self.module), **means}
-
-
-def _save_grouped(folder: Path, kinds: list[str]) -> None:
-    for kind in kinds:
-        ech.train(Grouped(kind, 0), make_loader(), max_updates=4, callbacks=[Saver(folder / kind)])
-
-
-def _resume_grouped(folder: Path, pairs: list[tuple[str, str]]) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for source, kind in pairs:
-        unit, loader = Grouped(kind, 7), make_loader()
-        Saver.restore_from_latest(folder / source, unit, train_dataloader=loader)
-        ech.train(unit, loader, max_updates=7)
-        results[f"{source} -> {kind}"] = unit.result()
-    return results
-
-
-def test_groups_frozen_layers_and_averages_go_on_under_another_strategy(ranks: Ranks, tmp_path: Path) -> None:
-    """Of five layouts under two others each; all pairs are test_checkpoint_matrix.py's."""
-    kinds = ["ddp", "fsdp", "hsdp", "zero1", "zero2"]
-    unit = Grouped("none", 0)
-    ech.train(unit, make_loader(), max_updates=7)
-    ranks(2, _save_grouped, tmp_path, kinds)
-    next_ones = list(zip(kinds, kinds[1:] + kinds[:1], strict=True))
-    for size, pairs in ((2, next_ones), (4, next_ones[1:3]), (1, [(kind, "none") for kind in kinds])):
-        for got in ranks(size, _resume_grouped, tmp_path, pairs):
-            assert {n: d for n, each in got.items() if not (d := largest_difference(each, unit.result())) < 1e-12} == {}, size
-
-
 # --- types
 
 

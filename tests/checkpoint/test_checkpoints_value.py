@@ -16,7 +16,6 @@ from torch.utils.data import TensorDataset
 
 import echelon as ech
 from echelon.checkpoint import manifest
-from echelon.checkpoint.location import location
 from echelon.common.errors import CheckpointError, CheckpointOptionError, LoopError, RanksDisagreeError, UsageError
 from echelon.loop.checkpointing.saver import Timetable
 from tests.conftest import Ranks
@@ -49,15 +48,6 @@ def _numbers(folder: Path) -> dict[int, dict[str, Any]]:
 def test_what_makes_no_sense_is_refused_where_it_is_written(name: str, value: Any) -> None:
     with refused(CheckpointOptionError):
         ech.Checkpoints("a", **{name: value})
-
-
-def test_it_is_a_value() -> None:
-    one = ech.Checkpoints("a", every="10min", best=("reward", "max"))
-    assert one == ech.Checkpoints("a", every="10min", best=("reward", "max")) != ech.Checkpoints("a", every="1h")
-    with pytest.raises(AttributeError):
-        one.keep = 5  # type: ignore[misc]
-    with refused(CheckpointOptionError, name="checkpoints", got="''"):
-        _loop("", 1)
 
 
 # --- when the clock says so
@@ -400,18 +390,6 @@ def _plateaus() -> list[Any]:
 def test_a_plateau_scheduler_follows_what_was_logged(ranks: Ranks) -> None:
     """It grows, where less would be better, so each evaluation after the first halves the rate."""
     assert ranks(2, _plateaus) == [[0.025, 0.025]] * 2
-
-
-def test_an_object_store_will_do(tmp_path: Path) -> None:
-    pytest.importorskip("fsspec")
-    url = f"memory://{tmp_path.name}"
-    checkpoints = ech.Checkpoints(url, keep=1, best="accuracy")
-    _train(checkpoints, 3, Scored(SCORES))
-    wanted = _train(None, 4)
-    assert largest_difference(_train(checkpoints, 4, Scored(SCORES)), wanted) == 0
-    assert sorted(path.name for path in location(url).iterdir() if path.name.startswith("step-")) == list(
-        map(manifest.named, (6, 12))
-    )
 
 
 @pytest.mark.full

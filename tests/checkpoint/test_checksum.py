@@ -5,16 +5,13 @@ from __future__ import annotations
 import random
 import threading
 import zlib
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from echelon.checkpoint import checksum, manifest, tensorfile
+from echelon.checkpoint import checksum, manifest
 from echelon.checkpoint.checksum import Sums
-from echelon.common.machine import usable_cores
 
 
 @pytest.fixture
@@ -41,22 +38,6 @@ def test_threads_change_no_checksum(small_blocks: int, size: int, most: int) -> 
     assert not [t for t in threading.enumerate() if t.name.startswith("ThreadPool")]
 
 
-def test_a_large_file_is_summed_up_beside_its_writing(small_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank of 12 GB waited for: 17 s of checksums at 0.7 GB/s, one after the other with the writes."""
-    by: set[str] = set()
-
-    def noted(data: Any, start: int = 0) -> int:
-        by.add(threading.current_thread().name)
-        return zlib.crc32(data, start)
-
-    monkeypatch.setattr(checksum, "crc32", noted)
-    monkeypatch.setattr(tensorfile, "threads", lambda: 2)
-    values = torch.arange(40_000, dtype=torch.int64)
-    entry = tensorfile.write(tmp_path / "t.safetensors", [("a", values.dtype, values.shape, lambda: values)])
-    assert entry == {"size": entry["size"], "crc32": manifest.checksums((tmp_path / "t.safetensors").read_bytes())}
-    assert len(by - {threading.current_thread().name}) >= 1
-
-
 def test_a_faster_library_is_used_if_it_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, Any] = {"crc32": lambda data, start=0: zlib.crc32(data, start)}
 
@@ -72,14 +53,3 @@ def test_a_faster_library_is_used_if_it_computes_the_same(monkeypatch: pytest.Mo
     assert checksum.fastest() is zlib.crc32
     found.clear()
     assert checksum.fastest() is zlib.crc32
-
-
-def test_ranks_of_a_node_share_its_cores_for_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checksum, "usable_cores", lambda: 12)
-    for local, want in ((1, 4), (4, 3), (12, 1), (24, 1)):
-        monkeypatch.setattr(checksum.RankInfo, "from_env", lambda local=local: SimpleNamespace(local_world_size=local))
-        assert checksum.threads() == want
-    monkeypatch.undo()
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert checksum.threads() == min(4, usable_cores())  # half an environment is said elsewhere

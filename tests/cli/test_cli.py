@@ -642,22 +642,6 @@ def test_a_script_that_can_be_read_only_once_is_refused(
     assert "Traceback" not in done.stderr and not (tmp_path / "runs").exists()
 
 
-def test_a_script_from_a_substitution_of_the_shell_is_refused(tmp_path: Path, forked_programs: None) -> None:
-    end, into = os.pipe()
-    os.write(into, OK.encode())
-    os.close(into)
-    done = subprocess.run(
-        [sys.executable, "-m", "echelon", "run", "--ranks", "2", f"/dev/fd/{end}"],
-        cwd=tmp_path,
-        pass_fds=[end],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    os.close(end)
-    assert done.returncode == 2 and "got a pipe" in done.stderr, done.stderr
-
-
 def test_a_script_without_a_statement_is_mentioned(started: Started) -> None:
     _, err = started.run("--ranks", "1", started.script("# not yet\n")).communicate(timeout=120)
     assert b"is empty, so nothing runs" in err

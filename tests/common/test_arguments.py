@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import threading
 from collections.abc import Callable
@@ -216,6 +215,8 @@ ROWS: list[tuple[Callable[..., Any], Any, str]] = [
     (ech.layouts.TorchCompileParams, {"recursive_module_types": "Linear"}, "a list of classes or their names, got 'Linear'"),
     (partial(ech.units.SWAParams, step_or_epoch_update_freq=1), {"warmup_steps_or_epochs": "a"}, "a whole number of at least 0"),
     (partial(ech.units.SWAParams, 1, 1), {"ema_decay": NAN}, "between 0 and 1, got nan"),
+    (partial(ech.units.SWAParams, 1, 1), {"averaging_method": "mean"}, "'ema' or 'swa', got 'mean'"),
+    (partial(ech.units.SWAParams, 1, 1, use_lit=True), {"averaging_method": "swa"}, "'ema' if use_lit is set, got 'swa'"),
     (partial(ech.units.SWAParams, 1, 1), {"swalr_params": 3}, r"SWALRParams\(...\) or None, got 3"),
     (partial(ech.units.SWALRParams, 1), {"swa_lrs": "a"}, "a rate of at least 0, .*got 'a'"),
     (partial(ech.layouts.prepare_ddp, linear()), {"device": "cpu"}, "a torch.device, got 'cpu'"),
@@ -288,12 +289,3 @@ def test_spawn_takes_no_other_options_than_launch() -> None:
         ech.launching.spawn(abs, nope=3)
     with pytest.raises(TypeError, match=r"'ranks'\. It takes nprocs"):
         ech.launching.spawn(abs, ranks=2)
-
-
-@pytest.mark.parametrize(
-    ("kind", "most"), [(ech.Loader, 10), (ech.StreamLoader, 10), (Saver, 10), (ech.Trainer, 13), (ech.AutoUnit, 9)]
-)
-def test_constructors_are_as_narrow_as_their_users_need(kind: type, most: int) -> None:
-    """Names of TorchTNT stay; what few ask for besides is a value, such as SaveOptions and LoaderOptions."""
-    given = [p for p in inspect.signature(kind).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    assert len(given) <= most

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from typing import Any
 
@@ -156,8 +155,3 @@ def test_torchtnts_own_signature_and_its_schedule_by_epochs_say_nothing() -> Non
     )
     assert (unit.step_lr_interval, unit.gradient_accumulation_steps, unit.enable_prefetch) == ("epoch", 2, False)
     assert Theirs(module=net(), step_lr_interval="step", device=torch.device("cpu")).lr_interval == "update"
-
-
-def test_a_unit_has_eight_arguments_of_its_own() -> None:
-    words = ["module", "layout", "precision", "accumulate", "clip_grad_norm", "compile", "recompute", "ema"]
-    assert list(inspect.signature(ech.AutoUnit.__init__).parameters)[1:] == [*words, "options", "older"]

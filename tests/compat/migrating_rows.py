@@ -97,6 +97,18 @@ def unfrozen() -> None:
     refused(optimizer.step, "refresh_trainable")
 
 
+@together("`reduce_fp16` is switched off unless")
+def half_with_buckets() -> None:
+    from echelon.compat.fairscale.nn import ShardedDataParallel
+
+    for size in (0, 2**23):
+        module = net(dtype=torch.float32)
+        model = ShardedDataParallel(module, oss(module), reduce_fp16=True, reduce_buffer_size=size)
+        loss(model, batch(4, dist.get_rank(), torch.float32)).backward()
+        had = [p.grad for p in module.parameters() if p.grad is not None]
+        assert had and all(torch.equal(gradient, gradient.half().float()) for gradient in had)
+
+
 @together("an exception in `no_sync` leaves")
 def no_sync_ends() -> None:
     from echelon.compat.fairscale.nn import ShardedDataParallel
@@ -107,6 +119,34 @@ def no_sync_ends() -> None:
     with contextlib.suppress(ZeroDivisionError), model.no_sync():
         raise ZeroDivisionError
     steps_as_one_process(model, optimizer)
+
+
+@alone("`auto_wrap_bn(single_rank_pg=True)` gives")
+def batch_norms_of_one_rank(folder: Path) -> None:
+    from echelon.compat.fairscale.nn import auto_wrap_bn
+
+    refused(lambda: auto_wrap_bn(nn.BatchNorm1d(2), single_rank_pg=True), "SyncBatchNorm")
+
+
+@together("the optimizer's state is sent as pickles")
+def no_pickles() -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a pickle travels")
+
+    module = net()
+    optimizer = oss(module, "AdamW")
+    loss(module, batch(2, 0)).backward()
+    optimizer.step()
+    names = ("broadcast_object_list", "gather_object", "all_gather_object", "send_object_list", "scatter_object_list")
+    kept = {name: getattr(dist, name) for name in names}
+    try:
+        for name in names:
+            setattr(dist, name, fails)
+        optimizer.consolidate_state_dict(1)
+        assert len(optimizer.state_dict(all_ranks=True)["state"]) == len(list(module.parameters()))
+    finally:
+        for name, function in kept.items():
+            setattr(dist, name, function)
 
 
 @together("`broadcast_fp16=True` rounds the parameters")
@@ -150,6 +190,15 @@ def full_state_of_groups() -> None:
         assert [g["lr"] for g in again.param_groups] == [0.1, 0.01]
 
 
+@together("FSDP's parameters are one flat tensor for each wrapper")
+def parameters_stay() -> None:
+    from echelon.compat.fairscale.nn import FullyShardedDataParallel
+
+    for flat in (True, False):
+        model = FullyShardedDataParallel(net(), flatten_parameters=flat)
+        assert len(list(model.parameters())) == len(list(net().parameters()))
+
+
 def _draws(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
     torch.manual_seed(0)
     module(x).sum().backward()
@@ -179,6 +228,14 @@ def same_dropout(folder: Path) -> None:
     plain = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     x = torch.randn(4, 8)  # needs no gradient
     assert torch.equal(_draws(checkpoint_wrapper(copy.deepcopy(plain)), x), _draws(plain, x))
+
+
+@together("`enable_wrap` wants `wrapper_cls`")
+def default_wrapper() -> None:
+    from echelon.compat.fairscale.nn import FullyShardedDataParallel, enable_wrap, wrap
+
+    with enable_wrap():
+        assert isinstance(wrap(nn.Linear(2, 2)), FullyShardedDataParallel)
 
 
 # --- TorchTNT: training
@@ -287,6 +344,36 @@ def bar_of_a_resumed_epoch(folder: Path) -> None:
     assert bars == [3, 4]
 
 
+@alone("`StdoutLogger` writes nothing at the process's end")
+def stdout_ends(folder: Path) -> None:
+    import io
+
+    from echelon.compat.torchtnt.utils.loggers import StdoutLogger
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        logger = StdoutLogger()
+        logger.log("loss", 0.5, 0)
+        logger.close()
+        shown = said.getvalue()
+        del logger
+    assert "loss=0.5" in shown and said.getvalue() == shown
+
+
+@alone("Each checkpoint is complete or absent. Its `.metadata`")
+def metadata_is_the_manifest(folder: Path) -> None:
+    from echelon.compat.torchtnt.framework import train
+    from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
+    from echelon.compat.torchtnt.utils.checkpoint import does_checkpoint_exist, get_latest_checkpoint_path
+
+    saver = DistributedCheckpointSaver(str(folder), save_every_n_train_steps=1)
+    train(Regression(module=net()), [batch(2, 0), batch(2, 1)], max_epochs=1, callbacks=[saver])
+    latest = get_latest_checkpoint_path(str(folder), metadata_fname=".metadata")
+    assert latest is not None and does_checkpoint_exist(latest, metadata_fname=".metadata")
+    (Path(latest) / "manifest.json").unlink()
+    assert not does_checkpoint_exist(latest, metadata_fname=".metadata")
+
+
 @alone("`restore_from_latest` passes over a checkpoint that is corrupt")
 def corrupt_ones_are_passed_over(folder: Path) -> None:
     from echelon.compat.torchtnt.framework import train
@@ -306,6 +393,61 @@ def corrupt_ones_are_passed_over(folder: Path) -> None:
     assert unit.train_progress.num_epochs_completed == 0
 
 
+@alone("a metric of 1e-05 makes a folder")
+def small_metrics(folder: Path) -> None:
+    from echelon.compat.torchtnt.framework import train
+    from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
+    from echelon.compat.torchtnt.utils.checkpoint import BestCheckpointConfig, get_best_checkpoint_path
+
+    unit = Regression(module=net())
+    unit.number = 1e-05  # type: ignore[attr-defined]
+    best = BestCheckpointConfig(monitored_metric="number", mode="min")
+    saver = DistributedCheckpointSaver(str(folder), save_every_n_train_steps=1, best_checkpoint_config=best)
+    train(unit, [batch(2, 0)], max_epochs=1, callbacks=[saver])
+    found = get_best_checkpoint_path(str(folder), metric_name="number", mode="min")
+    assert found is not None and "number=1e-05" in found
+
+
+@alone("a second call leaves `float32_matmul_precision`")
+def matmul_precision(folder: Path) -> None:
+    from echelon.compat.torchtnt.utils import init_from_env
+
+    before = torch.get_float32_matmul_precision()
+    try:
+        init_from_env(device_type="cpu", float32_matmul_precision="high")
+        init_from_env(device_type="cpu", float32_matmul_precision="medium")
+        assert torch.get_float32_matmul_precision() in ("medium", before)  # on a CPU it is left alone
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@alone("on a GPU, gloo is not there beside nccl")
+def both_backends(folder: Path) -> None:
+    from unittest.mock import patch
+
+    from echelon.world.init import ensure_group
+
+    with patch.object(dist, "init_process_group") as starts:
+        ensure_group(torch.device("cuda", 0))
+    assert starts.call_args.args == ("cpu:gloo,cuda:nccl",)
+
+
+@alone("`NOOPStrategy` leaves the module where it is")
+def noop_moves(folder: Path) -> None:
+    from echelon.compat.torchtnt.utils.prepare_module import NOOPStrategy, prepare_module
+
+    class Asked(nn.Linear):
+        went: Any = None
+
+        def to(self, device: Any, *args: Any, **kwargs: Any) -> Any:
+            self.went = torch.device(device)
+            return self
+
+    module = Asked(2, 2)
+    assert prepare_module(module, torch.device("cpu"), strategy=NOOPStrategy()) is module
+    assert module.went == torch.device("cpu")
+
+
 # --- TorchTNT: ranks, modules
 
 
@@ -317,6 +459,48 @@ def compiles_sharded() -> None:
     made = prepare_module(net(), torch.device("cpu"), strategy=FSDPStrategy(), torch_compile_params=params)
     x = batch(3, 0)[0]
     assert torch.allclose(made(x), net()(x))
+
+
+@alone('`MixedPrecision("fp16", ...)` is its own class')
+def mixed_precision(folder: Path) -> None:
+    from torch.distributed.fsdp import MixedPrecision as Torchs
+
+    from echelon.compat.torchtnt.utils.fsdp_utils import MixedPrecision
+
+    made = MixedPrecision("fp16")
+    assert isinstance(made, Torchs) and made.param_dtype == torch.float16
+
+
+@alone("`app_state()` of an AutoUnit also has `window`")
+def app_state(folder: Path) -> None:
+    from echelon.compat.torchtnt.framework import AutoUnit
+
+    class Unit(AutoUnit[Any]):
+        def compute_loss(self, state: Any, data: Any) -> tuple[torch.Tensor, Any]:
+            return loss(self.module, data), None
+
+        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+            return torch.optim.SGD(module.parameters(), lr=0.1), None
+
+    assert {"window", "test_progress", "module", "optimizer", "train_progress"} <= set(Unit(module=net()).app_state())
+
+
+def _script(folder: Path, **fields: Any) -> str:
+    config = ech.SlurmConfig(mode="slurm", job_name="row", **fields).set_output_path(folder / "runs")
+    script: str = ech.slurm_fn(no_partition)[config].script(folder)
+    return script
+
+
+@alone("an empty `partition` is refused")
+def no_partition(folder: Path) -> None:
+    assert "--partition" not in _script(folder, partition="") and "--partition=gpus" in _script(folder, partition="gpus").replace(
+        '"', ""
+    )
+
+
+@alone("`timeout_min` is without end by default")
+def no_timeout(folder: Path) -> None:
+    assert "--time=" not in _script(folder) and "--time=" in _script(folder, timeout_min=3)
 
 
 # --- what is not there

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 
 import pytest
+from torch import nn
 
-from echelon.common.errors import UsageError
+from echelon.common.errors import NotHereError, UsageError
 from echelon.compat import fairscale
 from echelon.compat.fairscale.absent import ALIASES, INSTEAD
 
@@ -22,3 +23,23 @@ def test_import_lines_of_what_is_not_here_work_and_uses_say_what_to_take() -> No
     import echelon.compat.fairscale.nn.pipe.balance as balance
 
     assert balance.__name__.endswith("pipe.balance") and fairscale.__version__ == "0.4.13"
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("optim", "AdaScale AdaScaleWrapper Adam GradScaler Precision"),
+        ("nn", "FlattenParamsWrapper MOELayer Pipe Top2Gate"),
+        ("nn.misc", "FlattenParamsWrapper ParamBucket"),
+        ("nn.checkpoint", "is_checkpointing is_recomputing"),
+        ("nn.checkpoint.checkpoint_activations", "disable_checkpointing"),
+        ("nn.data_parallel", "TrainingState get_fsdp_instances no_pre_load_state_dict_hook"),
+        ("nn.data_parallel.fully_sharded_data_parallel", "TrainingState"),
+    ],
+)
+def test_names_that_no_program_uses_are_refused_and_no_object_is_one(module: str, names: str) -> None:
+    for name in names.split():
+        found = getattr(importlib.import_module(f"echelon.compat.fairscale.{module}"), name)
+        with pytest.raises(NotHereError):
+            found()
+        assert not isinstance(nn.Linear(1, 1), found)

@@ -20,6 +20,7 @@ from echelon.compat.fairscale.nn import ShardedDataParallel
 from echelon.compat.fairscale.optim import OSS
 from tests.compat.fairscale import far, loss, mine, updates, values
 from tests.conftest import Ranks, clean_environment
+from tests.kit import forked
 from tests.kit.models import Batch, Net, batch, largest_difference, net, plain_training, same_bits
 from tests.kit.refusals import refused
 
@@ -222,6 +223,37 @@ def test_groups_that_are_parts_of_the_world(ranks: Ranks) -> None:
         want = plain_training(updates(2), module=net(seed=rank % 2), clip=0.5)[0]
         assert largest_difference(got, want) < 1e-12
         assert len(state) == (12 if rank >= 2 else 0)
+
+
+ENDS = """
+import gc, weakref
+import torch
+import torch.distributed as dist
+from echelon.compat.fairscale import groups
+from echelon.compat.fairscale.nn import ShardedDataParallel
+from echelon.compat.fairscale.optim import OSS
+
+def train():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    module = torch.nn.Linear(2, 2)
+    optimizer = OSS(module.parameters(), lr=0.1)
+    ShardedDataParallel(module, optimizer)(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    group = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    return group
+
+group = train()
+gc.collect()
+assert group() is not None, "freed right after a collective, where gloo can hang"
+groups._let_go()
+assert group() is None, "held until the interpreter is taken down"
+"""
+
+
+def test_a_group_is_freed_neither_at_once_nor_with_the_interpreter() -> None:
+    done = forked.run([sys.executable, "-c", ENDS], env=clean_environment(), capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.full

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ from torch import nn
 
 from echelon.compat.fairscale.nn import (
     FullyShardedDataParallel,
+    auto_wrap_bn,
 )
-from echelon.errors import LayoutError
+from echelon.errors import LayoutError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import batch, net
 from tests.kit.refusals import refused
@@ -95,3 +98,27 @@ def _half_inputs() -> torch.dtype:
 
 def test_half_precision_inputs_are_cast(ranks: Ranks) -> None:
     assert ranks(2, _half_inputs) == [torch.float32, torch.float32]
+
+
+def _batch_norms() -> dict[str, Any]:
+    def made() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    tagged = auto_wrap_bn(made(), wrap_it=False)
+    again: Callable[[], Any] = functools.partial(auto_wrap_bn, tagged)
+    with refused(UsageError):
+        again()
+    config: dict[str, Any] = tagged[1].wrapper_config  # type: ignore[index, assignment]
+    return config
+
+
+def test_batch_norms_are_tagged_as_there(ranks: Ranks) -> None:
+    for config in ranks(2, _batch_norms):
+        assert config == {
+            "process_group": None,
+            "mixed_precision": False,
+            "flatten_parameters": False,
+            "reshard_after_forward": False,
+            "bucket_cap_mb": 0,
+            "force_input_to_fp32": False,
+        }

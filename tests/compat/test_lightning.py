@@ -27,6 +27,12 @@ def test_names_are_present_or_say_what_takes_their_place(module: str) -> None:
     assert not hasattr(found, "nothing_of_the_kind")
 
 
+def test_a_callback_that_is_not_there_can_be_imported_and_says_so_when_it_is_used() -> None:
+    found = importlib.import_module("echelon.compat.lightning.pytorch.callbacks").LearningRateFinder
+    with refused(NotHereError):
+        found()
+
+
 def test_seed_everything_seeds_and_gives_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     seed_everything = importlib.import_module("echelon.compat.lightning").seed_everything
     drawn = []
@@ -75,6 +81,24 @@ def test_a_rank_that_a_program_gives_itself_counts() -> None:
     assert own(lambda: "done")() == "done"
     own.rank = 1
     assert own.rank == 1 and own(lambda: "done")() is None
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "says"),
+    [
+        ("lightning.pytorch.cli", "LightningCLI", "argparse"),
+        ("lightning.pytorch.tuner", "Tuner", "no search"),
+        ("lightning.pytorch.profilers", "PyTorchProfiler", r"echelon\.callbacks\.PyTorchProfiler"),
+        ("lightning.pytorch.callbacks.lr_finder", "LearningRateFinder", "no search"),
+        ("lightning.pytorch.strategies", "DeepSpeedStrategy", "zero3"),
+        ("lightning.fabric", "Fabric", r"echelon\.layouts\.prepare_module"),
+        ("lightning.fabric.plugins", "MixedPrecision", "precision="),
+    ],
+)
+def test_modules_that_are_not_there_say_what_takes_their_place(module: str, name: str, says: str) -> None:
+    found = getattr(importlib.import_module(f"echelon.compat.{module}"), name)
+    with refused(NotHereError):
+        found()
 
 
 def test_every_name_that_programs_import_works_or_says_what_takes_its_place() -> None:

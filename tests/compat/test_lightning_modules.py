@@ -8,6 +8,7 @@ import importlib
 import shutil
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
-from echelon.common.errors import CheckpointUnreadableError, EchelonError, LoggerError, UsageError
+from echelon.common.errors import CheckpointUnreadableError, EchelonError, LoggerError, LossError, NotHereError, UsageError
 from echelon.compat.lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks
 from echelon.compat.lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks
@@ -137,6 +138,13 @@ def drawn_by_hand() -> list[float]:
     module.on_train_batch_start = lambda *_: drawn.append(float(torch.rand(())))
     Trainer(max_epochs=1, strategy="ddp", **QUIET).fit(module, loader_of(GAN, 1))
     return drawn
+
+
+def test_a_module_that_steps_by_hand_ends_at_max_steps_alone() -> None:
+    """It was refused, for want of an end."""
+    trainer = Trainer(max_steps=20, **QUIET)
+    trainer.fit(made(GAN), loader_of(GAN, 1))
+    assert (trainer.global_step, trainer.current_epoch) == (20, 3)
 
 
 def test_ranks_draw_otherwise_than_each_other_where_a_module_steps_by_hand(ranks: Any) -> None:
@@ -710,6 +718,41 @@ def test_a_fast_dev_run_evaluates_and_neither_saves_nor_logs(tmp_path: Path) -> 
     assert module.calls.count("training_step") == 1
 
 
+class Own(Logger):
+    """It has no folder of its own."""
+
+    def __init__(self, version: str) -> None:
+        self._version = version
+
+    name = property(lambda self: "own")  # type: ignore
+    version = property(lambda self: self._version)  # type: ignore
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
+
+
+def test_each_run_of_a_logger_of_ones_own_has_its_folder_of_checkpoints(tmp_path: Path) -> None:
+    """They shared one, so that a second run was refused for the first one's."""
+    for version in ("a", "b"):
+        trainer = Trainer(max_epochs=1, default_root_dir=tmp_path, accelerator="cpu", logger=Own(version))
+        trainer.fit(Small(), two_batches())
+        assert list((tmp_path / "own" / version / "checkpoints").iterdir()) and trainer.log_dir == str(tmp_path)
+
+
+def test_a_tensorboard_logger_takes_a_folder_below_and_options_of_the_writer(tmp_path: Path, caplog: Any) -> None:
+    """They had no effect, in silence."""
+    pytest.importorskip("tensorboard")
+    logger = TensorBoardLogger(tmp_path, log_graph=True, sub_dir="rank0", filename_suffix=".mine")
+    trainer = Trainer(max_epochs=1, accelerator="cpu", logger=logger)
+    trainer.fit(Small(), two_batches(), two_batches())
+    version = tmp_path / "lightning_logs" / "version_0"
+    assert Path(trainer.log_dir) == version / "rank0" and list((version / "rank0").glob("events.*.mine"))
+    assert list((version / "checkpoints").iterdir()) and "log_graph" in caplog.text
+    with pytest.raises(TypeError):
+        TensorBoardLogger(tmp_path, nmae="mine").log_metrics({"loss": 1.0}, 0)
+
+
 def test_numbers_are_scalars_of_tensorboards_files(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -735,6 +778,30 @@ def test_a_data_module_is_made_of_datasets() -> None:
     trainer = Trainer(max_epochs=1, **QUIET)
     trainer.fit(Small(), made_of)
     assert trainer.num_val_batches == [3] and isinstance(trainer.train_dataloader.sampler, torch.utils.data.RandomSampler)
+
+
+def test_a_dataset_that_is_a_sequence_is_one_dataset() -> None:
+    class Rows(torch.utils.data.Dataset[Any], Sequence[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            return (torch.ones(2),)
+
+        def __len__(self) -> int:
+            return 6
+
+    assert len(LightningDataModule.from_datasets(Rows(), batch_size=2).train_dataloader()) == 3
+
+
+def test_when_it_evaluates_is_known_without_a_length() -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([torch.ones(2)] * 4)
+
+    module, told = Small(), list[float]()
+    module.on_train_start = lambda: told.append(module.trainer.val_check_batch)  # type: ignore[method-assign]
+    module.training_step = lambda batch, batch_idx: module.layer(batch).square().mean()  # type: ignore[method-assign]
+    trainer = Trainer(max_epochs=1, **QUIET)
+    trainer.fit(module, DataLoader(Stream(), batch_size=2), two_batches())
+    assert told == [float("inf")]
 
 
 class Draws(Small):
@@ -925,6 +992,22 @@ def test_a_part_of_a_sharded_module_can_be_called_after_fit(strategy: str, ranks
     assert one == two == pytest.approx(ranks(2, call_parts, "ddp")[0], rel=1e-12)
 
 
+def test_a_loss_of_several_numbers_is_said_by_its_authors_name() -> None:
+    module = Small()
+    module.training_step = lambda batch, batch_idx: module.layer(batch[0])[:, 0]  # type: ignore[method-assign]
+    with refused(LossError):
+        Trainer(max_epochs=1, **QUIET).fit(module, two_batches())
+
+
+def test_options_without_effect_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """They did nothing without a word."""
+    trainer = Trainer(max_epochs=1, profiler="simple", barebones=True, enable_progress_bar=False, **QUIET)
+    trainer.fit(Small(), two_batches())
+    trainer.validate(Small(), two_batches())
+    told = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
+    assert len(told) == 1 and "profiler='simple'" in told[0] and "barebones=True" in told[0] and "progress" not in told[0]
+
+
 @pytest.mark.parametrize(
     ("base", "hook"),
     [
@@ -954,6 +1037,13 @@ def test_a_method_of_the_programs_own_may_have_the_name_of_such_a_hook() -> None
     mine = type("Mine", (Small,), {"on_epoch_end": lambda self, outputs: None})()
     Trainer(max_epochs=1, **QUIET).fit(mine, two_batches())
     assert "training_step" in mine.calls
+
+
+def test_options_of_lightning_1() -> None:
+    assert Trainer(replace_sampler_ddp=False).use_distributed_sampler is False  # type: ignore[attr-defined]
+    for use in (Trainer.add_argparse_args, Trainer.from_argparse_args, LightningDataModule.from_argparse_args):
+        with refused(NotHereError):
+            use(object())
 
 
 class OwnBar(callbacks.ProgressBar):  # type: ignore[name-defined,misc]
@@ -1000,6 +1090,14 @@ def test_a_strategy_among_the_plugins_is_the_strategy() -> None:
     for given in (object(), plugins.DDPPlugin()):
         with refused(UsageError):
             Trainer(strategy="fsdp", plugins=given)
+
+
+def test_a_module_of_lightnings_own_is_named() -> None:
+    """It was said to be no LightningModule, which it is."""
+    theirs = type("LightningModule", (nn.Module,), {"__module__": "lightning.pytorch.core.module"})
+    mine = type("Mine", (theirs,), {"__module__": "models"})
+    with refused(UsageError):
+        Trainer(max_epochs=1, **QUIET).fit(mine(), two_batches())
 
 
 class LogsOnOne(Classifier):

@@ -189,6 +189,16 @@ class PutsWeights(Callback):
         checkpoint["state_dict"] = {}
 
 
+class Lacks(Callback):
+    """Its state was saved by an older version of it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rate": 1.0}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.decay = state_dict["decay"]
+
+
 def test_weights_that_a_hook_puts_into_a_checkpoint_are_refused_by_name(tmp_path: Path) -> None:
     """They were saved, and never read."""
     trainer = Trainer(max_epochs=1, callbacks=[ModelCheckpoint(dirpath=tmp_path), PutsWeights()], **SAVING)
@@ -207,6 +217,15 @@ def test_a_checkpoint_of_a_taken_name_is_counted_or_replaced(tmp_path: Path, cou
     assert Path(saver.best_model_path).name == kept[0]
     saved = Small.load_from_checkpoint(saver.best_model_path)
     assert torch.equal(saved.layer.weight, module.layer.weight)
+
+
+def test_an_error_of_a_callbacks_own_stays_what_it_is(tmp_path: Path) -> None:
+    """It was said to be the checkpoint's."""
+    saver = ModelCheckpoint(dirpath=tmp_path, save_last=True)
+    Trainer(max_epochs=1, callbacks=[saver, Lacks()], **SAVING).fit(Small(), two_batches())
+    with pytest.raises(KeyError, match="decay") as raised:
+        Trainer(max_epochs=2, callbacks=[Lacks()], **QUIET).fit(Small(), two_batches(), ckpt_path=saver.last_model_path)
+    assert "Lacks" in "".join(raised.value.__notes__)
 
 
 def test_numbers_are_logged_under_the_steps_that_follow_the_saved_ones(tmp_path: Path) -> None:

@@ -16,8 +16,19 @@ from echelon.compat.torchtnt.framework.callbacks import (
     GarbageCollector,
     ModuleSummary,
 )
+from echelon.compat.torchtnt.framework.unit import AppStateMixin
+from echelon.compat.torchtnt.utils import distributed
+from echelon.compat.torchtnt.utils.prepare_module import (
+    ActivationCheckpointParams,
+    TorchCompileParams,
+    apply_torch_compile,
+    on_meta_device,
+    prepare_module,
+)
 from echelon.compat.torchtnt.utils.progress import Progress
 from echelon.compat.torchtnt.utils.timer import Timer
+from echelon.errors import UsageError
+from tests.kit.refusals import refused
 
 CPU = torch.device("cpu")
 BATCH = (torch.ones(4, 2), torch.tensor([0, 1, 1, 0]))
@@ -106,6 +117,29 @@ def test_what_the_constructor_makes_is_replaced_by_what_configures() -> None:
                 make(**options)
 
 
+def test_a_backend_that_torch_has_not() -> None:
+    params = TorchCompileParams(backend="none such")
+    for use in (
+        lambda: Classifier(torch_compile_params=params),
+        lambda: prepare_module(nn.Linear(1, 1), CPU, torch_compile_params=params),
+        lambda: apply_torch_compile(nn.Linear(1, 1), params),
+    ):
+        with refused(UsageError):
+            use()
+
+
+def test_what_is_tracked_is_refused_before_the_constructor() -> None:
+    class Early(AppStateMixin):
+        def __init__(self, value: Any) -> None:
+            self.value = value
+            super().__init__()
+
+    for value in (nn.Linear(1, 1), torch.optim.SGD(nn.Linear(1, 1).parameters()), Progress()):
+        with pytest.raises(AttributeError, match=r"Please call super\(\).__init__\(\) before setting attributes"):
+            Early(value)
+    assert Early(3).value == 3
+
+
 def test_a_step_that_iterates_is_given_the_iterator() -> None:
     class Iterates(TrainUnit[Iterator[int]]):
         def train_step(self, state: State, data: Iterator[int]) -> int:
@@ -134,4 +168,26 @@ def test_callbacks_by_hand() -> None:
     assert gc.isenabled()
 
 
-# --- ranks and devices
+def test_variables_that_are_set_alone_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    asks = (distributed.get_global_rank, distributed.get_world_size, distributed.get_local_rank, distributed.get_local_world_size)
+    for name in names:
+        for each in names:
+            monkeypatch.delenv(each, raising=False)
+        monkeypatch.setenv(name, "3")
+        assert [ask() for ask in asks] == [
+            3 if each == name else default for each, default in zip(names, (0, 1, 0, 1), strict=True)
+        ]
+        monkeypatch.setenv(name, "")
+        assert [ask() for ask in asks] == [0, 1, 0, 1]
+
+
+def test_modules_on_the_meta_device_and_what_recomputes() -> None:
+    with torch.device("meta"):
+        inner = nn.Linear(2, 2)
+    outer = nn.Sequential(inner)
+    assert on_meta_device(inner) and not on_meta_device(outer) and not on_meta_device(nn.ReLU())
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert ActivationCheckpointParams(object()).chosen(net) == list(net)  # what has no blocks is recomputed child by child
+    policy = ActivationCheckpointParams(object(), check_fn=lambda _: True, auto_wrap_policy=lambda *_a, **_k: False)
+    assert policy.check_fn is None

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import echelon as ech
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
+from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import RestoreOptions
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.units import Regression
@@ -172,3 +173,13 @@ def test_folders_and_metrics_may_have_any_name(tmp_path: Path, name: str) -> Non
     ech.train(unit, [batch(2, 0)], max_epochs=1, callbacks=[saver])
     assert DistributedCheckpointSaver.restore_from_latest(str(tmp_path / name), Regression())
     assert DistributedCheckpointSaver.restore_from_best(str(tmp_path / name), Regression(), "loss/on-eval", "min")
+
+
+def test_options_of_a_restore_stay_as_they_are(tmp_path: Path) -> None:
+    data = [batch(2, 0)]
+    unit = Regression()
+    ech.fit(unit, data, data, max_epochs=1, callbacks=[DistributedCheckpointSaver(str(tmp_path), save_every_n_eval_epochs=1)])
+    options = RestoreOptions()
+    before = repr(options)
+    DistributedCheckpointSaver.restore_from_latest(str(tmp_path), Regression(), restore_options=options)
+    assert repr(options) == before

@@ -214,6 +214,13 @@ def test_a_stream_is_told_of_data_however_deep() -> None:
     assert told[5:] == [stream]
 
 
+def test_float32_precision() -> None:
+    before = torch.get_float32_matmul_precision()
+    device.set_float32_precision("high")
+    assert torch.cuda.is_available() or torch.get_float32_matmul_precision() == before
+    torch.set_float32_matmul_precision(before)
+
+
 def test_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")

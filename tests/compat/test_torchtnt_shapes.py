@@ -37,7 +37,7 @@ from echelon.compat.torchtnt.framework.callbacks import (
 from echelon.compat.torchtnt.utils.progress import Progress
 from echelon.compat.torchtnt.utils.swa import AveragedModel
 from echelon.compat.torchtnt.utils.timer import Timer
-from echelon.errors import LoopError, UsageError
+from echelon.errors import LoopError, UnitError, UsageError
 from tests.conftest import Ranks
 from tests.kit.refusals import refused
 from tests.kit.units import Hooks
@@ -123,6 +123,15 @@ def test_a_mock_with_a_spec_has_what_programs_read() -> None:
         assert hasattr(state, name)
     for name in ("dataloader", "max_epochs", "max_steps", "step_output", "iteration_timer", "evaluate_every_n_steps"):
         assert hasattr(phase, name)
+
+
+def test_what_is_no_unit_of_both_kinds_is_refused_by_fit() -> None:
+    class Trains(TrainUnit[int]):
+        def train_step(self, state: State, data: int) -> None: ...
+
+    for unit in (Trains(), object()):
+        with refused(UnitError):
+            fit(unit, [1], [1], max_epochs=1)
 
 
 # --- State

@@ -22,6 +22,31 @@ from echelon.compat.torchtnt.utils.tqdm import close_progress_bar, create_progre
 from echelon.compat.torchtnt.utils.version import is_torch_version_geq
 from tests.kit.refusals import refused
 
+
+@pytest.fixture
+def cuda_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked of CUDA's memory, in order; no GPU is needed."""
+    calls: list[str] = []
+    memory = torch.cuda.memory
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        memory, "_record_memory_history", lambda enabled="all", max_entries=0: calls.append(f"record {enabled} {max_entries}")
+    )
+    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: Path(path).write_text("snapshot"))
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", lambda fn: calls.append("observe"), raising=False)
+    return calls
+
+
+def test_a_snapshot_that_cannot_be_written_is_logged(
+    tmp_path: Path, cuda_calls: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    log_memory_snapshot(str(tmp_path / "file"))
+    assert "Failed to log memory snapshot to" in caplog.text
+    log_memory_snapshot(str(tmp_path), "mine")
+    assert (tmp_path / "mine_rank0/snapshot.pickle").read_text() == "snapshot"
+
+
 # --- memory
 
 

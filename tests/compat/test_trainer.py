@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import pty
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +17,12 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
 import echelon as ech
-from echelon.common.errors import LoaderError, RankFailedError, TrainerError, UsageError
+from echelon.common.errors import LoaderError, LoopError, RankFailedError, TrainerError, UsageError
 from echelon.compat.lightning import Trainer
 from echelon.compat.trainer.rank import shared
+from echelon.compat.trainer.rebuild import BUILT
 from echelon.data.torch_loader import as_loader
+from echelon.loop.auto.unit_options import AutoOptions
 from tests.conftest import clean_environment
 from tests.kit.models import Batch, batch, largest_difference, net, plain_training, whole
 from tests.kit.refusals import refused
@@ -90,6 +95,17 @@ def test_minus_one_epoch_is_without_an_end() -> None:
     unit = Regression()
     Trainer(max_epochs=-1, callbacks=[Stops()]).fit(unit, loader())
     assert unit.train_progress.num_steps_completed == 6
+
+
+@pytest.mark.full
+def test_the_way_to_the_ranks_and_back_is_no_change_to_be_told_of(tmp_path: Path, caplog: Any, capfd: Any) -> None:
+    unit = Regression()
+    trainer = Trainer(devices=2, strategy="ddp", max_epochs=1, default_root_dir=tmp_path)
+    trainer.fit(unit, loader())
+    trainer.max_epochs = 2
+    trainer.fit(unit, loader())
+    told = caplog.text + "".join(capfd.readouterr()) + "".join(log.read_text() for log in tmp_path.rglob("rank*.log"))
+    assert "harmless" not in told and "was saved, this has changed" not in told
 
 
 @pytest.mark.full
@@ -190,6 +206,12 @@ def test_one_rank_trains_in_this_process() -> None:
     Trainer(max_epochs=1, gradient_clip_val=0.5, callbacks=[Alone()]).fit(unit, loader())
     assert Alone.seen == (os.getpid(), "Prepared", 0.5, 1)
     assert largest_difference(whole(unit.module), plain_training(windows(8, 4), clip=0.5)[0]) == 0
+
+
+def test_without_gpus_auto_is_one_rank() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there are GPUs")
+    assert Trainer(max_epochs=1)._local_ranks() == 1
 
 
 @pytest.mark.full
@@ -344,28 +366,60 @@ from echelon.compat.lightning import Trainer
 from tests.compat.test_trainer import loader, whole
 from tests.kit.units import Regression
 
-unit = Regression()
-Trainer(devices=2, strategy="fsdp", max_epochs=1).fit(unit, loader(), loader())
-weights = whole(unit.module)
-assert Trainer().validate(unit, loader()) == [{{"eval_loss": unit.eval_loss}}]
-if ech.RankInfo().rank == 0:
-    torch.save((weights, type(unit.prepared).__name__), {out!r})
+if {guard}:
+    unit = Regression()
+    Trainer(devices=2, strategy="fsdp", max_epochs=1).fit(unit, loader(), loader())
+    weights = whole(unit.module)
+    assert Trainer().validate(unit, loader()) == [{{"eval_loss": unit.eval_loss}}]
+    if ech.RankInfo().rank == 0:
+        torch.save((weights, type(unit.prepared).__name__), {out!r})
 """
 
 
-LAUNCHERS = (("torch.distributed.run", "--standalone", "--nproc-per-node", "2"), ("echelon", "run", "--ranks", "2"))
+def run_script(path: str) -> None:
+    runpy.run_path(path, run_name="__main__")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("launcher", LAUNCHERS, ids=["torchrun", "echelon run"])
-def test_ranks_that_were_launched_already_are_used(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "how",
+    ["function", "torchrun", "echelon run"],
+)
+def test_ranks_that_were_launched_already_are_used(tmp_path: Path, how: str) -> None:
     script, out = tmp_path / "train.py", tmp_path / "out.pt"
-    script.write_text(SCRIPT.format(root=str(Path(__file__).parents[2]), out=str(out)))
-    options: Any = {"cwd": tmp_path, "env": clean_environment(), "capture_output": True, "text": True, "timeout": 90}
-    done = subprocess.run([sys.executable, "-m", *launcher, str(script)], **options)
-    assert done.returncode == 0, done.stderr
+    script.write_text(SCRIPT.format(root=str(Path(__file__).parents[2]), out=str(out), guard="True"))
+    if how == "function":
+        ech.launch(run_script, ranks=2, args=(str(script),), run_dir=tmp_path / "run")
+    else:
+        launch_script(how, script)
     weights, kind = torch.load(out)
     assert kind == "FSDPPrepared" and largest_difference(weights, plain_training(windows(8, 4))[0]) < 1e-14
+
+
+def launch_script(how: str, script: Path) -> None:
+    command = {
+        "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+        "echelon run": ["-m", "echelon", "run", "--ranks", "2"],
+    }[how]
+    options: Any = {"cwd": script.parent, "env": clean_environment(), "capture_output": True, "text": True, "timeout": 90}
+    done = subprocess.run([sys.executable, *command, str(script)], **options)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.full
+def test_progress_is_shown_on_a_terminal_by_ranks_that_a_trainer_starts(tmp_path: Path) -> None:
+    script, seen = tmp_path / "train.py", b""
+    script.write_text(
+        SCRIPT.format(root=str(Path(__file__).parents[2]), out=str(tmp_path / "out.pt"), guard="__name__ == '__main__'")
+    )
+    ours, theirs = pty.openpty()
+    command = [sys.executable, str(script)]
+    running = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    with contextlib.suppress(OSError), os.fdopen(ours, "rb", buffering=0) as terminal:  # closed by the last who had it
+        while data := terminal.read(4096):
+            seen += data
+    assert running.wait() == 0 and b"update 4/4" in seen, seen
 
 
 @pytest.mark.parametrize(
@@ -394,6 +448,20 @@ def test_ranks_that_were_launched_already_are_used(tmp_path: Path, launcher: tup
 def test_a_value_that_cannot_work_is_named(arguments: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         Trainer(max_epochs=1, **arguments).fit(Regression(), loader())  # some have a meaning for a LightningModule
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_steps_per_epoch": {"eval": 3}},
+        {"max_steps_per_epoch": 3},
+        {"unit_options": {"learning_rate": 1}},
+        {"num_nodes": "2"},
+    ],
+)
+def test_what_the_core_trainer_does_not_know_is_not_left_unread(arguments: dict[str, Any]) -> None:
+    with refused(UsageError if "unit_options" in arguments else TrainerError):
+        ech.Trainer(max_epochs=1, **arguments)
 
 
 def test_gpus_by_number_are_those_that_are_visible(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,6 +503,21 @@ def test_the_trainer_in_this_librarys_words(tmp_path: Path) -> None:
     two = [window for epoch in range(2) for window in windows(8, 2)]
     assert largest_difference(whole(unit.module), plain_training(two, clip=0.5)[0]) < 1e-14
     assert [p.name for p in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000004"]
+
+
+def test_the_trainer_is_not_without_an_end_unless_told() -> None:
+    with refused(LoopError):
+        ech.Trainer().fit(Regression(), loader())
+
+
+def test_what_each_process_builds_for_itself_is_what_building_sets() -> None:
+    unit = Regression()
+    before = {*vars(unit)}
+    for name in BUILT:
+        vars(unit).pop(name, None)
+    progress = {*vars(unit)}
+    unit.build_from(torch.nn.Linear(4, 1), AutoOptions(device=torch.device("cpu")))
+    assert {*vars(unit)} - progress == BUILT and before >= progress | BUILT
 
 
 class BuiltInRanks(Regression):

@@ -310,6 +310,27 @@ def test_the_best_is_loaded_at_the_end_and_a_run_stops_early(ranks: Any, tmp_pat
     assert ranks(2, _best, str(tmp_path / "two")) == [want, want]
 
 
+def _stopped_early(folder: str) -> Any:
+    from transformers import EarlyStoppingCallback
+
+    losses = iter([0.5, 0.7, 0.8, 0.9])
+    evaluates = {"save_strategy": "no", "eval_strategy": "steps", "eval_steps": 1, "gradient_accumulation_steps": 1}
+    trainer = trainer_of(
+        folder,
+        args={**evaluates, "metric_for_best_model": "made_up"},
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+        compute_metrics=lambda prediction: {"made_up": next(losses)},
+    )
+    trainer.args.greater_is_better = False
+    trainer.train()
+    return trainer.state.global_step
+
+
+def test_several_ranks_stop_early_at_the_same_update_as_one(ranks: Any, tmp_path: Path) -> None:
+    """They trained one update more."""
+    assert [_stopped_early(str(tmp_path)), *ranks(2, _stopped_early, str(tmp_path))] == [3, 3, 3]
+
+
 def _asked_on_one_rank_and_started_again(folder: str) -> Any:
     """A callback of rank 0 alone asks for a save; then the launcher starts the job again, and the script says nothing of it."""
     from transformers import TrainerCallback

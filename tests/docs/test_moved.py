@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import subprocess
 import sys
@@ -15,28 +14,12 @@ from tests.conftest import clean_environment
 from tests.kit import forked
 
 MOVED = Path(__file__).parents[1] / "moved"
-GUIDE = MOVED.parents[1] / "docs/guides/bare_loop.md"
+
+
 NAMES = sorted(path.name.removesuffix("_before.py") for path in MOVED.glob("*_before.py"))
 
 # What Fabric 2.6.6 printed, which the tests do not install.
 OF_FABRIC = {"fabric_basic": 2.767175, "fabric_accumulation": 0.371992, "fabric_checkpoints": 2.860741}
-
-
-def _lines(path: Path) -> list[str]:
-    return [line for line in map(str.strip, path.read_text().splitlines()) if line]
-
-
-def test_the_guide_counts_the_lines_that_change() -> None:
-    said = {
-        name: tuple(map(int, numbers))
-        for name, *numbers in re.findall(r"moved/(\w+)_after\.py\) \| (\d+) \| (\d+) \| (\d+) \|", GUIDE.read_text())
-    }
-    counted = {}
-    for name in NAMES:
-        before, after = _lines(MOVED / f"{name}_before.py"), _lines(MOVED / f"{name}_after.py")
-        marks = [line[0] for line in difflib.ndiff(before, after)]
-        counted[name] = (len(before), marks.count("-"), marks.count("+"))
-    assert said == counted and len(said) == 9
 
 
 def _printed(text: str) -> float:

@@ -70,16 +70,6 @@ def test_the_plots_are_those_of_the_tables() -> None:
     }
 
 
-def test_a_plot_of_a_table_that_has_changed_is_an_error() -> None:
-    plots = script("make_plots")
-    with pytest.raises(ValueError, match="must have a heading"):
-        plots.table("No such heading")
-    with pytest.raises(ValueError, match="must hold a number"):
-        plots.number("none")
-    with pytest.raises(ValueError, match="exactly one row"):
-        plots.row_of([["a"]], "b")
-
-
 def test_the_terminal_shows_what_its_script_runs() -> None:
     recording = script("make_terminal")
     text = re.sub(r"<[^>]+>", "", recording.DRAWING.read_text()).replace("&#160;", " ")
@@ -165,41 +155,6 @@ def test_no_page_loads_anything_from_elsewhere_and_all_lists_and_tables_became_s
         assert [url for url in loaded_by_css(file.read_text()) if is_elsewhere(url) and not url.startswith("#")] == [], file
 
 
-def test_what_a_page_would_load_is_found() -> None:
-    parsed = Loaded()
-    parsed.feed(
-        "<script src='https://a.example/x.js'></script><link rel=stylesheet href=//b.example/y.css><style>@import 'z.css'</style>"
-    )
-    assert [is_elsewhere(url) for url in parsed.urls] == [True, True, False]
-    assert loaded_by_css("a { src: url('https://c.example/f.woff') }") == ["https://c.example/f.woff"]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "planted",
-    [
-        {
-            "[x](nowhere.md)": "nowhere.md",
-            "[x](data.md#nothing)": "#nothing",
-            "![x](assets/nothing.png)": "nothing.png",
-            "[x](../tests/nothing.py)": "nothing.py",
-        },
-        {"::: echelon.Nothing": "echelon.Nothing"},  # which ends the build by itself
-    ],
-    ids=["links", "a name"],
-)
-def test_a_broken_link_fails_the_build(tmp_path: Path, planted: dict[str, str]) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs/index.md").write_text("\n\n".join(["# Planted", *planted, ""]))
-    (tmp_path / "docs/data.md").write_text("# Data\n")
-    config = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[0]
-    config = re.sub(r"^docs_dir: .*$", f"docs_dir: {tmp_path / 'docs'}", config, flags=re.M)
-    config = config.replace("docs/site_", f"{DOCS}/site_").replace("paths: [src]", f"paths: [{ROOT / 'src'}]")
-    (tmp_path / "mkdocs.yml").write_text(config)
-    done = build(tmp_path / "site", tmp_path / "mkdocs.yml")
-    assert done.returncode != 0 and [each for each in planted.values() if each not in done.stderr] == [], done.stderr
-
-
 @pytest.mark.full
 @pytest.mark.skipif(not browser.is_there(), reason=browser.MISSING)
 def test_pages_open_in_a_browser_without_an_error(site: Path, tmp_path: Path) -> None:
@@ -256,16 +211,3 @@ def test_the_report_of_a_run_opens_in_a_browser(echelon_command: Command, tmp_pa
         for dark, width in ((False, 1280), (True, 390)):
             seen = chromium.open((tmp_path / "runs/first/report.html").as_uri(), width=width, dark=dark)
             assert (seen.errors, seen.overflow, len(seen.requests)) == ([], 0, 1)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not browser.is_there(), reason=browser.MISSING)
-def test_a_page_with_an_error_is_found(tmp_path: Path) -> None:
-    (tmp_path / "index.html").write_text(
-        "<body><div style='width: 3000px'>wide</div><script>missing()</script><img src='none.png'></body>"
-    )
-    with browser.served(tmp_path) as address, browser.browser(tmp_path) as chromium:
-        seen = chromium.open(f"{address}/index.html", width=1280, dark=False)
-    assert any("missing is not defined" in error for error in seen.errors)
-    assert any("404" in error for error in seen.errors)
-    assert seen.overflow > 1000

@@ -5,7 +5,6 @@ Both must be there: `apt-get install chromium chromium-driver` on Debian, which 
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import http.server
 import json
@@ -85,9 +84,6 @@ class Browser:
 
     def run(self, script: str) -> Any:
         return self._ask("POST", "/execute/sync", {"script": script, "args": []})
-
-    def screenshot(self, path: Path) -> None:
-        path.write_bytes(base64.b64decode(self._ask("GET", "/screenshot")))
 
     def close(self) -> None:
         self._ask("DELETE", "")

@@ -16,10 +16,7 @@ import pytest
 
 from echelon.common.files import write_whole
 from echelon.contracts.events import EventLog, read_lines
-from echelon.contracts.run_dir import RunDir
 from echelon.launcher.local.end_record import write_exit
-from echelon.observe.sinks import progress
-from echelon.observe.sinks.progress import RunScreen
 from tests.conftest import clean_environment
 from tests.kit import forked
 from tests.kit.started import Started, wait_until
@@ -188,42 +185,6 @@ def test_records_that_were_never_written_are_counted(caplog: pytest.LogCaptureFi
         log.write([{"step": step}])
     log.close()
     assert caplog.records[-1].getMessage() == "/dev/full lacks 50 lines, which could not be written"
-
-
-class _Terminal:
-    """A terminal that collects what it is shown."""
-
-    def __init__(self) -> None:
-        self.shown, self.buffer = b"", self
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, data: bytes | str) -> int:
-        self.shown += data if isinstance(data, bytes) else data.encode()
-        return len(data)
-
-    def flush(self) -> None:
-        pass
-
-
-def test_on_a_terminal_a_line_of_any_length_is_never_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 MB without an end of line took rank 0 two minutes: every piece was joined to all before it."""
-    terminal, model = _Terminal(), progress.ProgressModel()
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    screen = RunScreen(RunDir.create(tmp_path, "a"), terminal)  # type: ignore[arg-type]
-    model.record({"step": 1, "loss": 1.0})
-    screen._model = model
-    most = 0
-    for piece in [b"p" * 65536] * 64 + [b"end\nnext", b" line\n"]:
-        screen.write("stdout", piece)
-        screen.tick()
-        most = max(most, sum(len(b"".join(parts)) for parts in screen._partial.values()))
-    screen.close()
-    assert most <= 2 * 65536
-    assert b"p" * (64 * 65536) + b"end\n" in terminal.shown  # nothing was drawn into it
-    assert b"next line" in terminal.shown
 
 
 HALF_OPEN = """

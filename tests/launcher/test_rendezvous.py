@@ -86,9 +86,6 @@ def test_ranks_use_the_agents_store_serve_none_themselves_and_listen_on_loopback
         )
 
 
-# --- several nodes
-
-
 class Asked:
     """A store that counts what it is asked."""
 
@@ -101,6 +98,9 @@ class Asked:
             return getattr(self._store, name)(*args)
 
         return call
+
+
+# --- several nodes
 
 
 def agents(nodes: int) -> list[NodesRendezvous]:

@@ -23,16 +23,3 @@ def test_no_step_grows_faster_than_the_ranks(step: Step) -> None:
 def test_what_only_asks_whether_all_agree_sends_the_same_on_any_number_of_ranks(step: Step) -> None:
     few, many = operations(step, FEW)[1], operations(step, MANY)[1]
     assert abs(few - many) <= 0.02 * few and many < 1000  # compressed numbers differ by a byte
-
-
-def test_quadratic_work_would_be_seen() -> None:
-    """The check itself: every rank's list of all ranks, as replicas were found before."""
-
-    def make(ranks: int):  # type: ignore[no-untyped-def]
-        from echelon.world import agree
-
-        return lambda: agree.gather(list(range(ranks)))
-
-    step = Step("lists of ranks", make, lambda ranks: lambda rank: list(range(ranks)))
-    few, many = operations(step, FEW), operations(step, MANY)
-    assert many[1] > 2 * few[1] * MANY / FEW

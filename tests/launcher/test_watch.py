@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -17,7 +16,6 @@ import torch
 
 import echelon as ech
 from echelon.common.errors import RankFailedError
-from echelon.contracts import pulse
 from echelon.contracts.pulse import Phase, RankProgress
 from echelon.contracts.records import exit_record
 from echelon.contracts.run_dir import RunDir
@@ -297,25 +295,6 @@ def test_a_culprit_is_in_the_record_with_the_paragraph(tmp_path: Path) -> None:
     first = Failure.from_json(said["first_failure"])
     assert first.rank == blamed.rank == 1 and render(first, 2).startswith("echelon: rank 1 stopped, in update 6 (exit code 1)")
     assert said["explained"] in first.message and "Timed out waiting" in first.message
-
-
-def test_a_beat_is_cheap_enough_for_every_step() -> None:
-    """A few stores into memory: no lock, no system call. Counted, not timed: nothing is called but C."""
-    fd = pulse.make()
-    before, calls = pulse._numbers, []
-    try:
-        pulse.join(fd)
-        sys.setprofile(lambda frame, event, arg: calls.append((event, frame.f_code.co_name)))
-        pulse.at(Phase.STEP, 7, 2)
-        sys.setprofile(None)
-        assert pulse.read(fd) == RankProgress(7, Phase.STEP, 2, 1)
-        assert [name for event, name in calls if event == "call"] == ["at"]
-        pulse._numbers[1] = 99  # whatever a process writes there
-        assert pulse.read(fd) == RankProgress()
-    finally:
-        sys.setprofile(None)
-        pulse._numbers = before
-        os.close(fd)
 
 
 def test_the_limit_is_an_option_or_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,63 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import faulthandler
-import gc
-import importlib.util
 import os
 import select
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-import echelon
-from echelon.common.errors import RankFailedError
-from echelon.launcher.functions.launch import launch
 from tests.kit.started import Started
-
-SOURCES = Path(echelon.__file__).parent
-
-
-def _free_a_model_while_its_group_wants_the_interpreter() -> None:
-    """Frees a wrapped model, and with it the group, while a thread of the group waits to free its last tensor."""
-    dist.init_process_group("gloo")
-    model, group = DistributedDataParallel(torch.nn.Linear(1, 1)), dist.group.WORLD
-    assert group is not None
-    dist.destroy_process_group.__wrapped__()  # type: ignore[attr-defined]
-    del model.process_group  # which would let go of the interpreter for a moment
-    faulthandler.dump_traceback_later(4, exit=True)
-    sys.setswitchinterval(1000)
-    group.allreduce([torch.ones(1)])
-    del group
-    until = time.monotonic() + 1
-    while time.monotonic() < until:  # the collective ends meanwhile
-        pass
-    del model
-    gc.collect()
-    sys.setswitchinterval(0.005)
-    faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.mark.full
-def test_torch_still_hangs_when_a_destroyed_group_is_freed() -> None:
-    """If it does not: take `keep_process_groups` away. On a busy machine a rank may come too late for the other to hang.
-
-    That groups are kept: test_launch.py, test_a_process_group_is_not_freed_while_its_rank_lives.
-    """
-    for _ in range(5):
-        try:
-            launch(_free_a_model_while_its_group_wants_the_interpreter, ranks=2, quiet=True, timeout_s=120)
-        except RankFailedError:
-            return
-    raise AssertionError("both ranks returned, five times")
-
 
 FREED_IN_A_SCRIPT = """
 import sys, time, torch, torch.distributed as dist
@@ -151,12 +103,6 @@ def test_a_function_that_trained_with_ddp_returns_after_it_destroyed_its_groups(
     assert returns(model, 60)
 
 
-@pytest.mark.full
-def test_torch_still_hangs_when_the_reducer_frees_the_group() -> None:
-    """If it does not: take `_outlive_reducer` away. On a busy machine 200 of them may all return."""
-    assert any(not returns("bare", 8) for _ in range(20))
-
-
 def ends(program: str, *args: Path) -> str:
     """What a process writes that runs these lines."""
     before = "import atexit, os, sys, time\nfrom concurrent.futures import ThreadPoolExecutor\n"
@@ -224,40 +170,3 @@ def test_a_script_is_imported_as_multiprocessing_does(tmp_path: Path) -> None:
     program = "from multiprocessing import spawn\n{}({{'init_main_from_path': sys.argv[1]}})\nprint(in_bootstrap())\n"
     assert ends(program.format("spawn.prepare"), script) == "__mp_main__ False\nFalse\n"
     assert ends(program.format("prepare_main"), script) == "__mp_main__ True\nFalse\n"
-
-
-@pytest.mark.skipif(importlib.util.find_spec("dragon") is None, reason="dragonhpc is not installed")
-def test_what_is_worked_around_in_dragon_is_still_there() -> None:
-    spec = importlib.util.find_spec("dragon")
-    assert spec is not None and spec.origin is not None
-    tree = ast.parse((Path(spec.origin).parent / "native/process_group.py").read_text())
-    methods = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    # It raises a rank's failure in place of closing. If not: take `close_failed` away.
-    assert "_close_no_decorator" in methods
-    assert [ast.unparse(each) for each in methods["close"].decorator_list] == ["_check_exception"]
-    # It looks for failures in a loop. If not: take `look_for_failures_with_pauses` away. What the loop costs: test_group.py.
-    [loop] = [node for node in methods["_exq_monitor"].body if isinstance(node, ast.While)]
-    assert "if self._exq.poll(timeout=" in ast.unparse(loop)
-    # Its address is in a variable. If not: take `serve_dragon_on_loopback` away.
-    assert 'os.getenv("_DRAGON_CG_MASTER_ADDR")' in (Path(spec.origin).parent / "ai/collective_group.py").read_text()
-
-
-@pytest.mark.full
-def test_nothing_else_of_the_launcher_reaches_into_other_libraries() -> None:
-    """Private names of Python, torch and Dragon are used in workarounds.py alone (`os._exit` is documented)."""
-    libraries = {
-        *("atexit", "dist", "gc", "logging", "multiprocessing", "process"),
-        *("signal", "socket", "spawn", "threading", "torch", "weakref"),
-    }
-    found = set()
-    for path in sorted((SOURCES / "launcher").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-                root: ast.expr = node.value
-                while isinstance(root, ast.Attribute):
-                    root = root.value
-                if isinstance(root, ast.Name) and root.id in libraries:
-                    found.add(path.name)
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "gc.get_objects":
-                found.add(path.name)
-    assert found == {"workarounds.py"}

@@ -320,22 +320,6 @@ def test_the_older_fsdp_and_copies_of_a_sharded_module_are_refused_with_the_reme
     ranks(2, _not_averaged)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"warmup_steps_or_epochs": -1},
-        {"step_or_epoch_update_freq": 0},
-        {"averaging_method": "mean"},
-        {"ema_decay": 1.5},
-        {"averaging_method": "swa", "use_lit": True},
-    ],
-)
-def test_bad_options_are_refused(options: dict[str, Any]) -> None:
-    with refused(LoopError):
-        ech.units.SWAParams(**{"warmup_steps_or_epochs": 0, "step_or_epoch_update_freq": 1, **options})
-    assert Regression(training=False, swa_params=CASES["ema"]).swa_model is None
-
-
 def _frozen(layout: str) -> tuple[float, float, int]:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1)).double()
     model[0].requires_grad_(False)

@@ -530,18 +530,6 @@ def test_mocks_and_whatever_has_a_hook_are_callbacks() -> None:
     assert with_spec.on_exception.call_count == 1
 
 
-def _with_mocks() -> tuple[int, int, list[str]]:
-    callback, log = MagicMock(spec=ech.Callback), []
-    unit = Plain(log)
-    ech.fit(unit, [1, 2], [1, 2], max_epochs=2, callbacks=[callback])
-    return callback.on_train_step_end.call_count, callback.on_eval_step_end.call_count, log
-
-
-def test_mocks_are_callbacks_on_several_ranks(ranks: Ranks) -> None:
-    want = (["unit.train_step"] * 2 + ["unit.eval_step"] * 2) * 2
-    assert ranks(2, _with_mocks) == [(4, 4, want)] * 2
-
-
 def test_a_timer_has_waits_hooks_and_evaluations_in_its_table() -> None:
     class Named(ech.Callback):
         name = "mine"

@@ -14,8 +14,7 @@ import torch
 
 import echelon as ech
 from echelon.contracts.events import encode, read_lines
-from echelon.observe.amounts import clock
-from echelon.observe.sinks.model import ProgressModel, _count
+from echelon.observe.sinks.model import ProgressModel
 from echelon.observe.sinks.progress import ProgressSink, RunScreen
 from tests.conftest import clean_environment
 from tests.kit.models import batch
@@ -96,16 +95,6 @@ def test_a_number_that_is_not_finite_or_none_is_forgotten_with_the_next(odd: str
     assert f"update 2  loss {odd}" in model.line()
     model.record(_record(3))
     assert "loss 2.0000" in model.line()
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (3599.7, "1:00:00"), (7384, "2:03:04")])
-def test_durations(seconds: float, text: str) -> None:
-    assert clock(seconds) == text
-
-
-@pytest.mark.parametrize(("value", "text"), [(3.14, "3.1"), (999, "999"), (9999, "9999"), (12_345, "12.3k"), (4.2e6, "4.2M")])
-def test_counts(value: float, text: str) -> None:
-    assert _count(value) == text
 
 
 def test_without_a_terminal_there_are_lines_and_no_control_characters() -> None:

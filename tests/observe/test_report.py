@@ -323,9 +323,6 @@ def test_means_stay_between_lowest_and_highest(points: list[tuple[float, float]]
         assert math.isnan(v) or min(finite) - slack <= v <= max(finite) + slack
 
 
-# Writing
-
-
 def test_write_replaces_the_page_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path, [training(1, 1.0)])
     run.report.write_text("old")
@@ -358,6 +355,9 @@ def test_rendering_changes_nothing_and_repeats_itself(tmp_path: Path) -> None:
     before = sorted(tmp_path.rglob("*"))
     assert report.render(run) == report.render(run)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+# Writing
 
 
 def test_a_folder_that_does_not_exist_is_a_usage_error(tmp_path: Path) -> None:

@@ -301,6 +301,8 @@ def choose(opened: browser.Browser, which: str, value: str) -> None:
 
 
 LEVELS = "charts[0].left.map(mark => mark[1])"
+
+
 SMOOTH = "charts[0].uplot.data[2]"
 
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,67 +89,3 @@ def test_a_forked_program_hears_signals_and_can_be_waited_for(waits: Any) -> Non
     out, err = waits.communicate(timeout=120)
     assert waits.returncode == -signal.SIGINT and out == b"" and b"KeyboardInterrupt" in err
     wait_until(lambda: not psutil.pid_exists(waits.pid), "nothing is left of it")
-
-
-def test_a_forked_program_and_what_it_forks_carry_the_mark_of_their_test(started: Started, waits: Any) -> None:
-    child = started.python("-c", "import os, time\nos.fork()\nos.write(1, b'here\\n')\ntime.sleep(600)")
-    assert [child.stdout.readline() for _ in range(2)] == [b"here\n"] * 2  # type: ignore[union-attr]
-    assert len(started.alive()) == 3
-    for process in started.alive():
-        process.kill()
-    started.all_gone()
-
-
-def test_two_forked_programs_do_not_begin_with_the_same_random_numbers(tmp_path: Path) -> None:
-    code = "import random, numpy; print(random.random(), numpy.random.rand())"
-    first, second = (forked.run([sys.executable, "-c", code], capture_output=True).stdout.split() for _ in range(2))
-    assert not set(first) & set(second)
-
-
-def test_a_program_that_needs_a_python_of_its_own_gets_one(tmp_path: Path) -> None:
-    for command, options in (
-        ([sys.executable, "-X", "dev", "x.py"], {}),
-        ([sys.executable, "-"], {}),
-        (["bash", "x.py"], {}),
-        ([sys.executable, "x.py"], {"preexec_fn": time.time}),
-    ):
-        assert not forked.can_fork(command, options)
-    assert forked.can_fork([sys.executable, "x.py"], {"cwd": tmp_path})
-
-
-NEST = """
-import json, os, subprocess, sys
-reader, writer = os.pipe()
-inner = subprocess.Popen([sys.executable, *sys.argv[1:], str(writer)], pass_fds=[writer], umask=0o027, stdout=subprocess.PIPE)
-out = inner.communicate()[0]
-os.close(writer)
-told, is_new = os.read(reader, 9).decode(), isinstance(inner, subprocess.Popen)
-group, *rest = json.loads(out)
-print(json.dumps([group == os.getpgrp(), rest, told, inner.returncode, is_new]))
-"""
-INNER = """
-import json, os, sys
-os.write(int(sys.argv[1]), b"told")
-print(json.dumps([os.getpgrp(), os.getsid(0), os.umask(0), sys.path[0], sys.argv[1:]]), flush=True)
-sys.exit(5)
-"""
-
-
-@pytest.mark.parametrize("words", [["-P", "-c", INNER], ["inner.py"]], ids=lambda w: w[0])
-def test_what_a_forked_program_starts_is_forked_and_what_it_would_be(tmp_path: Path, words: list[str]) -> None:
-    (tmp_path / "nest.py").write_text(NEST)
-    (tmp_path / "inner.py").write_text(INNER)
-    options: dict[str, Any] = {"cwd": tmp_path, "env": clean_environment(), "capture_output": True, "text": True}
-    options["process_group"] = 0
-    command = [sys.executable, "nest.py", *words]
-    (*new, is_new), (*same, is_same) = (json.loads(run(command, **options).stdout) for run in (subprocess.run, forked.run))
-    assert new == same and new[0] and new[2:] == ["told", 5] and (is_new, is_same) == (True, False)
-
-
-def test_a_forked_program_launches_ranks_from_a_forked_server(tmp_path: Path) -> None:
-    """Which has torch loaded, though the program loads nothing."""
-    code = "import os, sys\ndef loaded(): return 'torch._dynamo' in sys.modules, os.getpgrp() == os.getpid()\n"
-    code += "if __name__ == '__main__':\n    from echelon import launch\n    print(launch(loaded, ranks=2))\n"
-    (tmp_path / "script.py").write_text(code)
-    done = forked.run([sys.executable, "script.py"], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
-    assert done.stdout == "[(True, True), (True, True)]\n", done.stderr

@@ -118,20 +118,6 @@ def test_what_cannot_be_reset_is_an_error_and_the_next_call_has_new_ranks(standi
     assert not set(standing_ranks(2, _process)) & set(before)
 
 
-def test_a_failing_standing_rank_raises_its_own_error_here(standing_ranks: StandingRanksBySize) -> None:
-    with pytest.raises(RankFailedError, match="ValueError: rank 1 has bad data") as caught:
-        standing_ranks(2, _fail_on, 1)
-    assert caught.value.rank == 1 and isinstance(caught.value.__cause__, ValueError)
-
-
-@pytest.mark.full
-def test_a_hang_of_standing_ranks_ends_with_their_stacks(standing_ranks: StandingRanksBySize) -> None:
-    standing_ranks(2, _process)  # a busy machine starts them in seconds
-    with pytest.raises(RankTimeoutError) as caught:
-        standing_ranks(2, _wait_for_nobody, timeout_s=3)
-    assert "in _sum_of_ranks" in str(caught.value) and "in _wait_for_nobody" in str(caught.value)
-
-
 LEAKS = {
     "environment": "import os\ndef test_it():\n    os.environ['LEFT_BEHIND'] = '1'\n",
     "process group": "import torch.distributed as dist\n"

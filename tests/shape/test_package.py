@@ -28,12 +28,12 @@ README = (ROOT / "README.md").read_text()
 PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "docs/packages.md"]
 
 
-# ---- what the files beside the code say
-
-
 def test_the_licence_is_the_apache_licences_own_text() -> None:
     text = (ROOT / "LICENSE").read_bytes()
     assert hashlib.sha256(text).hexdigest() == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
+
+
+# ---- what the files beside the code say
 
 
 def test_the_version_stands_in_one_place() -> None:

@@ -113,9 +113,10 @@ def test_the_oldest_versions_are_the_bounds_of_the_package() -> None:
     assert not [name for name, bound in bounds.items() if not f"{pins[name]}.".startswith(f"{bound}.")]
 
 
-# ---- the image
-
 INSTRUCTIONS = {"ARG", "CMD", "COPY", "ENTRYPOINT", "FROM", "RUN", "USER", "WORKDIR"}
+
+
+# ---- the image
 
 
 def instructions() -> list[tuple[str, str]]:

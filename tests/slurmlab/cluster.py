@@ -91,7 +91,7 @@ class Cluster:
         """Let the job's time end in so many seconds. The controller looks at the limits every 30 s."""
         self.command("scontrol", "update", f"jobid={job}", f"EndTime=now+{seconds}seconds")
 
-    def fail_node(self, name: str, how: str = "kill") -> None:
+    def fail_node(self, name: str) -> None:
         """A node dies and the controller knows at once, instead of after SlurmdTimeout."""
-        self.lab("node", name, how)
+        self.lab("node", name, "kill")
         self.command("scontrol", "update", f"nodename={name}", "state=down", "reason=test")

@@ -4,13 +4,13 @@ import contextlib
 import fcntl
 import json
 import os
+import signal
 import subprocess
-import tempfile
+import time
 from pathlib import Path
 
-from .processes import LabError, children, kill_all, reap, run, start_time, wait_for
+from .processes import LabError, children, kill_all, reap, run, say, start_time, wait_for
 
-DEFAULT_DIR = os.environ.get("SLURMLAB_DIR") or os.path.join(tempfile.gettempdir(), "slurmlab", "run")
 MARK = "SLURMLAB_DAEMON"  # environment variable that marks our daemons
 # cron, CI and `env -i` often lack the sbin directories
 os.environ["PATH"] = os.pathsep.join(
@@ -24,7 +24,7 @@ CLIENT_ENV_DROP = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SLURMD_")
 class Daemons:
     """State: state.json in the folder holds pid and kernel start time of each process that was started."""
 
-    def __init__(self, directory=DEFAULT_DIR):
+    def __init__(self, directory):
         self.dir = Path(directory).absolute()
         # Unix socket paths (munge, slurmstepd) must stay under 108 characters.
         if len(str(self.dir)) > 60:
@@ -57,10 +57,6 @@ class Daemons:
             yield
 
     @property
-    def opt(self):
-        return self.state["options"]
-
-    @property
     def node_names(self):
         return list(self.state.get("nodes", {}))
 
@@ -72,7 +68,7 @@ class Daemons:
     def client(self, *cmd, check=True, timeout=60):
         return run(*cmd, check=check, env=self.client_env(), timeout=timeout)
 
-    def spawn(self, key, cmd, env=None):
+    def spawn(self, key, cmd):
         """Start a daemon in its own session, all output to a log; record it at once."""
         log = open(self.dir / "log" / f"{key}.out", "ab")
         # Only what a daemon needs: the caller's SLURM_*, PYTHON* etc. must not leak in.
@@ -82,7 +78,6 @@ class Daemons:
             "LANG": "C.UTF-8",
             "SLURM_CONF": str(self.conf),
             MARK: str(self.dir),
-            **(env or {}),
         }
         p = subprocess.Popen(
             [str(c) for c in cmd], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/", env=clean
@@ -133,3 +128,26 @@ class Daemons:
             return probe()
 
         wait_for(key, seconds, check)
+
+    def sweep(self):
+        """Daemons of this directory that state.json does not know (it was lost, or `up`
+        was killed between starting and recording one).  The mark in their environment,
+        which job processes do not have, says that we started them."""
+        mark = f"{MARK}={self.dir}".encode()
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            found = []
+            for entry in os.listdir("/proc"):
+                if entry.isdigit() and int(entry) != os.getpid():
+                    with contextlib.suppress(OSError):
+                        if mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                            found.append(int(entry))
+            found = [pid for pid in found if start_time(pid) is not None]
+            if not found:
+                return
+            for pid in found:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                reap(pid)
+            time.sleep(0.05)
+        say(f"processes do not die: {found}")

@@ -1,32 +1,38 @@
 """The network of the nodes: one bridge in a namespace of its own, a cable to each node and one to this machine."""
 
+import contextlib
 import os
 from pathlib import Path
 
-from .machine import ns_of
 from .processes import LabError, run, wait_for
 
+HEAD = "slurmhead"
 
-def make_switch(lab, subnet):
+
+def make_switch(lab):
     """A namespace that holds the bridge; everything in it goes when it dies.
     Returns the subnet's first three octets."""
     lab.spawn("switch", ["unshare", "--net", "sleep", "infinity"])
     me = os.readlink("/proc/self/ns/net")
     pid = lab.pid("switch")
-    wait_for("switch namespace", 10, lambda: ns_of(pid, "net") not in (None, me))
+
+    def is_apart():
+        with contextlib.suppress(OSError):
+            return os.readlink(f"/proc/{pid}/ns/net") != me
+
+    wait_for("a network namespace, which may need more rights than this machine gives", 10, is_apart)
     sw = ["nsenter", "-t", pid, "-n"]
     run(*sw, "ip", "link", "add", "br0", "type", "bridge")
     run(*sw, "ip", "link", "set", "br0", "up")
     # Creating the interface is what claims the subnet, should several labs start at once.
-    for base in [f"10.213.{i}" for i in range(250)] if subnet == "auto" else [subnet]:
+    for base in [f"10.213.{i}" for i in range(250)]:
         iface = "slab" + "-".join(base.split(".")[1:])
-        routes = run("ip", "-4", "route", "show", "table", "all").stdout
-        if subnet == "auto" and f"{base}." in routes:
+        if f"{base}." in run("ip", "-4", "route", "show", "table", "all").stdout:
             continue
         p = run("ip", "link", "add", iface, "type", "veth", "peer", "name", "head", "netns", pid, check=False)
         if p.returncode == 0:
             break
-        if "exists" not in p.stderr or subnet != "auto":
+        if "exists" not in p.stderr:
             raise LabError(f"cannot create {iface}: {p.stderr.strip()}")
     else:
         raise LabError("no free subnet")
@@ -44,24 +50,8 @@ def set_link(lab, name, updown):
 
 def on_head(lab, cmd):
     """Head daemons stay in this machine's network but get the head's hostname."""
-    if lab.opt["net"] != "netns":
-        return cmd
     hosts = lab.dir / "etc" / "hosts-head"
-    hosts.write_text(
-        Path("/etc/hosts").read_text()
-        + "\n"
-        + "".join(f"{n['addr']} {k}\n" for k, n in lab.state["nodes"].items())
-        + f"{lab.state['head_addr']} {lab.state['head']}\n"
-    )
-    return [
-        "unshare",
-        "--uts",
-        "--mount",
-        "sh",
-        "-c",
-        'mount --bind "$1" /etc/hosts; hostname "$2"; shift 2; exec "$@"',
-        "sh",
-        hosts,
-        lab.state["head"],
-        *cmd,
-    ]
+    names = [*lab.state["nodes"].items(), (HEAD, lab.state["head_addr"])]
+    hosts.write_text(Path("/etc/hosts").read_text() + "\n" + "".join(f"{addr} {name}\n" for name, addr in names))
+    script = 'mount --bind "$1" /etc/hosts; hostname "$2"; shift 2; exec "$@"'
+    return ["unshare", "--uts", "--mount", "sh", "-c", script, "sh", hosts, HEAD, *cmd]

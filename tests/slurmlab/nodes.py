@@ -21,39 +21,20 @@ class Nodes(Daemons):
         return kids[0] if kids else None
 
     def _start_node(self, name):
-        n = self.state["nodes"][name]
-        if self.opt["net"] == "netns":
-            self.spawn(
-                name,
-                [
-                    "unshare",
-                    "--net",
-                    "--uts",
-                    "--ipc",
-                    "--mount",
-                    "--pid",
-                    "--fork",
-                    "--kill-child",
-                    "--mount-proc",
-                    self.dir / "etc" / "node-init.sh",
-                    name,
-                    f"{n['addr']}/24",
-                ],
-            )
-            init = wait_for(f"{name} to start", 60, lambda: self.init_pid(name))
-            sw = ["nsenter", "-t", self.pid("switch"), "-n", "ip", "link"]
-            # the kernel may take its time to clear away a dead node's
-            run(*sw, "del", name, check=False)
-            run(*sw, "add", name, "type", "veth", "peer", "name", "eth0", "netns", init)
-            run(*sw, "set", name, "master", "br0", "up")
-        else:
-            self.spawn(name, ["slurmd", "-D", "-N", name, "-f", self.conf])
+        apart = ["--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        self.spawn(name, ["unshare", *apart, self.dir / "etc" / "node-init.sh", name, f"{self.state['nodes'][name]}/24"])
+        init = wait_for(f"{name} to start", 60, lambda: self.init_pid(name))
+        sw = ["nsenter", "-t", self.pid("switch"), "-n", "ip", "link"]
+        # the kernel may take its time to clear away a dead node's
+        run(*sw, "del", name, check=False)
+        run(*sw, "add", name, "type", "veth", "peer", "name", "eth0", "netns", init)
+        run(*sw, "set", name, "master", "br0", "up")
 
-    def _resume(self, names, seconds=60):
+    def _resume(self, seconds=60):
         """Wait until slurmctld hears from the nodes and let it use them again."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            states = {n: s for n, s in self.node_states().items() if n in names}
+            states = self.node_states()
             if all(s in ("idle", "mixed", "allocated", "completing") for s in states.values()):
                 return
             # refused ("Invalid node state") unless it is DOWN or drained: fine
@@ -64,8 +45,6 @@ class Nodes(Daemons):
 
     def _slurmd_pid(self, name):
         """slurmd's pid as seen from here, or None."""
-        if self.opt["net"] != "netns":
-            return self.pid(name)
         init = self.init_pid(name)
         for pid in children(init) if init else []:
             with contextlib.suppress(OSError):
@@ -76,35 +55,33 @@ class Nodes(Daemons):
     def _start_slurmd(self, name):
         init = self.init_pid(name)
         if not init:
-            raise LabError(f"{name} is not running; boot it first")
+            raise LabError(f"{name} is not running")
         os.kill(init, signal.SIGUSR1)  # node-init.sh starts a new slurmd
         wait_for(f"slurmd on {name}", 60, lambda: self._slurmd_pid(name))
 
-    def _wait_listening(self, names, seconds=60):
+    def _wait_listening(self):
         """Until the slurmds accept connections (slurmctld may not have missed them,
         so what it says of the nodes does not tell)."""
-        for name in names:
-            n = self.state["nodes"][name]
+        for name, addr in self.state["nodes"].items():
 
             def probe():
-                with contextlib.suppress(OSError), socket.create_connection((n["addr"], n["port"]), timeout=1):  # noqa: B023
+                with contextlib.suppress(OSError), socket.create_connection((addr, 6818), timeout=1):  # noqa: B023
                     return True
 
-            wait_for(f"slurmd on {name} to listen", seconds, probe)
+            wait_for(f"slurmd on {name} to listen", 60, probe)
 
     def node_states(self):
         p = self.client("sinfo", "-h", "-N", "-o", "%N %T", check=False)
         return dict(line.split() for line in p.stdout.splitlines() if line.strip())
 
-    def wait_nodes(self, seconds, wanted=("idle",), names=None):
+    def wait_nodes(self, seconds, wanted=("idle",)):
         """Until each node is in one of the wanted states (and none not responding, '*')."""
-        names = set(names or self.node_names)
         last = {}
 
         def probe():
             last.clear()
             last.update(self.node_states())
-            return all(last.get(n) in wanted for n in names)
+            return all(last.get(n) in wanted for n in self.node_names)
 
         try:
             wait_for(f"nodes to be {'/'.join(wanted)}", seconds, probe, every=0.1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,7 @@ from echelon.loop.target import Target
 from echelon.prover import prove
 from echelon.prover.matrix import matrix
 from echelon.prover.proof import Proof
-from tests.conftest import clean_environment
 from tests.kit.refusals import refused
-
-ROOT = Path(__file__).parents[2]
 
 
 def _parsed(command: Any, *words: str) -> argparse.Namespace:
@@ -81,15 +77,3 @@ def test_a_target_says_its_device_before_the_script_runs(tmp_path: Path, monkeyp
     script = tmp_path / "script.py"
     script.write_text("import os\nassert os.environ['ECHELON_DEVICE'] == 'cpu'\n")
     Target(script=str(script), device="cpu").run()
-
-
-def _train_command(*words: str) -> str:
-    command = ["make", "--no-print-directory", "-n", *words, "train"]
-    done = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()[-1]
-
-
-def test_make_train_starts_as_many_ranks_as_can_compute() -> None:
-    ranks = "auto" if list(Path("/dev").glob("nvidia[0-9]*")) else "2"
-    assert f"--ranks {ranks} " in _train_command() and "--device" not in _train_command()
-    assert "--ranks 2 --device cpu examples" in _train_command("RANKS=2", "DEVICE=cpu")
