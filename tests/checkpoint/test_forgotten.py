@@ -207,7 +207,6 @@ def test_layers_of_equal_shapes_are_suggested_and_the_suggestion_works(tmp_path:
 
 
 def test_a_module_that_became_a_part_of_another_is_found_as_suggested(tmp_path: Path) -> None:
-    """The suggestion was `{"module": "module.0"}`, and was refused."""
     saved = _saved(tmp_path)
     other, loader = _unit(nn.Sequential(Net(seed=7))), _loader()
     with refused(CheckpointMismatchError):
@@ -243,7 +242,6 @@ class Parts(ech.TrainUnit[Any]):
 def test_modules_that_became_parts_of_one_and_parts_that_became_modules_are_found_as_suggested(
     tmp_path: Path, apart: bool
 ) -> None:
-    """The suggestion was made, and then refused."""
     saved, loader = Parts(apart=apart), _loader()
     ech.train(saved, loader, max_updates=2, callbacks=[Saver(tmp_path)])
     names = {"body": "both.body", "head": "both.head"}

@@ -179,7 +179,6 @@ def _both_ways(layout: str, folder: Path) -> bool:
 
 @pytest.mark.full
 def test_what_an_optimizer_trains_besides_the_modules_goes_on_from_a_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    """Its values were in no checkpoint: it began again, under its old momentum."""
     for of_rank in ranks(2, under_each, KINDS, _both_ways, tmp_path):
         assert of_rank == dict.fromkeys(KINDS, True)
     alone = Besides()  # on another number of ranks

@@ -675,7 +675,6 @@ def test_logs_of_a_run_that_was_not_submitted_are_shown(started: Started, capfd:
 def test_a_plan_is_not_made_for_a_folder_that_is_not_there(
     started: Started, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
-    """It was traced, or measured, and then lost in a traceback."""
     started.script("raise RuntimeError('it ran')", "train.py")
     monkeypatch.chdir(started.folder)
     assert main(["plan", *words]) == 2

@@ -243,7 +243,6 @@ def test_nothing_is_changed_unless_all_files_are_understood(tmp_path: Path, caps
     ],
 )
 def test_what_is_no_script_is_refused(tmp_path: Path, name: str, text: bytes | None, says: str) -> None:
-    """A folder was a traceback, and of a notebook it said that there is no import to move."""
     if text is not None:
         (tmp_path / name).write_bytes(text)
     with pytest.raises(CommandError, match=re.escape(says)):

@@ -305,6 +305,5 @@ class WrittenOnly:
 
 
 def test_a_place_that_cannot_be_read_is_an_error() -> None:
-    """It was written to again and again, without an end."""
     with pytest.raises(OSError, match="cannot be read back"):
         Lock.take(None, place=WrittenOnly())

@@ -186,7 +186,6 @@ def test_a_run_of_two_ranks_goes_on_on_one_with_the_same_batches(
 
 @pytest.mark.full
 def test_a_run_that_shrank_keeps_its_batches_however_often_it_goes_on(ranks: Any, tmp_path: Path) -> None:
-    """The one rank that had gone on was taken for the whole of the run, so that the next one halved the batch."""
     (weights, *_), _ = ranks(2, trained, str(tmp_path / "2"), None, None)
     folder = tmp_path / "2"
     for step, left in ((3, 54), (6, 36), (9, 18)):
@@ -199,7 +198,6 @@ def test_a_run_that_shrank_keeps_its_batches_however_often_it_goes_on(ranks: Any
 
 @pytest.mark.full
 def test_a_script_that_divides_its_batch_by_the_ranks_goes_on_on_one_in_mid_epoch(ranks: Any, tmp_path: Path) -> None:
-    """It was refused as another kind of loader."""
     (weights, *_), _ = ranks(2, trained, str(tmp_path / "2"), None, None)
     saved = str(tmp_path / "2/epoch=0-step=3.ckpt")
     again, seen, starts, *_ = trained(str(tmp_path / "1"), saved, None, 3, 6)
@@ -215,7 +213,6 @@ def grown(folder: str, path: str) -> str:
 
 @pytest.mark.full
 def test_one_rank_grows_at_an_epochs_end_and_is_told_so_in_its_middle(ranks: Any, tmp_path: Path) -> None:
-    """It was refused always, with an option that a Trainer's user cannot give."""
     trained(str(tmp_path / "one"), None, None, 1)
     at_end = ModelCheckpoint(dirpath=str(tmp_path / "one"))
     Trainer(max_epochs=1, callbacks=[at_end], **SAVING).fit(Line(), DataLoader(numbers(), batch_size=3, shuffle=True))
@@ -293,7 +290,6 @@ def evaluate_a_tail() -> list[dict[str, float]]:
 
 
 def test_a_rank_without_samples_counts_and_collects_nothing(ranks: Any) -> None:
-    """Its metric had the sample that stands in, and so had a list of its outputs."""
     pytest.importorskip("torchmetrics")
     for found in ranks(2, evaluate_a_tail):
         assert found == [{"sum": 36.0, "rows": 36.0, "seen": 9.0}] * 3

@@ -126,7 +126,6 @@ def drawn_by_rank(checks: int) -> list[float]:
 
 
 def test_ranks_draw_otherwise_than_each_other_after_a_sanity_check(ranks: Any) -> None:
-    """Its streams were put back as if a checkpoint had them: dropout dropped the same units of all ranks' samples."""
     first, second = ranks(2, drawn_by_rank, 2)
     assert len(first) == 4 and first[0] != second[0]
     assert [first, second] == ranks(2, drawn_by_rank, 0)
@@ -141,7 +140,6 @@ def drawn_by_hand() -> list[float]:
 
 
 def test_a_module_that_steps_by_hand_ends_at_max_steps_alone() -> None:
-    """It was refused, for want of an end."""
     trainer = Trainer(max_steps=20, **QUIET)
     trainer.fit(made(GAN), loader_of(GAN, 1))
     assert (trainer.global_step, trainer.current_epoch) == (20, 3)
@@ -638,7 +636,6 @@ class Rereads(Small):
 
 
 def test_a_hook_sees_what_it_has_logged_itself() -> None:
-    """It was the epoch's before, and in the first a KeyError."""
     module = Rereads()
     Trainer(max_epochs=2, **QUIET).fit(module, two_batches())
     assert module.seen == [10.0, 11.0, 1.0] + [10.0, 11.0, 2.0]
@@ -741,7 +738,6 @@ def test_each_run_of_a_logger_of_ones_own_has_its_folder_of_checkpoints(tmp_path
 
 
 def test_a_tensorboard_logger_takes_a_folder_below_and_options_of_the_writer(tmp_path: Path, caplog: Any) -> None:
-    """They had no effect, in silence."""
     pytest.importorskip("tensorboard")
     logger = TensorBoardLogger(tmp_path, log_graph=True, sub_dir="rank0", filename_suffix=".mine")
     trainer = Trainer(max_epochs=1, accelerator="cpu", logger=logger)
@@ -987,7 +983,6 @@ def call_parts(strategy: str) -> list[float]:
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", ["fsdp", "zero2"])
 def test_a_part_of_a_sharded_module_can_be_called_after_fit(strategy: str, ranks: Any) -> None:
-    """It had shards, and torch's error of a mixture of tensors."""
     one, two = ranks(2, call_parts, strategy)
     assert one == two == pytest.approx(ranks(2, call_parts, "ddp")[0], rel=1e-12)
 
@@ -1000,7 +995,6 @@ def test_a_loss_of_several_numbers_is_said_by_its_authors_name() -> None:
 
 
 def test_options_without_effect_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """They did nothing without a word."""
     trainer = Trainer(max_epochs=1, profiler="simple", barebones=True, enable_progress_bar=False, **QUIET)
     trainer.fit(Small(), two_batches())
     trainer.validate(Small(), two_batches())
@@ -1058,7 +1052,6 @@ class OwnBar(callbacks.ProgressBar):  # type: ignore[name-defined,misc]
 
 
 def test_displays_and_environments_are_taken_and_what_echelon_shows_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    """They were errors in 20 of 57 projects, for a display."""
     environments = importlib.import_module("echelon.compat.lightning.pytorch.plugins.environments")
     progress = importlib.import_module("echelon.compat.lightning.pytorch.callbacks.progress")
     shown = [
@@ -1093,7 +1086,6 @@ def test_a_strategy_among_the_plugins_is_the_strategy() -> None:
 
 
 def test_a_module_of_lightnings_own_is_named() -> None:
-    """It was said to be no LightningModule, which it is."""
     theirs = type("LightningModule", (nn.Module,), {"__module__": "lightning.pytorch.core.module"})
     mine = type("Mine", (theirs,), {"__module__": "models"})
     with refused(UsageError):

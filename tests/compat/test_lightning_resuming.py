@@ -200,7 +200,6 @@ class Lacks(Callback):
 
 
 def test_weights_that_a_hook_puts_into_a_checkpoint_are_refused_by_name(tmp_path: Path) -> None:
-    """They were saved, and never read."""
     trainer = Trainer(max_epochs=1, callbacks=[ModelCheckpoint(dirpath=tmp_path), PutsWeights()], **SAVING)
     with refused(CheckpointError):
         trainer.fit(Small(), two_batches())
@@ -220,7 +219,6 @@ def test_a_checkpoint_of_a_taken_name_is_counted_or_replaced(tmp_path: Path, cou
 
 
 def test_an_error_of_a_callbacks_own_stays_what_it_is(tmp_path: Path) -> None:
-    """It was said to be the checkpoint's."""
     saver = ModelCheckpoint(dirpath=tmp_path, save_last=True)
     Trainer(max_epochs=1, callbacks=[saver, Lacks()], **SAVING).fit(Small(), two_batches())
     with pytest.raises(KeyError, match="decay") as raised:

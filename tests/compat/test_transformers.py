@@ -506,7 +506,6 @@ def _saved_by_hand(folder: str, strategy: str) -> Any:
 @pytest.mark.full
 @pytest.mark.parametrize("count", [1, 2])
 def test_scripts_that_save_on_rank_0_write_what_was_trained(count: int, ranks: Any, tmp_path: Path) -> None:
-    """It was an error after the training, which was lost with it."""
     first, own = ranks(count, _saved_by_hand, str(tmp_path), "ddp")[0]
     for folder, want in (("alpaca", first), ("own/inner", own)):
         read = type(program.build_model()).from_pretrained(tmp_path / folder).state_dict()
@@ -537,7 +536,6 @@ def _adapted(folder: str, strategy: str | None, is_replaced: bool) -> dict[str, 
 def test_a_state_dict_that_a_script_puts_on_its_model_is_left_to_what_it_saves(
     count: int, strategy: str | None, ranks: Any, tmp_path: Path
 ) -> None:
-    """It ended in torch's words about missing keys, or a resumed run had none of the adapter's weights."""
     from safetensors.torch import load_file
 
     pytest.importorskip("peft")

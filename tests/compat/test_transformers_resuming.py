@@ -86,7 +86,6 @@ def test_a_resumed_run_is_the_whole_run_to_the_bit(ranks: Any, tmp_path: Path) -
 
 @pytest.mark.parametrize(("step", "begins"), [(2, 2), (3, 1)])
 def test_the_rest_of_an_epoch_begins_and_logs_the_rate_of_its_updates(step: int, begins: int, tmp_path: Path) -> None:
-    """A callback that sets up what an epoch needs was not called, and a log that was still due said a learning rate of 0."""
     from transformers import TrainerCallback
 
     class Begins(TrainerCallback):  # type: ignore[misc]
@@ -159,7 +158,6 @@ def test_a_dataloader_that_is_saved_before_it_is_read_stands_where_it_was_restor
     ],
 )
 def test_a_state_that_no_dataloader_of_the_users_gave_is_refused(state: dict[str, Any], error: Any, says: str) -> None:
-    """It was found out when the first batch was read, by one rank alone."""
     from echelon.data.replayed import Replayed
 
     loader = Replayed(torch.utils.data.DataLoader(range(12), batch_size=2))

@@ -166,7 +166,6 @@ def test_a_worker_that_dies_during_a_step_is_named_by_the_loop() -> None:
 
 @pytest.mark.usefixtures("collected")
 def test_a_worker_that_dies_during_a_window_of_a_loop_of_ones_own_is_named_too() -> None:
-    """The script was told torch's words, which name no sample."""
     model = torch.nn.Linear(1, 1)
     data: Any = Trap(5, _kill)
     model, _, loader = ech.prepare(

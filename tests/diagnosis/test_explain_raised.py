@@ -436,7 +436,6 @@ def test_an_error_without_a_message_that_a_rank_handles_is_told_by_its_kind() ->
 
 
 def test_the_last_words_of_a_rank_that_ended_itself_are_told(left: Left) -> None:
-    """They were left to be looked up in the log."""
     (left.here / "rank1.log").write_text("step 5\nno licence for cuSomething")
     left.end(3, failed(1, "exit: exit code 3", exit_code=3, traceback="", user_frames=[]), world_size=2)
     assert (

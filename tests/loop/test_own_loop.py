@@ -237,7 +237,6 @@ def _only_prepared(layout: str, rows: int, global_batch: int, said: str = "") ->
 
 
 def test_an_evaluation_that_the_ranks_cannot_divide_is_refused_by_prepare(ranks: Ranks) -> None:
-    """It was when the loader was iterated over, after the first epoch."""
     ranks(2, _only_prepared, "fsdp", 9, 2, "must have a sample for each rank")
     ranks(2, _only_prepared, "ddp", 9, 3, "global_batch 3 cannot be divided by 2 ranks")
     for layout, rows in (("ddp", 9), ("fsdp", 9)):

@@ -88,7 +88,6 @@ PLACES = ["step 0", "step 2", "evaluation", "end"]
 @pytest.mark.full
 @pytest.mark.parametrize("place", PLACES)
 def test_what_an_epoch_does_behind_its_batches_is_in_its_checkpoint(tmp_path: Path, place: str) -> None:
-    """A rate by epoch was one step behind after a restart: the epoch had been saved before it."""
     want, rate, rates, _ = _by_epoch(tmp_path / "straight")
     assert _by_epoch(tmp_path / "killed", (1, place))[1] > rate
     got, *rest = _by_epoch(tmp_path / "killed")
@@ -163,7 +162,6 @@ def _schedule_first(place: str, accumulation: int) -> list[float]:
 @pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize("place", ["top", "window"])
 def test_a_schedule_that_steps_before_the_optimizer_steps_once_an_update(place: str) -> None:
-    """It was never stepped, without a word."""
     for accumulation in (1, 2):
         assert _schedule_first(place, accumulation) == PLAIN_RATES
 

@@ -90,7 +90,6 @@ def _adapted(module: nn.Module, target: nn.Module, optimizer: torch.optim.Optimi
 
 @pytest.mark.parametrize("layout", ["fsdp", pytest.param("zero2", marks=pytest.mark.full)])
 def test_calls_of_shards_with_other_parameters_are_refused(ranks: Ranks, layout: str) -> None:
-    """They ended in a SIGSEGV."""
     for text in ranks(2, _trained, layout, _adapted):
         assert "functional_call must have a module with whole parameters, got Net" in text and "'ddp' or 'zero1'" in text
 
@@ -185,7 +184,6 @@ def _recycled(layout: str | None) -> tuple[dict[str, torch.Tensor], int]:
 
 
 def test_a_module_may_call_itself_without_gradients_and_give_back_a_parameter(ranks: Ranks) -> None:
-    """Its shards were put back in the middle of its pass; and a step left three hooks on the parameter, one of them torch's."""
     want, _ = _recycled(None)
     for got, hooks in ranks(2, _recycled, "fsdp"):
         assert largest_difference(got, want) < 1e-12 and hooks <= STEPS

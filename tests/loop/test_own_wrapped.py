@@ -99,5 +99,4 @@ def _wrapped_by_hand(wraps: bool) -> list[float]:
 
 
 def test_a_model_that_its_author_wrapped_needs_no_word_for_that(ranks: Ranks) -> None:
-    """The default layout was refused for it."""
     assert ranks(2, _wrapped_by_hand, True) == ranks(2, _wrapped_by_hand, False)

@@ -178,7 +178,6 @@ ech.train(Fails(), [batch(2, 0)] * 4, max_epochs=1)
 
 
 def test_a_training_that_fails_is_a_failed_run_of_its_trackers(run: RunDir, tmp_path: Path) -> None:
-    """It was called finished in both."""
     env = {**clean_environment(), **run.to_env(), "HOME": str(tmp_path), "PYTHONPATH": os.getcwd(), "WANDB_MODE": "offline"}
     env |= {"ECHELON_TRACK": "wandb,mlflow", "MLFLOW_TRACKING_URI": f"file:{tmp_path}/mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}
     done = subprocess.run([sys.executable, "-c", FAILS], env=env, capture_output=True, text=True, timeout=120)
