@@ -65,7 +65,8 @@ def _order() -> Any:
 
 def _steps_of(bad: int) -> list[int]:
     """The updates of two epochs that a sample belongs to."""
-    return [epoch * PER_EPOCH + int(_order().positions_of(epoch, np.array([bad]))[0]) // 8 for epoch in (0, 1)]
+    samples = [_order().at(epoch, np.arange(8 * PER_EPOCH)).tolist() for epoch in (0, 1)]
+    return [epoch * PER_EPOCH + samples[epoch].index(bad) // 8 for epoch in (0, 1)]
 
 
 def _seen_after_a_while() -> int:

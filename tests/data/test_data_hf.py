@@ -58,7 +58,7 @@ def test_a_row_that_fails_is_named(table: Any) -> None:
 
 def test_a_streamed_table_goes_on_where_it_was_left(table: Any) -> None:
     def loader() -> ech.StreamLoader:
-        return ech.StreamLoader(table.to_iterable_dataset(num_shards=4), 8, options=ech.data.LoaderOptions(dp=(0, 1)))
+        return ech.StreamLoader(table.to_iterable_dataset(num_shards=4), 8, options=ech.data.StreamOptions(dp=(0, 1)))
 
     first = loader()
     batches = iter(first)

@@ -82,7 +82,7 @@ class _Counter(Iterator[int]):
 
 
 def _stream(dataset: Any, rank: int = 0, ranks: int = 2, **options: Any) -> ech.StreamLoader:
-    return ech.StreamLoader(dataset, 8, options=ech.data.LoaderOptions(dp=(rank, ranks)), **options)
+    return ech.StreamLoader(dataset, 8, options=ech.data.StreamOptions(dp=(rank, ranks)), **options)
 
 
 def _all(loader: ech.StreamLoader) -> list[list[int]]:

@@ -42,21 +42,18 @@ def test_orders_of_other_seeds_and_epochs_have_little_in_common() -> None:
 
 
 @given(length=HUGE, seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 2**40), data=st.data())
-def test_points_of_a_huge_order_do_not_collide_and_can_be_found_again(
-    length: int, seed: int, epoch: int, data: st.DataObject
-) -> None:
+def test_points_of_a_huge_order_do_not_collide(length: int, seed: int, epoch: int, data: st.DataObject) -> None:
     points = data.draw(st.lists(st.integers(0, length - 1), min_size=1, max_size=200, unique=True))
     order, positions = Order(length, seed), np.array(points, dtype=np.int64)
     samples = order.at(epoch, positions)
     assert ((samples >= 0) & (samples < length)).all() and len(set(samples.tolist())) == len(points)
-    assert order.positions_of(epoch, samples).tolist() == points
 
 
 def test_the_largest_length_uses_all_its_places_in_blocks_that_make_no_difference() -> None:
     """2**62 fills the table of 2**31 by 2**31 exactly; sums of two halves still fit into 32 bits."""
     order = Order(2**62, 1)
-    positions = np.array([0, 1, 2**31 - 1, 2**31, 2**62 - 1])
-    assert order.positions_of(0, order.at(0, positions)).tolist() == positions.tolist()
+    samples = order.at(0, np.array([0, 1, 2**31 - 1, 2**31, 2**62 - 1]))
+    assert len(set(samples.tolist())) == 5 and ((samples >= 0) & (samples < 2**62)).all()
     many = order.indices(0, 2**62 - 20_000, 2**62)
     assert many.max() > 2**61 and np.median(many) == pytest.approx(2**61, rel=0.1)
     assert (many[8190:8200] == order.indices(0, 2**62 - 20_000 + 8190, 2**62 - 20_000 + 8200)).all()

@@ -85,7 +85,7 @@ PAGES = {
     "E-DATA": Page(
         "A sample could not be read, or the data worker that read it died or did not answer in time.",
         "sample 1234 could not be read on rank 1 by worker 0: OSError: [Errno 5] Input/output error",
-        "Read that sample alone. If some samples may be lost, `LoaderOptions(on_error=...)` says how many.",
+        "Read that sample alone.",
     ),
     "E-LAYOUT": Page(
         "The layout is no known word, does not fit the number of ranks, or does not support the model.",

@@ -27,12 +27,6 @@ _TORCHS = {
     "gradient_accumulation_steps": "a unit or prepare() takes accumulate, the micro-batches of an update on each rank",
     "drop_last": 'write tail="drop" or tail="keep"',
 }
-# Names that users give as arguments although they are options, and how to write them as options.
-_OF_OPTIONS = {
-    **dict.fromkeys(("dp", "dp_rank", "dp_size"), "dp=(dp_rank, dp_size)"),
-    **{name: f"{name}=..." for name in ("timeout_s", "fingerprint", "accept_changes")},
-    "timeout": "timeout_s=...",
-}
 
 
 class BaseLoader(ABC):
@@ -48,11 +42,6 @@ class BaseLoader(ABC):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         for name in kwargs.keys() & _TORCHS.keys():
             raise LoaderError(f"{cls.__name__} has no {name}: {_TORCHS[name]}.")
-        for name in kwargs.keys() & _OF_OPTIONS.keys():
-            text = f"{cls._options.__name__}({_OF_OPTIONS[name]})"
-            if name in ("fingerprint", "accept_changes") and not hasattr(cls._options, name):
-                raise LoaderError(f"{cls.__name__} has no {name}: the state of a stream is its dataset's own. Leave it out.")
-            raise LoaderError(f"{cls.__name__} takes {name} among its options: write options=echelon.data.{text}.")
         return super().__new__(cls)
 
     def __init__(
@@ -65,7 +54,7 @@ class BaseLoader(ABC):
         pin_memory: bool | None,
         options: AnyLoaderOptions | None,
     ) -> None:
-        is_one = options is None or isinstance(options, AnyLoaderOptions)
+        is_one = options is None or isinstance(options, self._options)
         require(is_one, "options", f"{self._options.__name__}(...) or None", options, kind=LoaderError)
         self.options = options = self._options() if options is None else options
         require(tail in ("keep", "drop"), "tail", "'keep' or 'drop'", tail, kind=LoaderError)

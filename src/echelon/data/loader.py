@@ -18,7 +18,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Dataset
 
 from echelon.common.arguments import flags
-from echelon.common.errors import LoaderError, require
+from echelon.common.errors import LoaderError
 from echelon.common.numbers import whole
 from echelon.common.older_words import renames
 from echelon.data import resume
@@ -96,7 +96,6 @@ class Loader(BaseLoader):
         seed = whole("seed", seed, kind=LoaderError)
         self.dataset = dataset
         options = options or LoaderOptions()
-        require(isinstance(options, LoaderOptions), "options", "LoaderOptions(...) or None", options, kind=LoaderError)
         self.accept_changes = frozenset(options.accept_changes)
         self._fingerprint: Any = options.fingerprint
         self.shuffle = shuffle
@@ -325,9 +324,6 @@ class _Shares:
     def _is_empty(self, micro: int) -> bool:
         start, stop = self._loader.positions_of(micro, self._dp_rank)
         return start == stop
-
-    def __len__(self) -> int:
-        return self._last - self._first
 
     def __iter__(self) -> Iterator[tuple[int, list[int]]]:
         loader, whole = self._loader, self._loader.whole_batches * self._loader.accumulation

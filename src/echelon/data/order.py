@@ -70,48 +70,40 @@ class Order:
 
     def at(self, epoch: int, positions: Positions) -> Indices:
         """The samples at any positions of an epoch, in the order of the positions; (N,) int64 to (N,) int64."""
-        return self._walk(positions, self._keys(epoch), forward=True) if self.shuffle else positions
-
-    def positions_of(self, epoch: int, samples: Indices) -> Positions:
-        """The inverse of `at`: the positions of the samples in an epoch; (N,) int64 to (N,) int64."""
-        return self._walk(samples, self._keys(epoch), forward=False) if self.shuffle else samples
+        return self._walk(positions, self._keys(epoch)) if self.shuffle else positions
 
     def _keys(self, epoch: int) -> list[np.uint32]:
         words = mix64(np.array([key_of(self.seed, epoch, r) for r in range(_ROUNDS)], dtype=_U64))
         return [_U32(word >> _U64(32)) for word in words]
 
-    def _walk(self, values: Indices, keys: list[np.uint32], *, forward: bool) -> Indices:
+    def _walk(self, values: Indices, keys: list[np.uint32]) -> Indices:
         out = np.empty(len(values), dtype=np.int64)
         for begin in range(0, len(values), _BLOCK):
-            part = self._network(values[begin : begin + _BLOCK], keys, forward=forward)
+            part = self._network(values[begin : begin + _BLOCK], keys)
             outside = np.flatnonzero(part >= self.length)
             while outside.size:
-                part[outside] = again = self._network(part[outside], keys, forward=forward)
+                part[outside] = again = self._network(part[outside], keys)
                 outside = outside[again >= self.length]
             out[begin : begin + len(part)] = part
         return out
 
-    def _network(self, values: Indices, keys: list[np.uint32], *, forward: bool) -> Indices:
+    def _network(self, values: Indices, keys: list[np.uint32]) -> Indices:
         quotient = values // self._columns
         left, right = quotient.astype(_U32), (values - quotient * self._columns).astype(_U32)
-        rounds = range(_ROUNDS) if forward else range(_ROUNDS - 1, -1, -1)
-        for r in rounds:
+        for r in range(_ROUNDS):
             if r % 2 == 0:
-                _turn(left, right, keys[r], self._rows, forward=forward)
+                _turn(left, right, keys[r], self._rows)
             else:
-                _turn(right, left, keys[r], self._columns, forward=forward)
+                _turn(right, left, keys[r], self._columns)
         return left.astype(np.int64) * self._columns + right
 
 
-def _turn(half: _Words, other: _Words, key: np.uint32, modulus: int, *, forward: bool) -> None:
-    """One round, in place: half <- half +- hash(other) modulo `modulus`."""
+def _turn(half: _Words, other: _Words, key: np.uint32, modulus: int) -> None:
+    """One round, in place: half <- half + hash(other) modulo `modulus`."""
     hashed = _mix32(other, key).astype(_U64)
     hashed *= _U64(modulus)
     hashed >>= _U64(32)  # spread evenly over 0 .. modulus - 1, without a division
-    step = hashed.astype(_U32)
-    if not forward:
-        np.subtract(_U32(modulus), step, out=step)
-    half += step
+    half += hashed.astype(_U32)
     # In wrapping arithmetic, the smaller of x and x - modulus is x modulo `modulus`, for x below 2 * modulus.
     np.minimum(half, half - _U32(modulus), out=half)
 

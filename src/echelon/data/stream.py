@@ -57,7 +57,7 @@ class StreamLoader(BaseLoader):
             that `split_dataset_by_node` of the library `datasets` has divided. Required if there are two streams or more.
         tail: "drop" or "keep" the samples that do not fill a stream's last micro-batch.
         global_batch, accumulate, num_workers, collate_fn, pin_memory: as in `Loader`.
-        options: further options: a StreamOptions; or a LoaderOptions without the options that only a Loader has.
+        options: further options: a StreamOptions.
     Raises:
         UsageError: `shards` is missing, or a state was saved with other numbers of ranks or workers.
         DataError: while iterating: the dataset raised, or a worker died; the message names it.
@@ -81,9 +81,6 @@ class StreamLoader(BaseLoader):
         options: StreamOptions | None = None,
     ) -> None:
         super().__init__(global_batch, accumulate, tail, num_workers, collate_fn, pin_memory, options)
-        for name in ("fingerprint", "accept_changes"):
-            if value := getattr(self.options, name, None):  # if it is a LoaderOptions
-                raise LoaderError(f"{name} must be left out for a StreamLoader, whose state is its dataset's own, got {value!r}.")
         if not hasattr(dataset, "__iter__") or isinstance(dataset, (type, str, bytes)):
             raise LoaderError(f"dataset must be iterable, got {type(dataset).__name__}.")
         if shards not in (None, "set_place", "stride", "itself"):
