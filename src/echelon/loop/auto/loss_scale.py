@@ -26,7 +26,7 @@ _AS_IT_IS = {"ToCopyBackward0", "AliasBackward0", "ViewBackward0", "ReshapeAlias
 _TERMS = {"AddBackward0", "SubBackward0", "RsubBackward1", "NegBackward0"}
 _FACTORS = {"MulBackward0", "MulBackward1", "DivBackward0"}
 _LISTS = {"StackBackward0", "CatBackward0"}  # join losses, which are then added
-_MOST = 64  # terms
+_MOST = 256  # nodes that are looked at
 
 
 def tell_of_scale(loss: torch.Tensor, samples: int, weight: Any, accumulation: int, divided: int) -> None:
@@ -78,7 +78,7 @@ def tell_of_labels(loss: torch.Tensor, samples: int, sizes: set[int]) -> None:
     """
     if samples < 2 or not agree.is_rank0():
         return
-    means = _means_with_targets(loss)
+    means = [node for node in _leaves(loss.grad_fn, _AS_IT_IS | _TERMS | _FACTORS) if _is_mean(node) and _has_targets(node)]
     over_labels = [node for node in means if _is_over_labels(node)] or means
     if len(over_labels) != 1 or is_split(targets := _saved(over_labels[0], "target")):
         return
@@ -111,19 +111,8 @@ def _tell_of_counts(node: Any, labels: torch.Tensor, samples: int) -> None:
     )
 
 
-def _means_with_targets(loss: torch.Tensor) -> list[Any]:
-    """Graph nodes of torch's mean losses with a target among the terms of a loss, with any factors."""
-    made: list[Any] = []
-    left: list[Any] = [loss.grad_fn]
-    looked = 0
-    while left and looked < _MOST:
-        node, looked = left.pop(), looked + 1
-        target = _saved(node, "target")
-        if isinstance(target, torch.Tensor) and target.dim():
-            made += [node] if _is_mean(node) else []
-        elif _name(node) in _AS_IT_IS | _TERMS | _FACTORS:
-            left += [inner for inner, _ in node.next_functions]
-    return made
+def _has_targets(node: Any) -> bool:
+    return isinstance(target := _saved(node, "target"), torch.Tensor) and target.dim() > 0
 
 
 def _is_over_labels(node: Any) -> bool:
@@ -132,7 +121,7 @@ def _is_over_labels(node: Any) -> bool:
 
 def _is_sum(node: Any, samples: int) -> bool:
     """Whether the loss's first term is a sum over samples, and no term is a mean or divided."""
-    terms = list(_terms(node, _MOST))
+    terms = list(_terms(node))
     return bool(terms) and _sums(terms[0], samples) and not any(_is_mean(term) or _name(term).startswith("Div") for term in terms)
 
 
@@ -140,7 +129,7 @@ def _is_sum_over(node: Any, samples: int, number: int) -> bool:
     """Whether the loss is a sum over samples, divided by `number`, and `number` is not the count of summed elements."""
     if not _is_over(node, number):
         return False
-    term = next(_terms(_through(node.next_functions[0][0]), _MOST), None)
+    term = next(_terms(node.next_functions[0][0]), None)
     return term is not None and _sums(term, samples) and number not in _elements(term)
 
 
@@ -162,20 +151,24 @@ def _is_divided(node: Any, number: int) -> bool:
     """Whether the loss is a mean divided by `number`, and `number` is not the count of its terms."""
     if not _is_over(node, number):
         return False
-    terms = list(_terms(_through(node.next_functions[0][0]), _MOST))
+    terms = list(_terms(node.next_functions[0][0]))
     halves = number == 2 and any(_is_square(term) for term in terms)  # half the squared error is usual
     return len(terms) != number and not halves and any(_is_mean(term) for term in terms)
 
 
-def _terms(node: Any, most: int) -> Iterator[Any]:
-    """The terms of a sum, from the left; at most `most`."""
-    terms, left = [node], 0
-    while terms and left < most:
-        node = _through(terms.pop())
-        if _name(node) in _TERMS:
-            terms.extend(inner for inner, _ in reversed(node.next_functions) if inner is not None)
-        else:
-            left += 1
+def _terms(node: Any) -> Iterator[Any]:
+    """The terms of a sum, from the left."""
+    return _leaves(node, _AS_IT_IS | _TERMS)
+
+
+def _leaves(node: Any, kinds: set[str]) -> Iterator[Any]:
+    """The first nodes that are not of these kinds, on each way into the graph, from the left."""
+    nodes, looked = [node], 0
+    while nodes and looked < _MOST:
+        node, looked = nodes.pop(), looked + 1
+        if _name(node) in kinds:
+            nodes += [inner for inner, _ in reversed(node.next_functions)]
+        elif node is not None:
             yield node
 
 
@@ -192,15 +185,8 @@ def _sums(node: Any, samples: int) -> bool:
 
 def _is_of_means(node: Any) -> bool:
     """Whether the summed elements are losses, each a mean over the samples, with any factors: losses of several tasks."""
-    nodes, looked = [node], 0
-    while nodes and looked < _MOST:
-        node, looked = _through(nodes.pop()), looked + 1
-        dims = _saved(node, "dim") or ()
-        if _name(node) in _LISTS or (_name(node) == "MeanBackward1" and 0 in dims):
-            return True
-        if _name(node) in _TERMS | _FACTORS:
-            nodes += [inner for inner, _ in node.next_functions if inner is not None]
-    return False
+    leaves = _leaves(node, _AS_IT_IS | _TERMS | _FACTORS)
+    return any(_name(each) in _LISTS or (_name(each) == "MeanBackward1" and 0 in (_saved(each, "dim") or ())) for each in leaves)
 
 
 def _has_shares(node: Any) -> bool:
