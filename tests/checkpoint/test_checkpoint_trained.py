@@ -133,6 +133,27 @@ def test_what_came_from_a_checkpoint_or_was_frozen_later_stays_in(tmp_path: Path
     assert "only_trained=True has no effect" in caplog.text
 
 
+class Thawing(Tuning):
+    """Trains a layer in its second epoch only."""
+
+    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
+        return torch.optim.SGD(module.parameters(), lr=0.1), None
+
+    def on_train_epoch_start(self, state: ech.State) -> None:
+        self.module.first.requires_grad_(self.train_progress.num_epochs_completed == 1)
+
+
+def test_a_layer_that_was_trained_in_between_is_saved_though_it_is_frozen_again(tmp_path: Path) -> None:
+    """It was left out, and a resumed run began again with the layer that its script builds, in silence."""
+    saved = []
+    for _ in range(2):
+        unit = Thawing(module=Based())
+        every = ech.Checkpoints(tmp_path, every=100, save_options=ONLY_TRAINED)
+        ech.train(unit, DATA[:2], max_epochs=3, checkpoints=every)
+        saved.append(whole(unit.module))
+    assert largest_difference(*saved) == 0 and "module.blocks.0.0.weight" not in _names(tmp_path)
+
+
 def test_averages_of_frozen_parameters_are_left_out(tmp_path: Path) -> None:
     options = {"swa_params": ech.units.SWAParams(warmup_steps_or_epochs=0, step_or_epoch_update_freq=1, averaging_method="ema")}
     _train(tmp_path, None, 2, **options)

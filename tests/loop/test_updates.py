@@ -329,7 +329,6 @@ OLDER: list[tuple[Any, list[str]]] = [
         ["max_updates", "updates_per_epoch", "evaluate_every_n_updates"],
     ),
     (lambda data, folder: Saver(folder, save_every_n_train_steps=3), ["save_every_n_updates"]),
-    (lambda data, folder: ech.callbacks.SaveOptions(keep_every_n_train_steps=3), ["keep_every_n_updates"]),
     (lambda data, folder: ech.Trainer(max_steps=2), ["max_updates"]),
     (lambda data, folder: ech.Loader(DATA, 8, accumulation=4), ["Loader(accumulation=...) is now accumulate="]),
 ]
@@ -356,9 +355,6 @@ def test_older_words_say_the_new_ones(tmp_path: Path) -> None:
         lambda unit, data, folder: ech.fit(unit, data, data, max_epochs=1, evaluate_every_n_steps=3),
         lambda unit, data, folder: ech.Trainer(max_updates=1, evaluate_every_n_steps=9).fit(unit, data),
         lambda unit, data, folder: ech.train(unit, data, max_updates=1, callbacks=[Saver(folder, save_every_n_train_steps=30)]),
-        lambda unit, data, folder: ech.train(
-            unit, data, max_updates=1, callbacks=[Saver(folder, options=ech.callbacks.SaveOptions(keep_every_n_train_steps=12))]
-        ),
     ],
 )
 def test_older_words_are_refused_where_they_would_count_something_else(call: Any, tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 With `SaveOptions(only_trained=True)`, frozen parameters are left out of checkpoints, except for their checksums: a resumed run
 builds them again, and the checksums tell whether they are the same. Buffers are saved, because those of frozen layers may change,
-such as batch norm's statistics. A parameter is left out if it was frozen when training began and still is, and if its value does
-not come from a checkpoint.
+such as batch norm's statistics. A parameter is left out if it has been frozen since the script built its model, and if its value
+does not come from a checkpoint.
 
 During training, a run may unfreeze or freeze parameters, and add groups to its optimizers. Its script does not do so again when
 the run resumes, because the epoch at whose start it did so is over. So checkpoints hold these changes, with a checksum of what
@@ -48,31 +48,29 @@ Facts = list[Any]
 # Form of the result of `changes_since_built`.
 _CHANGES = {"built": {str: int}, "groups": {str: int}, "unfrozen": {str: [str]}, "frozen": {str: [str]}, "added": {str: [[str]]}}
 
-# Names of parameters whose values come from a checkpoint. The script does not build these values, so they must be saved.
-_restored: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
+# Names of parameters whose values come from a checkpoint, or were trained. The script does not build these values, so they must
+# be saved.
+_not_built: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 class Frozen:
     """The frozen parameters that a saver leaves out. Their checksums are computed once in a run, at the first save."""
 
     def __init__(self) -> None:
-        self._names: dict[str, set[str]] | None = None
         self._facts: dict[str, dict[str, Facts]] = {}
 
+    def look(self, unit: Unit) -> bool:
+        """Whether there are any. What is not frozen at the moment is saved from now on, also when it is frozen again."""
+        return any(_to_leave_out(unit).values())
+
     def begin(self, unit: Unit) -> None:
-        """Note the frozen parameters when training begins."""
-        self._names = {name: _to_leave_out(module) for name, module in unit.tracked_modules().items()}
-        if not any(self._names.values()):
+        if not self.look(unit):
             logger.warning("only_trained=True has no effect: no parameter is frozen")
 
     def leave_out(self, states: dict[str, Any], unit: Unit) -> tuple[dict[str, Any], dict[str, dict[str, Facts]]]:
         """The states without frozen parameters, and the facts about these for the manifest. Collective at the first save."""
-        if self._names is None:
-            self.begin(unit)
-        assert self._names is not None
         left: dict[str, dict[str, Facts]] = {}
-        for name, module in unit.tracked_modules().items():
-            names = self._names.get(name, set()) & _to_leave_out(module)
+        for name, names in _to_leave_out(unit).items():
             known = self._facts.setdefault(name, {})
             if agree.any_rank(bool(names - known.keys())):
                 known |= _facts(states[name], names - known.keys())
@@ -115,12 +113,20 @@ def without_frozen(states: dict[str, Any], saved: Any, unit: Unit, path: Locatio
         logger.warning("%s", text)
     for name, module in unit.tracked_modules().items():
         if name in states and note:
-            _restored[module] = {n for n, _ in plain_names(module, every_name=True)} - set(saved.get(name, ()))
+            _not_built[module] = {n for n, _ in plain_names(module, every_name=True)} - set(saved.get(name, ()))
     return _without(states, {name: set(were) for name, were in saved.items()}, unit)
 
 
-def _to_leave_out(module: nn.Module) -> set[str]:
-    return _frozen(module) - _restored.get(module, set())
+def _to_leave_out(unit: Unit) -> dict[str, set[str]]:
+    """Names of the parameters to leave out, by module."""
+    look_at_built(unit)
+    built: _Built = vars(unit)["_built"]
+    names: dict[str, set[str]] = {}
+    for name, module in unit.tracked_modules().items():
+        before, others = built.frozen.get(name, set()), _not_built.setdefault(module, set())
+        others |= before - _frozen(module)
+        names[name] = before - others
+    return names
 
 
 def _facts(state: ModuleState, names: set[str]) -> dict[str, Facts]:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch.distributed as dist
 
 from echelon.common.arguments import Given
 from echelon.common.errors import CheckpointOptionError
-from echelon.common.older_words import translated
 
-__all__ = ["OLDER", "RestoreOptions", "SaveOptions", "check_group"]
+__all__ = ["RestoreOptions", "SaveOptions", "check_group"]
 
 _given = Given(CheckpointOptionError)
-
-# Older arguments of a saver, which counted micro-batches, and their new names.
-OLDER = {"save_every_n_train_steps": "save_every_n_updates", "keep_every_n_train_steps": "keep_every_n_updates"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,6 @@ class SaveOptions:
         only_trained: leave out parameters that are frozen from the beginning, such as the base model of an adapter: the script
             builds them each time. A restore compares their checksums, and refuses another base. Buffers are saved.
         restart: set checkpoints aside that are ahead of this run, instead of refusing to start.
-        keep_every_n_train_steps: an older name, which counted micro-batches.
     """
 
     keep_every_n_updates: int | None = None
@@ -40,15 +35,8 @@ class SaveOptions:
     tolerated_failures: int = 3
     only_trained: bool = False
     restart: bool = False
-    keep_every_n_train_steps: InitVar[int | None] = None
-    in_steps: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    def __post_init__(self, keep_every_n_train_steps: int | None) -> None:
-        if keep_every_n_train_steps is not None:
-            self.in_steps["keep_every_n_train_steps"] = keep_every_n_train_steps
-            own = {"keep_every_n_updates": self.keep_every_n_updates}
-            for name, value in translated("SaveOptions", self.in_steps, OLDER, own).items():
-                object.__setattr__(self, name, value)
+    def __post_init__(self) -> None:
         _given.flags_of(self)
         _given.require(self.on_busy in ("wait", "skip"), "on_busy", "'wait' or 'skip'", self.on_busy)
         _given.whole("tolerated_failures", self.tolerated_failures, at_least=0)

@@ -24,7 +24,7 @@ from echelon.loop.callback import Callback
 from echelon.loop.checkpointing import contents, restoring
 from echelon.loop.checkpointing.folder import RunFolder, left_alone
 from echelon.loop.checkpointing.frozen import Frozen
-from echelon.loop.checkpointing.options import OLDER, RestoreOptions, SaveOptions, check_group
+from echelon.loop.checkpointing.options import RestoreOptions, SaveOptions, check_group
 from echelon.loop.records import monitored
 from echelon.loop.unit import TrainedUnit, Unit
 from echelon.loop.validate import accumulation_of, refuse_steps
@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 class _Older(TypedDict, total=False):
     save_every_n_train_steps: int | None
+
+
+_NOW = {"save_every_n_train_steps": "save_every_n_updates"}
 
 
 class DistributedCheckpointSaver(Callback):
@@ -83,12 +86,12 @@ class DistributedCheckpointSaver(Callback):
         **older: Unpack[_Older],
     ) -> None:
         own = {"save_every_n_updates": save_every_n_updates}
-        save_every_n_updates = translated("DistributedCheckpointSaver", older, OLDER, own)["save_every_n_updates"]
+        save_every_n_updates = translated("DistributedCheckpointSaver", older, _NOW, own)["save_every_n_updates"]
         check_group(process_group)
         flags(async_checkpoint=async_checkpoint, kind=CheckpointOptionError)
         self.options = options = options if options is not None else SaveOptions()
         require(isinstance(options, SaveOptions), "options", "a SaveOptions", options, kind=CheckpointOptionError)
-        self._in_steps = {**older, **options.in_steps}
+        self._older = older
         self.every = Every(save_every_n_updates, save_every_n_epochs, save_every_n_eval_steps, save_every_n_eval_epochs)
         self.best, self.async_checkpoint = best_checkpoint_config, async_checkpoint
         keep = Keep(keep_last_n_checkpoints, options.keep_every_n_updates, best_checkpoint_config)
@@ -112,8 +115,8 @@ class DistributedCheckpointSaver(Callback):
     # --- when to save
 
     def on_train_start(self, state: State, unit: TrainedUnit) -> None:
-        if self._in_steps and state.train_state is not None:
-            refuse_steps("DistributedCheckpointSaver", self._in_steps, OLDER, accumulation_of(unit, state.train_state.dataloader))
+        if self._older and state.train_state is not None:
+            refuse_steps("DistributedCheckpointSaver", self._older, _NOW, accumulation_of(unit, state.train_state.dataloader))
         self.folder.take_over(unit, state)
         self._looked_at = self._began_at = _step(unit)
         if self.timetable is not None:
@@ -132,12 +135,16 @@ class DistributedCheckpointSaver(Callback):
         self._due = self._due or (every is not None and updates // every > before // every)
         if self.timetable is not None and unit.at_boundary and self.timetable.is_due():
             self._due = True
-        if self._due and unit.at_boundary and not _ends_epoch(state, unit):
-            self._save(state, unit)
+        if self._due and unit.at_boundary:
+            # If the epoch ends with this step, a save waits for that, so that any loader continues with the next epoch.
+            if state.train_state is None or not state.train_state.ends_epoch(unit.train_progress):
+                self._save(state, unit)
         elif self.async_checkpoint and unit.at_boundary:
             contents.prepare(unit, self._planned, self._frozen, self._buffers)
 
     def on_train_epoch_end(self, state: State, unit: TrainedUnit) -> None:
+        if self._frozen is not None:
+            self._frozen.look(unit)
         every = self.every.epochs
         is_due = every is not None and unit.train_progress.num_epochs_completed % every == 0
         if self._due or (is_due and (self.timetable is None or self.timetable.affords_one())):
@@ -446,11 +453,6 @@ class DistributedCheckpointSaver(Callback):
         if not ordered:
             logger.warning("no checkpoint in %s has a metric %r: nothing is restored", folder, metric_name)
         return restoring.restore_first(folder, ordered, unit, train_dataloader, options, fall_back)
-
-
-def _ends_epoch(state: State, unit: TrainedUnit) -> bool:
-    """Whether the epoch ends with this step. A save then waits for that, so that any loader continues with the next epoch."""
-    return state.train_state is not None and state.train_state.ends_epoch(unit.train_progress)
 
 
 def _step(unit: TrainedUnit) -> int:
