@@ -16,7 +16,6 @@ import echelon as ech
 from echelon.checkpoint.location import location
 from echelon.common.errors import CheckpointCorruptError, RanksDisagreeError
 from echelon.loop.checkpointing.restoring import read_on_beside
-from echelon.loop.own.batches import ReadBeside
 from tests.conftest import Ranks
 from tests.kit.own_loops import step
 
@@ -135,7 +134,7 @@ def test_where_such_a_loader_stood_is_read_strictly(states: Any) -> None:
     if isinstance(states, dict) and isinstance(states["1"], dict):
         states = {"1": {**beside.state_dict(), **states["1"]}}
     with pytest.raises(CheckpointCorruptError):
-        read_on_beside(location("saved"), ReadBeside([beside]), states)
+        read_on_beside(location("saved"), [beside], states)
 
 
 def _order_of(kind: str, seed: int, *, by_rank: bool = False) -> list[int] | str:

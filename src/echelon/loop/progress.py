@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import reprlib
 from contextlib import AbstractContextManager
@@ -15,6 +16,8 @@ __all__ = ["Progress"]
 
 _STEPS = ("num_steps_completed", "num_steps_completed_in_epoch", "num_steps_completed_in_prev_epoch")
 _UPDATES = ("num_updates_completed", "num_updates_completed_in_epoch")
+_COUNTS = ("num_epochs_completed", *_STEPS, *_UPDATES)
+_FORM = {**dict.fromkeys(_COUNTS, int), "evaluation_due": bool, "skipped": [(int, int)], "early_stopping": {str: (int, float)}}
 
 
 class Progress:
@@ -101,33 +104,12 @@ class Progress:
         Raises:
             CheckpointCorruptError: `state_dict` is not what `Progress.state_dict` gives.
         """
-        counts = {name: _whole(name, state_dict.get(name, 0)) for name in ("num_epochs_completed", *_STEPS)}
+        state = {**Progress().state_dict(), **state_dict}
         for name in _UPDATES:  # another library's progress has no updates: each of its steps is one
-            counts[name] = _whole(name, state_dict.get(name, counts[name.replace("updates", "steps")]))
-        skipped = state_dict.get("skipped", [])
-        if not fits(skipped, [(int, int)]):
-            raise CheckpointCorruptError(f"the skipped steps of a progress must be ranges, got {reprlib.repr(skipped)}.")
-        self.skipped = [(_whole("skipped", first), _whole("skipped", stop)) for first, stop in skipped]
-        self.evaluation_due = bool(state_dict.get("evaluation_due", False))
-        self.latest_loss = _loss(state_dict.get("latest_loss"))
-        self.early_stopping = _seen(state_dict.get("early_stopping", {}))
-        for name, count in counts.items():
-            setattr(self, name, count)
-
-
-def _loss(value: Any) -> float | None:
-    if value is not None and not (isinstance(value, float) and math.isfinite(value)):
-        raise CheckpointCorruptError(f"the latest_loss of a progress must be a finite number, got {reprlib.repr(value)}.")
-    return value
-
-
-def _seen(value: Any) -> dict[str, list[float]]:
-    if not fits(value, {str: (int, float)}):
-        raise CheckpointCorruptError(f"early_stopping of a progress must be pairs of numbers by name, got {reprlib.repr(value)}.")
-    return {name: list(each) for name, each in value.items()}
-
-
-def _whole(name: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-        raise CheckpointCorruptError(f"{name} of a progress must be a number of steps, got {reprlib.repr(value)}.")
-    return value
+            state[name] = state_dict.get(name, state[name.replace("updates", "steps")])
+        loss, right = state["latest_loss"], fits(state, _FORM)
+        numbers = [*(state[name] for name in _COUNTS), *itertools.chain(*state["skipped"])] if right else [-1]
+        if min(numbers) < 0 or max(numbers) >= 2**63 or not (loss is None or (fits(loss, float) and math.isfinite(loss))):
+            raise CheckpointCorruptError(f"a progress is not what echelon writes: {reprlib.repr(state_dict)}.")
+        state["skipped"] = [(first, stop) for first, stop in state["skipped"]]
+        vars(self).update({name: state[name] for name in vars(self)})

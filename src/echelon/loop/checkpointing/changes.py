@@ -39,6 +39,8 @@ _HARMLESS = ("world_size", "mesh", "layout", "torch", "echelon", "python", "comm
 # Options that a schedule changes, and the keys with their original values.
 _SCHEDULED = {"lr": ("initial_lr",), "momentum": ("max_momentum",), "betas": ("max_momentum",)}
 
+_KINDS = ("modules", "optimizers", "lr_schedulers", "progress", "misc_statefuls", "metrics")  # of a unit's states
+
 # Longest text of one of the user's values.
 _MOST_BYTES = 1 << 20
 
@@ -64,7 +66,7 @@ def facts(unit: Unit, loader: Any) -> dict[str, Any]:
         "options": {name: [_options(group) for group in o.param_groups] for name, o in unit.tracked_optimizers().items()}
         | {name: [_arguments(part) for part in _parts(each)] for name, each in unit.tracked_lr_schedulers().items()},
         "data": _of_loader(loader),
-        "states": _kinds_of_states(unit),
+        "states": {name: kind for kind in _KINDS for name in getattr(unit, f"tracked_{kind}")()},
         "user": _users(unit),
         "command": command_here(),
     }
@@ -192,7 +194,7 @@ def check(
     now, allowed, problem = facts(unit, loader), set(allowed), None
     rows: list[Row] = []
     try:
-        for name in _OF_STATES:
+        for name in (*_OF_STATES, "user", "data"):
             strict.mapping(saved.get(name, {}), name)
         for kind in (*saved.get("states", {}).values(), saved.get("position") or ""):
             strict.text(kind, "the kind of a state or a loader")
@@ -228,14 +230,7 @@ def check(
 
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any], restored: Iterable[str]) -> list[Row]:
-    """Differences, other than the loader's.
-
-    Raises:
-        TypeError, ...: `saved` does not have the form of `facts`.
-    """
-    for name in ("user", "optimizers", "schedulers", "options", "data"):
-        if not isinstance(saved.get(name, {}), Mapping):
-            raise TypeError(f"{name} is {type(saved[name]).__name__}")
+    """Differences, other than the loader's."""
     rows: list[Row] = []
     for name in _HARMLESS:
         if name in saved and saved[name] != now[name]:
@@ -269,11 +264,3 @@ def _shown(value: Any) -> str:
         return " x ".join(f"{name} {size}" for name, size in value.items()) or "-"
     text = " ".join(value) if isinstance(value, list) and all(isinstance(v, str) for v in value) else str(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-_KINDS = ("modules", "optimizers", "lr_schedulers", "progress", "misc_statefuls", "metrics")
-
-
-def _kinds_of_states(unit: Unit) -> dict[str, str]:
-    """The kind of each state of a unit, for the manifest."""
-    return {name: kind for kind in _KINDS for name in getattr(unit, f"tracked_{kind}")()}

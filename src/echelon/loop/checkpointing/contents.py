@@ -95,7 +95,7 @@ def take(
         facts["best"] = {"name": best.monitored_metric, "mode": best.mode, **best_of}
     if left:
         facts["frozen"] = left
-    if (beside := getattr(unit, "beside", None)) is not None and (where := beside.where()):
+    if where := {str(number): at for number, each in enumerate(getattr(unit, "beside", ()), 1) if (at := each.where())}:
         facts["beside"] = where
     facts["trained"] = changes_since_built(unit)
     if by_rank:

@@ -183,8 +183,8 @@ def _restore(
     _log(report, path)
     if not options.takes_weights_only:
         _load_own(path, own, unit, metrics=options.restore_metrics, by_rank=manifest.get("by_rank", []))
-    if not options.takes_weights_only and (beside := getattr(unit, "beside", None)) is not None:
-        read_on_beside(path, beside, manifest.get("beside", {}))
+    if not options.takes_weights_only:
+        read_on_beside(path, getattr(unit, "beside", ()), manifest.get("beside", {}))
     unit.restored()
     if options.restore_train_progress:
         unit.restored_from = str(absolute(path))
@@ -238,9 +238,11 @@ def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics
             )
 
 
-def read_on_beside(path: Location, beside: Any, states: Any) -> None:
+def read_on_beside(path: Location, beside: Iterable[Any], states: Any) -> None:
     try:
-        beside.go_on(states)
+        for number, each in enumerate(beside, 1):
+            if str(number) in states:
+                each.go_on(states[str(number)])
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise CheckpointCorruptError(
             f"{path} holds an invalid position of a loader beside the training loader: {error!r}.", path=str(path)
@@ -257,20 +259,21 @@ def _load_streams(path: Location, saved: dict[str, Any]) -> None:
 def chosen_of(unit: Unit, options: RestoreOptions) -> dict[str, Any]:
     """The part of a unit's app state to restore, without metrics."""
     state = unit.app_state()  # first, because it builds attributes that are built at first use
-    dropped: set[str] = set()
-    if not options.restore_modules:
-        dropped |= set(unit.tracked_modules())
-    if not options.restore_optimizers:
-        dropped |= set(unit.tracked_optimizers())
-    if not options.restore_lr_schedulers:
-        dropped |= set(unit.tracked_lr_schedulers())
-    if options.takes_weights_only:  # fine-tuning takes neither averages nor the user's other state
-        dropped |= set(unit.tracked_misc_statefuls())
-    for phase in ("train", "eval", "predict"):
-        if not getattr(options, f"restore_{phase}_progress"):
-            dropped.add(f"{phase}_progress")
-    dropped |= set(unit.tracked_metrics())  # each rank has a share of its own
+    wanted = {**_wanted(options), "metrics": False}  # each rank has a share of its own
+    dropped = {name for kind, is_wanted in wanted.items() if not is_wanted for name in getattr(unit, f"tracked_{kind}")()}
+    phases = ("train", "eval", "predict")
+    dropped |= {f"{phase}_progress" for phase in phases if not getattr(options, f"restore_{phase}_progress")}
     return {name: value for name, value in state.items() if name not in dropped}
+
+
+def _wanted(options: RestoreOptions) -> dict[str, bool]:
+    """The kinds of a unit's state, and whether to restore each. Fine-tuning takes neither averages nor the user's other state."""
+    return {
+        "modules": options.restore_modules,
+        "optimizers": options.restore_optimizers,
+        "lr_schedulers": options.restore_lr_schedulers,
+        "misc_statefuls": not options.takes_weights_only,
+    }
 
 
 def _log(report: Report, path: Location) -> None:
@@ -379,9 +382,9 @@ def _forgotten(
     kind_of = {name: kind for name, kind in kind_of.items() if name in names or kind == "metrics"}
     kind_of.pop("train_dataloader", None)
     trains = isinstance(unit, TrainedUnit) and not options.takes_weights_only
-    wanted = {"modules": options.restore_modules, "misc_statefuls": not options.takes_weights_only, "progress": False}
-    wanted |= {"optimizers": options.restore_optimizers and trains, "lr_schedulers": options.restore_lr_schedulers and trains}
-    wanted |= {"metrics": options.restore_metrics and trains}
+    wanted = {**_wanted(options), "progress": False, "metrics": options.restore_metrics}
+    if not trains:
+        wanted |= dict.fromkeys(("optimizers", "lr_schedulers", "metrics"), False)
     gone = sorted(name for name, kind in kind_of.items() if wanted.get(kind, True) and name not in unit.app_state())
     meant = {*options.allow_changes, *unit.may_lack}
     refused = [name for name in gone if trains and name not in meant]

@@ -88,8 +88,8 @@ class OwnWindow:
             )
         if error is None and self._session.unit.several is not None:
             self._end_several()
-        if self._session.unit.beside is not None:
-            self._session.unit.beside.note()
+        for loader in self._session.unit.beside:
+            loader.note()
 
     def _end_several(self) -> None:
         unit = self._session.unit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,7 @@ from echelon.world.device import copy_data_to_device
 if TYPE_CHECKING:
     from echelon.loop.own.session import Session
 
-__all__ = ["EvaluationBatches", "ReadBeside", "TrainingBatches", "check_shares", "refuse_prepared", "training_loader"]
+__all__ = ["EvaluationBatches", "TrainingBatches", "check_shares", "refuse_prepared", "training_loader"]
 
 
 logger = logging.getLogger(__name__)
@@ -187,26 +187,6 @@ class EvaluationBatches(_Batches):
         self._saved = state
 
 
-class ReadBeside:
-    """Loaders that a loop may read beside the training loader, as by `zip`, and their positions for a checkpoint."""
-
-    def __init__(self, loaders: Sequence[EvaluationBatches]) -> None:
-        self._loaders = list(loaders)
-
-    def note(self) -> None:
-        for each in self._loaders:
-            each.note()
-
-    def where(self) -> dict[str, Any]:
-        """States of the loaders that are read so, by the loader's number."""
-        return {str(number): state for number, each in enumerate(self._loaders, 1) if (state := each.where())}
-
-    def go_on(self, states: Mapping[str, Any]) -> None:
-        for number, each in enumerate(self._loaders, 1):
-            if str(number) in states:
-                each.go_on(states[str(number)])
-
-
 def refuse_prepared(objects: Sequence[Any], layout: Any) -> None:
     """
     Raises:
@@ -222,13 +202,7 @@ def refuse_prepared(objects: Sequence[Any], layout: Any) -> None:
             and (layout is None or resolve(layout) == resolve("none"))
         )
         if isinstance(each, _Batches) or getattr(step, "knows_window", False) or (session is not None and not again):
-            what = (
-                "loader"
-                if isinstance(each, _Batches)
-                else class_name(each)
-                if isinstance(each, nn.Module)
-                else type(each).__name__
-            )
+            what = class_name(each) if isinstance(each, nn.Module) else type(getattr(each, "_given", each)).__name__
             raise OwnLoopError(
                 f"objects must be new to prepare(), got a {what} that an earlier call was given or returned. Make a new "
                 "model, optimizer, scheduler and loaders for each run, for example for each fold. To train the same model "

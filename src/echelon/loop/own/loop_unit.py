@@ -31,7 +31,7 @@ class LoopUnit(OptimizedUnit):
         reference: under `echelon prove`, the training in plain PyTorch, which gives the batches and the windows; else None.
         given: called with each batch before the loop gets it; returns the batch.
         taken: called after the step on each batch, with (state, data, weight, loss).
-        beside: loaders that the loop may read beside the training loader, with their positions; None if there are none.
+        beside: loaders that the loop may read beside the training loader, as by `zip`. A checkpoint has their positions.
         evaluated, samples_given: the current batch of an evaluation loader, and its number of samples if the loader says so.
         has_evaluated: whether this rank had a batch in the current evaluation.
         leaves_out_ranks: an evaluation loader has fewer samples than there are ranks, so only some ranks log numbers.
@@ -64,7 +64,7 @@ class LoopUnit(OptimizedUnit):
         self.given: Callable[[Any], Any] | None = None
         self.taken: Callable[[State, Any, float, Any], None] | None = None
         self.shares_batches = True
-        self.beside: Any = None
+        self.beside: list[Any] = []
         self.evaluated: Any = None
         self.has_evaluated = self.leaves_out_ranks = False
 

@@ -38,14 +38,7 @@ from echelon.loop.checkpointing.checkpoints import Checkpoints, saver_of, take_u
 from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.modes import begin_training, in_mode
 from echelon.loop.own.batch_window import OwnWindow
-from echelon.loop.own.batches import (
-    EvaluationBatches,
-    ReadBeside,
-    TrainingBatches,
-    check_shares,
-    refuse_prepared,
-    training_loader,
-)
+from echelon.loop.own.batches import EvaluationBatches, TrainingBatches, check_shares, refuse_prepared, training_loader
 from echelon.loop.own.loop_unit import LoopUnit
 from echelon.loop.own.session import Session
 from echelon.loop.records.record import Recorder
@@ -124,8 +117,7 @@ def prepare(
     )
     unit = _unit(parts, options)
     evaluation = {id(each): EvaluationBatches(each, unit, number) for number, each in enumerate(parts.evaluation, 1)}
-    if evaluation:
-        unit.beside = ReadBeside(list(evaluation.values()))
+    unit.beside = list(evaluation.values())
     batches = _joined(parts, unit, loader, list(callbacks), checkpoints)
     made = {id(parts.loader): batches, **dict(zip(map(id, parts.models), _as_made(parts, unit), strict=True)), **evaluation}
     returned = tuple(made.get(id(each), each) for each in objects)
