@@ -69,7 +69,7 @@ REASONS = {
     ),
     TOLD: (
         "Logged.end_phase Partition._take Partition.refresh Pipeline._settled Run._settle_doubts SameTrained.begin_epoch "
-        "Run.once SameTrained.compare _Reduction.wait _refuse_other_models on_end on_lengths on_limits"
+        "Run.once SameTrained.compare _Reduction.wait Steps.__init__ _refuse_other_models on_end on_limits"
     ),
     "test_a_checkpoint_that_one_rank_sees_otherwise_is_told_to_all": "check kept_global_batch",
     "test_a_gradient_on_one_of_the_ranks_that_share_layers_is_told_on_all": "check_whole_layers",

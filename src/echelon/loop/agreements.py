@@ -14,14 +14,13 @@ from echelon.contracts.overrides import overrides
 from echelon.data.base import loaders_of
 from echelon.data.fingerprint import checksum, read_twice
 from echelon.data.loader import Loader
-from echelon.data.prefetch import Feed
 from echelon.loop.callback import Callback
 from echelon.loop.progress import Progress
 from echelon.loop.state import COUNTS, EntryPoint, PhaseState, State
 from echelon.loop.unit import Unit
 from echelon.world import agree, rng
 
-__all__ = ["CutShort", "on_end", "on_lengths", "on_limits"]
+__all__ = ["CutShort", "on_end", "on_limits"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,19 +52,6 @@ def _seeds(dataloader: Any) -> list[int | None]:
     if overrides().observes:
         return []
     return [each.order.seed if isinstance(each, Loader) and each.options.dp is None else None for each in loaders_of(dataloader)]
-
-
-def on_lengths(phase: str, feed: Feed, unit: Any) -> bool:
-    """Compare the lengths of the ranks' loaders. Collective. True if they have no length, so the ranks must agree batch by batch.
-
-    Otherwise ranks with fewer batches would leave the others waiting in a collective.
-    """
-    length = agree.same_on_all(
-        f"the number of {phase} steps of this epoch",
-        feed.length,
-        "Give every rank a loader of the same length; echelon.Loader does.",
-    )
-    return length is None
 
 
 def on_end(phase: str, used: int, *, ended: bool, is_last: bool, drops: bool) -> bool | None:

@@ -28,7 +28,7 @@ from echelon.loop.reporting import profiling
 from echelon.loop.reporting.reporting import Reporting
 from echelon.loop.stage import Hooks, Stage
 from echelon.loop.state import ActivePhase, EntryPoint, State
-from echelon.loop.steps import Between, Steps, check_evaluation, evaluation_after_epoch
+from echelon.loop.steps import Steps, check_evaluation, evaluation_after_epoch
 from echelon.loop.unit import TrainedUnit
 from echelon.loop.validate import callbacks_of, check_unit, has_hook, inner_of, no_end
 from echelon.parallel.guards.guard import Guard
@@ -85,7 +85,8 @@ class Run:
             self._inner.resumes_with = None
             self._evaluate_if_due()  # the restored checkpoint may have been saved before an evaluation
             while not state.should_stop and not phase_state.is_complete(progress):
-                if not self._train_epoch(stage):
+                whole = self._open_epoch(stage).run()
+                if not self._epoch_ended(stage, whole=whole):  # a stop or a limit on the whole run cut it short
                     break
             leaves = self._end_training(stage)
         self._let_go()
@@ -179,11 +180,6 @@ class Run:
 
     # --- an epoch of training
 
-    def _train_epoch(self, stage: Stage) -> bool:
-        """Train an epoch, or the rest of one; False if a stop or a limit on the whole run cut it short."""
-        whole = self._open_epoch(stage).run()
-        return self._epoch_ended(stage, whole=whole)
-
     def _open_epoch(self, stage: Stage) -> Steps:
         if stage.progress.num_steps_completed_in_epoch == 0:
             stage.call(stage.hooks.epoch_start)
@@ -191,7 +187,7 @@ class Run:
             if stage.progress.num_epochs_completed:
                 self._tell_of_epoch()
         evaluates = self.state.eval_state is not None
-        return Steps(stage, Between(self._agree_after_step, self._evaluate_if_due if evaluates else None))
+        return Steps(stage, self._agree_after_step, self._evaluate_if_due if evaluates else None)
 
     def _epoch_ended(self, stage: Stage, *, whole: bool) -> bool:
         """After the epoch's last step; False if the run ends here."""
@@ -283,7 +279,7 @@ class Run:
         """One pass over the loader; False if it was cut short."""
         stage.progress.num_steps_completed_in_epoch = 0  # an interrupted evaluation starts over
         stage.call(stage.hooks.epoch_start)
-        whole = Steps(stage, Between()).run()
+        whole = Steps(stage).run()
         within_fit = self.state.entry_point is EntryPoint.FIT
         if within_fit or self._inner.meets_at_end(stage.phase):
             whole = not agree.any_rank(not whole)  # ranks leave an evaluation without collectives one by one

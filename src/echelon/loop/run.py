@@ -136,13 +136,12 @@ def run_training(
         callbacks = [*callbacks_of(callbacks), saver]
         take_up(checkpoints, saver, unit, train_state.dataloader)
     callbacks = observed(unit, train_state.dataloader, callbacks)
-    if eval_state is None:
-        state = State(entry_point=EntryPoint.TRAIN, timer=timer, train_state=train_state)
-        Run(state, unit, callbacks, ["train"]).train()
-    else:
+    entry_point, phases = EntryPoint.TRAIN, ["train"]
+    if eval_state is not None:
+        entry_point, phases = EntryPoint.FIT, ["train", "eval"]
         eval_state.evaluations = train_state.evaluations
-        state = State(entry_point=EntryPoint.FIT, timer=timer, train_state=train_state, eval_state=eval_state)
-        Run(state, unit, callbacks, ["train", "eval"]).train()
+    state = State(entry_point=entry_point, timer=timer, train_state=train_state, eval_state=eval_state)
+    Run(state, unit, callbacks, phases).train()
     return state
 
 

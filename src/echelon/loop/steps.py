@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,39 +20,36 @@ from echelon.loop.stage import Stage, timed
 from echelon.loop.state import EvaluateEvery, PhaseState
 from echelon.loop.unit import TrainedUnit, Unit, wants_iterator
 from echelon.loop.validate import KINDS, keeps
-from echelon.world import clock
+from echelon.world import agree, clock
 from echelon.world.clock import Part
 
-__all__ = ["Batches", "Between", "Steps", "check_evaluation", "evaluation_after_epoch", "open_feed", "own_fetch"]
+__all__ = ["Batches", "Steps", "check_evaluation", "evaluation_after_epoch", "open_feed", "own_fetch"]
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Between:
-    """What the run does between two steps.
+class Steps:
+    """The steps of one epoch. The constructor looks up what every step needs.
 
     Args:
         agree_to_stop: called after each step that ends an accumulation window; None if the unit's own messages carry stops.
         evaluate: runs an evaluation when one is due; None outside `fit`.
     """
 
-    agree_to_stop: Callable[[], None] | None = None
-    evaluate: Callable[[], None] | None = None
-
-
-class Steps:
-    """The steps of one epoch. The constructor looks up what every step needs."""
-
-    def __init__(self, stage: Stage, between: Between) -> None:
+    def __init__(
+        self, stage: Stage, agree_to_stop: Callable[[], None] | None = None, evaluate: Callable[[], None] | None = None
+    ) -> None:
         state, phase = stage.state, stage.phase
-        self.stage, self.between = stage, between
+        self.stage, self.agree_to_stop, self.evaluate = stage, agree_to_stop, evaluate
         self.feed = open_feed(stage)
         self.batches = Batches(self.feed, stage.phase_state, stage.progress, stage.inner)
         self.take = timed(state.timer, f"{stage.entry}.next(data_iter)", self.feed.__next__)
         meets = stage.inner.forward_is_collective or any(getattr(c, "meets_in_steps", False) is True for c in stage.callbacks)
         meets = meets or getattr(stage.phase_state.dataloader, "meets_in_steps", False)
-        unsized = not state.alone and (stage.trains or meets) and agreements.on_lengths(phase, self.feed, stage.unit)
+        unsized = False  # the loaders have no length, so the ranks must agree batch by batch
+        if not state.alone and (stage.trains or meets):  # ranks with fewer batches would leave the others waiting
+            remedy = "Give every rank a loader of the same length; echelon.Loader does."
+            unsized = agree.same_on_all(f"the number of {phase} steps of this epoch", self.feed.length, remedy) is None
         loader = stage.phase_state.dataloader
         self._drops = isinstance(loader, StreamLoader) and loader.tail == "drop"
         fetch = own_fetch(stage, self.batches, always=unsized)
@@ -84,10 +80,11 @@ class Steps:
         stage, fetch, take, cuts = self.stage, self.fetch, self.take, self.cuts
         state, inner, hooks, phase_state, progress = stage.state, stage.inner, stage.hooks, stage.phase_state, stage.progress
         trains, before_step = stage.trains, hooks.next_end + hooks.step_start
-        evaluate, next_start, within = self.between.evaluate, hooks.next_start, self.within
+        evaluate, next_start, within = self.evaluate, hooks.next_start, self.within
         running, at = clock.running, pulse.at
         (fetching, stepping, _), (in_data, in_step), trained = _BEATS[trains], _PARTS[trains], self.trained
-        meets, most, per_epoch, enough = self.between != Between(), phase_state.max_updates, phase_state.updates_per_epoch, False
+        most, per_epoch, enough = phase_state.max_updates, phase_state.updates_per_epoch, False
+        meets = self.agree_to_stop is not None or evaluate is not None
         pulse.begin()
         while not enough and not (state.should_stop and (inner.at_boundary or not trains)) and (cuts is None or not cuts.asked()):
             stage.call(next_start)
@@ -133,16 +130,16 @@ class Steps:
 
     def _follow(self, evaluates: bool) -> None:
         """After a step: run hooks, agree on a stop, evaluate."""
-        stage, between = self.stage, self.between
+        stage = self.stage
         pulse.at(_BEATS[stage.trains][2], self.trained.num_updates_completed, self.within.num_steps_completed_in_epoch)
         stage.call(stage.hooks.step_end)
         stage.phase_state.step_output = None
         if stage.state.rolled_back:
             return
-        if between.agree_to_stop is not None and stage.inner.at_boundary:
-            between.agree_to_stop()
-        if evaluates and between.evaluate is not None:
-            between.evaluate()
+        if self.agree_to_stop is not None and stage.inner.at_boundary:
+            self.agree_to_stop()
+        if evaluates and self.evaluate is not None:
+            self.evaluate()
 
     def _fetch_agreed(self, fetch: Callable[[], Any]) -> Any:
         """Fetch a batch from loaders without length, and agree that all ranks have one more batch, or none has."""
@@ -172,8 +169,8 @@ class Steps:
         updated = phase_state.step.is_last or self.left_out >= self.stage.inner.steps_until(updates=1)
         self.left_out = 0 if updated else self.left_out
         progress.increment_step(updated=updated)
-        if self.between.evaluate is not None and evaluation_after_step(phase_state, progress, updated=updated):
-            self.between.evaluate()
+        if self.evaluate is not None and evaluation_after_step(phase_state, progress, updated=updated):
+            self.evaluate()
 
     def _check_iterates(self, data: Any, stop: StopIteration) -> None:
         """Refuse a StopIteration from a step that was not given the iterator."""
