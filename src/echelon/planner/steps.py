@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from echelon.common.errors import PlanError
+from echelon.loop.records.utilization import allows_tf32
 from echelon.planner.pretended import is_plain
 from echelon.planner.recurrent import steps_of
 from echelon.planner.values import changed_by
@@ -141,7 +142,7 @@ def _computes(op: Any, made: Any, args: Any, kwargs: Any) -> tuple[str, int, str
         return "", 0, "", ()
     first = next(tensors_in(args))
     dtype = "float8" if first.dtype.itemsize == 1 and first.is_floating_point() else str(first.dtype).removeprefix("torch.")
-    if dtype == "float32" and _allows_tf32():
+    if dtype == "float32" and allows_tf32():
         dtype = "tf32"
     packet = op.overloadpacket
     if "attention" in packet.__name__:
@@ -174,13 +175,6 @@ def _of_groups(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | Non
 
 
 _LEFT_AT = {aten.mm: 0, aten._scaled_mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
-
-
-def _allows_tf32() -> bool:
-    try:
-        return torch.get_float32_matmul_precision() != "highest"
-    except RuntimeError:  # the program used torch's other setting
-        return getattr(torch.backends.cuda.matmul, "fp32_precision", "ieee") == "tf32"
 
 
 def flops_of(op: Any, made: Any, args: Any, kwargs: Any) -> int | None:

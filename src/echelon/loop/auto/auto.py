@@ -27,10 +27,11 @@ from echelon.loop.auto.several import of_one, sum_of_losses
 from echelon.loop.auto.uncounted import check_parts, standing_in, uncounted
 from echelon.loop.auto.unit_options import AutoOptions, UnitOptions, options_from
 from echelon.loop.records import monitored
-from echelon.loop.records.metrics import MeanOfAPhase
+from echelon.loop.records.metrics import Mean
 from echelon.loop.samples import summable
 from echelon.loop.state import EntryPoint, step_under_way
 from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit
+from echelon.loop.validate import keeps
 from echelon.parallel.prepared import NO_CONTEXT, MicroBatch
 from echelon.parallel.recipe.activation import Preset
 from echelon.parallel.recipe.compilation import Compile
@@ -118,7 +119,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         self._held: list[MicroBatch[T]] = []  # micro-batches of the current window, if the layout runs a window at once
         self.eval_loss = self.test_loss = math.nan  # of the latest evaluation and test, over all ranks
         self.has_eval_loss = False  # whether the latest evaluation counted a loss
-        self._evaluation = MeanOfAPhase()
+        self._evaluation = (Mean(),)  # in a tuple, since it is no saved state: it is complete before a checkpoint is saved
 
     # --- what the user writes; the optimizers and `weight` are in OptimizedUnit
 
@@ -154,7 +155,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         """Called after a training step; `step` counts from 0."""
 
     def has_own_schedule(self) -> bool:
-        return _overrides(self, AutoUnit, "step_lr_scheduler")
+        return not keeps(self, "step_lr_scheduler", AutoUnit)
 
     def step_lr_scheduler(self) -> None:
         """Advance the scheduler by one interval; override this for a scheduler that needs a metric.
@@ -265,7 +266,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         with self.autocast(), NO_CONTEXT if counts else standing_in(self):
             loss, outputs = self.prepared.forward(data, compute)
         if counts:
-            self._evaluation.mean.update(loss, weight)
+            self._evaluation[0].update(loss, weight)
         return data, loss, outputs, counts
 
     def _compute(self, state: State, weight: Any, data: T) -> tuple[torch.Tensor, Any]:
@@ -285,11 +286,11 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
     def agrees_to_stop(self) -> bool:
         own_hook = self._reports_step and self.may_stop
         agrees = self._update.joined or self.prepared.trains == "alone"
-        return agrees and not own_hook and not _overrides(self, AutoUnit, "train_step")
+        return agrees and not own_hook and keeps(self, "train_step", AutoUnit)
 
     @property
     def steps_by_itself(self) -> bool:
-        return _overrides(self, AutoUnit, "train_step")
+        return not keeps(self, "train_step", AutoUnit)
 
     def phase_started(self, state: State, phase: str) -> None:
         super().phase_started(state, phase)
@@ -297,20 +298,20 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
             return
         self.prepared.before_evaluation()
         if phase != "predict":
-            self._evaluation.mean.reset()
+            self._evaluation[0].reset()
             setattr(self, f"{phase}_loss", math.nan)
 
     def _begin_training(self, state: State) -> None:
         super()._begin_training(state)
-        self._reports_step = _overrides(self, AutoUnit, "on_train_step_end")  # asked here: it may have been set on the instance
+        self._reports_step = not keeps(self, "on_train_step_end", AutoUnit)  # asked here: it may have been set on the instance
         self.own_schedule = self.has_own_schedule()
-        if self._plateau:
-            _check_plateau(state)
+        if self._plateau and state.eval_state is None:
+            raise _no_metric("this run has no evaluations: give train(..., eval=loader)")
 
     def may_divide_batches(self) -> bool:
         own = ("train_step", "get_next_train_batch")
         # With several optimizers, a loss is computed after the steps of the losses before it.
-        return not (self.has_several or any(_overrides(self, AutoUnit, name) for name in own))
+        return not self.has_several and all(keeps(self, name, AutoUnit) for name in own)
 
     def epoch_closed(self, state: State, phase: str) -> None:
         super().epoch_closed(state, phase)
@@ -319,18 +320,20 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         if phase == "train":
             self._held.clear()
         elif phase == "eval":
-            loss = self._evaluation.mean.compute()
-            self.has_eval_loss = not self._evaluation.mean.is_empty
+            loss = self._evaluation[0].compute()
+            self.has_eval_loss = not self._evaluation[0].is_empty
             self.eval_loss = loss if self.has_eval_loss else self.eval_loss  # an eval_step of the user's may have set it
             self.eval_progress.latest_loss = loss if math.isfinite(loss) else None
             if self._plateau and self._options.lr_monitor is None and state.train_state is not None:
-                _check_evaluated(self)
+                if not self.has_eval_loss:
+                    own = f"{type(self).__name__}.eval_step must call super().eval_step(state, data)"
+                    raise _no_metric(f"this one counted no loss: {own}, on batches that are not empty")
                 self.lr_scheduler.step(loss)
             if state.recorder is not None and self.has_eval_loss:
                 state.recorder.numbers(self.train_progress.num_updates_completed, {"eval_loss": loss})
         elif phase == "test":
-            loss = self._evaluation.mean.compute()
-            self.test_loss = self.test_loss if self._evaluation.mean.is_empty else loss
+            loss = self._evaluation[0].compute()
+            self.test_loss = self.test_loss if self._evaluation[0].is_empty else loss
 
     def numbers_settled(self, state: State, phase: str) -> None:
         name = self._options.lr_monitor
@@ -351,26 +354,9 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
             self.eval_loss = self.eval_progress.latest_loss
 
 
-def _overrides(unit: object, base: type, name: str) -> bool:
-    return name in vars(unit) or getattr(type(unit), name) is not getattr(base, name)
-
-
-# --- refusals of a ReduceLROnPlateau that has no metric
-
-
-def _check_plateau(state: State) -> None:
-    if state.eval_state is None:
-        raise LoopError(
-            "ReduceLROnPlateau needs a metric of evaluations, but this run has no evaluations. Give train(..., eval=loader), or "
-            "override step_lr_scheduler and call self.lr_scheduler.step(metric) there."
-        )
-
-
-def _check_evaluated(unit: Any) -> None:
-    """Refuse an evaluation without a loss, if the scheduler follows that loss."""
-    if not unit.has_eval_loss:
-        raise LoopError(
-            f"ReduceLROnPlateau needs the loss of each evaluation, but this one counted no loss: {type(unit).__name__}.eval_step "
-            "must call super().eval_step(state, data), on batches that are not empty. Or override step_lr_scheduler and call "
-            "self.lr_scheduler.step(metric) there."
-        )
+def _no_metric(why: str) -> LoopError:
+    """The refusal of a ReduceLROnPlateau that has no metric."""
+    return LoopError(
+        f"ReduceLROnPlateau needs the loss of each evaluation, but {why}. Or override step_lr_scheduler and call "
+        "self.lr_scheduler.step(metric) there."
+    )

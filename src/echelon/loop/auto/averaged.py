@@ -106,8 +106,6 @@ class AveragedWeights:
     keyed_by_name = True
 
     def __init__(self, prepared: Prepared[Any], params: SWAParams) -> None:
-        _given.require(isinstance(prepared, Prepared), "prepared", "what a layout made of a module", prepared)
-        _given.require(isinstance(params, SWAParams), "params", "SWAParams(...)", params)
         self._prepared, self.params = prepared, params
         self.n_averaged = self.passed = 0
         self.applied_now = False

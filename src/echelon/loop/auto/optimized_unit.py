@@ -18,7 +18,6 @@ from echelon.contracts.overrides import overrides
 from echelon.data.base import BaseLoader, loaders_of
 from echelon.data.loader import Loader
 from echelon.loop.auto.averaged import AveragedWeights, swa_scheduler
-from echelon.loop.auto.bitwise import BitEqual
 from echelon.loop.auto.optimizer_checks import check_holds
 from echelon.loop.auto.prepared_unit import PreparedUnit
 from echelon.loop.auto.several import Several, configured
@@ -28,16 +27,18 @@ from echelon.loop.records.monitored import is_own_loop
 from echelon.loop.samples import samples_of, tell_of_doubts
 from echelon.loop.unit import TrainedUnit
 from echelon.loop.window import Window
+from echelon.parallel.gradients.fixed_order import GradientTree, is_power_of_two
 from echelon.parallel.gradients.fused import fuse
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.state.partition import parameters_of
 from echelon.world import agree, rng
+from echelon.world.device import same_kernels
 
 if TYPE_CHECKING:
     from echelon.loop.state import State
 
-__all__ = ["OptimizedUnit"]
+__all__ = ["BitEqual", "OptimizedUnit"]
 
 logger = logging.getLogger(__name__)
 
@@ -218,8 +219,11 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
     def _begin_training(self, state: State) -> None:
         update = self._update
         update.join(self)
-        together, has_layout = update.joined or not agree.is_joined(), self._options.layout is not None
-        _check_trainable(self, together=together, has_layout=has_layout)
+        if agree.is_joined() and not update.joined and self._options.layout is None:
+            raise LoopError(
+                "layout must be given for several ranks; without it, each rank would train its own model. Pass layout='ddp' or "
+                "'fsdp', or a module that you wrapped yourself; layout='noop' if each rank is to train its own model."
+            )
         self.configure()
         update.begin(self)
         loader: Any = getattr(state.train_state, "dataloader", None)
@@ -285,6 +289,61 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
         self._update.finite.forget()
 
 
+# --- bit-equal training on any number of ranks: the loop's side of `parallel/gradients/fixed_order`
+#
+# Besides the order of sums, four things must not depend on the number of ranks: the size of a micro-batch (kernels add in an
+# order that depends on shapes), the number of threads, the random numbers of a sample, and the factor that undoes weights.
+
+
+class BitEqual:
+    """Splits every global batch into `parts`, whatever the number of ranks, and adds their gradients in one order.
+
+    Args:
+        parts: a power of two divisible by the number of data-parallel ranks.
+        prepared: from now on it reduces after every micro-batch, in the fixed order.
+    Raises:
+        UsageError: the parts cannot be divided by the ranks, or the layout has no fixed order.
+    """
+
+    def __init__(self, parts: int, prepared: Prepared[torch.nn.Module]) -> None:
+        if not is_power_of_two(parts) or parts % prepared.data.size:
+            raise LoopError(
+                f"--parts must be a power of two divisible by the number of ranks ({prepared.data.size}), got {parts}. "
+                f"Use 1, 2, 4, ... ranks, up to {parts}, or more parts: --parts N."
+            )
+        prepared.fix_order()
+        same_kernels(parts)
+        self.parts, self.accumulation = parts, parts // prepared.data.size
+        self._prepared = prepared
+        self._parameters = [p for p in prepared.module.parameters() if p.requires_grad]
+        self._tree = GradientTree()
+        self._seed: int | None = None
+        self._others = ""  # digest of the RNG states of numpy and Python
+
+    def begin(self, update: int, index: int) -> None:
+        """Set the random numbers of a part, before micro-batch `index` of an update."""
+        if self._seed is None:
+            self._seed = torch.initial_seed()  # the script has seeded all ranks
+        self._others = self._others or agree.from_rank0(rng.digest)
+        part = update * self.parts + index * self._prepared.data.size + self._prepared.data.rank
+        rng.at(self._seed, self._others, part)
+
+    def add(self, *, last: bool) -> None:
+        """Add a micro-batch's gradients to the sum, after its backward pass. With the `last`, the sum becomes the gradients."""
+        self._tree.add(self._parameters, last=last)
+
+    def discard(self) -> None:
+        """Forget an unfinished window."""
+        self._tree.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The seeds at the beginning; the RNG states have moved on since."""
+        return {"seed": self._seed, "others": self._others}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._seed, self._others = state["seed"], state.get("others", "")
+
+
 # --- fewer ranks than planned (`echelon run --ranks 2:4`)
 
 
@@ -332,16 +391,3 @@ def _check_own_names(unit: Any) -> None:
             raise LoopError(f"{type(unit).__name__}.{name} hides an attribute of AutoUnit. Give yours another name.")
     if not callable(unit.weight):
         raise LoopError(f"{type(unit).__name__}.weight hides a method of AutoUnit. Give your attribute another name.")
-
-
-def _check_trainable(unit: Any, *, together: bool, has_layout: bool) -> None:
-    """Refuse several ranks without a layout.
-
-    Args:
-        together: the ranks train one model, or there is one rank only.
-    """
-    if not together and not has_layout:
-        raise LoopError(
-            "layout must be given for several ranks; without it, each rank would train its own model. Pass layout='ddp' or "
-            "'fsdp', or a module that you wrapped yourself; layout='noop' if each rank is to train its own model."
-        )

@@ -260,10 +260,6 @@ def _wrong_with(
     old = [name for p in held if (name := name_before(p)) is not None]
     if old:
         return f"{what} holds {_count(held)}, {len(old)} of which are from before the module was sharded (first: {old[0]})."
-    whole = [p for p in held if p.numel() and not is_split(p) and not p.is_meta]
-    gone = [p for p in whole if p.untyped_storage().size() == 0]
-    if gone:
-        return f"{what} holds {_count(gone)} gathered for a forward pass and freed since (first: {_shown(gone[0])})."
     strangers = _strangers(unit, held)
     if _are_shaped_as(strangers, left) or (must_hold_some and len(strangers) == len(held) > 0):
         whose = "no model of the loop" if is_own_loop(unit) else "no module of the unit"

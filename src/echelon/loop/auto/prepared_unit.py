@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from echelon.common.errors import LoopError
 from echelon.contracts.overrides import overrides
 from echelon.loop.auto.uncounted import uncounted
 from echelon.loop.auto.unit_options import AutoOptions, UnitOptions, options_from
@@ -90,10 +89,6 @@ class PreparedUnit(Unit):
     def precision(self) -> Precision:
         """Precision in which losses and predictions are computed."""
         return self.computes
-
-    @precision.setter
-    def precision(self, value: object) -> None:
-        raise LoopError(f"{type(self).__name__}.precision hides an attribute of AutoUnit. Give yours another name.")
 
     def autocast(self) -> Any:
         """Autocast context in which losses and predictions are computed."""

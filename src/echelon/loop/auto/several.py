@@ -320,11 +320,14 @@ class Several:
                 raise
             clock.enter(Part.OPTIMIZER)
             for turn in turns:
-                if last:
-                    self._clip_as_unit(turn)
-                    self.step(turn, turn.optimizer.step)
-                else:
+                if not last:
                     self.keep(turn)
+                    continue
+                if unit.clip_grad_norm is not None:
+                    self.clip(turn, unit.clip_grad_norm)
+                if unit.clip_grad_value is not None:
+                    self.clip_value(turn, unit.clip_grad_value)
+                self.step(turn, turn.optimizer.step)
         if self._loss is None:
             raise LoopError(f"{type(unit).__name__}.compute_losses must yield a loss in each batch, got none.")
         self.end_micro_batch(replica=unit.prepared.data.is_replica)
@@ -334,12 +337,6 @@ class Several:
         """Log the loss of some of the optimizers; the loss of all is logged anyway."""
         if len(turns) < len(self.turns):
             state.log(f"loss_{'_'.join(turn.name for turn in turns)}", loss.detach())
-
-    def _clip_as_unit(self, turn: Turn) -> None:
-        if self._unit.clip_grad_norm is not None:
-            self.clip(turn, self._unit.clip_grad_norm)
-        if self._unit.clip_grad_value is not None:
-            self.clip_value(turn, self._unit.clip_grad_value)
 
     def advance(self, *, after_epoch: bool) -> None:
         """Advance the schedulers; after an update, only those of the optimizers that stepped in it."""
@@ -421,7 +418,12 @@ def configured(unit: Any, *, own_schedule: bool) -> Several:
     made = prepared.optimizer(unit.configure_optimizers_and_lr_schedulers)
     if isinstance(made, dict):
         made = {name: (each, None) if isinstance(each, torch.optim.Optimizer) else each for name, each in made.items()}
-    check_several(type(unit).__name__, made, own_schedule=own_schedule)
+    if not isinstance(made, dict) or not made or not all(_can_use(*each, own_schedule=own_schedule) for each in made.items()):
+        raise LoopError(
+            f"{type(unit).__name__}.configure_optimizers_and_lr_schedulers must return a dict of pairs by name, {{'critic': "
+            f"(optimizer, scheduler or None), ...}}, got {made!r:.200}. To step a scheduler that follows a metric, override "
+            "step_lr_scheduler."
+        )
     several = Several(unit, made)
     several.check({p: name for name, p in prepared.named_parameters()})
     for turn in several.turns:
@@ -434,20 +436,12 @@ def configured(unit: Any, *, own_schedule: bool) -> Several:
     return several
 
 
-def check_several(unit: str, made: Any, *, own_schedule: bool) -> None:
-    """Refuse a return value of `configure_optimizers_and_lr_schedulers` that AutoUnit cannot use."""
-    where = f"{unit}.configure_optimizers_and_lr_schedulers must return"
-    if not isinstance(made, dict) or not made or not all(isinstance(name, str) and f"_{name}".isidentifier() for name in made):
-        raise LoopError(f"{where} a dict of pairs by name, {{'critic': (optimizer, scheduler or None), ...}}, got {made!r:.100}.")
-    for name, pair in made.items():
-        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], torch.optim.Optimizer):
-            raise LoopError(f"{where} the pair (optimizer, scheduler or None) for {name!r}, got {type(pair).__name__}.")
-        plateau = isinstance(pair[1], torch.optim.lr_scheduler.ReduceLROnPlateau) and not own_schedule
-        if plateau or not hasattr(pair[1] or pair[0], "step"):
-            raise LoopError(
-                f"{where} a scheduler whose step() needs no metric, or None, for {name!r}, got a {type(pair[1]).__name__}. To "
-                "step one that follows a metric, override step_lr_scheduler."
-            )
+def _can_use(name: Any, pair: Any, *, own_schedule: bool) -> bool:
+    """Whether a name and its optimizer, with a scheduler or None, can be a turn."""
+    if not isinstance(name, str) or not f"_{name}".isidentifier() or not isinstance(pair, tuple) or len(pair) != 2:
+        return False
+    plateau = isinstance(pair[1], torch.optim.lr_scheduler.ReduceLROnPlateau) and not own_schedule
+    return isinstance(pair[0], torch.optim.Optimizer) and not plateau and hasattr(pair[1] or pair[0], "step")
 
 
 def _twice(turn: Turn) -> UsageError:

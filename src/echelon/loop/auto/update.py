@@ -33,7 +33,6 @@ from torch.utils.hooks import RemovableHandle
 from echelon.common.errors import LoopError, LossError
 from echelon.data.prefetch import Step
 from echelon.loop.agreements import checksum_of_first, warn_of_same_batches
-from echelon.loop.auto.bitwise import BitEqual
 from echelon.loop.auto.finite import FiniteWatch, check_loss
 from echelon.loop.auto.loss_scale import tell_of_labels, tell_of_scale
 from echelon.loop.auto.optimizer_checks import check_holds, look_at_first_update, not_the_modules, when_it_grows
@@ -65,7 +64,7 @@ class Update:
     Args:
         unit: has the module, the optimizers and the options, and keeps the saved state: its `window` and its progress. Each
             method is given the unit again: a reference cycle would keep the model's memory until garbage is collected.
-        bitwise: for training whose bits do not depend on the number of ranks.
+        bitwise: a BitEqual, for training whose bits do not depend on the number of ranks; else None.
         stop_after: stop after this many updates in a row whose loss is not finite.
     Attributes:
         is_last: the current micro-batch is its window's last.
@@ -75,7 +74,7 @@ class Update:
         finite: watches that losses are finite.
     """
 
-    def __init__(self, unit: Any, bitwise: BitEqual | None, stop_after: int | None) -> None:
+    def __init__(self, unit: Any, bitwise: Any, stop_after: int | None) -> None:
         self.bitwise = bitwise
         self._listeners = unit.prepared.listeners
         self.finite = FiniteWatch(stop_after)

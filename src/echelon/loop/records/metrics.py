@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from echelon.world.agree import control_group, is_joined
 
-__all__ = ["Mean", "MeanOfAPhase", "load_share", "share_of"]
+__all__ = ["Mean", "load_share", "share_of"]
 
 
 class Mean:
@@ -72,10 +72,3 @@ def load_share(metric: Any, state: dict[str, Any]) -> None:
     if callable(getattr(metric, "persistent", None)):
         metric.reset()  # drops the computed value that torchmetrics cache
     metric.load_state_dict(state)
-
-
-class MeanOfAPhase:
-    """Holds a mean that is not part of a unit's saved state: the mean is complete before a checkpoint can be saved."""
-
-    def __init__(self) -> None:
-        self.mean = Mean()

@@ -78,7 +78,9 @@ def _look(name: str, state: Any, unit: Any, phase: str | None) -> list[Any] | st
         problem = None
         if hasattr(unit, name):
             try:
-                return [_of_attribute(getattr(unit, name)), not name.startswith(_EVAL) or _is_fresh(state, unit)]
+                value = getattr(unit, name)
+                value = float(value.compute() if callable(getattr(value, "compute", None)) else value)
+                return [value, not name.startswith(_EVAL) or _is_fresh(state, unit)]
             except (TypeError, ValueError, RuntimeError) as error:
                 problem = f"{type(unit).__name__}'s is not a single number: {type(getattr(unit, name)).__name__} ({error})"
         for of, numbers in sorted(latest.items()):
@@ -95,10 +97,6 @@ def _look(name: str, state: Any, unit: Any, phase: str | None) -> list[Any] | st
 def is_own_loop(unit: Any) -> bool:
     """Whether a user's own loop trains the unit. Such a loop evaluates at any time."""
     return getattr(unit, "is_own_loop", False) is True
-
-
-def _of_attribute(value: Any) -> float:
-    return float(value.compute() if callable(getattr(value, "compute", None)) else value)
 
 
 def _own_loss(state: Any, unit: Any, phase: str | None) -> list[Any] | None:

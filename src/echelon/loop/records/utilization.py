@@ -22,7 +22,7 @@ from torch import nn
 
 from echelon.world.agree import is_joined
 
-__all__ = ["LanguageModel", "Utilization", "peak_flops", "tokens_of"]
+__all__ = ["LanguageModel", "Utilization", "allows_tf32", "peak_flops", "tokens_of"]
 
 # Names in models' configurations, the most usual first.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -53,8 +53,6 @@ class Utilization:
 
     def count(self, micro_batch: Any) -> None:
         """Count a micro-batch of this rank. If it is a part of longer sequences, count the parts of all ranks that share them."""
-        if not self.counts:
-            return
         flops = self._unit.flops(micro_batch)
         if flops is not None:
             self._flops += flops * self._parts
@@ -210,7 +208,7 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     if _PART_OF_A_CARD.search(device_name) or (dtype is torch.bfloat16 and _WITHOUT_BF16.search(device_name)):
         return None
     kind: torch.dtype | str = dtype
-    if dtype is torch.float32 and _allows_tf32():
+    if dtype is torch.float32 and allows_tf32():
         kind = "tf32"
     column = _COLUMNS.get(kind)
     if column is None:
@@ -221,7 +219,7 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     return None
 
 
-def _allows_tf32() -> bool:
+def allows_tf32() -> bool:
     """Whether torch may use TF32. torch has two settings; each raises when read once the other was set."""
     try:
         return torch.get_float32_matmul_precision() != "highest"

@@ -146,7 +146,7 @@ class AutoUnit(
         if source is not None:
             self.swa_model = Averages(source, self, params)  # type: ignore[assignment]
 
-    @property  # type: ignore[misc]
+    @property
     def precision(self) -> torch.dtype | None:  # type: ignore[override]
         """The type of autocast; None computes in float32."""
         return self.computes.dtype
@@ -246,7 +246,7 @@ class AutoPredictUnit(PredictStages, prepared_unit.AutoPredictUnit[T], unit.Pred
         )
         super().__init__(module=as_module(module), options=chosen)
 
-    @property  # type: ignore[misc]
+    @property
     def precision(self) -> torch.dtype | None:  # type: ignore[override]
         """The type of autocast; None computes in float32."""
         return self.computes.dtype
