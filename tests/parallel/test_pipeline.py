@@ -116,34 +116,23 @@ def windows(updates: int, size: int, rows: Sequence[int] = (2,)) -> list[list[To
 RATES = {"SGD": 0.1, "AdamW": 1e-2}
 
 
-def plain(
-    name: str, updates: list[list[Tokens]], *, optimizer: str, frozen: str | None = None
-) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
+def plain(name: str, updates: list[list[Tokens]], *, optimizer: str) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
     """PyTorch alone: parameters, losses and norms after each update on the mean over all tokens of a window."""
-    module = built(name)
-    freeze(module, frozen)
     # Of windows whose sequences differ in length, too: targets that count nothing fill them up, behind all that do.
     longest = max(x.shape[1] for window in updates for x, _ in window)
     full = [
         [(F.pad(x, (0, longest - x.shape[1])), F.pad(y, (0, longest - y.shape[1]), value=-100)) for x, y in w] for w in updates
     ]
-    return plain_training(full, clip=0.5, optimizer=optimizer, lr=RATES[optimizer], module=module, loss_of=loss_of)
+    return plain_training(full, clip=0.5, optimizer=optimizer, lr=RATES[optimizer], module=built(name), loss_of=loss_of)
 
 
 def loss_of(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(module(x).flatten(0, 1), y.flatten())
 
 
-def freeze(module: nn.Module, prefix: str | None) -> None:
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(prefix is None or not name.startswith(prefix))
-
-
 class Unit(Regression):
-    def __init__(self, name: str = "tied", *, optimizer: str = "SGD", frozen: str | None = None, **options: Any) -> None:
-        module = built(name)
-        freeze(module, frozen)
-        super().__init__(module=module, optimizer=optimizer, lr=RATES[optimizer], **{"clip_grad_norm": 0.5, **options})
+    def __init__(self, name: str = "tied", *, optimizer: str = "SGD", **options: Any) -> None:
+        super().__init__(module=built(name), optimizer=optimizer, lr=RATES[optimizer], **{"clip_grad_norm": 0.5, **options})
         self.losses: list[float] = []
         self.told: list[Any] = []
 
@@ -238,21 +227,6 @@ def test_batches_of_the_users_own_classes_may_differ_in_shape(ranks: Ranks) -> N
     updates = windows(4, 3, rows=(2, 1, 3))
     pairs: Any = [[Pair(*each) for each in window] for window in updates]
     check(ranks(2, trained, "untied", pairs, ech.Layout(pp=2)), plain("untied", updates, optimizer="SGD"))
-
-
-@pytest.mark.parametrize(
-    ("frozen", "schedule"),
-    [
-        ("words", "1f1b"),
-        ("blocks.0", "zero_bubble"),
-        *(pytest.param(*row, marks=pytest.mark.full) for row in (("head", "zero_bubble"), ("blocks", "1f1b"))),
-    ],
-)
-def test_frozen_layers_stay_and_a_stage_without_trained_parameters_passes_on(ranks: Ranks, frozen: str, schedule: str) -> None:
-    updates = windows(4, 2)
-    layout = ech.Layout(pp=2, stages=["blocks.1"] if frozen == "blocks.0" else None, schedule=schedule)
-    results = ranks(2, trained, "untied", updates, layout, frozen=frozen)
-    check(results, plain("untied", updates, optimizer="SGD", frozen=frozen))
 
 
 class Late(Unit):

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import echelon as ech
-from echelon.parallel.shards import authors_classes
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, largest_difference, net, plain_training, seeded, whole
 from tests.kit.own_loops import own_loop
@@ -113,32 +112,6 @@ def _own_loop(late: bool) -> tuple[int, int, float]:
 def test_in_a_loop_of_ones_own_too_and_schedules_go_on(ranks: Ranks, late: bool) -> None:
     for found in ranks(2, _own_loop, late):
         assert found == (1, 1, pytest.approx(0.0125))
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(1200, 256)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(2))
-        self.head = nn.Linear(256, 1200)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.words(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def _classes() -> tuple[set[str], set[str]]:
-    module = ech.layouts.prepare_module(Words(), torch.device("cpu"), layout="fsdp")
-    before = {type(part).__name__ for part in module.modules()}
-    with authors_classes(module):
-        return before, {type(part).__name__ for part in module.modules()}
-
-
-def test_sharded_modules_have_their_authors_classes_for_other_libraries(ranks: Ranks) -> None:
-    for before, inside in ranks(2, _classes):
-        assert "FSDPEmbedding" in before and inside == {"Words", "Embedding", "ModuleList", "Sequential", "Linear", "Tanh"}
 
 
 class Lamb(torch.optim.Optimizer):

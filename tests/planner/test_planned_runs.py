@@ -1,9 +1,10 @@
-"""`echelon run --plan`: what was planned is kept with the run, and its report says beside it what was measured."""
+"""`echelon run --plan`: what was planned is kept with the run, and its report says beside it what was measured; a plan's page."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from echelon.planner.memory import Answer, Picture
+from echelon.planner.page import page
+from echelon.planner.trace import KINDS
 from tests.kit.run_folders import START, make_run, page_of, training
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -72,3 +76,24 @@ def test_a_run_keeps_its_plan_which_holds_for_fewer_ranks_too(tmp_path: Path, ec
     both = planned["peak"] * 3 // 2048  # enough for a rank of two, whose parameters are halves
     done = echelon_command(*several, "--plan", f"{both}KiB", "train.py")
     assert done.returncode == 2 and "with 1 ranks" in done.stderr and len(list((tmp_path / "runs").iterdir())) == 1, done.stderr
+
+
+# --- the page of a plan
+
+MIB = 2**20
+HELD = {"parameters": 4 * MIB, "activations": 12 * MIB}
+MEMORY = [
+    [4 * MIB if kind == "parameters" else part * MIB if kind == "activations" else 0 for kind in KINDS] for part in (0, 12, 3)
+]
+
+
+def _answer(layout: str = "fsdp", **more: object) -> Answer:
+    shares = {("product", False): [1.0, 0.5, 0.0], ("all-gather", True): [0.0, 0.25, 0.75]}
+    return Answer(layout, True, peak=16 * MIB, by_kind=HELD, seconds=1.0, verdict="fits", picture=Picture(MEMORY, shares), **more)  # type: ignore[arg-type]
+
+
+def test_a_page_needs_nothing_else_and_names_are_text() -> None:
+    text = page([_answer("<script>alert(1)</script>"), Answer("pp=2", False, why="no")], 0, "a <table>", "<train>.py")
+    assert "<script" not in text and "a &lt;table&gt;" in text and "&lt;train&gt;.py" in text
+    assert not re.search(r"(src|href|url)\s*[=(]", text)
+    assert page([Answer("ddp", True, why="it cannot be traced")], 0, "nothing", "train.py").count("<svg") == 0

@@ -100,7 +100,7 @@ class Guard:
 #
 # Under tensor parallelism all tp ranks compute what lies between split layers, so dropout there and the noise of a loss must be
 # equal. The ranks' RNG states are equal until one rank draws alone, as rank 0 does for a picture or a sample in its log
-# (tests/parallel/test_same_draws.py). From then on each rank trains with its own masks, whole parameters drift apart, and nothing
+# (tests/parallel/test_same_calls.py). From then on each rank trains with its own masks, whole parameters drift apart, and nothing
 # fails.
 #
 # So each rank sends a number in the message that a window sends anyway. The numbers of ranks that share layers add up to 0 if
