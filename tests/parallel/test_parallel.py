@@ -10,8 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
+from echelon.parallel import LAYOUTS
 from echelon.parallel.recipe.blocks import blocks_to_shard
 from tests.conftest import Ranks
+from tests.kit.averaged import Averaged
 from tests.kit.models import batch, largest_difference, net, plain_training, whole
 from tests.kit.refusals import refusal
 from tests.kit.units import KINDS, Hooks, Own, Regression
@@ -123,3 +125,29 @@ def test_layers_that_are_frozen_and_unfrozen_during_training_are_averaged_while_
         _freezes(module, way, step + 1)
     for trained in ranks(2, _trained_in_part, layout, way):
         assert largest_difference(trained, whole(module)) < 1e-12
+
+
+# --- a layout of the future is one file and one line: what it needs is in the seam
+
+ROWS_OF_RANKS = [(4, 3), (2, 4), (3, 5), (5, 3), (4, 1)]  # of each micro-batch, by rank; the last of three updates is short
+
+
+def _averaged() -> tuple[dict[str, torch.Tensor], list[float], float]:
+    LAYOUTS["averaged"] = Averaged  # the one line
+    unit, rank = Regression(layout="averaged", accumulate=2, clip_grad_norm=0.3), dist.get_rank()
+    ech.train(unit, [batch(rows[rank], 10 * i + rank) for i, rows in enumerate(ROWS_OF_RANKS)], max_epochs=1)
+    norms = list(unit.norms)
+    ech.evaluate(unit, [batch(4 - rank, 100 + rank)])
+    return whole(unit.module), norms, unit.eval_loss
+
+
+def test_a_layout_of_ones_own_trains_and_evaluates_as_one_process_does(ranks: Ranks) -> None:
+    made = [[batch(rows, 10 * i + rank) for rank, rows in enumerate(both)] for i, both in enumerate(ROWS_OF_RANKS)]
+    windows = [[each for micro in made[start : start + 2] for each in micro] for start in (0, 2, 4)]
+    want, _, norms = plain_training(windows, clip=0.3)
+    alone = Regression()
+    alone.module.load_state_dict(want)
+    ech.evaluate(alone, [batch(4, 100), batch(3, 101)])
+    for got, seen, evaluated in ranks(2, _averaged):
+        assert largest_difference(got, want) < 1e-12 and seen == pytest.approx(norms, rel=1e-11)
+        assert evaluated == pytest.approx(alone.eval_loss, rel=1e-11)

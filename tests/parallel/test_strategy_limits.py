@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.kit.units import PARALLEL, Own, Regression
 pytestmark = pytest.mark.standing_ranks
 
 CPU = torch.device("cpu")
+Programs = dict[str, tuple[Callable[[], Any], str]]  # and words that it is refused with
 
 
 class Bare(nn.Module):
@@ -38,8 +40,7 @@ def _mesh() -> Any:
     return init_device_mesh("cpu", (2,))
 
 
-def _misfits() -> dict[str, tuple[str, str]]:
-    """What is said, and words that must be in it."""
+def _misfits() -> Programs:
     from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
     fsdp, fsdp2, sizes = ech.FSDPStrategy, FSDP2Strategy, ech.Layout
@@ -65,24 +66,20 @@ def _misfits() -> dict[str, tuple[str, str]]:
     loose, wrapped = net(), Regression(layout="zero1").module
     modules: dict[str, tuple[nn.Module, Any, str]] = {
         "loose": (loose, fsdp(ignored_modules=[loose.last]), "last.weight would not be reduced"),
-        "frozen": (net().requires_grad_(False), None, "no parameter of Net requires a gradient"),
         "twice": (wrapped, "fsdp", "is already parallel"),
         "meta": (bare, "zero1", "Bare.scale (3,) is on the meta device and nothing gives it a value"),
+        "max_norm": (nn.Embedding(5, 4, max_norm=1.0), "ddp", "max_norm must be None on several ranks, got 1"),
     }
-    found = {name: (refusal(lambda make=make: Regression(layout=make())), words) for name, (make, words) in layouts.items()}
-    for name, (module, layout, words) in modules.items():
-        if layout is None:
-            found[name] = refusal(ech.layouts.prepare_ddp, module, CPU), words
-        else:
-            found[name] = refusal(Regression, module=module, layout=layout), words
-    return found
-
-
-@pytest.mark.full
-def test_what_cannot_be_names_the_remedy_on_all_ranks(ranks: Ranks) -> None:
-    first, second = ranks(2, _misfits)
-    assert first == second
-    assert {name: said for name, (said, words) in first.items() if words not in said} == {}
+    frozen = net().requires_grad_(False)
+    return {
+        **{name: (lambda make=make: Regression(layout=make()), words) for name, (make, words) in layouts.items()},
+        **{name: (partial(Regression, module=module, layout=layout), said) for name, (module, layout, said) in modules.items()},
+        "frozen": (lambda: ech.layouts.prepare_ddp(frozen, CPU), "no parameter of Net requires a gradient"),
+        "hook": (
+            lambda: Regression(module=_hooked(net()), layout="fsdp"),
+            "replaces the parameter last.weight, whose hook (register_hook",
+        ),
+    }
 
 
 def test_a_stage_that_is_none_is_refused() -> None:
@@ -174,14 +171,10 @@ class _Follows(nn.Module):
         return self.last(x) + self.copy(x)
 
 
-def _steps() -> dict[str, tuple[str, str]]:
-    """What is said, and words that must be in it."""
+def _steps() -> Programs:
     split = ech.layouts.prepare_module(net(), CPU, layout="tp")
     units: dict[str, tuple[Any, str]] = {
-        "sparse": (
-            Regression(module=Looked().double(), layout="fsdp"),
-            "Looked has sparse gradients",
-        ),
+        "sparse": (Regression(module=Looked().double(), layout="fsdp"), "Looked has sparse gradients"),
         "Adafactor": (Regression(layout="fsdp", optimizer="Adafactor"), "Adafactor cannot step parameters that are split over"),
         "LBFGS of several": (
             Own(split, torch.optim.LBFGS(split.parameters(), lr=0.1), closure=True),
@@ -190,25 +183,12 @@ def _steps() -> dict[str, tuple[str, str]]:
         "late hook": (_HookedLate(layout="fsdp"), "last.weight is split over the ranks, and torch does not call its hook"),
         "unused": (Regression(module=_Short().double(), layout="ddp"), "got no gradient of last.weight and 1 more"),
     }
-    found = {
-        name: (refusal(ech.train, unit, [batch(4, 0), batch(4, 1)], max_epochs=1), words) for name, (unit, words) in units.items()
-    }
-    hooked = refusal(lambda: Regression(module=_hooked(net()), layout="fsdp"))
-    found["hook"] = hooked, "replaces the parameter last.weight, whose hook (register_hook"
-    bounded = refusal(lambda: Regression(module=nn.Embedding(5, 4, max_norm=1.0), layout="ddp"))
+    lost = "copy.weight is written in the forward pass of _Follows, and the new value is lost"
     for how in ("in place", "its data", "other data", "another"):
-        writes = Regression(module=_Follows(how).double(), layout="zero2" if how == "its data" else "fsdp")
-        said = refusal(ech.train, writes, [batch(4, 0), batch(4, 1)], max_epochs=1)
-        found[f"writes {how}"] = said, "copy.weight is written in the forward pass of _Follows, and the new value is lost"
-    found["max_norm"] = bounded, "max_norm must be None on several ranks, got 1"
-    return found
-
-
-@pytest.mark.full
-def test_gradients_and_optimizers_that_a_strategy_cannot_have_are_named(ranks: Ranks) -> None:
-    first, second = ranks(2, _steps)
-    assert first == second
-    assert {name: said for name, (said, words) in first.items() if words not in said} == {}
+        layout = "zero2" if how == "its data" else "fsdp"
+        units[f"writes {how}"] = Regression(module=_Follows(how).double(), layout=layout), lost
+    data = [batch(4, 0), batch(4, 1)]
+    return {name: (partial(ech.train, unit, data, max_epochs=1), words) for name, (unit, words) in units.items()}
 
 
 class InPlace(nn.Sequential):
@@ -258,7 +238,7 @@ def _clips_by_torch() -> None:
             optimizer.step()
 
 
-PROGRAMS: dict[str, tuple[Callable[[], None], str]] = {
+PROGRAMS: Programs = {
     "a static graph": (
         lambda: _trained(layout=ech.DDPStrategy(static_graph=True), accumulate=2),
         "static_graph must be False where gradients are accumulated",
@@ -273,7 +253,17 @@ PROGRAMS: dict[str, tuple[Callable[[], None], str]] = {
 }
 
 
-def test_programs_that_a_layout_cannot_run_are_refused_by_name(ranks: Ranks) -> None:
-    first, second = ranks(2, lambda: {name: refusal(run) for name, (run, _) in PROGRAMS.items()})
+def _told(make: Callable[[], Programs]) -> list[tuple[str, str]]:
+    """What is said of each, and words that must be in it."""
+    return [(refusal(run), words) for run, words in make().values()]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: PROGRAMS, *(pytest.param(make, marks=pytest.mark.full) for make in (_misfits, _steps))],
+    ids=["programs", "misfits", "steps"],
+)
+def test_what_a_layout_cannot_run_is_refused_by_name_with_the_remedy_on_all_ranks(ranks: Ranks, make: Any) -> None:
+    first, second = ranks(2, _told, make)
     assert first == second
-    assert {name: said for name, said in first.items() if PROGRAMS[name][1] not in said} == {}
+    assert [(said, words) for said, words in first if words not in said] == []

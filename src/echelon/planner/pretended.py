@@ -3,7 +3,7 @@
 torch's "fake" process group answers every collective at once, and FakeTensorMode runs operators on shapes alone. So the training
 code can run as a rank of any world, with a model of any size. torch 2.13 has no public names for either, nor for what
 `fully_shard` and DistributedDataParallel do with memory; this file has all private names that are needed. Tested with torch 2.13;
-tests/planner/test_pretended.py fails if another version differs.
+tests/planner/test_values.py fails if another version differs.
 """
 
 from __future__ import annotations
