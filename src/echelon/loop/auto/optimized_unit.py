@@ -27,6 +27,7 @@ from echelon.loop.records.monitored import is_own_loop
 from echelon.loop.samples import samples_of, tell_of_doubts
 from echelon.loop.unit import TrainedUnit
 from echelon.loop.window import Window
+from echelon.parallel.gradients import clip
 from echelon.parallel.gradients.fixed_order import GradientTree, is_power_of_two
 from echelon.parallel.gradients.fused import fuse
 from echelon.parallel.prepared import Prepared
@@ -167,7 +168,7 @@ class OptimizedUnit(PreparedUnit, TrainedUnit):
     def zero_grad(self, state: State) -> None:
         """Drop all gradients."""
         if self.several is None:
-            self.optimizer.zero_grad(set_to_none=True)
+            clip.clear(self.optimizer)
         else:
             self.several.clear()
         stepping = self.several or self.optimizer

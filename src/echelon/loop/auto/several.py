@@ -151,7 +151,7 @@ class Several:
 
     def clear(self) -> None:
         for turn in self.turns:
-            turn.optimizer.zero_grad(set_to_none=True)
+            gradients.clear(turn.optimizer)
 
     # --- a micro-batch
 
@@ -306,7 +306,7 @@ class Several:
                 check_loss(loss, micro_batch.weight, unit.train_progress.num_updates_completed)
             self.log(state, turns, loss)
             for turn in turns:
-                turn.optimizer.zero_grad(set_to_none=True)  # losses of other optimizers may have left gradients there
+                gradients.clear(turn.optimizer)  # losses of other optimizers may have left gradients there
             clock.enter(Part.BACKWARD)
             try:
                 self.backward(loss, micro_batch, retain_graph=unit.retain_graph)

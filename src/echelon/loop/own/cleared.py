@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from echelon.common.errors import OwnLoopError
-from echelon.parallel.gradients.clip import times_changed
+from echelon.parallel.gradients.clip import clear, times_changed
 from echelon.parallel.shards import is_split, local
 from echelon.parallel.state.partition import has_gradients
 
@@ -56,7 +56,7 @@ class Cleared:
             was_cleared = times_changed(self._gathered) != self._version
             self._gathered.grad, self._is_marked = None, False
             if was_cleared:
-                optimizer.zero_grad(set_to_none=True)
+                clear(optimizer)
         if self._looks_left and self._gathered is None:
             self._looks_left -= 1
             gathered = (p for p in self._module.parameters() if id(p) not in self._own and p.requires_grad)

@@ -25,7 +25,19 @@ from torch import nn
 from echelon.common.errors import LayoutError
 from echelon.parallel.shards import local
 
-__all__ = ["clip_by_norm_", "clip_by_value_", "graph", "pass_zeros", "scale_", "times_changed"]
+__all__ = ["clear", "clip_by_norm_", "clip_by_value_", "graph", "pass_zeros", "scale_", "times_changed"]
+
+
+def clear(optimizer: torch.optim.Optimizer) -> None:
+    """Drop all gradients of an optimizer's parameters. Calls the optimizer's own `zero_grad` if it has one. Otherwise does what
+    torch's does, without its profiler range, which takes longer than the work (6 us of a step).
+    """
+    if getattr(type(optimizer), "zero_grad", None) is torch.optim.Optimizer.zero_grad and "zero_grad" not in vars(optimizer):
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+    else:
+        optimizer.zero_grad(set_to_none=True)
 
 
 def times_changed(parameter: torch.Tensor) -> int:
