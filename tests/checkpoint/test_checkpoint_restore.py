@@ -31,7 +31,6 @@ from echelon.common.errors import (
 )
 from echelon.contracts.run_dir import write_json
 from echelon.loop.checkpointing import changes
-from echelon.parallel.state.optimizer_state import OptimizerState
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, seeded, whole
 from tests.kit.own_loops import told
@@ -372,21 +371,14 @@ def test_an_optimizer_without_its_modules_and_parameters_that_are_new_to_it(tmp_
     assert wider.optimizer.param_groups[0]["lr"] == 0.05 and module.extra.weight not in wider.optimizer.state
 
 
-def test_a_parameter_that_no_module_of_the_unit_holds_is_in_the_state_of_its_optimizer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_parameter_that_no_module_of_the_unit_holds_is_in_the_state_of_its_optimizer(tmp_path: Path) -> None:
     def loose(value: float) -> Regression:
         return Regression(optimizer=lambda m: torch.optim.AdamW([*m.parameters(), nn.Parameter(torch.full((2,), value))]))
 
     ech.train(loose(0.1), make_loader(), max_updates=2, callbacks=[Saver(tmp_path)])
     other = loose(7.0)
-    with caplog.at_level(logging.WARNING):
-        Saver.restore_from_latest(tmp_path, other)
+    Saver.restore_from_latest(tmp_path, other)
     assert other.optimizer.param_groups[0]["params"][-1].tolist() == pytest.approx([0.1, 0.1])
-    assert "the unit's attributes holds" not in caplog.text
-    saved_by_an_earlier_echelon: Any = {}
-    OptimizerState({"module": other.module}, other.optimizer).targets("optimizer", saved_by_an_earlier_echelon, {})
-    assert "the unit's attributes holds a parameter of a AdamW" in caplog.text and "they keep their current values" in caplog.text
 
 
 # --- ranks that differ
