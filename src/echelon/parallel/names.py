@@ -24,6 +24,7 @@ __all__ = [
     "plain_modules",
     "plain_name",
     "plain_names",
+    "plainly",
     "register",
     "tied_names",
     "unwrapped",
@@ -57,17 +58,17 @@ def without_compile(module: nn.Module) -> nn.Module:
 
 def plain_names(module: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters by the names that the module's author gave; a tied parameter by its first name, or by every name."""
-    yield from _plainly(module, module.named_parameters(remove_duplicate=not every_name))
+    yield from plainly(module, module.named_parameters(remove_duplicate=not every_name))
 
 
 def plain_buffers(module: nn.Module, *, every_name: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
     """Buffers by the names that the module's author gave; a shared buffer by its first name, or by every name."""
-    yield from _plainly(module, module.named_buffers(remove_duplicate=not every_name))
+    yield from plainly(module, module.named_buffers(remove_duplicate=not every_name))
 
 
 def plain_modules(module: nn.Module) -> dict[str, nn.Module]:
     """Modules by every name that their author gave; a wrapper's name stands for the module inside."""
-    return dict(_plainly(module, module.named_modules(remove_duplicate=False)))
+    return dict(plainly(module, module.named_modules(remove_duplicate=False)))
 
 
 def plain_name(name: str) -> str:
@@ -88,8 +89,9 @@ def tied_names(named: Iterable[tuple[str, nn.Parameter]]) -> list[list[str]]:
     return [names for names in names_of_each(named).values() if len(names) > 1]
 
 
-def _plainly(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-    kinds = ((name, wrapper_of(m)) for name, m in module.named_modules())
+def plainly(module: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """Anything by names within the module, by the names that its author gave."""
+    kinds = ((name, wrapper_of(m)) for name, m in module.named_modules(remove_duplicate=False))
     inside = {name: kind.inner for name, kind in kinds if kind is not None and kind.inner is not None}
     for name, each in named:
         parts = name.split(".")
@@ -118,7 +120,6 @@ class Kind:
         prepared: makes the `Prepared` of such a module.
         inner: the wrapper's attribute that holds the user's module; None if the module is changed in place.
         by_parameters: only the parameters show this kind. Tried last; a layout may be applied on top.
-        unknown_to_torch: `torch.distributed.checkpoint.state_dict` does not strip the wrapper from names.
         module_state: makes such a module's state by name, if it is not a `ModuleState`.
         optimizer_state: makes the state by name of an optimizer over such modules, if it is not an `OptimizerState`.
     """
@@ -128,7 +129,6 @@ class Kind:
     prepared: Callable[[Any, World], Any]
     inner: str | None = None
     by_parameters: bool = False
-    unknown_to_torch: bool = False
     module_state: Callable[[Any], Any] | None = None
     optimizer_state: Callable[[Mapping[str, nn.Module], torch.optim.Optimizer], Any] | None = None
 

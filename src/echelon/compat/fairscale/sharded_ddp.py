@@ -223,7 +223,6 @@ register(
         lambda module: isinstance(module, ShardedDataParallel),
         ShardedDDPPrepared,
         inner="module",
-        unknown_to_torch=True,
     )
 )
 

@@ -39,7 +39,7 @@ class DPPrepared(Prepared["nn.DataParallel[Any]"]):
         self.data.is_replica = False  # also if a script has several processes: none counts another's samples
 
 
-register(Kind("dp", lambda module: isinstance(module, nn.DataParallel), DPPrepared, inner="module", unknown_to_torch=True))
+register(Kind("dp", lambda module: isinstance(module, nn.DataParallel), DPPrepared, inner="module"))
 
 
 @dataclass(frozen=True, repr=False)

@@ -374,25 +374,10 @@ register(
         lambda module: isinstance(module, Worker),
         WorkerPrepared,
         inner="module",
-        unknown_to_torch=True,
         module_state=WorkerState,
         optimizer_state=WorkerOptimizerState,
     )
 )
-
-
-def _prepare(
-    module: nn.Module, world: World, recipe: Recipe, layout: str, every: int, outer: OuterOptimizer | None
-) -> Prepared[Any]:
-    if recipe.precision is not None and recipe.precision.dtype is torch.float16:
-        raise OptimizerError(
-            f"precision must not be 'fp16' under {layout!r}, whose workers would each skip different updates. Use 'bf16'."
-        )
-    if world.size > 1:
-        ensure_group(world.device)
-    module = materialize(module, world.device).to(world.device)
-    equalize(module, world, from_rank0=True)
-    return WorkerPrepared(Worker(recipe.applied(module), layout, every, outer), world)
 
 
 @dataclass(frozen=True, repr=False)
@@ -415,8 +400,20 @@ class LocalSGDStrategy(Strategy):
         super().__post_init__()
         object.__setattr__(self, "every", whole("every", self.every, at_least=1, kind=LayoutError))
 
+    @property
+    def _outer(self) -> OuterOptimizer | None:
+        return None
+
     def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
-        return _prepare(module, world, recipe, self.name, self.every, None)
+        if recipe.precision is not None and recipe.precision.dtype is torch.float16:
+            raise OptimizerError(
+                f"precision must not be 'fp16' under {self.name!r}, whose workers would each skip different updates. Use 'bf16'."
+            )
+        if world.size > 1:
+            ensure_group(world.device)
+        module = materialize(module, world.device).to(world.device)
+        equalize(module, world, from_rank0=True)
+        return WorkerPrepared(Worker(recipe.applied(module), self.name, self.every, self._outer), world)
 
 
 def _nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -424,7 +421,7 @@ def _nesterov(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @dataclass(frozen=True, repr=False)
-class DiLoCoStrategy(Strategy):
+class DiLoCoStrategy(LocalSGDStrategy):
     """As LocalSGDStrategy, but an outer optimizer steps on the averages. For hundreds of updates without communication.
 
     Args:
@@ -443,7 +440,6 @@ class DiLoCoStrategy(Strategy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "every", whole("every", self.every, at_least=1, kind=LayoutError))
         made = self.outer_optimizer
         require(
             made is None or callable(made),
@@ -453,5 +449,6 @@ class DiLoCoStrategy(Strategy):
             kind=LayoutError,
         )
 
-    def prepare(self, module: nn.Module, world: World, recipe: Recipe) -> Prepared[Any]:
-        return _prepare(module, world, recipe, self.name, self.every, self.outer_optimizer or _nesterov)
+    @property
+    def _outer(self) -> OuterOptimizer:
+        return self.outer_optimizer or _nesterov

@@ -44,13 +44,13 @@ def known(keys: Iterable[str]) -> set[str]:
 
 def tensor_options(me: str, saved: Saved) -> dict[str, torch.Tensor]:
     """Empty tensors for options that were saved as tensors, such as a learning rate on a GPU."""
-    own_kinds = {k.removeprefix(f"{me}."): kind for k, kind in saved.items() if k.startswith(f"{me}.param_groups.")}
-    return {key: torch.empty(shape, dtype=dtype) for key, (dtype, shape) in own_kinds.items()}
+    kinds = mine(me, saved).items()
+    return {key: torch.empty(shape, dtype=dtype) for key, (dtype, shape) in kinds if key.startswith("param_groups.")}
 
 
-def mine(me: str, saved: Saved) -> list[str]:
-    """The keys of the state with the name `me` in a checkpoint."""
-    return [key.removeprefix(f"{me}.") for key in saved if key.startswith(f"{me}.")]
+def mine(me: str, saved: Saved) -> Saved:
+    """The tensors of the state with the name `me` in a checkpoint."""
+    return {key.removeprefix(f"{me}."): kind for key, kind in saved.items() if key.startswith(f"{me}.")}
 
 
 def by_parameter(keys: Iterable[str], names: Collection[str]) -> dict[str, list[str]]:

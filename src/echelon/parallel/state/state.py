@@ -19,15 +19,15 @@ from echelon.parallel.names import (
     class_name,
     plain_buffers,
     plain_modules,
-    plain_name,
     plain_names,
+    plainly,
     tied_names,
     unwrapped,
     wrapper_of,
 )
 from echelon.parallel.patching import own_taken_out
 from echelon.parallel.shards import is_split, ranks_apart, reshard
-from echelon.parallel.state.keys import Saved
+from echelon.parallel.state.keys import Saved, mine
 from echelon.parallel.state.optimizer_state import OptimizerState, ZeroRedundancyState
 from echelon.parallel.state.partition import Partition, is_zero_redundancy, parameters_of
 
@@ -48,46 +48,33 @@ class ModuleState:
         self._renamed: list[str] = []  # tensors that the module's own hooks renamed in the latest state_dict()
 
     @property
-    def _is_bare(self) -> bool:
-        """Whether it has no parameters and buffers, like a loss: torch's functions raise for such a module."""
-        return not any(True for tensors in (self._module.parameters(), self._module.buffers()) for _ in tensors)
-
-    @property
     def _has_fsdp1(self) -> bool:
         kinds = (wrapper_of(part) for part in self._module.modules())
         return any(kind is not None and kind.name == "fsdp1" for kind in kinds)
 
     def state_dict(self) -> dict[str, Any]:
         with own_taken_out(self._module.modules(), "state_dict"):
-            return self._state()
-
-    def _state(self) -> dict[str, Any]:
-        if self._is_bare:
-            return dict(self._module.state_dict())
-        if (by_torch := self._by_torch()) is not None:
-            return by_torch
-        state = {plain_name(name): value for name, value in unwrapped(self._module).state_dict().items()}
-        known = {name for name, _ in plain_names(self._module, every_name=True)}
+            if self._has_fsdp1:
+                return self._by_torch()
+            inner = unwrapped(self._module)
+            state = dict(plainly(inner, inner.state_dict().items()))
+        known = self._living()
         self._renamed = [n for n, v in state.items() if n not in known and isinstance(v, torch.Tensor) and not is_split(v)]
         return state
 
-    def _by_torch(self) -> dict[str, Any] | None:
-        """The state from torch's function; None if the module's own hooks rename entries, which torch then does not find."""
+    def _by_torch(self) -> dict[str, Any]:
+        """The state of a module in the older FullyShardedDataParallel, whose pieces only torch knows."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         try:
             return dict(get_model_state_dict(self._module))
         except (AttributeError, AssertionError) as error:
-            if self._has_fsdp1:
-                name, why = class_name(unwrapped(self._module)), str(error).partition(" but ")[0]
-                raise CheckpointError(
-                    f"the state_dict() of the {name} must have the names of its parameters and buffers in a "
-                    f"FullyShardedDataParallel, got others, which its own hooks give: {why}. Rename in the code that reads the "
-                    "weights, not in the module; or give the plain module to layout='fsdp'."
-                ) from error
-            if isinstance(error, AssertionError):
-                raise
-            return None
+            name, why = class_name(unwrapped(self._module)), str(error).partition(" but ")[0]
+            raise CheckpointError(
+                f"the state_dict() of the {name} must have the names of its parameters and buffers in a "
+                f"FullyShardedDataParallel, got others, which its own hooks give: {why}. Rename in the code that reads the "
+                "weights, not in the module; or give the plain module to layout='fsdp'."
+            ) from error
 
     def room(self, me: str, saved: Saved) -> dict[str, torch.Tensor]:
         """Empty tensors to read from a checkpoint, for buffers with another shape there or without a value yet.
@@ -95,7 +82,7 @@ class ModuleState:
         Args:
             me: this state's name in the checkpoint.
         """
-        saved_kinds = {key.removeprefix(f"{me}."): kind for key, kind in saved.items() if key.startswith(f"{me}.")}
+        saved_kinds = mine(me, saved)
         tensors = {}
         for key, _, _, buffer in self._reshaped({key: shape for key, (_, shape) in saved_kinds.items()}):
             like = next(self._module.parameters(), torch.empty(0, dtype=saved_kinds[key][0])) if buffer is None else buffer
@@ -107,9 +94,6 @@ class ModuleState:
         """Load the state. If the module does not itself load a buffer that was saved with another shape, it gets that shape."""
         from torch.distributed.checkpoint.state_dict import set_model_state_dict
 
-        if self._is_bare:
-            self._module.load_state_dict(state_dict)
-            return
         with contextlib.ExitStack() as stack:
             stack.enter_context(own_taken_out(self._module.modules(), "state_dict"))
             shapes = {key: list(value.shape) for key, value in state_dict.items() if isinstance(value, torch.Tensor)}
@@ -118,11 +102,12 @@ class ModuleState:
                     setattr(owner, name, torch.empty_like(state_dict[key]))
                 else:  # registered last, so it runs after the module's own hooks
                     stack.callback(owner.register_load_state_dict_pre_hook(partial(_reshape, name)).remove)
-            names = {plain_name(name): name for name in unwrapped(self._module).state_dict()}
-            if self._has_fsdp1 or (not names.keys() >= state_dict.keys() and self._by_torch() is not None):
+            if self._has_fsdp1:
                 set_model_state_dict(self._module, state_dict)
-            else:  # torch's function loses a module that is registered in two places if a wrapper adds a prefix to names
-                unwrapped(self._module).load_state_dict({names.get(name, name): value for name, value in state_dict.items()})
+                return
+            inner = unwrapped(self._module)
+            names = dict(plainly(inner, ((name, name) for name in inner.state_dict())))
+            inner.load_state_dict({names.get(name, name): value for name, value in state_dict.items()})
 
     def _living(self) -> dict[str, list[int]]:
         """Shapes of parameters and buffers, by name."""
@@ -183,12 +168,10 @@ def states_by_name(app_state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def module_state(module: nn.Module) -> ModuleState:
-    """A module's state; for a wrapper that torch's functions do not know, the state of the module inside."""
     kind = wrapper_of(module)
-    if kind is not None and kind.module_state is not None:
-        made: ModuleState = kind.module_state(module)
-        return made
-    return ModuleState(unwrapped(module) if kind is not None and kind.unknown_to_torch else module)
+    make = ModuleState if kind is None or kind.module_state is None else kind.module_state
+    made: ModuleState = make(module)
+    return made
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer, modules: Mapping[str, nn.Module]) -> Any:
