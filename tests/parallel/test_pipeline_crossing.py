@@ -219,6 +219,7 @@ RIGHT = [
         after=lambda self, y, early: self.last(y + early if len(y) == 4 else y),
     ),
     Collected,
+    _model("PastTorch", between=_writes_past_torch),
 ]
 
 
@@ -242,7 +243,6 @@ REFUSED: list[tuple[type[Base], str]] = [
     (_model("Listed", block=lambda self: Noting("list"), after=_reads_a_list), "blocks.0.note"),
     (CountingLate, "epoch, which lies in no stage, is changed in 1 of 2 stages"),
     (Averaging, "Averaging.mean, which lies in no stage, is changed by each pass"),
-    (_model("PastTorch", between=_writes_past_torch), "past torch"),
     (_model("Counting", between=_counts_passes), "Counting.epoch, which lies in no stage, is changed by each pass"),
 ]
 INTERLEAVED = ("Averaging", "Counting")  # each rank makes two passes; the others are refused under 1f1b

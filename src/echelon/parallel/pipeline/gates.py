@@ -160,7 +160,7 @@ class Cut:
     def meet(self, gate: Gate, run: Run) -> Any:
         """Return the outputs of a unit of another stage; end the pass if that stage is a later one."""
         if gate.stage > run.stage:
-            run.leaves()
+            run.leaving()
             raise Left
         call = run.call_of(gate.name)
         if gate.name in self.kept:

@@ -1,8 +1,8 @@
 """One forward pass of one stage: the tensors it receives, the outputs of its units, and the writes in place into both.
 
 A later stage runs the author's code between the units again, so it repeats the in-place writes of that code into a unit's output.
-The output is therefore sent as the unit returned it. Writes of a unit into its arguments count as outputs of the unit: a later
-stage skips the unit, and copies the written values into its own arguments. The versions of tensors show writes.
+So a copy of the output is sent, made as the unit returns it. Writes of a unit into its arguments count as outputs of the unit: a
+later stage skips the unit, and copies the written values into its own arguments. The versions of tensors show writes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from echelon.common.errors import EchelonError, PipelineError
 from echelon.parallel.pipeline.values import Absent, Form, Needed, Sources, absent_in, in_place_of_absent
 
-__all__ = ["Left", "Run", "write_again", "writes_anew"]
+__all__ = ["Left", "Run", "write_again"]
 
 # Keys for what a unit sends besides its value: the tensors that it has written into, and its additions to lists and dicts.
 _WRITTEN, _PUT = "written into its arguments", "put into its arguments"
@@ -29,41 +29,31 @@ class Left(BaseException):
 
 
 @dataclass
-class _Held:
-    """An output of a unit: the value that the author's code got, its tensors with their versions, and a copy from before."""
-
-    value: Any
-    tensors: list[torch.Tensor]
-    versions: list[int | None]
-    before: Any
-
-
-@dataclass
 class Run:
     """One forward pass of one stage.
 
     Args:
         received: by call ("blocks.3:1" is the first call of blocks.3), the outputs of earlier stages.
         forms: by call of a unit of an earlier stage, the form of its outputs.
-        watched: the calls whose outputs leave the stage; None for all.
-        written: the calls whose outputs are known to be written into.
+        sends: the calls whose outputs leave the stage; None for all.
+        written: the calls of earlier stages whose outputs are known to be written into.
         knows_all: the pass must be like the trial passes, and fails if it differs. False for trial passes, which learn what
             the stage needs.
         fail: called with an error of the pass, which then goes on with zeros; None raises the error.
     Attributes:
-        gave: by call, the outputs of this stage's units.
-        wrote: the calls whose outputs this pass has written into.
+        gave: by call, the outputs of this stage's units; copies of those that leave it.
         has_left: whether a unit of a later stage was called.
         needed: the missing sources that ended the pass.
         learns: whether gradients are enabled.
         is_whole: whether the module itself was called.
+        leaving: called when the part of this stage has ended.
         within: more than 0 while a unit is computed.
     """
 
     stage: int
     received: Mapping[str, Any] = field(default_factory=dict)
     forms: Mapping[str, Form] = field(default_factory=dict)
-    watched: Collection[str] | None = None
+    sends: Collection[str] | None = None
     written: Collection[str] = ()
     knows_all: bool = False
     fail: Callable[[EchelonError], None] | None = None
@@ -79,8 +69,8 @@ class Run:
     latest: str = "it began"
     within: int = 0
     kind: str = ""
-    wrote: set[str] = field(default_factory=set)
-    _held: dict[str, _Held] = field(default_factory=dict)
+    # In a trial pass by call, the tensors that the author's code got, each with its version.
+    _seen: dict[str, list[tuple[torch.Tensor, int]]] = field(default_factory=dict)
 
     def call_of(self, name: str) -> str:
         self.calls[name] = number = self.calls[name] + 1
@@ -137,8 +127,8 @@ class Run:
             # Copies: a unit may return an argument it has written into, as ReLU(inplace=True) does, and later code write into it.
             again = {str(at): torch.clone(t) for at, t in written.items()}
             given = {"value": value, _WRITTEN: again, _PUT: put}
-        self.gave[call] = given
-        self._hold(call, given, None)
+        self.gave[call] = _copied(given) if self.sends is None or call in self.sends else given
+        self._see(call, given)
         return value
 
     def _tensors(self, args: Any, kwargs: Any) -> list[tuple[int, torch.Tensor]]:
@@ -150,21 +140,15 @@ class Run:
         return [(at, t) for at, t in enumerate(flat) if isinstance(t, torch.Tensor)]
 
     def hand_out(self, call: str) -> Any:
-        """The received outputs of a call. A copy if they will be written into: autograd forbids writes into a leaf."""
-        value = handed = self.received[call]
-        if not self.knows_all or call in self.written:
-            handed = pytree.tree_map_only(torch.Tensor, torch.clone, value)
-        self._hold(call, handed, value)
-        return handed
-
-    def leaves(self) -> None:
-        """Note that the part of this stage has ended."""
-        self._look()
-        self.leaving()
+        """The received outputs of a call. A copy if they are sent on or written into: autograd forbids writes into a leaf."""
+        value = self.received[call]
+        if not self.knows_all or call in self.written or (self.sends is not None and call in self.sends):
+            value = _copied(value)
+        self._see(call, value)
+        return value
 
     def ends(self, value: Any) -> Any:
         """Return the value of the last stage, after a request for the values of absent tensors in it."""
-        self._look()
         if absent := absent_in(value):
             self._needs_all(absent)
             return in_place_of_absent(value)
@@ -172,60 +156,27 @@ class Run:
 
     def to_send(self, call: str) -> Any:
         """The outputs of a call as they leave the stage; None if there was no such call."""
-        held = self._held.get(call)
-        if held is None:
-            value = self.gave[call] if call in self.gave else self.received.get(call)
-        else:
-            value = held.before if held.before is not None else held.value
-        if absent := absent_in(value):
-            self._needs_all(absent)
-            return in_place_of_absent(value)
-        return value
+        return self.ends(self.gave[call] if call in self.gave else _copied(self.received.get(call)))
+
+    def wrote(self) -> set[str]:
+        """The calls whose outputs this trial pass has written into."""
+        return {call for call, tensors in self._seen.items() if any(_version(t) != version for t, version in tensors)}
 
     def aliases(self) -> list[list[str]]:
         """Calls whose outputs share memory."""
         sharing: dict[int, list[str]] = defaultdict(list)
-        for call, held in self._held.items():
-            for storage in {id(t.untyped_storage()) for t in held.tensors if t.numel()}:  # torch keeps one object per storage
+        for call, tensors in self._seen.items():
+            for storage in {id(t.untyped_storage()) for t, _ in tensors if t.numel()}:  # torch keeps one object per storage
                 sharing[storage].append(call)
         return [calls for calls in sharing.values() if len(calls) > 1]
-
-    def unseen_writes(self) -> list[str]:
-        """Calls whose outputs were written into without a new version, as by `.data` and numpy."""
-        return [
-            call for call, held in self._held.items() if call not in self.wrote and held.before is not None and _differs(held)
-        ]
 
     def _needs_all(self, absent: list[Absent]) -> None:
         absent[0].place.needs(Sources().add([each.sources for each in absent]))
 
-    def _hold(self, call: str, value: Any, before: Any) -> None:
-        if self.watched is not None and call not in self.watched:
-            return
-        flat = [value] if isinstance(value, torch.Tensor) else pytree.tree_leaves(value)
-        tensors = [leaf for leaf in flat if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Absent)]
-        if before is None and (not self.knows_all or call in self.written):
-            before = pytree.tree_map_only(torch.Tensor, torch.clone, value) if not absent_in(value) else value
-        self._held[call] = _Held(value, tensors, [_version(t) for t in tensors], before)
-
-    def _look(self) -> None:
-        """Find the outputs that were written into."""
-        for call, held in self._held.items():
-            if None in held.versions:  # inference tensors have none
-                is_written = _differs(held)
-            else:
-                is_written = [_version(t) for t in held.tensors] != held.versions
-            if is_written:
-                self.wrote.add(call)
-                if self.knows_all and call not in self.written:
-                    self.fails(writes_anew(self.kind, call.rpartition(":")[0]))
-
-
-def writes_anew(kind: str, name: str) -> EchelonError:
-    return EchelonError(
-        f"{kind} writes in place into an output of {name}, but did not in the first passes with a batch like this. In a "
-        "pipeline it must do so in every pass or in none: x = x + y makes a new tensor."
-    )
+    def _see(self, call: str, value: Any) -> None:
+        if not self.knows_all:
+            tensors = [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor) and not isinstance(t, Absent)]
+            self._seen[call] = [(t, _version(t)) for t in tensors]
 
 
 def write_again(value: Any, args: Any, kwargs: Any) -> Any:
@@ -274,15 +225,9 @@ def _put_into(containers: list[tuple[Any, Any]]) -> dict[str, Any]:
     return additions
 
 
-def _version(t: torch.Tensor) -> int | None:
-    return None if t.is_inference() else t._version
+def _version(t: torch.Tensor) -> int:
+    return 0 if t.is_inference() else t._version
 
 
-def _differs(held: _Held) -> bool:
-    if held.before is None:
-        return False
-    before = [t for t in pytree.tree_leaves(held.before) if isinstance(t, torch.Tensor) and not isinstance(t, Absent)]
-    return any(
-        a.shape != b.shape or not bool(((a == b) | ((a != a) & (b != b))).all())
-        for a, b in zip(before, held.tensors, strict=True)
-    )
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else pytree.tree_map_only(torch.Tensor, torch.clone, value)

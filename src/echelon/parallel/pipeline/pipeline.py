@@ -25,7 +25,7 @@ from echelon.parallel.gradients.clip import pass_zeros
 from echelon.parallel.guards.messages import explained
 from echelon.parallel.patching import for_now
 from echelon.parallel.pipeline.gates import Cut
-from echelon.parallel.pipeline.passes import Run, writes_anew
+from echelon.parallel.pipeline.passes import Run
 from echelon.parallel.pipeline.schedules import Kind, StageModule, parts, torch_schedule
 from echelon.parallel.pipeline.trial import compute
 from echelon.parallel.pipeline.values import Form, Leaf, Unsendable, form_of, shape_of_batch
@@ -249,7 +249,10 @@ class Pipeline:
             return self._compute(window, stage, window.first + number, received)
         except Exception as error:  # torch would wrap it in a message of its own
             if "leaf Variable that requires grad is being used in an in-place operation" in str(error):
-                error = writes_anew(self.cut.kind, "a unit of an earlier stage")
+                error = EchelonError(
+                    f"{self.cut.kind} writes in place into an output of an earlier stage, but did not in the first passes with a "
+                    "batch like this. In a pipeline it must do so in every pass or in none: x = x + y makes a new tensor."
+                )
             if self._is_alone and not self.kind.splits_backward:
                 window.fails(error)  # other ranks wait for this rank's tensors; they hear of the error after all passes
                 return self._nothing(window, stage, window.first + number)
@@ -273,7 +276,7 @@ class Pipeline:
             stage,
             learned.given(stage, received),
             learned.forms,
-            watched=() if last else learned.sent[stage],
+            sends=() if last else learned.sent[stage],
             written=learned.needs.written,
             knows_all=True,
             fail=window.fails,
@@ -287,7 +290,7 @@ class Pipeline:
             output = window.weighted(made[0], micro_batch)
             outputs: list[torch.Tensor] = [output]
         else:
-            outputs = self._sendable(run.sent, learned.kinds(stage))
+            outputs = [t.to(kind.dtype).contiguous() for t, kind in zip(run.sent, learned.kinds(stage), strict=True)]
         if window.before_backward is not None:
             window.watch(stage, outputs)
         return tuple(outputs) if not last else outputs[0]
@@ -312,16 +315,6 @@ class Pipeline:
                 sent = [torch.zeros(kind.shape, dtype=kind.dtype, device=self.cut.device) for kind in kinds]
             tensors += sent
         return tensors
-
-    def _sendable(self, tensors: list[torch.Tensor], kinds: list[Leaf]) -> list[torch.Tensor]:
-        made, dense = [], torch.contiguous_format
-        for tensor, kind in zip(tensors, kinds, strict=True):
-            tensor = tensor if tensor.dtype == kind.dtype else tensor.to(kind.dtype)
-            # Copy a received tensor that is sent on. Schedules that split the backward pass detach outputs in place, so with
-            # them also copy views, and each of several outputs, which the stage may have used itself.
-            copies = tensor.is_leaf or (self.kind.splits_backward and (tensor._base is not None or len(tensors) > 1))
-            made.append(tensor.clone(memory_format=dense) if copies and kind.grad else tensor.contiguous())
-        return made
 
     # --- results for all ranks
 

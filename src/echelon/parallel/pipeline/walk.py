@@ -172,7 +172,6 @@ class Walk:
                 value = compute(self.cut, run, act)
             # Copies: a detached tensor keeps its base, and with it the graph.
             seen = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves(run, value)]
-            unseen = run.unseen_writes()
             del run, value
             counts.append(self._trials.counts())
             self._refuse_kept(stage, escapes)
@@ -188,11 +187,6 @@ class Walk:
                 self._refuse_accumulated(counted, report["changed"], lambda: compute(self.cut, Run(stage, received, forms), act))
         except Needed as needed:
             return {"more": sorted(needed.sources.calls)}
-        if unseen:
-            raise PipelineError(
-                f"{self.cut.kind} writes into an output of {unseen[0].rpartition(':')[0]} past torch, by .data or numpy, which a "
-                "pipeline cannot notice. Write into the tensor itself, under torch.no_grad() if necessary."
-            )
         if not same(seen, leaves(run, value)):
             raise PipelineError(
                 f"stage {stage} of {self.cut.kind} must give the same for the same batch, but its output changes from call "
@@ -239,7 +233,7 @@ class Walk:
 
     def _report(self, run: Run, value: Any, *, share: bool = False) -> dict[str, Any]:
         facts: dict[str, Any] = {"here": True, "forms": {}, "result": None, "changed": self._trials.changed()}
-        facts |= {"kept": [], "aliases": run.aliases(), "wrote": sorted(run.wrote)}
+        facts |= {"kept": [], "aliases": run.aliases(), "wrote": sorted(run.wrote())}
         for call in run.gave:
             try:
                 form, tensors = form_of(run.to_send(call))
