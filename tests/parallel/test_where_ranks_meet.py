@@ -43,7 +43,7 @@ LEFT_OUT = "test_a_batch_that_one_rank_leaves_out_ends_all"
 STAGES = "test_a_fault_in_a_stage_is_told_of_its_own_rank"
 REASONS = {
     ALIKE: "CutShort.__init__ Run._agree_to_stop Run._end_training Run._evaluation_epoch",
-    ASKED: ("Pipeline._compare Pipeline._studied SameGradients.settle Walk._move Walk._shared _Weights._on_rank0 _over"),
+    ASKED: "Pipeline._compare Pipeline._studied SameGradients.settle Walk._move to_all _Weights._on_rank0 _over",
     CALLED: "Mean.compute _Sum.forward _Weights.__init__ _Weights._refuse _Weights.gather _needed _over_ranks whole",
     FORM: (
         "Buffers._agree Buffers._send DDPStrategy.prepare DataAxes.find_replicas Shared.equalize _broadcast _fill_divided _grid "

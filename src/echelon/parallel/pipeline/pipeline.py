@@ -29,7 +29,7 @@ from echelon.parallel.pipeline.passes import Run
 from echelon.parallel.pipeline.schedules import Kind, StageModule, parts, torch_schedule
 from echelon.parallel.pipeline.trial import compute
 from echelon.parallel.pipeline.values import Form, Leaf, Unsendable, form_of, shape_of_batch
-from echelon.parallel.pipeline.walk import Needs, Walk, Walked
+from echelon.parallel.pipeline.walk import Needs, Walk, Walked, to_all
 from echelon.parallel.prepared import Batches, MicroBatch
 from echelon.parallel.shards import local
 from echelon.world import agree
@@ -341,16 +341,10 @@ class Pipeline:
     def _outputs(self, values: list[Any]) -> list[Any]:
         taken = [form_of(value, lossy=True) for value in values]
         forms = agree.gather([form.to_json() for form, _ in taken], self.group)[self.ranks[-1]]
-        outputs = []
-        for own, (_, tensors), packed in zip(values, taken, forms, strict=True):
-            form = Form.from_json(packed)
-            sent = (
-                [t.detach().contiguous() for t in tensors] if self.has_last else [k.empty(self.cut.device) for k in form.tensors]
-            )
-            for tensor in sent:
-                dist.broadcast(tensor, group=self.group, group_src=self.ranks[-1])
-            outputs.append(own if self.has_last else form.filled(sent))
-        return outputs
+        return [
+            to_all(own, Form.from_json(packed), tensors, self.group, self.ranks[-1], self.cut.device)
+            for own, (_, tensors), packed in zip(values, taken, forms, strict=True)
+        ]
 
     # --- without gradients
 

@@ -27,7 +27,7 @@ from echelon.parallel.pipeline.trial import Escapes, KeptByUnits, Trials, comput
 from echelon.parallel.pipeline.values import Form, Needed, Unsendable, form_of
 from echelon.world import agree, rng
 
-__all__ = ["Needs", "Walk", "Walked"]
+__all__ = ["Needs", "Walk", "Walked", "to_all"]
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,9 @@ class Walk:
         self._refuse_written(needs, aliases)
         result = Form.from_json(stage_report["result"])
         if share:
-            value = self._shared(result)
+            tensors = self._held["result"][1] if "result" in self._held else []
+            value = to_all(self._value, result, tensors, self.group, self._rank_of(self.cut.count - 1), self.device)
+            self._value = None
         self._held.clear()
         return Walked(forms, needs, value, result)
 
@@ -304,17 +306,20 @@ class Walk:
                 leaves = [t.detach().requires_grad_(kind.grad and learns) for t, kind in zip(tensors, kinds, strict=True)]
                 received[call] = forms[call].filled(leaves)
 
-    def _shared(self, result: Form) -> Any:
-        """Broadcast the last stage's value to all ranks."""
-        source = self._rank_of(self.cut.count - 1)
-        is_source = dist.get_rank(self.group) == source
-        tensors = self._held["result"][1] if is_source else [leaf.empty(self.device) for leaf in result.tensors]
-        for tensor in tensors:
-            dist.broadcast(tensor.contiguous(), group=self.group, group_src=source)
-        if is_source:
-            value, self._value = self._value, None
-            return value
-        return result.filled(tensors)
+
+def to_all(value: Any, form: Form, tensors: list[torch.Tensor], group: Any, source: int, device: torch.device) -> Any:
+    """The value of one rank on all ranks of the group. Collective.
+
+    Args:
+        value, tensors: the value and its tensors; only those of `source` are read.
+        form: of the value, on all ranks.
+        source: the rank within the group.
+    """
+    is_source = dist.get_rank(group) == source
+    sent = [t.detach().contiguous() for t in tensors] if is_source else [leaf.empty(device) for leaf in form.tensors]
+    for tensor in sent:
+        dist.broadcast(tensor, group=group, group_src=source)
+    return value if is_source else form.filled(sent)
 
 
 class RefuseCollectives(TorchDispatchMode):
