@@ -84,6 +84,7 @@ class ContextParallel(Batches):
     Attributes:
         parts: this rank's part of a sequence.
         gathered_in: the all-gather dtype of parameters; None if it is their own dtype.
+        unchecked: the first pass, which is to be checked, has not ended yet.
         kept: the module's outputs for whole sequences, while losses are compared for the same outputs; else None.
     """
 
@@ -104,7 +105,7 @@ class ContextParallel(Batches):
         self._rng_differs = False
         self._module, self._device, self._said = module, device, check_sequence_dim(sequence_dim)
         self._checks = check and agree.is_joined()
-        self._cut, self._unchecked, self._compared = "", self._checks, False
+        self._cut, self.unchecked = "", self._checks
         self._rows = self._length = 0  # of the latest part of a batch
         self._here = threading.local()
         self._learns = False
@@ -177,12 +178,12 @@ class ContextParallel(Batches):
 
         def of_part(piece: Any) -> tuple[Any, float]:
             part = self._part_of(with_shifted_labels(piece) if self._shifts else piece, dims)
-            unchecked = self._unchecked
+            unchecked = self.unchecked
             try:
                 with self.active():
                     return compute(part), weight_of(part, self.share)
             finally:
-                self._unchecked = unchecked
+                self.unchecked = unchecked
 
         types = {p.dtype for p in self._module.parameters() if p.is_floating_point()}
         dtypes = [*types, *(t for t in (dtype, self.gathered_in) if t is not None)]
@@ -265,7 +266,7 @@ class ContextParallel(Batches):
                 f"batch without sequences use 'fsdp' or 'ddp'. Layers that mix tokens must be attention. torch says: {error}"
             )
             raise refusal.with_traceback(error.__traceback__) from error
-        self._unchecked = False
+        self.unchecked = False
 
     @property
     def is_here(self) -> bool:
@@ -300,12 +301,6 @@ class ContextParallel(Batches):
             rng.begin((common + 0x9E3779B97F4A7C15 * self.parts.rank) % 2**63, self._device)
             yield
 
-    def check_once(self, kind: str, forward: Any, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the first pass, check that the module gives the same for parts as for whole sequences. Collective."""
-        if self._unchecked and not self._compared:
-            self._compared = True
-            probe(self.parts, kind, forward, module, args, kwargs)
-
     def _split(self, parts: SequenceParts, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute attention for this rank's part.
 
@@ -326,7 +321,7 @@ class ContextParallel(Batches):
         Raises:
             UsageError: their number is that of a shift by one token.
         """
-        if self._unchecked and self._length > 2 and targets == self._rows * (self._length - 1):
+        if self.unchecked and self._length > 2 and targets == self._rows * (self._length - 1):
             raise ContextParallelError(
                 f"context parallelism over {self.parts.size} ranks: {self._rows} x {self._length - 1} targets were taken of "
                 f"this rank's {self._rows} x {self._length} tokens. Were they shifted in compute_loss, as logits[:, :-1] and "
@@ -369,11 +364,13 @@ class _Root(_InContext):
 
     def __init__(self, context: ContextParallel, module: nn.Module) -> None:
         super().__init__(context, module)
-        self._module, self._kind = module, type(module).__name__
+        self._module, self._kind, self._compared = module, type(module).__name__, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if (kept := self._context.kept) is not None and not torch.compiler.is_compiling():
             return kept.keep(self._forward(*args, **kwargs)) if current() is None else kept.part_of_next()
-        if current() is not None and not torch.compiler.is_compiling():
-            self._context.check_once(self._kind, self._forward, self._module, args, kwargs)
+        context = self._context
+        if current() is not None and not torch.compiler.is_compiling() and context.unchecked and not self._compared:
+            self._compared = True
+            probe(context.parts, self._kind, self._forward, self._module, args, kwargs)
         return super().__call__(*args, **kwargs)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from echelon.common.errors import ExpertsError, UsageError
+from echelon.common.errors import ExpertsError
 from echelon.parallel.experts.moe import Added, Router
 from echelon.world.agree import is_joined
 
@@ -118,7 +118,11 @@ class Routers:
         parts = flat.split([len(row) for row in rows])
         for (name, router), total in zip(self._routers.items(), parts, strict=True):
             if router.balance == "auxiliary" and total[-1]:
-                raise _not_added(name)
+                raise ExpertsError(
+                    f"{name or 'MoE'}: balance='auxiliary' must be in the loss of every rank, but on a rank no backward pass has "
+                    "reached it. Return loss + echelon.nn.auxiliary_loss(self.module) from compute_loss, or use "
+                    "balance='loss_free'."
+                )
             router.seen.forget()
             router.seen.latest = total[:-1]
             _balance(router, total[:-3])
@@ -132,13 +136,6 @@ def _lacks_loss(router: Router) -> bool:
     """Whether this rank's losses of the update lack the router's auxiliary loss. Other ranks' may have it: the sum tells all."""
     trained = router.gate.weight.requires_grad and router.seen.counted is not None
     return router.balance == "auxiliary" and trained and not router.seen.was_added
-
-
-def _not_added(name: str) -> UsageError:
-    return ExpertsError(
-        f"{name or 'MoE'}: balance='auxiliary' must be in the loss of every rank, but on a rank no backward pass has reached it. "
-        "Return loss + echelon.nn.auxiliary_loss(self.module) from compute_loss, or use balance='loss_free'."
-    )
 
 
 def _balance(router: Router, choices: torch.Tensor) -> None:

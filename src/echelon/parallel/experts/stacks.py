@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -217,14 +217,11 @@ def experts_of(experts: Any, num_experts: int | None) -> Experts:
     """
     if isinstance(experts, Experts):
         made = experts
-    elif isinstance(experts, nn.Module) and not isinstance(experts, nn.ModuleList):
-        raise ExpertsError(f"experts must be a list of modules, a function that makes one, or GroupedExperts, got {experts}.")
-    elif callable(experts) and not isinstance(experts, nn.ModuleList):
-        if num_experts is None:
-            raise ExpertsError("num_experts must be given with a function that makes an expert, got None.")
-        make: Callable[[], nn.Module] = experts
-        made = StackedExperts([make() for _ in range(whole("num_experts", num_experts, at_least=1, kind=ExpertsError))])
     else:
+        if callable(experts) and not isinstance(experts, nn.Module):
+            if num_experts is None:
+                raise ExpertsError("num_experts must be given with a function that makes an expert, got None.")
+            experts = [experts() for _ in range(whole("num_experts", num_experts, at_least=1, kind=ExpertsError))]
         is_list = isinstance(experts, Sequence | nn.ModuleList) and len(experts) > 0
         is_list = is_list and all(isinstance(each, nn.Module) for each in experts)
         require(

@@ -195,21 +195,18 @@ def _record_resets(module: nn.Module) -> None:
         "initialisation by constructors is lost. Build it under `with echelon.on_meta():` for the values of a plain build.",
         type(module).__name__,
     )
-    resets = []
-    for layer in _innermost_first(module):
+    resets: list[Callable[[], Any]] = []
+
+    def find(layer: nn.Module) -> None:
         own = (*layer.parameters(recurse=False), *layer.buffers(recurse=False))
         reset = getattr(layer, "reset_parameters", None) or getattr(layer, "_reset_parameters", None)
         if callable(reset) and any(t.is_meta and Value.of(t) is None for t in own):
             resets.append(reset)
+
+    module.apply(find)  # innermost layers first
     with recording(), torch.no_grad():
         for reset in resets:
             reset()
-
-
-def _innermost_first(module: nn.Module) -> Iterator[nn.Module]:
-    for child in module.children():
-        yield from _innermost_first(child)
-    yield module
 
 
 def _agree_on_streams(origins: list[Origin]) -> None:

@@ -41,12 +41,13 @@ def check_splits(value: Any) -> Splits | None:
     """
     if value is None:
         return None
-    names = not isinstance(value, str) and all(isinstance(each, str) for each in value)
-    if names:
+
+    def are_names(each: Any) -> bool:
+        return isinstance(each, Sequence) and not isinstance(each, str) and all(isinstance(name, str) for name in each)
+
+    if are_names(value):
         return tuple(value)
-    lists = not isinstance(value, str) and all(
-        isinstance(each, Sequence) and not isinstance(each, str) and all(isinstance(name, str) for name in each) for each in value
-    )
+    lists = isinstance(value, Sequence) and not isinstance(value, str) and all(are_names(each) for each in value)
     if not lists:
         raise PipelineError(
             "stages must be the names of the modules at which further stages begin, such as ['blocks.4'], or a list of names for "

@@ -292,9 +292,6 @@ def _type_of(hidden: torch.Tensor) -> torch.dtype:
 
 
 def _check(hidden: Any, weight: Any, target: Any, bias: Any, reduction: Any) -> None:
-    for name, tensor in (("hidden", hidden), ("weight", weight), ("target", target)):
-        require(isinstance(tensor, torch.Tensor), name, "a tensor", tensor)
-    require(bias is None or isinstance(bias, torch.Tensor), "bias", "a tensor or None", bias)
     require(reduction in ("mean", "sum", "none"), "reduction", "'mean', 'sum' or 'none'", reduction)
     for name, tensor in (("hidden", hidden), ("weight", weight)):
         require(tensor.is_floating_point(), name, "of floating point", tensor.dtype)
