@@ -402,6 +402,32 @@ def test_layers_that_cannot_be_cast_train_as_on_one_process(ranks: Ranks) -> Non
             assert torch.allclose(got["values"][name].double(), value.double(), atol=3e-2), name
 
 
+def _unfrozen_later(layout: Any) -> dict[str, Any]:
+    module = net(dtype=torch.float32)
+    module.blocks[0].requires_grad_(False)
+    module.last.requires_grad_(False)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    data = [tuple(t.float() for t in batch) for batch in _data()]
+    model, optimizer, loader = ech.prepare(module, optimizer, data, layout=layout, precision="bf16")
+    for _ in ech.epochs(loader, 2):
+        for x, y in loader:
+            with ech.window(model) as window:
+                window.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+        model.requires_grad_(True)
+    return whole(model)
+
+
+def test_a_block_that_was_frozen_trains_once_it_is_unfrozen(ranks: Ranks) -> None:
+    """torch's fully_shard kept its gradients in bfloat16, and raised."""
+    want, before = _unfrozen_later("none"), whole(net(dtype=torch.float32))
+    for got in ranks(2, _unfrozen_later, "fsdp"):
+        for name, value in want.items():
+            assert not torch.equal(got[name], before[name]), name
+            assert torch.allclose(got[name], value, atol=1e-2), name
+
+
 def _policies() -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 

@@ -34,6 +34,7 @@ from echelon.parallel.fsdp.units import (
     decides,
     expert_units,
     experts_apart,
+    follow_unfreezing,
     give_no_views,
     hear_of_all_outputs,
     hear_of_loss,
@@ -360,6 +361,7 @@ class FSDPStrategy(Strategy):
         if offload is not None:  # pinned memory makes copies to a GPU asynchronous; without a GPU there is none
             options["offload_policy"] = replace(offload, pin_memory=offload.pin_memory and world.device.type == "cuda")
         done: set[nn.Module] = set()
+        split: set[nn.Parameter] = set()
         # None leaves it to torch, which does not reshard the root: its backward begins where its forward ended.
         rest = Unit("", (module,), root_policy, None if reshard is True or isinstance(reshard, Mapping) else reshard)
         for unit in (*units, rest):
@@ -368,6 +370,7 @@ class FSDPStrategy(Strategy):
             together = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
             own = {} if unit.mesh is None else {"mesh": unit.mesh, "shard_placement_fn": unit.placement}
             fully_shard(together, **{**options, **own}, reshard_after_forward=unit.reshard, mp_policy=unit.policy)
+            follow_unfreezing(unit.modules, split)
             for part in unit.modules:
                 give_no_views(part)
                 hear_of_all_outputs(part)

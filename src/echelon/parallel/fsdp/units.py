@@ -35,6 +35,7 @@ __all__ = [
     "edges_of",
     "expert_units",
     "experts_apart",
+    "follow_unfreezing",
     "give_no_views",
     "hear_of_all_outputs",
     "hear_of_loss",
@@ -451,6 +452,30 @@ def always_under_autocast(module: nn.Module, precision: Precision, device: torch
 
     module.register_forward_pre_hook(torch.compiler.disable(before))
     module.register_forward_hook(torch.compiler.disable(after), always_call=True)
+
+
+def follow_unfreezing(parts: Sequence[nn.Module], split: set[nn.Parameter]) -> None:
+    """Have `fully_shard` choose a unit's dtypes anew when parameters of a unit that was frozen as a whole are trained. It looks at
+    trained parameters, once (torch 2.13), and for lack of any would leave later gradients in half precision, which torch refuses.
+
+    Args:
+        parts: the unit's modules, which `fully_shard` has split.
+        split: parameters of other units, within these modules; the unit's own are added.
+    """
+    own = [(part, name) for part in parts for name, p in part.named_parameters() if p not in split]
+    split.update(p for part in parts for p in part.parameters())
+    frozen = False
+
+    def look(first: Any, _: Any) -> None:
+        nonlocal frozen
+        if not any(part.get_parameter(name).requires_grad for part, name in own):
+            frozen = True
+            return
+        if frozen:
+            first.unshard()  # torch's hook has gathered it already
+        watch.remove()
+
+    watch = parts[0].register_forward_pre_hook(torch.compiler.disable(look))
 
 
 # Parameters that `fully_shard` cannot split stay whole on every rank; `gradients/unreduced_params` averages their gradients.
