@@ -176,6 +176,21 @@ def test_chosen_operators_are_kept_and_others_recomputed() -> None:
     assert counts == {"none": (5, 1, 6), "blocks": (8, 1, 12), "by operator": (5, 1, 12)}
 
 
+def test_kept_operators_with_a_weight_that_blocks_share_under_autocast() -> None:
+    """The copy of the weight in bfloat16 was made in one block, and missing when the other one was recomputed."""
+    gradients: list[dict[str, Any]] = []
+    for recompute in (None, "selective"):
+        module = net(dtype=torch.float32)
+        module.blocks[1][0].weight = module.blocks[0][0].weight
+        made = ech.layouts.prepare_module(module, torch.device("cpu"), recompute=recompute)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = made(batch(5, 0, torch.float32)[0]).square().mean()
+        loss.backward()
+        assert torch.is_autocast_cache_enabled()
+        gradients.append({name: p.grad for name, p in module.named_parameters()})
+    assert largest_difference(*gradients) < 1e-2  # the copy's gradients are summed in bfloat16
+
+
 @pytest.mark.full
 def test_recompute_and_compile() -> None:
     """Names stay; dropout and statistics are as without. aot_eager is the compiler's front half, without inductor's code."""

@@ -213,7 +213,9 @@ class Recompute:
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """The contexts of the forward pass and of the recomputation."""
-        first, again = self._contexts() if self._contexts is not None else (NO_CONTEXT, NO_CONTEXT)
+        if self._contexts is None:
+            return NO_CONTEXT, _Uncounted(self._module)
+        first, again = map(_CastsAnew, self._contexts())
         return first, _Uncounted(self._module, again)
 
     def _offloaded(self) -> AbstractContextManager[Any]:
@@ -243,6 +245,25 @@ def _note_cache() -> None:
         "blocks with activation checkpointing get no cache of keys and values while gradients are computed, as with "
         "use_cache=False; then the model's past_key_values are empty. Evaluation and generation use the cache as before."
     )
+
+
+class _CastsAnew:
+    """A context in which autocast also casts a weight at each use. Of a weight that blocks share, the first block's forward pass
+    would else keep a copy for the others, whose recomputation would run a cast that their forward pass did not.
+    """
+
+    def __init__(self, inner: AbstractContextManager[Any]) -> None:
+        self._inner = inner
+        self._kept: list[bool] = []
+
+    def __enter__(self) -> None:
+        self._kept.append(torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)
+        self._inner.__enter__()
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        torch.set_autocast_cache_enabled(self._kept.pop())
+        return self._inner.__exit__(*raised)
 
 
 class _Uncounted:
