@@ -455,7 +455,7 @@ def always_under_autocast(module: nn.Module, precision: Precision, device: torch
 
 
 def follow_unfreezing(parts: Sequence[nn.Module], split: set[nn.Parameter]) -> None:
-    """Have `fully_shard` choose a unit's dtypes anew when parameters of a unit that was frozen as a whole are trained. It looks at
+    """Have `fully_shard` choose a unit's dtypes anew when a unit that was frozen as a whole is trained. It looks at
     trained parameters, once (torch 2.13), and without any leaves later gradients in half precision, which torch refuses.
 
     Args:
