@@ -222,7 +222,7 @@ def window(prepared: Any, *others: Any, weight: float | torch.Tensor | None = No
             mean over tokens, their number: `weight=(y != -100).sum()`.
     """
     session = Session.of(prepared, "echelon.window(...)")
-    if any(Session.of(each, "echelon.window(...)") is not session for each in others):
+    if others and any(Session.of(each, "echelon.window(...)") is not session for each in others):
         raise OwnLoopError(
             "echelon.window(...) must be given objects that one echelon.prepare(...) returned, got objects of several calls. "
             "Prepare together what trains in one window: prepare(generator, critic, its_optimizer, ..., loader)."

@@ -32,6 +32,7 @@ from echelon.parallel import patching
 from echelon.parallel.names import without_compile
 from echelon.parallel.networks import Networks
 from echelon.parallel.patching import replace_class
+from echelon.parallel.shards import is_split
 from echelon.world.clock import Part, enter
 
 __all__ = ["Session", "kept_for"]
@@ -349,8 +350,10 @@ class Session:
             )
         if self.unit.begins_update:
             self.accumulates = False
-            self._cleared[0][0].begins_update()
-        self._watch_gradients()
+            for cleared, _ in self._cleared:
+                cleared.begins_update()
+        if self._cleared:
+            self._watch_gradients()
         self.window = window
         assert self.run is not None
         if self.run.only_looks:
@@ -364,24 +367,26 @@ class Session:
         assert self.window is not None
         for cleared, turn in self._cleared:
             cleared.follow(self.unit.optimizer if turn is None else turn.optimizer)
-        if self.unit.several is None:
-            self._cleared[0][0].before_backward(is_last=self.window.is_last)
-            if not self.accumulates:
-                self.unit.update.put_left_aside(self.unit.optimizer)
+            if turn is None:
+                cleared.before_backward(is_last=self.window.is_last)
+        if self.unit.several is None and not self.accumulates:
+            self.unit.update.put_left_aside(self.unit.optimizer)
 
     def went_back(self) -> None:
         assert self.window is not None
         if self.unit.several is None:
             self.accumulates = True
-            self._cleared[0][0].after_backward(is_last=self.window.is_last)
+            for cleared, _ in self._cleared:
+                cleared.after_backward(is_last=self.window.is_last)
         else:
             self._watch_gradients()
 
     def _of_optimizers(self) -> list[tuple[Cleared, Turn | None]]:
-        """A Cleared for each optimizer's gradients, with the optimizer's turn if there are several."""
+        """A Cleared for each optimizer, with its turn if there are several; none if each batch updates an unsplit model."""
         unit = self.unit
         if unit.several is None:
-            return [(Cleared(unit.module), None)]
+            is_needed = unit.window.size > 1 or any(map(is_split, unit.module.parameters()))
+            return [(Cleared(unit.module), None)] if is_needed else []
         assert isinstance(unit.prepared, Networks)
         parts = [(part.module, set(map(id, part.module.parameters()))) for part in unit.prepared.parts]
         turns = [(turn, set(map(id, turn.parameters))) for turn in unit.several.turns]
