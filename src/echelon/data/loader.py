@@ -26,7 +26,7 @@ from echelon.data.base import BaseLoader
 from echelon.data.fingerprint import fingerprint as fingerprint_of
 from echelon.data.options import LoaderOptions
 from echelon.data.order import FORMULA, Order, SampleOrder
-from echelon.data.page_locked import Locking, locks
+from echelon.data.page_locked import lockable, locks
 from echelon.data.parts import Padding, share
 from echelon.data.reader import Reader, ReadFailure
 from echelon.data.views import Ordered
@@ -223,7 +223,7 @@ class Loader(BaseLoader):
             reader,  # type: ignore[arg-type]
             batch_sampler=shares,  # type: ignore[arg-type]
             num_workers=self.num_workers,
-            collate_fn=Locking(reader.collate) if locking else reader.collate,
+            collate_fn=partial(lockable, reader.collate) if locking else reader.collate,
             pin_memory=locking or bool(self.pin_memory),
             worker_init_fn=partial(_begin_worker, board, self.worker_init_fn) if board else None,
             generator=base_generator(*words),

@@ -14,7 +14,7 @@ import torch
 
 from echelon.world.device import map_tensors
 
-__all__ = ["Lockable", "Locking", "locked", "locks"]
+__all__ = ["Lockable", "lockable", "locked", "locks"]
 
 
 def locks(asked: bool | None) -> bool:
@@ -51,11 +51,6 @@ class Lockable:
         return Lockable(locked(self.data))
 
 
-class Locking:
-    """A collate function whose batches are Lockable. A class, because it is pickled for workers."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self._collate = collate
-
-    def __call__(self, samples: Any) -> Lockable:
-        return Lockable(self._collate(samples))
+def lockable(collate: Callable[[Any], Any], samples: Any) -> Lockable:
+    """The batch that `collate` makes, as a Lockable."""
+    return Lockable(collate(samples))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
@@ -96,11 +97,9 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
         moved = next((group[k] for k in _SCHEDULED.get(key, ()) if k in group), None)
         if key in HOW or key in ("params", "initial_lr") or (moved is not None and key != "lr"):
             continue
-        plain = moved if moved is not None else value
-        plain = plain.item() if isinstance(plain, torch.Tensor) and plain.numel() == 1 else plain
-        if _is_plain(plain):
-            options[key] = json.loads(json.dumps(plain))  # as it will be read back: tuples become lists
-    return options
+        given = moved if moved is not None else value
+        options[key] = given.item() if isinstance(given, torch.Tensor) and given.numel() == 1 else given
+    return _plain(options)
 
 
 def _parts(scheduler: Any) -> list[Any]:
@@ -117,8 +116,7 @@ def _kind(parts: Sequence[Any]) -> str:
 def _arguments(scheduler: Any) -> dict[str, Any]:
     """A scheduler's constructor arguments, if it keeps them as attributes of the same names."""
     names = inspect.signature(type(scheduler).__init__).parameters.keys() & vars(scheduler).keys() - {"optimizer", "last_epoch"}
-    plain = {name: vars(scheduler)[name] for name in sorted(names)}
-    return {name: json.loads(json.dumps(value)) for name, value in plain.items() if _is_plain(value)}
+    return _plain({name: vars(scheduler)[name] for name in sorted(names)})
 
 
 def _of_loader(loader: Any) -> dict[str, Any]:
@@ -147,19 +145,20 @@ def _users(unit: Unit) -> dict[str, Any]:
         config = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     elif not isinstance(config, Mapping):
         config = getattr(config, "__dict__", {})
-    plain = {str(key): json.loads(json.dumps(value)) for key, value in config.items() if _is_plain(value)}
-    fields: dict[str, Any] = redacted_fields(plain)  # readable by everyone who can read the checkpoint
+    fields: dict[str, Any] = redacted_fields(_plain(config))  # readable by everyone who can read the checkpoint
     return fields
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether JSON can hold a value, and it is small enough for the manifest."""
-    try:
-        text = json.dumps(value)
-        strict.check_depth([[[[value]]]])
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return len(text) <= _MOST_BYTES
+def _plain(values: Mapping[Any, Any]) -> dict[str, Any]:
+    """The values that JSON can hold and that are small enough for the manifest, as they will be read back."""
+    plain: dict[str, Any] = {}
+    for name, value in values.items():
+        with contextlib.suppress(TypeError, ValueError, RecursionError):
+            text = json.dumps(value)
+            strict.check_depth([[[[value]]]])
+            if len(text) <= _MOST_BYTES:
+                plain[str(name)] = json.loads(text)
+    return plain
 
 
 def command_here() -> list[str]:

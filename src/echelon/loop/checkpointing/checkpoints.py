@@ -88,7 +88,8 @@ class Checkpoints:
     def _best(self) -> BestCheckpointConfig | None:
         if self.best is None:
             return None
-        name, mode = (self.best, None) if isinstance(self.best, str) else tuple(self.best) if _is_pair(self.best) else ("", None)
+        is_pair = isinstance(self.best, (tuple, list)) and len(self.best) == 2
+        name, mode = (self.best, None) if isinstance(self.best, str) else tuple(self.best) if is_pair else ("", None)
         wanted = "the name of a number, or a pair of it and 'min' or 'max'"
         _given.require(isinstance(name, str) and name != "", "best", wanted, self.best)
         if (checked_mode := mode_of(name, mode, kind=CheckpointOptionError)) is None:
@@ -120,10 +121,6 @@ class Checkpoints:
             made.timetable = Timetable(seconds)
         made.insists = not own_loop
         return made
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2
 
 
 def saver_of(checkpoints: Any, *, own_loop: bool = False) -> DistributedCheckpointSaver:
