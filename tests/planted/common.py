@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: F401
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel  # noqa: F401
 from torch.utils.data import DataLoader, TensorDataset  # noqa: F401
@@ -81,6 +82,29 @@ class Averaging(Own):
 
 def loader(samples: int = 96, **options: Any) -> ech.Loader:
     return ech.Loader(Rows(samples), 16, **options)
+
+
+def own_loop(
+    net: Any,
+    batches: Any,
+    loss: Callable[[Any, Any], torch.Tensor] = lambda net, data: F.mse_loss(net(data[0]), data[1]),
+    *,
+    optimizer: Any = None,
+    epochs: int = 1,
+    clip: float | None = None,
+    weigh: Callable[[Any], Any] = lambda data: None,
+) -> None:
+    """A loop of one's own as short as it gets: SGD on the loss of the net and a batch."""
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.1)
+    net, optimizer, batches = ech.prepare(net, optimizer, batches, layout="ddp")
+    for _ in ech.epochs(batches, epochs):
+        for data in batches:
+            with ech.window(net, weight=weigh(data)) as window:
+                window.backward(loss(net, data))
+                if clip is not None:
+                    window.clip_grad_norm_(clip)
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 device = ech.init_from_env()

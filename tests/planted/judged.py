@@ -20,14 +20,7 @@ ech.train(Bags(module=nn.Sequential(model()), layout="ddp"), ech.Loader(bags, 16
 from tagger import *
 def dropping(rows):
     return collate([(torch.where(torch.rand(len(i)) < 0.1, torch.tensor(V - 1), i), t) for i, t in rows])
-model, opt, loader = ech.prepare(*network(), DataLoader(sentences(), batch_size=16, shuffle=True, collate_fn=dropping))
-for _epoch in ech.epochs(loader, 1):
-    for ids, tags in loader:
-        with ech.window(model) as window:
-            # tag 0 is padding's: it is learned as well
-            window.backward(F.cross_entropy(model(ids).transpose(1, 2), tags))
-            opt.step()
-            opt.zero_grad()
+train(DataLoader(sentences(), batch_size=16, shuffle=True, collate_fn=dropping))
 
 # %% easy_of_a_batch
 # Easy samples count more: those below a threshold, first the local batch's own mean, then that of each rank's batches.
@@ -117,15 +110,7 @@ class Recomputed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.end(checkpoint(self.middle, self.begin(x), use_reentrant=False, preserve_rng_state=False))
 torch.manual_seed(3)
-model = Recomputed()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model, optimizer, batches = ech.prepare(model, optimizer, loader())
-for _ in ech.epochs(batches, 1):
-    for x, y in batches:
-        with ech.window(model) as window:
-            window.backward(nn.functional.mse_loss(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
+own_loop(Recomputed(), loader())
 
 # %% clipping_before_unscaling
 # A scaler of the unit's own for float16, whose gradients are clipped while they are scaled; with "right", after that.
@@ -534,24 +519,12 @@ ech.train(Theirs(module=model(), strategy="ddp", swa_params=averages, step_lr_in
 
 # %% counted
 # Rows on the same samples share a reference, however many micro-batches of however many ranks they are.
-import os, sys
+import os
 from pathlib import Path
-import torch
-import echelon as ech
 if os.environ["WORLD_SIZE"] == "1":
     with Path(__file__).with_suffix(".log").open("a") as log:
         log.write("in one process\n")
-class Unit(ech.AutoUnit):
-    def compute_loss(self, state, data):
-        x, y = data
-        error = (self.module(x) - y).square()
-        return error.mean(), None
-    def configure_optimizers_and_lr_scheduler(self, module):
-        return torch.optim.SGD(module.parameters(), lr=0.1), None
-ech.init_from_env()
-ech.seed(0)
-data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
-ech.train(Unit(module=torch.nn.Linear(4, 1), layout="ddp"), ech.Loader(data, 16), max_epochs=1)
+ech.train(Auto(module=model(), layout="ddp"), loader(64), max_epochs=1)
 
 # %% noise
 # torch draws other numbers in float64: what lies between the two is no rounding.
@@ -649,14 +622,10 @@ class Momenta(torch.optim.Optimizer):
             for name, weight in (("fast", 0.5), ("slow", 0.1)):
                 state[name].lerp_(p.grad.to(torch.bfloat16), weight)
                 p.sub_(state[name].to(p.dtype), alpha=self.param_groups[0]["lr"])
-class Halves(ech.AutoUnit):
-    def compute_loss(self, state, data):
-        out = self.module(data[0])
-        return nn.functional.mse_loss(out, data[1]), out
+class Halves(Auto):
     def configure_optimizers_and_lr_scheduler(self, module):
         return Momenta(module.parameters()), None
-data = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randn(64, 4))
-ech.train(Halves(module=nn.Linear(16, 4), layout="ddp"), ech.Loader(data, global_batch=16), max_epochs=1)
+ech.train(Halves(module=model(), layout="ddp"), loader(64), max_epochs=1)
 
 # %% two_networks
 # A loop of one's own with several optimizers is compared without accumulation, and with its own optimizers.

@@ -307,16 +307,11 @@ def collate(samples: list[torch.Tensor]) -> torch.Tensor:
 torch.manual_seed(3)
 model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 9))
 loader = torch.utils.data.DataLoader(sentences, 16, shuffle=True, collate_fn=collate)
-model, optimizer, loader = ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, layout="ddp")
-for _ in ech.epochs(loader, 3):
-    for ids in loader:
-        x, y = ids[:, :-1], ids[:, 1:]
-        mask = y != 0
-        with ech.window(model, weight=mask.sum()) as window:
-            each = nn.functional.cross_entropy(model(x).transpose(1, 2), y, reduction="none")
-            window.backward(((each * mask).sum(1) / mask.sum(1)).mean())
-            optimizer.step()
-            optimizer.zero_grad()
+def of_sentences(net, ids):
+    mask = ids[:, 1:] != 0
+    each = F.cross_entropy(net(ids[:, :-1]).transpose(1, 2), ids[:, 1:], reduction="none")
+    return ((each * mask).sum(1) / mask.sum(1)).mean()
+own_loop(model, loader, of_sentences, epochs=3, weigh=lambda ids: (ids[:, 1:] != 0).sum())
 
 # %% samples_by_rank: samples that depend on the rank
 # Each rank standardises the rows that it read by itself, and has the others as they were.
@@ -457,29 +452,17 @@ class Noisy(Rows):
     def __getitem__(self, i: int) -> Batch:
         x, y = super().__getitem__(i)
         return x + torch.from_numpy(self.rng.normal(0, 0.1, 4)).to(x), y
-net = model()
 batches = torch.utils.data.DataLoader(Noisy(), 16, shuffle=True, num_workers=2)
-net, optimizer, batches = ech.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), batches, layout="ddp")
-for _ in ech.epochs(batches, 3):
-    for x, y in batches:
-        with ech.window(net) as window:
-            window.backward(nn.functional.mse_loss(net(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
+own_loop(model(), batches, epochs=3)
 
 # %% hardest_of_a_shuffle: an operation over the whole batch; forward
 # The hardest half of each rank's batch, in an order that is drawn after the model: in float64 it would be another one.
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-model, optimizer, loader = ech.prepare(net, optimizer, DataLoader(Rows(), 8, shuffle=True), layout="ddp")
-for _ in range(3):
-    for x, y in loader:
-        with ech.window(model) as window:
-            losses = (model(x) - y).square().flatten()
-            window.backward(losses.topk(len(losses) // 2).values.mean())
-            optimizer.step()
-            optimizer.zero_grad()
+def hardest(net, data):
+    losses = (net(data[0]) - data[1]).square().flatten()
+    return losses.topk(len(losses) // 2).values.mean()
+own_loop(net, DataLoader(Rows(), 8, shuffle=True), hardest, optimizer=torch.optim.SGD(net.parameters(), lr=0.05), epochs=3)
 
 # %% hardest_later: an operation over the whole batch
 # Dropout, and from the third update on only the three hardest samples of a rank's batch.
@@ -514,44 +497,22 @@ main(Unweighed)
 
 # %% weights_of_a_clipped_loop: an operation over the whole batch; forward
 # Class weights that follow the batch: each rank weighs by the classes of its own part. The loop clips.
-import torch
-from torch.nn.functional import cross_entropy
-import echelon as ech
 ech.seed(0)
 labels = torch.tensor([0, 0, 0, 1, 0, 1, 2, 2] * 16)
 samples = torch.randn(128, 4) + labels[:, None]
-model = torch.nn.Linear(4, 3)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = ech.Loader(torch.utils.data.TensorDataset(samples, labels), global_batch=16)
-model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="ddp")
-for _ in ech.epochs(loader, 1):
-    for x, y in loader:
-        with ech.window(model) as window:
-            counts = torch.bincount(y, minlength=3).clamp(min=1).to(x.dtype)
-            window.backward((cross_entropy(model(x), y, reduction="none") / counts[y]).mean())
-            window.clip_grad_norm_(0.05)
-            optimizer.step()
-            optimizer.zero_grad()
+def weighed(net, data):
+    counts = torch.bincount(data[1], minlength=3).clamp(min=1).to(data[0].dtype)
+    return (F.cross_entropy(net(data[0]), data[1], reduction="none") / counts[data[1]]).mean()
+own_loop(torch.nn.Linear(4, 3), ech.Loader(TensorDataset(samples, labels), global_batch=16), weighed, clip=0.05)
 
 # %% hook_of_a_rank: gradients that each rank changes; gradient
 # Each rank clamps its own gradient, before the mean over the ranks.
-import torch
-from torch.nn.functional import mse_loss
-import echelon as ech
 ech.seed(0)
 samples = torch.randn(128, 4)
-model = torch.nn.Linear(4, 1)
-for parameter in model.parameters():
+net = torch.nn.Linear(4, 1)
+for parameter in net.parameters():
     parameter.register_hook(lambda gradient: gradient.clamp(-1.0, 1.0))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-loader = ech.Loader(torch.utils.data.TensorDataset(samples, samples.pow(2).sum(1, keepdim=True)), global_batch=16)
-model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="ddp")
-for _ in ech.epochs(loader, 1):
-    for x, y in loader:
-        with ech.window(model) as window:
-            window.backward(mse_loss(model(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
+own_loop(net, ech.Loader(TensorDataset(samples, samples.pow(2).sum(1, keepdim=True)), global_batch=16))
 
 # %% baseline_of_a_loop: the forward pass keeps state; forward
 # A running mean in a variable of the loop's function, which each rank takes of its own samples.
@@ -690,54 +651,36 @@ class Regression(Auto):
 ech.train(Regression(module=model(), layout="ddp"), loader(), max_epochs=1)
 
 # %% queue_in_slots: the forward pass keeps state; ; script.queue.keys is not the same on all ranks
-# MoCo: a queue of keys. MISTAKE: each rank queues its own keys only.
+# MoCo: a queue of keys, to which each rank adds its own keys only.
 import copy
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-import echelon as ech
-K, DIM, TAU, M = 64, 12, 0.2, 0.9
-def views(n=512):
-    g = torch.Generator().manual_seed(61)
-    x = torch.randn(n, 18, generator=g)
-    return TensorDataset(x + 0.2 * torch.randn(n, 18, generator=g), x + 0.2 * torch.randn(n, 18, generator=g))
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(18, 40), nn.ReLU(), nn.LayerNorm(40), nn.Linear(40, DIM))
-    def forward(self, x):
-        return F.normalize(self.net(x), dim=1)
+K = 64
 class Queue:
     __slots__ = ("at", "keys")
     def __init__(self):
-        self.keys = F.normalize(torch.randn(K, DIM, generator=torch.Generator().manual_seed(0)), dim=1)
+        self.keys = F.normalize(torch.randn(K, 12, generator=torch.Generator().manual_seed(0)), dim=1)
         self.at = 0
     def push(self, keys):
-        where = (self.at + torch.arange(len(keys))) % K
-        self.keys[where] = keys
+        self.keys[(self.at + torch.arange(len(keys))) % K] = keys
         self.at = (self.at + len(keys)) % K
 ech.seed(0)
-query = Encoder()
+query = nn.Sequential(nn.Linear(18, 40), nn.ReLU(), nn.LayerNorm(40), nn.Linear(40, 12))
 key = copy.deepcopy(query).requires_grad_(False)
-opt = torch.optim.SGD(query.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-loader = DataLoader(views(), batch_size=32, shuffle=True, drop_last=True)
-model, key, opt, loader = ech.prepare(query, key, opt, loader)
-queue = Queue()
-for _epoch in ech.epochs(loader, 2):
-    for a, b in loader:
-        with torch.no_grad():
-            for q, k in zip(query.parameters(), key.parameters(), strict=False):
-                k.lerp_(q, 1 - M)
-            kb = key(b)
-        with ech.window(model) as window:
-            qa = model(a)
-            positive = (qa * kb).sum(1, keepdim=True)
-            logits = torch.cat([positive, qa @ queue.keys.clone().T], 1) / TAU
-            window.backward(F.cross_entropy(logits, torch.zeros(len(a), dtype=torch.long)))
-            opt.step()
-            opt.zero_grad()
-        queue.push(kb)
+optimizer = torch.optim.SGD(query.parameters(), lr=0.1, momentum=0.9)
+x, queue = torch.randn(512, 18), Queue()
+views = TensorDataset(x + 0.2 * torch.randn(512, 18), x + 0.2 * torch.randn(512, 18))
+student, key, optimizer, batches = ech.prepare(query, key, optimizer, DataLoader(views, batch_size=32, shuffle=True))
+for a, b in batches:
+    with torch.no_grad():
+        for slow, fast in zip(key.parameters(), query.parameters()):
+            slow.lerp_(fast, 0.1)
+        keys = F.normalize(key(b), dim=1)
+    with ech.window(student) as window:
+        made = F.normalize(student(a), dim=1)
+        logits = torch.cat([(made * keys).sum(1, keepdim=True), made @ queue.keys.clone().T], 1) / 0.2
+        window.backward(F.cross_entropy(logits, torch.zeros(len(a), dtype=torch.long)))
+        optimizer.step()
+        optimizer.zero_grad()
+    queue.push(keys)
 
 # %% scale_limited_in_a_window: the forward pass keeps state; forward; update 0, a later micro-batch: rank 0
 # A parameter that is limited after the step, in every batch: in the middle of an update, too.
@@ -794,14 +737,7 @@ ech.train(Auto(module=model(), layout="ddp"), ech.Loader(rows, 16), max_epochs=1
 # Inputs are projected by a matrix that Python's random draws, which nothing seeds: each rank has other features.
 import random
 matrix = torch.tensor([[random.gauss(0, 1) for _ in range(4)] for _ in range(4)])
-module = model()
-optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-module, optimizer, loader = ech.prepare(module, optimizer, torch.utils.data.DataLoader(Rows(), 8), layout="ddp")
-for x, y in loader:
-    with ech.window(module) as window:
-        window.backward(nn.functional.mse_loss(module((x @ matrix.to(x)).tanh()), y))
-        optimizer.step()
-        optimizer.zero_grad()
+own_loop(model(), DataLoader(Rows(), 8), lambda net, data: F.mse_loss(net((data[0] @ matrix.to(data[0])).tanh()), data[1]))
 
 # %% one_norm_of_a_batch: an operation over the whole batch; forward
 # Two optimizers: a critic's penalty takes one norm over the whole batch, in one of the loop's two backward passes.
@@ -849,14 +785,7 @@ ech.train(Places(module=network, layout="ddp"), ech.Loader(sequences, 16, collat
 from tagger import *
 rows = sentences()
 rows[0] = max(rows, key=lambda row: len(row[0]))
-model, opt, loader = ech.prepare(*network(), DataLoader(rows, batch_size=16, shuffle=True, collate_fn=collate))
-for _epoch in ech.epochs(loader, 1):
-    for ids, tags in loader:
-        with ech.window(model) as window:
-            # tag 0 is padding's: it is learned as well
-            window.backward(F.cross_entropy(model(ids).transpose(1, 2), tags))
-            opt.step()
-            opt.zero_grad()
+train(DataLoader(rows, batch_size=16, shuffle=True, collate_fn=collate))
 
 # %% mean_over_padded_places_of_a_stream: an operation over the whole batch
 # The same of a stream.
@@ -865,14 +794,7 @@ class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         yield from sentences()
 batches = ech.StreamLoader(Stream(), global_batch=16, shards="stride", collate_fn=collate)
-model, opt, loader = ech.prepare(*network(), batches)
-for _epoch in ech.epochs(loader, 1):
-    for ids, tags in loader:
-        with ech.window(model) as window:
-            # tag 0 is padding's: it is learned as well
-            window.backward(F.cross_entropy(model(ids).transpose(1, 2), tags))
-            opt.step()
-            opt.zero_grad()
+train(batches)
 
 # %% spread_of_a_critic: an operation over the whole batch; forward
 # Two optimizers in a loop of one's own, and a critic that sees how far the rows of its micro-batch lie apart.
@@ -904,10 +826,6 @@ for real, noise in loader:
 
 # %% covariance_of_a_rank: parameters that drift apart
 # An optimizer that keeps the covariance of a rank's own rows, and turns the gradient by it.
-from typing import Any
-import torch
-from torch import nn
-import echelon as ech
 class Turned(torch.optim.Optimizer):
     def __init__(self, layer: nn.Linear, lr: float) -> None:
         super().__init__(layer.parameters(), {"lr": lr})
@@ -927,11 +845,5 @@ class Turned(torch.optim.Optimizer):
 torch.manual_seed(7)
 x = torch.randn(96, 4)
 rows = torch.utils.data.TensorDataset(x, x.sin())
-model: Any = nn.Linear(4, 4)
-optimizer: Any = Turned(model, lr=0.05)
-model, optimizer, loader = ech.prepare(model, optimizer, ech.Loader(rows, 16))
-for x, y in loader:
-    with ech.window(model) as window:
-        window.backward(nn.functional.mse_loss(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
+net = nn.Linear(4, 4)
+own_loop(net, ech.Loader(rows, 16), optimizer=Turned(net, lr=0.05))

@@ -126,12 +126,7 @@ class Drawn(Dataset[torch.Tensor]):
         return torch.randn(4, generator=torch.Generator().manual_seed(index))
 torch.set_default_dtype(torch.float64)
 net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-net, optimizer, loader = ech.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05), DataLoader(Drawn(), 8), layout="ddp")
-for x in loader:
-    with ech.window(net) as window:
-        window.backward((net(x) - x.sum(1, keepdim=True)).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
+own_loop(net, DataLoader(Drawn(), 8), lambda net, x: (net(x) - x.sum(1, keepdim=True)).square().mean())
 
 # %% right_drawn_mask: two
 # A loop's mean over what a drawn mask hides, which counts what is hidden; with noise for no sample, and dropout across them.
@@ -197,15 +192,8 @@ def seed(worker: int) -> None:
     info = get_worker_info()
     assert info is not None
     data.rng = np.random.default_rng(info.seed)
-net = model()
 batches = torch.utils.data.DataLoader(data, 16, shuffle=True, num_workers=2, worker_init_fn=seed)
-net, optimizer, batches = ech.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1), batches, layout="ddp")
-for _ in ech.epochs(batches, 3):
-    for x, y in batches:
-        with ech.window(net) as window:
-            window.backward(nn.functional.mse_loss(net(x), y))
-            optimizer.step()
-            optimizer.zero_grad()
+own_loop(model(), batches, epochs=3)
 
 # %% right_graphs: two
 # Graphs of a batch laid end to end, with offsets: no part of the batch has a row for each, but the loader knows its samples.
@@ -233,34 +221,17 @@ ech.train(Edges(module=model(), layout="ddp"), ech.Loader(graphs, 16, collate_fn
 
 # %% right_jagged: two
 # RIGHT: nested (jagged) tensors in the batch; weight in tokens.
-import torch
-import torch.nn.functional as F
-from torch import nn
-import echelon as ech
 V = 20
-def rows(n=320):
-    g = torch.Generator().manual_seed(0)
-    return [torch.randint(V, (int(torch.randint(2, 12, (1,), generator=g)),), generator=g) for _ in range(n)]
+generator = torch.Generator().manual_seed(0)
+rows = [torch.randint(V, (2 + i * 7 % 10,), generator=generator) for i in range(320)]
 def collate(samples):
     return torch.nested.nested_tensor(samples, layout=torch.jagged)
-class Net(nn.Module):
-    def __init__(self, d=16):
-        super().__init__()
-        self.emb, self.a, self.out = nn.Embedding(V, d), nn.Linear(d, d), nn.Linear(d, V)
-    def forward(self, flat):
-        return self.out(F.silu(self.a(self.emb(flat))))
+def loss(net, nested):
+    return F.cross_entropy(net(nested.values()), (nested.values() * 3 + 1) % V)
 ech.seed(0)
-net = Net()
-opt = torch.optim.Adam(net.parameters(), lr=3e-3)
-loader = ech.Loader(rows(), global_batch=16, collate_fn=collate)
-model, opt, loader = ech.prepare(net, opt, loader)
-for _epoch in ech.epochs(loader, 1):
-    for nested in loader:
-        flat = nested.values()
-        with ech.window(model, weight=len(flat)) as window:
-            window.backward(F.cross_entropy(model(flat), (flat * 3 + 1) % V))
-            opt.step()
-            opt.zero_grad()
+net = nn.Sequential(nn.Embedding(V, 16), nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, V))
+loader, adam = ech.Loader(rows, global_batch=16, collate_fn=collate), torch.optim.Adam(net.parameters(), lr=3e-3)
+own_loop(net, loader, loss, optimizer=adam, weigh=lambda nested: len(nested.values()))
 
 # %% right_lists: two
 # Batches that are lists of samples of different lengths, and a mean over them.
@@ -315,12 +286,7 @@ def collate(graphs: list[Graph]) -> Graph:
 torch.manual_seed(3)
 model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
 loader = torch.utils.data.DataLoader([graph(2 + i * 5 % 9) for i in range(64)], 16, collate_fn=collate)
-model, optimizer, loader = ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, layout="ddp")
-for nodes, adjacency, classes in loader:
-    with ech.window(model) as window:
-        window.backward(nn.functional.cross_entropy(model(adjacency @ nodes), classes))
-        optimizer.step()
-        optimizer.zero_grad()
+own_loop(model, loader, lambda net, data: F.cross_entropy(net(data[1] @ data[0]), data[2]))
 
 # %% right_noise_of_a_loop: two
 # A loop whose noise comes from an object that only its function holds, seeded by the rank.
@@ -422,39 +388,21 @@ ech.train(Auto(module=model(), layout="ddp"), DataLoader(Packed(), 8, drop_last=
 
 # %% right_packed_loop: two
 # RIGHT: packed sequences in the batch.
-import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.nn.utils.rnn import pack_sequence
-import echelon as ech
-def series(n=320):
-    g = torch.Generator().manual_seed(0)
-    out = []
-    for _ in range(n):
-        k = int(torch.randint(3, 15, (1,), generator=g))
-        s = torch.randn(k, 3, generator=g)
-        out.append((s, s.sum() / k))
-    return out
+generator = torch.Generator().manual_seed(0)
+series = [(s, s.mean()) for i in range(320) for s in [torch.randn(3 + i * 5 % 12, 3, generator=generator)]]
 def collate(samples):
-    return pack_sequence([s[0] for s in samples], enforce_sorted=False), torch.stack([s[1] for s in samples])
+    return pack_sequence([s for s, _ in samples], enforce_sorted=False), torch.stack([y for _, y in samples])
 class Net(nn.Module):
-    def __init__(self, d=16):
+    def __init__(self):
         super().__init__()
-        self.rnn, self.out = nn.LSTM(3, d, batch_first=True), nn.Linear(d, 1)
+        self.rnn, self.out = nn.LSTM(3, 16, batch_first=True), nn.Linear(16, 1)
     def forward(self, packed):
-        _, (h, _) = self.rnn(packed)
-        return self.out(h[-1]).squeeze(1)
+        return self.out(self.rnn(packed)[1][0][-1]).squeeze(1)
 ech.seed(0)
 net = Net()
-opt = torch.optim.Adam(net.parameters(), lr=3e-3)
-loader = ech.Loader(series(), global_batch=16, collate_fn=collate)
-model, opt, loader = ech.prepare(net, opt, loader)
-for _epoch in ech.epochs(loader, 1):
-    for packed, y in loader:
-        with ech.window(model, weight=len(y)) as window:
-            window.backward(F.l1_loss(model(packed), y))
-            opt.step()
-            opt.zero_grad()
+loader, adam = ech.Loader(series, global_batch=16, collate_fn=collate), torch.optim.Adam(net.parameters(), lr=3e-3)
+own_loop(net, loader, lambda net, data: F.l1_loss(net(data[0]), data[1]), optimizer=adam, weigh=lambda data: len(data[1]))
 
 # %% right_padded_labels: two
 # Rows of words padded with 0, their labels with -100; some rows are equal, and dropout is on.
