@@ -10,7 +10,7 @@ by a `Padding`, which is computed, so that every rank takes part in every collec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Collection, Iterator, Mapping, Sized
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -278,15 +278,17 @@ class Loader(BaseLoader):
         if not self.keeps_seed and type(seed) is int:
             self.order = self._order(seed)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, accept: Collection[str] = ()) -> None:
         """Resume from a saved state, also with another number of ranks or another accumulation.
 
+        Args:
+            accept: further changes to accept, besides the loader's own `accept_changes`.
         Raises:
             UsageError: the data, its order or the global batch are not those of the saved run. A table lists the changes and
                 which of them are harmless.
         """
         self.take_seed(state)
-        resume.check_same(state, self.state_dict(), self.accept_changes)
+        resume.check_same(state, self.state_dict(), {*self.accept_changes, *accept})
         saved, accumulation = int(state["position"]), int(state["accumulation"])
         batches, rest = divmod(saved, accumulation)
         if rest and accumulation != self.accumulation:

@@ -354,16 +354,12 @@ class _IfSaved:
                 "the checkpoint was written on one rank, in the middle of an epoch of a DataLoader in torch's own order. "
                 "Resume on one rank, or from a checkpoint of an epoch's end."
             )
-        accepted = self._loader.accept_changes
-        self._loader.accept_changes = accepted | self._meant
         try:
-            self._loader.load_state_dict(state_dict)
+            self._loader.load_state_dict(state_dict, accept=self._meant)
         except UsageError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointCorruptError(f"the checkpoint's loader state is not that of a Loader: {error!r}.") from None
-        finally:
-            self._loader.accept_changes = accepted
 
 
 # --- state in a checkpoint that the program no longer has, and renamed layers
