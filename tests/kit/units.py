@@ -21,6 +21,7 @@ PARALLEL = [name for name in LAYOUTS if name not in ("none", "local_sgd", "diloc
 # shards. The others are forms of fsdp; that all train the same numbers is tests/parallel/test_equivalence.py's.
 KINDS = ["ddp", "zero1", "fsdp"]
 FORMS = [name for name in PARALLEL if name not in KINDS]
+EACH = [pytest.param(name, marks=() if name in KINDS else pytest.mark.full) for name in PARALLEL]
 # Likewise for a test of several layouts in one launch.
 SEVERAL = [pytest.param(KINDS, id="kinds"), pytest.param(FORMS, id="forms", marks=pytest.mark.full)]
 
