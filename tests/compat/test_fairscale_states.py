@@ -110,15 +110,3 @@ def _batch_norms() -> dict[str, Any]:
         again()
     config: dict[str, Any] = tagged[1].wrapper_config  # type: ignore[index, assignment]
     return config
-
-
-def test_batch_norms_are_tagged_as_there(ranks: Ranks) -> None:
-    for config in ranks(2, _batch_norms):
-        assert config == {
-            "process_group": None,
-            "mixed_precision": False,
-            "flatten_parameters": False,
-            "reshard_after_forward": False,
-            "bucket_cap_mb": 0,
-            "force_input_to_fp32": False,
-        }

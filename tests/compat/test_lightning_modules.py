@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon
-from echelon.common.errors import CheckpointUnreadableError, EchelonError, LoggerError, LossError, NotHereError, UsageError
+from echelon.common.errors import CheckpointUnreadableError, EchelonError, LoggerError, UsageError
 from echelon.compat.lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks
 from echelon.compat.lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks
@@ -987,21 +987,6 @@ def test_a_part_of_a_sharded_module_can_be_called_after_fit(strategy: str, ranks
     assert one == two == pytest.approx(ranks(2, call_parts, "ddp")[0], rel=1e-12)
 
 
-def test_a_loss_of_several_numbers_is_said_by_its_authors_name() -> None:
-    module = Small()
-    module.training_step = lambda batch, batch_idx: module.layer(batch[0])[:, 0]  # type: ignore[method-assign]
-    with refused(LossError):
-        Trainer(max_epochs=1, **QUIET).fit(module, two_batches())
-
-
-def test_options_without_effect_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    trainer = Trainer(max_epochs=1, profiler="simple", barebones=True, enable_progress_bar=False, **QUIET)
-    trainer.fit(Small(), two_batches())
-    trainer.validate(Small(), two_batches())
-    told = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
-    assert len(told) == 1 and "profiler='simple'" in told[0] and "barebones=True" in told[0] and "progress" not in told[0]
-
-
 @pytest.mark.parametrize(
     ("base", "hook"),
     [
@@ -1031,13 +1016,6 @@ def test_a_method_of_the_programs_own_may_have_the_name_of_such_a_hook() -> None
     mine = type("Mine", (Small,), {"on_epoch_end": lambda self, outputs: None})()
     Trainer(max_epochs=1, **QUIET).fit(mine, two_batches())
     assert "training_step" in mine.calls
-
-
-def test_options_of_lightning_1() -> None:
-    assert Trainer(replace_sampler_ddp=False).use_distributed_sampler is False  # type: ignore[attr-defined]
-    for use in (Trainer.add_argparse_args, Trainer.from_argparse_args, LightningDataModule.from_argparse_args):
-        with refused(NotHereError):
-            use(object())
 
 
 class OwnBar(callbacks.ProgressBar):  # type: ignore[name-defined,misc]
@@ -1083,13 +1061,6 @@ def test_a_strategy_among_the_plugins_is_the_strategy() -> None:
     for given in (object(), plugins.DDPPlugin()):
         with refused(UsageError):
             Trainer(strategy="fsdp", plugins=given)
-
-
-def test_a_module_of_lightnings_own_is_named() -> None:
-    theirs = type("LightningModule", (nn.Module,), {"__module__": "lightning.pytorch.core.module"})
-    mine = type("Mine", (theirs,), {"__module__": "models"})
-    with refused(UsageError):
-        Trainer(max_epochs=1, **QUIET).fit(mine(), two_batches())
 
 
 class LogsOnOne(Classifier):

@@ -94,23 +94,6 @@ def test_a_config_can_be_changed_and_is_checked_when_it_is_used(tmp_path: Path) 
         add[config]
 
 
-@pytest.mark.parametrize(
-    ("fields", "says"),
-    [
-        ({"distributed_env_task": "jax"}, "distributed_env_task must be 'torch', got 'jax'"),
-        ({"extra_submit_kwargs": {"slurm_num_gpus": 4}}, "go into extra_params_kwargs"),
-        (
-            {"extra_submit_kwargs": {"slurm_array_parallelism": 0}},
-            "array_parallelism must be a whole number of at least 1, got 0",
-        ),
-    ],
-)
-def test_what_nntools_options_cannot_mean_is_said_when_the_config_is_made(fields: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        add[fields]
-    assert says in str(caught.value) and "\n" not in str(caught.value)
-
-
 def test_submitits_names_reach_the_script() -> None:
     config = SlurmConfig(mode="slurm", extra_submit_kwargs={"slurm_account": "me", "slurm_array_parallelism": 3})
     assert config.options().parallel == 3 and config.options().more == {"account": "me"}

@@ -16,19 +16,13 @@ from echelon.compat.torchtnt.framework.callbacks import (
     GarbageCollector,
     ModuleSummary,
 )
-from echelon.compat.torchtnt.framework.unit import AppStateMixin
 from echelon.compat.torchtnt.utils import distributed
 from echelon.compat.torchtnt.utils.prepare_module import (
     ActivationCheckpointParams,
-    TorchCompileParams,
-    apply_torch_compile,
     on_meta_device,
-    prepare_module,
 )
 from echelon.compat.torchtnt.utils.progress import Progress
 from echelon.compat.torchtnt.utils.timer import Timer
-from echelon.errors import UsageError
-from tests.kit.refusals import refused
 
 CPU = torch.device("cpu")
 BATCH = (torch.ones(4, 2), torch.tensor([0, 1, 1, 0]))
@@ -115,29 +109,6 @@ def test_what_the_constructor_makes_is_replaced_by_what_configures() -> None:
         for make in (Classifier, lambda **o: AutoPredictUnit(module=nn.Linear(1, 1), device=CPU, **o)):
             with pytest.raises(ValueError, match=words):
                 make(**options)
-
-
-def test_a_backend_that_torch_has_not() -> None:
-    params = TorchCompileParams(backend="none such")
-    for use in (
-        lambda: Classifier(torch_compile_params=params),
-        lambda: prepare_module(nn.Linear(1, 1), CPU, torch_compile_params=params),
-        lambda: apply_torch_compile(nn.Linear(1, 1), params),
-    ):
-        with refused(UsageError):
-            use()
-
-
-def test_what_is_tracked_is_refused_before_the_constructor() -> None:
-    class Early(AppStateMixin):
-        def __init__(self, value: Any) -> None:
-            self.value = value
-            super().__init__()
-
-    for value in (nn.Linear(1, 1), torch.optim.SGD(nn.Linear(1, 1).parameters()), Progress()):
-        with pytest.raises(AttributeError, match=r"Please call super\(\).__init__\(\) before setting attributes"):
-            Early(value)
-    assert Early(3).value == 3
 
 
 def test_a_step_that_iterates_is_given_the_iterator() -> None:

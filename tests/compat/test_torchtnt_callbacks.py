@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import importlib
 import inspect
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import nn
 import echelon as ech
 from echelon.cli.imports import move
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver, TorchSnapshotSaver
-from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import KnobOptions
 from tests.compat.reference import run_programs
 from tests.kit.models import batch
 from tests.kit.units import Regression
@@ -135,13 +133,3 @@ def test_the_metric_0_is_a_metric(tmp_path: Path) -> None:
     saver = DistributedCheckpointSaver(str(tmp_path), save_every_n_epochs=1, best_checkpoint_config=best)
     ech.train(unit, [batch(2, 0)], max_epochs=1, callbacks=[saver])
     assert DistributedCheckpointSaver.restore_from_best(str(tmp_path), Regression(), "accuracy", "max", knob_options=None)
-
-
-def test_what_has_no_effect_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    TorchSnapshotSaver._told = False
-    for _ in range(2):
-        TorchSnapshotSaver(str(tmp_path), replicated=["**"], knob_options=KnobOptions())
-    said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert sum("torchsnapshot is not maintained" in text for text in said) == 1
-    assert "TorchSnapshotSaver: replicated has no effect here" in said
-    assert "saver: knob_options has no effect here" in said

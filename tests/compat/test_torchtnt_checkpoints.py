@@ -172,20 +172,6 @@ def test_asynchronous_saves_remove_the_old_when_the_new_is_whole(tmp_path: Path)
     assert _names(tmp_path) == {T.format(1, 10), T.format(2, 10)} and unit.saved[-1] == T.format(2, 10)
 
 
-def test_wrong_options_are_refused_in_torchtnts_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = "Invalid value passed for save_every_n_{}. Expected to receive either None or positive number, but received {}"
-    for what in ("train_steps", "epochs", "eval_epochs", "eval_steps", "predict_steps"):
-        with pytest.raises(ValueError, match=steps.format(what, -2)):
-            Saver(tmp_path, **{f"save_every_n_{what}": -2})
-    with refused(UsageError):
-        Saver(tmp_path, keep_last_n_checkpoints=0)
-    with refused(UsageError):
-        Saver(tmp_path, best_checkpoint_config=BestCheckpointConfig("loss", "foo"))  # type: ignore[arg-type]
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match="distributed environment without default process group initialized"):
-        Saver(tmp_path)
-
-
 def test_base_classes_restore_the_latest_and_the_best(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     unit = Unit()
     assert not Saver.restore_from_latest(str(tmp_path / "no"), unit)

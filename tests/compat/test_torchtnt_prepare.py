@@ -16,8 +16,7 @@ from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDict
 
 import echelon as ech
 from echelon.checkpoint import manifest
-from echelon.common.errors import NotHereError, UsageError
-from echelon.compat.torchtnt.framework.auto_unit import AutoPredictUnit, AutoUnit
+from echelon.common.errors import UsageError
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
 from echelon.compat.torchtnt.utils import checkpoint, fsdp_utils, precision, stateful
 from echelon.compat.torchtnt.utils import prepare_module as tnt
@@ -309,52 +308,10 @@ def test_strings_of_an_fsdp_strategy_are_checked_when_it_is_made() -> None:
             tnt.FSDPStrategy(**{name: "other"})
 
 
-def test_errors_have_torchtnts_kinds_and_words() -> None:
-    device = torch.device("cpu")
-    with refused(UsageError):
-        tnt.convert_str_to_strategy("foo")
-    with refused(UsageError):
-        tnt.prepare_module(net(), device, strategy=3)  # type: ignore[arg-type]
-    with refused(NotHereError):
-        tnt.prepare_module(net(), device, strategy="noop", enable_compiled_autograd=True)
-    with refused(NotHereError):
-        tnt.prepare_fsdp2(net(), device, global_mesh=object())
-    with pytest.raises(TypeError, match="no_such_argument"):
-        tnt.prepare_fsdp2(net(), device, no_such_argument=None)
-
-
 def test_submodules_of_some_kinds_are_compiled() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
     tnt.apply_torch_compile(module, tnt.TorchCompileParams(backend="eager", recursive_module_types=["ReLU", nn.Linear]))
     assert [part._compiled_call_impl is not None for part in module.modules()] == [False, True, False, True, True]
-
-
-def test_an_option_that_cannot_be_is_refused_when_the_strategy_is_made() -> None:
-    with refused(UsageError):
-        tnt.FSDPStrategy(limit_all_gathers=False)
-
-
-def test_older_options_without_effect_say_so(caplog: pytest.LogCaptureFixture) -> None:
-    tnt.FSDPStrategy(backward_prefetch=None, state_dict_type="FULL_STATE_DICT")
-    assert "backward_prefetch=...) has no effect" in caplog.text and "state_dict_type=...) has no effect" in caplog.text
-    assert tnt.ActivationCheckpointParams("REENTRANT", every=2).every == 2
-
-
-def test_words_of_echelons_unit_are_no_second_ones() -> None:
-    class Fit(AutoUnit[Any]):
-        def compute_loss(self, state: Any, data: Any) -> tuple[torch.Tensor, Any]:
-            return self.module(data).mean(), None
-
-        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
-            return torch.optim.SGD(module.parameters(), lr=0.1), None
-
-    twice = {"compile": True, "torch_compile_params": tnt.TorchCompileParams(backend="eager")}
-    for options in ({"layout": "ddp"}, {"accumulate": 2}, {"prefetch": False}, twice, {"detect_anomalies": True}):
-        with pytest.raises(TypeError):
-            Fit(module=net(), **options)  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        AutoPredictUnit(module=net(), layout="ddp")
-    assert Fit(module=net(), compile=False, deterministic=None).training
 
 
 def test_several_states_as_one() -> None:

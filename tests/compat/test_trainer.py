@@ -20,9 +20,7 @@ import echelon as ech
 from echelon.common.errors import LoaderError, LoopError, RankFailedError, TrainerError, UsageError
 from echelon.compat.lightning import Trainer
 from echelon.compat.trainer.rank import shared
-from echelon.compat.trainer.rebuild import BUILT
 from echelon.data.torch_loader import as_loader
-from echelon.loop.auto.unit_options import AutoOptions
 from tests.conftest import clean_environment
 from tests.kit.models import Batch, batch, largest_difference, net, plain_training, whole
 from tests.kit.refusals import refused
@@ -206,12 +204,6 @@ def test_one_rank_trains_in_this_process() -> None:
     Trainer(max_epochs=1, gradient_clip_val=0.5, callbacks=[Alone()]).fit(unit, loader())
     assert Alone.seen == (os.getpid(), "Prepared", 0.5, 1)
     assert largest_difference(whole(unit.module), plain_training(windows(8, 4), clip=0.5)[0]) == 0
-
-
-def test_without_gpus_auto_is_one_rank() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there are GPUs")
-    assert Trainer(max_epochs=1)._local_ranks() == 1
 
 
 @pytest.mark.full
@@ -508,16 +500,6 @@ def test_the_trainer_in_this_librarys_words(tmp_path: Path) -> None:
 def test_the_trainer_is_not_without_an_end_unless_told() -> None:
     with refused(LoopError):
         ech.Trainer().fit(Regression(), loader())
-
-
-def test_what_each_process_builds_for_itself_is_what_building_sets() -> None:
-    unit = Regression()
-    before = {*vars(unit)}
-    for name in BUILT:
-        vars(unit).pop(name, None)
-    progress = {*vars(unit)}
-    unit.build_from(torch.nn.Linear(4, 1), AutoOptions(device=torch.device("cpu")))
-    assert {*vars(unit)} - progress == BUILT and before >= progress | BUILT
 
 
 class BuiltInRanks(Regression):

@@ -661,19 +661,6 @@ def _answers(sock: socket.socket, count: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in data.splitlines()]
 
 
-def test_the_server_understands_a_message_that_arrives_in_pieces_and_two_that_arrive_as_one(
-    raw_server: tuple[socket.socket, subprocess.Popen[bytes]], tmp_path: Path
-) -> None:
-    sock, _ = raw_server
-    message = _request(tmp_path, "raise SystemExit(5)")
-    for i in range(0, len(message), 97):
-        sock.sendall(message[i : i + 97])
-    forked, exited = _answers(sock, 2)
-    assert exited["exited"] == forked["forked"] and os.waitstatus_to_exitcode(exited["status"]) == 5
-    sock.sendall(_request(tmp_path, "pass") * 2)
-    assert len({a["forked"] for a in _answers(sock, 4) if "forked" in a}) == 2
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, -signal.SIGTERM)])
 def test_a_signal_right_after_the_start_is_not_lost(
     raw_server: tuple[socket.socket, subprocess.Popen[bytes]], tmp_path: Path, number: int, code: int
@@ -685,36 +672,6 @@ def test_a_signal_right_after_the_start_is_not_lost(
         sock.sendall(json.dumps({"signal": [forked["forked"], number, False]}).encode() + b"\n")
         (exited,) = _answers(sock, 1)
         assert os.waitstatus_to_exitcode(exited["status"]) == code
-
-
-def test_the_server_ends_when_the_owner_goes_in_the_middle_of_a_message(
-    raw_server: tuple[socket.socket, subprocess.Popen[bytes]], tmp_path: Path
-) -> None:
-    sock, process = raw_server
-    sock.sendall(_request(tmp_path, "pass")[:40])
-    sock.close()
-    assert process.wait(60) == 0
-
-
-def test_a_message_that_makes_no_sense_ends_the_server_and_its_ranks(
-    raw_server: tuple[socket.socket, subprocess.Popen[bytes]], tmp_path: Path
-) -> None:
-    sock, process = raw_server
-    sock.sendall(_request(tmp_path, "import time; time.sleep(600)"))
-    (forked,) = _answers(sock, 1)
-    sock.sendall(b"nonsense\n")
-    process.wait(60)
-    assert not psutil.pid_exists(forked["forked"])
-
-
-def test_the_server_ignores_a_signal_for_a_process_that_is_not_its_own(
-    raw_server: tuple[socket.socket, subprocess.Popen[bytes]], started: Started, tmp_path: Path
-) -> None:
-    sock, _ = raw_server
-    stranger = started.python("-c", "import time; time.sleep(600)")
-    sock.sendall(json.dumps({"signal": [stranger.pid, signal.SIGKILL, False]}).encode() + b"\n" + _request(tmp_path, "pass"))
-    _answers(sock, 2)
-    assert stranger.poll() is None
 
 
 class _Screen:

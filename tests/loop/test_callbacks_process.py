@@ -62,13 +62,6 @@ def test_garbage_collection_is_on_again(entry: str, end: type[BaseException] | N
         gc.enable()
 
 
-def test_garbage_is_collected_at_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    generations: list[int] = []
-    monkeypatch.setattr(gc, "collect", lambda generation=2: generations.append(generation) or 0)
-    ech.fit(Numbers(), [1, 2, 3, 4], [1], max_epochs=1, callbacks=[GarbageCollector(3)])
-    assert generations == [1, 1, 2, 1, 1]  # four steps of training, one of evaluation
-
-
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("entry", ["train", "fit", "evaluate", "predict", "test"])
 def test_a_profiler_is_started_and_stopped_once(entry: str, end: type[BaseException] | None) -> None:

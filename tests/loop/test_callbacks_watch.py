@@ -28,7 +28,7 @@ from echelon.world import rng
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.refusals import refused
-from tests.kit.units import SEVERAL, Hooks, Numbers, Regression, under_each
+from tests.kit.units import SEVERAL, Numbers, Regression, under_each
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -84,25 +84,6 @@ def test_rank_0_draws_a_bar_for_each_epoch(ranks: Ranks) -> None:
     assert shown == ["Train Epoch 0 5/5", "Eval Epoch 0 2/2", "Train Epoch 1 5/5", "Eval Epoch 1 2/2"] and nothing == ""
     first = [part for part in text.split("\n")[0].split("\r") if "|" in part]
     assert "| 3/5 " in first[0] and "| 4/5 " in first[1]
-
-
-def test_a_bar_is_drawn_at_its_rate_and_closed_at_an_exception() -> None:
-    drawn: list[int] = []
-
-    class Bar(tqdm.tqdm):
-        def update(self, n: float | None = 1) -> bool | None:
-            drawn.append(int(n or 0))
-            return super().update(n)
-
-    bar = TQDMProgressBar(refresh_rate=2, file=io.StringIO())
-    bar._tqdm = Bar  # type: ignore[assignment]
-    ech.predict(Numbers(), iter(range(5)), callbacks=[bar])
-    assert drawn == [2, 2, 1]
-    with pytest.raises(ZeroDivisionError):
-        ech.predict(Numbers(), range(5), callbacks=[bar, Hooks(on_predict_step_end=lambda *_: 1 / 0)])
-    assert not bar._bars
-    with pytest.raises(UsageError):
-        TQDMProgressBar(refresh_rate=0)
 
 
 # --- summaries

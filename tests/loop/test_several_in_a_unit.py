@@ -338,24 +338,9 @@ def test_what_makes_no_update_is_refused_by_name(how: str, options: dict[str, An
     assert said in str(caught.value)
 
 
-class SharedGraph(OneLoss):
-    def compute_losses(self, state: ech.State, data: Any) -> Any:
-        out = self.module(data[1])
-        yield "matrices", mse_loss(out, data[0])
-        yield "rest", out.square().mean()
-
-
 class Neither(ech.AutoUnit[Any]):
     def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
         raise NotImplementedError
-
-
-def test_losses_of_one_graph_are_told_to_be_yielded_together_and_one_optimizers_method_is_asked_for() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        ech.train(SharedGraph(module=mlp(4, 2), layout="none"), _loader(), max_updates=1)
-    assert "the sum of both losses" in caught.value.__notes__[0]
-    with pytest.raises(TypeError, match="configure_optimizers_and_lr_scheduler"):
-        Neither(module=networks())  # type: ignore[abstract]
 
 
 class HookedLate(Gan):

@@ -129,28 +129,6 @@ def test_a_micro_batch_that_weighs_nothing_poisons_nothing(ranks: Ranks) -> None
             assert eval_loss == eval_loss
 
 
-def test_a_devices_loss_is_summed_up_after_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it, the gathers of the backward pass would queue behind it in the communicator that they share."""
-    sent: list[str] = []
-
-    class Work:
-        def wait(self) -> None:
-            sent.append("awaited")
-
-    def all_reduce(tensor: torch.Tensor, **options: Any) -> Work:
-        sent.append(tensor.device.type)
-        return Work()
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    window = Window(1)
-    window.open(False)
-    window.add(torch.zeros((), device="meta"), 4.0)
-    window.start_reduction(False)
-    sent.append("backward pass")
-    window.close()
-    assert sent == ["cpu", "backward pass", "meta", "awaited", "awaited"]
-
-
 def _sums(stops: int) -> tuple[Any, ...]:
     """A window's sums, and how many numbers were sent for them."""
     sent, real, rank = list[int](), dist.all_reduce, dist.get_rank()

@@ -244,12 +244,6 @@ def test_tensorboards_numbers_on_a_gpu_are_read_in_portions(tmp_path: Path) -> N
     assert [(e.step, e.tensor_proto.float_val[0]) for e in events.Tensors("loss")] == [(i, float(i)) for i in range(150)]
 
 
-def test_tensorboard_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with refused(LoggerError):
-        TensorBoardLogger(tmp_path)
-
-
 def _logs(log: CSVLogger) -> None:
     for step in range(3):
         log.log("loss", 1.0 / (step + 1), step)

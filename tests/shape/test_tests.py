@@ -13,13 +13,9 @@ TESTS = Path(__file__).parents[1]
 # Private names of the library that a test uses still: (file, name). Take a line out when its test does without; add none.
 STILL_PRIVATE = {
     ("test_callbacks_control.py", "_patience_count"),
-    ("test_callbacks_watch.py", "_bars"),
-    ("test_callbacks_watch.py", "_tqdm"),
     ("test_checkpoint_foreign.py", "_done"),
     ("test_checkpoint_hostile.py", "_fill"),
     ("test_finite.py", "_update"),
-    ("test_torchtnt_callbacks.py", "_told"),
-    ("test_trainer.py", "_local_ranks"),
 }
 
 # Of torch and accelerate, on objects that the library made.
