@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +11,8 @@ from torch import nn
 
 from echelon.compat.fairscale.nn import (
     FullyShardedDataParallel,
-    auto_wrap_bn,
 )
-from echelon.errors import LayoutError, UsageError
+from echelon.errors import LayoutError
 from tests.conftest import Ranks
 from tests.kit.models import batch, net
 from tests.kit.refusals import refused
@@ -98,15 +95,3 @@ def _half_inputs() -> torch.dtype:
 
 def test_half_precision_inputs_are_cast(ranks: Ranks) -> None:
     assert ranks(2, _half_inputs) == [torch.float32, torch.float32]
-
-
-def _batch_norms() -> dict[str, Any]:
-    def made() -> nn.Module:
-        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-
-    tagged = auto_wrap_bn(made(), wrap_it=False)
-    again: Callable[[], Any] = functools.partial(auto_wrap_bn, tagged)
-    with refused(UsageError):
-        again()
-    config: dict[str, Any] = tagged[1].wrapper_config  # type: ignore[index, assignment]
-    return config
