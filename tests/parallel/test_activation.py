@@ -107,14 +107,6 @@ def test_recompute_changes_no_number_and_no_name(way: str) -> None:
     assert type(module) is Normed and type(module.blocks[0]) is Block
 
 
-def test_a_copy_recomputes_itself_and_not_the_original() -> None:
-    original = _apply(seeded(Normed), Params())
-    made = copy.deepcopy(original)
-    calls, copied_calls = _calls(original, "blocks.0.inner.0"), _calls(made, "blocks.0.inner.0")
-    _steps(made)
-    assert (len(calls), len(copied_calls)) == (0, 6)
-
-
 def test_nothing_is_recomputed_without_gradients() -> None:
     module = _apply(seeded(Normed), Params())
     calls = _calls(module, "blocks.0.inner.0")

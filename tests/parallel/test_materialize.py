@@ -360,12 +360,6 @@ def test_ranks_with_other_models_are_told(ranks: Ranks) -> None:
     assert all("has nothing more on rank 0, it has 1.weight (2, 2)" in text for text in ranks(2, _other_models))
 
 
-def test_a_module_with_values_is_left_alone() -> None:
-    module = nn.Linear(2, 2)
-    before = module.weight
-    assert materialize(module, CPU) is module and module.weight is before
-
-
 # --- computed by one rank each, on the device, or before a restore
 
 PLAN = {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}

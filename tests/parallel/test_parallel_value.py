@@ -118,12 +118,6 @@ def test_older_keywords_are_understood_and_say_the_new_one() -> None:
         ech.FSDP2Strategy  # noqa: B018
 
 
-@pytest.mark.parametrize("word", [*LAYOUTS, "tp=2", "dp_shard=2,tp=4"])
-def test_a_layout_has_the_name_that_was_asked_for(word: str) -> None:
-    layout = resolve(word)
-    assert layout is not None and layout.name == word
-
-
 class Leaving(torch.nn.Module):
     """Its second layer is used in every other step."""
 
