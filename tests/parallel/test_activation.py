@@ -204,6 +204,7 @@ def test_the_compiler_backend_that_draws_other_masks_is_refused() -> None:
         ({"check_fn": lambda m: True, "auto_wrap_policy": {Block}}, "Give one"),
         ({"context_fn": lambda: (None, None), "save_ops": [torch.ops.aten.mm.default]}, "Give one"),
         ({"check_fn": lambda m: False}, "chose no submodule of Normed"),
+        ({"auto_wrap_policy": {nn.ModuleList}}, "has no forward of its own"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:

@@ -59,7 +59,7 @@ def chosen_blocks(module: nn.Module, chosen: Iterable[str | type[nn.Module]], op
     """The submodules of these names and classes, innermost first.
 
     Raises:
-        UsageError: no submodule has one of the names or classes. Names `option`.
+        UsageError: no submodule has one of the names or classes, or it is a container without a forward. Names `option`.
     """
     what = "a list of names or classes of submodules"
     wanted = several(option, [chosen] if isinstance(chosen, str) else chosen, what, lambda one: isinstance(one, str | type))
@@ -70,6 +70,11 @@ def chosen_blocks(module: nn.Module, chosen: Iterable[str | type[nn.Module]], op
             what = f"named {one!r}" if isinstance(one, str) else f"of class {one.__name__}"
             raise LayoutError(f"{option}: no submodule {what} in {type(module).__name__}.")
         blocks += [hit for hit in hits if hit not in blocks]
+    for name, block in blocks:
+        if isinstance(block, (nn.ModuleList, nn.ModuleDict)):  # what is done to a block that is never called has no effect
+            raise LayoutError(
+                f"{option}: {name} is a {type(block).__name__}, which has no forward of its own. Name its children."
+            )
     return innermost_first(blocks)
 
 
