@@ -261,16 +261,19 @@ class Counts(Language):
         return loss, outputs
 
 
-def _calls() -> tuple[int, float, int, bool, bool]:
+def _calls() -> tuple[int, float, int, int, bool, bool]:
     torch.manual_seed(0)
-    unit = Counts(module=lm(), layout="cp=2")
+    module: Any = lm()
+    module.passes = 0
+    module.register_forward_pre_hook(lambda module, args: setattr(module, "passes", module.passes + 1))
+    unit = Counts(module=module, layout="cp=2")
     ech.train(unit, [tokens(2, 32, 0)] * 2, max_epochs=1)
-    return unit.calls, float(unit.seen), len(unit.kept), unit.module.training, torch.is_grad_enabled()
+    return unit.calls, float(unit.seen), len(unit.kept), module.passes, unit.module.training, torch.is_grad_enabled()
 
 
 @pytest.mark.full
 def test_nothing_stays_of_the_comparison(ranks: Ranks) -> None:
-    assert ranks(2, _calls) == [(2, 32.0, 2, True, True)] * 2
+    assert ranks(2, _calls) == [(2, 32.0, 2, 2, True, True)] * 2
 
 
 class Teaches(Language):

@@ -12,7 +12,13 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
+from torch import nn
+
+from echelon.parallel.names import plain_buffers
+
 __all__ = [
+    "Snapshot",
     "class_for_now",
     "for_now",
     "in_front_of",
@@ -111,3 +117,42 @@ def class_for_now(things: Iterable[Any], kind_of: Callable[[type], type]) -> Ite
     finally:
         for each, kind in own:
             each.__class__ = kind
+
+
+_PLAIN = (bool, int, float, str, torch.Tensor, type(None))
+
+
+class Snapshot:
+    """What passes may change of a module besides its parameters: buffers, and plain attributes, such as counters and modes.
+
+    Attributes:
+        buffers: by plain name, the values of the buffers.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.buffers = {name: buffer.detach().clone() for name, buffer in plain_buffers(module)}
+        self._parts = [
+            (part, dict(part.named_buffers(recurse=False)), {n: v for n, v in vars(part).items() if isinstance(v, _PLAIN)})
+            for part in module.modules()
+        ]
+
+    def restore(self) -> None:
+        """Restore all of it."""
+        self.restore_buffers()
+        for part, _, attributes in self._parts:
+            vars(part).update({name: value for name, value in attributes.items() if name in vars(part)})
+
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        """Restore the buffers, and the attributes of modules that have replaced a buffer: rotary embeddings for a longer sequence
+        also note the new length.
+        """
+        for part, held, attributes in self._parts:
+            now = dict(part.named_buffers(recurse=False))
+            if any(now.get(name) is not buffer for name, buffer in held.items()):
+                for name, value in {**attributes, **held}.items():
+                    setattr(part, name, value)
+        for name, buffer in plain_buffers(self._module):
+            if name in self.buffers:
+                buffer.copy_(self.buffers[name])

@@ -24,6 +24,7 @@ from echelon.parallel.context.attention import over
 from echelon.parallel.context.batch import SequenceParts, named
 from echelon.parallel.experts.moe import MoE
 from echelon.parallel.guards.messages import SHAPES, meaning
+from echelon.parallel.patching import Snapshot
 from echelon.parallel.shards import is_fully_sharded, local
 from echelon.world import agree, rng
 from echelon.world.device import map_tensors
@@ -296,10 +297,8 @@ def _far(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Context of evaluation passes that restores buffers, RNG state and each submodule's mode; dropout is off."""
-    modes = [(part, part.training) for part in module.modules()]
-    buffers = [(b, b.clone()) for b in module.buffers()]
-    streams = rng.states()
+    """Context of evaluation passes, without dropout. Restores buffers, plain attributes such as modes, and the RNG state."""
+    before, streams = Snapshot(module), rng.states()
     # A compilation for these lengths and hooks would be of no use later.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
     module.eval()
@@ -307,11 +306,7 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
         with eager:
             yield
     finally:
-        for part, mode in modes:
-            part.training = mode
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+        before.restore()
         rng.put_back(streams)
 
 

@@ -8,8 +8,10 @@ of 1. A test with random values checks this sum before anything is divided.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch import nn
 
 from echelon.common.errors import ExpertsError
 from echelon.parallel.experts.stacks import Dispatch, Experts, Order, part_of_stack
+from echelon.parallel.patching import Snapshot, for_now
+from echelon.parallel.tensor.layers import exchanged
 
 __all__ = ["DividedForward", "check_foreign", "foreign_experts", "num_experts"]
 
@@ -66,7 +70,12 @@ def check_foreign(part: nn.Module) -> str | None:
             return f"its {name} is of {parameter.dtype}"
     if (buffer := next((name for name, _ in part.named_buffers()), None)) is not None:
         return f"it has a buffer, {buffer}"
-    return None if _is_a_sum(part) else _NO_SUM
+    before = Snapshot(part)
+    part.eval()
+    try:
+        return None if _is_a_sum(part) else _NO_SUM
+    finally:
+        before.restore()
 
 
 _NO_SUM = (
@@ -78,8 +87,7 @@ _NO_SUM = (
 @torch.no_grad()
 def _is_a_sum(part: nn.Module) -> bool:
     """Whether two experts of these shapes, with random values, compute the sum that `DividedForward` assumes."""
-    source = torch.Generator().manual_seed(0)
-    bare = _Bare(part).eval()
+    source, call = torch.Generator().manual_seed(0), partial(_with_stacks, part, _counts(part))
     stacks = {name: _random(tuple(p.shape[1:]), source) for name, p in part.named_parameters()}
     second = {name: stack[1:] for name, stack in stacks.items()}
     widths = {size for stack in stacks.values() for size in stack.shape[1:]}
@@ -90,9 +98,9 @@ def _is_a_sum(part: nn.Module) -> bool:
         weights = torch.rand(_TOKENS, 2, generator=source, dtype=torch.float32) + 0.5
         zeros, ones = torch.zeros(_TOKENS, 1, dtype=torch.long), torch.ones(_TOKENS, 1)
         try:
-            got = bare.of(stacks, tokens, torch.stack([experts, 1 - experts], 1), weights)
-            each = [bare.of(stacks, tokens, zeros + i, ones) for i in range(2)]
-            alone = bare.of(second, tokens, zeros, ones)
+            got = call(stacks, tokens, torch.stack([experts, 1 - experts], 1), weights)
+            each = [call(stacks, tokens, zeros + i, ones) for i in range(2)]
+            alone = call(second, tokens, zeros, ones)
         except (RuntimeError, ValueError, IndexError, TypeError, AttributeError):
             continue  # not the width of a token
         chosen = experts.bool()[:, None]
@@ -112,38 +120,18 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((a - b).norm() <= 1e-3 * b.norm() + 1e-12)
 
 
-class _Bare(nn.Module):
-    """Experts without parameters and hooks, called with the stacks of a part of them."""
+def _with_stacks(part: nn.Module, counts: list[str], stacks: Mapping[str, torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+    """Call the author's own forward with the stacks of some of the experts in place of the parameters.
 
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.experts, self._counts = _without_parameters(part), _counts(part)
-
-    def of(self, stacks: Mapping[str, torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
-        """Run `forward` with these parameters."""
-        count = len(next(iter(stacks.values())))
-        vars(self.experts).update(dict.fromkeys(self._counts, count))
-        named = {f"experts.{name}": stack for name, stack in stacks.items()}
-        made: torch.Tensor = torch.func.functional_call(self, named, given)
-        return made
-
-    def forward(self, *given: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.experts.forward(*given)
-        return made
-
-
-def _without_parameters(module: nn.Module) -> nn.Module:
-    """A module with the same attributes and meta tensors for parameters. Not a deepcopy: hooks may hold anything."""
-    made: nn.Module = object.__new__(type(module))
-    nn.Module.__init__(made)
-    own = set(vars(made))
-    vars(made).update({name: value for name, value in vars(module).items() if name not in own})
-    made.training = module.training
-    for name, parameter in vars(module)["_parameters"].items():
-        place = None if parameter is None else nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-        made.register_parameter(name, place)
-    for name, child in module.named_children():
-        made.add_module(name, _without_parameters(child))
+    Args:
+        counts: the attributes that hold the number of experts.
+    """
+    of = {parameter: stacks[name] for name, parameter in part.named_parameters()}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(for_now(part, **dict.fromkeys(counts, len(next(iter(stacks.values()))))))
+        for each in part.modules():
+            stack.enter_context(exchanged(each, {name: of[p] for name, p in each.named_parameters(recurse=False)}))
+        made: torch.Tensor = type(part).forward(part, *given)
     return made
 
 
@@ -157,7 +145,7 @@ class DividedForward:
 
     def __init__(self, part: nn.Module, dispatch: Dispatch) -> None:
         self._dispatch, self._num_experts = dispatch, num_experts(part)
-        self._part, self._bare, self._name = part, _Bare(part), type(part).__name__
+        self._part, self._counts, self._name = part, _counts(part), type(part).__name__
         self._names = [name for name, _ in part.named_parameters()]
         self._arguments = inspect.Signature(list(inspect.signature(type(part).forward).parameters.values())[1:])
 
@@ -172,7 +160,6 @@ class DividedForward:
                 f"got {tuple(tokens.shape)} and numbers up to {len(counts) - 1}."
             )
         order = Order(experts.reshape(-1), k := experts.shape[1])
-        self._bare.train(self._part.training)
         rows = order.undo(self._dispatch(order.sort(tokens), counts, self._compute)).view(len(tokens), k, -1)
         made: torch.Tensor = (rows * weights[..., None]).sum(1).to(tokens.dtype)
         return made
@@ -183,7 +170,7 @@ class DividedForward:
         if not len(rows):  # the backward pass must still reach the all-to-all and the parameters
             return rows + torch.stack([stack.reshape(-1)[:0].sum() for stack in stacks.values()]).sum().to(rows.dtype)
         experts = torch.arange(len(counts), device=rows.device).repeat_interleave(counts, output_size=len(rows))
-        return self._bare.of(stacks, rows, experts[:, None], rows.new_ones(len(rows), 1))
+        return _with_stacks(self._part, self._counts, stacks, rows, experts[:, None], rows.new_ones(len(rows), 1))
 
     def __deepcopy__(self, memo: Any) -> DividedForward:
         raise TypeError(f"{self._name} has its experts on several ranks and cannot be copied.")

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from echelon.common.errors import PipelineError
 from echelon.parallel.names import plain_buffers, plain_name
+from echelon.parallel.patching import Snapshot, for_now
 from echelon.parallel.pipeline.gates import Cut
 from echelon.parallel.pipeline.passes import Left, Run
 from echelon.parallel.pipeline.stages import Unit
@@ -24,8 +25,6 @@ from echelon.parallel.pipeline.values import Needed
 from echelon.world import rng
 
 __all__ = ["Escapes", "KeptByUnits", "Trials", "compute", "leaves", "same"]
-
-_PLAIN = (bool, int, float, str, torch.Tensor, type(None))
 
 
 def compute(cut: Cut, run: Run, act: Callable[[], Any]) -> Any:
@@ -65,48 +64,29 @@ class Trials:
 
     def __init__(self, module: nn.Module, cut: Cut) -> None:
         self._module, self._cut = module, cut
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._parts: list[tuple[nn.Module, dict[str, torch.Tensor], dict[str, Any]]] = []
+        self._before: Snapshot | None = None  # of the passes that are to be undone
 
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
         """Context whose passes leave RNG state, buffers and plain attributes unchanged."""
-        states = rng.states()
-        self._buffers = {name: b.detach().clone() for name, b in plain_buffers(self._module)}
-        self._parts = [
-            (part, dict(part.named_buffers(recurse=False)), {n: v for n, v in vars(part).items() if isinstance(v, _PLAIN)})
-            for part in self._module.modules()
-        ]
+        states, before = rng.states(), Snapshot(self._module)
         try:
-            yield
+            with for_now(self, _before=before):
+                yield
         finally:
             rng.put_back(states)
-            self._put_back()
-            for part, _, attributes in self._parts:
-                vars(part).update({name: value for name, value in attributes.items() if name in vars(part)})
-            self._buffers, self._parts = {}, []
+            before.restore()
 
     @contextlib.contextmanager
     def repeated(self) -> Iterator[None]:
         """Context of one pass, which begins with the same RNG state and buffers as the others."""
-        self._put_back()
+        assert self._before is not None
+        self._before.restore_buffers()
         states = rng.states()
         try:
             yield
         finally:
             rng.put_back(states)
-
-    def _put_back(self) -> None:
-        for part, held, attributes in self._parts:
-            now = dict(part.named_buffers(recurse=False))
-            # A module that replaces a buffer (rotary embeddings for a longer sequence) also notes the new length in an attribute.
-            if any(now.get(name) is not buffer for name, buffer in held.items()):
-                for name, value in {**attributes, **held}.items():
-                    setattr(part, name, value)
-        with torch.no_grad():
-            for name, buffer in plain_buffers(self._module):
-                if name in self._buffers:
-                    buffer.copy_(self._buffers[name])
 
     def counts(self) -> dict[str, Any]:
         """The numeric attributes of modules outside of the units."""
@@ -123,9 +103,9 @@ class Trials:
     def changed(self) -> dict[str, str]:
         """Buffers in no unit that this stage has changed, with the sum of their new values as text."""
         inside = tuple(f"{unit.name}." for unit in self._cut.units)
-        sums = {}
+        sums, before = {}, self._before.buffers if self._before is not None else {}
         for name, buffer in plain_buffers(self._module):
-            if name in self._buffers and not name.startswith(inside) and not _equal(buffer, self._buffers[name]):
+            if name in before and not name.startswith(inside) and not _equal(buffer, before[name]):
                 sums[name] = str(complex(buffer.detach().to(torch.complex128).sum()))
         return sums
 
