@@ -147,7 +147,7 @@ class Unit(Regression):
     def on_train_step_end(self, state: ech.State, data: Tokens, step: int, results: ech.units.TrainStepResults) -> None:
         super().on_train_step_end(state, data, step, results)
         self.told.append((float(results.loss), list(results.outputs.shape)))
-        if results.total_grad_norm is not None:
+        if self.has_updated:
             self.losses.append(float(self.latest_update[0]))
 
 

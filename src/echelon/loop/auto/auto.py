@@ -220,6 +220,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         for back, step, (loss, outputs) in zip(reversed(range(len(steps))), steps, made, strict=True):
             loss = loss.detach()
             if self._reports_step:
+                self.has_updated = not back  # for the hook, as it stands where micro-batches run one by one
                 state.logged.weight = 0 if self.prepared.data.is_replica else step.weight
                 step_results = TrainStepResults(loss, None if back else norm, outputs)
                 self.on_train_step_end(state, step.data, number - back, step_results)
