@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 import echelon as ech
@@ -107,9 +108,15 @@ def test_the_mean_is_right(ranks: Ranks, parts: int) -> None:
 
 
 def _refused_with(layout: Any, said: str) -> None:
-    layout = ech.DDPStrategy(comm_hook=allreduce_hook) if layout == "hook" else layout
+    module: nn.Module = (
+        nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4), nn.Linear(4, 1)).double() if layout == "sync" else net()
+    )
+    layout = {"hook": ech.DDPStrategy(comm_hook=allreduce_hook), "gather": "ddp", "sync": "ddp"}.get(layout, layout)
     with pytest.raises(UsageError, match=said):
-        Regression(deterministic="bitwise", layout=layout)
+        unit = Regression(
+            module=module, deterministic="bitwise", layout=layout, loss=lambda m, data: ech.gather(m(data[0].double())).std()
+        )
+        ech.train(unit, ech.Loader(_rows(), global_batch=16), max_epochs=1)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +125,8 @@ def _refused_with(layout: Any, said: str) -> None:
         (3, "ddp", r"divisible by the number of ranks \(3\), got 4"),
         (4, "hsdp", "a layout with one axis"),
         (2, "hook", "comm_hook must be None in bit-equal training"),
+        (1, "sync", "bit-equal training must have no SyncBatchNorm"),
+        (2, "gather", "gather must not be called for a loss in bit-equal training"),
     ],
 )
 def test_what_has_no_fixed_order_is_refused(ranks: Ranks, size: int, layout: str, said: str) -> None:

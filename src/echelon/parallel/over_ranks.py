@@ -64,10 +64,15 @@ def gather(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
         tensor: ranks may have different numbers of rows, also none. A rank that has only padding gives none.
         dim: the dimension along which rows are concatenated.
     Raises:
-        UsageError: on all ranks: dtypes differ, or sizes other than along `dim`.
+        UsageError: on all ranks: dtypes differ, or sizes other than along `dim`; a loss of gathered rows in bit-equal training.
     """
     for listener in _listeners:
         listener()
+    if tensor.requires_grad and (parallel := _parallel()) is not None and parallel._order_is_fixed:
+        raise UsageError(
+            "gather must not be called for a loss in bit-equal training: it joins one part of the global batch of each rank, so "
+            "the rows that a sample is compared with depend on the number of ranks. Leave out the bit-equal mode."
+        )
     groups = _groups()
     if _standing_in and groups:
         tensor = tensor.narrow(dim, 0, 0)
@@ -112,12 +117,17 @@ def summed(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
     return _Sum.apply(tensor, group)  # type: ignore[no-untyped-call,no-any-return]
 
 
+def _parallel() -> Any:
+    """The latest `Prepared` that knows which ranks have different samples, or None."""
+    alive = [prepared for kept in reversed(_prepared) if (prepared := kept()) is not None]
+    return next((prepared for prepared in alive if prepared.data.rank_and_size is not None), None)
+
+
 def _groups() -> list[dist.ProcessGroup | None]:
     """Groups of the axes whose ranks have different samples, outermost first; empty for a single process."""
     if not agree.is_joined():
         return []
-    alive = [prepared for kept in reversed(_prepared) if (prepared := kept()) is not None]
-    parallel = next((prepared for prepared in alive if prepared.data.rank_and_size is not None), None)
+    parallel = _parallel()
     if parallel is None or parallel.data.rank_and_size[1] == dist.get_world_size():
         return [None]
     return list(parallel.data.groups)

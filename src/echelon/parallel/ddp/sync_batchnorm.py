@@ -20,7 +20,7 @@ from echelon.parallel.over_ranks import summed
 from echelon.parallel.patching import class_for_now, in_front_of, replace_class
 from echelon.world.agree import is_joined
 
-__all__ = ["HostSyncBatchNorm", "on_host", "sync_batchnorm", "without_rows"]
+__all__ = ["HostSyncBatchNorm", "on_host", "sync_batchnorm", "synchronised_in", "without_rows"]
 
 
 class HostSyncBatchNorm(nn.BatchNorm1d):
@@ -105,13 +105,18 @@ class _StandIn(nn.Module):
         return own + nothing_of_it  # so this rank joins the all-reduces of the backward pass, too
 
 
+def synchronised_in(module: nn.Module) -> list[nn.Module]:
+    """The module's batch norms with the statistics of all ranks."""
+    return [m for m in module.modules() if isinstance(m, (nn.SyncBatchNorm, HostSyncBatchNorm))]
+
+
 @contextlib.contextmanager
 def without_rows(module: nn.Module) -> Iterator[None]:
     """Context of a padding pass on a rank without samples: batch norm does not count the padding.
 
     Synchronised layers still join their collectives. Other layers work as in an evaluation, where one row is enough.
     """
-    synchronised = [m for m in module.modules() if isinstance(m, (nn.SyncBatchNorm, HostSyncBatchNorm))]
+    synchronised = synchronised_in(module)
     every = (m for m in module.modules() if isinstance(m, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)))
     own = [m for m in every if m.training and not isinstance(m, HostSyncBatchNorm)]
     try:
