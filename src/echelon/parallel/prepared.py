@@ -17,7 +17,6 @@ from torch import nn
 
 from echelon.common.errors import LayoutError
 from echelon.parallel.axes import Axis, DataAxes, mesh_of
-from echelon.parallel.ddp.sync_batchnorm import synchronised_in
 from echelon.parallel.experts.loads import Routers
 from echelon.parallel.gradients import clip
 from echelon.parallel.gradients.fixed_order import clip_in_order_
@@ -355,11 +354,6 @@ class Prepared(Generic[M]):
             raise LayoutError(
                 "bit-equal training must have a layout with one axis, whose ranks train together on samples of their own: 'ddp', "
                 f"'fsdp', 'zero1' or 'zero2', got {self.describe()['layout']!r} over {[axis.name for axis in self.data.axes]}."
-            )
-        if synchronised_in(self.module):
-            raise LayoutError(
-                "bit-equal training must have no SyncBatchNorm, whose statistics are over one part of the global batch of each "
-                "rank, so they depend on the number of ranks. Use BatchNorm, with the statistics of each part."
             )
         self._order_is_fixed = True
 

@@ -27,6 +27,7 @@ from echelon.loop.records.monitored import is_own_loop
 from echelon.loop.samples import samples_of, tell_of_doubts
 from echelon.loop.unit import TrainedUnit
 from echelon.loop.window import Window
+from echelon.parallel.ddp.sync_batchnorm import synchronised_in
 from echelon.parallel.gradients import clip
 from echelon.parallel.gradients.fixed_order import GradientTree, is_power_of_two
 from echelon.parallel.gradients.fused import fuse
@@ -303,7 +304,7 @@ class BitEqual:
         parts: a power of two divisible by the number of data-parallel ranks.
         prepared: from now on it reduces after every micro-batch, in the fixed order.
     Raises:
-        UsageError: the parts cannot be divided by the ranks, or the layout has no fixed order.
+        UsageError: the parts cannot be divided by the ranks, the layout has no fixed order, or the module a SyncBatchNorm.
     """
 
     def __init__(self, parts: int, prepared: Prepared[torch.nn.Module]) -> None:
@@ -311,6 +312,11 @@ class BitEqual:
             raise LoopError(
                 f"--parts must be a power of two divisible by the number of ranks ({prepared.data.size}), got {parts}. "
                 f"Use 1, 2, 4, ... ranks, up to {parts}, or more parts: --parts N."
+            )
+        if synchronised_in(prepared.module):
+            raise LoopError(
+                "bit-equal training must have no SyncBatchNorm, whose statistics are over one part of the global batch of each "
+                "rank, so they depend on the number of ranks. Use BatchNorm, with the statistics of each part."
             )
         prepared.fix_order()
         same_kernels(parts)
