@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-Command = Callable[..., subprocess.CompletedProcess[str]]
+from tests.kit.plans import Command, planned
 
 WIDTH, RANKS = 128, 4
 PARAMETERS = 2 * (WIDTH * WIDTH + WIDTH)
@@ -81,11 +79,8 @@ for epoch in ech.epochs(loader, 1):
 @pytest.fixture
 def plan(echelon_command: Command, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     def run(script: str, *options: str) -> list[dict[str, Any]]:
-        (tmp_path / "train.py").write_text(HEAD + script)
-        done = echelon_command("plan", "--gpus", str(RANKS), "--device", "h100-sxm", "--json", *options, "train.py")
-        assert done.stdout, done.stderr
-        layouts: list[dict[str, Any]] = json.loads(done.stdout)["layouts"]
-        return layouts
+        asked = ("--gpus", str(RANKS), "--device", "h100-sxm", *options)
+        return list(planned(echelon_command, tmp_path, HEAD + script, *asked).values())
 
     return run
 

@@ -8,7 +8,6 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -16,33 +15,9 @@ import pytest
 from echelon.common.errors import PlanError
 from echelon.planner.devices import DEVICES, Cluster, bytes_of, device_named
 from echelon.planner.memory import Setting, state_by_formula
+from tests.kit.plans import DEPTH, PARAMETERS, TRAINS, UNIT, WIDTH, Command, told
 from tests.kit.refusals import refused
 from tests.kit.started import wait_until
-
-Command = Callable[..., subprocess.CompletedProcess[str]]
-
-WIDTH, DEPTH = 96, 4
-PARAMETERS = DEPTH * (WIDTH * WIDTH + WIDTH)
-
-UNIT = f"""
-import sys
-import torch
-import echelon as ech
-
-class Fit(ech.AutoUnit):
-    def compute_loss(self, state, data):
-        return torch.nn.functional.mse_loss(self.module(data[0]), data[1]), None
-
-    def configure_optimizers_and_lr_scheduler(self, module):
-        return torch.optim.AdamW(module.parameters(), fused=True), None
-
-ech.init_from_env()
-print("what a script prints is not the plan")
-layers = [torch.nn.Linear({WIDTH}, {WIDTH}) for _ in range({DEPTH})]
-data = torch.utils.data.TensorDataset(torch.randn(64, {WIDTH}), torch.randn(64, {WIDTH}))
-loader = ech.Loader(data, global_batch=8)
-"""
-TRAINS = "ech.train(Fit(module=torch.nn.Sequential(*layers), layout='ddp'), loader, max_updates=8, checkpoints=sys.argv[1:])\n"
 
 LOOP = """
 import torch
@@ -76,11 +51,6 @@ def plan(echelon_command: Command, tmp_path: Path) -> Callable[..., subprocess.C
     return run
 
 
-def told(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
-    assert done.stdout, done.stderr
-    return {each["layout"]: each for each in json.loads(done.stdout)["layouts"]}
-
-
 def rounded(size: int) -> int:
     return -(-size // 512) * 512
 
@@ -95,7 +65,7 @@ def test_a_script_that_ends_before_it_gives_a_module_is_run_once(tmp_path: Path,
 
 @pytest.mark.full
 def test_each_layout_holds_what_it_says(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    done = plan(UNIT + TRAINS.replace(", checkpoints=sys.argv[1:]", ""), "--gpus", "4", "--json")
+    done = plan(UNIT + TRAINS, "--gpus", "4", "--json")
     layouts = told(done)
     assert done.returncode == 0
     assert [each["layout"] for each in layouts.values()] == ["ddp", "zero1", "zero2", "fsdp", "dp_shard=2,tp=2"]
@@ -199,7 +169,7 @@ def test_micro_batches_between_the_second_and_the_last_are_not_computed_if_they_
 def test_a_plan_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
     waits = "        open(__file__ + '.pid', 'w').write(str(os.getpid()))\n        time.sleep(600)\n        return torch"
     script = UNIT.replace("        return torch", waits, 1).replace("import sys\n", "import os, sys, time\n")
-    (tmp_path / "train.py").write_text(script + TRAINS.replace(", checkpoints=sys.argv[1:]", ""))
+    (tmp_path / "train.py").write_text(script + TRAINS)
     words = [sys.executable, "-m", "echelon", "plan", "--gpus", "2", "--only", "yours", "train.py"]
     planning = subprocess.Popen(words, cwd=tmp_path)
     told = tmp_path / "train.py.pid"
@@ -211,7 +181,7 @@ def test_a_plan_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_eight_bits_are_planned_without_a_device_that_has_them(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    script = UNIT + TRAINS.replace(", checkpoints=sys.argv[1:]", "").replace("layout='ddp'", "layout='fsdp', precision='float8'")
+    script = UNIT + TRAINS.replace("layout='ddp'", "layout='fsdp', precision='float8'")
     given = ("--cluster", "1x2xh100", "--only", "yours", "--json")
     (eight,), (sixteen,) = (told(plan(script, *given, *more)).values() for more in ((), ("--precision", "bf16")))
     assert (eight["dtype"], sixteen["dtype"]) == ("float8", "bfloat16")
@@ -244,7 +214,7 @@ def test_averages_and_other_modules_are_kept(
 
 @pytest.mark.full
 def test_a_loader_may_have_workers(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    script = UNIT.replace("global_batch=8", "global_batch=8, num_workers=1") + TRAINS.replace(", checkpoints=sys.argv[1:]", "")
+    script = UNIT.replace("global_batch=8", "global_batch=8, num_workers=1") + TRAINS
     layouts = told(plan(script, "--gpus", "2", "--json", "--layout", "ddp"))
     assert layouts["ddp"]["peak"] and not layouts["ddp"]["why"]
 
@@ -363,7 +333,7 @@ def test_a_script_for_a_gpu_and_pretrained_weights_needs_neither(
 
 @pytest.mark.full
 def test_a_table_says_what_fits_and_what_would(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    script = UNIT + TRAINS.replace(", checkpoints=sys.argv[1:]", "")
+    script = UNIT + TRAINS
     done = plan(script, "--gpus", "2", "--budget", "100KiB")
     assert done.returncode == 1 and done.stdout.count("does not fit") == 4
     assert "None is sure to fit" in done.stdout and "what a script prints" not in done.stdout
@@ -391,7 +361,7 @@ def test_a_table_says_what_fits_and_what_would(plan: Callable[..., subprocess.Co
     ],
 )
 def test_what_cannot_be_traced_is_said(plan: Callable[..., subprocess.CompletedProcess[str]], ends: str, says: str) -> None:
-    done = plan(UNIT + ends.replace(", checkpoints=sys.argv[1:]", ""), "--gpus", "2", "--layout", "ddp")
+    done = plan(UNIT + ends, "--gpus", "2", "--layout", "ddp")
     assert done.returncode == 2 and says in done.stderr + done.stdout and "Traceback" not in done.stderr
     # Once there is a model, what a formula says of it.
     assert ("is no plan" in done.stdout) == ("compute_loss" in ends or "max_updates=1" in ends)
@@ -445,7 +415,7 @@ def test_a_search_names_the_command_that_runs_the_fastest(tmp_path: Path, echelo
 
 
 def test_a_run_that_cannot_fit_is_not_started(tmp_path: Path, echelon_command: Command) -> None:
-    (tmp_path / "train.py").write_text(UNIT + TRAINS.replace(", checkpoints=sys.argv[1:]", ""))
+    (tmp_path / "train.py").write_text(UNIT + TRAINS)
     done = echelon_command("run", "--ranks", "2", "--plan", "100KiB", "--layout", "fsdp", "train.py")
     assert done.returncode == 2 and "the layout must fit on 100KiB" in done.stderr, done.stdout + done.stderr
     assert done.stderr.count("does not fit") == 1 and "fsdp" in done.stderr and not (tmp_path / "runs").exists()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +13,10 @@ import pytest
 from echelon.planner.memory import Answer, Picture
 from echelon.planner.page import page
 from echelon.planner.trace import KINDS
+from tests.kit.plans import TRAINS, UNIT, Command
 from tests.kit.run_folders import START, make_run, page_of, training
 
-Command = Callable[..., subprocess.CompletedProcess[str]]
-
 GIB = 2**30
-
-TRAINS = """
-import torch
-import echelon as ech
-
-class Fit(ech.AutoUnit):
-    def compute_loss(self, state, data):
-        return torch.nn.functional.mse_loss(self.module(data[0]), data[1]), None
-
-    def configure_optimizers_and_lr_scheduler(self, module):
-        return torch.optim.AdamW(module.parameters(), fused=True), None
-
-ech.init_from_env()
-data = torch.utils.data.TensorDataset(torch.randn(64, 96), torch.randn(64, 96))
-model = torch.nn.Sequential(*(torch.nn.Linear(96, 96) for _ in range(4)))
-ech.train(Fit(module=model, layout="ddp"), ech.Loader(data, global_batch=8), max_updates=8)
-"""
 
 
 def _planned(tmp_path: Path, planned: Any, **measured: float) -> str:
@@ -63,7 +43,7 @@ def test_a_plan_that_says_nothing_is_left_out(tmp_path: Path, planned: Any) -> N
 
 
 def test_a_run_keeps_its_plan_which_holds_for_fewer_ranks_too(tmp_path: Path, echelon_command: Command) -> None:
-    (tmp_path / "train.py").write_text(TRAINS)
+    (tmp_path / "train.py").write_text(UNIT + TRAINS)
     several = ("run", "--ranks", "1:2", "--max-restarts", "1", "--layout", "fsdp")
     done = echelon_command(*several, "--plan", "h100-sxm", "train.py")
     assert done.returncode == 0 and "on 2 ranks" in done.stderr and "on 1 ranks" in done.stderr, done.stderr

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import math
-import subprocess
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,9 +23,8 @@ from echelon.planner.pretended import Chunks, NoMemory, pretended_world, without
 from echelon.planner.stand_ins import stand_ins
 from echelon.planner.trace import Trace
 from echelon.world.agree import AnyRanksLater
+from tests.kit.plans import Command, planned
 from tests.kit.refusals import refused
-
-Command = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def _routed(chosen: torch.Tensor, mask: torch.Tensor) -> dict[str, Any]:
@@ -297,16 +293,9 @@ for epoch in ech.epochs(loader, 1):
 """
 
 
-def _planned(command: Command, folder: Path, script: str, *options: str) -> dict[str, dict[str, Any]]:
-    (folder / "train.py").write_text(textwrap.dedent(script))
-    done = command("plan", *options, "--json", "train.py")
-    assert done.stdout, done.stderr
-    return {each["layout"]: each for each in json.loads(done.stdout)["layouts"]}
-
-
 @pytest.mark.full
 def test_layers_of_experts_are_planned_and_divided(tmp_path: Path, echelon_command: Command) -> None:
-    layouts = _planned(echelon_command, tmp_path, MOE, "--gpus", "4")
+    layouts = planned(echelon_command, tmp_path, MOE, "--gpus", "4")
     assert not any(each["why"] for each in layouts.values() if "tp" not in each["layout"]), layouts
     fsdp, divided = layouts["fsdp"], layouts["ep=4"]
     rows = 2 * TOKENS  # of a rank; each goes to two experts, through three products, and twice as many backward
@@ -319,13 +308,13 @@ def test_layers_of_experts_are_planned_and_divided(tmp_path: Path, echelon_comma
     # Tokens to their experts and back, and their gradients, but the data's; gates are gathered twice and reduced; a few counts.
     tokens, gate = 4 * 2 * rows * DIM, 4 * EXPERTS * DIM
     assert divided["sent"] == pytest.approx((7 * tokens + 2 * 3 * gate) * 3 / 4, rel=0.01) and divided["sent"] < fsdp["sent"]
-    [stages] = _planned(echelon_command, tmp_path, MOE, "--gpus", "4", "--only", "pp=2,dp_shard=2,ep=2").values()
+    [stages] = planned(echelon_command, tmp_path, MOE, "--gpus", "4", "--only", "pp=2,dp_shard=2,ep=2").values()
     assert not stages["why"] and stages["by_kind"]["parameters"] == pytest.approx(experts / 4, rel=0.1)
 
 
 @pytest.mark.full
 def test_experts_one_by_one_and_a_masked_loss_need_no_shapes(tmp_path: Path, echelon_command: Command) -> None:
-    [found] = _planned(echelon_command, tmp_path, BY_HAND, "--gpus", "2", "--only", "yours").values()
+    [found] = planned(echelon_command, tmp_path, BY_HAND, "--gpus", "2", "--only", "yours").values()
     rows = 4 * TOKENS
     assert not found["why"] and found["read"] == 1, found  # the loss, to be told
     assert found["flops"] == 2 * rows * DIM * (EXPERTS * 2 + 2 * DIM * 3) - 2 * rows * 2 * DIM * DIM
