@@ -15,6 +15,7 @@ import echelon as ech
 from echelon.common.errors import LayoutError
 from echelon.parallel.fsdp import units as edges
 from echelon.parallel.fsdp.units import edges_of
+from echelon.parallel.parallelize import prepare_module
 from echelon.parallel.recipe.blocks import blocks_to_shard
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, seeded, whole
@@ -23,6 +24,7 @@ from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
 
+CPU = torch.device("cpu")
 WORDS, WIDTH = 40, 8
 
 
@@ -335,3 +337,28 @@ def test_a_prefetch_of_no_number_of_blocks_is_refused() -> None:
         ech.FSDPStrategy(forward_prefetch="no")
     with refused(LayoutError):
         ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", backward_prefetch=0)
+
+
+def _left_to_the_root() -> dict[str, Any]:
+    with _whatever_their_bytes():
+        module: Any = prepare_module(seeded(Speaker, head="own"), CPU, layout="fsdp")
+    seen: dict[str, list[str]] = {}
+
+    def look(place: str) -> Any:
+        return lambda *_: seen.update({place: [n for n, p in module.named_parameters() if not hasattr(p, "device_mesh")]})
+
+    module.tower[1].register_forward_hook(look("block"))
+    module.speak.register_forward_hook(look("head"))
+    loss = module(_batches()[0][0]).sum()
+    outside = hasattr(module.lexicon.weight, "device_mesh")  # as the optimizer and the user see it
+    loss.backward()
+    return {"seen": seen, "outside": outside, "class": isinstance(module.lexicon, nn.Embedding)}
+
+
+@pytest.mark.full
+def test_the_root_gathers_what_is_left(ranks: Ranks) -> None:
+    found = ranks(2, _left_to_the_root)[0]
+    assert found["seen"]["block"][:1] == ["places.weight"]
+    assert all(not n.startswith(("lexicon", "speak", "calm")) for n in found["seen"]["block"])
+    assert {"calm.weight", "speak.weight"} <= set(found["seen"]["head"])
+    assert found["outside"] and found["class"]

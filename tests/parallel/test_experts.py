@@ -7,10 +7,13 @@ import copy
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 import echelon as ech
 from echelon.common.errors import ExpertsError, UsageError
@@ -375,6 +378,22 @@ def test_loads_count_each_sample_once_on_any_number_of_ranks(ranks: Ranks, layou
         assert rest == [1, pytest.approx(entropy, rel=1e-12)]
 
 
+def _biases(layout: str) -> tuple[int, torch.Tensor]:
+    """Broadcasts of five updates, and what they made of the first layer's biases."""
+    unit, rank = Regression(module=_model(bias_update_rate=0.5), layout=layout), dist.get_rank()
+    with mock.patch("torch.distributed.broadcast", side_effect=dist.broadcast) as sent:
+        ech.train(unit, [batch(6, seed=10 * step + rank) for step in range(5)], max_epochs=1)
+    return sent.call_count, unit.module.blocks[0][1].router.expert_bias.clone()
+
+
+@pytest.mark.full
+def test_biases_are_equal_on_all_ranks_without_being_sent(ranks: Ranks) -> None:
+    """They follow from sums over all ranks: a broadcast before each forward pass would be in vain."""
+    first, second = ranks(2, under_each, ["ep=2", "fsdp"], _biases)
+    for layout, (sent, one) in first.items():
+        assert sent == 0 and one.abs().sum() > 0 and torch.equal(one, second[layout][1]), layout
+
+
 def test_what_a_mask_leaves_out_is_computed_and_not_counted() -> None:
     torch.manual_seed(0)
     moe = ech.nn.MoE(WIDTH, ech.nn.GroupedExperts(WIDTH, 5, EXPERTS), balance="auxiliary").double()
@@ -457,6 +476,20 @@ def test_a_model_built_without_memory_has_the_same_values(ranks: Ranks, kind: st
     layout = ech.Layout(ep=2)
     plain, meta = (ranks(2, _from_meta, layout, kind, deferred) for deferred in (False, True))
     _same(plain[0], meta[0])
+
+
+def _experts_are_units(precision: str | None) -> set[bool]:
+    """Whether `fully_shard` gathers experts by themselves; it leaves its mark on the class of what it gathers."""
+    model = Model(lambda: ech.nn.MoE(WIDTH, Expert, num_experts=EXPERTS))
+    unit = Regression(module=model, layout=ech.Layout(ep=2), precision=precision)
+    return {isinstance(layer.experts, FSDPModule) for layer in unit.prepared.module.modules() if isinstance(layer, ech.nn.MoE)}
+
+
+def test_experts_that_no_other_rank_has_are_not_gathered(ranks: Ranks) -> None:
+    """There is nothing to gather; but a unit is what computes them in another type than they are kept in."""
+    assert ranks(2, _experts_are_units, None) == [{False}, {False}]
+    assert ranks(2, _experts_are_units, "bf16") == [{True}, {True}]
+    assert ranks(4, _experts_are_units, None)[0] == {True}  # two ranks have the same experts
 
 
 @pytest.mark.full
