@@ -515,6 +515,38 @@ def test_the_newest_of_several_last_ones_is_taken(tmp_path: Path) -> None:
     assert Path(saver.last_model_path).name == "last-v3.ckpt"
 
 
+def test_a_metric_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    """Its state is in no state_dict, so the epoch's number would be that of the batches after the restore."""
+    metrics = pytest.importorskip("torchmetrics")
+
+    class Counts(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen, self.rows, self.evaluated = metrics.SumMetric(), metrics.CatMetric(), metrics.SumMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.rows.update(batch[0])
+            self.seen(batch[0].sum())
+            self.log("seen", self.seen, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_epoch_end(self) -> None:
+            self.note(f"{len(self.rows.compute())} rows")
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.evaluated.update(batch[0].sum())
+            self.log("evaluated", self.evaluated)
+
+    data = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=1)
+    for limit in ({"max_steps": 3}, {"max_epochs": 1}):
+        saver, module = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=3, save_last=True), Counts()
+        trainer = Trainer(callbacks=[saver], val_check_interval=2, **limit, **SAVING)
+        trainer.fit(module, data, data, ckpt_path="last")
+        assert "seen" not in module.state_dict()
+    assert float(trainer.callback_metrics["seen"]) == float(trainer.callback_metrics["evaluated"]) == 8
+    assert module.calls[-1].startswith("4 rows")
+
+
 STOPPED = """
 import os, signal, sys
 from tests.compat.test_lightning_resuming import ModelCheckpoint, SAVING, Small, Trainer, two_batches

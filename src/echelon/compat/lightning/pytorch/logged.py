@@ -269,11 +269,14 @@ class Results:
         """Name of an epoch's number -> the loaders, of several, in which this rank logged it; empty if it did so after them."""
         return {one.names(step=False)[1]: one.loaders for one in self._all.values()}
 
+    def metrics(self) -> list[Any]:
+        """The metric objects that were logged."""
+        return [one.metric for one in self._all.values() if one.metric is not None]
+
     def reset(self) -> None:
         """Begin an epoch."""
-        for one in self._all.values():
-            if one.metric is not None:
-                one.metric.reset()
+        for metric in self.metrics():
+            metric.reset()
         self._all.clear()
 
     def __iter__(self) -> Iterator[str]:

@@ -27,8 +27,9 @@ from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.state import State
 from echelon.parallel.names import class_name
 from echelon.world import agree
+from echelon.world.device import copy_data_to_device
 
-__all__ = ["Kept", "Loaded", "build", "restore_module", "restore_training", "write"]
+__all__ = ["Kept", "Loaded", "MetricShares", "build", "restore_module", "restore_training", "write"]
 
 logger = logging.getLogger(__name__)
 
@@ -69,8 +70,7 @@ class Kept:
         dump = _NotSaved(epoch=trainer.current_epoch, global_step=trainer.global_step, class_name=class_name(module))
         dump["log_step"] = trainer.log_step + session.has_stepped
         dump["hyper_parameters"] = {name: value for name, value in module.hparams.items() if _is_plain(value)}
-        progress = session.unit.train_progress if session.unit is not None else None
-        if progress is not None and (progress.num_steps_completed_in_epoch or progress.evaluation_due):
+        if session.unit is not None and session.unit.is_in_epoch:
             dump["logged"] = session.results["train"].state()
         if (generator := getattr(trainer.train_dataloader, "generator", None)) is not None:
             dump["generator"] = generator.get_state()
@@ -92,6 +92,31 @@ class Kept:
         session.results["train"].load_state(saved.get("logged", []))
         if (generator := getattr(trainer.train_dataloader, "generator", None)) is not None and "generator" in saved:
             generator.set_state(saved["generator"])
+
+
+class MetricShares:
+    """This rank's shares of the metrics of torchmetrics in a module, which its state_dict leaves out.
+
+    Not of those that are reset when the next epoch or evaluation begins, since a restored run has logged nothing that it resets.
+    """
+
+    def __init__(self, unit: Any) -> None:
+        self._unit = unit
+        modules = unit.lightning_module.named_modules()
+        self.metrics: dict[str, Any] = {name: m for name, m in modules if hasattr(m, "metric_state")}
+
+    def state_dict(self) -> dict[str, Any]:
+        unit = self._unit
+        ended = [results for phase, results in unit.session.results.items() if phase != "train" or not unit.is_in_epoch]
+        left_out = {id(metric) for results in ended for metric in results.metrics()}  # by identity: == makes another metric
+        metrics = {name: metric for name, metric in self.metrics.items() if id(metric) not in left_out}
+        return {name: {**metric.metric_state, "_update_count": metric.update_count} for name, metric in metrics.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for name in self.metrics.keys() & state_dict.keys():
+            metric = self.metrics[name]
+            metric.reset()  # drops the computed value that it caches
+            vars(metric).update(copy_data_to_device(state_dict[name], metric.device))
 
 
 def _is_plain(value: Any) -> bool:

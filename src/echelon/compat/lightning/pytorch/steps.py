@@ -21,7 +21,7 @@ from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
 from echelon.compat.lightning.pytorch.optimizers import Schedules
-from echelon.compat.lightning.pytorch.saving import Kept
+from echelon.compat.lightning.pytorch.saving import Kept, MetricShares
 from echelon.loop.auto.uncounted import forgetting
 from echelon.loop.samples import rows
 from echelon.loop.state import ActivePhase, State, step_under_way
@@ -70,6 +70,7 @@ class ModuleSteps:
     module: Any
     device: Any
     autocast: Any
+    train_progress: Any
     eval_progress: Any
     test_progress: Any
     predict_progress: Any
@@ -84,6 +85,15 @@ class ModuleSteps:
     @property
     def lightning_module(self) -> Any:
         return self.session.module
+
+    @property
+    def is_in_epoch(self) -> bool:
+        """Whether a restored run would go on with this epoch, or with the evaluation at its end."""
+        return bool(self.train_progress.num_steps_completed_in_epoch or self.train_progress.evaluation_due)
+
+    def tracked_metrics(self) -> dict[str, Any]:
+        shares = MetricShares(self)
+        return {"metrics": shares} if shares.metrics else {}
 
     def move_data_to_device(self, state: State, data: Any, non_blocking: bool) -> Any:
         phase = {ActivePhase.EVALUATE: "validation"}.get(state.active_phase, str(state.active_phase))
