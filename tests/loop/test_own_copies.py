@@ -14,9 +14,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon as ech
+from echelon.common.errors import OwnLoopError
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.own_loops import step
+from tests.kit.refusals import refused
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -107,6 +109,27 @@ def _averaged(way: str, layout: str, folder: Path | None = None, epochs: int = 3
         with torch.no_grad():
             computed.append(float(average(X).sum()))
     return whole(average), computed
+
+
+def _copied_on_meta(layout: str) -> None:
+    """A copy made afterwards began with other values than the model under fsdp, and with torch's own error under ddp."""
+    for within in (True, False):
+        with ech.on_meta():
+            model: Any = net()
+            average: Any = copy.deepcopy(model) if within else None
+        average = average or copy.deepcopy(model)
+        given = model, average, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(X, Y), 8)
+        if not within:
+            with refused(OwnLoopError):
+                ech.prepare(*given, layout=layout)
+            continue
+        model, average, *_ = ech.prepare(*given, layout=layout)
+        assert largest_difference(whole(average), whole(model)) == 0
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_copy_of_a_model_on_meta_begins_with_its_values(ranks: Ranks, layout: str) -> None:
+    ranks(2, _copied_on_meta, layout)
 
 
 def _ways(layout: str) -> dict[str, tuple[Any, list[float]]]:

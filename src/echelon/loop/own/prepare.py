@@ -45,6 +45,7 @@ from echelon.loop.records.record import Recorder
 from echelon.loop.unit import LRScheduler
 from echelon.observe.sinks.folder import default_sinks
 from echelon.parallel.ddp.wrapper import read_as_wrapped
+from echelon.parallel.meta.materialize import is_recorded, on_meta_tensors
 from echelon.parallel.names import plain_names
 from echelon.parallel.parallelize import parallelize
 from echelon.parallel.patching import for_now
@@ -141,6 +142,11 @@ def _unit(parts: _Parts, options: AutoOptions) -> LoopUnit:
                 type(model).__name__,
             )
         begin_training(model)
+    if on_meta_tensors(module) and is_recorded(module) and not all(map(is_recorded, parts.copies)):
+        raise OwnLoopError(
+            "a copy of a model must have values, got a copy of one on the meta device, which was made without the recording that "
+            "on_meta() keeps. Make it within on_meta(), right behind the model."
+        )
     several = len(parts.models) > 1 or len(parts.optimizers) > 1
     unit = LoopUnit(module, parts.optimizers, options, several=several)
     for optimizer, _ in parts.optimizers:
@@ -450,6 +456,8 @@ def _divide_alike(copy: nn.Module, unit: Any, shapes: Mapping[str, torch.Size], 
         shapes: shapes of the model's parameters, by name, before it was sharded.
     """
     if not any(is_split(p) for p in unit.prepared.module.parameters()):
+        if on_meta_tensors(copy):
+            parallelize(copy, None, unit.device)
         return
     for inner in (copy, getattr(copy, "module", None)):
         if isinstance(inner, nn.Module) and {name: p.shape for name, p in plain_names(inner)} == shapes:

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.common.errors import LayoutError, UsageError
-from echelon.parallel.meta.deferred import Value, is_meta, leaves, mapped, recording
+from echelon.parallel.meta.deferred import Value, is_meta, leaves, mapped, origins, recording
 from echelon.parallel.shards import local
 from echelon.world import agree
 
-__all__ = ["check_kept", "materialize", "on_meta_tensors", "remember"]
+__all__ = ["check_kept", "is_recorded", "materialize", "on_meta_tensors", "remember"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,11 @@ _computed_from: WeakKeyDictionary[nn.Module, dict[str, set[str]]] = WeakKeyDicti
 def on_meta_tensors(module: nn.Module) -> bool:
     """Whether a parameter, a buffer or a tensor among the attributes has no values."""
     return any(tensor.is_meta for _, tensor in _named(module)) or any(True for _ in _attributes(module))
+
+
+def is_recorded(module: nn.Module) -> bool:
+    """Whether all of its tensors have values, or a recording of them: a copy made after `on_meta()` has neither."""
+    return all(not tensor.is_meta or tensor.untyped_storage() in origins for _, tensor in _named(module))
 
 
 def remember(module: nn.Module) -> None:
