@@ -134,6 +134,41 @@ def test_a_second_backward_pass_through_the_same_graph() -> None:
     assert largest_difference(twice(_apply(seeded(Normed), Params())), twice(seeded(Normed))) == 0
 
 
+class _Changes(nn.Module):
+    """Its result depends on what earlier passes left: a spectral norm's vectors, a counter, a buffer that is replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normed = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4))
+        self.norm = nn.BatchNorm1d(4)
+        self.passes, self.mean = 0, nn.Buffer(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return self.norm((self.normed(x) - self.mean).sin() * self.passes)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_recomputation_begins_as_the_pass_did_and_changes_nothing(nested: bool) -> None:
+    def trained(recomputes: bool) -> dict[str, torch.Tensor]:
+        module = seeded(lambda: nn.Sequential(_Changes(), _Changes())).double()
+        if recomputes:
+            for part in (module, *module) if nested else module:
+                ech.nn.checkpoint_wrapper(part)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for number in range(6):
+            module.train(number not in (0, 3))  # what changes in training, too, is not what a first pass in eval mode changed
+            for _ in range(2):  # two forward passes before the backward passes
+                loss = sum(module(batch(5, each)[0]).square().mean() for each in (number, number + 1))
+                loss.backward()
+            optimizer.step()
+        assert [part.passes for part in module] == [24, 24]
+        return dict(module.state_dict())
+
+    assert largest_difference(trained(True), trained(False)) < 1e-14
+
+
 def test_an_error_in_the_recomputation_leaves_the_statistics_in_place() -> None:
     module = _apply(seeded(Normed), Params())
     norm = module.blocks[1].inner[1]

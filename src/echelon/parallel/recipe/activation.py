@@ -1,9 +1,9 @@
 """Activation checkpointing: activations are computed a second time in the backward pass instead of being kept.
 
 A recomputed module stays the same object of the same class, with another `forward`, so its parameters keep their names. Built on
-the non-reentrant `torch.utils.checkpoint`, which draws the same dropout masks again. This file adds what torch lacks: running
-statistics are counted once, keyword arguments are saved like positional ones, and a cache of keys and values (transformers'
-`use_cache`), which would grow in the second pass, is left out while gradients are computed.
+the non-reentrant `torch.utils.checkpoint`, which draws the same dropout masks again. This file adds what torch lacks: the second
+pass begins with the buffers and counters of the first and changes none, keyword arguments are saved like positional ones, and a
+cache of keys and values (transformers' `use_cache`), which would grow in the second pass, is left out while gradients are computed.
 """
 
 from __future__ import annotations
@@ -166,6 +166,7 @@ class Recompute:
     def __init__(self, module: nn.Module, offload_to_cpu: bool, contexts: Contexts | None) -> None:
         self._module, self._forward = module, module.forward
         self._offload, self._contexts = offload_to_cpu, contexts
+        self._changing: _Changing = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -203,20 +204,25 @@ class Recompute:
         count = len(values) - len(names)
         return self._forward(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-    def _traced(self, calls: list[int], names: tuple[str, ...], *values: Any) -> Any:
-        """The call for the compiler, whose graphs count statistics once. If it cannot trace the module, this runs twice."""
+    def _traced(self, calls: list[_Began], names: tuple[str, ...], *values: Any) -> Any:
+        """The call for the compiler, whose graphs change the state once. If it cannot trace the module, this runs twice."""
         if torch.compiler.is_compiling():
             return self._call(names, *values)
-        calls.append(1)
-        with _Uncounted(self._module) if len(calls) > 1 else NO_CONTEXT:
+        if calls:
+            with _Again(calls[0]):
+                return self._call(names, *values)
+        calls.append(_Began(self._module, self._changing))
+        with calls[0]:
             return self._call(names, *values)
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """The contexts of the forward pass and of the recomputation."""
         if self._contexts is None:
-            return NO_CONTEXT, _Uncounted(self._module)
+            began = _Began(self._module, self._changing)
+            return began, _Again(began)
         first, again = map(_CastsAnew, self._contexts())
-        return first, _Uncounted(self._module, again)
+        began = _Began(self._module, self._changing, first)
+        return began, _Again(began, again)
 
     def _offloaded(self) -> AbstractContextManager[Any]:
         on_gpu = any(p.device.type == "cuda" for p in self._module.parameters())
@@ -266,30 +272,86 @@ class _CastsAnew:
         return self._inner.__exit__(*raised)
 
 
-class _Uncounted:
-    """Context of a recomputation: updates of running statistics by norms are thrown away.
+_PLAIN = (bool, int, float, str, type(None))  # no tensors: as attributes they may be as large as activations
+# By the modes of the parts of a module: what its forward pass changes, as (part, name).
+_Changing = dict[tuple[bool, ...], list[tuple[nn.Module, str]]]
+
+
+class _Began:
+    """Context of a forward pass that will be recomputed. Notes the state with which it begins: the buffers and plain attributes
+    that the pass changes, such as running statistics, the vectors of a spectral norm, and counters. Which these are is learned in
+    the first pass in each combination of modes.
+
+    Attributes:
+        state: their values, by (part, name).
+    """
+
+    def __init__(self, module: nn.Module, changing: _Changing, also: AbstractContextManager[Any] = NO_CONTEXT) -> None:
+        self._module, self._changing, self._also = module, changing, also
+        self.state: dict[tuple[nn.Module, str], Any] = {}
+
+    def __enter__(self) -> None:
+        parts = list(self._module.modules())
+        self._modes = tuple(part.training for part in parts)
+        names = self._changing.get(self._modes)
+        self._learns = names is None
+        if names is None:
+            names = [(part, name) for part in parts for name in _state_of(part)]
+            self._was = [(part, name, value := getattr(part, name), _version(value)) for part, name in names]
+        self.state = {(part, name): _copy(getattr(part, name)) for part, name in names}
+        self._also.__enter__()
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        if self._learns:
+            was, self._was = self._was, []
+            changed = [
+                (part, name)
+                for part, name, value, version in was
+                if (now := getattr(part, name, None)) is not value or _version(now) != version or _is_statistic(part, name)
+            ]
+            self.state = {each: self.state[each] for each in changed}
+            if raised[0] is None:
+                self._changing[self._modes] = changed
+        return self._also.__exit__(*raised)
+
+
+class _Again:
+    """Context of a recomputation: it begins with the state with which the forward pass began, and its changes are thrown away.
 
     torch may enter the same context again, and an inner module's context lies within an outer one's. `also` is entered last: it
     may watch all operations, which must be the same as in the forward pass.
     """
 
-    _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
-
-    def __init__(self, module: nn.Module, also: AbstractContextManager[Any] = NO_CONTEXT) -> None:
-        self._module, self._also = module, also
+    def __init__(self, began: _Began, also: AbstractContextManager[Any] = NO_CONTEXT) -> None:
+        self._began, self._also = began, also
         self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            for norm in self._module.modules():
-                if norm.training and getattr(norm, "track_running_stats", False):
-                    for name in self._STATISTICS:
-                        counted = getattr(norm, name, None)
-                        if counted is not None:
-                            setattr(norm, name, counted.clone())
-                            stack.callback(setattr, norm, name, counted)
+            for (part, name), value in self._began.state.items():
+                stack.callback(setattr, part, name, getattr(part, name))
+                setattr(part, name, _copy(value))
             stack.enter_context(self._also)
             self._entered.append(stack.pop_all())
 
     def __exit__(self, *raised: Any) -> bool | None:
         return self._entered.pop().__exit__(*raised)
+
+
+def _is_statistic(part: nn.Module, name: str) -> bool:
+    """Whether it is a norm's running statistic that the pass updates: torch's operator writes it without a new version."""
+    names = ("running_mean", "running_var", "num_batches_tracked")
+    return name in names and part.training and bool(getattr(part, "track_running_stats", False))
+
+
+def _state_of(part: nn.Module) -> list[str]:
+    plain = [name for name, value in vars(part).items() if isinstance(value, _PLAIN)]
+    return [*(name for name, _ in part.named_buffers(recurse=False)), *plain]
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
