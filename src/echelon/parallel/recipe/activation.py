@@ -3,7 +3,7 @@
 A recomputed module stays the same object of the same class, with another `forward`, so its parameters keep their names. Built on
 the non-reentrant `torch.utils.checkpoint`, which draws the same dropout masks again. This file adds what torch lacks: the second
 pass begins with the buffers and counters of the first and changes none, keyword arguments are saved like positional ones, and
-while gradients are computed, a cache of keys and values (transformers' `use_cache`), which would grow in the second pass, is left out.
+a cache of keys and values (transformers' `use_cache`), which would grow in the second pass, is left out with gradients.
 """
 
 from __future__ import annotations
