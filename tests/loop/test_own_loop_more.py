@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, SubsetRando
 
 import echelon as ech
 from echelon.checkpoint import manifest
-from echelon.common.errors import EchelonError, LoaderError
+from echelon.common.errors import EchelonError, LoaderError, OwnLoopError
 from echelon.contracts.stopping import REQUEUE
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
@@ -111,26 +111,43 @@ def test_a_signal_behind_the_batches_waits_for_the_epochs_end(ranks: Ranks, tmp_
 
 
 def _broken_off(folder: Path, dies: bool) -> float:
-    """Epochs that a `break` ends, counted by the loop."""
+    """Epochs that a `break` ends, counted by the loop, with two schedulers, as for an average of the last weights."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    given = model, optimizer, scheduler, DataLoader(DATA, 8)
-    model, optimizer, scheduler, loader = ech.prepare(*given, layout="none", checkpoints=folder)
+    falling = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    averaging = torch.optim.swa_utils.SWALR(optimizer, swa_lr=1.0, anneal_epochs=2)
+    given = model, optimizer, falling, averaging, DataLoader(DATA, 8)
+    model, optimizer, falling, averaging, loader = ech.prepare(*given, layout="none", checkpoints=folder)
     for epoch in range(4):
         for i, (x, y) in enumerate(loader):
-            if dies and epoch == 2:
+            if dies and epoch == 3:
                 return 0.0
             step(model, optimizer, x, y)
             if i == 1:
                 break
-        scheduler.step()
+        if epoch > 1:
+            averaging.step()
+        else:
+            falling.step()
     return float(optimizer.param_groups[0]["lr"])
 
 
-def test_a_schedule_by_epochs_that_a_break_ends_is_resumed(tmp_path: Path) -> None:
-    _broken_off(tmp_path, True)
-    assert _broken_off(tmp_path, False) == 0.1 / 2**4
+def test_schedules_by_epochs_that_a_break_ends_are_resumed(tmp_path: Path) -> None:
+    want = _broken_off(tmp_path / "straight", False)
+    _broken_off(tmp_path / "killed", True)
+    assert _broken_off(tmp_path / "killed", False) == want > 0.1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_scheduler_that_checkpoints_would_not_have_is_refused(tmp_path: Path, when: str) -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(OwnLoopError, match="must be given each scheduler, got a SGD with a scheduler"):
+        made = torch.optim.lr_scheduler.StepLR(optimizer, 1) if when == "before" else None
+        model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), layout="none", checkpoints=tmp_path)
+        made = made or torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        for x, y in loader:
+            step(model, optimizer, x, y)
 
 
 # --- other orders

@@ -85,7 +85,7 @@ def prepare(
     the loop sets later stay as set.
 
     Args:
-        objects: in any order: a model, an optimizer over its parameters, and one training loader; optionally a scheduler, loaders
+        objects: in any order: a model, an optimizer over its parameters, and one training loader; optionally schedulers, loaders
             to evaluate on (all after the first loader), and other objects with `state_dict` and `load_state_dict`, which are
             saved as well. Modules that no optimizer trains are saved, too; a copy of the model, such as an average of its
             weights, is sharded like the model. Several models, optimizers and schedulers train together: see `window`. A torch
@@ -100,8 +100,8 @@ def prepare(
         the given objects, in the same order: the model as the layout made it, the same optimizer and scheduler, and loaders that
         give this rank's batches on its device. A single object is returned without a tuple.
     Raises:
-        UsageError: on all ranks: an optimizer over other parameters, a scheduler of another optimizer, two schedulers of one
-            optimizer, or an object of another kind.
+        UsageError: on all ranks: an optimizer over other parameters, a scheduler of another optimizer, or an object of another
+            kind; with `checkpoints`, here or at the first batch: no scheduler of an optimizer that has one.
     """
     refuse_prepared(objects, layout)
     parts = _Parts.of(objects)
@@ -270,11 +270,11 @@ class _Parts:
     """The arguments of `prepare`, by kind."""
 
     models: list[nn.Module]
-    optimizers: list[tuple[torch.optim.Optimizer, Any]]  # with the scheduler of each, if it has one
+    optimizers: list[tuple[torch.optim.Optimizer, Any]]  # with the first scheduler of each, if it has one
     loader: Any
     copies: list[nn.Module]
     evaluation: list[Any] = field(default_factory=list)
-    stateful: list[Any] = field(default_factory=list)
+    stateful: list[Any] = field(default_factory=list)  # also further schedulers
 
     @classmethod
     def of(cls, objects: Sequence[Any]) -> _Parts:
@@ -292,18 +292,15 @@ class _Parts:
                 "only, write an EvalUnit or a PredictUnit."
             )
         schedulers: dict[int, Any] = {}
+        further: list[Any] = []
         for scheduler in by_kind["scheduler"]:
             if all(scheduler.optimizer is not optimizer for optimizer in by_kind["optimizer"]):
                 raise OwnLoopError(
                     f"a scheduler must belong to an optimizer among the objects, got a {type(scheduler).__name__} of another "
                     f"{type(scheduler.optimizer).__name__}. Give prepare() both."
                 )
-            if id(scheduler.optimizer) in schedulers:
-                raise OwnLoopError(
-                    f"objects must have at most one scheduler for each optimizer, got {', '.join(given)}. Combine schedulers by "
-                    "torch.optim.lr_scheduler.SequentialLR or ChainedScheduler."
-                )
-            schedulers[id(scheduler.optimizer)] = scheduler
+            if schedulers.setdefault(id(scheduler.optimizer), scheduler) is not scheduler:
+                further.append(scheduler)
         if not by_kind["loader"]:
             raise OwnLoopError(
                 f"objects must have the training loader, a torch DataLoader or an echelon.Loader, got {', '.join(given)}. If the "
@@ -311,7 +308,7 @@ class _Parts:
             )
         first, *others = by_kind["loader"]
         optimizers = [(optimizer, schedulers.get(id(optimizer))) for optimizer in by_kind["optimizer"]]
-        return cls(models, optimizers, first, copies, others, by_kind["stateful"])
+        return cls(models, optimizers, first, copies, others, [*by_kind["stateful"], *further])
 
 
 def _kind(thing: Any) -> str:

@@ -466,19 +466,41 @@ class Session:
         return window.is_last and trains
 
     def take_over(self) -> None:
-        """Replace `step` and `zero_grad` of the loop's optimizers and schedulers by ones that know the window."""
-        for optimizer, scheduler in self.unit.configured:
-            self._take_over(optimizer, scheduler, None if self.unit.several is None else self.unit.several.of(optimizer))
+        """Replace `step` and `zero_grad` of the loop's optimizers and schedulers by ones that know the window.
 
-    def _take_over(self, optimizer: Any, scheduler: Any, turn: Turn | None) -> None:
+        Raises:
+            UsageError: a scheduler would not be saved.
+        """
+        for optimizer, first in self.unit.configured:
+            further = [
+                each for each in self.unit.tracked_lr_schedulers().values() if each.optimizer is optimizer and each is not first
+            ]
+            schedulers = further if first is None else [first, *further]
+            if self.saver is not None and not schedulers and _is_scheduled(optimizer):
+                raise OwnLoopError(
+                    f"prepare(..., checkpoints=...) must be given each scheduler, got a {type(optimizer).__name__} with a "
+                    "scheduler that it was not given: a resumed run would begin the schedule anew. Make the scheduler before "
+                    "prepare(), and give it to prepare(), too."
+                )
+            self._take_over(optimizer, schedulers, None if self.unit.several is None else self.unit.several.of(optimizer))
+
+    def _take_over(self, optimizer: Any, schedulers: list[Any], turn: Turn | None) -> None:
         replace(optimizer, "step", partial(self.optimizer_step, turn))
         replace(optimizer, "zero_grad", self.zero_grad)
-        if scheduler is not None and not getattr(scheduler.step, "knows_window", False):
+        for scheduler in schedulers:
+            if getattr(scheduler.step, "knows_window", False):
+                continue
             # Replaced on its class, because a scheduler's own attributes are its state.
             kind = type(scheduler)
             step = knowing(kind.step, partial(self.scheduler_step, turn), bound_to=scheduler)
             own = {"step": step, "__module__": kind.__module__, "__reduce_ex__": _as_its_own_kind}
             replace_class(scheduler, "window", type(kind.__name__, (kind,), own))
+
+
+def _is_scheduled(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether one of torch's schedulers was made for it: its first one replaces the optimizer's `step`."""
+    step = vars(optimizer).get("step")
+    return getattr(step, "__globals__", {}).get("__name__") == torch.optim.lr_scheduler.__name__
 
 
 def _as_its_own_kind(scheduler: Any, protocol: int) -> tuple[Any, ...]:
