@@ -154,6 +154,19 @@ def test_an_average_is_saved_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
         assert largest_difference(got[0], want[0]) == 0 and got[1] == want[1][2:]
 
 
+def test_a_copy_that_checkpoints_do_not_have_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An average made after prepare() began anew at a restart, in silence; a copy made in training may be a snapshot."""
+    model = net()
+    given = model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(X, Y), 8)
+    model, optimizer, loader = ech.prepare(*given, layout="none", checkpoints=tmp_path)
+    copies = [AveragedModel(model), copy.deepcopy(model)]
+    told = [line for line in caplog.messages if "is in no checkpoint" in line]
+    for x, y in loader:
+        update(model, optimizer, x, y, is_plain=False)
+        copies.append(copy.deepcopy(model))
+    assert told == [line for line in caplog.messages if "is in no checkpoint" in line] and len(told) == 1
+
+
 def _with_teacher() -> bool:
     teacher, model = nn.Linear(4, 1).double().requires_grad_(False), net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

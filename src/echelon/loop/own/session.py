@@ -33,6 +33,7 @@ from echelon.parallel.names import without_compile
 from echelon.parallel.networks import Networks
 from echelon.parallel.patching import replace_class
 from echelon.parallel.shards import is_split
+from echelon.world import agree
 from echelon.world.clock import Part, enter
 
 __all__ = ["Session", "kept_for"]
@@ -68,7 +69,7 @@ class Session:
         self._left = False  # the loop left a call of `epochs` before its end
         self._iterations = 0  # iterations over the loader by this process
         self._iteration: object = None  # identity of the latest iteration
-        self._applying = self.accumulates = False
+        self._applying = self.accumulates = self._told_of_copy = False
         self._modes = LoopModes(unit.module, unit.prepared.unwrapped)
         self._cleared = self._of_optimizers()
 
@@ -79,6 +80,17 @@ class Session:
             vars(each)[_OF] = _Kept(self)
         for copy in copies:  # a copy may belong to two sessions, such as a teacher that an earlier one has trained
             vars(copy)[_OF_COPY] = _Kept(self)
+
+    def copied(self) -> None:
+        """An object of this session is copied: if that is before the first batch, perhaps to be averaged or trained."""
+        if self.saver is None or self._iterations or self._told_of_copy:
+            return
+        self._told_of_copy = True
+        if agree.is_rank0():
+            logger.warning(
+                "a copy of what prepare() returned is in no checkpoint. If it changes in training, as an average of the weights "
+                "does, a restart loses it: make it before prepare(), and give it to prepare(), too"
+            )
 
     @staticmethod
     def of(thing: Any, asked_by: str) -> Session:
@@ -543,6 +555,8 @@ class _Kept:
         self.session = session
 
     def __deepcopy__(self, memo: Any) -> _Kept:
+        if self.session is not None:
+            self.session.copied()
         return _Kept()
 
     def __reduce__(self) -> tuple[Any, ...]:
