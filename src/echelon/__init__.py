@@ -62,6 +62,7 @@ Evidence:
     Proof                       what prove found  [prover.prove]
     plan                        will it fit, how fast, and what will it cost?  [planner.plan]
     Plan                        what plan found  [planner.plan]
+    module_summary              a model by its submodules: parameters, FLOPs, shapes, times  [planner.summary]
     EchelonError                the base of all errors; they are in echelon.errors  [common.errors]
     UsageError                  a value that cannot work, with the remedy  [common.errors]
     CheckpointError             a checkpoint that cannot be written or read  [common.errors]
@@ -151,6 +152,7 @@ if TYPE_CHECKING:
     from echelon.parallel.strategy import Strategy as Strategy
     from echelon.planner.plan import Plan as Plan
     from echelon.planner.plan import plan as plan
+    from echelon.planner.summary import module_summary as module_summary
     from echelon.prover.prove import Proof as Proof
     from echelon.prover.prove import prove as prove
     from echelon.world.init import init_from_env as init_from_env

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from echelon.common.errors import PlanError
 from echelon.loop.records.utilization import allows_tf32
+from echelon.planner.flops import flops_of
 from echelon.planner.pretended import is_plain
 from echelon.planner.recurrent import steps_of
 from echelon.planner.values import changed_by
 
-__all__ = ["COPY_IN", "Collective", "Operator", "Step", "flops_of", "operator_of", "tensors_in"]
+__all__ = ["COPY_IN", "Collective", "Operator", "Step", "operator_of", "tensors_in"]
 
 aten = torch.ops.aten
 
@@ -175,32 +175,3 @@ def _of_groups(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | Non
 
 
 _LEFT_AT = {aten.mm: 0, aten._scaled_mm: 0, aten.bmm: 0, aten.addmm: 1, aten.baddbmm: 1}
-
-
-def flops_of(op: Any, made: Any, args: Any, kwargs: Any) -> int | None:
-    """FLOPs of a matrix product or of attention; None for other operators. A script registers an operator of its own with torch's
-    `register_flop_formula`; it is attention if its name contains the word."""
-    count = _FLOPS.get(op.overloadpacket) or flop_registry.get(op.overloadpacket)
-    return None if count is None else int(count(*args, **kwargs, out_val=made))
-
-
-def _attention(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
-
-
-def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape))
-
-
-def _grouped(rows: Any, other: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    """FLOPs of rows times the matrices of their groups; or, for a weight's gradient, of both sides over the rows."""
-    return int(2 * rows.shape[0] * rows.shape[1] * other.shape[-1])
-
-
-# torch has no formulas for grouped products and the CPU's attention kernel. Like torch's, these count the whole square of a
-# causal mask.
-_FLOPS: dict[Any, Any] = {
-    aten._grouped_mm: _grouped,
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from echelon.parallel.shards import local
 from echelon.planner.allocator import Allocator, Block, expands
+from echelon.planner.flops import flops_of
 from echelon.planner.pretended import (
     CollectiveOp,
     FakeTensor,
@@ -27,7 +28,7 @@ from echelon.planner.pretended import (
     ranks_of,
     sync_ops,
 )
-from echelon.planner.steps import COPY_IN, Collective, Operator, Step, flops_of, operator_of, tensors_in
+from echelon.planner.steps import COPY_IN, Collective, Operator, Step, operator_of, tensors_in
 
 __all__ = ["BINS", "KINDS", "Trace", "Traced"]
 

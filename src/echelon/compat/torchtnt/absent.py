@@ -27,6 +27,7 @@ _SAME = {
     "utils.data": "utils.data.data_prefetcher",
     "utils.helpers": "utils.early_stop_checker utils.lr_scheduler utils.optimizer utils.precision utils.progress "
     "utils.rank_zero_log utils.stateful utils.version",
+    "utils.module_summary": "utils.flops",
     "utils.loggers": "utils.loggers.csv utils.loggers.in_memory utils.loggers.logger utils.loggers.stdout "
     "utils.loggers.tensorboard utils.loggers.utils",
 }

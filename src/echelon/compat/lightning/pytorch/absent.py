@@ -30,7 +30,7 @@ __all__ = [
 _FABRIC = "echelon.init_from_env() and echelon.layouts.prepare_module, or a TrainUnit"
 _BAR = "the progress that `echelon run` and Trainer show; Trainer(enable_progress_bar=False) is understood"
 _SPIKES = "EarlyStopping(check_finite=True); a run of losses that are inf or nan ends by itself"
-_SUMMARY = "get_module_summary of echelon.compat.torchtnt.utils.module_summary"
+_SUMMARY = "print(echelon.module_summary(module, x)), with an example input x"
 _USE = "memory, utilization and throughput in metrics.jsonl, and `echelon report`"
 # Callbacks that only show something, and what echelon shows instead. They are accepted without effect.
 DISPLAYS = {
@@ -83,7 +83,7 @@ NAMES = {
     "NeptuneLogger": "a subclass of Logger that calls neptune",
     # the rest
     "CombinedLoader": _UNION,
-    "measure_flops": "echelon.compat.torchtnt.utils.flops.FlopTensorDispatchMode",
+    "measure_flops": "echelon.module_summary(module, x).flops_forward",
     **dict.fromkeys(("CheckpointHooks", "ModelHooks"), "LightningModule and LightningDataModule, which have these hooks"),
     **dict.fromkeys(("DummyLogger", "LightningLoggerBase", "merge_dicts"), "a subclass of Logger"),
     **dict.fromkeys(("get_init_args", "load_hparams_from_yaml", "save_hparams_to_yaml"), _HPARAMS),

@@ -152,7 +152,7 @@ class ModuleSummary(Callback):
         for name, module in modules.items():
             args, kwargs = self._inputs.get(name, (None, None))
             summary = summaries_of.get_module_summary(module, args, kwargs)
-            summary.module_name = name
+            summary.name = name
             if self._max_depth is not None:
                 summaries_of.prune_module_summary(summary, max_depth=self._max_depth)
             summaries.append(summary)

@@ -17,11 +17,10 @@ _HOMES = {
         "distributed": """all_gather_tensors barrier get_global_rank get_local_rank
             get_process_group_backend_from_device get_world_size spawn_multi_process""",
         "env": "init_from_env seed",
-        "flops": "FlopTensorDispatchMode",
         "helpers": """EarlyStopChecker Progress Stateful TLRScheduler convert_precision_str_to_dtype extract_lr_from_optimizer
             is_torch_version_geq rank_zero_critical rank_zero_debug rank_zero_error rank_zero_info rank_zero_print
             rank_zero_warn""",
-        "module_summary": "ModuleSummary get_module_summary get_summary_table prune_module_summary",
+        "module_summary": "FlopTensorDispatchMode ModuleSummary get_module_summary get_summary_table prune_module_summary",
         "oom": "attach_oom_observer log_memory_snapshot",
         "prepare_module": "DDPStrategy FSDPStrategy NOOPStrategy prepare_ddp prepare_fsdp",
         "swa": "AveragedModel",
