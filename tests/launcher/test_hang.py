@@ -576,7 +576,7 @@ print("done")
 
 
 @pytest.mark.full
-def test_a_single_rank_in_the_launchers_process_is_ended_if_a_person_gave_a_limit(tmp_path: Path, echelon_command: Any) -> None:
+def test_a_single_rank_is_ended_if_a_person_gave_a_limit(tmp_path: Path, echelon_command: Any) -> None:
     """Where it stands still in the loop; never in code of its own, where nobody waits for it, however short the limit is."""
     (tmp_path / "train.py").write_text(ALONE)
     # A limit that no step reaches on a machine that is busy with others.

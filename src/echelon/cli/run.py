@@ -219,7 +219,10 @@ def _endpoint(arguments: argparse.Namespace) -> Iterator[Callable[[RunDir], None
 
 
 def _outcome(job: JobSpec, run: RunDir) -> Outcome:
-    if job.ranks == 1 and job.max_restarts == 0:
+    from echelon.launcher.local.hang import hang_timeout
+
+    hang_s, is_given = hang_timeout(job.hang_timeout_s)
+    if job.ranks == 1 and job.max_restarts == 0 and job.stop_after_s is None and not (is_given and hang_s):
         from echelon.launcher.local.in_process import run_here
 
         return run_here(job, run)

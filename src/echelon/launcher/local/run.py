@@ -1,6 +1,6 @@
 """Run a job on this machine: the agent runs here, and the ranks are forked from a server that has torch loaded.
 
-One rank without restarts runs in this very process instead: `launcher.local.in_process`.
+One rank without restarts and limits runs in this very process instead: `launcher.local.in_process`.
 """
 
 from __future__ import annotations
