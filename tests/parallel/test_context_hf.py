@@ -152,6 +152,23 @@ def test_labels_are_shifted_over_the_ranks_by_the_models_own_loss(ranks: Ranks) 
         assert max(far) < 1e-6, far
 
 
+def _own_loop() -> float:
+    windows, module = [[_batch("plain", seed)] for seed in range(2)], _made("llama")
+    made = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, loader = ech.prepare(module, made, [batch for (batch,) in windows], layout="cp=2")
+    for batch in loader:
+        with ech.window(model) as window:
+            window.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return largest_difference(whole(model), plain(_made("llama"), windows, loss=_their_loss)[0])
+
+
+@pytest.mark.full
+def test_a_loop_of_ones_own_takes_the_models_own_loss(ranks: Ranks) -> None:
+    assert max(ranks(2, _own_loop)) < 1e-6
+
+
 REFUSED = [
     ("windows", "packed", r"Qwen2ForCausalLM has a sliding window of 5 and was given packed documents"),
     ("opt", "padded", r"OPTForCausalLM\.model\.decoder\.embed_positions .* gives other outputs"),

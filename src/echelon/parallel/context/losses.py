@@ -233,6 +233,7 @@ def check_separate(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
         UsageError: on all ranks: it is not.
     """
     tie, only = 0.0, None
+    loss = loss.view_as(loss)  # one that the model has returned would run the hooks of its outputs, which unshard its parameters
     with contextlib.suppress(RuntimeError):  # no second derivative
         tie, only = _tie(loss, outputs), _only_token(loss, outputs)
     answers = agree.gather([tie, only])
