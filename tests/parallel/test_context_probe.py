@@ -141,6 +141,7 @@ LOSSES: dict[str, Any] = {
     "greatest of each sequence": lambda m, b: _per_token(m, b).amax(1).mean(),
     "contrastive": _contrastive,
     "sum": lambda m, b: _per_token(m, b).sum(1).mean(),
+    "ignored by another number": lambda m, b: F.cross_entropy(m(b["inputs"]).mT, b["targets"] // 16, ignore_index=0),
     "first tokens": _of_first_tokens,
     "last token, by the model": lambda m, b: m(b["inputs"], b["targets"])[1],
 }
@@ -342,7 +343,15 @@ def _own_loop(name: str) -> Any:
     return answer(train) or largest_difference(whole(model), plain(lm(), [[b] for b in batches], loss=loss)[0])
 
 
-SEEN_IN_A_LOOP = ["last token", "first token", "of the mean", "neighbours", "perplexity", "contrastive"]
+SEEN_IN_A_LOOP = [
+    "last token",
+    "first token",
+    "of the mean",
+    "neighbours",
+    "perplexity",
+    "contrastive",
+    "ignored by another number",
+]
 
 
 @pytest.mark.full

@@ -153,8 +153,12 @@ class Batches:
             UsageError: they do not add up.
         """
 
-    def check_loss(self, loss: torch.Tensor) -> None:
-        """As `check_parts`, for code that cannot be called again: checks its first loss, before the backward pass."""
+    def check_loss(self, loss: torch.Tensor, *, by_share: bool) -> None:
+        """As `check_parts`, for code that cannot be called again: checks its first loss, before the backward pass.
+
+        Args:
+            by_share: the parts weigh their `share` of the batch, not what the code has said.
+        """
 
 
 class Extras:

@@ -125,7 +125,7 @@ class OwnWindow:
             loss = as_scalar(loss)
         self.went_back = True
         if unit.prepared.batches.doubts:
-            unit.prepared.batches.check_loss(loss)
+            unit.prepared.batches.check_loss(loss, by_share=self._weight is None)
         assert self._micro_batch is not None
         with NO_CONTEXT if unit.computes.dtype is None else torch.autocast(unit.device.type, enabled=False):
             self._session.goes_back()

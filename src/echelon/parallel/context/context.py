@@ -33,7 +33,7 @@ from echelon.parallel.context.batch import (
     sequence_dims,
     size_of,
 )
-from echelon.parallel.context.losses import KeptOutputs, Losses, check_losses, check_separate
+from echelon.parallel.context.losses import KeptOutputs, Losses, check_counted, check_losses, check_separate
 from echelon.parallel.context.probe import probe
 from echelon.parallel.guards.messages import SHAPES
 from echelon.parallel.patching import for_now, replace
@@ -214,15 +214,15 @@ class ContextParallel(Batches):
         self._outputs.append(output.view_as(output))
         return self._outputs[-1]
 
-    def check_loss(self, loss: torch.Tensor) -> None:
+    def check_loss(self, loss: torch.Tensor, *, by_share: bool) -> None:
         """Check for the first batch that the loss is a sum over tokens, if it cannot be recomputed. Collective over all ranks.
 
         Raises:
-            UsageError: on all ranks: it is not.
+            UsageError: on all ranks: it is not, or its parts have other shares of these tokens than of the weight.
         """
         self.doubts = False
         outputs, self._outputs = self._outputs, []
-        check_separate(loss, outputs)
+        check_counted(self.parts, check_separate(loss, outputs), self.share if by_share else None)
 
     def _check_weight(self, part: float, whole: float) -> None:
         weights = agree.gather(part, self.parts.group)

@@ -25,7 +25,7 @@ from echelon.parallel.context.probe import AS_IS, LEVELS, perturbed, tensors_of,
 from echelon.world import agree, rng
 from echelon.world.device import map_tensors
 
-__all__ = ["KeptOutputs", "Losses", "check_losses", "check_separate"]
+__all__ = ["KeptOutputs", "Losses", "check_counted", "check_losses", "check_separate"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ _COARSE = 2e-2
 _ROUNDED = 1e-2  # for losses of the same outputs
 _OUTPUTS = -1  # used as a level: noise on the module's outputs
 _LEFT_OUT = 0.4  # share of labels to ignore
+_MISCOUNTED = 1e-2  # how far a part's share of the tokens with a gradient may be from its share of the weight
 _APART = 1e-4  # how much a token's gradient may depend on other tokens, relative to its dependence on itself
 _REMEDY = (
     "For a loss of one token of each sequence, of pooled or neighbouring tokens, a sum, or a mean for each sequence, use 'fsdp' "
@@ -223,19 +224,23 @@ def _difference(whole: _Loss, part_losses: Sequence[_Loss], may: float) -> str |
     )
 
 
-def check_separate(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+def check_separate(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> int | None:
     """Check that a loss is a sum of terms of single tokens of the outputs (B, T, ...). Collective over all ranks.
 
     It checks derivatives only: the mixed second derivative of two tokens must be zero, and more than one token of each sequence
     must have a gradient.
 
+    Returns:
+        how many tokens have a gradient; None if that is not known.
     Raises:
         UsageError: on all ranks: it is not.
     """
     tie, only = 0.0, None
     loss = loss.view_as(loss)  # one that the model has returned would run the hooks of its outputs, which unshard its parameters
+    grads = torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True) if outputs else ()
+    has = [grad.flatten(2).ne(0).any(2) if grad.dim() > 2 else grad.ne(0) for grad in grads if grad is not None]
     with contextlib.suppress(RuntimeError):  # no second derivative
-        tie, only = _tie(loss, outputs), _only_token(loss, outputs)
+        tie, only = _tie(loss, outputs), _only_token(has)
     answers = agree.gather([tie, only])
     what = None
     if max(tie for tie, _ in answers) > _APART:
@@ -246,6 +251,32 @@ def check_separate(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
         raise ContextParallelError(
             f"context parallelism would change the loss: it must be a mean over tokens, of each by itself, and {what}. {_REMEDY}"
         )
+    vanish = any(grad is not None and grad.dtype is torch.float16 for grad in grads)
+    return None if vanish or not has else max(int(each.sum()) for each in has)
+
+
+def check_counted(parts: SequenceParts, tokens: int | None, share: float | torch.Tensor | None) -> None:
+    """Check that the parts of a sequence weigh as many tokens as their loss is a mean over. Collective over all ranks.
+
+    Args:
+        tokens: how many tokens of this rank's part have a gradient; None if that is not known.
+        share: this part's share of the labels that are not ignored, by which it weighs; None if the code has said its weight.
+    Raises:
+        UsageError: on all ranks: they weigh something else.
+    """
+    known = tokens is not None and share is not None
+    counts, shares = zip(*agree.gather([tokens, float(share)] if known else [0, 0.0], parts.group), strict=True)
+    total = sum(counts)
+    far = total and max(abs(count / total - of) for count, of in zip(counts, shares, strict=True)) > _MISCOUNTED
+    agree.raise_on_all(
+        "context parallelism would change the loss: it must be a mean over tokens, of which a part has as many as it weighs. Of "
+        f"the parts of the first batch {' + '.join(map(str, counts))} tokens have a gradient, and they weigh "
+        f"{' + '.join(f'{of:.3g}' for of in shares)}, by their labels that are not {IGNORED}. Give the number of tokens in the "
+        "mean: echelon.window(model, weight=...)."
+        if far
+        else None,
+        ContextParallelError,
+    )
 
 
 def _tie(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> float:
@@ -264,16 +295,14 @@ def _tie(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> float:
     return greatest if math.isfinite(greatest) else 0.0
 
 
-def _only_token(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> int | None:
+def _only_token(has: Sequence[torch.Tensor]) -> int | None:
     """The place of the only token with a gradient, if it is the same in every row."""
     count = None
-    for output in outputs:
-        (grad,) = torch.autograd.grad(loss, output, retain_graph=True, allow_unused=True)
-        if grad is None or output.shape[1] < 3:
+    for each in has:
+        if each.shape[1] < 3:
             continue
-        has = grad.flatten(2).ne(0).any(2) if grad.dim() > 2 else grad.ne(0)
-        places = has.any(0).nonzero().flatten().tolist()
-        if len(places) != 1 or not bool(has[:, places[0]].all()):
+        places = each.any(0).nonzero().flatten().tolist()
+        if len(places) != 1 or not bool(each[:, places[0]].all()):
             return None
         count = places[0]
     return count
