@@ -64,7 +64,7 @@ REASONS = {
         "BitEqual.begin ContextParallel._check_weight ContextParallel.check_parts Partition._after Pipeline._outputs "
         "Pipeline._told RollBack._go_back RollBack.on_train_step_end Run._agree_on_agreeing Run._leaves "
         "RunFolder.take SameGradients.__init__ Timetable.affords_one Timetable.is_due Update.estimate "
-        "WorkerPrepared.after_step _averages _can_compare check_same_loss check_separate check_tracked "
+        "WorkerPrepared.after_step _averages _can_compare check_counted check_same_loss check_separate check_tracked "
         "look_at_first_update.look number warn_of_same_samples"
     ),
     TOLD: (
