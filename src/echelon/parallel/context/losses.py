@@ -264,19 +264,18 @@ def check_counted(parts: SequenceParts, tokens: int | None, share: float | torch
     Raises:
         UsageError: on all ranks: they weigh something else.
     """
-    known = tokens is not None and share is not None
-    counts, shares = zip(*agree.gather([tokens, float(share)] if known else [0, 0.0], parts.group), strict=True)
-    total = sum(counts)
-    far = total and max(abs(count / total - of) for count, of in zip(counts, shares, strict=True)) > _MISCOUNTED
-    agree.raise_on_all(
-        "context parallelism would change the loss: it must be a mean over tokens, of which a part has as many as it weighs. Of "
-        f"the parts of the first batch {' + '.join(map(str, counts))} tokens have a gradient, and they weigh "
-        f"{' + '.join(f'{of:.3g}' for of in shares)}, by their labels that are not {IGNORED}. Give the number of tokens in the "
-        "mean: echelon.window(model, weight=...)."
-        if far
-        else None,
-        ContextParallelError,
-    )
+    answers = agree.gather(None if tokens is None or share is None else [tokens, float(share)], parts.group)
+    counts, shares = zip(*(each or [0, 0.0] for each in answers), strict=True)
+    total, problem = sum(counts), None
+    far = max(abs(count - of * total) for count, of in zip(counts, shares, strict=True)) > _MISCOUNTED * total
+    if far and None not in answers:
+        problem = (
+            "context parallelism would change the loss: it must be a mean over tokens, of which a part has as many as it weighs. "
+            f"Of the parts of the first batch {' + '.join(map(str, counts))} tokens have a gradient, and they weigh "
+            f"{' + '.join(f'{of:.3g}' for of in shares)}, by their labels that are not {IGNORED}. Give the number of tokens in "
+            "the mean: echelon.window(model, weight=...)."
+        )
+    agree.raise_on_all(problem, ContextParallelError)
 
 
 def _tie(loss: torch.Tensor, outputs: Sequence[torch.Tensor]) -> float:
