@@ -187,6 +187,52 @@ def test_what_an_optimizer_trains_besides_the_modules_goes_on_from_a_checkpoint(
     assert dict(alone.optimizer.state[alone.weight_of_loss])["step"] == 6
 
 
+class InContainers(ech.TrainUnit[Any], ech.EvalUnit[Any]):
+    """Its modules are in a list, its optimizers and schedules in dicts, a metric in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.nets: list[Any] = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)), torch.nn.Linear(4, 1)]
+        self.last = self.nets[1]  # found once
+        self.first: list[Any] = [self.nets[0][0], None, "layer"]
+        self.optimizers = {f".{i}": torch.optim.Adam(net.double().parameters()) for i, net in enumerate(self.nets)}
+        self.schedules = {name: torch.optim.lr_scheduler.StepLR(each, 2) for name, each in self.optimizers.items()}
+        self.means = (ech.Mean(),)
+        self.evaluated: list[float] = []
+
+    def _loss(self, data: Any) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.nets[1](self.nets[0](data[0])), data[1])
+
+    def train_step(self, state: ech.State, data: Any) -> None:
+        loss = self._loss(data)
+        loss.backward()
+        self.means[0].update(loss.detach())
+        for name, optimizer in self.optimizers.items():
+            optimizer.step()
+            optimizer.zero_grad()
+            self.schedules[name].step()
+
+    def eval_step(self, state: ech.State, data: Any) -> None:
+        self.evaluated.append(self._loss(data).item())
+
+
+def test_what_a_units_lists_and_dicts_hold_goes_on(tmp_path: Path) -> None:
+    """They were in no checkpoint, and in train mode in evaluations."""
+    ended = []
+    for folder, ends in (("once", [6]), ("again", [3, 6])):
+        for end in ends:
+            unit = InContainers()
+            ech.train(unit, ech.Loader(DATA, 8, seed=1), max_updates=end, checkpoints=str(tmp_path / folder))
+        ech.evaluate(unit, [DATA[:8]] * 2)
+        values = [p.tolist() for net in unit.nets for p in net.parameters()]
+        ended.append((values, unit.means[0].compute(), [each.get_last_lr() for each in unit.schedules.values()]))
+        assert unit.evaluated[0] == unit.evaluated[1]
+    assert ended[0] == ended[1]
+    names = {f"{kind}[%2E{i}]" for kind in ("optimizers", "schedules") for i in range(2)}
+    assert set(unit.app_state()) == {"nets[0]", "last", "means[0]", "train_progress", "eval_progress", *names}
+
+
 def _drawing_before_it_trains(folder: Path, steps: list[int]) -> dict[str, torch.Tensor]:
     """As a script that evaluates first: to iterate over a torch DataLoader draws a number, whether it shuffles or not."""
     for step in steps:

@@ -31,9 +31,14 @@ LRScheduler = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.Re
 class AppStateMixin:
     """Finds the attributes that are saved: modules, optimizers, schedulers, progress, metrics, other Statefuls.
 
-    Attributes are looked up at each call, so assignment, reassignment and deletion need no bookkeeping. Modules in lists and
-    dicts are not found; use nn.ModuleList and nn.ModuleDict.
+    Also those in a list, tuple or dict, as `nets[0]`, unless they are part of another. Attributes are looked up at each call, so
+    assignment, reassignment and deletion need no bookkeeping.
+
+    Attributes:
+        unsaved: attributes that are no state.
     """
+
+    unsaved: tuple[str, ...] = ()
 
     def app_state(self) -> dict[str, Any]:
         """Everything to be saved, by attribute name."""
@@ -47,7 +52,8 @@ class AppStateMixin:
         }
 
     def _tracked(self, kind: str) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if _kind(value) == kind}
+        own = {name: value for name, value in vars(self).items() if name not in self.unsaved}
+        return {name: value for name, value in (*own.items(), *_held_by_containers(own)) if _kind(value) == kind}
 
     def tracked_modules(self) -> dict[str, nn.Module]:
         return self._tracked("module")
@@ -82,6 +88,28 @@ def _kind(value: object) -> str | None:
     if not _has(value, _STATE):
         return None
     return "metric" if _has(value, _METRIC) else "misc"
+
+
+_MOST_HELD = 1000  # a longer list is data, and a save looks at each member
+
+
+def _held_by_containers(own: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a unit's lists, tuples and dicts hold to be saved, once each, without what is an attribute or in one's module, too."""
+    containers = {n: v for n, v in own.items() if isinstance(v, (list, tuple, dict)) and 0 < len(v) <= _MOST_HELD}
+    members = [
+        (f"{name}[{str(key).replace('.', '%2E')}]", value)  # a state's name ends at the first dot in its tensors' names
+        for name, container in containers.items()
+        for key, value in (container.items() if isinstance(container, dict) else enumerate(container))
+        if isinstance(key, (str, int)) and _kind(value) is not None
+    ]
+    if not members:
+        return
+    modules = [value for value in (*own.values(), *(value for _, value in members)) if isinstance(value, nn.Module)]
+    seen = {id(value) for value in own.values()} | {id(part) for each in modules for part in each.modules() if part is not each}
+    for name, value in members:
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield name, value
 
 
 # Checked by hand: isinstance with a Protocol takes Python 3.11 fifty times as long, and a save checks every attribute.

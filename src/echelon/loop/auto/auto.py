@@ -92,6 +92,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         older: older names of these arguments, which are translated with a warning.
     """
 
+    unsaved = ("_evaluation",)  # complete before a checkpoint is saved
     own_schedule = True  # the unit may override step_lr_scheduler; the start of training finds out
     _reports_step = True  # False once on_train_step_end is known not to be overridden
 
@@ -119,7 +120,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         self._held: list[MicroBatch[T]] = []  # micro-batches of the current window, if the layout runs a window at once
         self.eval_loss = self.test_loss = math.nan  # of the latest evaluation and test, over all ranks
         self.has_eval_loss = False  # whether the latest evaluation counted a loss
-        self._evaluation = (Mean(),)  # in a tuple, since it is no saved state: it is complete before a checkpoint is saved
+        self._evaluation = Mean()
 
     # --- what the user writes; the optimizers and `weight` are in OptimizedUnit
 
@@ -267,7 +268,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         with self.autocast(), NO_CONTEXT if counts else standing_in(self):
             loss, outputs = self.prepared.forward(data, compute)
         if counts:
-            self._evaluation[0].update(loss, weight)
+            self._evaluation.update(loss, weight)
         return data, loss, outputs, counts
 
     def _compute(self, state: State, weight: Any, data: T) -> tuple[torch.Tensor, Any]:
@@ -299,7 +300,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
             return
         self.prepared.before_evaluation()
         if phase != "predict":
-            self._evaluation[0].reset()
+            self._evaluation.reset()
             setattr(self, f"{phase}_loss", math.nan)
 
     def _begin_training(self, state: State) -> None:
@@ -321,8 +322,8 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         if phase == "train":
             self._held.clear()
         elif phase == "eval":
-            loss = self._evaluation[0].compute()
-            self.has_eval_loss = not self._evaluation[0].is_empty
+            loss = self._evaluation.compute()
+            self.has_eval_loss = not self._evaluation.is_empty
             self.eval_loss = loss if self.has_eval_loss else self.eval_loss  # an eval_step of the user's may have set it
             self.eval_progress.latest_loss = loss if math.isfinite(loss) else None
             if self._plateau and self._options.lr_monitor is None and state.train_state is not None:
@@ -333,8 +334,8 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
             if state.recorder is not None and self.has_eval_loss:
                 state.recorder.numbers(self.train_progress.num_updates_completed, {"eval_loss": loss})
         elif phase == "test":
-            loss = self._evaluation[0].compute()
-            self.test_loss = self.test_loss if self._evaluation[0].is_empty else loss
+            loss = self._evaluation.compute()
+            self.test_loss = self.test_loss if self._evaluation.is_empty else loss
 
     def numbers_settled(self, state: State, phase: str) -> None:
         name = self._options.lr_monitor

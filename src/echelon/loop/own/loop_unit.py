@@ -38,6 +38,7 @@ class LoopUnit(OptimizedUnit):
         shares_batches: whether the ranks share each batch of the training loader given to `prepare`.
     """
 
+    unsaved = ("beside",)  # where these loaders stand is saved beside the loop's own
     is_own_loop = True  # messages then speak of the loop, not of this class, which the user does not know
 
     def __init__(
