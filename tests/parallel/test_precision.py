@@ -508,6 +508,24 @@ def test_a_loop_of_ones_own_recomputation_and_compilation(ranks: Ranks) -> None:
             assert torch.allclose(got["grads"][parameter], value.grad, atol=3e-2), (name, parameter)
 
 
+def _norms_in_kept_blocks(recompute: Any) -> dict[str, torch.Tensor]:
+    x, y = _data()[0]
+    module = net(dtype=torch.float32)
+    for block in module.blocks:
+        block.insert(0, nn.LayerNorm(8))
+    module = prepare_module(module, CPU, layout="fsdp", precision="bf16", recompute=recompute)
+    with ech.layouts.Precision.of("bf16").autocast(CPU):
+        loss = nn.functional.mse_loss(module(x), y)
+    loss.backward()
+    return {name: p.grad.full_tensor() for name, p in module.named_parameters()}
+
+
+def test_norms_sharded_by_themselves_in_blocks_that_keep_operators(ranks: Ranks) -> None:
+    """On one rank nothing is gathered, and fully_shard tells the profiler of more steps in the recomputation."""
+    kept, plain = (ranks(1, _norms_in_kept_blocks, each)[0] for each in ("selective", None))
+    assert largest_difference(kept, plain) == 0
+
+
 def test_float16_without_a_scaler_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
     unit = Regression(module=net(dtype=torch.float32), precision="fp16")
     unit.grad_scaler = None

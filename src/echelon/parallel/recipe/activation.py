@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint, create_selective_checkpoint_contexts
 
 from echelon.common.arguments import flags, flags_of, several
 from echelon.common.errors import RecomputeError, require
@@ -103,7 +103,13 @@ class ActivationCheckpointParams:
 
     @property
     def contexts(self) -> Contexts | None:
-        return partial(create_selective_checkpoint_contexts, list(self.save_ops)) if self.save_ops else self.context_fn
+        if not self.save_ops:
+            return self.context_fn
+        # fully_shard tells a profiler of its steps. Parts of a block that are sharded by themselves, such as norms in float32 on
+        # a CPU, have other steps when the block is recomputed, for which torch would look among the block's operators (2.13).
+        records = (torch.ops.profiler._record_function_enter_new, torch.ops.profiler._record_function_exit)
+        SAC_IGNORED_OPS.update(getattr(each, overload) for each in records for overload in each.overloads())
+        return partial(create_selective_checkpoint_contexts, list(self.save_ops))
 
 
 Preset = ActivationCheckpointParams | Literal["none", "blocks", "selective"] | None
