@@ -152,10 +152,10 @@ def test_labels_are_shifted_over_the_ranks_by_the_models_own_loss(ranks: Ranks) 
         assert max(far) < 1e-6, far
 
 
-def _own_loop() -> float:
+def _own_loop(dims: dict[str, int] | None) -> float:
     windows, module = [[_batch("plain", seed)] for seed in range(2)], _made("llama")
-    made = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    model, optimizer, loader = ech.prepare(module, made, [batch for (batch,) in windows], layout="cp=2")
+    made, layout = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), ech.Layout(cp=2, sequence_dim=dims)
+    model, optimizer, loader = ech.prepare(module, made, [batch for (batch,) in windows], layout=layout)
     for batch in loader:
         with ech.window(model) as window:
             window.backward(model(**batch).loss)
@@ -166,7 +166,8 @@ def _own_loop() -> float:
 
 @pytest.mark.full
 def test_a_loop_of_ones_own_takes_the_models_own_loss(ranks: Ranks) -> None:
-    assert max(ranks(2, _own_loop)) < 1e-6
+    for dims in (None, {"input_ids": 1, "labels": 1}):
+        assert max(ranks(2, _own_loop, dims)) < 1e-6, dims
 
 
 REFUSED = [

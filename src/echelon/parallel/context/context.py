@@ -13,7 +13,7 @@ import inspect
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,9 +129,12 @@ class ContextParallel(Batches):
         return self._part_of(batch, dims)
 
     def _dims_of(self, batch: Any) -> tuple[Any, dict[str, int]]:
-        if self._shifts:
-            batch = with_shifted_labels(batch)
-        return batch, sequence_dims(batch, self._said)
+        said = self._said
+        if self._shifts and (shifted := with_shifted_labels(batch)) is not batch:
+            if isinstance(said, Mapping) and "labels" in said:  # it names the tensors as they come from the loader
+                said = {"shift_labels": said["labels"], **said}
+            batch = shifted
+        return batch, sequence_dims(batch, said)
 
     def _part_of(self, batch: Any, dims: dict[str, int]) -> Any:
         part = cut_batch(batch, dims, self.parts)
