@@ -235,6 +235,47 @@ def test_only_what_fills_no_batch_is_dropped(tmp_path: Path) -> None:
     assert largest_difference(values_of(trainer.model), _by_hand([first, {k: v[:8] for k, v in second.items()}])) < 1e-6
 
 
+def _evaluated_by_hand(folder: str) -> Any:
+    """As transformers' example scripts for question answering evaluate: metrics from the samples and all outputs."""
+    from echelon.compat.transformers import Trainer
+
+    class Answers(Trainer):
+        passes = 0
+
+        def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+            loader, compute_metrics = self.get_eval_dataloader(eval_dataset), self.compute_metrics
+            self.compute_metrics = None
+            try:
+                only = True if compute_metrics is None else None
+                output = self.evaluation_loop(loader, "Evaluation", only, ignore_keys, metric_key_prefix=metric_key_prefix)
+            finally:
+                self.compute_metrics = compute_metrics
+            assert output.num_samples == len(output.predictions) == len(output.label_ids) == 5 and output.metrics.keys() == {
+                "eval_loss"
+            }
+            return output.metrics | {"eval_error": float(abs(output.predictions - output.label_ids).mean())}
+
+        def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+            self.passes += 1
+            return super().evaluation_loop(*args, **options)
+
+    def mean_error(found: Any) -> dict[str, float]:
+        return {"error": float(abs(found.predictions - found.label_ids).mean())}
+
+    trainer = trainer_of(folder, kind=Answers, model=_summed(), eval_dataset=Points(5), compute_metrics=mean_error)
+    metrics, predicted = trainer.evaluate(), trainer.predict(Points(5)).metrics
+    assert trainer.passes == 2
+    return [metrics["eval_error"], predicted["test_error"]]
+
+
+def test_evaluations_are_written_over_the_evaluation_loop(ranks: Any, tmp_path: Path) -> None:
+    points = Points(5)
+    labels = torch.stack([points[at]["labels"] for at in range(5)])
+    with torch.no_grad():
+        want = float((_summed().eval()(points.x)[0] - labels).abs().mean())
+    assert ranks(2, _evaluated_by_hand, str(tmp_path)) == [pytest.approx([want, want], rel=1e-5)] * 2
+
+
 def _absolute(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     return (outputs[0] - labels).abs().sum() / num_items_in_batch
 

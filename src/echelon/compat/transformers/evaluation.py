@@ -97,30 +97,37 @@ class Evaluating(Part):
                 part = dataset if eval_dataset is not None else name
                 results |= self.evaluate(part, ignore_keys, f"{metric_key_prefix}_{name}")
             return results
-        keeps = self.compute_metrics is not None and not self.args.prediction_loss_only
-        loader = self.get_eval_dataloader(eval_dataset)
-        _, _, metrics = self._pass_over(loader, ignore_keys, metric_key_prefix, keeps=keeps)
+        loader, start = self.get_eval_dataloader(eval_dataset), time.time()
+        only = True if self.compute_metrics is None else None
+        passed = self.evaluation_loop(loader, "Evaluation", only, ignore_keys, metric_key_prefix)
+        metrics = passed.metrics | self._speed(metric_key_prefix, start, passed.num_samples)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
         """transformers' PredictionOutput, on every rank: arrays in the dataset's order, and metrics where there are labels."""
-        loader = self.get_test_dataloader(test_dataset)
-        keeps = not self.args.prediction_loss_only
-        predictions, labels, metrics = self._pass_over(loader, ignore_keys, metric_key_prefix, keeps=keeps)
+        loader, start = self.get_test_dataloader(test_dataset), time.time()
+        passed = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
+        metrics = passed.metrics | self._speed(metric_key_prefix, start, passed.num_samples)
         self.control = self.callback_handler.on_predict(self.args, self.state, self.control, metrics)
-        return trainer_utils.PredictionOutput(predictions, labels, metrics)
+        return trainer_utils.PredictionOutput(passed.predictions, passed.label_ids, metrics)
 
-    def _pass_over(
-        self, loader: Any, ignore_keys: list[str] | None, prefix: str, *, keeps: bool
-    ) -> tuple[Any, Any, dict[str, float]]:
-        unit, start = self.unit(), time.time()
-        loader = shared(loader, self.data_ranks(), 1)
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """One pass over a loader: transformers' EvalLoopOutput, over all ranks. `evaluate` and `predict` call it. Collective."""
+        only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        unit, loader = self.unit(), shared(dataloader, self.data_ranks(), 1)
         self.callback_handler.eval_dataloader = loader
         ignored = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
         self._ignored = ignore_keys if ignore_keys is not None else ignored
-        self._outputs = outputs = Outputs(keeps=keeps)
+        self._outputs = outputs = Outputs(keeps=not only)
         unit.eval_loss = math.nan
         try:
             evaluate(unit, loader)
@@ -134,9 +141,14 @@ class Evaluating(Part):
             metrics = dict(trainer_utils.denumpify_detensorize(self.compute_metrics(prediction)))
         if not math.isnan(unit.eval_loss):
             metrics["loss"] = unit.eval_loss
-        metrics = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
+        prefix = f"{metric_key_prefix}_"
+        metrics = {name if name.startswith(prefix) else prefix + name: value for name, value in metrics.items()}
+        return trainer_utils.EvalLoopOutput(predictions, labels, metrics, samples)
+
+    def _speed(self, prefix: str, start: float, samples: int) -> dict[str, float]:
         steps = math.ceil(samples / (self.args.eval_batch_size * self.data_ranks()))
-        return predictions, labels, metrics | trainer_utils.speed_metrics(prefix, start, samples, steps)
+        speed: dict[str, float] = trainer_utils.speed_metrics(prefix, start, samples, steps)
+        return speed
 
     def predicted(self, batch: Any, outputs: Any) -> None:
         """Called by the unit after each evaluation batch that is not padding."""
