@@ -445,6 +445,9 @@ def _generate(folder: str, strategy: str) -> Any:
         trainer.train()
         metrics = trainer.evaluate()
         found = trainer.predict(Pairs(5, labels=False), max_length=9, num_beams=2)
+        vars(trainer)["_gen_kwargs"] = {"max_length": 8, "num_beams": None}  # as an override of evaluate sets them
+        passed = trainer.evaluation_loop(trainer.get_test_dataloader(Pairs(5, labels=False)), "Prediction")
+        assert passed.predictions.shape == (5, 8)
     except UsageError as error:
         return str(error)
     with torch.no_grad():

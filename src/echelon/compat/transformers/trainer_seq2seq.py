@@ -79,8 +79,7 @@ class Seq2SeqTrainer(Trainer):
             args = self.args
             length = args.generation_max_length if given.get("max_new_tokens") is None else None
             defaults = {"max_length": length, "num_beams": args.generation_num_beams} if self.generates else {}
-            chosen = {**defaults, **{name: value for name, value in given.items() if value is not None}}
-            self._gen_kwargs = {name: value for name, value in chosen.items() if value is not None}
+            self._gen_kwargs = {**defaults, **{name: value for name, value in given.items() if value is not None}}
         try:
             yield
         finally:
@@ -94,7 +93,7 @@ class Seq2SeqTrainer(Trainer):
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         if "decoder_input_ids" in inputs and inputs["decoder_input_ids"].shape == shape:  # made from the labels
             inputs = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
-        options = self._gen_kwargs or {}
+        options = {name: value for name, value in (self._gen_kwargs or {}).items() if value is not None}
         with torch.no_grad(), self.unit().autocast():
             made = self.model.generate(**inputs, **options)
         config = self.model.generation_config
