@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -117,6 +118,29 @@ class Over(torch.optim.Optimizer):
             parameter.data.copy_(slow.lerp_(parameter.detach(), 0.5))
 
 
+class Divided(torch.optim.Optimizer):
+    """Each rank keeps the momentum of its part of all parameters and steps it, as nanochat's does; some parameters are left out
+    by a function among the options, as in LARS."""
+
+    def __init__(self, parameters: Any, lr: float, momentum: float) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": momentum, "left_out": lambda p: p.ndim == 1})
+
+    def step(self, closure: Any = None) -> None:
+        (group,) = self.param_groups
+        parameters = [p for p in group["params"] if not group["left_out"](p)]
+        gradients = torch.cat([p.grad.flatten() for p in parameters])
+        size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        mine = torch.nn.functional.pad(gradients, (0, -len(gradients) % size)).chunk(size)[rank]
+        momentum = self.state[parameters[0]].setdefault("momentum", torch.zeros_like(mine))
+        momentum.mul_(group["momentum"]).add_(mine)
+        parts = [momentum.clone() for _ in range(size)]
+        if size > 1:
+            dist.all_gather(parts, momentum)
+        steps = torch.cat(parts)[: len(gradients)].split([p.numel() for p in parameters])
+        for parameter, step in zip(parameters, steps, strict=True):
+            parameter.data.sub_(step.view_as(parameter), alpha=group["lr"])
+
+
 class Unlike(torch.optim.SGD):
     """Keeps what no checkpoint can give back."""
 
@@ -144,6 +168,7 @@ KINDS: dict[str, type[torch.optim.Optimizer]] = {
     "hooks": ByHooks,
     "around": Around,
     "over": Over,
+    "divided": Divided,
     "plain": torch.optim.SGD,
 }
 
@@ -190,6 +215,13 @@ def test_what_belongs_to_no_parameter_goes_on(ranks: Ranks, tmp_path: Path, firs
     assert {kind: largest_difference(got[kind], want[kind]) for kind in kinds} == pytest.approx(
         dict.fromkeys(kinds, 0), abs=1e-12
     )
+
+
+def test_what_each_rank_keeps_for_itself_goes_on(ranks: Ranks, tmp_path: Path) -> None:
+    want = ranks(1, _run, None, "divided", "none", 9)[0]
+    ranks(2, _run, tmp_path, "divided", "ddp", 4)
+    for got in ranks(2, _run, tmp_path, "divided", "ddp", 9):
+        assert largest_difference(got, want) < 1e-12
 
 
 def test_what_an_earlier_echelon_did_not_save_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

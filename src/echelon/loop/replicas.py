@@ -22,7 +22,7 @@ from echelon.parallel.prepared import Prepared
 from echelon.parallel.shards import is_split, local, reshard
 from echelon.world import agree
 
-__all__ = ["check_ranks", "warn_of_drift"]
+__all__ = ["check_ranks", "seen", "warn_of_drift"]
 
 logger = logging.getLogger(__name__)
 
@@ -126,9 +126,9 @@ def _copies(prepared: Prepared[Any]) -> dict[Any, list[tuple[str, torch.Tensor]]
 def _differing(parameters: list[tuple[str, torch.Tensor]], group: dist.ProcessGroup | None) -> list[str]:
     """Names of the parameters that differ within the group. Collective over the group."""
     channel, device = agree.channel(group)
-    each = [_seen(p) for _, p in parameters]
-    seen = torch.stack(each if len({s.device for s in each}) == 1 else [s.to(device) for s in each])  # (parameters, 2)
-    extremes = torch.cat([seen, -seen]).to(device)
+    each = [seen(p) for _, p in parameters]
+    numbers = torch.stack(each if len({s.device for s in each}) == 1 else [s.to(device) for s in each])  # (parameters, 2)
+    extremes = torch.cat([numbers, -numbers]).to(device)
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=channel)
     most, least = extremes.chunk(2)
     differs = (most + least).amax(1) > _TOLERANCE * most[:, 1]
@@ -136,8 +136,8 @@ def _differing(parameters: list[tuple[str, torch.Tensor]], group: dist.ProcessGr
 
 
 @torch.no_grad()
-def _seen(parameter: torch.Tensor) -> torch.Tensor:
-    """Two numbers of a parameter: its product with fixed numbers, and its norm."""
+def seen(parameter: torch.Tensor) -> torch.Tensor:
+    """Two numbers of a tensor: its product with fixed numbers, and its norm."""
     flat = parameter.reshape(-1)[:_MOST].double()
     fixed = torch.linspace(-1, 1, len(flat) + 1, dtype=flat.dtype, device=flat.device)[1:]
     return torch.stack([flat @ fixed, flat.norm()])

@@ -24,10 +24,11 @@ from echelon.loop.checkpointing.frozen import Frozen, changes_since_built
 from echelon.loop.records import monitored as numbers
 from echelon.loop.records.metrics import share_of
 from echelon.loop.records.monitored import Unknown
-from echelon.loop.replicas import check_ranks
+from echelon.loop.replicas import check_ranks, seen
 from echelon.loop.unit import TrainedUnit
 from echelon.parallel.meta.deferred import tensors_in
 from echelon.parallel.shards import is_split
+from echelon.parallel.state.optimizer_state import OptimizerState
 from echelon.parallel.state.state import states_by_name
 from echelon.world import agree, rng
 
@@ -72,6 +73,7 @@ def take(
         own["train_dataloader"], position = position, restoring.BY_RANK if in_epoch else restoring.BETWEEN_BY_RANK
     by_rank, alike = _others({name: value for name, value in unit.tracked_misc_statefuls().items() if name in states})
     states |= {name: _Fixed(value) for name, value in (by_rank | alike).items()}
+    by_rank |= _kept_apart(states)
     if by_rank:
         own["others"] = by_rank
     # Empty for a loader without state; after an epoch's end, also for a loader without generators of its own.
@@ -125,6 +127,20 @@ def _others(objects: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     }
     by_rank = {name: states.pop(name) for name in sorted(differ)}
     return by_rank, states
+
+
+def _kept_apart(states: dict[str, Any]) -> dict[str, dict[str, torch.Tensor]]:
+    """What each rank keeps for itself in optimizers of the script's own, such as the momentum of the parameters that the rank
+    steps for all: tensors under one key with other values on each rank. Collective.
+    """
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, state in states.items():
+        if agree.is_joined() and isinstance(state, OptimizerState) and state.may_differ:
+            tensors = state.whole()
+            numbers = agree.kinds({key: str(seen(tensor).tolist()) for key, tensor in tensors.items()})
+            kept = {k: v for k, v in tensors.items() if all(k in each for each in numbers) and len({n[k] for n in numbers}) > 1}
+            found |= {name: kept} if kept else {}
+    return found
 
 
 def _checksum(state: Any) -> int | None:

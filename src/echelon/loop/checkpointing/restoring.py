@@ -37,6 +37,7 @@ from echelon.loop.validate import accumulation_of
 from echelon.parallel.meta.materialize import check_kept
 from echelon.parallel.names import plain_name
 from echelon.parallel.shards import authors_classes
+from echelon.parallel.state.optimizer_state import OptimizerState
 from echelon.parallel.state.state import states_by_name
 from echelon.world import agree, rng
 
@@ -182,7 +183,7 @@ def _restore(
     )
     _log(report, path)
     if not options.takes_weights_only:
-        _load_own(path, own, unit, metrics=options.restore_metrics, by_rank=manifest.get("by_rank", []))
+        _load_own(path, own, unit, states, metrics=options.restore_metrics, by_rank=manifest.get("by_rank", []))
     if not options.takes_weights_only:
         read_on_beside(path, getattr(unit, "beside", ()), manifest.get("beside", {}))
     unit.restored()
@@ -205,12 +206,15 @@ def _own(path: Location, manifest: dict[str, Any]) -> dict[str, Any] | None:
     return own
 
 
-def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics: bool, by_rank: Any) -> None:
+def _load_own(
+    path: Location, own: dict[str, Any] | None, unit: Unit, states: dict[str, Any], *, metrics: bool, by_rank: Any
+) -> None:
     """Load per-rank state; if another number of ranks saved it, start new random streams.
 
     Args:
+        states: what was restored, by name.
         metrics: restore shares of metrics.
-        by_rank: names of the user's objects whose state differed between ranks.
+        by_rank: names of the user's objects and optimizers whose state differed between ranks.
     """
     # The ranks agree first: RNG states must be restored on all of them or on none.
     if not agree.any_rank(own is None) and own is not None:
@@ -222,6 +226,8 @@ def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics
         others = unit.tracked_misc_statefuls()
         own_states = [(others[name], state) for name, state in own.get("others", {}).items() if name in others]
         store.on_each(path, lambda: [each.load_state_dict(state) for each, state in own_states])
+        kept = [(states[name].whole(), state) for name, state in own.get("others", {}).items() if _keeps(states.get(name))]
+        store.on_each(path, lambda: [now[key].copy_(was[key]) for now, was in kept for key in now.keys() & was.keys()])
         for name, prepared in unit.prepared_modules().items():
             prepared.extras.load_state_dict({key: own[key][name] for key in own if key not in _OWN and name in own[key]})
     elif isinstance(unit, TrainedUnit):
@@ -229,13 +235,17 @@ def _load_own(path: Location, own: dict[str, Any] | None, unit: Unit, *, metrics
         rng.renew(unit.train_progress.num_updates_completed)
         if by_rank and fits(by_rank, [str]) and agree.is_rank0():
             logger.warning(
-                "saved by another number of ranks: the state of %s differed between them, and all ranks now have rank 0's",
+                "saved by another number of ranks: the state of %s differed between them, and all ranks now have the same",
                 printable(", ".join(by_rank)),
             )
         if metrics and unit.tracked_metrics():
             logger.warning(
                 "saved by another number of ranks: the per-rank shares of %s start over", ", ".join(unit.tracked_metrics())
             )
+
+
+def _keeps(state: Any) -> bool:
+    return isinstance(state, OptimizerState) and state.may_differ
 
 
 def read_on_beside(path: Location, beside: Iterable[Any], states: Any) -> None:

@@ -75,7 +75,7 @@ class OptimizerState:
             for group, parameters in zip(self._optimizer.param_groups, self._groups, strict=True)
             for parameter in parameters
             for key, value in group.items()
-            if key != "params"
+            if key != "params" and not callable(value)  # functions, such as a filter of LARS, are the script's
         }
         if further := further_state(self._optimizer, is_divided=self._is_divided or self._apart is not None):
             options[FURTHER] = further
@@ -86,6 +86,18 @@ class OptimizerState:
         # Only rank 0 writes numbers, and it does not own all of them.
         numbers = agree.gather({k: v for k, v in own.items() if not isinstance(v, torch.Tensor)})
         return {k: v for each in (*numbers, own, options) for k, v in each.items()}
+
+    @property
+    def may_differ(self) -> bool:
+        """Whether ranks may keep other values of one tensor: a class of the script's own may divide its work over them itself."""
+        return not (self._is_divided or self._apart is not None or type(self._optimizer).__module__.startswith("torch."))
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """The whole tensors of the state, by key."""
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        held = (state_keys.leaves(f"state.{self._names[p]}", state_of(self._optimizer, p)) for p in parameters)
+        values = {key: value for each in held for key, value in each.items() if isinstance(value, torch.Tensor)}
+        return {key: value for key, value in values.items() if not is_split(value) and not is_low_bit(value)}
 
     def _of_all_stages(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Plain values for the parameters of all stages, since only rank 0 writes them. Collective over the pipeline."""
