@@ -100,7 +100,7 @@ class Evaluating(Part):
         loader, start = self.get_eval_dataloader(eval_dataset), time.time()
         only = True if self.compute_metrics is None else None
         passed = self.evaluation_loop(loader, "Evaluation", only, ignore_keys, metric_key_prefix)
-        metrics = passed.metrics | self._speed(metric_key_prefix, start, passed.num_samples)
+        metrics: dict[str, float] = passed.metrics | self._speed(metric_key_prefix, start, passed.num_samples)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
