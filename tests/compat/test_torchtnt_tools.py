@@ -1,9 +1,8 @@
-"""TorchTNT's smaller tools: what memory ran out of, operations, bars."""
+"""TorchTNT's smaller tools: what memory ran out of, operations."""
 
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ from echelon.compat.torchtnt.utils.data import CudaDataPrefetcher
 from echelon.compat.torchtnt.utils.flops import FlopTensorDispatchMode
 from echelon.compat.torchtnt.utils.module_summary import get_module_summary
 from echelon.compat.torchtnt.utils.oom import attach_oom_observer, log_memory_snapshot
-from echelon.compat.torchtnt.utils.tqdm import close_progress_bar, create_progress_bar, update_progress_bar
 from echelon.compat.torchtnt.utils.version import is_torch_version_geq
 from tests.kit.refusals import refused
 
@@ -115,39 +113,6 @@ def test_operations_of_a_backward_pass_are_those_of_the_parts_that_made_them() -
     assert summary.submodule_summaries["0"].flops_backward == 4 * one
     assert summary.submodule_summaries["0"].submodule_summaries["0.same"].flops_backward == 0
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
-
-
-# --- bars
-
-
-@pytest.mark.parametrize(
-    ("loader", "limits", "total"),
-    [
-        (range(10), (None, None), 10),
-        (range(10), (6, None), 6),
-        (range(10), (None, 4), 4),
-        (range(10), (20, None), 10),
-        (iter(range(10)), (None, None), None),
-        (iter(range(10)), (6, None), 6),
-    ],
-)
-def test_a_progress_bar_is_as_long_as_loader_and_limits_allow(
-    loader: Any, limits: tuple[Any, Any], total: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # no thread of tqdm's
-    text = io.StringIO()
-    bar = create_progress_bar(
-        loader, desc="Train Epoch", num_epochs_completed=3, num_steps_completed=0, max_steps=limits[0],
-        max_steps_per_epoch=limits[1], mininterval=0.0, file=text,
-    )  # fmt: skip
-    assert bar.total == total and bar.desc.startswith("Train Epoch 3")
-    counts = []
-    for step in range(1, 5):
-        update_progress_bar(bar, step, 3)
-        counts.append(bar.n)
-    assert counts == [0, 0, 3, 3]
-    close_progress_bar(bar, 4, 3)
-    assert bar.n == 4 and bar.disable and "Train Epoch 3" in text.getvalue()
 
 
 def test_torchs_version_compares_as_a_version() -> None:

@@ -4,7 +4,7 @@ from echelon.compat.names import register
 from echelon.compat.torchtnt import framework, utils
 from echelon.compat.torchtnt.absent import ALIASES, MODULES
 from echelon.compat.torchtnt.framework import callbacks, loops, savers  # noqa: F401
-from echelon.compat.torchtnt.utils import data, helpers, loggers, module_summary, oom, timer, tqdm  # noqa: F401
+from echelon.compat.torchtnt.utils import data, helpers, loggers, module_summary, oom, timer  # noqa: F401
 
 __all__ = ["framework", "utils"]
 

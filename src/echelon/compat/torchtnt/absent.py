@@ -14,7 +14,6 @@ _STATE = "torch.distributed.checkpoint.state_dict, which gives states by name; e
 _COMPILED = "`torch._dynamo.config.compiled_autograd = True` before training."
 _MEMORY = "`echelon plan`, which foretells memory, and torch.cuda.memory._record_memory_history, which torch documents."
 _TIMES = "`echelon report`, which shows durations, waits and throughput of every run; state.train_state.iteration_timer has them."
-_TOOL = "keep TorchTNT's file: it needs nothing but torch."
 
 # A module of compat -> the modules of TorchTNT that it stands for.
 _SAME = {
@@ -75,6 +74,7 @@ MODULES = {
     "utils.memory_snapshot_profiler": ("MemorySnapshotParams MemorySnapshotProfiler", _MEMORY),
     "utils.misc": ("days_to_secs transfer_batch_norm_stats transfer_weights", "load_state_dict, and datetime.timedelta."),
     "utils.nan": ("", "torch.autograd.detect_anomaly, or AutoUnit(detect_anomaly=True)."),
+    "utils.tqdm": ("close_progress_bar create_progress_bar update_progress_bar", "tqdm.auto.tqdm(loader, desc=...)."),
     "utils.test_utils": (
         "captured_output get_pet_launch_config is_asan is_asan_or_tsan is_tsan skip_if_asan skip_if_not_distributed "
         "skip_if_not_gpu",

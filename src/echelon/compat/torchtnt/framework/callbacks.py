@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 from echelon.common.errors import CallbackError, UsageError
 from echelon.common.numbers import whole
@@ -33,33 +33,15 @@ __all__ = [
     "TorchSnapshotSaver",
 ]
 
-C = TypeVar("C", bound=type)
 
-_PHASES = ("train", "eval", "predict", "test")
+def _by_phase(*moments: str) -> dict[str, Callable[[Any, State, Any], None]]:
+    """Hooks for a class body: for "step_end", every `on_<phase>_step_end` calls `step_end(state, unit, phase)`."""
 
+    def hook(phase: str, moment: str) -> Callable[[Any, State, Any], None]:
+        return lambda self, state, unit: getattr(self, moment)(state, unit, phase)
 
-def by_phase(*moments: str) -> Callable[[C], C]:
-    """Class decorator: for "step_end", every `on_<phase>_step_end` calls `step_end(state, unit, phase)`."""
-
-    def give(cls: C) -> C:
-        for phase in _PHASES:
-            for moment in moments:
-                setattr(cls, f"on_{phase}_{moment}", _hook(phase, moment))
-        return cls
-
-    return give
-
-
-def _hook(phase: str, moment: str) -> Callable[[Any, State, Any], None]:
-    def hook(self: Any, state: State, unit: Any) -> None:
-        getattr(self, moment)(state, unit, phase)
-
-    return hook
-
-
-def state_of(state: State, phase: str) -> Any:
-    """The phase's PhaseState."""
-    return getattr(state, f"{phase}_state")
+    phases = ("train", "eval", "predict", "test")
+    return {f"on_{phase}_{moment}": hook(phase, moment) for phase in phases for moment in moments}
 
 
 def progress_of(unit: Any, phase: str) -> Progress:
@@ -68,16 +50,10 @@ def progress_of(unit: Any, phase: str) -> Progress:
     return progress
 
 
-def steps_so_far(state: State, unit: Any, phase: str) -> int:
-    """Steps of the phase; within `fit`, of training and evaluation together."""
-    if state.entry_point is EntryPoint.FIT:
-        return int(unit.train_progress.num_steps_completed + unit.eval_progress.num_steps_completed)
-    return progress_of(unit, phase).num_steps_completed
-
-
-@by_phase("step_end")
 class GarbageCollector(OwnGarbageCollector):
     """As echelon's."""
+
+    locals().update(_by_phase("step_end"))
 
     def begin(self, state: State, unit: Any) -> None:
         self._was_on = gc.isenabled()
@@ -89,7 +65,8 @@ class GarbageCollector(OwnGarbageCollector):
 
     def step_end(self, state: State, unit: Any, phase: str) -> None:
         gc.collect(generation=1)
-        if steps_so_far(state, unit, phase) % self._interval == 0:
+        phases = ("train", "eval") if state.entry_point is EntryPoint.FIT else (phase,)
+        if sum(progress_of(unit, each).num_steps_completed for each in phases) % self._interval == 0:
             gc.collect()
         if phase == "train":
             gc.disable()  # in case something has turned it on
@@ -115,14 +92,11 @@ class Lambda(Callback):
 
 logger = logging.getLogger(__name__)
 
-Summaries = list[summaries_of.ModuleSummary]
 
-
-def log_summaries(summaries: Summaries) -> None:
+def _log(summaries: list[summaries_of.ModuleSummary]) -> None:
     """Log the tables as INFO on rank 0."""
-    if agree.is_rank0():
-        for each in summaries:
-            logger.info("\n%s", summaries_of.get_summary_table(each))
+    for each in summaries if agree.is_rank0() else ():
+        logger.info("\n%s", each)
 
 
 class ModuleSummary(Callback):
@@ -139,7 +113,7 @@ class ModuleSummary(Callback):
     def __init__(
         self,
         max_depth: int | None = None,
-        process_fn: Callable[[Summaries], None] = log_summaries,
+        process_fn: Callable[[list[summaries_of.ModuleSummary]], None] = _log,
         module_inputs: Mapping[str, tuple[tuple[Any, ...], Mapping[str, Any]]] | None = None,
     ) -> None:
         self._max_depth, self._process_fn, self._inputs = max_depth, process_fn, dict(module_inputs or {})
@@ -165,7 +139,6 @@ class ModuleSummary(Callback):
     on_predict_start = on_test_start = on_train_start
 
 
-@by_phase("epoch_start", "dataloader_iter_creation_end", "step_end", "epoch_end", "end")
 class TQDMProgressBar(Callback):
     """Rank 0 draws a bar for every epoch, also for one that is resumed in its middle. On a terminal, echelon draws progress
     itself; this is for a notebook or a file.
@@ -173,26 +146,22 @@ class TQDMProgressBar(Callback):
     Args:
         refresh_rate: draw after every so many steps.
         file: where to; by default standard error.
-        mininterval: least seconds between two drawings; by default tqdm's.
+        mininterval: least seconds between two drawings.
     """
 
     may_stop = False
+    locals().update(_by_phase("epoch_start", "dataloader_iter_creation_end", "step_end", "epoch_end", "end"))
 
-    def __init__(self, refresh_rate: int = 1, file: TextIO | None = None, *, mininterval: float | None = None) -> None:
+    def __init__(self, refresh_rate: int = 1, file: TextIO | None = None, *, mininterval: float = 0.1) -> None:
         whole("refresh_rate", refresh_rate, at_least=1, kind=CallbackError)
         from tqdm.auto import tqdm
 
-        self._tqdm, self._refresh_rate, self._file = tqdm, refresh_rate, file
-        self._options = {} if mininterval is None else {"mininterval": mininterval}
+        self._tqdm, self._refresh_rate, self._options = tqdm, refresh_rate, {"file": file, "mininterval": mininterval}
         self._bars: dict[str, Any] = {}
-        self._opened: dict[str, Any] = {}
-
-    _train_progress_bar = property(lambda self: self._opened.get("train"))
-    _eval_progress_bar = property(lambda self: self._opened.get("eval"))
-    _predict_progress_bar = property(lambda self: self._opened.get("predict"))
+        self._train_progress_bar = self._eval_progress_bar = self._predict_progress_bar = None  # the latest; programs read them
 
     def epoch_start(self, state: State, unit: Any, phase: str) -> None:
-        progress, phase_state = progress_of(unit, phase), state_of(state, phase)
+        progress, phase_state = progress_of(unit, phase), getattr(state, f"{phase}_state")
         if phase_state is not None:
             before = progress.num_steps_completed - progress.num_steps_completed_in_epoch
             ends = (
@@ -203,7 +172,7 @@ class TQDMProgressBar(Callback):
             self._open(unit, phase, min((end for end in ends if end is not None), default=None))
 
     def dataloader_iter_creation_end(self, state: State, unit: Any, phase: str) -> None:
-        phase_state = state_of(state, phase)
+        phase_state = getattr(state, f"{phase}_state")
         left = phase_state.feed.total if isinstance(phase_state, PhaseState) and phase_state.feed is not None else None
         done = progress_of(unit, phase).num_steps_completed_in_epoch
         total = None if left is None else done + left
@@ -216,13 +185,13 @@ class TQDMProgressBar(Callback):
         self._close(phase)
         if agree.is_rank0():
             progress = progress_of(unit, phase)
-            self._bars[phase] = self._opened[phase] = self._tqdm(
+            bar = self._bars[phase] = self._tqdm(
                 desc=f"{phase.capitalize()} Epoch {progress.num_epochs_completed}",
                 total=total,
                 initial=progress.num_steps_completed_in_epoch,
-                file=self._file,
                 **self._options,
             )
+            setattr(self, f"_{phase}_progress_bar", bar)
 
     def step_end(self, state: State, unit: Any, phase: str) -> None:
         bar = self._bars.get(phase)

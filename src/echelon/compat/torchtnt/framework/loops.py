@@ -4,26 +4,70 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from echelon.common.errors import UnitError
 from echelon.compat.torchtnt.absent import absent
-from echelon.compat.torchtnt.framework.durations import Durations
 from echelon.compat.torchtnt.framework.mocks import gives_batches
 from echelon.compat.torchtnt.framework.state import check_limits
-from echelon.compat.torchtnt.utils.timer import get_timer_summary
+from echelon.compat.torchtnt.utils.timer import Timer, get_timer_summary
 from echelon.loop import run
+from echelon.loop.callback import Callback
 from echelon.loop.progress import Progress
-from echelon.loop.state import PhaseState
+from echelon.loop.state import PhaseState, State
 from echelon.loop.unit import EvalUnit, TrainUnit
 from echelon.loop.validate import callbacks_of
 
 __all__ = ["evaluate", "fit", "predict", "train"]
 
 
+class _Series(deque[float]):
+    """The latest durations, oldest first. Slices are lists."""
+
+    def __getitem__(self, at: Any) -> Any:
+        return list(self)[at] if isinstance(at, slice) else super().__getitem__(at)
+
+
+class _Durations(Callback):
+    """Records how long the latest steps and waits of a phase took, in its state's `iteration_timer`. It is a run's first
+    callback, so that others find the timer."""
+
+    may_stop = False
+    _since = 0.0
+
+    def on_train_start(self, state: State, unit: Any) -> None:
+        here: Any = state.active_phase_state()
+        if getattr(here, "iteration_timer", None) is None:
+            here.iteration_timer = Timer()  # bounded, so that a long run does not grow
+            here.iteration_timer.recorded_durations = defaultdict(partial(_Series, maxlen=5000))
+
+    def on_train_get_next_batch_start(self, state: State, unit: Any) -> None:
+        self._since = time.perf_counter()
+
+    def on_train_step_start(self, state: State, unit: Any) -> None:
+        self._note(state, "data_wait_time")
+
+    def on_train_step_end(self, state: State, unit: Any) -> None:
+        self._note(state, f"{state.active_phase}_iteration_time")
+
+    on_eval_start = on_predict_start = on_train_start
+    on_eval_get_next_batch_start = on_predict_get_next_batch_start = on_train_get_next_batch_start
+    on_eval_step_start = on_predict_step_start = on_train_step_start
+    on_eval_step_end = on_predict_step_end = on_train_step_end
+
+    def _note(self, state: State, name: str) -> None:
+        now = time.perf_counter()
+        here: Any = state.active_phase_state()
+        here.iteration_timer.recorded_durations[name].append(now - self._since)
+        self._since = now
+
+
 def with_durations(callbacks: Any) -> list[Any]:
-    return [Durations(), *callbacks_of(callbacks)]
+    return [_Durations(), *callbacks_of(callbacks)]
 
 
 @contextlib.contextmanager

@@ -25,7 +25,6 @@ _HOMES = {
         "prepare_module": "DDPStrategy FSDPStrategy NOOPStrategy prepare_ddp prepare_fsdp",
         "swa": "AveragedModel",
         "timer": "Timer get_timer_summary",
-        "tqdm": "close_progress_bar create_progress_bar update_progress_bar",
     }.items()
     for name in names.split()
 }
