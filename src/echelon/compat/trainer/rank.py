@@ -42,6 +42,7 @@ __all__ = [
     "in_order",
     "kept",
     "kept_global_batch",
+    "length_of",
     "planned",
     "save",
     "shared",
@@ -270,6 +271,14 @@ def shared(loader: Any, data_size: int, accumulation: int, *, trains: bool = Fal
     made.samples_of_a_rank = (loader.batch_size or 1) * accumulation
     made.accept_changes |= {"global_batch"}  # it follows from the ranks, as in Lightning; the table of changes shows it
     return made
+
+
+def length_of(loader: Any) -> int | None:
+    """Its number of batches; None if it has no length."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def planned(data_size: int) -> int:

@@ -43,7 +43,7 @@ from echelon.parallel.strategy import Strategy
 from echelon.world import rng
 from echelon.world.init import rank_info
 
-__all__ = ["ACCELERATORS", "Trainer", "is_launched"]
+__all__ = ["Trainer", "is_launched", "without_layout"]
 
 logger = logging.getLogger(__name__)
 
@@ -322,17 +322,27 @@ def _check_names(others: Mapping[str, Any]) -> None:
 
 def _without_old_words(accelerator: str, layout: Any, devices: Any, gpus: Any) -> tuple[str, Any, Any]:
     """(accelerator, layout, devices) of `Trainer(gpus=2, accelerator="ddp")`, which many scripts have."""
-    if accelerator not in ACCELERATORS and is_word(accelerator):
-        if layout != "auto":
-            raise TrainerError(f"accelerator {accelerator!r} is a layout, and layout {layout!r} is given too. Give one.")
-        logger.warning("Trainer(accelerator=%r) is an old spelling: write layout=%r", accelerator, accelerator)
-        accelerator, layout = "auto", accelerator
+    accelerator, layout = without_layout(accelerator, layout, "layout")
     if gpus is not None:
         if devices != "auto":
             raise TrainerError(f"gpus={gpus!r} and devices={devices!r} are both given. Give devices alone.")
         logger.warning("Trainer(gpus=%r) is an old spelling: write devices=%r", gpus, gpus)
         accelerator, devices = ("cpu", 1) if gpus in (0, "0", []) else (accelerator, gpus)
     return accelerator, layout, devices
+
+
+def without_layout(accelerator: str, layout: Any, word: str) -> tuple[str, Any]:
+    """(accelerator, layout), if the given accelerator is a layout, as in `Trainer(accelerator="ddp")`.
+
+    Args:
+        word: the Trainer's argument for a layout.
+    """
+    if accelerator in ACCELERATORS or not is_word(accelerator):
+        return accelerator, layout
+    if layout != "auto":
+        raise TrainerError(f"accelerator {accelerator!r} is a {word}, and {word} {layout!r} is given too. Give one.")
+    logger.warning("Trainer(accelerator=%r) is an old spelling: write %s=%r", accelerator, word, accelerator)
+    return "auto", accelerator
 
 
 def _named(parameter: str, given: Mapping[str, Any] | None, names: Sequence[str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 from echelon.checkpoint import commit
 from echelon.checkpoint.location import location
 from echelon.common.errors import UsageError, require
-from echelon.compat.trainer.rank import planned, shared
+from echelon.compat.trainer.rank import length_of, planned, shared
 from echelon.compat.transformers import batches
 from echelon.compat.transformers.absent import Accelerator, check_overrides
 from echelon.compat.transformers.evaluation import Evaluating
@@ -155,7 +155,7 @@ class Trainer(Losses, Optimizing, Evaluating):
         if which:
             resume(which, self.args.output_dir, unit, loader)
         self.state.global_step = began = unit.train_progress.num_updates_completed
-        flow, start = Flow(self, _length(loader), self._saver()), time.time()
+        flow, start = Flow(self, length_of(loader), self._saver()), time.time()
         self._refer(unit, loader)
         train(unit, loader, max_updates=updates, max_epochs=epochs, callbacks=[*self._own_callbacks, flow])
         return self._finish(unit, began, start)
@@ -220,7 +220,7 @@ class Trainer(Losses, Optimizing, Evaluating):
 
     def _limits(self, loader: Any) -> tuple[int | None, int | None]:
         """(max_updates, max_epochs), one of which is None. Also sets the limits that callbacks see in the state."""
-        args, state, length = self.args, self.state, _length(loader)
+        args, state, length = self.args, self.state, length_of(loader)
         accumulation = self.unit().gradient_accumulation_steps
         per_epoch = -(-length // accumulation) if length else None
         if args.max_steps <= 0 and per_epoch is None:
@@ -385,10 +385,3 @@ def _is_started_again() -> bool:
         or (run is not None and run.attempt > 0)
         or os.environ.get("SLURM_RESTART_COUNT", "0") not in ("", "0")
     )
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None

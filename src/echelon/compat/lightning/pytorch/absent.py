@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +21,9 @@ __all__ = [
     "MODULES",
     "NAMES",
     "TRAINER",
+    "Accepted",
     "absent",
+    "accepted",
     "complete",
     "instead",
     "missing_of_trainer",
@@ -39,7 +41,10 @@ DISPLAYS = {
     **dict.fromkeys(("DeviceStatsMonitor", "GPUStatsMonitor", "ThroughputMonitor", "XLAStatsMonitor"), _USE),
 }
 # Values of `plugins=` that are accepted without effect: echelon reads the variables of these environments anyway.
-ENVIRONMENTS = ("LightningEnvironment", "MPIEnvironment", "SLURMEnvironment", "TorchElasticEnvironment")
+ENVIRONMENTS = dict.fromkeys(
+    ("LightningEnvironment", "MPIEnvironment", "SLURMEnvironment", "TorchElasticEnvironment"),
+    "the variables of torchrun, Slurm and Open MPI, which are read by themselves",
+)
 _UNION = "echelon.Mixture, or torch.utils.data.StackDataset"
 _PROFILER = "echelon.callbacks.PyTorchProfiler among the Trainer's callbacks; `echelon report` shows where time goes"
 _LOOPS = "hooks of a Callback, and trainer.current_epoch, trainer.global_step"
@@ -188,6 +193,27 @@ TRAINER = {
     "tune": _SEARCH,
     "tuner": _SEARCH,
 }
+
+
+class Accepted:
+    """Accepts any arguments, without effect. Hooks of a subclass run.
+
+    Attributes:
+        in_place: what echelon has instead.
+    """
+
+    in_place = ""
+
+    def __init__(self, *args: Any, **options: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{type(self).__name__}.{name}: it has no effect here. Instead: {self.in_place}.")
+
+
+def accepted(names: Mapping[str, str], module: str, *bases: type) -> dict[str, type]:
+    """Classes of these names for a module: name -> what echelon has instead."""
+    made = {"__module__": module, "__doc__": Accepted.__doc__}
+    return {name: type(name, (Accepted, *bases), {**made, "in_place": text}) for name, text in names.items()}
 
 
 def missing_of_trainer(name: str) -> AttributeError:

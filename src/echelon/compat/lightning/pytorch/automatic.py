@@ -31,14 +31,8 @@ class HookedUpdate(Update):
     """The update, from the loss to the optimizer's step, with Lightning's hooks."""
 
     def backward(self, unit: Any, state: State, loss: torch.Tensor, *args: Any, **options: Any) -> None:
-        self.before_backward(unit, loss)
-        super().backward(unit, state, loss, *args, **options)
-        self.after_backward(unit)
-
-    def before_backward(self, unit: Any, loss: torch.Tensor) -> None:
         unit.session.call("on_before_backward", loss)
-
-    def after_backward(self, unit: Any) -> None:
+        super().backward(unit, state, loss, *args, **options)
         unit.session.call("on_after_backward")
 
     def clip(self, unit: Any) -> torch.Tensor | None:

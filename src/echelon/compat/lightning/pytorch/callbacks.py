@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from echelon.common.errors import UsageError, require
-from echelon.compat.lightning.pytorch.absent import DISPLAYS, absent
+from echelon.compat.lightning.pytorch.absent import DISPLAYS, absent, accepted
 from echelon.compat.lightning.pytorch.hooks import Callback
 from echelon.compat.lightning.pytorch.model_checkpoint import Checkpoint, ModelCheckpoint
 from echelon.loop.callbacks.early_stopping import EarlyStopChecker
@@ -19,7 +19,6 @@ from echelon.world import agree
 __all__ = [  # noqa: PLE0604  # names of a table
     "Callback",
     "Checkpoint",
-    "Display",
     "EarlyStopping",
     "LambdaCallback",
     "LearningRateMonitor",
@@ -190,23 +189,7 @@ class LearningRateMonitor(Callback):
         return named
 
 
-class Display(Callback):
-    """Accepts any arguments and shows nothing. Hooks of a subclass run.
-
-    Attributes:
-        in_place: what echelon shows instead.
-    """
-
-    in_place = ""
-
-    def __init__(self, *args: Any, **options: Any) -> None: ...
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{type(self).__name__}.{name}: it shows nothing here. Instead: {self.in_place}.")
-
-
-for _name, _shown in DISPLAYS.items():
-    globals()[_name] = type(_name, (Display,), {"__module__": __name__, "__doc__": Display.__doc__, "in_place": _shown})
+globals().update(accepted(DISPLAYS, __name__, Callback))
 
 
 __getattr__ = absent(__name__)

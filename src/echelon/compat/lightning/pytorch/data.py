@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
-from echelon.compat.trainer.rank import kept_global_batch, shared
+from echelon.compat.trainer.rank import kept_global_batch, length_of, shared
 from echelon.contracts.rank import RankInfo
 from echelon.data.base import BaseLoader, Combined
 from echelon.world import agree
@@ -22,7 +22,6 @@ __all__ = [
     "Chain",
     "batches_of",
     "given_loaders",
-    "length_of",
     "limit_of",
     "one_loader",
     "prepare_data",
@@ -35,18 +34,15 @@ _HOOKS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "
 
 def prepare_data(module: Any, datamodule: Any) -> None:
     """Call `prepare_data` on the first rank of each node; the others wait. Collective."""
-    problem = None
+    failed = None
     if RankInfo.from_env().local_rank == 0:
         try:
             if datamodule is not None:
                 datamodule.prepare_data()
             module.prepare_data()
         except Exception as error:  # a download may raise anything; the other ranks would wait
-            problem = error
-    if agree.is_joined() and (agree.any_rank(problem is not None)) and problem is None:
-        raise UsageError("prepare_data failed on another rank.")
-    if problem is not None:
-        raise problem
+            failed = error
+    agree.fail_together(failed, "prepare_data")
 
 
 def given_loaders(phase: str, given: Any, module: Any, datamodule: Any) -> Any:
@@ -92,13 +88,6 @@ def several_loaders(loaders: Any, data_size: int, *, divides: bool) -> list[Any]
     values = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
     each_of = list(values) if _is_several(loaders) else [loaders]
     return [shared(each, data_size, 1) if divides else each for each in each_of]
-
-
-def length_of(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None
 
 
 def batches_of(loader: Any, limit: int | None) -> float:

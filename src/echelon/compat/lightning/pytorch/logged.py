@@ -111,8 +111,14 @@ class _One:
 
     @property
     def form(self) -> list[Any]:
-        """What ranks that have not logged the value need to know: name, suffix, options."""
-        return [self.name, self.suffix, list(vars(self.how).values())]
+        """What ranks that have not logged the value need to know: name, suffix, options, its type."""
+        return [self.name, self.suffix, list(vars(self.how).values()), self.dtype == torch.float64]
+
+    @classmethod
+    def of(cls, key: str, name: str, suffix: str, options: list[Any], is_double: bool) -> _One:
+        one = cls(key, name, How(*options), suffix)
+        one.dtype = torch.float64 if is_double else torch.float32
+        return one
 
     @property
     def keeps(self) -> bool:
@@ -183,19 +189,25 @@ class Results:
         one.add(tensor.reshape(()), weight)
         return one
 
+    def _over_ranks(self, shares: dict[str, Any]) -> list[tuple[_One, list[Any], bool]]:
+        """Values of any rank, with the shares of the ranks that have them, and whether all have. Collective."""
+        own = {key: [share, *self._all[key].form] for key, share in shares.items()}
+        every = agree.gather(own) if agree.is_joined() else [own]
+        forms = {key: form for each in reversed(every) for key, (_, *form) in each.items()}
+        values = []
+        for key, form in forms.items():
+            known = [each[key][0] for each in every if key in each]
+            values.append((self._all.get(key) or _One.of(key, *form), known, len(known) == len(every)))
+        return values
+
     def of_step(self) -> Numbers:
         """The step's numbers that the current batch has logged so far. Collective if `meets` is set."""
         fresh = [one for one in self._all.values() if one.fresh and one.how.on_step and one.latest is not None]
-        shared = [one for one in fresh if one.how.sync_dist and not one.how.rank_zero_only]
-        shares_of_all: list[dict[str, Any]] = []
-        if self.meets and agree.any_rank(bool(shared)):
-            shares_of_all = agree.gather({one.key: [_share_of_step(one), *one.form] for one in shared})
-        together = {key: each[key] for each in reversed(shares_of_all) for key in each}
+        shared = {one.key: _share_of_step(one) for one in fresh if one.how.sync_dist and not one.how.rank_zero_only}
+        met = self._over_ranks(shared) if self.meets and agree.any_rank(bool(shared)) else []
+        together = {one.key for one, *_ in met}
         values = [(one, one.latest) for one in fresh if one.key not in together]
-        for key, (_, name, suffix, options) in together.items():
-            one = self._all.get(key) or _One(key, name, How(*options), suffix)  # logged on other ranks only
-            shares = [each[key][0] for each in shares_of_all if key in each]
-            values.append((one, torch.tensor(_together(one.how.reduce, shares), dtype=one.dtype)))
+        values += [(one, torch.tensor(_together(one.how.reduce, shares), dtype=one.dtype)) for one, shares, _ in met]
         for one in fresh:
             one.fresh = False
         numbers, step = self._numbers(values, step=True), self._step
@@ -206,28 +218,15 @@ class Results:
 
     def of_epoch(self) -> Numbers:
         """The epoch's numbers over all ranks. Collective."""
-        own_shares = {key: one.share() for key, one in self._all.items() if one.how.on_epoch and one.metric is None}
-        hows = {key: [*one.form, one.metric is not None] for key, one in self._all.items()}
-        shares, forms = [own_shares], [hows]
-        if agree.is_joined():
-            shares_of_all = agree.gather([own_shares, hows])
-            shares, forms = [each[0] for each in shares_of_all], [each[1] for each in shares_of_all]
+        own = {key: "metric" if one.metric is not None else one.share() for key, one in self._all.items() if one.how.on_epoch}
         values: list[tuple[_One, torch.Tensor]] = []
-        every = {key: form for each in reversed(forms) for key, form in each.items()}
-        for key, (name, suffix, options, is_metric) in every.items():
-            one = self._all.get(key)
-            if one is None:  # logged on another rank only
-                one = _One(key, name, How(*options), suffix)
-            if not one.how.on_epoch:
-                continue
-            if is_metric:
-                if any(key not in form for form in forms):  # raised on all ranks, before the collective compute()
-                    raise UsageError(f"self.log({name!r}, <metric>) was called on some ranks only, and its value is all ranks'.")
-                assert one.metric is not None
+        for one, shares, everywhere in self._over_ranks(own):
+            known = [share for share in shares if share is not None]
+            if "metric" in shares:
+                if not everywhere:  # raised on all ranks, before the collective compute()
+                    raise UsageError(f"self.log({one.name!r}, <metric>) was called on some ranks only; its value is all ranks'.")
                 values.append((one, one.metric.compute().detach()))
-                continue
-            known = [share for each in shares if (share := each.get(key)) is not None]
-            if known:
+            elif known:
                 values.append((one, torch.tensor(_together(one.how.reduce, known), dtype=one.dtype)))
         return self._numbers(values, step=False)
 
@@ -245,25 +244,20 @@ class Results:
 
     def state(self) -> list[Any]:
         """The epoch's totals so far over all ranks, without metric objects. Collective."""
-        own_shares = {key: [one.share(), *one.form, one.dtype == torch.float64] for key, one in self._all.items() if one.keeps}
-        shares_of_all = agree.gather(own_shares) if agree.is_joined() else [own_shares]
         entries = []
-        for key, (_, name, suffix, options, is_double) in {
-            k: v for each in reversed(shares_of_all) for k, v in each.items()
-        }.items():
-            shares = [share for each in shares_of_all if key in each and (share := each[key][0]) is not None]
-            if shares:
-                reduce = How(*options).reduce
-                weight = sum(weight for _, weight in shares) if reduce == "mean" else 1
-                value = sum(value for value, _ in shares) if reduce == "mean" else _together(reduce, shares)
-                entries.append([key, name, suffix, options, is_double, torch.tensor([value, weight], dtype=torch.float64)])
+        for one, each, _ in self._over_ranks({key: one.share() for key, one in self._all.items() if one.keeps}):
+            if shares := [share for share in each if share is not None]:
+                means = one.how.reduce == "mean"
+                value = sum(value for value, _ in shares) if means else _together(one.how.reduce, shares)
+                weight = sum(weight for _, weight in shares) if means else 1
+                entries.append([one.key, *one.form, torch.tensor([value, weight], dtype=torch.float64)])
         return entries
 
     def load_state(self, state: list[Any]) -> None:
         """Continue an epoch. Its totals so far, over all ranks, become rank 0's."""
-        for key, name, suffix, options, is_double, total in state if agree.is_rank0() else ():
-            one = self._all[key] = _One(key, name, How(*options), suffix)
-            one.total, one.weight, one.dtype = total[0], float(total[1]), torch.float64 if is_double else torch.float32
+        for key, *form, total in state if agree.is_rank0() else ():
+            one = self._all[key] = _One.of(key, *form)
+            one.total, one.weight = total[0], float(total[1])
 
     def loaders_of(self) -> dict[str, set[int]]:
         """Name of an epoch's number -> the loaders, of several, in which this rank logged it; empty if it did so after them."""

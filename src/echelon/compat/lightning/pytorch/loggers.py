@@ -16,6 +16,7 @@ from typing import Any
 
 from echelon.common.files import write_whole
 from echelon.compat.lightning.pytorch.absent import absent
+from echelon.compat.lightning.pytorch.hooks import no_hook
 from echelon.observe import loggers
 from echelon.observe.loggers.logger import rank
 from echelon.world import agree
@@ -87,27 +88,12 @@ class Logger(ABC):
     @abstractmethod
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
 
-    @property
-    def save_dir(self) -> str | None:
-        return None
-
-    @property
-    def log_dir(self) -> str | None:
-        return None
-
-    def log_graph(self, model: Any, input_array: Any = None) -> None:
-        return None
-
-    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
-        return None
-
-    def save(self) -> None:
-        """Called after each write."""
-        return
-
-    def finalize(self, status: str) -> None:
-        """Called at the end of each call of the Trainer."""
-        return
+    save_dir: Any = None
+    log_dir: Any = None
+    save: Any = no_hook("save")  # after each write
+    finalize: Any = no_hook("finalize")  # with "success" or "failed", at the end of each call of the Trainer
+    log_graph: Any = no_hook("log_graph")
+    after_save_checkpoint: Any = no_hook("after_save_checkpoint")
 
 
 def _values_of(params: Any) -> dict[str, Any]:

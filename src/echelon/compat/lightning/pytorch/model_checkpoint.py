@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -75,7 +76,9 @@ class ModelCheckpoint(Checkpoint):
         enable_version_counter: bool = True,
     ) -> None:
         require(mode in ("min", "max"), "mode", "'min' or 'max'", mode)
-        _refuse(save_on_exception=save_on_exception, train_time_interval=train_time_interval)
+        for name, value in {"save_on_exception": save_on_exception, "train_time_interval": train_time_interval}.items():
+            if value:
+                raise UsageError(f"ModelCheckpoint({name}={value!r}) is not supported. Use every_n_train_steps.")
         if every_n_train_steps and every_n_epochs:
             raise UsageError("ModelCheckpoint: give every_n_train_steps or every_n_epochs.")
         save_top_k = whole("save_top_k", save_top_k, at_least=-1)
@@ -244,7 +247,7 @@ class ModelCheckpoint(Checkpoint):
     def _path_for(self, values: Mapping[str, Any], but: str) -> str:
         if not self.enable_version_counter:  # a checkpoint of that name is replaced
             return self.format_checkpoint_name(values)
-        return _free(lambda ver: self.format_checkpoint_name(values, ver=ver), but=but)
+        return _free(lambda ver: self.format_checkpoint_name(values, ver=ver), lambda path: path == but)
 
     def _put(self, trainer: Any, path: str, doomed: str) -> None:
         """Save, then remove `doomed`, unless the new checkpoint has its name."""
@@ -261,7 +264,7 @@ class ModelCheckpoint(Checkpoint):
         assert self.dirpath is not None
         last = self._own_last()
         name = f".last-step={trainer.global_step}"
-        folder = Path(_free(lambda ver: str(last.with_name(f"{name}{'' if ver is None else f'-v{ver}'}{self.FILE_EXTENSION}"))))
+        folder = Path(_free(lambda ver: str(last.with_name(f"{name}{_version(ver)}{self.FILE_EXTENSION}"))))
         self.last_model_path = str(last)
         trainer.save_checkpoint(folder)
         self.latest_saved = str(last)
@@ -281,22 +284,13 @@ class ModelCheckpoint(Checkpoint):
 
     def _own_last(self) -> Path:
         """The link's path: "last.ckpt", or "last-v1.ckpt" and so on if something else has that name. Collective."""
+        before = self.last_model_path
+        if commit.on_rank0(lambda: self._is_inside(before) and _is_link_of_ours(before)):
+            return Path(before)
+        return Path(_free(self._last_path, _is_link_of_ours) if self.enable_version_counter else self._last_path(None))
 
-        def choose() -> str:
-            if self._is_inside(self.last_model_path) and _is_link_of_ours(Path(self.last_model_path)):
-                return self.last_model_path
-            path = self._last_path(None)
-            version = 0
-            while self.enable_version_counter and path.exists() and not _is_link_of_ours(path):
-                version += 1
-                path = self._last_path(version)
-            return str(path)
-
-        return Path(commit.on_rank0(choose))
-
-    def _last_path(self, version: int | None) -> Path:
-        assert self.dirpath is not None
-        return Path(self.dirpath) / f"{self.CHECKPOINT_NAME_LAST}{'' if version is None else f'-v{version}'}{self.FILE_EXTENSION}"
+    def _last_path(self, version: int | None) -> str:
+        return os.path.join(self.dirpath or "", f"{self.CHECKPOINT_NAME_LAST}{_version(version)}{self.FILE_EXTENSION}")
 
     def newest_last(self) -> str:
         """The newest of "last.ckpt", "last-v1.ckpt" and so on, whoever wrote them; "" if there is none."""
@@ -320,7 +314,7 @@ class ModelCheckpoint(Checkpoint):
             return f"{name}={format(number, spec)}" if self.auto_insert_metric_name else format(number, spec)
 
         name = re.sub(r"\{([^:{}]+)(?::([^{}]*))?\}", fill, filename or self.filename or "{epoch}-{step}")
-        name = f"{name}{'' if ver is None else f'-v{ver}'}{self.FILE_EXTENSION}"
+        name = f"{name}{_version(ver)}{self.FILE_EXTENSION}"
         return os.path.join(self.dirpath, name) if self.dirpath else name
 
     # --- state
@@ -339,8 +333,12 @@ class ModelCheckpoint(Checkpoint):
             self.kth_best_model_path = ordered[-1] if ordered else ""
 
 
-def _is_link_of_ours(path: Path) -> bool:
-    return path.is_symlink() and os.readlink(path).startswith(".last-")
+def _version(number: int | None) -> str:
+    return "" if number is None else f"-v{number}"
+
+
+def _is_link_of_ours(path: str) -> bool:
+    return os.path.islink(path) and os.readlink(path).startswith(".last-")
 
 
 def _written_at(path: Path) -> int:
@@ -349,21 +347,12 @@ def _written_at(path: Path) -> int:
     return (inside if inside.exists() else path).stat().st_mtime_ns
 
 
-def _refuse(**options: Any) -> None:
-    for name, value in options.items():
-        if value:
-            raise UsageError(f"ModelCheckpoint({name}={value!r}) is not supported. Use every_n_train_steps.")
-
-
-def _free(name: Callable[[int | None], str], but: str = "") -> str:
-    """The first of these paths, without and then with a version, that is free or is `but`. Collective."""
+def _free(name: Callable[[int | None], str], ours: Callable[[str], bool] = lambda path: False) -> str:
+    """The first of these paths, without and then with a version, that is free or `ours`. Collective."""
 
     def choose() -> str:
-        path, version = name(None), 0
-        while os.path.lexists(path) and path != but:
-            version += 1
-            path = name(version)
-        return path
+        paths = map(name, itertools.chain([None], itertools.count(1)))
+        return next(path for path in paths if not os.path.lexists(path) or ours(path))
 
     return commit.on_rank0(choose)
 

@@ -28,6 +28,10 @@ from echelon.world import agree
 __all__ = ["LightningModule"]
 
 
+def _of_trainer(name: str, default: Any) -> Any:
+    return property(lambda self: getattr(self._trainer, name) if self._trainer is not None else default)
+
+
 class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     """A network, what a step computes, and its optimizers. Write `training_step` and `configure_optimizers`.
 
@@ -122,31 +126,10 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    @property
-    def current_epoch(self) -> int:
-        """Epochs that are complete."""
-        return self._trainer.current_epoch if self._trainer is not None else 0
-
-    @property
-    def global_step(self) -> int:
-        """Updates so far."""
-        return self._trainer.global_step if self._trainer is not None else 0
-
-    @property
-    def global_rank(self) -> int:
-        return self._trainer.global_rank if self._trainer is not None else 0
-
-    @property
-    def local_rank(self) -> int:
-        return self._trainer.local_rank if self._trainer is not None else 0
-
-    @property
-    def logger(self) -> Any:
-        return self._trainer.logger if self._trainer is not None else None
-
-    @property
-    def loggers(self) -> list[Any]:
-        return self._trainer.loggers if self._trainer is not None else []
+    current_epoch = _of_trainer("current_epoch", 0)  # epochs that are complete
+    global_step = _of_trainer("global_step", 0)  # updates so far
+    global_rank, local_rank = _of_trainer("global_rank", 0), _of_trainer("local_rank", 0)
+    logger, loggers = _of_trainer("logger", None), _of_trainer("loggers", ())
 
     # --- logging
 

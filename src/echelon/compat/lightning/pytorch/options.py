@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from echelon.common.errors import UsageError
-from echelon.compat.trainer.trainer import ACCELERATORS
-from echelon.parallel.layouts import is_word
 
 __all__ = [
     "check_for_units",
@@ -18,7 +16,6 @@ __all__ = [
     "precision_of",
     "sorted_out",
     "without_effect",
-    "without_strategy",
 ]
 
 logger = logging.getLogger(__name__)
@@ -118,16 +115,6 @@ def check_for_units(of_modules: Mapping[str, Any], limits: Mapping[str, Any], in
             raise UsageError(f"limit_{name}_batches {limit!r}: a whole number of batches, or None for all.")
     if isinstance(interval, float) and interval != 1.0:
         raise UsageError(f"val_check_interval {interval!r}: a whole number of batches, or None for all.")
-
-
-def without_strategy(accelerator: Any, strategy: Any) -> tuple[Any, Any]:
-    """(accelerator, strategy), if the given accelerator is one of Lightning's older strategies, such as "ddp_spawn"."""
-    if accelerator in ACCELERATORS or not is_word(accelerator):
-        return accelerator, strategy
-    if strategy != "auto":
-        raise UsageError(f"accelerator {accelerator!r} is a strategy, and strategy {strategy!r} is given too. Give one.")
-    logger.warning("Trainer(accelerator=%r) is an old spelling: write strategy=%r", accelerator, accelerator)
-    return "auto", accelerator
 
 
 def precision_of(given: Any) -> Any:

@@ -219,10 +219,14 @@ def build(cls: Any, path: Path, map_location: Any, strict: bool | None, given: d
     if hasattr(made, "configure_model"):
         made.configure_model()
     made.on_load_checkpoint(facts)
-    left = made.load_state_dict(weights_of(path, map_location), strict=made.strict_loading if strict is None else strict)
+    _load(made, weights_of(path, map_location), path, made.strict_loading if strict is None else strict)
+    return made
+
+
+def _load(module: Any, weights: dict[str, torch.Tensor], path: Path, strict: bool) -> None:
+    left = module.load_state_dict(weights, strict=strict)
     if left.missing_keys or left.unexpected_keys:
         logger.warning("%s: missing %s, left over %s", path, left.missing_keys, left.unexpected_keys)
-    return made
 
 
 # --- restored
@@ -293,9 +297,7 @@ def restore_module(path: Path, session: Any, *, trains: bool) -> None:
         options = replace(RestoreOptions.weights_only(strict=module.strict_loading), show_changes=not trains)
         DistributedCheckpointSaver.restore(path, session.unit, restore_options=options)
     else:
-        left = module.load_state_dict(saved["state_dict"], strict=module.strict_loading)
-        if left.missing_keys or left.unexpected_keys:
-            logger.warning("%s: missing %s, left over %s", path, left.missing_keys, left.unexpected_keys)
+        _load(module, saved["state_dict"], path, module.strict_loading)
     saved.forget_weights()
     if is_ours:
         _load_states(session, saved)

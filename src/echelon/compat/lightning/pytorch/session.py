@@ -40,6 +40,7 @@ __all__ = ["Session", "Work"]
 logger = logging.getLogger(__name__)
 
 _LIMITS = {"train": "train", "validation": "val", "test": "test", "predict": "predict"}
+_ACCUMULATES = ("accumulate_grad_batches", "optimizer.step() in every n-th batch")
 # A unit's attributes that say how far it has trained: an AutoUnit's window counts its updates.
 _COUNTS = {"train_progress", "window"}
 
@@ -245,18 +246,11 @@ class Session:
         if not module.automatic_optimization and call == "fit":
             own = trainer.options_of_unit
             clips = own.get("clip_grad_norm") is not None or own.get("clip_grad_value") is not None
-            for refused, option, instead in (
-                (clips, "gradient_clip_val", "self.clip_gradients(optimizer, ...)"),
-                (
-                    own.get("accumulate", 1) != 1,
-                    "accumulate_grad_batches",
-                    "optimizer.step() in every n-th batch",
-                ),
-            ):
-                if refused:
-                    raise UsageError(
-                        f"{name} has automatic_optimization = False. In place of {option} call {instead} in training_step."
-                    )
+            if clips or own.get("accumulate", 1) != 1:
+                option, instead = ("gradient_clip_val", "self.clip_gradients(optimizer, ...)") if clips else _ACCUMULATES
+                raise UsageError(
+                    f"{name} has automatic_optimization = False. In place of {option} call {instead} in training_step."
+                )
 
     # --- loaders
 
@@ -387,14 +381,14 @@ class Session:
             self.num_loaders["validation"] = loader.lengths()
         before, progress = rng.states(), vars(unit.eval_progress).copy()
         trainer.sanity_checking, trainer.state.stage = True, "sanity_check"
-        self.call_callbacks("on_sanity_check_start")
+        self.call("on_sanity_check_start")
         try:
             evaluate(unit, loader, max_steps_per_epoch=most, callbacks=[hooking])
         finally:
             vars(unit.eval_progress).update(progress)
             rng.put_back(before)
             self.num_loaders["validation"] = lengths
-        self.call_callbacks("on_sanity_check_end")
+        self.call("on_sanity_check_end")
         self.results["validation"].reset()
         self._forget_numbers()
         trainer.sanity_checking, trainer.state.stage = False, "train"
@@ -448,11 +442,6 @@ class Session:
             answer = getattr(self.module, name)(*args) if hasattr(self.module, name) else None
         if name == "on_train_batch_start" and answer == -1:
             raise UsageError("on_train_batch_start returned -1, to leave out the rest of the epoch. Use limit_train_batches.")
-
-    def call_callbacks(self, name: str) -> None:
-        """Call a hook that modules do not have."""
-        with self.hook(name):
-            self._call_callbacks(name, self.trainer.lightning_callbacks, ())
 
     def call_at_epoch_end(self, meanwhile: Callable[[], None]) -> None:
         """Call `on_train_epoch_end`. Callbacks that monitor what the module logs in it come last."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from echelon.common.errors import UsageError
-from echelon.compat.lightning.pytorch.absent import ENVIRONMENTS, absent
+from echelon.compat.lightning.pytorch.absent import ENVIRONMENTS, Accepted, absent, accepted
 from echelon.compat.older_options import FSDPStrategy
 from echelon.parallel.ddp.ddp import DDPStrategy
 
@@ -12,19 +12,10 @@ __all__ = ["DDPPlugin", "DDPStrategy", "FSDPStrategy", "among_plugins"]
 DDPPlugin = DDPStrategy  # in Lightning 1
 
 
-class Environment:
-    """Accepts any arguments, without effect: echelon reads the variables of torchrun, Slurm and Open MPI anyway."""
-
-    in_place = "the variables of torchrun, Slurm and Open MPI, which are read by themselves"
-
-    def __init__(self, *args: Any, **options: Any) -> None: ...
+globals().update(accepted(ENVIRONMENTS, __name__))
 
 
-for _name in ENVIRONMENTS:
-    globals()[_name] = type(_name, (Environment,), {"__module__": __name__, "__doc__": Environment.__doc__})
-
-
-def among_plugins(plugins: Any, strategy: Any) -> tuple[Any, list[Environment]]:
+def among_plugins(plugins: Any, strategy: Any) -> tuple[Any, list[Accepted]]:
     """(the strategy, which in Lightning 1 may be among the plugins; the environments).
 
     Raises:
@@ -32,7 +23,7 @@ def among_plugins(plugins: Any, strategy: Any) -> tuple[Any, list[Environment]]:
     """
     environments = []
     for each in plugins if isinstance(plugins, (list, tuple)) else [plugins] if plugins else []:
-        if isinstance(each, Environment):
+        if isinstance(each, Accepted):
             environments.append(each)
         elif not isinstance(each, DDPStrategy):
             raise UsageError(

@@ -17,9 +17,9 @@ import torch
 
 from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch import options, saving
-from echelon.compat.lightning.pytorch.absent import ARGPARSE, missing_of_trainer
+from echelon.compat.lightning.pytorch.absent import ARGPARSE, Accepted, missing_of_trainer
 from echelon.compat.lightning.pytorch.automatic import AutomaticUnit
-from echelon.compat.lightning.pytorch.callbacks import Callback, Checkpoint, Display, EarlyStopping, ModelCheckpoint
+from echelon.compat.lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, ModelCheckpoint
 from echelon.compat.lightning.pytorch.data import batches_of
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.launched import in_ranks
@@ -29,7 +29,7 @@ from echelon.compat.lightning.pytorch.session import Session, Work
 from echelon.compat.lightning.pytorch.states import TrainerState
 from echelon.compat.lightning.pytorch.strategies import among_plugins
 from echelon.compat.trainer import trainer
-from echelon.compat.trainer.trainer import is_launched
+from echelon.compat.trainer.trainer import is_launched, without_layout
 from echelon.contracts.overrides import overrides
 from echelon.contracts.rank import RankInfo
 from echelon.launcher.calls import end_bootstrap
@@ -180,7 +180,7 @@ class Trainer(trainer.Trainer):
             val_check_interval, check_val_every_n_epoch = None, 1
         if gradient_clip_algorithm not in ("norm", "value", None):
             raise UsageError(f"gradient_clip_algorithm {gradient_clip_algorithm!r}: 'norm' or 'value'.")
-        accelerator, strategy = options.without_strategy(accelerator, strategy)
+        accelerator, strategy = without_layout(accelerator, strategy, "strategy")
         strategy, environments = among_plugins(plugins, strategy)
         self.val_check_interval = options.interval(val_check_interval)
         self.check_val_every_n_epoch = check_val_every_n_epoch
@@ -192,8 +192,8 @@ class Trainer(trainer.Trainer):
         }
         every = [] if callbacks is None else [callbacks] if not isinstance(callbacks, Iterable) else list(callbacks)
         self.given_callbacks = [each for each in every if isinstance(each, Callback)]
-        displays: list[Any] = [each for each in self.given_callbacks if isinstance(each, Display)]
-        self._in_place = {type(each).__name__: each.in_place for each in [*displays, *environments]}
+        without_effect = [each for each in [*every, *environments] if isinstance(each, Accepted)]
+        self._in_place = {type(each).__name__: each.in_place for each in without_effect}
         super().__init__(
             options.devices_of(devices),
             strategy,
@@ -282,7 +282,7 @@ class Trainer(trainer.Trainer):
             UsageError: an option applies to a LightningModule only.
         """
         options.check_for_units(self.of_modules, self.given_limits, self.val_check_interval)
-        for name in [type(each).__name__ for each in self.given_callbacks if not isinstance(each, Display)]:
+        for name in [type(each).__name__ for each in self.given_callbacks if not isinstance(each, Accepted)]:
             raise UsageError(f"callbacks: {name} acts on a LightningModule. For an AutoUnit write an echelon.Callback.")
         if self.enable_checkpointing and self.run_dir is None and not self.has_saver:
             raise UsageError("enable_checkpointing=True: where to? Give default_root_dir, or a DistributedCheckpointSaver.")
