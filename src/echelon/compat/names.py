@@ -10,7 +10,7 @@ from typing import Any
 
 from echelon.common.errors import NotHereError
 
-__all__ = ["Missing", "nearest", "refusing", "register"]
+__all__ = ["Missing", "complete", "nearest", "refusing", "register"]
 
 
 class Missing:
@@ -107,6 +107,17 @@ def register(system: str, package: str, modules: Mapping[str, str], aliases: Map
         _attach(f"{package}.{name}", sys.modules[f"{package}.{same}".rstrip(".")])
     for name, instead in modules.items():
         _attach(f"{package}.{name}", _Absent(f"{package}.{name}", f"{system}.{name}", instead))
+
+
+def complete(package: str, absent: Callable[[str], Callable[[str], Any]]) -> None:
+    """Let the modules of a package, which are imported by now, answer for absent names, unless they have a `__getattr__`.
+
+    Args:
+        absent: makes a module's `__getattr__`, given its name, as `refusing` does.
+    """
+    for name, module in [*sys.modules.items()]:
+        if f"{name}.".startswith(f"{package}."):
+            vars(module).setdefault("__getattr__", absent(name))
 
 
 def nearest(modules: Mapping[str, str], module: str) -> str | None:

@@ -51,7 +51,7 @@ class ModuleSummary:
     def table(self, depth: int | None = None) -> str:
         """A line for the module and each submodule down to a depth; 0 is the module alone. Unknown columns are left out."""
         rows = [[_cell(getattr(each, name)) for name in _COLUMNS] for each in self._down_to(depth)]
-        shown = [i for i, name in enumerate(_COLUMNS) if getattr(self, name) is not None]
+        shown = [i for i, name in enumerate(_COLUMNS) if getattr(self, name) not in (None, "?")]  # "?" is TorchTNT's None
         return "\n".join(columns([[row[i] for i in shown] for row in (list(_COLUMNS.values()), *rows)]))
 
     def _down_to(self, depth: int | None) -> Iterator[ModuleSummary]:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFSDP
 
 from echelon.common.errors import LayoutError, NotHereError
 from echelon.compat.fairscale import fsdp_states
-from echelon.compat.fairscale.absent import METHODS, absent
+from echelon.compat.fairscale.absent import METHODS
 from echelon.compat.fairscale.groups import clip_owned_, outlive
 from echelon.compat.fairscale.torch_fsdp import (
     claim,
@@ -248,6 +248,3 @@ def _own_parameters(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn
         yield path + name, parameter
     for name, child in module.named_children():
         yield from _own_parameters(child, f"{path}{name}.")
-
-
-__getattr__ = absent(__name__)

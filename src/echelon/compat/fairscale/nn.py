@@ -1,6 +1,5 @@
 """`fairscale.nn`, its `data_parallel` and its `checkpoint`: modules made parallel, recomputed, or wrapped one by one."""
 
-from echelon.compat.fairscale.absent import absent
 from echelon.compat.fairscale.fsdp import FullyShardedDataParallel
 from echelon.compat.fairscale.sharded_ddp import ShardedDataParallel
 from echelon.compat.fairscale.wrap import (
@@ -24,5 +23,3 @@ __all__ = [
     "enable_wrap",
     "wrap",
 ]
-
-__getattr__ = absent(__name__)

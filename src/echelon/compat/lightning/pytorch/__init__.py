@@ -10,7 +10,7 @@ import os
 import sys
 
 from echelon.compat.lightning.pytorch import callbacks, hparams, loggers, optimizers, strategies, utilities  # noqa: F401
-from echelon.compat.lightning.pytorch.absent import ALIASES, ENVIRONMENTS, MODULES, absent, complete
+from echelon.compat.lightning.pytorch.absent import ALIASES, ENVIRONMENTS, MODULES
 from echelon.compat.lightning.pytorch.callbacks import Callback
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hparams import AttributeDict, HyperparametersMixin  # noqa: F401  # of `core.mixins`
@@ -52,10 +52,6 @@ def cli_lightning_logo() -> None:
     """Print nothing. In Lightning, it prints the logo."""
 
 
-__getattr__ = absent(__name__)
-
-
 register("lightning.pytorch", __name__, {name: f"{instead}." for name, instead in MODULES.items()}, ALIASES)
 for _name in ("plugins", "plugins.environments", "plugins.training_type"):
     vars(sys.modules[f"{__name__}.{_name}"]).update({_each: getattr(strategies, _each) for _each in ("DDPPlugin", *ENVIRONMENTS)})
-complete(module for name, module in [*sys.modules.items()] if name.startswith(f"{__name__}."))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from types import ModuleType
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from echelon.compat.names import Missing, nearest, refusing
@@ -24,7 +23,6 @@ __all__ = [
     "Accepted",
     "absent",
     "accepted",
-    "complete",
     "instead",
     "missing_of_trainer",
 ]
@@ -263,9 +261,3 @@ def absent(module: str) -> Callable[[str], Any]:
         return refuse(name)
 
     return getattr_
-
-
-def complete(modules: Iterable[ModuleType]) -> None:
-    """Give modules without a `__getattr__` that of `absent`, so that they answer for Lightning's names."""
-    for module in modules:
-        vars(module).setdefault("__getattr__", absent(module.__name__))

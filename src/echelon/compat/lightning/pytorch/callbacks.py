@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from echelon.common.errors import UsageError, require
-from echelon.compat.lightning.pytorch.absent import DISPLAYS, absent, accepted
+from echelon.compat.lightning.pytorch.absent import DISPLAYS, accepted
 from echelon.compat.lightning.pytorch.hooks import Callback
 from echelon.compat.lightning.pytorch.model_checkpoint import Checkpoint, ModelCheckpoint
 from echelon.loop.callbacks.early_stopping import EarlyStopChecker
@@ -190,6 +190,3 @@ class LearningRateMonitor(Callback):
 
 
 globals().update(accepted(DISPLAYS, __name__, Callback))
-
-
-__getattr__ = absent(__name__)

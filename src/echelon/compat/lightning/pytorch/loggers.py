@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from echelon.common.files import write_whole
-from echelon.compat.lightning.pytorch.absent import absent
 from echelon.compat.lightning.pytorch.hooks import no_hook
 from echelon.observe import loggers
 from echelon.observe.loggers.logger import rank
@@ -466,6 +465,3 @@ def chosen_loggers(given: Any, save_dir: str, *, silent: bool = False) -> list[A
     if given is None or given is True:
         return [(TensorBoardLogger if importlib.util.find_spec("tensorboard") else CSVLogger)(save_dir)]
     return list(given) if isinstance(given, (list, tuple)) else [given]
-
-
-__getattr__ = absent(__name__)

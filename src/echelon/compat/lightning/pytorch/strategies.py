@@ -3,7 +3,7 @@
 from typing import Any
 
 from echelon.common.errors import UsageError
-from echelon.compat.lightning.pytorch.absent import ENVIRONMENTS, Accepted, absent, accepted
+from echelon.compat.lightning.pytorch.absent import ENVIRONMENTS, Accepted, accepted
 from echelon.compat.older_options import FSDPStrategy
 from echelon.parallel.ddp.ddp import DDPStrategy
 
@@ -35,6 +35,3 @@ def among_plugins(plugins: Any, strategy: Any) -> tuple[Any, list[Accepted]]:
         else:
             strategy = each
     return strategy, environments
-
-
-__getattr__ = absent(__name__)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from echelon.common.errors import UsageError as MisconfigurationException
-from echelon.compat.lightning.pytorch.absent import absent
 from echelon.compat.lightning.pytorch.hooks import overridden
 from echelon.compat.lightning.pytorch.hparams import AttributeDict
 from echelon.compat.lightning.pytorch.optimizers import Schedule
@@ -202,6 +201,3 @@ class OptimizerLRSchedulerConfig(TypedDict):
     optimizer: torch.optim.Optimizer
     lr_scheduler: Any
     monitor: NotRequired[str]
-
-
-__getattr__ = absent(__name__)

@@ -1,6 +1,5 @@
 """torchtnt.framework: units, loops, state and callbacks, under TorchTNT's names."""
 
-from echelon.compat.torchtnt.absent import absent
 from echelon.compat.torchtnt.framework.auto_unit import AutoPredictUnit, AutoUnit
 from echelon.compat.torchtnt.framework.loops import evaluate, fit, predict, train
 from echelon.compat.torchtnt.framework.state import ActivePhase, EntryPoint, PhaseState, State
@@ -33,5 +32,3 @@ __all__ = [
     "predict",
     "train",
 ]
-
-__getattr__ = absent(__name__)

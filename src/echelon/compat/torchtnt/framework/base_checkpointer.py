@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from echelon.checkpoint.policy import BestCheckpointConfig
 from echelon.common.errors import UsageError
-from echelon.compat.torchtnt.absent import absent
 from echelon.compat.torchtnt.utils.checkpoint import (
     CheckpointManager,
     CheckpointPath,
@@ -344,6 +343,3 @@ def _group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if not default and "gloo" in str(dist.get_backend_config(group)):
         return group
     return agree.control_group()
-
-
-__getattr__ = absent(__name__)

@@ -9,7 +9,6 @@ from typing import Any, TextIO
 
 from echelon.common.errors import CallbackError, UsageError
 from echelon.common.numbers import whole
-from echelon.compat.torchtnt.absent import absent
 from echelon.compat.torchtnt.framework.savers import DistributedCheckpointSaver, TorchSnapshotSaver
 from echelon.compat.torchtnt.utils import module_summary as summaries_of
 from echelon.data.prefetch import known_length
@@ -218,6 +217,3 @@ class TQDMProgressBar(Callback):
     def on_exception(self, state: State, unit: Any, exc: BaseException) -> None:
         while self._bars:
             self._bars.popitem()[1].close()
-
-
-__getattr__ = absent(__name__)

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from echelon.common.errors import UnitError
-from echelon.compat.torchtnt.absent import absent
 from echelon.compat.torchtnt.framework.mocks import gives_batches
 from echelon.compat.torchtnt.framework.state import check_limits
 from echelon.compat.torchtnt.utils.timer import Timer, get_timer_summary
@@ -181,6 +180,3 @@ def fit(
         )
         eval_state = PhaseState(dataloader=eval_dataloader, max_steps_per_epoch=max_eval_steps_per_epoch)
         run.run_training(unit, train_state, eval_state, with_durations(callbacks), timer)
-
-
-__getattr__ = absent(__name__)

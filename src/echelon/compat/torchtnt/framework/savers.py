@@ -17,7 +17,7 @@ from echelon.checkpoint.store import Report
 from echelon.common.arguments import options_of
 from echelon.common.errors import NotHereError
 from echelon.compat.named_saver import NamedFolder, NamedSaver
-from echelon.compat.torchtnt.absent import ARGUMENTS, absent
+from echelon.compat.torchtnt.absent import ARGUMENTS
 from echelon.compat.torchtnt.framework.base_checkpointer import BaseCheckpointer, KnobOptions
 from echelon.compat.torchtnt.utils.checkpoint import (
     CheckpointManager,
@@ -271,6 +271,3 @@ class TorchSnapshotSaver(DistributedCheckpointSaver):
             )
         without_effect("TorchSnapshotSaver", replicated=replicated, storage_options=storage_options)
         super().__init__(dirpath, async_checkpoint=async_checkpoint, **options)
-
-
-__getattr__ = absent(__name__)

@@ -5,7 +5,6 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import nn
 
-from echelon.compat.torchtnt.absent import absent
 from echelon.compat.torchtnt.utils.helpers import Progress
 from echelon.loop import unit
 from echelon.loop.unit import LRScheduler, Stateful
@@ -84,5 +83,3 @@ class PredictUnit(AppStateMixin, unit.PredictUnit[TPredictData]):
 TTrainUnit: TypeAlias = TrainUnit[Any]
 TEvalUnit: TypeAlias = EvalUnit[Any]
 TPredictUnit: TypeAlias = PredictUnit[Any]
-
-__getattr__ = absent(__name__)

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from echelon.checkpoint import commit, manifest, policy
 from echelon.checkpoint.location import Location, Remote, location
 from echelon.common.errors import CheckpointUnreadableError, UsageError
-from echelon.compat.torchtnt.absent import absent
 from echelon.world import agree
 
 __all__ = [
@@ -414,6 +413,3 @@ class CheckpointManager:
                 doomed,
                 error,
             )
-
-
-__getattr__ = absent(__name__)

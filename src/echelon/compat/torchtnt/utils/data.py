@@ -9,7 +9,6 @@ from typing import Generic, TypeVar
 import torch
 
 from echelon.common.errors import LoaderError
-from echelon.compat.torchtnt.absent import absent
 from echelon.world.device import copy_data_to_device, record_stream
 
 __all__ = ["CudaDataPrefetcher"]
@@ -63,6 +62,3 @@ class CudaDataPrefetcher(Iterator[Batch], Generic[Batch]):
                 moved = copy_data_to_device(batch, self.device, non_blocking=True)
             self._ahead.append((moved, self._stream.record_event()))
             return
-
-
-__getattr__ = absent(__name__)

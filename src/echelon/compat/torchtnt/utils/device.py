@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 import torch
 
 from echelon.common.errors import LauncherEnvironmentError
-from echelon.compat.torchtnt.absent import absent
 from echelon.compat.torchtnt.utils.distributed import get_local_rank
 from echelon.contracts.rank import RankInfo
 from echelon.world import device as devices
@@ -59,6 +58,3 @@ def set_float32_precision(precision: str = "high") -> None:
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32 = precision != "highest"
-
-
-__getattr__ = absent(__name__)

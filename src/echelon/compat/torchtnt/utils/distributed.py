@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from echelon.common.errors import LauncherEnvironmentError, UsageError
 from echelon.compat.collect import gather_tensors
-from echelon.compat.torchtnt.absent import absent
 from echelon.contracts.rank import RankInfo
 from echelon.launcher.functions.launch import launch
 from echelon.world.init import init_from_env
@@ -171,6 +170,3 @@ def spawn_multi_process(
     """
     call = _InGroup(backend, timedelta(seconds=timeout_s), method)
     return launch(call, ranks=world_size, args=method_args, kwargs=method_kwargs)
-
-
-__getattr__ = absent(__name__)

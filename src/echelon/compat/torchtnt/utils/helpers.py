@@ -11,7 +11,6 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler as TLRScheduler
 
 from echelon.common.errors import UsageError
-from echelon.compat.torchtnt.absent import absent
 from echelon.compat.torchtnt.utils.distributed import get_global_rank
 from echelon.loop import progress
 from echelon.loop.callbacks.early_stopping import EarlyStopChecker
@@ -119,6 +118,3 @@ def is_torch_version_geq(version: str) -> bool:
     """Whether torch is at least this version."""
     installed: Any = torch.__version__  # compares as a version, not as text
     return bool(installed >= version)
-
-
-__getattr__ = absent(__name__)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from echelon.common.errors import NotHereError, require
-from echelon.compat.torchtnt.absent import absent
 from echelon.observe.loggers.file import CSVLogger as OwnCSVLogger
 from echelon.observe.loggers.logger import MetricLogger, Scalar, rank, scalar_to_float
 from echelon.observe.loggers.tensorboard import TensorBoardLogger as OwnTensorBoardLogger
@@ -137,6 +136,3 @@ class TensorBoardLogger(OwnTensorBoardLogger):
     def _add(self, method: str, *args: Any, **kwargs: Any) -> None:
         if self.writer is not None:
             getattr(self.writer, method)(*args, **kwargs)
-
-
-__getattr__ = absent(__name__)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from echelon.compat.torchtnt.absent import absent
 from echelon.world.init import World
 
 __all__ = [
@@ -60,6 +59,3 @@ def attach_oom_observer(output_dir: str, trace_max_entries: int = 1000000) -> No
 
 def _size(size_bytes: int) -> str:
     return f"{size_bytes / 2**30:.2f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.2f} MiB"
-
-
-__getattr__ = absent(__name__)

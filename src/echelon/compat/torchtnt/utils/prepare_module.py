@@ -13,7 +13,7 @@ from torch import nn
 from echelon.common.errors import NotHereError, UsageError
 from echelon.compat import older_options
 from echelon.compat.older_options import ActivationCheckpointParams
-from echelon.compat.torchtnt.absent import ARGUMENTS, absent
+from echelon.compat.torchtnt.absent import ARGUMENTS
 from echelon.compat.torchtnt.utils.fsdp2 import FSDP2Strategy
 from echelon.compat.torchtnt.utils.fsdp_utils import BackwardPrefetch, MixedPrecision, ShardingStrategy, StateDictType
 from echelon.parallel import parallelize
@@ -222,6 +222,3 @@ def materialize_meta_params(module: nn.Module, device: torch.device) -> None:
         UsageError: nothing gives a value to one of its tensors.
     """
     materialize(module, device)
-
-
-__getattr__ = absent(__name__)

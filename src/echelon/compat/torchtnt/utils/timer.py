@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from echelon.common.errors import UsageError
-from echelon.compat.torchtnt.absent import absent
 
 __all__ = ["Timer", "get_timer_summary"]
 
@@ -74,6 +73,3 @@ def get_timer_summary(timer: Any) -> str:
     lines = ["|".join(("", f"  {row[0]:<{widest}}\t", *(f"  {cell:<15}\t" for cell in row[1:]), "")) for row in rows]
     rule = "-" * (len(lines[0].expandtabs()))
     return os.linesep.join(("Timer Report", "", rule, lines[0], rule, lines[1], rule, *lines[2:], rule, ""))
-
-
-__getattr__ = absent(__name__)
