@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -188,7 +190,7 @@ def test_what_an_optimizer_trains_besides_the_modules_goes_on_from_a_checkpoint(
 
 
 class InContainers(ech.TrainUnit[Any], ech.EvalUnit[Any]):
-    """Its modules are in a list, its optimizers and schedules in dicts, a metric in a tuple."""
+    """Its modules are in a list, its optimizers and schedules in dicts, a metric in a tuple; it draws from generators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,13 +202,20 @@ class InContainers(ech.TrainUnit[Any], ech.EvalUnit[Any]):
         self.schedules = {name: torch.optim.lr_scheduler.StepLR(each, 2) for name, each in self.optimizers.items()}
         self.means = (ech.Mean(),)
         self.evaluated: list[float] = []
+        self.torchs, self.pythons = torch.Generator().manual_seed(1), random.Random(2)
+        kinds = (np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64)
+        self.numpys: list[Any] = [np.random.RandomState(3), *(np.random.Generator(kind(4)) for kind in kinds)]
+
+    def draw(self) -> float:
+        drawn = [torch.rand((), generator=self.torchs).item(), self.pythons.gauss(0, 1), *(each.normal() for each in self.numpys)]
+        return float(sum(drawn))
 
     def _loss(self, data: Any) -> torch.Tensor:
         return torch.nn.functional.mse_loss(self.nets[1](self.nets[0](data[0])), data[1])
 
     def train_step(self, state: ech.State, data: Any) -> None:
         loss = self._loss(data)
-        loss.backward()
+        (loss * self.draw()).backward()
         self.means[0].update(loss.detach())
         for name, optimizer in self.optimizers.items():
             optimizer.step()
@@ -226,11 +235,22 @@ def test_what_a_units_lists_and_dicts_hold_goes_on(tmp_path: Path) -> None:
             ech.train(unit, ech.Loader(DATA, 8, seed=1), max_updates=end, checkpoints=str(tmp_path / folder))
         ech.evaluate(unit, [DATA[:8]] * 2)
         values = [p.tolist() for net in unit.nets for p in net.parameters()]
-        ended.append((values, unit.means[0].compute(), [each.get_last_lr() for each in unit.schedules.values()]))
+        ended.append((values, unit.means[0].compute(), [each.get_last_lr() for each in unit.schedules.values()], unit.draw()))
         assert unit.evaluated[0] == unit.evaluated[1]
     assert ended[0] == ended[1]
     names = {f"{kind}[%2E{i}]" for kind in ("optimizers", "schedules") for i in range(2)}
+    names |= {"torchs", "pythons", *(f"numpys[{i}]" for i in range(5))}
     assert set(unit.app_state()) == {"nets[0]", "last", "means[0]", "train_progress", "eval_progress", *names}
+
+
+@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.Philox])
+def test_a_position_outside_of_a_generators_table_is_refused(kind: Any) -> None:
+    """numpy would read there."""
+    state = rng.state_of(np.random.Generator(kind(0)))
+    place = state["state"] if kind is np.random.MT19937 else state
+    place["pos" if kind is np.random.MT19937 else "buffer_pos"] = -1
+    with pytest.raises(ValueError, match="position -1"):
+        rng.set_state(np.random.Generator(kind(0)), state)
 
 
 def _drawing_before_it_trains(folder: Path, steps: list[int]) -> dict[str, torch.Tensor]:

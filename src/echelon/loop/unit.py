@@ -16,6 +16,7 @@ from echelon.loop.progress import Progress
 from echelon.parallel.names import Kind, kind_of, without_compile
 from echelon.parallel.prepared import Prepared
 from echelon.world.init import World
+from echelon.world.rng import GENERATORS, GeneratorState
 
 if TYPE_CHECKING:
     from echelon.loop.state import State
@@ -29,7 +30,7 @@ LRScheduler = (torch.optim.lr_scheduler.LRScheduler, torch.optim.lr_scheduler.Re
 
 
 class AppStateMixin:
-    """Finds the attributes that are saved: modules, optimizers, schedulers, progress, metrics, other Statefuls.
+    """Finds the attributes that are saved: modules, optimizers, schedulers, progress, metrics, generators, other Statefuls.
 
     Also those in a list, tuple or dict, as `nets[0]`, unless they are part of another. Attributes are looked up at each call, so
     assignment, reassignment and deletion need no bookkeeping.
@@ -71,7 +72,8 @@ class AppStateMixin:
         return self._tracked("metric")
 
     def tracked_misc_statefuls(self) -> dict[str, Any]:
-        return self._tracked("misc")
+        others, generators = self._tracked("misc"), self._tracked("generator")
+        return {**others, **{name: GeneratorState(generator) for name, generator in generators.items()}}
 
 
 def _kind(value: object) -> str | None:
@@ -85,6 +87,8 @@ def _kind(value: object) -> str | None:
         return "lr_scheduler"
     if isinstance(value, Progress):
         return "progress"
+    if isinstance(value, GENERATORS):
+        return None if value is torch.default_generator else "generator"  # the ranks' own streams are saved as such
     if not _has(value, _STATE):
         return None
     return "metric" if _has(value, _METRIC) else "misc"

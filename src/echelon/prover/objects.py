@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import random
 import sys
 import threading
 import types
@@ -26,6 +25,7 @@ from echelon.loop.own.loop_unit import LoopUnit
 from echelon.loop.samples import slots_of
 from echelon.loop.unit import Unit
 from echelon.prover.values import modules_of, parameters_of
+from echelon.world.rng import GENERATORS
 
 __all__ = ["Objects", "Place", "is_library", "is_state", "own_frames", "own_modules", "set_by"]
 
@@ -34,7 +34,6 @@ _MOST_OBJECTS = 20_000  # that are looked at in one walk
 _MOST_ITEMS = 500  # of one container
 _LONGEST = 10_000  # items of a container that counts as one state
 _DEEPEST = 10
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _VALUES = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 _OPENED = (
     *(dict, list, tuple, type, nn.Module, Dataset, functools.partial),
@@ -79,7 +78,7 @@ class Objects:
             if id(value) in seen:
                 continue
             seen.add(id(value))
-            if isinstance(value, _GENERATORS):
+            if isinstance(value, GENERATORS):
                 self.generators[path] = value
                 continue
             for inner_path, names, name in _inside(value, path):
@@ -177,7 +176,7 @@ def _is_opened(value: Any) -> bool:
 def _opens(kind: type) -> bool:
     if issubclass(kind, (torch.Tensor, np.ndarray, *_VALUES)):
         return False
-    return issubclass(kind, (*_GENERATORS, *_OPENED)) or not is_library(kind.__module__)
+    return issubclass(kind, (*GENERATORS, *_OPENED)) or not is_library(kind.__module__)
 
 
 def _inside(value: Any, path: str) -> Iterator[tuple[str, Any, Any]]:

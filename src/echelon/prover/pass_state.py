@@ -24,6 +24,7 @@ from torch import nn
 from echelon.loop.own.loop_unit import LoopUnit
 from echelon.prover.micro import digest
 from echelon.prover.objects import Objects, is_state, own_frames, set_by
+from echelon.world import rng
 
 __all__ = ["ABSENT", "GLOBAL", "VARIABLE", "KeptState", "Sources", "agreeing", "digests_of", "drawn_between", "of_loop", "unlike"]
 
@@ -60,7 +61,7 @@ class Sources:
         state_of = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(legacy=True), "python": random.getstate()}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             state_of["cuda"] = torch.cuda.get_rng_state()
-        state_of.update({name: _state(generator) for name, generator in self._held.items()})
+        state_of.update({name: rng.state_of(generator) for name, generator in self._held.items()})
         return state_of
 
     def restore(self, states: Mapping[str, Any]) -> None:
@@ -79,7 +80,7 @@ class Sources:
             elif name == "cuda":
                 torch.cuda.set_rng_state(state)
             elif name in held:
-                _restore(held[name], state)
+                rng.set_state(held[name], state)
 
     def pin(self) -> None:
         """Set all streams but torch's own to one state, which is the same on every rank and before every pass."""
@@ -102,26 +103,9 @@ def _is_same(one: Any, other: Any) -> bool:
         return isinstance(other, np.ndarray) and np.array_equal(one, other)
     if isinstance(one, dict):
         return isinstance(other, dict) and one.keys() == other.keys() and all(_is_same(one[k], other[k]) for k in one)
-    if isinstance(one, tuple) and any(isinstance(each, np.ndarray) for each in one):
+    if isinstance(one, tuple) and any(isinstance(each, (np.ndarray, torch.Tensor)) for each in one):
         return isinstance(other, tuple) and len(one) == len(other) and all(map(_is_same, one, other))
     return bool(one == other)
-
-
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.get_state(legacy=True) if isinstance(generator, np.random.RandomState) else generator.getstate()
-
-
-def _restore(generator: Any, state: Any) -> None:
-    if isinstance(generator, np.random.Generator):
-        generator.bit_generator.state = state
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.set_state(state)
 
 
 def _pin(generator: Any) -> None:

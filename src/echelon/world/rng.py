@@ -23,6 +23,8 @@ from echelon.common.numbers import whole
 from echelon.world import agree
 
 __all__ = [
+    "GENERATORS",
+    "GeneratorState",
     "at",
     "begin",
     "digest",
@@ -35,7 +37,9 @@ __all__ = [
     "renew",
     "seed",
     "separate",
+    "set_state",
     "start",
+    "state_of",
     "states",
 ]
 
@@ -188,13 +192,17 @@ def mix(common: int, number: int) -> int:
 
 def states() -> dict[str, Any]:
     """This rank's RNG states as tensors and plain values, to be saved."""
-    kind, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,
         "python": random.getstate(),
-        "numpy": (str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss)),
+        "numpy": _table(np.random.get_state(legacy=True)),
     }
+
+
+def _table(state: Any) -> tuple[str, torch.Tensor, int, int, float]:
+    kind, keys, position, has_gauss, gauss = state
+    return str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss)
 
 
 def load_states(saved: dict[str, Any]) -> None:
@@ -211,12 +219,65 @@ def put_back(saved: dict[str, Any]) -> None:
         KeyError, TypeError, ValueError, RuntimeError: `saved` is not a result of `states`. numpy itself checks nothing, and would
             read beyond its table.
     """
-    kind, keys, position, has_gauss, gauss = saved["numpy"]
-    if kind != "MT19937" or keys.shape != (624,) or not 0 <= position <= 624:
-        raise ValueError(f"invalid RNG state of numpy: type {kind!r}, position {position}, keys of shape {tuple(keys.shape)}")
+    numpys = _checked_table(saved["numpy"])
     torch.set_rng_state(saved["torch"])
     if saved["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(saved["cuda"])
     version, internal, gauss_next = saved["python"]
     random.setstate((version, tuple(internal), gauss_next))
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    np.random.set_state(numpys)
+
+
+def _checked_table(state: Any) -> tuple[Any, ...]:
+    kind, keys, position, has_gauss, gauss = state
+    if kind != "MT19937" or keys.shape != (624,) or not 0 <= position <= 624:
+        raise ValueError(f"invalid RNG state of numpy: type {kind!r}, position {position}, keys of shape {tuple(keys.shape)}")
+    return kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss
+
+
+# --- generators that the user has made
+
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def state_of(generator: Any) -> Any:
+    """The state of one of `GENERATORS`, as a tensor or plain values."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return _table(generator.get_state(legacy=True)) if isinstance(generator, np.random.RandomState) else generator.getstate()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Restore a state of `state_of`.
+
+    Raises:
+        KeyError, TypeError, ValueError, RuntimeError: it is not one of such a generator.
+    """
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_checked_table(state))
+    elif isinstance(generator, random.Random):
+        version, internal, gauss_next = state
+        generator.setstate((version, tuple(internal), gauss_next))
+    else:
+        # numpy checks no position in a table: of a MT19937, in `state`; of a Philox.
+        for place, most in ((state["state"].get("pos", 0), 624), (state.get("buffer_pos", 0), 4)):
+            if not 0 <= place <= most:
+                raise ValueError(f"invalid state of a {state['bit_generator']}: position {place} of {most}")
+        generator.bit_generator.state = state
+
+
+class GeneratorState:
+    """A generator as an object that is saved."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": state_of(self._generator)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_state(self._generator, state_dict["state"])

@@ -116,7 +116,8 @@ def _others(objects: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     states: dict[str, Any] = {}
     for name, value in objects.items():
-        if not type(value).__module__.startswith(("echelon.", "torch.")) and not hasattr(value, "keyed_by_name"):
+        is_own = type(value).__module__.startswith(("echelon.", "torch.")) or hasattr(value, "keyed_by_name")
+        if not is_own or isinstance(value, rng.GeneratorState):
             with contextlib.suppress(Exception):
                 states[name] = value.state_dict()
     states = {name: value for name, value in states.items() if isinstance(value, dict)}

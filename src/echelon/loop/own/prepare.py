@@ -61,6 +61,7 @@ from echelon.world import agree, clock
 from echelon.world.clock import Part
 from echelon.world.handshake import check_same_setup
 from echelon.world.init import init_from_env
+from echelon.world.rng import GENERATORS
 
 __all__ = ["epochs", "evaluating", "prepare", "window"]
 
@@ -86,10 +87,11 @@ def prepare(
 
     Args:
         objects: in any order: a model, an optimizer over its parameters, and one training loader; optionally schedulers, loaders
-            to evaluate on (all after the first loader), and other objects with `state_dict` and `load_state_dict`, which are
-            saved as well. Modules that no optimizer trains are saved, too; a copy of the model, such as an average of its
-            weights, is sharded like the model. Several models, optimizers and schedulers train together: see `window`. A torch
-            DataLoader's batch size is the global one, which the ranks share; with a DistributedSampler, it is each rank's.
+            to evaluate on (all after the first loader), and what else is to be saved: generators of random numbers, and objects
+            with `state_dict` and `load_state_dict`. Modules that no optimizer trains are saved, too; a copy of the model, such as
+            an average of its weights, is sharded like the model. Several models, optimizers and schedulers train together: see
+            `window`. A torch DataLoader's batch size is the global one, which the ranks share; with a DistributedSampler, it is
+            each rank's.
         layout, precision, compile, recompute, device: as in AutoUnit. If you give a device, call `init_from_env` before.
         accumulate: batches per update on each rank, 1 by default. That many batches of a DataLoader make an update; a Loader
             splits its global batch into that many.
@@ -320,13 +322,13 @@ def _kind(thing: Any) -> str:
         return "scheduler"
     if isinstance(thing, (DataLoader, BaseLoader, Combined)):
         return "loader"
-    if isinstance(thing, Stateful):
+    if isinstance(thing, (Stateful, *GENERATORS)):
         return "stateful"
     if isinstance(thing, Iterable) and not isinstance(thing, (str, bytes, type)):
         return "loader"
     raise OwnLoopError(
-        "objects must be models, optimizers, schedulers, loaders or objects with state_dict and load_state_dict, got "
-        f"{type(thing).__name__}."
+        "objects must be models, optimizers, schedulers, loaders, generators of random numbers or objects with state_dict and "
+        f"load_state_dict, got {type(thing).__name__}."
     )
 
 
