@@ -243,6 +243,32 @@ def test_what_a_units_lists_and_dicts_hold_goes_on(tmp_path: Path) -> None:
     assert set(unit.app_state()) == {"nets[0]", "last", "means[0]", "train_progress", "eval_progress", *names}
 
 
+class Counts(ech.Callback):
+    steps = 0
+
+    def on_train_step_end(self, state: ech.State, unit: Any) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.steps = state_dict["steps"]
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_callbacks_state_goes_on_with_the_unit_or_a_line_says_that_it_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_kept: bool
+) -> None:
+    for end in (2, 5):
+        unit, counts = Numbered(), Counts()
+        if is_kept:
+            unit.counts = counts
+        ech.train(unit, ech.Loader(DATA, 8, seed=1), max_updates=end, checkpoints=str(tmp_path), callbacks=[counts])
+    assert counts.steps == (5 if is_kept else 3)
+    assert any("the callback Counts is in no checkpoint" in line for line in caplog.messages) is not is_kept
+
+
 @pytest.mark.parametrize("kind", [np.random.MT19937, np.random.Philox])
 def test_a_position_outside_of_a_generators_table_is_refused(kind: Any) -> None:
     """numpy would read there."""

@@ -18,7 +18,8 @@ class Callback:
 
     Hooks run on every rank, in the order of the list of callbacks, after the unit's own hook of that name. Put work for rank 0
     only inside a condition on the rank, but never a collective. A callback's attributes are not part of a checkpoint; keep state
-    that a resumed run needs in the unit.
+    that a resumed run needs in the unit. A callback with `state_dict` and `load_state_dict` is saved if it is an attribute of the
+    unit, too.
 
     Attributes:
         may_stop: whether a hook of a training step may call `state.stop()`. If so, several ranks wait for one another after each

@@ -30,7 +30,7 @@ from echelon.loop.stage import Hooks, Stage
 from echelon.loop.state import ActivePhase, EntryPoint, State
 from echelon.loop.steps import Steps, check_evaluation, evaluation_after_epoch
 from echelon.loop.unit import TrainedUnit
-from echelon.loop.validate import callbacks_of, check_unit, has_hook, inner_of, no_end
+from echelon.loop.validate import callbacks_of, check_unit, has_hook, inner_of, no_end, tell_of_unsaved_state
 from echelon.parallel.guards.guard import Guard
 from echelon.world import agree, clock, rng, stop
 from echelon.world.clock import Part
@@ -109,6 +109,7 @@ class Run:
         if state.eval_state is not None:
             check_evaluation(self._stages["eval"])
         self._guards = check_tracked(self._inner)
+        tell_of_unsaved_state(self.callbacks, self.unit)
         self._tell_of_epoch()
         self._agree_on_agreeing()
         self._agree_to_stop()

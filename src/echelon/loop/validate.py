@@ -5,16 +5,19 @@ Mocks are accepted: checks look at an object's attributes, not only at its type.
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
+from echelon.checkpoint.layout import Stateful
 from echelon.common.errors import LoopError, UnitError, UsageError
 from echelon.loop.callback import Callback
 from echelon.loop.progress import Progress
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit, Unit
+from echelon.world import agree
 
 __all__ = [
     "KINDS",
@@ -27,7 +30,10 @@ __all__ = [
     "is_real",
     "keeps",
     "no_end",
+    "tell_of_unsaved_state",
 ]
+
+logger = logging.getLogger(__name__)
 
 KINDS: dict[str, type[Unit]] = {"train": TrainUnit, "eval": EvalUnit, "predict": PredictUnit, "test": TestUnit}
 
@@ -118,6 +124,23 @@ def callbacks_of(given: Iterable[Any] | None) -> list[Any]:
                 f"got {f'the class {callback.__name__}' if isinstance(callback, type) else type(callback).__name__}."
             )
     return callbacks
+
+
+def tell_of_unsaved_state(callbacks: Sequence[Any], unit: Any) -> None:
+    """Warn of callbacks whose `state_dict` no checkpoint would have: they are not among the unit's attributes."""
+    if not any(getattr(each, "saves", False) is True for each in callbacks) or not is_real(unit):
+        return
+    kept = {id(value) for value in unit.tracked_misc_statefuls().values()}
+    for each in callbacks:
+        has_state = isinstance(each, Stateful) and not getattr(each, "is_of_unit", False)
+        if has_state and id(each) not in kept and agree.is_rank0():
+            logger.warning(
+                "the state_dict() of the callback %s is in no checkpoint, so it begins anew in a resumed run. %s",
+                type(each).__name__,
+                "Give the callback to prepare() as an object, too"
+                if getattr(unit, "is_own_loop", False)
+                else "Make the callback an attribute of the unit, too (unit.callback = callback)",
+            )
 
 
 def has_hook(callback: Any, hook: str) -> bool:
