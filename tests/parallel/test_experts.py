@@ -514,6 +514,18 @@ def test_a_step_of_ones_own_balances_by_a_call() -> None:
     _same(got, want)
 
 
+def _said_of_axes(layout: str) -> int:
+    module = ech.layouts.prepare_module(_model(), torch.device("cpu"), layout=layout)
+    with mock.patch("echelon.parallel.axes.logger.warning") as said:
+        assert ech.layouts.Prepared.of(module, ech.launching.World.current(torch.device("cpu"))).data.size == 4
+    return said.call_count
+
+
+def test_nothing_is_said_of_the_axes_of_experts_in_a_step_of_ones_own(ranks: Ranks) -> None:
+    """That experts are reduced over fewer ranks than the rest was warned of."""
+    assert ranks(4, _said_of_axes, "dp_shard=4,ep=2") == [0] * 4
+
+
 # --- what cannot work
 
 

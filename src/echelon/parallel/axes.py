@@ -198,7 +198,7 @@ def split_axes(module: nn.Module, *, without: Collection[nn.Parameter] = ()) -> 
     return list(axes_by_digest.values())
 
 
-def sharded_axes(module: nn.Module) -> list[Axis]:
+def sharded_axes(module: nn.Module, *, without: Collection[nn.Parameter] = ()) -> list[Axis]:
     """The axes over which `fully_shard` reduces gradients, read off the parameters, which must be sharded now.
 
     The axes of `fully_shard` come first in a parameter's mesh: the axis of replicas, if there is one, then the axis of shards.
@@ -206,7 +206,7 @@ def sharded_axes(module: nn.Module) -> list[Axis]:
     """
     meshes: dict[tuple[int, bool], DeviceMesh] = {}
     for parameter in module.parameters():
-        if (mesh := getattr(parameter, "device_mesh", None)) is not None:
+        if parameter not in without and (mesh := getattr(parameter, "device_mesh", None)) is not None:
             copies = mesh.ndim > 1 and parameter.placements[0].is_replicate()  # type: ignore[attr-defined]
             meshes.setdefault((id(mesh), copies), mesh)
     axes_of_shards: dict[str, list[Axis]] = {}

@@ -16,7 +16,15 @@ from echelon.parallel.patching import replace
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["check_experts", "count", "distribute_experts", "divided_experts", "moe_layers", "stacked_experts"]
+__all__ = [
+    "check_experts",
+    "count",
+    "distribute_experts",
+    "divided_experts",
+    "divided_parameters",
+    "moe_layers",
+    "stacked_experts",
+]
 
 
 def moe_layers(module: nn.Module) -> dict[str, MoE]:
@@ -109,3 +117,8 @@ def divided_experts(module: nn.Module) -> Iterator[tuple[str, nn.Module, Dispatc
         dispatch = vars(part).get("dispatch")
         if isinstance(dispatch, Dispatch) and any(True for _ in part.parameters()):
             yield name, part, dispatch
+
+
+def divided_parameters(module: nn.Module) -> set[nn.Parameter]:
+    """The parameters of the divided experts, which differ by rank."""
+    return {parameter for _, experts, _ in divided_experts(module) for parameter in experts.parameters()}

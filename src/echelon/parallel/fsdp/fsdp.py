@@ -26,7 +26,7 @@ from echelon.common.errors import LayoutError, require
 from echelon.common.numbers import whole
 from echelon.hf.layers import layer_drop
 from echelon.parallel.axes import Axis, axes_of, sharded_axes, split_axes
-from echelon.parallel.experts.distribute import divided_experts
+from echelon.parallel.experts.distribute import divided_parameters
 from echelon.parallel.fsdp.move_and_sync import Buffers, place
 from echelon.parallel.fsdp.units import (
     Unit,
@@ -95,7 +95,7 @@ class FSDPPrepared(Prepared[nn.Module]):
 
     def __init__(self, module: nn.Module, world: World, averaged: Sequence[Axis] | None = None) -> None:
         reshard(module)
-        super().__init__(module, sharded_axes(module) if averaged is None else averaged)
+        super().__init__(module, sharded_axes(module, without=divided_parameters(module)) if averaged is None else averaged)
         self._joined = Joined(())  # nothing reduces what `fully_shard` has left whole
         self._same: SameGradients | None = None
         self._is_checked = self._is_known = self._compares_calls = False
@@ -303,7 +303,7 @@ class FSDPStrategy(Strategy):
         if self.param_init_fn is None:
             remember(module)
         ranks = mesh.mesh.flatten().tolist()
-        _refuse_split(module, ranks, {p for _, experts, _ in divided_experts(module) for p in experts.parameters()})
+        _refuse_split(module, ranks)
         _refuse_loose(module, ignored, len(ranks))
         ignored |= (left_whole := unsplittable(module))
         precision = recipe.precision
@@ -420,8 +420,8 @@ def _refuse_layer_drop(module: nn.Module) -> None:
         )
 
 
-def _refuse_split(module: nn.Module, ranks: list[int], experts: set[nn.Parameter]) -> None:
-    for axis in split_axes(module, without=experts):
+def _refuse_split(module: nn.Module, ranks: list[int]) -> None:
+    for axis in split_axes(module, without=divided_parameters(module)):
         if len(set(axis.ranks) & set(ranks)) > 1:
             raise LayoutError(
                 f"layers of {type(module).__name__} are already split over the axis {axis.name!r}, and would be sharded over "

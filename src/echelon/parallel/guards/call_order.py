@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.common.errors import LayoutError, RanksDisagreeError
-from echelon.parallel.experts.distribute import divided_experts
+from echelon.parallel.experts.distribute import divided_experts, divided_parameters
 from echelon.parallel.guards.guard import Guard
 from echelon.parallel.names import class_name, plain_name, plain_names
 from echelon.parallel.older_torch import reduce_scatter_single
@@ -65,7 +65,7 @@ class SameCalls(Guard):
                 if reduces:
                     with contextlib.suppress(ValueError):  # torch refuses if it reduces the block in several calls
                         part.set_custom_reduce_scatter(_EquallyMany(part))
-        experts = {p for _, part, _ in divided_experts(module) for p in part.parameters()}  # they differ by rank
+        experts = divided_parameters(module)
         named = [(n, p) for n, p in plain_names(module) if is_split(p) and p not in experts]
         self._names, self._parameters = [n for n, _ in named], [p for _, p in named]
         self._now, self._ungraded = _Calls(), _Calls()  # with gradients and without, since the latest window or evaluation
