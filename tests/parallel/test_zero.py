@@ -249,6 +249,17 @@ def test_added_groups_closures_and_all_gradients_cleared(ranks: Ranks) -> None:
     assert [a + b for a, b in zip(owned, owned_too, strict=True)] == [8, 4]
 
 
+class ByRank(torch.optim.SGD):
+    """Steps every so many parameters, and sends them, as a Muon for several ranks does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for at, parameter in enumerate(self.param_groups[0]["params"]):
+            if at % dist.get_world_size() == dist.get_rank():
+                parameter.sub_(parameter.grad)
+            dist.broadcast(parameter, at % dist.get_world_size())
+
+
 class Chooses(Regression):
     """Builds what it is told to."""
 
@@ -256,6 +267,8 @@ class Chooses(Regression):
         parameters = list(module.parameters())
         if self.kind == "LBFGS":
             return torch.optim.LBFGS(parameters), None
+        if self.kind == "by rank":
+            return ByRank(parameters, lr=0.1), None
         if self.kind == "differs":
             return torch.optim.SGD(parameters[: 2 + dist.get_rank()], lr=0.1), None
         optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -264,7 +277,7 @@ class Chooses(Regression):
 
 
 def _errors() -> list[str]:
-    kinds = {"LBFGS": UsageError, "differs": RanksDisagreeError, "twice": UsageError}
+    kinds = {"LBFGS": UsageError, "by rank": UsageError, "differs": RanksDisagreeError, "twice": UsageError}
     said = [refusal(Chooses(layout="zero1", optimizer=kind).configure, kind=error) for kind, error in kinds.items()]
     module = net()
     module.first.requires_grad_(False)
@@ -277,8 +290,9 @@ def _errors() -> list[str]:
 
 @pytest.mark.full
 def test_what_cannot_be_divided_is_said_on_all_ranks(ranks: Ranks) -> None:
-    for lbfgs, differs, twice, again, late in ranks(2, _errors):
+    for lbfgs, by_rank, differs, twice, again, late in ranks(2, _errors):
         assert "cannot shard LBFGS, which needs all parameters at once" in lbfgs
+        assert "ByRank divides its parameters over the ranks itself" in by_rank
         assert "ranks disagree about the optimizer's parameters" in differs
         assert "already sharded" in twice and "this ZeroRedundancyOptimizer is already sharded" in again
         assert "first.weight was frozen when the optimizer was built" in late

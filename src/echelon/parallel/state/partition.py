@@ -11,6 +11,7 @@ Communication: after each step one broadcast per owner, dtype and device; parame
 from __future__ import annotations
 
 import heapq
+import inspect
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -104,6 +105,11 @@ class Partition:
         if Partition.of(optimizer) is not None or is_zero_redundancy(optimizer):
             raise OptimizerError(
                 f"this {type(optimizer).__name__} is already sharded, and {what} would shard it again. Build it unsharded."
+            )
+        if _divides_itself(type(optimizer)):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} divides its parameters over the ranks itself, and {what} would divide them again: "
+                "each rank would step only some of its own. Use layout 'ddp'."
             )
         self._group, self._names = group, names or {}
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
@@ -295,3 +301,11 @@ def _flatten(parameters: list[nn.Parameter]) -> torch.Tensor:
         parameter.data = view
         start += size
     return flat
+
+
+def _divides_itself(kind: type) -> bool:
+    """Whether a script's own class of optimizer asks for its rank and sends what it computes, as many a Muon does."""
+    own = [each for each in kind.__mro__ if not each.__module__.startswith(("torch.", "echelon."))]
+    methods = [inspect.unwrap(method) for each in own for method in vars(each).values() if callable(method)]
+    names = {name for method in methods for name in getattr(getattr(method, "__code__", None), "co_names", ())}
+    return "get_rank" in names and any(n.startswith(("all_gather", "all_reduce", "broadcast", "reduce_scatter")) for n in names)
