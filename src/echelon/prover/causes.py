@@ -451,10 +451,6 @@ def from_mistakes(
 
     if explains("weighted"):
         return _of_parts(mistakes, batch_norms, first)
-    if explains("over ranks"):
-        what = f"{batch_norms[0]} normalises" if batch_norms else "the loss is that of"
-        name = "batch norm over the local batch" if batch_norms else "an operation over the whole batch"
-        return name, f"{what} each micro-batch of all ranks by itself: with --accumulate 1 it is whole"
     if explains("unweighted"):
         return "loss weighted per rank", "micro-batches of different sizes count the same"
     alone = next((way for way in mistakes if way.startswith("rank ") and explains(way)), None)
@@ -476,6 +472,8 @@ def from_mistakes(
         if is_of_several or right["loss"] is None or not losses:
             return None
         whole = f"one process on the whole batch {right['loss']:.6g}"
+        if len(record.updates[first.update]) > 1:
+            whole += "; the ranks send each other one micro-batch at a time: with --accumulate 1 it is the whole batch"
         return "a loss of what ranks send each other", ", ".join(["losses of update " + str(first.update), *losses, whole])
     seen = f"the loss is right, its gradient is not; the forward pass uses collectives{f': {scale[1]}' if scale else ''}"
     return "collectives without a gradient", seen

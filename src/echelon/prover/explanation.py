@@ -15,7 +15,7 @@ from echelon.prover.on_ranks import Judged, OnRanks, ReferenceStore
 from echelon.prover.parts import mistakes_of
 from echelon.prover.proof import Difference, Result
 from echelon.prover.rank import run_reference
-from echelon.prover.records import load_values, micros_in_order
+from echelon.prover.records import micros_in_order
 
 __all__ = ["Explanation"]
 
@@ -73,7 +73,8 @@ class Explanation:
             final.ran.records[0].owners,
         )
         if not cause and not known and first.phase in ("gradient", "update"):
-            cause = causes.of_shards(first, *final.values_of_first(), owners)
+            kind, (values, right) = "gradients" if first.phase == "gradient" else "parameters", final.values_at(first.update)
+            cause = causes.of_shards(first, values[kind], right[kind], owners)
         if not cause and first.phase in ("forward", "gradient"):
             tried = self._tried_mistakes(final, first.update)
             records = final.ran.records
@@ -87,7 +88,6 @@ class Explanation:
             mistakes = self._on_ranks.launch(run_reference, 1, self._on_ranks.replay(ran, self.folder), partial(mistakes_of, k=k))
         except RankFailedError:  # the row differs whether or not it can be said why
             return None
-        folders = ran.folder, final.reference.folder
-        values, right = (load_values(folder / f"update-{k:03d}.pt") for folder in folders)
+        values, right = final.values_at(k)
         values["loss"], values["norm"] = mean_loss(micros_in_order(ran.records)[k]), ran.records[0].norms[k]
         return values, right, mistakes

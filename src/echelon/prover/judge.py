@@ -85,12 +85,7 @@ def compare(
     with _threads(1 if sum(p.numel() for p in before["parameters"].values()) < _MANY else torch.get_num_threads()):
         for k, micros in enumerate(micros_in_order(records)):
             file = f"update-{k:03d}.pt"
-            if not (reference / file).exists():
-                break
             verdict.updates = k + 1
-            if not (row / file).exists():
-                verdict.exact = False
-                continue
             values, right = load_values(row / file), load_values(reference / file)
             verdict.meaningless = _meaningless(k, right)
             if verdict.meaningless is not None:

@@ -35,9 +35,7 @@ __all__ = [
     "RowRun",
     "are_alike",
     "data_of",
-    "in_float64",
     "of_same_samples",
-    "with_constant_draws",
 ]
 
 _NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "float8": torch.float8_e4m3fn}
@@ -113,21 +111,10 @@ class Judged:
             return f"{own}: update {first.update}, {first.phase}, {first.tensor} differs by {first.relative:.1e}"
         return f"{own}: {self.verdict.blindness}"
 
-    def values_of_first(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """The gradients or parameters of the row and of the reference, at the first difference."""
-        first = self.verdict.first
-        assert first is not None
-        kind, file = "gradients" if first.phase == "gradient" else "parameters", f"update-{first.update:03d}.pt"
-        values, right = (load_values(folder / file)[kind] for folder in (self.ran.folder, self.reference.folder))
+    def values_at(self, k: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The values of the row and of the reference at update k."""
+        values, right = (load_values(folder / f"update-{k:03d}.pt") for folder in (self.ran.folder, self.reference.folder))
         return values, right
-
-
-def in_float64(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}-float64")
-
-
-def with_constant_draws(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}{CONSTANT}")
 
 
 def of_same_samples(one: RowRun, other: RowRun) -> bool:

@@ -36,6 +36,7 @@ _SINGLE, _HALF = (torch.float32,), (torch.bfloat16, torch.float16)
 _IN_PLACE = ("uniform_", "normal_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_")
 _FROM_CHANCES = ("bernoulli", "multinomial")
 _FACTORIES = ("rand", "randn", "rand_like", "randn_like")
+_FROM_SHAPES = (*_IN_PLACE, *_FACTORIES, "randint", "randint_like", "random_")
 _SEED = 20_261_126
 _DROPOUT_ARGUMENTS = ("dropout_p", "dropout")  # of attention and recurrent layers, whose draws cannot be replaced: it is set to 0
 # Drawn by rejection, from parameters in a tensor. With fewer dimensions than these, there is one draw for all samples.
@@ -120,7 +121,7 @@ class ConstantDraws(TorchDispatchMode):
         by_sample: each sample has its own numbers; otherwise all have the same.
         alike: operators, with numbers of dimensions, that even so give all samples the same numbers.
         kinds: of each draw: operator, number of dimensions, whether each sample had its own row.
-        shapes: operator and shape of draws without a row for each sample, except dropout and rrelu.
+        shapes: operator and shape of draws without a row for each sample, except dropout.
     """
 
     def __init__(self) -> None:
@@ -150,7 +151,7 @@ class ConstantDraws(TorchDispatchMode):
         if self._seeds:
             self.kinds.add((name, len(shape), each))
         if not each:
-            if self._seeds and "dropout" not in name and name != "rrelu":
+            if self._seeds and "dropout" not in name:
                 self.shapes.add((name, tuple(shape)))
             row: torch.Tensor = _seeded(draw, device)
             return row
@@ -183,7 +184,8 @@ class ConstantDraws(TorchDispatchMode):
             if dropout in known:
                 return func(**{**named, dropout: 0.0})
         tensors = _tensors(named)
-        if "out" in named or any(type(each) not in (torch.Tensor, torch.nn.Parameter) for each in tensors):
+        is_plain = all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in tensors)
+        if "out" in named or not is_plain or name not in (*_FROM_SHAPES, *_FROM_VALUES):
             self.unknown = str(func)
             return func(*args, **options)
         if name in _FROM_VALUES:
@@ -251,12 +253,6 @@ def _dropout(draws: ConstantDraws, named: dict[str, Any]) -> Any:
     return given * mask * (1 / (1 - p) if p < 1 else 0.0), mask
 
 
-def _fused_dropout(draws: ConstantDraws, named: dict[str, Any]) -> Any:
-    given, kept = named["self"], named["p"]
-    mask = draws.uniform("fused_dropout", given) < kept
-    return given * mask / kept, mask.to(torch.uint8)
-
-
 def _bernoulli(draws: ConstantDraws, named: dict[str, Any]) -> Any:
     given = named["self"]
     chance = named.get("p", given)
@@ -294,30 +290,11 @@ def _multinomial(draws: ConstantDraws, named: dict[str, Any]) -> Any:
     return (draws.uniform("multinomial", chances).log() / chances.double()).topk(count).indices  # Efraimidis and Spirakis 2006
 
 
-def _rrelu(draws: ConstantDraws, named: dict[str, Any]) -> torch.Tensor:
-    given, noise = named["self"], named["noise"]
-    lower, upper = named.get("lower", 0.125), named.get("upper", 1 / 3)
-    if not named.get("training"):
-        return torch.nn.functional.leaky_relu(given, (lower + upper) / 2)
-    slopes = (lower + (upper - lower) * draws.uniform("rrelu", given)).to(given.dtype)
-    noise.copy_(torch.where(given <= 0, slopes, 1.0))
-    changed: torch.Tensor = given * noise
-    return changed
-
-
-def _rrelu_in_place(draws: ConstantDraws, named: dict[str, Any]) -> torch.Tensor:
-    changed: torch.Tensor = named["self"].copy_(_rrelu(draws, named))
-    return changed
-
-
 _SPECIAL: dict[str, Callable[[ConstantDraws, dict[str, Any]], Any]] = {
     "native_dropout": _dropout,
-    "_fused_dropout": _fused_dropout,
     "bernoulli": _bernoulli,
     "bernoulli_": _bernoulli_in_place,
     "normal": _normal,
     "randperm": _permutation,
     "multinomial": _multinomial,
-    "rrelu_with_noise": _rrelu,
-    "rrelu_with_noise_": _rrelu_in_place,
 }

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from echelon.prover.micro import Micro, NotDivisible, NotJoinable, Samples, digest, joined, on_host, plain, widths_of
-from echelon.prover.pass_state import agreeing
+from echelon.prover.micro import Micro, NotDivisible, Samples, digest, on_host, plain, widths_of
 from echelon.prover.reading import first_samples, reads_alike
 from echelon.prover.records import by_index
 from echelon.prover.reference import Pass, Reference
@@ -74,8 +73,6 @@ def mistakes_of(reference: Reference, k: int) -> dict[str, dict[str, Any]]:
     mistakes: dict[str, dict[str, Any]] = {}
     for way, shares in ways.items():
         mistakes[way] = {**_combined(parts, shares, limit), "shares": shares, "misses": _misses(parts, shares, right)}
-    if isinstance(reference, AutoReference):
-        mistakes.update(_micro_batch_of_all_ranks(reference, k, limit))
     mistakes["weighted"]["losses"] = [(p.rank, p.loss, p.recorded) for p in parts]
     mistakes["weighted"]["norms"] = [_norm(p.gradients) for p in parts]
     mistakes["weighted"]["is_linear"] = not isinstance(reference, AutoReference) or all(
@@ -119,20 +116,6 @@ def _of_own(reference: OwnReference, k: int) -> tuple[list[_Part], Values]:
         parts.append(_Part(sum(m.weight for m in micros), loss, gradients, record.rank))
     whole = [Pass(reference.whole_batch(same)) for same in by_index(reference.records, k)]
     return parts, reference.tried(*whole)[1]
-
-
-def _micro_batch_of_all_ranks(reference: AutoReference, k: int, limit: float | None) -> dict[str, dict[str, Any]]:
-    """The update if every micro-batch were joined over all ranks, but micro-batches were not joined."""
-    parts = []
-    for same in by_index(reference.records, k):
-        try:
-            batch = joined([m for m in same if m.weight > 0])
-        except (NotJoinable, IndexError):
-            return {}
-        loss, gradients = reference.tried(Pass(batch, state=agreeing(m.state for m in same)))
-        parts.append(_Part(sum(m.weight for m in same), loss, gradients))
-    total = sum(p.weight for p in parts)
-    return {"over ranks": _combined(parts, [p.weight / total for p in parts], limit)} if len(parts) > 1 else {}
 
 
 def best_shares(parts: list[Values], right: Values) -> list[float] | None:

@@ -30,6 +30,7 @@ __all__ = ["ABSENT", "GLOBAL", "VARIABLE", "KeptState", "Sources", "agreeing", "
 
 GLOBAL = ("torch", "numpy", "python")
 _GLOBAL_NAMES = {*GLOBAL, "cuda"}
+_OF_GLOBALS: tuple[Any, ...] = (np.random.get_state, random.getstate)  # methods of the global generators
 _MOST_BYTES = 64 * 2**20  # of a unit's state that are copied
 _MOST_BYTES_OF_LOOP = 2**20
 ABSENT = "echelon: not there"
@@ -50,44 +51,34 @@ class Sources:
         self._objects: Objects = Objects(root, name, keeps=False) if self._looks else root
 
     @property
-    def _held(self) -> dict[str, Any]:
-        """Held generators by path; the path gets a prefix if a global stream has that name."""
-        return {f"unit.{n}" if n in _GLOBAL_NAMES else n: each for n, each in self._objects.generators.items()}
+    def _streams(self) -> dict[str, Any]:
+        """Generators by name. The path of a held one gets a prefix if a global stream has that name."""
+        numpy, python = (method.__self__ for method in _OF_GLOBALS)
+        streams: dict[str, Any] = {"torch": torch.default_generator, "numpy": numpy, "python": python}
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            streams["cuda"] = torch.cuda.default_generators[torch.cuda.current_device()]
+        held = self._objects.generators.items()
+        return streams | {f"unit.{n}" if n in _GLOBAL_NAMES else n: each for n, each in held}
 
     def states(self) -> dict[str, Any]:
         """The state of every stream by name, in values that can be saved."""
         if self._looks:
             self._objects.look()
-        state_of = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(legacy=True), "python": random.getstate()}
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            state_of["cuda"] = torch.cuda.get_rng_state()
-        state_of.update({name: rng.state_of(generator) for name, generator in self._held.items()})
-        return state_of
+        return {name: rng.state_of(generator) for name, generator in self._streams.items()}
 
     def restore(self, states: Mapping[str, Any]) -> None:
         """Restore the streams that `states` names."""
-        held = {}
         if states.keys() - _GLOBAL_NAMES:
             self._objects.look()
-            held = self._held
-        for name, state in states.items():
-            if name == "torch":
-                torch.set_rng_state(state)
-            elif name == "numpy":
-                np.random.set_state(state)
-            elif name == "python":
-                random.setstate(state)
-            elif name == "cuda":
-                torch.cuda.set_rng_state(state)
-            elif name in held:
-                rng.set_state(held[name], state)
+        streams = self._streams
+        for name in states.keys() & streams.keys():
+            rng.set_state(streams[name], states[name])
 
     def pin(self) -> None:
         """Set all streams but torch's own to one state, which is the same on every rank and before every pass."""
-        np.random.seed(0)
-        random.seed(0)
-        for generator in self._held.values():
-            _pin(generator)
+        for name, generator in self._streams.items():
+            if name not in ("torch", "cuda"):
+                _pin(generator)
 
 
 def drawn_between(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:

@@ -67,22 +67,9 @@ def prove(
     Raises:
         UsageError: there is nothing to compare, or the reference cannot be computed.
     """
-    require(
-        callable(make_unit),
-        "make_unit",
-        "a function that builds the unit",
-        make_unit,
-        "Write make_unit=lambda: ...",
-        kind=ProveError,
-    )
-    require(
-        callable(make_data),
-        "make_data",
-        "a function that builds the loader",
-        make_data,
-        "Write make_data=lambda: ...",
-        kind=ProveError,
-    )
+    for name, given, what in (("make_unit", make_unit, "unit"), ("make_data", make_data, "loader")):
+        wanted = f"a function that builds the {what}"
+        require(callable(given), name, wanted, given, f"Write {name}=lambda: ...", kind=ProveError)
     require(device in (None, "cpu", "cuda"), "device", "'cpu', 'cuda' or None", device, kind=ProveError)
     flags(float64=float64, sgd=sgd, bf16=bf16, eager=eager, kind=ProveError)
     rows = matrix(layouts, ranks, accumulation, sgd=sgd, parts=parts, bf16=bf16, yours=layouts is None, eager=eager)

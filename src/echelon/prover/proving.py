@@ -33,9 +33,7 @@ from echelon.prover.on_ranks import (
     RowRun,
     are_alike,
     data_of,
-    in_float64,
     of_same_samples,
-    with_constant_draws,
 )
 from echelon.prover.parts import split
 from echelon.prover.pass_state import VARIABLE
@@ -369,7 +367,7 @@ class Proving:
         row = replace(seen.ran.row, constant_draws=True, drawn_alike=alike, restores=frozenset())
         result = Result(row.label, row.ranks)
         try:
-            ran = self._on_ranks.row(row, with_constant_draws(seen.ran.folder), self.dtype)
+            ran = self._on_ranks.row(row, Path(f"{seen.ran.folder}{CONSTANT}"), self.dtype)
             if not ran.records[0].updates:
                 return None, "it did not train again"
             judged = self._judge(result, ran)
@@ -482,7 +480,7 @@ class Proving:
         why = ""
         if seen.ran.dtype is not torch.float64:
             try:
-                wide = self._on_ranks.row(seen.ran.row, in_float64(seen.ran.folder), torch.float64)
+                wide = self._on_ranks.row(seen.ran.row, Path(f"{seen.ran.folder}-float64"), torch.float64)
                 if not of_same_samples(seen.ran, wide):
                     why = "the script has its samples in another order"
                 else:

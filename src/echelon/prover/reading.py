@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
+from echelon.parallel.patching import for_now
 from echelon.prover.micro import digest, plain
 from echelon.prover.objects import Objects
 from echelon.prover.pass_state import ABSENT, KeptState, Sources, drawn_between, unlike
@@ -146,9 +147,7 @@ class Reading:
 
     def _replace(self, owner: Any, name: str, by: Any) -> None:
         assert self._head is not None
-        own = vars(owner).get(name)
-        setattr(owner, name, by)
-        self._head.callback(*((delattr, owner, name) if own is None else (setattr, owner, name, own)))
+        self._head.enter_context(for_now(owner, **{name: by}))
 
 
 class _Watched:
@@ -185,21 +184,12 @@ class _Watched:
 def reads_alike(loader: Any) -> bool:
     """Whether a batch of the first samples is the same when it is read again, and no random numbers are drawn for it."""
     try:
-        one, again = (digest(plain(loader.collate_fn(first_samples(loader)))) for _ in range(2))
-    except Exception:  # a dataset of the user's own can be anything
-        return False
-    return one == again and drawn_by_reading(loader) == set()
-
-
-def drawn_by_reading(loader: Any) -> set[str] | None:
-    """The RNGs from which reading and collating samples draws in this process; None if samples cannot be read."""
-    try:
         sources = Sources((loader.dataset, loader.collate_fn), "loader")
         before = sources.states()
-        loader.collate_fn(first_samples(loader))
-        return set(drawn_between(before, sources.states()))
+        one, again = (digest(plain(loader.collate_fn(first_samples(loader)))) for _ in range(2))
+        return one == again and not drawn_between(before, sources.states())
     except Exception:  # a dataset of the user's own can be anything
-        return None
+        return False
 
 
 def kept_by_reading(loader: Any) -> str | None:

@@ -35,7 +35,7 @@ from echelon.prover.on_ranks import OnRanks, RowRun
 from echelon.prover.operators import without_narrow_casts
 from echelon.prover.proof import Result
 from echelon.prover.rank import Replay
-from echelon.prover.reading import Plan, drawn_by_reading, kept_by_reading, reads_alike
+from echelon.prover.reading import Plan, kept_by_reading, reads_alike
 from echelon.prover.records import RankRecord
 from echelon.prover.values import parameters_of
 from echelon.world import rng
@@ -46,8 +46,7 @@ __all__ = [
     "note_on",
     "of_updates",
     "print_begin",
-    "run_epoch",
-    "run_samples",
+    "read_alone",
     "unlike_an_epoch",
     "unlike_one_process",
 ]
@@ -92,19 +91,37 @@ def _drawn_as_on_ranks(replay: Replay) -> AbstractContextManager[None]:
     return without_narrow_casts() if replay.dtype is torch.float64 else contextlib.nullcontext()
 
 
-def run_samples(replay: Replay, count: int) -> dict[str, Any]:
-    """`seen`: the first `count` samples of one process; none if the loader is no echelon.Loader, or samples change when they are
-    read again. `keeps`: see `kept_by_reading`. `size`: of the data set.
+def read_alone(replay: Replay, count: int | None) -> dict[str, Any]:
+    """What one process reads: its first `count` samples, or an epoch.
+
+    Returns:
+        `seen`: the samples; None if reading takes too long. `keeps`: see `kept_by_reading`. `size`: of a Loader's data set.
     """
 
     def read(unit: Any, dataloader: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
-        seen = Seen()
-        with _drawn_as_on_ranks(replay):
-            for step in Feed(dataloader) if isinstance(dataloader, Loader) and reads_alike(dataloader) else ():
+        ends = time.monotonic() + _EPOCH_S
+
+        def once(seed: int) -> Seen | None:
+            rng.seed(seed)
+            seen = Seen()
+            for step in Feed(dataloader):
                 batch = widened(on_host(step.batch), replay.dtype)
                 seen.add(checksums(batch, step.samples), batch)
-                if len(seen.rows) >= count:
+                if count is None:
+                    seen.add_values(batch)
+                elif len(seen.rows) >= count:
                     break
+                if time.monotonic() > ends:
+                    return None
+            return seen
+
+        with _drawn_as_on_ranks(replay):
+            seen = once(0)
+            again = once(1) if seen is not None else None
+            # Workers may be seeded alike for every epoch, and a Loader seeds each sample.
+            is_seeded = count is not None or getattr(dataloader, "num_workers", 0) > 0
+            if seen is not None and again is not None and (not is_seeded or reads_alike(dataloader)):
+                seen.repeats = Counter(seen.rows) == Counter(again.rows)
         size = len(dataloader.dataset) if isinstance(dataloader, Loader) else None
         return {"seen": seen, "keeps": kept_by_reading(dataloader), "size": size}
 
@@ -121,34 +138,6 @@ def print_begin(file: str) -> None:
 
     replay: Replay = pickle.loads(Path(file).read_bytes())
     print(f"\n{replay.instead_of_training(read, replay.dtype)['seen']}", flush=True)
-
-
-def run_epoch(replay: Replay) -> dict[str, Any]:
-    """`epoch`: the samples of one process in an epoch; None if reading takes too long. `keeps`: see `kept_by_reading`."""
-
-    def epoch_of(dataloader: Any, seed: int, ends: float) -> Seen | None:
-        rng.seed(seed)
-        seen = Seen()
-        for step in Feed(dataloader):
-            batch = widened(on_host(step.batch), replay.dtype)
-            seen.add(checksums(batch, step.samples), batch)
-            seen.add_values(batch)
-            if time.monotonic() > ends:
-                return None
-        return seen
-
-    def read(unit: Any, dataloader: Any, callbacks: Sequence[Callback]) -> dict[str, Any]:
-        ends = time.monotonic() + _EPOCH_S
-        with _drawn_as_on_ranks(replay):
-            epoch = epoch_of(dataloader, 0, ends)
-            again = epoch_of(dataloader, 1, ends) if epoch is not None else None
-        keeps = kept_by_reading(dataloader)
-        # Workers may be seeded alike for every epoch.
-        if epoch is not None and (not getattr(dataloader, "num_workers", 0) or drawn_by_reading(dataloader) == set()):
-            epoch.repeats = again is not None and Counter(epoch.rows) == Counter(again.rows)
-        return {"epoch": epoch, "keeps": keeps}
-
-    return replay.instead_of_training(read, replay.dtype)
 
 
 def _of_first_epoch(record: RankRecord) -> list[Micro]:
@@ -272,8 +261,7 @@ class SampleChecks:
 
     def __init__(self, on_ranks: OnRanks, folder: Path) -> None:
         self._on_ranks, self.folder = on_ranks, folder
-        self._epochs: list[Seen | None] = []  # of one process, once it was read
-        self._samples_of_one: Seen | None = None
+        self._read: dict[int | None, Seen | None] = {}  # by one process: so many samples; None: an epoch
         self._size: int | None = None  # of its data set
         self._depends_on_hash: bool | None = None
         self._depends_on_seed: str | None = None
@@ -294,21 +282,19 @@ class SampleChecks:
         if ranks[0].hashes and self._by_hash(replay):
             seen = "the first batches or initial parameters change with PYTHONHASHSEED, which differs on ranks of other nodes"
             return [("samples that depend on the rank", seen)]
-        others = None
-        if ranks[0].loader == "Loader":
+        others, divided, is_known = None, ranks[0].loader == "Loader", False
+        if divided:
             updates = of_updates(ranks) if joined and not ranks[0].left_out else []
-            others = unlike_one_process(updates, self._of_one_process(replay, sum(len(seen.rows) for seen in updates)))
-            others = self._divided_before(ranks) or others
-        divided = ranks[0].loader == "Loader"
-        if (
-            joined and not (self._samples_of_one and self._samples_of_one.rows) and (epoch := self._epoch(replay)) is not None
-        ):  # one process may have another loader
+            one = self._of_one_process(replay, sum(len(seen.rows) for seen in updates)) or Seen()
+            is_known = one.repeats
+            others = self._divided_before(ranks) or (unlike_one_process(updates, one) if is_known else None)
+        if joined and not is_known and (epoch := self._of_one_process(replay)) is not None:  # it may have another loader
             others = others or unlike_an_epoch(ranks if divided else ranks[:1], epoch)
         if self._keeps is not None:
             others = f"the data set's {self._keeps} changes as samples are read, and samples depend on it"
         if others is not None:
             return [("samples that depend on the rank", others)]
-        note = note_on(ranks, lambda: self._epoch(replay))
+        note = note_on(ranks, lambda: self._of_one_process(replay))
         if note is not None and note.startswith("samples overlap"):
             return [("samples that ranks share", note)]
         if note is not None:
@@ -363,25 +349,17 @@ class SampleChecks:
             self._depends_on_hash = "" != one != other != "" and begun("1") == [one]
         return self._depends_on_hash
 
-    def _epoch(self, replay: Replay) -> Seen | None:
-        """The epoch of one process; None if reading takes too long, or fails."""
-        if not self._epochs:
-            try:
-                seen = self._on_ranks.launch(run_epoch, 1, replay)
-                self._epochs.append(seen["epoch"])
-                self._keeps = seen["keeps"]
-            except RankFailedError:
-                self._epochs.append(None)
-        return self._epochs[0]
-
-    def _of_one_process(self, replay: Replay, count: int) -> Seen:
-        """The first samples of one process."""
-        if self._samples_of_one is None or 0 < len(self._samples_of_one.rows) < count:
-            self._samples_of_one = Seen()
+    def _of_one_process(self, replay: Replay, count: int | None = None) -> Seen | None:
+        """The first samples of one process, or its epoch; None if reading takes too long, or fails."""
+        if count is not None:  # more will do
+            count = next((known for known in self._read if known is not None and known >= count), count)
+        if count not in self._read:
+            self._read[count] = None
             with contextlib.suppress(RankFailedError):
-                seen = self._on_ranks.launch(run_samples, 1, replay, count)
-                self._samples_of_one, self._keeps, self._size = seen["seen"], seen["keeps"], seen["size"]
-        return self._samples_of_one
+                read = self._on_ranks.launch(read_alone, 1, replay, count)
+                self._read[count], self._keeps = read["seen"], read["keeps"]
+                self._size = read["size"] if count is not None else self._size
+        return self._read[count]
 
 
 def _apart(one: RankRecord, other: RankRecord) -> str:

@@ -13,10 +13,13 @@ import logging
 import random
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
+
+from echelon.parallel.patching import for_now
 
 __all__ = [
     "noting_autocast",
@@ -51,16 +54,15 @@ def noting_seeds(seeded: set[str]) -> Iterator[None]:
 def noting_warnings_of(logger: logging.Logger, note: Callable[[str], None]) -> Iterator[None]:
     """Call `note` with each message of the logger, which still logs it."""
 
-    class Noting(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            note(record.getMessage())
+    def noting(record: logging.LogRecord) -> bool:
+        note(record.getMessage())
+        return True
 
-    handler = Noting()
-    logger.addHandler(handler)
+    logger.addFilter(noting)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
+        logger.removeFilter(noting)
 
 
 _COLLECTIVES = {
@@ -169,8 +171,7 @@ def seeding_backward(seed: int) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _around(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+def _around(owner: Any, name: str, by: Callable[..., Any]) -> AbstractContextManager[None]:
     """Have `by(original, ...)` called in place of a function or method."""
     original = getattr(owner, name)
 
@@ -178,8 +179,4 @@ def _around(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
     def replaced(*args: Any, **options: Any) -> Any:
         return by(original, *args, **options)
 
-    setattr(owner, name, replaced)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+    return for_now(owner, **{name: replaced})

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from echelon.common.errors import LaunchError
-from echelon.common.files import open_to_append
 from echelon.contracts.expected_world import ExpectedWorld
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.run_dir import write_json
 from echelon.contracts.stopping import REQUEUE, SIGNALS, leave
+from echelon.launcher.local.output import redirect
 from echelon.launcher.local.server import die_with_parent
 from echelon.launcher.local.start import Start
 from echelon.launcher.local.worker import end, leave_value, run_recorded
@@ -91,7 +91,9 @@ def run_call(at: CallSite, name: str, function: Callable[[], Any]) -> NoReturn:
     die_with_parent(signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # until `run_recorded` handles them
     signal.signal(signal.SIGUSR1, leave)  # ignored until now, since Slurm sent it to the command, too
-    _log_to(log)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    redirect(str(log))
     start = Start(
         "call",
         name,
@@ -138,17 +140,3 @@ def _in_one_world(value: T, asked: ExpectedWorld) -> T:
         if size != asked.ranks:
             raise asked.error(f"{library} had joined {size} rank{'s' if size > 1 else ''} here when the function returned")
     return value
-
-
-def _log_to(path: Path) -> None:
-    """Send standard output and error of this process to the rank's log, line by line."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    fd = open_to_append(path)
-    os.dup2(fd, 1)
-    os.dup2(fd, 2)
-    os.close(fd)
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure: Any = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(line_buffering=True)
