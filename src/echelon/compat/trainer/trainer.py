@@ -235,18 +235,24 @@ class Trainer:
         if ckpt_path == "last" and self.checkpoints is None:
             raise TrainerError('ckpt_path="last" means the newest below run_dir or in checkpoints, which are not given.')
         work = Work(phase, unit, loaders, str(ckpt_path) if ckpt_path is not None else None)
-        if is_launched():
-            self._check_launched()
-        elif self.num_nodes > 1:
-            raise TrainerError(
-                f"num_nodes={self.num_nodes}, but this process was not launched on several nodes, and starts ranks on its own "
-                "only. Start the script on each: with `echelon submit`, `srun python ...`, or `torchrun --nnodes ...`."
-            )
-        elif (ranks := self._local_ranks()) > 1 or self.device_numbers:
+        if ranks := self.ranks_to_start():
             return self._launch(ranks, work)
         metrics, outputs = work_here(self, work)
         self.callback_metrics |= metrics
         return outputs
+
+    def ranks_to_start(self) -> int:
+        """How many ranks a call starts; 0 if it runs in this process."""
+        if is_launched():
+            self._check_launched()
+            return 0
+        if self.num_nodes > 1:
+            raise TrainerError(
+                f"num_nodes={self.num_nodes}, but this process was not launched on several nodes, and starts ranks on its own "
+                "only. Start the script on each: with `echelon submit`, `srun python ...`, or `torchrun --nnodes ...`."
+            )
+        ranks = self._local_ranks()
+        return ranks if ranks > 1 or self.device_numbers else 0
 
     def _local_ranks(self) -> int:
         gpus = len(visible_devices()) if self.accelerator != "cpu" else 0

@@ -184,11 +184,10 @@ class Flow(Callback):
     def _agree(self) -> Any:
         """Evaluations and saves are collective: all ranks do what one rank's callbacks ask for."""
         control = self._trainer.control
-        if self._may_differ and agree.is_joined():
+        if self._may_differ:
             names = ("should_log", "should_evaluate", "should_save")
-            answers = agree.gather([bool(getattr(control, name)) for name in names])
-            for name, flags in zip(names, zip(*answers, strict=True), strict=True):
-                setattr(control, name, any(flags))
+            asked = agree.any_ranks([bool(getattr(control, name)) for name in names])
+            vars(control).update(zip(names, asked, strict=True))
         return control
 
     def _log(self, unit: Any, updates: int) -> None:

@@ -367,15 +367,8 @@ class Trainer(trainer.Trainer):
         if given is None and ckpt_path is None and self.checkpoint_callback is not None and self.steps_before:
             ckpt_path = "best"
         work = Work(call, module, loaders, datamodule, self._path_of(ckpt_path))
-        if is_launched():
-            self._check_launched()
-        elif self.num_nodes > 1:
-            raise UsageError(
-                "num_nodes > 1: start the script on each node: with `echelon submit`, `srun python ...`, or torchrun."
-            )
-        elif (ranks := self._local_ranks()) > 1 or self.device_numbers:
-            return in_ranks(self, ranks, work)
-        return Session(self, work).run()
+        ranks = self.ranks_to_start()
+        return in_ranks(self, ranks, work) if ranks else Session(self, work).run()
 
     def _module(self, call: str, given: Any) -> LightningModule:
         module = given if given is not None else self.lightning_module

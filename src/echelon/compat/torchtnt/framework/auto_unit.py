@@ -147,11 +147,6 @@ class AutoUnit(
             self.swa_model = Averages(source, self, params)  # type: ignore[assignment]
 
     @property
-    def precision(self) -> torch.dtype | None:  # type: ignore[override]
-        """The type of autocast; None computes in float32."""
-        return self.computes.dtype
-
-    @property
     def loss_backward_retain_graph(self) -> bool | None:
         return self.retain_graph
 
@@ -245,11 +240,6 @@ class AutoPredictUnit(PredictStages, prepared_unit.AutoPredictUnit[T], unit.Pred
             **_more(type(self), options, torch_compile_params),
         )
         super().__init__(module=as_module(module), options=chosen)
-
-    @property
-    def precision(self) -> torch.dtype | None:  # type: ignore[override]
-        """The type of autocast; None computes in float32."""
-        return self.computes.dtype
 
     def predict_step(self, state: Any, data: T) -> Any:
         with NO_CONTEXT if self.detect_anomaly is None else torch.autograd.set_detect_anomaly(self.detect_anomaly):

@@ -16,6 +16,7 @@ class PredictStages:
     """AutoPredictUnit's stages. The class comes before echelon's unit among the bases."""
 
     move_data_to_device: Any
+    precision: Any = property(lambda self: self.computes.dtype)  # the type of autocast; None computes in float32
 
     _timer: Any = None
 

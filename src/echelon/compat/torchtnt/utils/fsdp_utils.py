@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -77,9 +77,7 @@ def _class(value: str | type) -> type:
     """A class from its full name."""
     if isinstance(value, type):
         return value
-    module, _, name = value.rpartition(".")
     try:
-        kind: type = getattr(importlib.import_module(module), name)
-    except (AttributeError, ModuleNotFoundError, ValueError) as error:
+        return pkgutil.resolve_name(value)  # type: ignore[no-any-return]
+    except (AttributeError, ImportError, ValueError) as error:
         raise UsageError(f"Invalid module class '{value}': {error}") from None
-    return kind
