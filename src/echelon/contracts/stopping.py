@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
-__all__ = ["REQUEUE", "SIGNALS", "heard", "is_ours", "leave", "note", "signal_name"]
+__all__ = ["REQUEUE", "SIGNALS", "handling", "heard", "is_ours", "leave", "note", "signal_name"]
 
 # EX_TEMPFAIL of sysexits.h: "try again later". The run has saved its state and is not complete.
 REQUEUE = 75
@@ -53,3 +55,21 @@ def signal_name(number: int) -> str:
 def is_ours(handler: Any) -> bool:
     """Whether a signal handler is echelon's, and not the program's own."""
     return getattr(handler, "ends_with_75", False) is True
+
+
+@contextlib.contextmanager
+def handling(handlers: Mapping[signal.Signals, Callable[[int, FrameType | None], None]]) -> Iterator[None]:
+    """Context with handlers of signals. An ignored signal stays ignored, as under `nohup`.
+
+    Nothing changes outside of the main thread, as in a notebook's executor: signals belong to the main thread.
+    """
+    previous: dict[signal.Signals, Any] = {}
+    with contextlib.suppress(ValueError):  # not the main thread
+        for number, handler in handlers.items():
+            if signal.getsignal(number) != signal.SIG_IGN:
+                previous[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)

@@ -7,7 +7,6 @@ killed, `launcher.dragon.guard` does.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import shutil
@@ -16,11 +15,11 @@ import subprocess
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from echelon.common.errors import ClusterError
+from echelon.contracts.stopping import handling
 from echelon.launcher.dragon.guard import Guard, end_runtime
 
 __all__ = ["FOLDER_VARIABLE", "run_on_dragon"]
@@ -53,9 +52,11 @@ def run_on_dragon(script: str, args: Sequence[str] = (), *, nodes: bool = False,
     # Several nodes meet in the working folder, as Dragon's own files do.
     folder = Path(tempfile.mkdtemp(prefix="echelon-dragon-", dir=os.getcwd() if nodes else None))
     env[FOLDER_VARIABLE] = str(folder)
-    guard = Guard(folder, grace_s)
+    guard, heard = Guard(folder, grace_s), list[int]()
+    # Nothing is raised, since a signal may come at any moment.
+    hear = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), lambda number, _: heard.append(number))
     try:
-        with _first_signal() as heard:
+        with handling(hear):
             process = subprocess.Popen([program, "-m" if nodes else "-s", script, *args], env=env, process_group=0)
             guard.watch(process.pid)
             # Waited for only after its group has ended: until then no other process can get its number.
@@ -68,19 +69,3 @@ def run_on_dragon(script: str, args: Sequence[str] = (), *, nodes: bool = False,
     if heard:
         return 128 + heard[0]
     return code if code >= 0 else 128 - code
-
-
-@contextlib.contextmanager
-def _first_signal() -> Iterator[list[int]]:
-    """A list that receives the first of SIGINT, SIGTERM and SIGHUP. Nothing is raised, since a signal may come at any moment."""
-    heard: list[int] = []
-    previous: dict[signal.Signals, Any] = {}
-    with contextlib.suppress(ValueError):  # not the main thread
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                previous[number] = signal.signal(number, lambda number, _: heard.append(number))
-    try:
-        yield heard
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -28,7 +28,7 @@ from echelon.common.terminal import say
 from echelon.contracts.expected_world import ExpectedWorld
 from echelon.contracts.records import place_record, rank_record
 from echelon.contracts.run_dir import RunDir
-from echelon.contracts.stopping import REQUEUE
+from echelon.contracts.stopping import REQUEUE, handling
 from echelon.diagnosis.failure import Failure
 from echelon.launcher.calls import checksum
 from echelon.launcher.functions.inside import CallSite
@@ -198,22 +198,18 @@ class _Command:
 
     def run(self, words: Sequence[str], env: Mapping[str, str]) -> tuple[Outcome, list[Failure]]:
         adopt_orphans()
-        previous = {number: signal.signal(number, hear) for number, hear in self._handlers().items()}
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
-        try:
+        with contextlib.ExitStack() as ending:
+            ending.callback(kill_children)
+            ending.enter_context(handling(self._handlers()))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
             with open(open_to_append(self.log), "w") as log:
                 process = subprocess.Popen(
                     words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=dict(env), preexec_fn=_before_exec
                 )
             if self.meeting.nodes > 1:
                 self.silence.start()
+                ending.callback(self.silence.close)
             code = self._wait(process)
-        finally:
-            if self.meeting.nodes > 1:
-                self.silence.close()
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            kill_children()
         return self._outcome(code)
 
     def _handlers(self) -> dict[signal.Signals, Callable[[int, FrameType | None], None]]:

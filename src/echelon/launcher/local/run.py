@@ -11,6 +11,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -22,7 +23,7 @@ from echelon.common.machine import usable_cores, visible_devices
 from echelon.contracts.rank import STORE_PREFIX_VARIABLE, RankInfo
 from echelon.contracts.restart_notes import RESTART_VARIABLE, has_begun
 from echelon.contracts.run_dir import RunDir
-from echelon.contracts.stopping import REQUEUE
+from echelon.contracts.stopping import REQUEUE, handling
 from echelon.diagnosis import nccl_dump
 from echelon.diagnosis.failure import Failure, render
 from echelon.launcher.job import JobSpec, Outcome
@@ -282,15 +283,16 @@ class _Starts:
         )
 
 
-@contextlib.contextmanager
-def _signals_raise(exception: Callable[[signal.Signals], BaseException], grace_s: float, *, patient: bool) -> Iterator[None]:
+def _signals_raise(
+    exception: Callable[[signal.Signals], BaseException], grace_s: float, *, patient: bool
+) -> AbstractContextManager[None]:
     """The first SIGINT, SIGTERM or SIGHUP raises in the main thread, so that the agent stops its ranks; the next kills at once.
 
-    An ignored signal stays ignored, as under `nohup`. With `patient`, further signals do nothing: a batch system sends several at
-    once, and itself sends SIGKILL when its grace time is over.
+    With `patient`, further signals do nothing: a batch system sends several at once, and itself sends SIGKILL when its grace time
+    is over.
     """
 
-    on_terminal = os.isatty(2)
+    on_terminal, asking = os.isatty(2), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def kill(number: int, frame: FrameType | None) -> None:
         if on_terminal:
@@ -298,24 +300,14 @@ def _signals_raise(exception: Callable[[signal.Signals], BaseException], grace_s
         os._exit(128 + number)  # the server notices our end and kills the ranks
 
     def stop(number: int, frame: FrameType | None) -> None:
-        for heard in previous:
-            signal.signal(heard, signal.SIG_IGN if patient else kill)
+        for each in asking:
+            if signal.getsignal(each) is stop:
+                signal.signal(each, signal.SIG_IGN if patient else kill)
         more = "" if patient else "; once more kills them at once"
         _write_now(f"{signal.Signals(number).name}: asked the ranks to stop within {grace_s:g} s{more}")
         raise exception(signal.Signals(number))
 
-    previous: dict[signal.Signals, Any] = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                previous[number] = signal.signal(number, stop)
-    except ValueError:  # not the main thread, as in a notebook's executor: signals belong to the main thread
-        pass
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    return handling(dict.fromkeys(asking, stop))
 
 
 def _write_now(text: str) -> None:
@@ -332,16 +324,9 @@ def _sigusr1_asks(requests: Requests) -> Iterator[None]:
         requests.add()
         _write_now("SIGUSR1: asked the ranks to save and end")
 
-    previous: Any = signal.SIG_IGN
-    with contextlib.suppress(ValueError):  # not the main thread
-        if signal.getsignal(signal.SIGUSR1) != signal.SIG_IGN:
-            previous = signal.signal(signal.SIGUSR1, ask)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # the parent process may have blocked it
-    try:
+    with handling({signal.SIGUSR1: ask}):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # the parent process may have blocked it
         yield
-    finally:
-        if previous != signal.SIG_IGN:
-            signal.signal(signal.SIGUSR1, previous)
 
 
 def path_without_launcher() -> list[str]:
