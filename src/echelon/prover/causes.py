@@ -471,12 +471,13 @@ def from_mistakes(
         losses = [f"rank {rank} {recorded:.6g}" for rank, _, recorded in mistakes["weighted"]["losses"] if recorded is not None]
         if is_of_several or right["loss"] is None or not losses:
             return None
-        whole = f"one process on the whole batch {right['loss']:.6g}"
+        seen = [f"losses of update {first.update}", *losses, f"one process on the whole batch {right['loss']:.6g}"]
         if len(record.updates[first.update]) > 1:
-            whole += "; the ranks send each other one micro-batch at a time: with --accumulate 1 it is the whole batch"
-        return "a loss of what ranks send each other", ", ".join(["losses of update " + str(first.update), *losses, whole])
-    seen = f"the loss is right, its gradient is not; the forward pass uses collectives{f': {scale[1]}' if scale else ''}"
-    return "collectives without a gradient", seen
+            more = "; ranks send each other one micro-batch at a time: with --accumulate 1 it is the whole batch"
+            return "an operation over the whole batch", ", ".join(seen) + more
+        return "a loss of what ranks send each other", ", ".join(seen)
+    scaled = f": {scale[1]}" if scale else ""
+    return "collectives without a gradient", f"the loss is right, its gradient is not; the forward pass uses collectives{scaled}"
 
 
 def _by_rank(mistakes: Mapping[str, Any], records: list[RankRecord], update: int) -> Cause | None:
