@@ -329,6 +329,7 @@ MULTIHEAD = _with_part(
 NEAR = _with_part(lambda m, h: m.part(h.mT).mT, lambda: nn.Conv1d(16, 16, 3, padding=1))
 IMAGES = {**tokens(2, 16, 0), "image": torch.zeros(2, 3, 16)}
 CANNOT_SHIFT = r"2 x 7 targets were taken of this rank's 2 x 8 tokens"
+NESTED = {"inputs": torch.nested.nested_tensor([torch.arange(8), torch.arange(12)], layout=torch.jagged)}
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "attention by hand": (_with_part(_attends), {}, r"Tokenwise.head \(Linear\) gets other .*scaled_dot_product_attention"),
     "local positions": (PLACES, {}, r"Tokenwise\.part .*echelon.nn.positions"),
@@ -349,6 +350,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a draw for each sequence": (Timed, {"loss": _draws_time}, r"Timed must get the same argument 1 .* of shape \(2,\)"),
     "no sequence": (lm, {"batch": {"x": torch.zeros(3)}}, r"no tensor of the batch has one"),
     "a tuple": (lm, {"batch": (torch.zeros(2, 7, dtype=torch.int64),)}, r"dimension 1 of item 0 of the batch, of shape \(2, 7\)"),
+    "rows of their own lengths": (lm, {"batch": NESTED}, r"inputs must have rows of one length, got a nested .*to_padded_tensor"),
     "ambiguous": (lm, {"batch": IMAGES}, r'image of shape \(2, 3, 16\) has that many in another .*"targets": 1, "image": None\}'),
 }
 
@@ -455,6 +457,24 @@ def _unchecked() -> list[list[int]]:
 @pytest.mark.full
 def test_dimensions_can_be_said(ranks: Ranks) -> None:
     assert ranks(2, _unchecked) == [[[2, 8], [2, 8], [2, 3, 16]]] * 2
+
+
+def _flat() -> float:
+    """Documents one after another, without a dim of rows."""
+
+    def loss(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return F.cross_entropy(module(batch["inputs"][None], batch["documents"][None])[0], batch["targets"])
+
+    made = [tokens(1, 16, seed, packed=True, ignored=0.3) for seed in range(2)]
+    batches = [{name: t[0] for name, t in batch.items()} for batch in made]
+    unit = Language(module=lm(), layout=ech.Layout(cp=2, sequence_dim=0), loss=loss, by_tokens=True)
+    ech.train(unit, batches, max_epochs=1)
+    return largest_difference(whole(unit.module), plain(lm(), [[b] for b in batches], loss=loss, by_tokens=True)[0])
+
+
+@pytest.mark.full
+def test_a_batch_of_one_dim_is_one_sequence(ranks: Ranks) -> None:
+    assert max(ranks(2, _flat)) < 1e-11
 
 
 def _no_sequence(phase: str) -> tuple[str, bool]:

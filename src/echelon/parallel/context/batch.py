@@ -169,6 +169,11 @@ def sequence_dims(batch: Any, given: SequenceDim = None) -> dict[str, int]:
         UsageError: no tensor has the sequence, or it is not clear whether one has it.
     """
     tensors = dict(named(batch))
+    if (ragged := next((name for name, t in tensors.items() if t.is_nested), None)) is not None:
+        raise ContextParallelError(
+            f"context parallelism: {_label(ragged)} must have rows of one length, got a nested tensor. Pad the rows in a "
+            "collate_fn: torch.nested.to_padded_tensor(t, 0); or train without cp."
+        )
     if isinstance(given, int):
         dims = {name: given for name, t in tensors.items() if t.dim() > given}
     elif given is not None:

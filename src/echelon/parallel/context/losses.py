@@ -142,7 +142,7 @@ def _pieces(batch: Any, dims: Mapping[str, int], length: int, short: int) -> lis
     if label_places is None:
         return [beginning_at(batch, dims, start, short, {}) for start in (0, length - short)]
     name, labels = label_places
-    counts = (labels != IGNORED).movedim(dims[name], 0).flatten(1).sum(1).cpu()
+    counts = (labels != IGNORED).movedim(dims[name], 0).reshape(labels.shape[dims[name]], -1).sum(1).cpu()
     starts = range(0, length - short + 1, max(1, short // 2))
     most = max(starts, key=lambda start: int(counts[start : start + short].sum()))
     fill = {}
