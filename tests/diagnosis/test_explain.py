@@ -574,6 +574,7 @@ def test_stacks_tell_who_waits_and_where() -> None:
         f'  File "{f}", line {n} in {name}' for f, n, name in ((TORCH, 3, "all_reduce"), (TORCH, 1, "wrapper"), user)
     )
     assert waits_in(main_thread(text)) == "all_reduce" and str(user_frame(main_thread(text))) == "train.py:7 in step"
+    assert user_frame(main_thread('  File "/home/me/.venv/bin/echelon", line 8 in <module>')) is None  # a rank that is starting
     assert waits_in(of_traceback('Traceback (most recent call last):\n  File "/home/me/a.py", line 1, in f')) == ""
     others = "".join(f'Thread {n:#x} (most recent call first):\n  File "/home/me/{n}.py", line 1 in idle\n\n' for n in range(100))
     assert main_thread(others + "...\n") == ()  # faulthandler stops there, and the main thread was to come last

@@ -34,8 +34,8 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) .*$", re.MULTILINE)
 _FRAME = re.compile(r'  File "(.{1,4096})", line (\d{1,9}),? in (.{1,200})')
 _MOST_FRAMES, _MOST_LINES, _MOST_SAID, _MOST_THREADS = 200, 1000, 200, 100
 _DEEP = 90  # faulthandler shows a hundred
-# Installed packages and Python itself, on any machine.
-_LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib(64)?[/\\]python\d[\d.]*[/\\]|^<")
+# Installed packages, Python itself, and the command from which ranks are forked, on any machine.
+_LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]|[/\\]lib(64)?[/\\]python\d[\d.]*[/\\]|[/\\]bin[/\\]echelon$|^<")
 # A rank with a frame in these files waits for others, unless the innermost frame is in _BUSY, where it writes to a disk or
 # computes. Calls into C++ pass through _PASSES_ON. _AROUND are functions around the call that the user made.
 _OF_GROUPS = re.compile(r"[/\\]torch[/\\](distributed[/\\]|_C[/\\]_distributed)")
