@@ -15,7 +15,7 @@ from echelon.parallel.layouts import HSDPStrategy as HSDPStrategy
 from echelon.parallel.layouts import TPStrategy as TPStrategy
 from echelon.parallel.layouts import ZeROStrategy as ZeROStrategy
 from echelon.parallel.meta.deferred import on_meta
-from echelon.parallel.parallelize import prepare_ddp, prepare_fsdp, prepare_module
+from echelon.parallel.parallelize import clip_grad_norm_, prepare_ddp, prepare_fsdp, prepare_module
 from echelon.parallel.recipe.activation import ActivationCheckpointParams
 from echelon.parallel.recipe.compilation import TorchCompileParams
 from echelon.parallel.recipe.float8 import Float8
@@ -37,6 +37,7 @@ __all__ = [
     "Prepared",
     "Strategy",
     "TorchCompileParams",
+    "clip_grad_norm_",
     "data_axes",
     "on_meta",
     "prepare_ddp",

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import echelon as ech
-from echelon.common.errors import ExpertsError, UsageError
+from echelon.common.errors import ExpertsError, LayoutError, UsageError
 from tests.conftest import Ranks
 from tests.kit.models import batch, plain_training, seeded, whole
 from tests.kit.own_loops import own_loop
@@ -512,6 +512,41 @@ def test_a_step_of_ones_own_balances_by_a_call() -> None:
     got, want = (dict(m.named_buffers()) for m in (model, unit.module))
     assert any(b.any() for b in want.values())
     _same(got, want)
+
+
+class Clipped(ech.TrainUnit[Any]):
+    """A step of one's own that clips."""
+
+    def __init__(self, module: nn.Module, clip: Any) -> None:
+        super().__init__()
+        self.module, self.clip, self.norms = module, clip, list[float]()
+        self.optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def train_step(self, state: ech.State, data: Any) -> None:
+        nn.functional.mse_loss(self.module(data[0]), data[1]).backward()
+        self.norms.append(float(self.clip(self.module)))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _clipped(layout: str) -> list[float]:
+    module: Any = ech.layouts.prepare_module(_model(), torch.device("cpu"), layout=layout)
+    batches = [batch(4, i) for i in range(3)]
+    with pytest.raises(LayoutError, match=r"or echelon\.layouts\.clip_grad_norm_"):
+        by_torch = lambda module: nn.utils.clip_grad_norm_(module.parameters(), 0.05)  # noqa: E731
+        ech.train(Clipped(module, by_torch), batches, max_epochs=1)
+    module.zero_grad()
+    unit = Clipped(module, lambda module: ech.layouts.clip_grad_norm_(module, 0.05))
+    ech.train(unit, batches, max_epochs=1)
+    return unit.norms
+
+
+def test_a_step_of_ones_own_clips(ranks: Ranks) -> None:
+    """torch's own function takes no tensors of several meshes, and its error names none of this."""
+    plain = Clipped(_model(), lambda module: nn.utils.clip_grad_norm_(module.parameters(), 0.05))
+    ech.train(plain, [batch(4, i) for i in range(3)], max_epochs=1)
+    for norms in ranks(2, _clipped, "dp_shard=2,ep=2"):
+        assert norms == pytest.approx(plain.norms, abs=1e-12)
 
 
 def _said_of_axes(layout: str) -> int:

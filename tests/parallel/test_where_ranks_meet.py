@@ -100,6 +100,7 @@ REASONS = {
     "test_uneven_rows_come_in_the_order_of_ranks": "_Gathered.forward gathered_rows",
     "test_what_a_pipeline_cannot_do_is_refused_on_all_ranks": "ParallelPrepared.forward_backward_window",
     "test_what_cannot_be_kept_is_refused_at_the_first_save": "further_state",
+    "test_what_each_rank_keeps_for_itself_goes_on": "_kept_apart",
     "test_what_cannot_be_prepared_is_refused_on_all_ranks": "_unit",
     "test_what_one_rank_alone_does_is_told_on_all": "Watches.compare",
 }

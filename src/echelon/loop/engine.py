@@ -80,7 +80,7 @@ class Run:
         phase_state, progress = stage.phase_state, stage.progress
         if not phase_state.has_limit and not phase_state.endless:
             raise no_end(state.entry_point.name.lower())
-        with self._training(), torch.enable_grad(), in_mode(self._inner, "train"):
+        with self._training(), torch.enable_grad(), in_mode(self._inner, "train"), self._explained():
             self._begin_training(stage)
             self._inner.resumes_with = None
             self._evaluate_if_due()  # the restored checkpoint may have been saved before an evaluation
@@ -98,6 +98,22 @@ class Run:
         """Context of training: handles stop signals, and reports errors to sinks and callbacks."""
         with stop.listening(self.state.stop_for_signal), self._reporting.running():
             yield
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Context in which errors of torch in a step of the user's own are explained, as an AutoUnit's update explains its own.
+
+        Raises:
+            UsageError: from torch's error, if a guard knows the cause that torch's error does not name.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            modules = self._inner.prepared_modules().values() if self._inner.steps_by_itself else ()
+            for guard in (guard for module in modules for guard in module.guards):
+                if (explanation := guard.explain(error)) is not None:
+                    raise explanation.with_traceback(error.__traceback__) from error
+            raise
 
     def _begin_training(self, stage: Stage) -> None:
         state, phase_state, progress = self.state, stage.phase_state, stage.progress

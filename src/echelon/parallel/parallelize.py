@@ -22,6 +22,7 @@ from echelon.parallel.ddp.ddp import DDPStrategy
 from echelon.parallel.ddp.sync_batchnorm import on_host
 from echelon.parallel.experts.loads import Routers, routers_of
 from echelon.parallel.fsdp.fsdp import FSDPStrategy
+from echelon.parallel.gradients.clip import clip_by_norm_
 from echelon.parallel.guards.trained_params import replaced
 from echelon.parallel.layouts import resolve
 from echelon.parallel.names import class_name, kind_of, without_compile, wrapper_of
@@ -38,6 +39,7 @@ from echelon.world.init import World
 
 __all__ = [
     "check_module",
+    "clip_grad_norm_",
     "parallelize",
     "prepare_ddp",
     "prepare_fsdp",
@@ -227,6 +229,19 @@ def prepare_ddp(module: nn.Module, device: torch.device, layout: DDPStrategy | N
 def prepare_fsdp(module: nn.Module, device: torch.device, layout: FSDPStrategy | None = None) -> nn.Module:
     """The module on `device`, sharded in place by `fully_shard`; its parameters are DTensors."""
     return _for_own_steps(parallelize(module, layout or FSDPStrategy(), device))
+
+
+def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """`torch.nn.utils.clip_grad_norm_(module.parameters(), ...)` of a module of `prepare_module`, for users who write their own
+    unit. torch's takes no parameters of several meshes together, as tp and ep make them. Collective.
+
+    Args:
+        max_norm: > 0; the gradients are scaled so that the norm of all of them, over all ranks, is at most this.
+        norm_type: 2 is the Euclidean norm; inf the largest absolute value.
+    Returns:
+        The norm before clipping, a 0-dim tensor, the same number on every rank.
+    """
+    return clip_by_norm_(module.parameters(), max_norm, norm_type)
 
 
 # Embeddings whose result changes if a rank sees only a part of the batch.

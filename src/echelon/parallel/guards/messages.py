@@ -122,8 +122,9 @@ def meaning(module: nn.Module, text: str) -> str | None:
     if "must have the same mesh" in text:
         return (
             f"parameters of {name} are split over different ranks, so no operation can take several of them together, as "
-            "torch.nn.utils.clip_grad_norm_ does. Clip by window.clip_grad_norm_(max_norm), or clip_grad_norm= of an AutoUnit; "
-            "compute other sums parameter by parameter, from full_tensor()."
+            "torch.nn.utils.clip_grad_norm_ does. Clip by window.clip_grad_norm_(max_norm), clip_grad_norm= of an AutoUnit, or "
+            "echelon.layouts.clip_grad_norm_(module, max_norm) in a step of your own; compute other sums parameter by "
+            "parameter, from full_tensor()."
         )
     half = vars(module).get("_gathered_in")
     if half in _IN_WORDS and _IN_WORDS[half] in text and any(each in text for each in _TYPES):
