@@ -106,10 +106,10 @@ class Partition:
             raise OptimizerError(
                 f"this {type(optimizer).__name__} is already sharded, and {what} would shard it again. Build it unsharded."
             )
-        if _divides_itself(type(optimizer)):
+        if _communicates(type(optimizer)):
             raise OptimizerError(
-                f"{type(optimizer).__name__} divides its parameters over the ranks itself, and {what} would divide them again: "
-                "each rank would step only some of its own. Use layout 'ddp'."
+                f"{type(optimizer).__name__} exchanges tensors between the ranks itself, but with {what} each rank would give it "
+                "other parameters. Use layout 'ddp'."
             )
         self._group, self._names = group, names or {}
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
@@ -303,9 +303,12 @@ def _flatten(parameters: list[nn.Parameter]) -> torch.Tensor:
     return flat
 
 
-def _divides_itself(kind: type) -> bool:
-    """Whether a script's own class of optimizer asks for its rank and sends what it computes, as many a Muon does."""
+_COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")  # in several forms of each
+
+
+def _communicates(kind: type) -> bool:
+    """Whether a script's own class of optimizer exchanges tensors between the ranks, as many a Muon does."""
     own = [each for each in kind.__mro__ if not each.__module__.startswith(("torch.", "echelon."))]
     methods = [inspect.unwrap(method) for each in own for method in vars(each).values() if callable(method)]
     names = {name for method in methods for name in getattr(getattr(method, "__code__", None), "co_names", ())}
-    return "get_rank" in names and any(n.startswith(("all_gather", "all_reduce", "broadcast", "reduce_scatter")) for n in names)
+    return "broadcast" in names or any(name.startswith(_COLLECTIVES) for name in names)
