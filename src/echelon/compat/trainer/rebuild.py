@@ -89,7 +89,8 @@ def own_attributes(unit: AutoUnit[Any], *, progress: bool) -> dict[str, Any]:
     """Attributes that a subclass has set and no checkpoint holds; with `progress`, also the unit's progress."""
     saved = {*unit.tracked_modules(), *unit.tracked_optimizers(), *unit.tracked_lr_schedulers(), *unit.tracked_metrics()}
     saved |= {*unit.tracked_misc_statefuls(), *unit.tracked_progress(), *BUILT, *_MADE_LATER, *_OF_RANK}
-    own = {name: value for name, value in vars(unit).items() if name not in saved}
+    held = {name.partition("[")[0] for name in saved}  # lists and dicts whose members are saved
+    own = {name: value for name, value in vars(unit).items() if name not in held}
     return {**own, **unit.tracked_progress()} if progress else own
 
 
