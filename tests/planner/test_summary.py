@@ -67,7 +67,10 @@ def test_attention_counts_and_a_backward_pass_begins_at_every_output() -> None:
 
 def test_looking_changes_nothing() -> None:
     class Draws(nn.Dropout):
+        passes = 0
+
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.passes += 1
             random.random(), np.random.rand()
             return super().forward(x)
 
@@ -77,7 +80,7 @@ def test_looking_changes_nothing() -> None:
     gradients, streams = [p.grad for p in module.parameters()], rng.digest()
     values = [g.clone() for g in gradients if g is not None]
     ech.module_summary(module, torch.ones(3, 4))
-    assert rng.digest() == streams
+    assert rng.digest() == streams and module[2].passes == 1
     assert all(torch.equal(v, module.state_dict()[k]) for k, v in before.items())
     assert all(p.grad is g and torch.equal(g, v) for p, g, v in zip(module.parameters(), gradients, values, strict=True))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())

@@ -13,6 +13,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from echelon.common.terminal import columns
 from echelon.observe.amounts import milliseconds, quantity
+from echelon.parallel.patching import Snapshot
 from echelon.planner.flops import Parts, counter_of
 from echelon.world import rng
 from echelon.world.device import map_tensors
@@ -89,8 +90,8 @@ def module_summary(module: nn.Module, *inputs: Any, **named: Any) -> ModuleSumma
     """What a module consists of, by submodule, and what a pass with example inputs takes. `print` shows a table.
 
     With inputs, the module runs forward twice, and backward from the mean of each output that has gradients. Its buffers, its
-    gradients and the RNG states are the same afterwards. A lazy module is not run. If its parameters are split over ranks, every
-    rank must call this.
+    counters, its gradients and the RNG states are the same afterwards. A lazy module is not run. If its parameters are split over
+    ranks, every rank must call this.
 
     Args:
         module: any module.
@@ -163,8 +164,8 @@ def _means(output: Any) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _as_it_was(module: nn.Module) -> Iterator[None]:
-    """Context after which buffers, gradients and RNG states are as before it."""
-    buffers = [(b, b.detach().clone()) for b in module.buffers()]
+    """Context after which buffers, counters, gradients and RNG states are as before it."""
+    before = Snapshot(module)
     gradients = [(p, p.grad) for p in module.parameters()]
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     for parameter, _ in gradients:
@@ -175,8 +176,6 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
             yield
     finally:
         rng.put_back(before_draws)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        before.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
