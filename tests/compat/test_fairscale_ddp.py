@@ -266,19 +266,6 @@ def test_training_goes_on_after_an_error_in_a_backward_pass(ranks: Ranks) -> Non
         assert largest_difference(got, want) < 1e-12
 
 
-def _half_gradients() -> tuple[torch.Tensor, torch.Tensor]:
-    module = net(dtype=torch.float32)
-    model = ShardedDataParallel(module, oss(module), reduce_fp16=True)
-    loss(model, batch(4, dist.get_rank(), torch.float32)).backward()
-    found = [p.grad.flatten() for p in module.parameters() if p.grad is not None]
-    return torch.cat(found), torch.cat([p.detach().flatten() for p in module.parameters()])
-
-
-def test_reduce_fp16_sends_half_precision_and_keeps_float32(ranks: Ranks) -> None:
-    for gradient, _ in ranks(2, _half_gradients):
-        assert gradient.dtype == torch.float32 and torch.equal(gradient, gradient.half().float())
-
-
 def _wrapped() -> dict[str, Any]:
     rank = dist.get_rank()
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""FairScale's FullyShardedDataParallel as its programs look at it: attributes, local states, orders of passes, shared weights."""
+"""FairScale's FullyShardedDataParallel as its programs look at it: local states, orders of passes, shared weights, experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from echelon.common.errors import LayoutError, NotHereError
 from echelon.compat.fairscale.nn import FullyShardedDataParallel
 from tests.compat.fairscale import loss
 from tests.conftest import Ranks
-from tests.kit.models import batch, largest_difference
+from tests.kit.models import batch, largest_difference, net
 from tests.kit.refusals import refused
 
 pytestmark = pytest.mark.standing_ranks
@@ -93,18 +93,6 @@ def test_local_state_dicts_come_back_and_make_the_whole(ranks: Ranks) -> None:
             assert consolidated.keys() == whole.keys()
             weights = [{k: v for k, v in each.items() if "running" not in k} for each in (consolidated, whole)]
             assert largest_difference(*weights) == 0  # of buffers, rank 0's
-
-
-def _two_forwards() -> None:
-    model = _nested()
-    outputs = [model(_x(i)).sum() for i in (0, 1)]
-    outputs[0].backward()
-    with pytest.raises(RuntimeError):
-        outputs[1].backward()
-
-
-def test_a_second_backward_after_two_forwards_is_torchs_error(ranks: Ranks) -> None:
-    ranks(2, _two_forwards)
 
 
 def _shared() -> list[str]:
@@ -185,15 +173,67 @@ def test_what_is_left_out_says_what_to_take(ranks: Ranks) -> None:
     ranks(2, _left_out)
 
 
-def test_torchs_private_names(ranks: Ranks) -> None:
-    """`torch_fsdp.py` reads them: if one goes, look for what took its place."""
-    ranks(1, _private_names)
+def _whole() -> None:
+    model = _nested()
+    model(_x()).sum().backward()
+    with model.summon_full_params():
+        for too_early in (model.summon_full_params().__enter__, model.no_sync().__enter__):
+            with pytest.raises((AssertionError, ValueError)):
+                too_early()
+        with refused(LayoutError):
+            model(_x())
+    model(_x())
 
 
-def _private_names() -> None:
-    model: Any = FullyShardedDataParallel(nn.Linear(2, 2))
-    flat = model._handle.flat_param
-    for name in ("_fqns", "_shapes", "_params", "_param_infos", "_shared_param_infos", "_shard_param_infos"):
-        assert hasattr(flat, name), name
-    assert "param_dtype" in repr(model.mixed_precision) and callable(model._handle.reshard)
-    assert model.training_state.name == "IDLE" and isinstance(model._handle.uses_sharded_strategy, bool)
+@pytest.mark.full
+def test_no_pass_runs_while_parameters_are_whole(ranks: Ranks) -> None:
+    ranks(2, _whole)
+
+
+def _experts() -> tuple[Any, ...]:
+    """A layer that is another one on every rank, in a group of that rank alone."""
+    group = [dist.new_group([i]) for i in range(2)][dist.get_rank()]
+
+    def made() -> tuple[Any, torch.optim.Optimizer]:
+        module: Any = net(dtype=torch.float32)
+        torch.manual_seed(dist.get_rank())
+        module.last = FullyShardedDataParallel(nn.Linear(8, 1), process_group=group, process_group_reduce_scatter=group)
+        model = FullyShardedDataParallel(module)
+        return model, torch.optim.Adam(model.parameters(), lr=0.1)
+
+    model, optimizer = made()
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(_x()).square().mean().backward()
+        optimizer.step()
+    full = model.gather_full_optim_state_dict(optimizer)
+    own = optimizer.state[model.last.module.weight]["exp_avg"].clone()
+    everyones: list[Any] = [full]
+    dist.broadcast_object_list(everyones, 0)
+    other, loaded = made()
+    loaded.load_state_dict(other.get_shard_from_optim_state_dict(everyones[0]))
+    assert loaded.state[other.last.module.weight]["exp_avg"].shape == (1, 8), "whole, where one rank has all"
+    shared = optimizer.state[model.first.weight], loaded.state[other.first.weight]
+    with pytest.raises(NotImplementedError, match="all params share one process group"):
+        model.clip_grad_norm_(1.0)
+    assert list(model.state_dict()) == list(net().state_dict())
+    number = [name for name, _ in net().named_parameters()].index("last.weight")
+    whole = None if full is None else full["state"][number]["exp_avg"]
+    same = not shared[0] or torch.equal(shared[0]["exp_avg"], shared[1]["exp_avg"])
+    return model.last.no_broadcast_optim_state, everyones[0]["uncollected_local_ids"], whole, own.cpu(), same
+
+
+def test_the_optimizer_state_of_experts(ranks: Ranks) -> None:
+    first, second = ranks(2, _experts)
+    assert first[:2] == second[:2] == (True, [1]) and first[4] and second[4]
+    assert second[2] is None and torch.equal(first[2].flatten(), first[3].flatten())
+    assert not torch.equal(first[3], second[3])
+
+
+def _half_inputs() -> torch.dtype:
+    model = FullyShardedDataParallel(nn.Linear(2, 2), force_input_to_fp32=True)
+    return model(torch.ones(1, 2, dtype=torch.float16)).dtype  # type: ignore[no-any-return]
+
+
+def test_half_precision_inputs_are_cast(ranks: Ranks) -> None:
+    assert ranks(2, _half_inputs) == [torch.float32, torch.float32]

@@ -92,7 +92,6 @@ LOADERS: dict[str, Any] = {
 @pytest.mark.full
 @pytest.mark.parametrize("kind", [*LOADERS])
 def test_a_run_on_one_rank_goes_on_in_the_middle_of_an_epoch(kind: str, tmp_path: Path) -> None:
-    """It began the epoch once more."""
     echelon.seed(3)
     whole = Line()
     Trainer(max_epochs=3, **QUIET).fit(whole, LOADERS[kind]())
@@ -170,7 +169,6 @@ def trained(folder: str, path: str | None, planned: int | None, epochs: int = 3,
 def test_a_run_of_two_ranks_goes_on_on_one_with_the_same_batches(
     planned: int | None, ranks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its global batch was half as large, and half an epoch came twice."""
     (weights, one, *_, mean), (_, two, *_) = ranks(2, trained, str(tmp_path / "two"), None, planned)
     for step, left in ((3, 54), (9, 18), (12, 0)):  # in the middle of an epoch twice, and at the end
         saved = next(iter((tmp_path / "two").glob(f"epoch=*-step={step}.ckpt")))
@@ -230,18 +228,6 @@ def test_a_batch_size_of_todays_counts(ranks: Any, tmp_path: Path) -> None:
     module = Line()
     with refused(CheckpointMismatchError):
         Trainer(max_epochs=2, **QUIET).fit(module, DataLoader(numbers(), batch_size=12, shuffle=True), ckpt_path=saved)
-
-
-def test_a_dropped_batch_that_is_larger_than_the_dataset_is_refused_in_the_users_words(ranks: Any, tmp_path: Path) -> None:
-    for said in ranks(2, fit_a_batch_too_large):
-        assert "batch_size of 20" in said and "Set batch_size to 12" in said and "global_batch" not in said, said
-
-
-def fit_a_batch_too_large() -> str:
-    with pytest.raises(UsageError) as raised:
-        loader = DataLoader(numbers(), batch_size=20, shuffle=True, drop_last=True)
-        Trainer(max_epochs=1, strategy="ddp", **QUIET).fit(Line(), loader)
-    return str(raised.value)
 
 
 class Tail(Line):
@@ -304,6 +290,5 @@ def log_a_tail() -> tuple[float, float, float]:
 
 
 def test_a_rank_without_samples_logs_nothing(ranks: Any) -> None:
-    """The sample that it computes in their place counted: of nine samples ten."""
     for found in ranks(2, log_a_tail):
         assert found == (4.0, 9.0, 4.0)

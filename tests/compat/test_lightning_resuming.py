@@ -189,16 +189,6 @@ class PutsWeights(Callback):
         checkpoint["state_dict"] = {}
 
 
-class Lacks(Callback):
-    """Its state was saved by an older version of it."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rate": 1.0}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.decay = state_dict["decay"]
-
-
 def test_weights_that_a_hook_puts_into_a_checkpoint_are_refused_by_name(tmp_path: Path) -> None:
     trainer = Trainer(max_epochs=1, callbacks=[ModelCheckpoint(dirpath=tmp_path), PutsWeights()], **SAVING)
     with refused(CheckpointError):
@@ -216,14 +206,6 @@ def test_a_checkpoint_of_a_taken_name_is_counted_or_replaced(tmp_path: Path, cou
     assert Path(saver.best_model_path).name == kept[0]
     saved = Small.load_from_checkpoint(saver.best_model_path)
     assert torch.equal(saved.layer.weight, module.layer.weight)
-
-
-def test_an_error_of_a_callbacks_own_stays_what_it_is(tmp_path: Path) -> None:
-    saver = ModelCheckpoint(dirpath=tmp_path, save_last=True)
-    Trainer(max_epochs=1, callbacks=[saver, Lacks()], **SAVING).fit(Small(), two_batches())
-    with pytest.raises(KeyError, match="decay") as raised:
-        Trainer(max_epochs=2, callbacks=[Lacks()], **QUIET).fit(Small(), two_batches(), ckpt_path=saver.last_model_path)
-    assert "Lacks" in "".join(raised.value.__notes__)
 
 
 def test_numbers_are_logged_under_the_steps_that_follow_the_saved_ones(tmp_path: Path) -> None:
@@ -289,7 +271,6 @@ print(f"after it: {trainer.global_step} updates", flush=True)
 
 @pytest.mark.full
 def test_a_script_without_a_main_guard_trains_once_on_each_rank(tmp_path: Path) -> None:
-    """It trained once while its ranks imported it, and once more. They import it up to the call that starts them."""
     (tmp_path / "train.py").write_text(NO_GUARD)
     command = [sys.executable, str(tmp_path / "train.py")]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=240, cwd=tmp_path)
@@ -402,7 +383,6 @@ def step_by_hand(kinds: list[Any]) -> list[str]:
 
 
 def test_gradients_that_nobody_averaged_are_refused_on_all_ranks(ranks: Any) -> None:
-    """Each rank trained a model of its own."""
     one, two = ranks(2, step_by_hand, [ByItself, Overrides, StepsDirectly])
     for said in (*one, *two):
         assert "self.manual_backward(loss)" in said and "generator" in said
@@ -427,7 +407,6 @@ class Uncounted(GAN):
 def test_optimizers_that_are_stepped_directly_are_saved_at_the_ends_of_epochs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing was saved, since no update was counted, and nobody said so."""
     module, saver = made(Uncounted), ModelCheckpoint(dirpath=tmp_path, save_last=True)
     Trainer(max_epochs=2, callbacks=[saver], **SAVING).fit(module, loader_of(GAN, 1))
     loaded = Uncounted.load_from_checkpoint(saver.last_model_path)

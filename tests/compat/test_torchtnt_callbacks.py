@@ -15,8 +15,8 @@ from torch import nn
 import echelon as ech
 from echelon.cli.imports import move
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver, TorchSnapshotSaver
-from tests.compat.reference import run_programs
-from tests.kit.models import batch
+from tests.compat.reference import plain, run_programs
+from tests.kit.models import batch, largest_difference
 from tests.kit.units import Regression
 
 HERE = "echelon.compat.torchtnt"
@@ -41,10 +41,13 @@ def run_program(name: str, folder: Path) -> str:
 def test_a_program_of_torchtnts_runs_when_its_imports_are_changed(tmp_path: Path) -> None:
     """Callbacks, loggers, checkpoints; its parameters are those of one plain process."""
     printed = run_program("torchtnt_program.py", tmp_path)
-    plain = _plain()
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    generator = torch.Generator().manual_seed(1)
+    data = [(torch.randn(8, 4, generator=generator).double(), torch.randn(8, 1, generator=generator).double()) for _ in range(5)]
+    want = plain(module, data, epochs=3, gamma=0.5)
     there = torch.load(tmp_path / "out" / "parameters.pt")
-    assert there.keys() == plain.keys()
-    assert max(float((there[name] - plain[name]).abs().max()) for name in plain) < 1e-12
+    assert largest_difference(there, want) < 1e-12
     with open(tmp_path / "out" / "rates.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     rates = [float(row["optimizers/optimizer/pg:0"]) for row in rows]
@@ -53,54 +56,6 @@ def test_a_program_of_torchtnts_runs_when_its_imports_are_changed(tmp_path: Path
     assert "[Step 3] epochs=3.0000" in printed
     assert [len(each) for each in torch.load(tmp_path / "out" / "predictions.pt")] == [4]
     assert list((tmp_path / "out" / "board").iterdir())
-
-
-def _plain() -> dict[str, torch.Tensor]:
-    """The program's training without any of it."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-    generator = torch.Generator().manual_seed(1)
-    data = [(torch.randn(8, 4, generator=generator).double(), torch.randn(8, 1, generator=generator).double()) for _ in range(5)]
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(3):
-        for x, y in data:
-            optimizer.zero_grad()
-            nn.functional.mse_loss(module(x), y).backward()
-            optimizer.step()
-        optimizer.param_groups[0]["lr"] /= 2
-    return {name: p.detach() for name, p in module.named_parameters()}
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("forked_programs")
-def test_two_optimizers_in_a_unit_of_ones_own(tmp_path: Path) -> None:
-    run_program("torchtnt_gan.py", tmp_path)
-    there = torch.load(tmp_path / "out" / "gan.pt")
-    for module, found in zip(_plain_gan(), there, strict=True):
-        assert max(float((found[name] - value).abs().max()) for name, value in module.state_dict().items()) < 1e-12
-
-
-def _plain_gan() -> tuple[nn.Module, nn.Module]:
-    """The program's training without any of it."""
-    torch.manual_seed(0)
-    makes = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    judges = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
-    first, second = torch.optim.SGD(makes.parameters(), lr=0.1, momentum=0.9), torch.optim.SGD(judges.parameters(), lr=0.2)
-    generator = torch.Generator().manual_seed(1)
-    data = [torch.randn(6, 5, generator=generator).double() for _ in range(4)]
-    loss, ones = nn.BCEWithLogitsLoss(), torch.ones(6, 1).double()
-    for _ in range(3):
-        for rows in data:
-            made = makes(rows[:, :2])
-            loss(judges(made), ones).backward()
-            first.step()
-            first.zero_grad()
-            second.zero_grad()
-            loss(judges(torch.cat([rows[:, 2:], made.detach()])), torch.cat([ones, 0 * ones])).backward()
-            second.step()
-            second.zero_grad()
-        second.param_groups[0]["lr"] /= 2
-    return makes, judges
 
 
 # --- savers
@@ -123,13 +78,3 @@ def test_savers_save_and_restore(kind: Any, tmp_path: Path) -> None:
         assert restore(unit) is not False
         assert unit.train_progress.num_steps_completed == 3
         assert all(torch.equal(a, b) for a, b in zip(unit.module.parameters(), first.module.parameters(), strict=True))
-
-
-def test_the_metric_0_is_a_metric(tmp_path: Path) -> None:
-    """TorchTNT takes it for a missing one."""
-    unit = Regression()
-    unit.accuracy = 0.0
-    best = ech.callbacks.BestCheckpointConfig(monitored_metric="accuracy", mode="max")
-    saver = DistributedCheckpointSaver(str(tmp_path), save_every_n_epochs=1, best_checkpoint_config=best)
-    ech.train(unit, [batch(2, 0)], max_epochs=1, callbacks=[saver])
-    assert DistributedCheckpointSaver.restore_from_best(str(tmp_path), Regression(), "accuracy", "max", knob_options=None)

@@ -260,26 +260,6 @@ def test_paths_are_compared_by_their_metric() -> None:
         low.more_optimal_than(CheckpointPath("a", 0, 1, MetricData("k", 0.0)), "min")
 
 
-def test_managers_keep_the_best(tmp_path: Path) -> None:
-    for mode, kept, then in (("min", [3.0, 2.0, 2.0], [2.0, 2.0, 1.0]), ("max", [3.0, 3.0, 5.0], [3.0, 5.0, 9.0])):
-        folder = tmp_path / mode
-        manager = CheckpointManager(str(folder), BestCheckpointConfig("l", mode), 3)  # type: ignore[arg-type]
-        for step, value in enumerate((5.0, 2.0, 2.0, 3.0, 3.0, 1.0, 9.0)):
-            path = manager.generate_checkpoint_path(0, step, MetricData("l", value))
-            if not manager.should_save_checkpoint(path):
-                continue
-            Path(path.path).mkdir(parents=True)
-            manager.append_checkpoint(path)
-            if step == 4:
-                assert [p.metric_data.value for p in manager._ckpt_paths if p.metric_data] == kept
-        assert [p.metric_data.value for p in manager._ckpt_paths if p.metric_data] == then
-        assert _names(folder) == {Path(p.path).name for p in manager._ckpt_paths}
-    with refused(UsageError):
-        manager.generate_checkpoint_path(0, 1, MetricData("k", 1.0))
-    with refused(UsageError):
-        CheckpointManager(str(tmp_path)).generate_checkpoint_path(0, 1, MetricData("k", 1.0))
-
-
 def test_managers_prune_what_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step in range(4):
         (tmp_path / f"epoch_0_step_{step}").mkdir()
@@ -311,7 +291,6 @@ def test_a_run_from_the_beginning_does_not_mix_with_another(tmp_path: Path) -> N
 
 
 def test_a_run_whose_steps_are_larger_now_goes_on_elsewhere(tmp_path: Path) -> None:
-    """Beside the checkpoint of step 6 it wrote that of step 4, which came after it, and the next restart took the older one."""
     unit, data = Regression(accumulate=2, module=nn.Linear(4, 2)), [(torch.ones(2, 4), torch.ones(2, 2))] * 8
     train(unit, data, max_steps=6, callbacks=[DistributedCheckpointSaver(tmp_path)])
     unit = Regression(accumulate=1, module=nn.Linear(4, 2))

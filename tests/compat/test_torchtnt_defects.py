@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 import echelon as ech
 from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
-from echelon.compat.torchtnt.framework.callbacks.checkpointer_types import RestoreOptions
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.units import Regression
@@ -144,42 +143,3 @@ def _two(folder: str) -> list[bool]:
 @pytest.mark.full
 def test_two_sharded_modules_with_groups_are_saved(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, _two, str(tmp_path)) == [[True] * 4] * 2
-
-
-def _own_group() -> list[float]:
-    group = dist.new_group()
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    options = [{"process_group": group}, {"comm_state": group, "comm_hook": allreduce_hook}]
-    units = [Regression(layout=ech.DDPStrategy(**each)) for each in ({}, *options)]
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for unit in units:
-        ech.train(unit, [tuple(each[rank::world] for each in batch(8, i)) for i in range(3)], max_epochs=1)
-    return [largest_difference(whole(unit.module), whole(units[0].module)) for unit in units[1:]]
-
-
-@pytest.mark.full
-def test_a_strategy_takes_groups_and_states_that_cannot_be_copied(ranks: Ranks) -> None:
-    for differences in ranks(2, _own_group):
-        assert max(differences) < 1e-12
-
-
-@pytest.mark.parametrize("name", ["my_train_step_runs", "epoch_1_train_step_2", "50% = x"])
-def test_folders_and_metrics_may_have_any_name(tmp_path: Path, name: str) -> None:
-    unit = Regression()
-    setattr(unit, "loss/on-eval", 0.25)
-    best = ech.callbacks.BestCheckpointConfig(monitored_metric="loss/on-eval", mode="min")
-    saver = DistributedCheckpointSaver(str(tmp_path / name), save_every_n_epochs=1, best_checkpoint_config=best)
-    ech.train(unit, [batch(2, 0)], max_epochs=1, callbacks=[saver])
-    assert DistributedCheckpointSaver.restore_from_latest(str(tmp_path / name), Regression())
-    assert DistributedCheckpointSaver.restore_from_best(str(tmp_path / name), Regression(), "loss/on-eval", "min")
-
-
-def test_options_of_a_restore_stay_as_they_are(tmp_path: Path) -> None:
-    data = [batch(2, 0)]
-    unit = Regression()
-    ech.fit(unit, data, data, max_epochs=1, callbacks=[DistributedCheckpointSaver(str(tmp_path), save_every_n_eval_epochs=1)])
-    options = RestoreOptions()
-    before = repr(options)
-    DistributedCheckpointSaver.restore_from_latest(str(tmp_path), Regression(), restore_options=options)
-    assert repr(options) == before

@@ -299,21 +299,6 @@ def test_checkpoints_of_a_run_are_found(tmp_path: Path) -> None:
     assert checkpoint.get_latest_checkpoint_path(folder, ".metadata", file_system=files) == found[3].path
 
 
-def test_strings_of_an_fsdp_strategy_are_checked_when_it_is_made() -> None:
-    from torch.distributed.fsdp import ShardingStrategy
-
-    assert tnt.FSDPStrategy(sharding_strategy="SHARD_GRAD_OP").sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
-    for name in ("sharding_strategy", "backward_prefetch", "state_dict_type"):
-        with refused(UsageError):
-            tnt.FSDPStrategy(**{name: "other"})
-
-
-def test_submodules_of_some_kinds_are_compiled() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    tnt.apply_torch_compile(module, tnt.TorchCompileParams(backend="eager", recursive_module_types=["ReLU", nn.Linear]))
-    assert [part._compiled_call_impl is not None for part in module.modules()] == [False, True, False, True, True]
-
-
 def test_several_states_as_one() -> None:
     module, progress = net(), Progress(2, 5, 1)
     several = stateful.MultiStateful({"module": module, "progress": progress})

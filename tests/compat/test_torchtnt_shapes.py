@@ -5,7 +5,7 @@ What is expected was observed of TorchTNT (release 0.2.4 and the nightly of Augu
 
 from __future__ import annotations
 
-import io
+import gc
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import MagicMock, Mock, patch
@@ -31,9 +31,8 @@ from echelon.compat.torchtnt.framework import (
     train,
 )
 from echelon.compat.torchtnt.framework.auto_unit import SWALRParams, SWAParams
-from echelon.compat.torchtnt.framework.callbacks import (
-    TQDMProgressBar,
-)
+from echelon.compat.torchtnt.framework.callbacks import GarbageCollector, ModuleSummary
+from echelon.compat.torchtnt.utils.prepare_module import ActivationCheckpointParams, on_meta_device
 from echelon.compat.torchtnt.utils.progress import Progress
 from echelon.compat.torchtnt.utils.swa import AveragedModel
 from echelon.compat.torchtnt.utils.timer import Timer
@@ -57,18 +56,10 @@ class Plain(TrainUnit[Any], EvalUnit[Any], PredictUnit[Any]):
     eval_step = predict_step = train_step
 
 
-def _unit(steps: int) -> Plain:
-    unit = Plain()
-    for phase in ("train", "eval", "predict"):
-        setattr(unit, f"{phase}_progress", Progress(0, steps, steps))
-    return unit
-
-
-def _state(phase: ActivePhase = ActivePhase.TRAIN) -> State:
-    entry = {ActivePhase.TRAIN: EntryPoint.TRAIN, ActivePhase.EVALUATE: EntryPoint.EVALUATE}
+def _state(timer: Any = None, entry: EntryPoint = EntryPoint.TRAIN) -> State:
     states = {f"{name}_state": PhaseState(dataloader=[1, 2, 3]) for name in ("train", "eval", "predict")}
-    state = State(entry_point=entry.get(phase, EntryPoint.PREDICT), **states)
-    state._active_phase = phase
+    state = State(entry_point=entry, timer=timer, **states)
+    state._active_phase = ActivePhase.TRAIN
     return state
 
 
@@ -117,14 +108,6 @@ def test_a_units_own_on_train_step_end_is_not_called_by_the_loop() -> None:
     assert Own.told == [(1, 5), (2, 5)]
 
 
-def test_a_mock_with_a_spec_has_what_programs_read() -> None:
-    state, phase = MagicMock(spec=State), MagicMock(spec=PhaseState)
-    for name in ("entry_point", "active_phase", "timer", "train_state", "eval_state", "predict_state", "should_stop", "stop"):
-        assert hasattr(state, name)
-    for name in ("dataloader", "max_epochs", "max_steps", "step_output", "iteration_timer", "evaluate_every_n_steps"):
-        assert hasattr(phase, name)
-
-
 def test_what_is_no_unit_of_both_kinds_is_refused_by_fit() -> None:
     class Trains(TrainUnit[int]):
         def train_step(self, state: State, data: int) -> None: ...
@@ -140,7 +123,7 @@ def test_what_is_no_unit_of_both_kinds_is_refused_by_fit() -> None:
 def test_what_programs_set_under_private_names_is_set() -> None:
     """There is no other name to set it by."""
     state, unit = _state(), Plain()
-    auto = Auto(module=_module(), device=CPU)
+    auto = Auto()
     assert state.train_state is not None
     state.train_state._step_output, state._should_stop = 3, True  # type: ignore[attr-defined]
     assert state.train_state.step_output == 3 and state.should_stop and state._train_state is state.train_state
@@ -193,26 +176,14 @@ def test_durations_of_iterations_are_read_like_lists() -> None:
     assert not timer.recorded_durations["nothing"]
 
 
-# --- callbacks called by hand
-
-
-def test_a_progress_bar_by_hand() -> None:
-    file = io.StringIO()
-    bar, state, unit = TQDMProgressBar(file=file, mininterval=0), _state(), _unit(0)
-    assert bar._train_progress_bar is None
-    bar.on_train_epoch_start(state, unit)
-    unit.train_progress.increment_step()
-    bar.on_train_step_end(state, unit)
-    assert (bar._train_progress_bar.total, bar._train_progress_bar.n) == (3, 1)
-    bar.on_train_epoch_end(state, unit)
-    assert "Train Epoch 0" in file.getvalue() and "1/3" in file.getvalue()
-
-
 # --- AutoUnit
 
 
 class Auto(AutoUnit[Any]):
     configured = 0
+
+    def __init__(self, module: Any = None, **options: Any) -> None:
+        super().__init__(module=_module() if module is None else module, **{"device": CPU, **options})
 
     def compute_loss(self, state: State, data: Any) -> Any:
         outputs = self.module(data[0])
@@ -243,7 +214,7 @@ def test_the_optimizer_is_built_once_after_the_whole_constructor() -> None:
 
     class Late(Auto):
         def __init__(self) -> None:
-            super().__init__(module=_module(), device=CPU)
+            super().__init__()
             order.append("constructed")
 
         def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> Any:
@@ -257,22 +228,22 @@ def test_the_optimizer_is_built_once_after_the_whole_constructor() -> None:
 
 
 def test_attributes_are_plain_values() -> None:
-    unit = Auto(module=_module(), device=CPU, precision="bf16", loss_backward_retain_graph=True)
+    unit = Auto(precision="bf16", loss_backward_retain_graph=True)
     assert unit.precision is torch.bfloat16 and unit.detect_anomaly is None
     assert unit.loss_backward_retain_graph is True
     with unit.maybe_autocast_precision:
         assert torch.is_autocast_enabled("cpu")
-    assert Auto(module=_module(), device=CPU).precision is None
+    assert Auto().precision is None
     assert AutoPredictUnit(module=_module(), device=CPU, precision="fp32").precision is None
-    still = Auto(module=_module(), device=CPU, training=False)
+    still = Auto(training=False)
     assert still.optimizer is still.lr_scheduler is still.swa_model is still.swa_scheduler is None and not still.configured
     with refused(UsageError):
-        Auto(module=_module(), device=CPU, gradient_accumulation_steps=0)
+        Auto(gradient_accumulation_steps=0)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the schedule's own optimizer takes no step
 def test_an_assigned_optimizer_leaves_the_schedule() -> None:
-    unit = Auto(module=_module(), device=CPU)
+    unit = Auto()
     unit.optimizer = torch.optim.SGD(unit.module.parameters(), lr=0.5)
     train(unit, _data(), max_epochs=1)
     assert unit.configured == 1
@@ -291,7 +262,7 @@ def test_averages_are_a_module_with_torchtnts_values(
     interval: Any, method: Any, epochs: int, lit: bool, weights: list[float], averages: list[float], count: int
 ) -> None:
     params = SWAParams(0, 1, averaging_method=method, ema_decay=0.5, use_lit=lit, swalr_params=SWALRParams(3))
-    unit = Auto(module=_module(), device=CPU, swa_params=params, step_lr_interval=interval)
+    unit = Auto(swa_params=params, step_lr_interval=interval)
     assert set(unit.tracked_modules()) == {"module", "swa_model"}
     assert set(unit.tracked_lr_schedulers()) == {"lr_scheduler", "swa_scheduler"}
     assert {"swa_model", "swa_scheduler", "module", "optimizer", "lr_scheduler", "train_progress"} <= set(unit.app_state())
@@ -309,7 +280,7 @@ def test_averages_are_a_module_with_torchtnts_values(
 
 def _averaged(strategy: str) -> list[float]:
     params = SWAParams(1, 2, averaging_method="swa")
-    unit = Auto(module=_module(), strategy=strategy, swa_params=params, step_lr_interval="step")
+    unit = Auto(device=None, strategy=strategy, swa_params=params, step_lr_interval="step")
     train(unit, _data(), max_epochs=2)
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in unit.swa_model.parameters()]  # type: ignore[union-attr]
     return [float(v) for p in whole for v in p.detach().flatten()]
@@ -328,7 +299,7 @@ def test_averages_are_saved_and_restored(tmp_path: Any) -> None:
 
     def make() -> Auto:
         params = SWAParams(0, 1, averaging_method="swa", swalr_params=SWALRParams(3))
-        return Auto(module=_module(), device=CPU, swa_params=params, step_lr_interval="step")
+        return Auto(swa_params=params, step_lr_interval="step")
 
     whole, first, second = make(), make(), make()
     train(whole, _data(), max_epochs=2)
@@ -342,7 +313,7 @@ def test_averages_are_saved_and_restored(tmp_path: Any) -> None:
 
 def test_anomalies_are_looked_for_as_asked() -> None:
     for asked in (True, False, None):
-        unit = Auto(module=_module(), device=CPU, detect_anomaly=asked)
+        unit = Auto(detect_anomaly=asked)
         predicts = AutoPredictUnit(module=_module(), device=CPU, detect_anomaly=asked)
         with patch("torch.autograd.set_detect_anomaly") as mode:
             train(unit, _data(1), max_epochs=1)
@@ -364,7 +335,7 @@ def test_steps_of_an_auto_unit_by_hand() -> None:
             ) -> None:
                 told.append(step)
 
-        unit = Told(module=_module(), device=CPU)
+        unit = Told()
         before = _values(unit.module)
         loss, outputs = unit.train_step(state=state, data=_data(1)[0])  # type: ignore[arg-type]
         assert loss.dim() == 0 and outputs.shape == (4, 1) and _values(unit.module) != before
@@ -376,7 +347,7 @@ def test_a_timer_has_the_stages_of_an_auto_units_step() -> None:
     """The names and numbers that TorchTNT 0.2.4 records for this run; steps and hooks come beside them."""
     timer = Timer()
     swa = SWAParams(warmup_steps_or_epochs=1, step_or_epoch_update_freq=1)
-    unit = Auto(module=_module(), device=CPU, clip_grad_norm=1.0, clip_grad_value=1.0, swa_params=swa, step_lr_interval="step")
+    unit = Auto(clip_grad_norm=1.0, clip_grad_value=1.0, swa_params=swa, step_lr_interval="step")
     fit(unit, _data(2), _data(1), max_epochs=1, timer=timer)
     predict(unit, [torch.ones(1, 2)], timer=timer)
     counts = {name.removeprefix("Auto."): len(each) for name, each in timer.recorded_durations.items()}
@@ -399,7 +370,7 @@ def test_a_mock_may_be_a_module(mock: Any, spec: Any) -> None:
             return MagicMock(), MagicMock()
 
     module = mock(spec=spec)
-    unit = Mocked(module=module, device=CPU)
+    unit = Mocked(module)
     train(unit, [1, 2], max_epochs=1)
     predict(AutoPredictUnit(module=module, device=CPU), [3])
     assert [call.args for call in module.to.return_value.call_args_list] == [(1,), (2,), (3,)]
@@ -414,6 +385,93 @@ def test_a_step_may_fetch_its_own_batches() -> None:
         def train_step(self, state: State, data: Iterator[int]) -> None:  # type: ignore[override]
             self.seen.append(next(data) + next(data))
 
-    unit = Own(module=_module(), device=CPU)
+    unit = Own()
     train(unit, [1, 2, 3, 4], max_epochs=1)
     assert unit.seen == [3, 7] and unit.train_progress.num_steps_completed == 2
+
+
+# --- what programs call themselves, without a loop
+
+
+@pytest.mark.parametrize(("interval", "after_step", "after_epoch"), [("step", 0.09, 0.09), ("epoch", 0.1, 0.09)])
+def test_the_schedule_advances_when_a_program_takes_steps_and_ends_epochs(
+    interval: Any, after_step: float, after_epoch: float
+) -> None:
+    unit, state = Auto(step_lr_interval=interval), _state()
+    unit.train_step(state, _data(1)[0])
+    assert unit.optimizer.param_groups[0]["lr"] == pytest.approx(after_step)
+    unit.on_train_epoch_end(state)
+    assert unit.optimizer.param_groups[0]["lr"] == pytest.approx(after_epoch)
+    trained = Auto(step_lr_interval=interval)
+    train(trained, _data(2), max_epochs=2)  # in a loop once, although the hook is called there, too
+    assert trained.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9 ** (4 if interval == "step" else 2))
+
+
+def test_a_step_by_hand_with_mocks_a_scaler_and_a_timer() -> None:
+    class Mocked(Auto):
+        def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[Any, Any]:
+            return MagicMock(), MagicMock()
+
+    (data,), timer = _data(1), Timer()
+    unit = Mocked()
+    unit.train_step(_state(), data)
+    unit.optimizer.step.assert_called_once_with()  # type: ignore[attr-defined]
+    unit.optimizer.zero_grad.assert_called_once_with(set_to_none=True)  # type: ignore[attr-defined]
+    half = Auto(precision="fp16", clip_grad_norm=1.0)
+    before = _values(half.module)
+    half.train_step(_state(timer=timer), data)
+    assert _values(half.module) != before
+    assert {"Auto.compute_loss", "Auto.backward", "Auto.optimizer_step"} <= timer.recorded_durations.keys()
+    with patch("torch.nn.utils.clip_grad_value_") as clip:
+        Auto(clip_grad_value=2.0).train_step(_state(), data)
+    clip.assert_called_once()
+    assert isinstance(Auto().maybe_autocast_precision, torch.autocast)
+
+
+def test_a_hook_that_is_set_on_the_unit_is_called() -> None:
+    unit = Auto()
+    unit.on_train_step_end = MagicMock()  # type: ignore[method-assign]
+    unit.train_step(_state(), _data(1)[0])
+    train(unit, _data(2), max_epochs=1)
+    assert unit.on_train_step_end.call_count == 3
+    with patch.object(Auto, "on_train_step_end") as hook:
+        train(unit := Auto(), _data(2), max_epochs=1)
+    assert hook.call_count == 2 and unit.train_progress.num_steps_completed == 2
+
+
+def test_what_the_constructor_makes_is_replaced_by_what_configures() -> None:
+    class Early(Auto):
+        def __init__(self) -> None:
+            super().__init__()
+            self.optimizer = torch.optim.Adam(self.module.parameters())
+
+    assert isinstance(Early().optimizer, torch.optim.SGD)
+
+
+@pytest.mark.parametrize("options", [{"precision": "foo"}, {"strategy": "bar"}])
+def test_words_that_mean_nothing_are_named(options: dict[str, str]) -> None:
+    for make in (Auto, lambda **o: AutoPredictUnit(module=nn.Linear(1, 1), device=CPU, **o)):
+        with pytest.raises(ValueError, match=f"{next(iter(options.values()))} not supported"):
+            make(**options)
+
+
+def test_callbacks_by_hand() -> None:
+    unit, names = MagicMock(), list[str]()
+    unit.tracked_modules.return_value = {"net": nn.Linear(1, 1)}
+    ModuleSummary(process_fn=lambda found: names.extend(each.module_name for each in found)).on_train_start(_state(), unit)
+    assert names == ["net"]
+    unit.eval_progress = unit.train_progress = Progress(0, 4, 4)
+    collector, state = GarbageCollector(2), _state(entry=EntryPoint.FIT)
+    collector.on_eval_start(state, unit)
+    collector.on_eval_step_end(state, unit)
+    assert gc.isenabled()
+
+
+def test_modules_on_the_meta_device_and_what_recomputes() -> None:
+    with torch.device("meta"):
+        inner = nn.Linear(2, 2)
+    assert on_meta_device(inner) and not on_meta_device(nn.Sequential(inner)) and not on_meta_device(nn.ReLU())
+    net = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    assert ActivationCheckpointParams(object()).chosen(net) == list(net)  # what has no blocks is recomputed child by child
+    policy = ActivationCheckpointParams(object(), check_fn=lambda _: True, auto_wrap_policy=lambda *_a, **_k: False)
+    assert policy.check_fn is None

@@ -12,37 +12,27 @@ import pytest
 import torch
 from torch import nn
 
-from echelon.common.errors import LoaderError
 from echelon.compat.torchtnt.utils.data import CudaDataPrefetcher
 from echelon.compat.torchtnt.utils.flops import FlopTensorDispatchMode
 from echelon.compat.torchtnt.utils.module_summary import get_module_summary
 from echelon.compat.torchtnt.utils.oom import attach_oom_observer, log_memory_snapshot
-from echelon.compat.torchtnt.utils.version import is_torch_version_geq
-from tests.kit.refusals import refused
+from echelon.compat.torchtnt.utils.timer import Timer, get_timer_summary
 
 
-@pytest.fixture
-def cuda_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of CUDA's memory, in order; no GPU is needed."""
-    calls: list[str] = []
-    memory = torch.cuda.memory
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(
-        memory, "_record_memory_history", lambda enabled="all", max_entries=0: calls.append(f"record {enabled} {max_entries}")
-    )
-    monkeypatch.setattr(memory, "_dump_snapshot", lambda path: Path(path).write_text("snapshot"))
-    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", lambda fn: calls.append("observe"), raising=False)
-    return calls
-
-
-def test_a_snapshot_that_cannot_be_written_is_logged(
-    tmp_path: Path, cuda_calls: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "file").write_text("")
-    log_memory_snapshot(str(tmp_path / "file"))
-    assert "Failed to log memory snapshot to" in caplog.text
-    log_memory_snapshot(str(tmp_path), "mine")
-    assert (tmp_path / "mine_rank0/snapshot.pickle").read_text() == "snapshot"
+def test_a_timer_records_seconds_by_name_of_stages_that_were_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, timer = [0.0], Timer(verbose=True)
+    monkeypatch.setattr("echelon.compat.torchtnt.utils.timer.time.perf_counter", lambda: now[0])
+    for name, seconds in (("a", 1.0), ("a", 3.0), ("b", 4.0)):
+        with timer.time(name):
+            now[0] += seconds
+    with pytest.raises(StopIteration), timer.time("a"):
+        next(iter(()))
+    assert timer.recorded_durations == {"a": [1.0, 3.0], "b": [4.0]}
+    timer.reset()
+    assert timer.recorded_durations == {} and timer.recorded_durations["new"] == []
+    with timer.time("at once"):
+        pass
+    assert "at once" in get_timer_summary(timer), "TorchTNT divides by zero here"
 
 
 # --- memory
@@ -115,16 +105,7 @@ def test_operations_of_a_backward_pass_are_those_of_the_parts_that_made_them() -
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
 
 
-def test_torchs_version_compares_as_a_version() -> None:
-    assert is_torch_version_geq("2.9.1") and not is_torch_version_geq("100.0") and is_torch_version_geq(str(torch.__version__))
-
-
 # --- data
-
-
-def test_the_prefetcher_reads_ahead() -> None:
-    with refused(LoaderError):
-        CudaDataPrefetcher([], torch.device("cuda"), 0)
 
 
 @pytest.mark.gpu

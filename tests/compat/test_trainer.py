@@ -182,7 +182,6 @@ class DrawsOnEachRank(Regression):
 
 @pytest.mark.full
 def test_ranks_draw_otherwise_than_each_other_after_a_restore_in_their_parent(tmp_path: Path) -> None:
-    """All took up the streams that the parent had restored: dropout dropped the same units of different samples."""
     ech.train(Regression(), loader(), max_updates=1, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
     unit = DrawsOnEachRank()
     unit.folder = tmp_path

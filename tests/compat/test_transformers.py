@@ -226,7 +226,6 @@ def _own_parts(folder: str) -> dict[str, float]:
 
 
 def test_only_what_fills_no_batch_is_dropped(tmp_path: Path) -> None:
-    """The whole last update was, which of 21 rows in batches of four and three of these to an update is one of two."""
     args = {**_PLAIN_SGD, "dataloader_drop_last": True, "gradient_accumulation_steps": 3}
     momentum = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})}
     trainer = trainer_of(tmp_path, args=args, train_dataset=Points(), model=_summed(), **momentum)

@@ -126,14 +126,12 @@ def _with_loader_of_its_own(folder: str) -> list[Any]:
 
 @pytest.mark.full
 def test_a_run_with_a_dataloader_of_the_users_goes_on_where_it_stood(tmp_path: Path) -> None:
-    """It began the epoch again, and went past the updates that its schedule knows."""
     (values, losses, _), (resumed, losses_again, updates) = _with_loader_of_its_own(str(tmp_path))
     assert updates == 12 and losses_again == losses
     assert all(torch.equal(values[name], resumed[name]) for name in values)
 
 
 def test_a_dataloader_that_is_saved_before_it_is_read_stands_where_it_was_restored() -> None:
-    """Saved again before its first batch, as by a run that is asked to stop at once, it stood at the epoch's beginning."""
     from echelon.data.replayed import Replayed
 
     def loader() -> Any:
@@ -181,7 +179,6 @@ class Streamed(torch.utils.data.IterableDataset[Any]):
 
 @pytest.mark.full
 def test_all_batches_of_a_dataloader_are_trained_on_whatever_its_length_says(tmp_path: Path) -> None:
-    """Those beyond its length were left out, and a sampler that draws at its end did not."""
     from echelon.compat.transformers import Trainer
     from echelon.data.replayed import Replayed
 
@@ -204,7 +201,6 @@ def test_all_batches_of_a_dataloader_are_trained_on_whatever_its_length_says(tmp
 
 @pytest.mark.full
 def test_a_run_goes_on_with_fewer_micro_batches_in_its_folder(tmp_path: Path) -> None:
-    """Its updates have the same numbers; a folder of another name was looked for, and was not there."""
     saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "lr_scheduler_type": "constant"}
     runs = [(tmp_path / "one", 2, 4)] + [(tmp_path / "two", *each) for each in ((2, 2), (1, 3), (2, 4))]
     for folder, accumulation, updates in runs:
@@ -325,7 +321,6 @@ def _stopped_early(folder: str) -> Any:
 
 
 def test_several_ranks_stop_early_at_the_same_update_as_one(ranks: Any, tmp_path: Path) -> None:
-    """They trained one update more."""
     assert [_stopped_early(str(tmp_path)), *ranks(2, _stopped_early, str(tmp_path))] == [3, 3, 3]
 
 

@@ -38,13 +38,11 @@ OF_OTHERS = {
 # Of TorchTNT, FairScale and torch's older FSDP: programs read and set these, so compat has them.
 OF_OLD_NAMES = {
     "_active_phase",
-    "_ckpt_paths",
     "_handle",
     "_init_scale",
     "_num_steps_completed",
     "_should_stop",
     "_step_output",
-    "_train_progress_bar",
     "_train_state",
 }
 
