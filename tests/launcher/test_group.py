@@ -168,6 +168,8 @@ def test_a_ctrl_c_while_joining_leaves_a_group_that_closes(tmp_path: Path) -> No
 @pytest.mark.full
 def test_calls_that_are_repeated() -> None:
     group = ech.launching.CollectiveGroup(fall, policies=[ech.launching.Policy()] * 2)
+    with refused(ClusterError):
+        group.join()
     group.start()
     for again in (group.init, group.start):
         with refused(ClusterError):
@@ -199,13 +201,6 @@ def test_calls_that_are_repeated() -> None:
 def test_what_cannot_work_is_named(options: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         ech.launching.CollectiveGroup(meet, **options).init()
-
-
-def test_the_order_of_calls_is_named() -> None:
-    group = ech.launching.CollectiveGroup(meet, policies=[ech.launching.Policy()])
-    with refused(ClusterError):
-        group.join()
-    group.close()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

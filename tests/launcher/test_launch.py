@@ -693,31 +693,6 @@ class _Screen:
         pass
 
 
-def _through_relay(screen: _Screen, log: Path, data: bytes) -> None:
-    relay = Relay(screen)
-    relay.start()
-    pipes = relay.open(log)
-    os.close(pipes.log or 0)
-    writers = [threading.Thread(target=_write_all, args=(fd, data), daemon=True) for fd in (pipes.output, pipes.error)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join(60)
-        assert not writer.is_alive(), "the relay no longer empties its pipes"
-    relay.stop()
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    with open(fd, "wb") as pipe:
-        pipe.write(data)
-
-
-def test_the_relay_copies_to_the_log_and_to_the_screen(tmp_path: Path) -> None:
-    screen = _Screen()
-    _through_relay(screen, tmp_path / "log", b"x\xff" * 100_000)
-    assert sorted(screen.data) == sorted((tmp_path / "log").read_bytes()) == sorted(b"x\xff" * 200_000)
-
-
 def test_what_a_rank_writes_to_its_log_alone_stands_behind_what_it_printed(tmp_path: Path) -> None:
     screen = _Screen(takes_s=0.3)
     relay = Relay(screen)
@@ -730,18 +705,6 @@ def test_what_a_rank_writes_to_its_log_alone_stands_behind_what_it_printed(tmp_p
     relay.stop()
     assert (tmp_path / "log").read_bytes().endswith(b"d") and (tmp_path / "log").stat().st_size == 60_003
     assert b"d" not in screen.data and len(screen.data) == 60_002
-
-
-def test_a_full_disk_costs_the_log_and_not_the_run() -> None:
-    screen = _Screen()
-    _through_relay(screen, Path("/dev/full"), b"y" * 300_000)  # more than a pipe holds: a dead relay would block the writer
-    assert len(screen.data) == 600_000
-
-
-def test_a_broken_screen_costs_the_display_and_not_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    _through_relay(_Screen(fails=True), tmp_path / "log", b"z" * 300_000)
-    assert (tmp_path / "log").stat().st_size == 600_000
-    assert capfd.readouterr().err.count("RuntimeError: the screen is broken") == 1
 
 
 # ---- the relay ----------------------------------------------------------------------------------------------------------

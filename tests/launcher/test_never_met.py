@@ -32,6 +32,7 @@ PROGRAMS = {
     "by ech": ("import echelon as ech\n" + TRAIN + "ech.init_from_env()\nmain()\n", False),
     "on purpose": (TRAIN + "import os\ntorch.manual_seed(int(os.environ['RANK']))\nmain()\n", False),
     "starts others": ("import subprocess, sys\nsubprocess.run([sys.executable, '-c', 'print(1)'], check=True)\n", False),
+    "by its own module": ("import mine\n" + TRAIN + "main()\n", False),
     "trains nothing": ("import torch\nprint(torch.ones(2).sum())\n", False),
 }
 
@@ -40,15 +41,8 @@ PROGRAMS = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ranks_that_train_without_each_other_are_told_so_and_no_others(started: Started, name: str) -> None:
     text, said = PROGRAMS[name]
+    (started.folder / "mine.py").write_text("import os\nSEED = int(os.environ['RANK'])\n")
     launcher = started.run("--ranks", "2", started.script(text))
     _, err = launcher.communicate(timeout=120)
     assert launcher.returncode == (1 if name.startswith("fails") else 0), err.decode()
     assert (WORD in err.decode()) == said, err.decode()
-
-
-@pytest.mark.full
-def test_a_program_whose_own_module_knows_of_ranks_is_not_told(started: Started) -> None:
-    (started.folder / "mine.py").write_text("import os\nSEED = int(os.environ['RANK'])\n")
-    launcher = started.run("--ranks", "2", started.script("import mine\n" + TRAIN + "main()\n"))
-    _, err = launcher.communicate(timeout=120)
-    assert launcher.returncode == 0 and WORD not in err.decode(), err.decode()

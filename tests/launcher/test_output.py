@@ -16,7 +16,6 @@ import pytest
 
 from echelon.common.files import write_whole
 from echelon.contracts.events import EventLog, read_lines
-from echelon.launcher.local.end_record import write_exit
 from tests.conftest import clean_environment
 from tests.kit import forked
 from tests.kit.started import Started, wait_until
@@ -148,13 +147,7 @@ def test_an_error_after_the_runs_folder_has_disappeared_is_told(started: Started
     assert started.processes[-1].returncode == 1 and b"ValueError: after that" in err, err.decode()
 
 
-def test_an_end_that_cannot_be_written_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    write_exit(tmp_path / "gone" / "exit.json", 0)
-    assert capfd.readouterr().err == f"echelon: {tmp_path}/gone/exit.json cannot be written: No such file or directory\n"
-
-
 def test_a_file_that_a_full_disk_refuses_is_named(tmp_path: Path) -> None:
-    """`plan --page` said that standard output could not be written."""
     path, before = tmp_path / "page.html", resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))
     try:
