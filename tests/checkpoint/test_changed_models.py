@@ -221,7 +221,6 @@ def _loader(epochs: int = 1) -> Any:
 
 
 def test_a_scaler_knows_what_the_optimizer_has_got_and_which_it_is() -> None:
-    """Gradients of the new ones were 65536 times too large, and an optimizer that had been replaced still stepped."""
     moved = {}
     for precision in ("fp32", "fp16"):
         unit = Warmth(module=_model(), precision=precision, options=ech.UnitOptions(device=torch.device("cpu")))
@@ -291,7 +290,6 @@ def _frozen_under_each() -> dict[str, Any]:
 
 @pytest.mark.full
 def test_what_the_losss_own_code_freezes_is_averaged_or_refused(ranks: Ranks) -> None:
-    """Gradients of layers that were unfrozen in a pass stayed each rank's own."""
     CHANGES.update({how: lambda module, optimizer, step, freeze=freeze: freeze(module, step) for how, freeze in FREEZES.items()})
     for of_rank in ranks(2, _frozen_under_each):
         for how, given in of_rank.items():
@@ -316,7 +314,6 @@ def _own_loop(layout: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.full
 def test_an_optimizer_that_makes_its_state_as_it_is_built_is_taken(ranks: Ranks) -> None:
-    """Adagrad was taken for one that had stepped."""
     want = _reference("nothing", kind="Adagrad")
     for of_rank in ranks(2, under_each, KINDS, _own_loop):
         for layout, got in of_rank.items():
@@ -471,9 +468,6 @@ def _said_of_a_first_batch(layout: str) -> list[str]:
 
 
 def test_parameters_that_each_rank_sets_from_its_first_batch_are_told_of_after_the_first_update(ranks: Ranks) -> None:
-    """Copies were compared at saves and at the end only, when the differences of a run that diverged could be too small beside
-    its values.
-    """
     (said,), other = ranks(2, _said_of_a_first_batch, "ddp")
     assert said.startswith("the ranks hold different values of module.scale (one of ") and not other
 
@@ -561,7 +555,6 @@ def _two_saves_of_four(folder: Path) -> list[str]:
 
 @pytest.mark.full
 def test_ranks_that_hold_copies_in_several_groups_agree_on_what_they_have_been_told(ranks: Ranks, tmp_path: Path) -> None:
-    """Rank 3 shares no group with rank 0: it did not know, and waited for the others at the next save."""
     first, *others = ranks(4, _two_saves_of_four, tmp_path)
     (said,) = first
     assert "module.scale" in said and others == [[], [], []]

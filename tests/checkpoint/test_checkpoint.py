@@ -13,11 +13,11 @@ from torch import nn
 
 import echelon as ech
 from echelon.checkpoint import commit
-from echelon.common.errors import CheckpointError, CheckpointOptionError, RanksDisagreeError
+from echelon.common.errors import CheckpointOptionError, RanksDisagreeError
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, whole
 from tests.kit.refusals import refused
-from tests.kit.saving import Held, make_loader, make_unit, resume, steps_in, train_and_save, uninterrupted
+from tests.kit.saving import make_loader, make_unit, resume, steps_in, train_and_save, uninterrupted
 from tests.kit.units import EACH, Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -128,14 +128,6 @@ def _means_over_ranks(folder: Path, resume: bool) -> list[float]:
 def test_each_rank_gets_its_own_share_of_a_metric_back(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2, _means_over_ranks, tmp_path / "c", False) == [[6.0, 6.0]] * 2
     assert ranks(2, _means_over_ranks, tmp_path / "c", True) == [[6.0, 6.0]] * 2
-
-
-def test_what_cannot_be_read_back_is_refused_when_it_is_saved(tmp_path: Path) -> None:
-    unit = make_unit("none")
-    unit.odd = Held(Path("x"))  # type: ignore[attr-defined]
-    with refused(CheckpointError):
-        ech.train(unit, make_loader(), max_updates=2, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
-    assert commit.latest(tmp_path) is None
 
 
 def test_weights_alone_can_be_restored(tmp_path: Path) -> None:

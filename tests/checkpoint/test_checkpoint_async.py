@@ -141,8 +141,6 @@ def test_an_error_of_the_run_ends_the_thread(tmp_path: Path) -> None:
 
 
 def test_a_save_that_an_error_finds_committed_is_told(tmp_path: Path) -> None:
-    """The ranks hear of it at a step's end, which never came: `run` and the report did not know what the run goes on from."""
-
     def fails(*_: Any) -> None:
         wait_until(lambda: commit.latest(tmp_path / "c"), "the save is committed")
         raise ValueError("now")

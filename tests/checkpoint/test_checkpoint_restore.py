@@ -29,13 +29,11 @@ from echelon.common.errors import (
     CheckpointOptionError,
     UsageError,
 )
-from echelon.contracts.run_dir import write_json
 from echelon.loop.checkpointing import changes
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, seeded, whole
 from tests.kit.own_loops import told
 from tests.kit.refusals import refused
-from tests.kit.run_folders import recorded
 from tests.kit.saving import DATA, Held, Marked, make_loader, make_unit, resume, train_and_save, uninterrupted
 from tests.kit.units import Regression
 
@@ -140,7 +138,6 @@ def _in_turn(rates: Any, *more: Any, longer: int = 9) -> Any:
 
 
 def test_another_schedule_is_refused_and_another_length_of_it_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One took the other's state without a word, or failed with an IndexError; a longer one stayed as short as it was."""
     rates, scheduled = torch.optim.lr_scheduler, partial(Regression, step_lr_interval="step")
     ech.train(scheduled(schedule=_in_turn(rates)), make_loader(), max_updates=4, callbacks=[Saver(tmp_path)])
     other = scheduled(schedule=_in_turn(rates, lambda optimizer: rates.ExponentialLR(optimizer, 0.9)))
@@ -154,28 +151,6 @@ def test_another_schedule_is_refused_and_another_length_of_it_is_told(tmp_path: 
         Saver.restore_from_latest(tmp_path, longer)
     assert re.search(r"lr_scheduler\[2\].T_max +9 +99 +harmless: the saved value is used", caplog.text)
     assert longer.lr_scheduler.last_epoch == 4
-
-
-def _facts(layout: str) -> dict[str, Any]:
-    unit = make_unit(layout)
-    unit.config = {"width": 8, "path": Path("x"), "of": [1, 2]}  # type: ignore[attr-defined]
-    return changes.facts(unit, make_loader())
-
-
-@pytest.mark.full
-def test_the_manifest_says_what_ran(ranks: Ranks, tmp_path: Path) -> None:
-    found = {layout: ranks(2, _facts, layout)[0] for layout in ("hsdp", "ddp", "tp")}
-    hsdp, data = found["hsdp"], found["hsdp"]["data"]
-    assert hsdp["mesh"] == {"dp_replicate": 2, "dp_shard": 1} and hsdp["world_size"] == 2 and hsdp["layout"] == "hsdp"
-    assert found["ddp"]["mesh"] == {"data": 2} and found["tp"]["mesh"] == {"tp": 2}
-    assert [found[layout]["dp_size"] for layout in found] == [2, 2, 1], "ranks that tp splits layers over have the same samples"
-    assert (data["global_batch"], data["seed"], data["samples"], data["fingerprint"]["length"]) == (8, 1, 48, 48)
-    assert "position" not in data and "epoch" not in data
-    assert hsdp["user"] == {"width": 8, "of": [1, 2]} and hsdp["command"] == [] and hsdp["torch"] == torch.__version__
-    with recorded(tmp_path) as run:
-        write_json(run.run_json, {"command": ["echelon", "run", "train.py"]})
-        here = _facts("none")
-    assert here["command"] == ["echelon", "run", "train.py"] and here["mesh"] == {}
 
 
 @dataclass

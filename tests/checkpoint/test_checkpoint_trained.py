@@ -144,7 +144,6 @@ class Thawing(Tuning):
 
 
 def test_a_layer_that_was_trained_in_between_is_saved_though_it_is_frozen_again(tmp_path: Path) -> None:
-    """It was left out, and a resumed run began again with the layer that its script builds, in silence."""
     saved = []
     for _ in range(2):
         unit = Thawing(module=Based())

@@ -260,7 +260,6 @@ def test_modules_that_became_parts_of_one_and_parts_that_became_modules_are_foun
 
 
 def test_the_moments_of_a_layer_that_is_left_behind_are_left_behind(tmp_path: Path) -> None:
-    """A head of another size has the name now: it was given the old one's moments."""
     _saved(tmp_path)
     other = _unit(Net())
     other.module.head = nn.Linear(8, 3).double()

@@ -227,7 +227,6 @@ class InContainers(ech.TrainUnit[Any], ech.EvalUnit[Any]):
 
 
 def test_what_a_units_lists_and_dicts_hold_goes_on(tmp_path: Path) -> None:
-    """They were in no checkpoint, and in train mode in evaluations."""
     ended = []
     for folder, ends in (("once", [6]), ("again", [3, 6])):
         for end in ends:
@@ -294,13 +293,11 @@ def _drawing_before_it_trains(folder: Path, steps: list[int]) -> dict[str, torch
 
 @pytest.mark.full
 def test_what_a_script_draws_before_it_resumes_changes_nothing(ranks: Ranks, tmp_path: Path) -> None:
-    """Dropout was another after each restart, if anything was drawn between the restore and the first step."""
     once, again = (ranks(2, _drawing_before_it_trains, tmp_path, steps) for steps in ([8], [3, 8]))
     assert [largest_difference(a, b) for a, b in zip(once, again, strict=True)] == [0, 0]
 
 
 def test_a_run_that_takes_weights_only_sets_nothing_aside(tmp_path: Path) -> None:
-    """It begins at step 0, and its source was taken for a checkpoint whose steps were smaller."""
     ech.train(Numbered(), ech.Loader(DATA, 8), max_updates=2, callbacks=[Saver(tmp_path)])
     unit = Numbered()
     Saver.restore_from_latest(tmp_path, unit, restore_options=ech.callbacks.RestoreOptions.weights_only())
