@@ -14,7 +14,7 @@ from echelon.common.errors import LayoutError, LoopError, LossError, NonFiniteEr
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, plain_training, whole
 from tests.kit.refusals import refused
-from tests.kit.units import PARALLEL, SEVERAL, Regression, under_each
+from tests.kit.units import PARALLEL, Regression, under_each
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -129,42 +129,6 @@ def test_hooks_see_each_sample_once_and_no_padding(ranks: Ranks, entry: str) -> 
     assert sum(ranks(2, _rows_seen, entry)) == 5
 
 
-# The usual 65536 overflows by itself in the first steps of so small a model.
-FP16 = ech.layouts.Precision(torch.float16, init_scale=1024.0)
-
-
-def _train_fp32(layout: str | None, precision: str, updates: int = 3) -> tuple[dict[str, torch.Tensor], set[torch.dtype], Any]:
-    chosen = FP16 if precision == "fp16" else precision
-    unit = Regression(module=net(dtype=torch.float32), layout=layout, precision=chosen, optimizer="AdamW", lr=0.01)
-    seen: set[torch.dtype] = set()
-    unit.compute = unit.compute_loss
-
-    def compute(state: ech.State, data: Any) -> Any:
-        loss, out = unit.compute(state, data)
-        seen.add(out.dtype)
-        return loss, out
-
-    unit.compute_loss = compute  # type: ignore[method-assign]
-    world = ech.launching.World.current()
-    ech.train(unit, [batch(64, 10 * world.rank + i, torch.float32) for i in range(updates)], max_epochs=1)
-    scale = unit.grad_scaler.get_scale() if unit.grad_scaler is not None else None
-    kinds = {v.dtype for s in unit.optimizer.state.values() for k, v in s.items() if k != "step"}
-    assert kinds == {torch.float32}  # master weights and optimizer state stay float32
-    return whole(unit.module), seen, scale
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layouts", SEVERAL)
-def test_low_precision_computes_low_and_stays_near_float32(ranks: Ranks, layouts: list[str]) -> None:
-    full = ranks(2, under_each, layouts, _train_fp32, "fp32")[0]
-    for precision, dtype in {"bf16": torch.bfloat16, "fp16": torch.float16}.items():
-        low, low_1 = ranks(2, under_each, layouts, _train_fp32, precision)
-        for layout, (trained, seen, _) in low.items():
-            assert seen == {dtype}, layout
-            assert largest_difference(trained, low_1[layout][0]) == 0, layout
-            assert 0 < largest_difference(full[layout][0], trained) < 0.05, layout
-
-
 def _unequal_start(layout: str) -> dict[str, torch.Tensor]:
     module = net(seed=dist.get_rank())
     return whole(Regression(module=module, layout=layout).module)
@@ -189,7 +153,7 @@ def _in_the_older_fsdp() -> dict[str, torch.Tensor]:
 
 @pytest.mark.full
 def test_a_module_in_the_older_fsdp_trains_just_as_well(ranks: Ranks) -> None:
-    """In float32, as it computes its norm. Other wrappers are test_compilation.py's and test_data_axes.py's."""
+    """In float32, as it computes its norm. Other wrappers are parallel/test_compilation.py's and test_over_ranks.py's."""
     rows = [[batch(4, 10 * r + i, torch.float32) for r in range(2)] for i in range(3)]
     want, _, _ = plain_training([rows[0] + rows[1], rows[2]], clip=0.5, module=net(dtype=torch.float32))
     assert largest_difference(ranks(2, _in_the_older_fsdp)[0], want) < 1e-6

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 import echelon as ech
-from echelon.common.errors import EchelonError, LauncherEnvironmentError, LoopError, RanksDisagreeError, UnitError
+from echelon.common.errors import EchelonError, LoopError, RanksDisagreeError, UnitError
 from echelon.compat.torchtnt.utils.timer import Timer
 from echelon.loop.callbacks.early_stopping import EarlyStopping
 from echelon.loop.unit import Stateful
@@ -283,17 +283,6 @@ def test_ranks_with_other_numbers_of_batches_or_limits_are_named_not_hung(ranks:
         assert ("3" in text and "2" in text) or kind.startswith("unsized")
 
 
-def test_launched_ranks_that_have_not_joined_are_not_taken_for_a_world_of_one(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
-        monkeypatch.setenv(name, value)
-    with refused(LauncherEnvironmentError):
-        Regression(layout="ddp")
-    ech.train(Plain(), [1], max_epochs=1)
-    assert "2 ranks were launched" in caplog.text
-
-
 def _uneven_prediction() -> int:
     unit = Plain()
     ech.predict(unit, list(range(3 - ech.launching.World.current().rank)))
@@ -389,14 +378,6 @@ def test_whatever_ends_a_run_is_told_and_leaves_modules_in_their_mode(
         ech.train(unit, [1], max_epochs=1, callbacks=callbacks)
     assert unit.told is error and told == [error] and "disk full" in caplog.text
     assert not unit.module.training
-
-
-def test_modes_are_restored_module_by_module() -> None:
-    unit = Regression()
-    unit.module.train()
-    unit.module.first.eval()
-    ech.evaluate(unit, [batch(2, 0)])
-    assert unit.module.training and not unit.module.first.training
 
 
 def test_a_used_up_iterator_is_an_error_not_an_endless_loop(caplog: pytest.LogCaptureFixture) -> None:

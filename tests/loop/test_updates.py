@@ -50,11 +50,12 @@ class Heard(ech.Callback):
 
 
 def _each_way(folder: Path) -> dict[str, tuple[dict[str, torch.Tensor], tuple[int, int], list[int]]]:
-    """The accumulation is said once, by the loader."""
+    """The accumulation is said by the loader, by the unit, or by both."""
     found = {}
-    for way in ("train", "fit", "Trainer", "said twice"):
-        unit = Regression(layout="ddp", **({"gradient_accumulation_steps": 2} if way == "said twice" else {}))
-        loader, saver = ech.Loader(DATA, 8, seed=1, accumulate=2), Saver(folder / way, save_every_n_updates=2)
+    for way in ("train", "fit", "Trainer", "said twice", "by the unit"):
+        unit = Regression(layout="ddp", accumulate=2 if way in ("said twice", "by the unit") else None)
+        loader = ech.Loader(DATA, 8, seed=1, accumulate=None if way == "by the unit" else 2)
+        saver = Saver(folder / way, save_every_n_updates=2)
         if way == "fit":
             ech.fit(unit, loader, [batch(2, 1)], max_updates=5, callbacks=[saver])
         elif way == "Trainer":
@@ -362,27 +363,6 @@ def test_older_words_are_refused_where_they_would_count_something_else(call: Any
     with refused(LoopError):
         call(Regression(accumulate=3), data, tmp_path)
     ech.train(Regression(accumulate=3), data, max_steps=math.inf, max_epochs=1)  # no limit, in either unit
-
-
-def _told(where: str, folder: Path) -> list[tuple[tuple[int, int], dict[str, torch.Tensor]]]:
-    """Four updates of an epoch of five, and once more from there to the tenth, of two micro-batches of two rows on each rank."""
-    found = []
-    for updates in (4, 10):
-        loader = ech.Loader(DATA, 8, seed=1, accumulate=2 if where in ("the loader", "both") else None)
-        unit = Regression(layout="ddp", accumulate=2 if where in ("the unit", "both") else None)
-        Saver.restore_from_latest(folder, unit, train_dataloader=loader)
-        ech.train(unit, loader, max_updates=updates, callbacks=[Saver(folder)])
-        found.append((_counts(unit), whole(unit.module)))
-    return found
-
-
-@pytest.mark.full
-def test_a_loader_splits_its_batches_as_it_or_the_unit_is_told(ranks: Ranks, tmp_path: Path) -> None:
-    found = [ranks(2, _told, where, tmp_path / where)[0] for where in ("the loader", "the unit", "both")]
-    assert [counts for counts, _ in found[0]] == [(4, 8), (10, 20)]
-    for other in found[1:]:
-        assert [counts for counts, _ in other] == [(4, 8), (10, 20)]
-        assert all(largest_difference(a, b) == 0 for (_, a), (_, b) in zip(other, found[0], strict=True))
 
 
 def test_the_accumulation_is_said_once() -> None:

@@ -227,16 +227,6 @@ def test_an_unknown_peak_leaves_mfu_out_and_so_does_an_impossible_one() -> None:
         assert all("tokens_per_s_per_device" not in record for record in records)  # one device: it is tokens_per_s
 
 
-def test_ranks_that_share_samples_share_the_peak_and_units_may_count_themselves() -> None:
-    unit: Any = Unit(module=Decoder(), options=ech.UnitOptions(device=CPU))
-    unit.peak_flops, unit.flops = 1e6, lambda data: 3e5
-    used = Utilization(unit)
-    used.count(words())
-    used.count(words())
-    assert used.mfu(used.take(), 1.0) == pytest.approx(0.6) and used.take() == 0
-    assert used.mfu(0.0, 1.0) is None and used.mfu(1.0, 0.0) is None
-
-
 def test_memory_of_a_gpu_is_read_from_the_allocators_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a second, into the last record of a batch."""
     counters = {"allocated_bytes.all.peak": 5, "reserved_bytes.all.peak": 7, "num_alloc_retries": 1}

@@ -7,14 +7,11 @@ hide a wrong scale.
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import echelon as ech
-from echelon.loop.window import Window
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, plain_training, whole
 from tests.kit.units import KINDS, Masked, Regression
@@ -127,21 +124,3 @@ def test_a_micro_batch_that_weighs_nothing_poisons_nothing(ranks: Ranks) -> None
             assert largest_difference(ours, want) < 1e-12
             assert our_norms == pytest.approx(norms, rel=1e-12) and loss == pytest.approx(losses[-1], rel=1e-12)
             assert eval_loss == eval_loss
-
-
-def _sums(stops: int) -> tuple[Any, ...]:
-    """A window's sums, and how many numbers were sent for them."""
-    sent, real, rank = list[int](), dist.all_reduce, dist.get_rank()
-    window = Window(1)
-    window.open(False)
-    window.add(torch.tensor(1.5 + rank), 2.0 + 2 * rank)
-    with mock.patch("torch.distributed.all_reduce", lambda value, **how: (sent.append(value.numel()), real(value, **how))[1]):
-        window.start_reduction(rank == stops)
-        return (*window.close(), sent)
-
-
-@pytest.mark.parametrize(("stops", "sent"), [(-1, [2]), (0, [2, 9]), (1, [2, 9])])
-def test_a_wish_to_stop_reaches_all_ranks_with_the_sums(ranks: Ranks, stops: int, sent: list[int]) -> None:
-    """It costs a message where there is one, and no room in the others."""
-    mean = (1.5 * 2 + 2.5 * 4) / 6
-    assert ranks(2, _sums, stops) == [(6.0, pytest.approx(mean), stops >= 0, sent)] * 2

@@ -103,40 +103,30 @@ def _told(kind: str, layout: str, accumulation: int, sampler: bool = False, each
     return found
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_a_summed_loss_is_told_once(ranks: Ranks, layout: str) -> None:
-    first, second = ranks(2, _told, "sum", layout, 1)
-    assert first == dict.fromkeys(_SUMS, (1, 0))
-    assert second == dict.fromkeys(_SUMS, (0, 0))  # rank 0 speaks
+# What `_told` is given, and how often rank 0, which speaks, tells of a sum and of a division.
+RUNS: list[tuple[int, tuple[Any, ...], tuple[int, int]]] = [
+    *((2, ("sum", layout, 1), (1, 0)) for layout in ("ddp", "fsdp")),
+    (2, ("over all", "ddp", 1), (1, 1)),
+    # A sum that trains as before: one batch in one process, each rank's own batch as under DDP, and of one sample.
+    *((1, (kind, "none", 1), (0, 0)) for kind in ("sum", "over all")),
+    (2, ("sum", "ddp", 1, True), (0, 0)),
+    (2, ("sum", "ddp", 1, False, 2), (0, 0)),
+    (2, ("divided", "ddp", 4), (0, 1)),
+    (1, ("divided", "none", 4), (0, 1)),
+    (2, ("divided", "ddp", 2), (0, 0)),  # by another number
+    *((2, ("mean", "ddp", accumulation), (0, 0)) for accumulation in (1, 4)),
+    (2, ("of outputs", "fsdp", 1), (0, 0)),
+]
 
 
 @pytest.mark.full
-def test_a_sum_over_the_samples_of_the_global_batch_is_told_once(ranks: Ranks) -> None:
-    first, second = ranks(2, _told, "over all", "ddp", 1)
-    assert first == dict.fromkeys(_OVER_ALL, (1, 1)) and second == dict.fromkeys(_OVER_ALL, (0, 0))
-    assert ranks(1, _told, "over all", "none", 1) == [dict.fromkeys(_OVER_ALL, (0, 0))]
-    assert ranks(2, _told, "mean", "ddp", 1)[0] == dict.fromkeys(_MEANS, (0, 0))
-
-
-@pytest.mark.full
-def test_a_sum_that_trains_as_before_is_not_told(ranks: Ranks) -> None:
-    assert ranks(1, _told, "sum", "none", 1) == [dict.fromkeys(_SUMS, (0, 0))]  # one batch, one process
-    assert ranks(2, _told, "sum", "ddp", 1, True)[0] == dict.fromkeys(_SUMS, (0, 0))  # each rank's own batch, as under DDP
-    assert ranks(2, _told, "sum", "ddp", 1, False, 2)[0] == dict.fromkeys(_SUMS, (0, 0))  # of one sample
-
-
-@pytest.mark.full
-def test_a_loss_divided_by_the_accumulation_is_told_once(ranks: Ranks) -> None:
-    assert ranks(2, _told, "divided", "ddp", 4)[0] == dict.fromkeys(_DIVIDED, (0, 1))
-    assert ranks(1, _told, "divided", "none", 4) == [dict.fromkeys(_DIVIDED, (0, 1))]
-    assert ranks(2, _told, "divided", "ddp", 2)[0] == dict.fromkeys(_DIVIDED, (0, 0))  # by another number
-
-
-@pytest.mark.full
-def test_right_losses_are_not_told(ranks: Ranks) -> None:
-    assert ranks(2, _told, "mean", "ddp", 4)[0] == dict.fromkeys(_MEANS, (0, 0))
-    assert ranks(2, _told, "of outputs", "fsdp", 1)[0] == dict.fromkeys(_LOSSES["of outputs"], (0, 0))
+@pytest.mark.parametrize(("size", "run", "tells"), RUNS)
+def test_a_loss_that_is_no_mean_is_told_once_and_a_right_one_never(
+    ranks: Ranks, size: int, run: tuple[Any, ...], tells: tuple[int, int]
+) -> None:
+    first, *others = ranks(size, _told, *run)
+    assert first == dict.fromkeys(_LOSSES[run[0]], tells)
+    assert others == [dict.fromkeys(_LOSSES[run[0]], (0, 0))] * (size - 1)
 
 
 def _unit_told(name: str) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, largest_difference, net, plain_training, whole
 from tests.kit.refusals import refusal, refused
-from tests.kit.units import PARALLEL, Own, Regression
+from tests.kit.units import PARALLEL, Numbers, Own, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -87,7 +87,7 @@ def test_a_stage_that_is_none_is_refused() -> None:
         ech.ZeROStrategy(4)
 
 
-def test_a_job_that_has_not_joined_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_has_not_joined_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     for name, value in {
         "RANK": "0",
         "WORLD_SIZE": "2",
@@ -99,6 +99,8 @@ def test_a_job_that_has_not_joined_is_refused(monkeypatch: pytest.MonkeyPatch) -
     for layout in (*PARALLEL, "tp=2", "cp=2", "pp=2", "dp_shard=2"):
         with refused(LauncherEnvironmentError):
             Regression(layout=layout)
+    ech.train(Numbers(), [1], max_epochs=1)
+    assert "2 ranks were launched" in caplog.text
 
 
 def test_dp_without_gpus_is_the_plain_module_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
