@@ -53,9 +53,12 @@ class LM(nn.Module):
             every = torch.arange(ech.nn.whole_sequence(x).shape[1])
             same = documents[:, :, None] == ech.nn.whole_sequence(documents)[:, None, :]
             mask = (same & (where[:, None] >= every))[:, None]
+        return self.head(self.norm(self.body(h, mask)))
+
+    def body(self, h: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         for block in self.blocks:
             h = block(h, mask)
-        return self.head(self.norm(h))
+        return h
 
 
 def lm(seed: int = 0, **options: Any) -> nn.Module:

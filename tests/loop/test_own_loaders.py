@@ -1,4 +1,4 @@
-"""The loaders of a loop of one's own: in which order each is read, and how many samples its batches have."""
+"""A loop of one's own: in which order each loader is read, how many samples its batches have, where it ends, how it clips."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 import echelon as ech
 from echelon.checkpoint.location import location
-from echelon.common.errors import CheckpointCorruptError, RanksDisagreeError
+from echelon.common.errors import CheckpointCorruptError, OwnLoopError, RanksDisagreeError
 from echelon.loop.checkpointing.restoring import read_on_beside
 from tests.conftest import Ranks
-from tests.kit.own_loops import step
+from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.own_loops import own_loop, step, told
+from tests.kit.refusals import refused
+from tests.kit.started import Started
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -95,10 +98,7 @@ def _beside(order: str, folder: str | None, killed_at: int = 0) -> list[list[lis
         assert sum(len(x) for (x,) in held_out) == 24 // (dist.get_world_size() if dist.is_initialized() else 1)
     for _ in ech.epochs(labelled, 3):
         for (x,), (u,) in pairs():
-            with ech.window(model) as window:
-                window.backward(_small(model, x) + _small(model, u))
-                optimizer.step()
-                optimizer.zero_grad()
+            step(model, optimizer, x, u, loss=lambda model, x, u: _small(model, x) + _small(model, u))
             made.append([x.flatten().int().tolist(), u.flatten().int().tolist()])
             if len(made) == killed_at:
                 raise _Killed
@@ -318,10 +318,7 @@ def _trained_on_three(layout: str) -> tuple[torch.Tensor, int]:
     wrapped, optimizer, loader, held_out = ech.prepare(model, optimizer, *loaders, layout=layout)
     for _ in ech.epochs(loader, 3):
         for x, y in loader:
-            with ech.window(wrapped) as window:
-                window.backward(nn.functional.mse_loss(wrapped(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
+            step(wrapped, optimizer, x, y)
     with ech.evaluating(wrapped):
         counted = torch.tensor(sum(len(x) for x, _ in held_out))
     torch.distributed.all_reduce(counted)
@@ -336,3 +333,186 @@ def _trained_on_three_by_hand() -> torch.Tensor:
             for parameter, gradient in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
                 parameter -= 0.1 * gradient
     return model.weight.detach()
+
+
+# --- where the loop ends: after so many updates, or before its end, which nobody saves
+
+
+DATA = TensorDataset(*batch(22, 0))  # with batches of 4: six of them, and the last has two samples
+Trained = tuple[list[tuple[int, int]], dict[str, torch.Tensor], int]
+
+
+def _trained(folder: Path, updates: tuple[int, ...], accumulate: int = 1, dies_after: int = -1) -> Trained:
+    """The epoch and the number of each batch, the weights, and how often the scheduler has stepped."""
+    model, batches = net(dropout=0.0 if dist.is_initialized() else 0.2), list[tuple[int, int]]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    layout, every = "fsdp" if dist.is_initialized() else "none", ech.Checkpoints(folder, every=1)
+    made = ech.prepare(
+        *(model, optimizer, scheduler, DataLoader(DATA, 4, shuffle=True)), layout=layout, accumulate=accumulate, checkpoints=every
+    )
+    model, optimizer, scheduler, loader = made
+    for number in updates:
+        for epoch in ech.epochs(loader, max_updates=number):
+            for i, (x, y) in enumerate(loader):
+                step(model, optimizer, x, y)
+                scheduler.step()
+                batches.append((epoch, i))
+                if len(batches) == dies_after:
+                    return batches, {}, 0
+    return batches, whole(model), scheduler.last_epoch
+
+
+def _saved(folder: Path) -> int:
+    return max(int(each.name.removeprefix("step-")) for each in folder.glob("step-*"))
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_a_loop_ends_after_so_many_updates_wherever_that_is_and_goes_on_from_there(
+    ranks: Ranks, tmp_path: Path, accumulate: int
+) -> None:
+    batches, want, steps = _trained(tmp_path / "whole", (9,), accumulate)
+    of_epoch = 6 if accumulate == 1 else 8  # whose last update has as many batches
+    assert [i for _, i in batches] == [n % of_epoch for n in range(9 * accumulate)] and steps == 9
+    assert batches[-1][0] == (9 * accumulate - 1) // of_epoch and _saved(tmp_path / "whole") == 9
+    assert _trained(tmp_path / "whole", (9,), accumulate)[0] == []  # nothing is left
+    # A process that dies; one that trains to the sixth update, and another to the ninth; both in one.
+    _trained(tmp_path / "died", (9,), accumulate, dies_after=7 * accumulate)
+    assert largest_difference(_trained(tmp_path / "died", (9,), accumulate)[1], want) == 0
+    assert _trained(tmp_path / "twice", (6,), accumulate)[2] == _saved(tmp_path / "twice") == 6
+    assert largest_difference(_trained(tmp_path / "twice", (9,), accumulate)[1], want) == 0
+    assert largest_difference(_trained(tmp_path / "in one", (4, 9), accumulate)[1], want) == 0
+    of_ranks = ranks(2, _trained, tmp_path / "ranks", (4, 9), accumulate)
+    assert [(each[0][-1], each[2]) for each in of_ranks] == [((1, 2) if accumulate == 1 else (4, 3), 9)] * 2
+    assert _saved(tmp_path / "ranks") == 9
+
+
+def test_limits_that_cannot_be_kept_are_refused() -> None:
+    model = net()
+    model, _, loader = ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA, 4), layout="none")
+    for limits in ({}, {"max_updates": -1}, {"max_updates": 1.5}):
+        with refused(OwnLoopError):
+            list(ech.epochs(loader, **limits))  # type: ignore[arg-type]
+    list(ech.epochs(model, max_updates=0))
+    with refused(OwnLoopError):  # a restarted process would count them from another epoch
+        list(ech.epochs(loader, 2))
+
+
+LEAVES = """
+import sys, torch, echelon as ech
+def prepared(folder, **options):
+    model = torch.nn.Linear(2, 2)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(8, 2)), 2)
+    return ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data, layout="none", checkpoints=folder)
+def train(model, optimizer, x):
+    with ech.window(model) as window:
+        window.backward(model(x).mean())
+        optimizer.step()
+model, optimizer, loader = prepared("whole")
+for _ in ech.epochs(loader, max_updates=5):
+    for x, in loader:
+        train(model, optimizer, x)
+broken = prepared("broken")
+for n, (x,) in enumerate(broken[2]):
+    train(*broken[:2], x)
+    if n == 2:
+        break
+kept = prepared("kept")
+batches = iter(kept[2])
+for _ in range(2):
+    train(*kept[:2], *next(batches))
+if "fails" in sys.argv:
+    raise ValueError("on its way")
+"""
+
+
+def test_a_process_that_ends_tells_which_updates_are_in_no_checkpoint(started: Started) -> None:
+    """A loop over `next(batches)`, or one that a `break` ends: what it trained last was lost, and nothing said so."""
+    script = started.script(LEAVES)
+    left, failed = (started.python(script, *words, fresh=True).communicate(timeout=120)[1].decode() for words in ((), ("fails",)))
+    said = [line.split(",")[0] for line in left.splitlines() if "the process ends" in line]
+    assert said == ["the process ends at update 2", "the process ends at update 3"], left
+    assert "on its way" in failed and "the process ends" not in failed
+
+
+# --- clipping, where torch's function was left in the loop
+
+
+def _clipped_by_torch(accumulation: int, right: bool) -> int:
+    loader = ech.Loader(list(zip(*batch(16, 0), strict=True)), 4, accumulate=accumulation)
+
+    def clip(window: Any, model: nn.Module) -> None:
+        window.clip_grad_norm_(1.0) if right else nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    with told() as texts:
+        own_loop(net(), loader, epochs=2, clip=clip, layout="ddp")
+    return sum("window.clip_grad_norm_" in text for text in texts)
+
+
+@pytest.mark.full
+def test_clipping_that_was_left_in_an_unfinished_update_is_told_once(ranks: Ranks) -> None:
+    for accumulation, right, told_of in ((2, False, 1), (2, True, 0), (1, False, 0)):  # the last of whole gradients
+        assert ranks(2, _clipped_by_torch, accumulation, right) == [told_of] * 2
+
+
+def _changed_uncounted(change: str, accumulation: int) -> int:
+    """How often it was told, where torch does not count what changes the gradients."""
+    module, rows = net(), list(zip(*batch(16, 0), strict=True))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with told() as texts:
+        model, optimizer, loader = ech.prepare(
+            module, torch.optim.SGD(module.parameters(), 0.1), ech.Loader(rows, 8, accumulate=accumulation), layout="none"
+        )
+        for x, y in loader:
+            with ech.window(model) as window:
+                window.backward(scaler.scale(nn.functional.mse_loss(model(x), y)))
+                if change == "scaler":
+                    scaler.unscale_(optimizer)
+                    scaler.step(optimizer)
+                    scaler.update()
+                elif change == "data":
+                    for parameter in module.parameters():
+                        parameter.grad.data.clamp_(-0.01, 0.01)
+                    optimizer.step()
+                else:
+                    optimizer.step()
+                optimizer.zero_grad()
+    return sum("were changed in the middle" in text for text in texts)
+
+
+@pytest.mark.parametrize("change", ["scaler", "data", ""])
+def test_changes_of_gradients_that_torch_does_not_count_are_told_once(change: str) -> None:
+    """They trained on other gradients, in silence: unscaled after each batch, clamped before they were whole."""
+    assert _changed_uncounted(change, 2) == bool(change)
+    assert _changed_uncounted(change, 1) == 0
+
+
+def _two_optimizers(change: str, accumulation: int) -> int:
+    """How often it was told that gradients were changed where they are not whole yet."""
+    first, second = net(), net()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)]
+    rows = list(zip(*batch(16, 0), strict=True))
+    with told() as texts:
+        first, second, *optimizers, loader = ech.prepare(
+            *(first, second, *optimizers, ech.Loader(rows, 8, accumulate=accumulation)),
+            layout="ddp" if dist.is_initialized() else "none",
+        )
+        for x, y in loader:
+            with ech.window(first) as window:
+                for model, optimizer in zip((first, second), optimizers, strict=True):
+                    window.backward(nn.functional.mse_loss(model(x), y))
+                    if change == "torch's":
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+                    elif change == "window's":
+                        window.clip_grad_norm_(0.01, of=optimizer)
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return sum("were changed before its step()" in text for text in texts)
+
+
+def test_clipping_of_several_optimizers_by_torch_is_told_once(ranks: Ranks) -> None:
+    """It clips the gradients of a rank's batch, where one process clips those of the whole batch."""
+    assert ranks(2, _two_optimizers, "torch's", 1) == [1, 1]
+    assert ranks(1, _two_optimizers, "torch's", 2) == [1]
+    assert ranks(1, _two_optimizers, "torch's", 1) == [0]
+    assert [ranks(2, _two_optimizers, change, 2)[0] for change in ("window's", "")] == [0, 0]

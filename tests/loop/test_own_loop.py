@@ -210,9 +210,7 @@ def _evaluated(layout: str, rows: int, batch_size: int, own: bool = False) -> fl
     loader, held_out = DataLoader(DATA, 4), DataLoader(TensorDataset(*batch(rows, 2)), batch_size)
     model, optimizer, loader, held_out = ech.prepare(model, optimizer, loader, held_out, layout=layout)
     for x, y in loader:
-        with ech.window(model) as window:
-            window.backward(nn.functional.mse_loss(model(x), y))
-            optimizer.step()
+        step(model, optimizer, x, y)
     mean = ech.Mean()
     with torch.no_grad() if own else ech.evaluating(model):
         model.eval()
@@ -271,11 +269,8 @@ def _interrupted(
     try:
         for epoch in range(epochs) if counts else ech.epochs(loader, epochs):
             for x, y in loader:
-                with ech.window(model) as window:
-                    window.backward(nn.functional.mse_loss(model(x), y))
-                    optimizer.step()
-                    scheduler.step()
-                    optimizer.zero_grad()
+                window = step(model, optimizer, x, y)
+                scheduler.step()
                 average.value += float(window.loss) if window.is_last else 0.0
                 steps.append(epoch)
                 if len(steps) == fails_at and number:

@@ -32,11 +32,10 @@ UPDATES = 8
 class Reentrant(LM):
     """Has its blocks computed again by torch itself."""
 
-    def forward(self, x: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
-        h = self.tokens(x) + self.places(ech.nn.positions(x))
+    def body(self, h: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         for block in self.blocks:
             h = checkpoint(block, h, use_reentrant=True)
-        return self.head(self.norm(h))
+        return h
 
 
 class Routed(LM):
@@ -48,11 +47,9 @@ class Routed(LM):
         experts = [nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width)) for _ in range(4)]
         self.routed = ech.nn.MoE(width, experts, top_k=2, balance=None)
 
-    def forward(self, x: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
-        h = self.tokens(x) + self.places(ech.nn.positions(x))
-        for block in self.blocks:
-            h = block(h)
-        return self.head(self.norm(h + self.routed(h)))
+    def body(self, h: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        h = super().body(h, mask)
+        return h + self.routed(h)
 
 
 class RoutedByHand(LM):
@@ -64,15 +61,13 @@ class RoutedByHand(LM):
         self.router = nn.Linear(width, 4)
         self.up, self.activation = nn.ModuleList(nn.Linear(width, width) for _ in range(4)), nn.SiLU()
 
-    def forward(self, x: torch.Tensor, documents: torch.Tensor | None = None) -> torch.Tensor:
-        h = self.tokens(x) + self.places(ech.nn.positions(x))
-        for block in self.blocks:
-            h = block(h)
+    def body(self, h: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        h = super().body(h, mask)
         flat = h.flatten(0, 1)
         shares, chosen = self.router(flat).softmax(-1).max(-1)
         order = chosen.argsort(stable=True)
         made = torch.cat([up(flat[chosen == number]) for number, up in enumerate(self.up)])
-        return self.head(self.norm(h + (self.activation(made)[order.argsort()] * shares[:, None]).view_as(h)))
+        return h + (self.activation(made)[order.argsort()] * shares[:, None]).view_as(h)
 
 
 # What test_directions.py has not: (make the model, options of a batch, options of the unit)

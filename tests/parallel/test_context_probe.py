@@ -19,6 +19,7 @@ import echelon as ech
 from tests.conftest import Ranks
 from tests.kit.context_models import LM, VOCABULARY, Language, Tokenwise, lm, loss_of, plain, tokens
 from tests.kit.models import largest_difference, seeded, whole
+from tests.kit.own_loops import step
 from tests.kit.refusals import answer, refusal
 from tests.kit.units import under_each
 
@@ -335,10 +336,7 @@ def _own_loop(name: str) -> Any:
 
     def train() -> None:
         for batch in loader:
-            with ech.window(model) as window:
-                window.backward(loss(model, batch))
-                optimizer.step()
-                optimizer.zero_grad()
+            step(model, optimizer, batch, loss=loss)
 
     return answer(train) or largest_difference(whole(model), plain(lm(), [[b] for b in batches], loss=loss)[0])
 

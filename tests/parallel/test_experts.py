@@ -231,17 +231,13 @@ SETUPS: dict[str, tuple[int, Any, list[str]]] = {
 }
 
 
-def _check(found: dict[str, tuple[float, float]]) -> None:
-    assert {case: far for case, far in found.items() if not max(far) < 1e-11} == {}
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("setup", SETUPS)
 def test_updates_are_those_of_plain_pytorch(ranks: Ranks, setup: str) -> None:
     """With accumulation, uneven micro-batches and a short last window."""
     size, layout, cases = SETUPS[setup]
     for found in ranks(size, _far, layout, cases, size // getattr(layout, "tp", 1) // getattr(layout, "pp", 1)):
-        _check(found)
+        assert {case: far for case, far in found.items() if not max(far) < 1e-11} == {}
 
 
 # --- checkpoints

@@ -23,6 +23,7 @@ from echelon.loop.callbacks import EarlyStopping
 from echelon.loop.callbacks.early_stopping import EarlyStopChecker
 from tests.conftest import Ranks
 from tests.kit.models import seeded, whole
+from tests.kit.own_loops import step
 from tests.kit.refusals import refusal
 from tests.kit.units import Hooks, Own, Regression
 
@@ -542,10 +543,7 @@ def _loop(leaves: Leaves, layout: str, accumulation: int = 1, epochs: int = 2) -
                 continue
             if what == "break":
                 break
-            with ech.window(model) as window:
-                window.backward(nn.functional.mse_loss(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
+            step(model, optimizer, x, y)
     return batch, whole(model)
 
 

@@ -22,6 +22,7 @@ from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
 from echelon.parallel.parallelize import prepare_module
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, largest_difference, net, plain_training, seeded, whole
+from tests.kit.own_loops import step
 from tests.kit.refusals import answer, refused
 from tests.kit.run_folders import recorded
 from tests.kit.units import KINDS, Hooks, Regression
@@ -411,10 +412,7 @@ def _unfrozen_later(layout: Any) -> dict[str, Any]:
     model, optimizer, loader = ech.prepare(module, optimizer, data, layout=layout, precision="bf16")
     for _ in ech.epochs(loader, 2):
         for x, y in loader:
-            with ech.window(model) as window:
-                window.backward(nn.functional.mse_loss(model(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
+            step(model, optimizer, x, y)
         model.requires_grad_(True)
     return whole(model)
 

@@ -16,6 +16,8 @@ from echelon.common.errors import LayoutError
 from echelon.compat.older_options import FSDPStrategy
 from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
 from echelon.parallel.fsdp.fsdp import replicas_default
+from echelon.parallel.fsdp.units import unsplittable
+from echelon.parallel.older_torch import ddp_options
 from echelon.parallel.recipe.blocks import blocks_by_policy, without_shared
 from echelon.parallel.recipe.recipe import Recipe
 from tests.conftest import Ranks
@@ -355,3 +357,42 @@ def test_blocks_that_share_a_parameter_with_others_are_left_to_the_root() -> Non
         return [n for n, _ in without_shared(module, [(f"blocks.{i}", module.blocks[i]) for i in (0, 1)])]
 
     assert (kept(net()), kept(_tied_inside()), kept(_tied())) == (["blocks.0", "blocks.1"], ["blocks.0", "blocks.1"], [])
+
+
+# --- options that an older torch spells otherwise, or lacks: torch 2.11 against 2.13, by constructors of both shapes
+
+
+def of_2_11(module: Any, device_ids: Any = None, *, broadcast_buffers: bool = True, init_sync: bool = True) -> None: ...
+
+
+def of_2_13(
+    module: Any, *, broadcast_buffers: bool = True, forward_sync_buffers: bool = True, batched_grad_copy: bool = False
+) -> None: ...
+
+
+OF_2_13 = {"forward_sync_buffers": False, "batched_grad_copy": True}
+EVERYWHERE = {"broadcast_buffers": False, "bucket_cap_mb": 25, "static_graph": True}
+
+
+@pytest.mark.parametrize(
+    ("constructor", "given", "passed"),
+    [
+        (of_2_13, OF_2_13, OF_2_13),
+        (of_2_11, {"forward_sync_buffers": False, "init_sync": False}, {"broadcast_buffers": False, "init_sync": False}),
+        (of_2_11, {"batched_grad_copy": False}, {}),
+        (of_2_11, {"batched_grad_copy": None}, {}),
+        (DistributedDataParallel, EVERYWHERE, EVERYWHERE),  # the installed torch
+    ],
+)
+def test_an_option_is_passed_on_where_torch_has_it(constructor: Any, given: dict[str, Any], passed: dict[str, Any]) -> None:
+    """By the name that it has there, or left out if it asks for nothing."""
+    assert ddp_options(constructor, given) == passed
+
+
+@pytest.mark.parametrize(("version", "whole"), [("2.11.0+cpu", True), ("2.12.1", True), ("2.13.0", False), ("2.15.0", False)])
+def test_an_older_torch_does_not_split_integers(monkeypatch: pytest.MonkeyPatch, version: str, whole: bool) -> None:
+    """`fully_shard` of torch 2.11 makes a parameter with a gradient of every shard, which integers cannot have."""
+    module = nn.Linear(2, 2)
+    module.codes = nn.Parameter(torch.zeros(4, dtype=torch.int8), requires_grad=False)
+    monkeypatch.setattr(torch, "__version__", type(torch.__version__)(version))
+    assert unsplittable(module) == ({module.codes} if whole else set())

@@ -19,6 +19,7 @@ from echelon.common.errors import RanksDisagreeError, UsageError
 from echelon.parallel.state.partition import Partition
 from tests.conftest import Ranks
 from tests.kit.models import Batch, batch, largest_difference, net, plain_training, seeded, whole
+from tests.kit.own_loops import step
 from tests.kit.refusals import refusal
 from tests.kit.units import Own, Regression
 
@@ -88,10 +89,7 @@ def _evaluated(layout: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     seen = []
     for _ in ech.epochs(loader, 2):
         for x, y in loader:
-            with ech.window(module) as window:
-                window.backward(nn.functional.mse_loss(module(x), y))
-                optimizer.step()
-                optimizer.zero_grad()
+            step(module, optimizer, x, y)
         optimizer.eval()
         with ech.evaluating(module) as evaluation:
             for x, y in held_out:
