@@ -107,6 +107,8 @@ def test_what_no_echelon_writes_is_corrupt_whatever_its_checksums_say(folder: Pa
         commit.verify(folder / NEW)
 
 
+FROZEN: list[Any] = [[], {"module": []}, {"module": {"first.weight": ["torch.float64", [8, 4]]}}, "all"]
+TRAINED: list[Any] = [[], "all", {"built": {}}, {"built": {"module": 1}, "groups": {}, "unfrozen": [], "frozen": {}}]
 CONFIGS: dict[str, Callable[[Any], Any]] = {
     "data": change("config", "data", to=[1]),
     "fingerprint": change("config", "data", "fingerprint", to={"length": 48}),
@@ -117,6 +119,8 @@ CONFIGS: dict[str, Callable[[Any], Any]] = {
     "states": change("config", "states", to=[1]),
     "kinds": change("config", "states", "module", to=[1]),
     "position": change("config", "position", to=[1]),
+    **{f"frozen {i}": change("frozen", to=to) for i, to in enumerate(FROZEN)},
+    **{f"trained {i}": change("trained", to=to) for i, to in enumerate(TRAINED)},
 }
 
 
@@ -140,7 +144,7 @@ def test_of_what_the_run_says_of_itself_nothing_is_believed_either(
         forge(where / NEW, "manifest.json", act)
         caplog.clear()
         assert restored(where) == 2, what
-        assert "is not what echelon writes" in caplog.text and "went on from" in caplog.text
+        assert "passed over" in caplog.text and "went on from" in caplog.text
 
 
 STATES: dict[str, tuple[str, Callable[[Any], Any]]] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -15,8 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import echelon as ech
-from echelon.checkpoint import manifest
-from echelon.common.errors import CheckpointCorruptError, CheckpointMismatchError
+from echelon.common.errors import CheckpointMismatchError
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
 from tests.kit.own_loops import step
@@ -172,15 +170,3 @@ def test_only_weights_leave_alone_what_is_frozen(tmp_path: Path) -> None:
     weights = ech.callbacks.RestoreOptions(restore_train_progress=False, restore_optimizers=False, restore_lr_schedulers=False)
     Saver.restore(newest, Tuning(module=module), restore_options=weights)
     assert not module.first.weight.requires_grad
-
-
-@pytest.mark.parametrize(
-    "trained", [[], "all", {"built": {}}, {"built": {"module": 1}, "groups": {}, "unfrozen": [], "frozen": {}}]
-)
-def test_a_manifest_that_says_nonsense_is_corrupt(tmp_path: Path, trained: Any) -> None:
-    _run(str(tmp_path), "once", "none")
-    path = max(tmp_path.glob("step-*")) / "manifest.json"
-    content = {k: v for k, v in json.loads(path.read_text()).items() if k != "checksum"}
-    path.write_bytes(manifest.render({**content, "trained": trained}))
-    with refused(CheckpointCorruptError):
-        Saver.restore(path.parent, Tuning(module=net()))

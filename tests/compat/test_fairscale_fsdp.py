@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from echelon.common.errors import UsageError
-from echelon.compat.fairscale.fsdp import Options
 from echelon.compat.fairscale.nn import FullyShardedDataParallel, auto_wrap, auto_wrap_bn, enable_wrap, wrap
 from echelon.compat.fairscale.wrap import ConfigAutoWrap, config_auto_wrap_policy, default_auto_wrap_policy
 from tests.compat.fairscale import far, loss, mine, updates
@@ -86,20 +84,6 @@ def _fsdp_options() -> dict[str, Any]:
     found["low"] = low(batch(2, 0, torch.float32)[0]).dtype
     on_0 = FullyShardedDataParallel(net(), state_dict_on_rank_0_only=True, state_dict_device=torch.device("cpu"))
     found["keys"] = len(on_0.state_dict())
-    said = []
-    grads_alone = Options(move_grads_to_cpu=True)  # which is the same on a CPU
-    calls: list[Callable[[], Any]] = [
-        lambda: grads_alone.check(net(), on_cpu=False),
-        lambda: FullyShardedDataParallel(net(), fp32_reduce_scatter=True),
-        lambda: FullyShardedDataParallel(net(), compute_dtype=torch.float16),
-        lambda: FullyShardedDataParallel(net().half()),
-        lambda: FullyShardedDataParallel.consolidate_shard_weights([], []),
-    ]
-    for call in calls:
-        with pytest.raises((UsageError, ValueError, RuntimeError)) as error:
-            call()
-        said.append(str(error.value))
-    found["said"] = said
     module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     found["batch norms"] = [type(m).__name__ for m in auto_wrap_bn(module)]
     return found
@@ -109,18 +93,6 @@ def test_fsdps_options_and_what_has_a_successor(ranks: Ranks) -> None:
     first, second = ranks(2, _fsdp_options)
     assert first["low"] == torch.bfloat16
     assert (first["keys"], second["keys"]) == (12, 0)
-    for text, part in zip(
-        first["said"],
-        (
-            "Leave it out",
-            "fp32_reduce_scatter requires mixed_precision=True",
-            "Expecting FP16 param type in pure FP16 mode.",
-            "Expecting FP16 param type in FP32 & MP modes.",
-            "Require metadata for each shard and non-empty shards",
-        ),
-        strict=True,
-    ):
-        assert part in text
     assert first["batch norms"] == ["Linear", "FullyShardedDataParallel", "Linear"]
 
 

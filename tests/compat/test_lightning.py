@@ -97,7 +97,3 @@ def test_small_utilities_do_what_lightnings_do() -> None:
     with utilities.isolate_rng():
         torch.rand(3)
     assert torch.equal(torch.get_rng_state(), before)
-    assert utilities.is_picklable(3) and not utilities.is_picklable(lambda: 3)
-    assert utilities.GradClipAlgorithmType.from_str("norm") == "norm"
-    states = importlib.import_module("echelon.compat.lightning.pytorch.trainer.states")
-    assert states.TrainerFn.FITTING == "fit" and states.RunningStage.VALIDATING.evaluating

@@ -35,14 +35,9 @@ class Saver(BaseCheckpointer):
 
     metadata_fnames = (".metadata",)
 
-    def __init__(self, dirpath: Any, **options: Any) -> None:
-        super().__init__(str(dirpath), **options)
-        self.hooks: list[str] = []
-
     def _checkpoint_impl(self, state: Any, unit: Any, *, checkpoint_id: str, hook: str) -> bool:
         os.makedirs(checkpoint_id, exist_ok=True)
         Path(checkpoint_id, ".metadata").touch()
-        self.hooks.append(hook)
         return True
 
     @staticmethod

@@ -242,17 +242,6 @@ def test_seed(monkeypatch: pytest.MonkeyPatch) -> None:
         cudnn.deterministic, cudnn.benchmark = before[1:]
 
 
-@dataclass(slots=True)
-class Slots:
-    x: torch.Tensor
-    name: str
-
-
-def test_dataclasses_with_slots_are_moved() -> None:
-    moved = device.copy_data_to_device(Slots(torch.ones(2), "a"), torch.device("meta"))
-    assert moved.x.device.type == "meta" and moved.name == "a"
-
-
 def _spawned(factor: int, *, add: int = 0) -> tuple[Any, ...]:
     if add < 0 and dist.get_rank() == 1:
         raise ArithmeticError("below")

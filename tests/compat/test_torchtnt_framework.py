@@ -34,15 +34,6 @@ def _module() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 6)).double()
 
 
-def test_units_are_echelons(caplog: pytest.LogCaptureFixture) -> None:
-    """A step that a class overrides costs what the loop knows of AutoUnit's own."""
-    unit = Classes(module=_module(), device=torch.device("cpu"))
-    assert type(unit).train_step is ech.AutoUnit.train_step and "train_step" not in vars(unit)
-    assert not caplog.records
-    with pytest.raises(TypeError):
-        Classes(module=_module(), no_such_argument=1)
-
-
 @pytest.mark.parametrize("name", ["enable_compiled_autograd", "enable_loss_parallel", "global_mesh", "grad_scaler_params"])
 def test_arguments_that_nobody_gives_are_refused_with_what_to_take(name: str) -> None:
     for kind in (Classes, AutoPredictUnit):

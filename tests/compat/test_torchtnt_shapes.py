@@ -36,7 +36,7 @@ from echelon.compat.torchtnt.utils.prepare_module import ActivationCheckpointPar
 from echelon.compat.torchtnt.utils.progress import Progress
 from echelon.compat.torchtnt.utils.swa import AveragedModel
 from echelon.compat.torchtnt.utils.timer import Timer
-from echelon.errors import LoopError, UnitError, UsageError
+from echelon.errors import LoopError, UsageError
 from tests.conftest import Ranks
 from tests.kit.refusals import refused
 from tests.kit.units import Hooks
@@ -106,15 +106,6 @@ def test_a_units_own_on_train_step_end_is_not_called_by_the_loop() -> None:
 
     train(Own(), [1, 2], max_epochs=1)
     assert Own.told == [(1, 5), (2, 5)]
-
-
-def test_what_is_no_unit_of_both_kinds_is_refused_by_fit() -> None:
-    class Trains(TrainUnit[int]):
-        def train_step(self, state: State, data: int) -> None: ...
-
-    for unit in (Trains(), object()):
-        with refused(UnitError):
-            fit(unit, [1], [1], max_epochs=1)
 
 
 # --- State

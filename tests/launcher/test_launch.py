@@ -37,7 +37,6 @@ from echelon.diagnosis.failure import Failure, render
 from echelon.diagnosis.stacks import Frame
 from echelon.launcher.functions import launch as functions
 from echelon.launcher.functions.launch import launch, spawn
-from echelon.launcher.job import auto_ranks, parse_ranks
 from echelon.launcher.local import attempt as attempt_of_ranks
 from echelon.launcher.local.relay import Relay
 from tests.kit import forked
@@ -254,11 +253,6 @@ def test_a_bad_number_of_ranks_is_named(ranks: Any) -> None:
     with pytest.raises(UsageError) as caught:
         launch(_who, ranks=ranks)
     assert str(ranks).strip("'") in str(caught.value) and "auto" in str(caught.value)
-
-
-def test_auto_takes_one_rank_per_core_without_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert parse_ranks("auto") == auto_ranks() == len(os.sched_getaffinity(0))
 
 
 def test_a_lambda_and_a_closure_are_sent_by_value() -> None:

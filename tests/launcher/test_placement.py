@@ -76,11 +76,6 @@ def test_cores_that_are_not_allowed_are_left_alone() -> None:
     assert cores_of_rank([2, 3, 6, 7], 1, 2, [[0, 1, 2, 3], [4, 5, 6, 7]]) == [6, 7]
 
 
-def test_a_rank_outside_is_refused() -> None:
-    with refused(LaunchError):
-        cores_of_rank([0, 1], 2, 2)
-
-
 def test_the_kernels_lists_are_read(tmp_path: Path) -> None:
     for node, text in (("node0", "0-1,4\n"), ("node10", "8\n"), ("node2", "2-3\n"), ("node3", "\n")):
         (tmp_path / node).mkdir()

@@ -145,18 +145,6 @@ def test_a_rank_with_a_gpu_has_four_cores_unless_somebody_says_otherwise() -> No
         assert f"--cpus-per-task={4 * cores}\n" in text(options)
 
 
-def test_what_cannot_be_is_refused() -> None:
-    for options in (
-        SlurmOptions(time_s=60),
-        SlurmOptions(cpus_per_rank=0),
-        SlurmOptions(gpus_per_node=0),
-        SlurmOptions(export=("A=1",)),
-    ):
-        with pytest.raises(UsageError):
-            text(options)
-    assert "--no-requeue" in text(SlurmOptions(time_s=60, requeue=False))
-
-
 def test_a_sweep_is_all_pairs_and_says_what_it_cannot_read() -> None:
     assert parse_sweep(["lr=1e-3,3e-4,1e-3", "--seed=1"]) == [(("lr", "1e-3"), ("seed", "1")), (("lr", "3e-4"), ("seed", "1"))]
     for bad in (["lr"], ["lr="], ["=1"], ["lr=1,,2"], ["l r=1"], ["lr=1", "lr=2"]):
