@@ -31,8 +31,16 @@ class HookedUpdate(Update):
     """The update, from the loss to the optimizer's step, with Lightning's hooks."""
 
     def backward(self, unit: Any, state: State, loss: torch.Tensor, *args: Any, **options: Any) -> None:
-        unit.session.call("on_before_backward", loss)
+        self.before_backward(unit, loss)
         super().backward(unit, state, loss, *args, **options)
+        self.after_backward(unit)
+
+    # These two are called by the reference of `echelon prove`, too, which has a backward pass of its own.
+
+    def before_backward(self, unit: Any, loss: torch.Tensor) -> None:
+        unit.session.call("on_before_backward", loss)
+
+    def after_backward(self, unit: Any) -> None:
         unit.session.call("on_after_backward")
 
     def clip(self, unit: Any) -> torch.Tensor | None:
