@@ -39,12 +39,6 @@ def test_schedulers_step_per_update_or_per_epoch() -> None:
     assert _rate_after("epoch") == 0.5**2
 
 
-@pytest.mark.full
-def test_the_schedule_is_the_same_on_two_ranks(ranks: Ranks) -> None:
-    """Accelerate steps it once per process and step."""
-    assert ranks(2, _rate_after, "update", layout="ddp") == [0.5**4] * 2
-
-
 def _with_a_head() -> nn.Sequential:
     torch.manual_seed(3)
     return nn.Sequential(net(), nn.Linear(1, 1).double())

@@ -376,14 +376,3 @@ def test_the_accumulation_is_said_once() -> None:
     for accumulation in (4, 2, 4):  # of whatever loader comes
         ech.train(unit, ech.Loader(DATA, 8, accumulate=accumulation), max_updates=unit.train_progress.num_updates_completed + 2)
     assert unit.train_progress.num_updates_completed == 6 and unit.window.updates == 6
-
-
-def _piped() -> tuple[int, int]:
-    unit = Regression(layout="pp=2", accumulate=2)
-    ech.train(unit, [batch(2, i) for i in range(5)], max_updates=4)
-    return _counts(unit)
-
-
-@pytest.mark.full
-def test_a_pipeline_counts_updates(ranks: Ranks) -> None:
-    assert ranks(2, _piped) == [(4, 7)] * 2

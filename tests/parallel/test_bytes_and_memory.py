@@ -66,6 +66,7 @@ DDP = ech.DDPStrategy(comm_hook=lambda _, bucket: _all_reduce(bucket))
 LAYOUTS: dict[str, Any] = {
     "fsdp": "fsdp",
     "zero2": "zero2",
+    "zero2 by its older name": ech.FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"),
     "half kept": ech.FSDPStrategy(reshard_after_forward={f"blocks.{i}": False for i in range(BLOCKS // 2)} | {"blocks.*": True}),
     "hsdp": ech.Layout(dp_replicate=-1, dp_shard=8),
     "ddp": DDP,
@@ -90,7 +91,7 @@ CASES: list[tuple[str, int, int, str | None, bool, float, float, float, float, f
     ("fsdp", 8, 2, "bf16", False, 8, 8, 0, 0, SHARDS + IN_HALF),
     ("fsdp", 64, 1, "bf16", False, 4, 4, 0, 0, None),
     ("zero2", 64, 1, None, False, 4, 4, 0, 0, None),
-    ("zero2", 8, 2, "bf16", False, 4, 8, 0, 0, None),
+    ("zero2 by its older name", 8, 2, "bf16", False, 4, 8, 0, 0, None),
     ("half kept", 8, 1, None, False, 6, 4, 0, 0, None),
     ("hsdp", 64, 2, None, False, 16, 8, 4 / 8, 0, SHARDS + FULL),
     ("ddp", 8, 1, None, False, 0, 0, 4, 0, 4 + 4 + 8),

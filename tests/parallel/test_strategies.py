@@ -221,20 +221,6 @@ def test_shards_stay_on_a_machine_and_there_are_two_copies_at_least() -> None:
     assert {world: replicas_default(*world) for world in worlds} == worlds
 
 
-def _resharded() -> list[list[bool]]:
-    """Per layout, which modules hold whole parameters after a forward: the gathered ones are not DTensors."""
-    found = []
-    for layout in ("zero2", "zero3", ech.FSDPStrategy(sharding_strategy="SHARD_GRAD_OP")):
-        module = Regression(layout=layout).module
-        module(batch(2, 0)[0])
-        found.append([not hasattr(module.blocks[i][0].weight, "to_local") for i in (0, 1)])
-    return found
-
-
-def test_stage_2_keeps_whole_parameters_for_the_backward_and_stage_3_does_not(ranks: Ranks) -> None:
-    assert ranks(2, _resharded)[0] == [[True, True], [False, False], [True, True]]
-
-
 def _from_meta() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     with torch.device("meta"):
