@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import echelon as ech
+from tests.kit.models import net
 
 Loss = Callable[..., torch.Tensor]
 
@@ -37,6 +38,12 @@ def told(room: str = "echelon") -> Iterator[list[str]]:
 
 def squares(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(model(x), y)
+
+
+def prepared(*loaders: Any, module: nn.Module | None = None, **options: Any) -> Any:
+    """What `prepare` makes of a model, or the shared one, of SGD over it, and of loaders."""
+    module = net() if module is None else module
+    return ech.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1), *loaders, **options)
 
 
 def step(model: Any, optimizer: Any, *batch: Any, loss: Loss = squares) -> Any:

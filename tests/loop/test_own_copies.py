@@ -19,7 +19,7 @@ from echelon.common.errors import OptimizerError, OwnLoopError, UsageError
 from echelon.parallel.names import plain_name
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
-from tests.kit.own_loops import step
+from tests.kit.own_loops import prepared, step
 from tests.kit.refusals import refused
 
 pytestmark = pytest.mark.standing_ranks
@@ -158,9 +158,7 @@ def test_an_average_is_saved_and_goes_on(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_a_copy_that_checkpoints_do_not_have_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An average made after prepare() began anew at a restart, in silence; a copy made in training may be a snapshot."""
-    model = net()
-    given = model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(X, Y), 8)
-    model, optimizer, loader = ech.prepare(*given, layout="none", checkpoints=tmp_path)
+    model, optimizer, loader = prepared(DataLoader(TensorDataset(X, Y), 8), layout="none", checkpoints=tmp_path)
     copies = [AveragedModel(model), copy.deepcopy(model)]
     told = [line for line in caplog.messages if "is in no checkpoint" in line]
     for x, y in loader:
@@ -170,9 +168,8 @@ def test_a_copy_that_checkpoints_do_not_have_is_told_once(tmp_path: Path, caplog
 
 
 def _with_teacher() -> bool:
-    teacher, model = nn.Linear(4, 1).double().requires_grad_(False), net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ech.prepare(model, teacher, optimizer, DataLoader(TensorDataset(X, Y), 8), layout="fsdp")
+    teacher = nn.Linear(4, 1).double().requires_grad_(False)
+    prepared(teacher, DataLoader(TensorDataset(X, Y), 8), layout="fsdp")
     return hasattr(teacher.weight, "device_mesh")
 
 

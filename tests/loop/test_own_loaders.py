@@ -18,7 +18,7 @@ from echelon.common.errors import CheckpointCorruptError, OwnLoopError, RanksDis
 from echelon.loop.checkpointing.restoring import read_on_beside
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
-from tests.kit.own_loops import own_loop, step, told
+from tests.kit.own_loops import own_loop, prepared, step, told
 from tests.kit.refusals import refused
 from tests.kit.started import Started
 
@@ -32,9 +32,7 @@ def _small(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def _prepared(*loaders: Any) -> Any:
-    model = nn.Linear(1, 1)
-    layout = "ddp" if dist.is_initialized() else "none"
-    return ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), *loaders, layout=layout)
+    return prepared(*loaders, module=nn.Linear(1, 1), layout="ddp" if dist.is_initialized() else "none")
 
 
 def _zipped() -> list[tuple[list[int], list[int]]]:
@@ -128,9 +126,7 @@ def test_a_loader_that_is_read_beside_the_training_loader_goes_on_where_it_stood
 
 @pytest.mark.parametrize("states", [3, ["1"], {"1": 3}, {"1": None}, {"1": {"position": "x"}}, {"1": {"epoch": 1e400}}])
 def test_where_such_a_loader_stood_is_read_strictly(states: Any) -> None:
-    model = nn.Linear(1, 1)
-    loaders = [ech.Loader(NUMBERED, 4) for _ in range(2)]
-    _, _, _, beside = ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), *loaders, layout=None)
+    _, _, _, beside = prepared(*(ech.Loader(NUMBERED, 4) for _ in range(2)), module=nn.Linear(1, 1), layout=None)
     if isinstance(states, dict) and isinstance(states["1"], dict):
         states = {"1": {**beside.state_dict(), **states["1"]}}
     with pytest.raises(CheckpointCorruptError):
@@ -164,11 +160,8 @@ def test_a_generator_or_a_seed_decides_the_order_and_other_ones_on_ranks_are_ref
 def _order_after(seed: int, *, by_rank: bool = False, folder: str | None = None, stops: bool = False) -> list[int]:
     """The samples of two epochs, as `torch.manual_seed` and nothing else says their order."""
     torch.manual_seed(seed + (dist.get_rank() if by_rank else 0))
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    layout = "ddp" if dist.is_initialized() else "none"
-    loader: Any = DataLoader(NUMBERED, 4, shuffle=True)
-    model, optimizer, loader = ech.prepare(model, optimizer, loader, layout=layout, checkpoints=folder)
+    layout, loader = "ddp" if dist.is_initialized() else "none", DataLoader(NUMBERED, 4, shuffle=True)
+    model, optimizer, loader = prepared(loader, module=nn.Linear(1, 1), layout=layout, checkpoints=folder)
     seen = []
     for epoch in ech.epochs(loader, 2):
         if stops and epoch:
@@ -252,9 +245,9 @@ class _Growing(Dataset[torch.Tensor]):
 
 def _grown(shuffle: bool) -> tuple[list[list[int]], list[float]]:
     """Which samples each epoch had on this rank, and the mean of those that were evaluated."""
-    data, held_out, module = _Growing(), _Growing(), nn.Linear(1, 1)
+    data, held_out = _Growing(), _Growing()
     loaders = DataLoader(data, 4, sampler=DistributedSampler(data, shuffle=shuffle)), DataLoader(held_out, 8)
-    model, optimizer, loader, evaluated = ech.prepare(module, torch.optim.SGD(module.parameters(), lr=1e-3), *loaders)
+    model, optimizer, loader, evaluated = prepared(*loaders, module=nn.Linear(1, 1))
     seen, means = [], []
     for _ in ech.epochs(loader, 3):
         seen.append(list[int]())
@@ -278,10 +271,9 @@ def test_each_epoch_has_the_samples_that_its_dataset_has_by_then(ranks: Ranks, s
 
 
 def _dropping(accumulate: int) -> tuple[int, set[int]]:
-    module, data = nn.Linear(1, 1), TensorDataset(torch.arange(53.0)[:, None])
-    loader = DataLoader(data, 6, sampler=DistributedSampler(data), drop_last=True)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    model, optimizer, loader = ech.prepare(module, optimizer, loader, accumulate=accumulate)
+    data = TensorDataset(torch.arange(53.0)[:, None])
+    loader: Any = DataLoader(data, 6, sampler=DistributedSampler(data), drop_last=True)
+    model, optimizer, loader = prepared(loader, module=nn.Linear(1, 1), accumulate=accumulate)
     updates, seen = 0, set[int]()
     for _ in ech.epochs(loader, 2):
         for (x,) in loader:
@@ -313,9 +305,8 @@ def _three() -> tuple[nn.Linear, TensorDataset]:
 
 def _trained_on_three(layout: str) -> tuple[torch.Tensor, int]:
     model, data = _three()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loaders = [DataLoader(data, batch_size=8, shuffle=True) for _ in range(2)]
-    wrapped, optimizer, loader, held_out = ech.prepare(model, optimizer, *loaders, layout=layout)
+    wrapped, optimizer, loader, held_out = prepared(*loaders, module=model, layout=layout)
     for _ in ech.epochs(loader, 3):
         for x, y in loader:
             step(wrapped, optimizer, x, y)
@@ -388,8 +379,7 @@ def test_a_loop_ends_after_so_many_updates_wherever_that_is_and_goes_on_from_the
 
 
 def test_limits_that_cannot_be_kept_are_refused() -> None:
-    model = net()
-    model, _, loader = ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA, 4), layout="none")
+    model, _, loader = prepared(DataLoader(DATA, 4), layout="none")
     for limits in ({}, {"max_updates": -1}, {"max_updates": 1.5}):
         with refused(OwnLoopError):
             list(ech.epochs(loader, **limits))  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from echelon.prover.matrix import matrix
 from echelon.prover.prove import prove_target
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
-from tests.kit.own_loops import squares, step
+from tests.kit.own_loops import prepared, squares, step
 from tests.kit.saving import Held
 from tests.kit.units import EACH
 
@@ -179,9 +179,7 @@ def test_precision_is_that_of_the_window_and_of_evaluations(ranks: Ranks) -> Non
 def _loaded(kind: str) -> tuple[list[int], int]:
     numbers = TensorDataset(torch.arange(16.0).reshape(16, 1))
     sampler = DistributedSampler(numbers, shuffle=False) if kind == "distributed" else None
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    _, _, loader = ech.prepare(model, optimizer, DataLoader(numbers, 4, sampler=sampler))
+    _, _, loader = prepared(DataLoader(numbers, 4, sampler=sampler), module=nn.Linear(1, 1))
     return [int(v) for (x,) in loader for v in x.flatten()], len(loader)
 
 

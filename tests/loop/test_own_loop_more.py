@@ -27,7 +27,7 @@ from echelon.common.errors import EchelonError, LoaderError, OwnLoopError
 from echelon.contracts.stopping import REQUEUE
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
-from tests.kit.own_loops import step
+from tests.kit.own_loops import own_loop, prepared, step
 from tests.kit.refusals import refused
 from tests.kit.saving import Held
 
@@ -193,10 +193,8 @@ LOOKS: dict[str, Callable[[Any], Any]] = {
 
 
 def _looks_first(look: str, folder: Path | None = None, counts: bool = False) -> tuple[list[float], list[str]]:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     saver = None if folder is None else ech.DistributedCheckpointSaver(folder, save_every_n_updates=1)
-    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), layout=_strategy(), checkpoints=saver)
+    model, optimizer, loader = prepared(DataLoader(DATA, 8), layout=_strategy(), checkpoints=saver)
     losses = []
     LOOKS[look](loader)
     saved = [] if folder is None or not folder.exists() else [each.name for each in folder.iterdir() if each.is_dir()]
@@ -217,11 +215,8 @@ def test_looking_at_the_data_first_changes_nothing(ranks: Ranks, tmp_path: Path,
 
 
 def _two_loops(folder: Path, dies_in: int = -1) -> tuple[list[tuple[int, int]], dict[str, torch.Tensor]]:
-    model, seen = net(), []
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = ech.prepare(
-        model, optimizer, DataLoader(DATA, 8, shuffle=True), layout="none", checkpoints=ech.Checkpoints(folder, every="epoch")
-    )
+    seen, saved = [], ech.Checkpoints(folder, every="epoch")
+    model, optimizer, loader = prepared(DataLoader(DATA, 8, shuffle=True), layout="none", checkpoints=saved)
     for phase, number in enumerate((1, 2)):
         for epoch in ech.epochs(loader, number):
             seen.append((phase, epoch))
@@ -293,9 +288,8 @@ REFUSED = {
 def _refusals() -> list[str]:
     told = []
     for body in REFUSED.values():
-        model = net()
         with pytest.raises(EchelonError) as caught:
-            body(*ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA, 8), layout=LAYOUT))
+            body(*prepared(DataLoader(DATA, 8), layout=LAYOUT))
         told.append(str(caught.value))
     return told
 
@@ -360,11 +354,8 @@ def test_a_model_that_is_dropped_is_freed(ranks: Ranks) -> None:
 
 def _drawing(folder: Path, stops_after: int, counts: bool) -> dict[str, torch.Tensor]:
     """Draws before its first epoch, and before each epoch's batches."""
-    torch.manual_seed(0)
-    model = net(dropout=0.4)
     saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = ech.prepare(model, optimizer, DataLoader(DATA, 8), layout=_strategy(), checkpoints=saver)
+    model, optimizer, loader = prepared(DataLoader(DATA, 8), module=net(dropout=0.4), layout=_strategy(), checkpoints=saver)
     held_out = list(DataLoader(DATA, 8))  # its order draws a number
     steps = 0
     for _ in range(3) if counts else ech.epochs(loader, 3):
@@ -397,10 +388,8 @@ def _as_scripts_do(layout: str) -> tuple[Any, ...]:
     ranks = max(1, dist.get_world_size() if dist.is_initialized() else 1)
     data = TensorDataset(*batch(16, 0))
     sampler = DistributedSampler(data, num_replicas=ranks, rank=dist.get_rank() if dist.is_initialized() else 0, shuffle=True)
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     given = DataLoader(data, 8 // ranks, sampler=sampler), DataLoader(data, 4)
-    model, optimizer, loader, held_out = ech.prepare(model, optimizer, *given, layout=layout)
+    model, optimizer, loader, held_out = prepared(*given, layout=layout)
     assert (loader.batch_size, held_out.batch_size, loader.dataset, len(loader)) == (8 // ranks, 4, data, 2)
     assert loader.sampler is sampler and loader.batch_sampler.sampler is sampler and not loader.drop_last
     with pytest.raises(AttributeError, match="no_such_thing"):
@@ -421,10 +410,8 @@ def test_a_loader_can_be_asked_and_told_as_before(ranks: Ranks) -> None:
 
 def _sets_epochs(folder: str, stop_after: int | None = None) -> dict[str, torch.Tensor]:
     """`set_epoch` is called for epochs that were trained, too, before the run comes to where it goes on."""
-    model = net()
     saver = ech.DistributedCheckpointSaver(folder, save_every_n_updates=1)
-    parts = model, torch.optim.SGD(model.parameters(), lr=0.1), ech.Loader(TensorDataset(*batch(24, 0)), 8)
-    model, optimizer, loader = ech.prepare(*parts, checkpoints=saver, layout="none")
+    model, optimizer, loader = prepared(ech.Loader(TensorDataset(*batch(24, 0)), 8), checkpoints=saver, layout="none")
     steps = 0
     for epoch in range(2):
         loader.set_epoch(epoch)
@@ -443,9 +430,8 @@ def test_epochs_that_a_script_sets_do_not_undo_where_a_run_goes_on(tmp_path: Pat
 
 
 def _counts(folder: Path, epochs: int) -> None:
-    model = net()
-    parts = model, torch.optim.SGD(model.parameters(), lr=0.1), ech.Loader(TensorDataset(*batch(24, 0)), 8)
-    model, optimizer, loader = ech.prepare(*parts, checkpoints=ech.Checkpoints(folder, every=1), layout="none")
+    rows, saved = TensorDataset(*batch(24, 0)), ech.Checkpoints(folder, every=1)
+    model, optimizer, loader = prepared(ech.Loader(rows, 8), checkpoints=saved, layout="none")
     for _ in ech.epochs(loader, epochs):
         for count, (x, y) in enumerate(loader):
             if epochs == 1 and count == 2:
@@ -488,14 +474,8 @@ def test_batches_and_subsets_of_ones_own_are_refused_with_what_gives_the_same() 
 
 
 def _epochs_in(folder: Path, epochs: int, checkpoints: Any = None) -> list[str]:
-    model = net()
-    parts = model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(DATA, 11)
-    model, optimizer, loader = ech.prepare(
-        *parts, layout="none", checkpoints=checkpoints or ech.Checkpoints(folder, every="epoch")
-    )
-    for _ in ech.epochs(loader, epochs):
-        for x, y in loader:
-            step(model, optimizer, x, y)
+    saved = checkpoints or ech.Checkpoints(folder, every="epoch")
+    own_loop(net(), DataLoader(DATA, 11), epochs=epochs, layout="none", checkpoints=saved)
     return sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
 
 
@@ -548,10 +528,7 @@ def test_a_script_may_resume_by_files_of_its_own(ranks: Ranks, kind: str, late: 
 
 
 def _evaluated_loss(folder: Path, name: str) -> tuple[list[str], dict[str, float]]:
-    module = net()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    checkpoints = ech.Checkpoints(folder, best=name)
-    model, optimizer, loader = ech.prepare(module, optimizer, ech.Loader(DATA, 8), checkpoints=checkpoints)
+    model, optimizer, loader = prepared(ech.Loader(DATA, 8), checkpoints=ech.Checkpoints(folder, best=name))
     for _ in ech.epochs(loader, 1):
         for x, y in loader:
             step(model, optimizer, x, y)

@@ -17,6 +17,7 @@ from echelon.common.errors import LauncherEnvironmentError, LayoutError
 from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, largest_difference, net, plain_training, whole
+from tests.kit.own_loops import prepared
 from tests.kit.refusals import refusal, refused
 from tests.kit.units import PARALLEL, Numbers, Own, Regression
 
@@ -223,16 +224,14 @@ def _trained(**options: Any) -> None:
 
 def _decodes() -> None:
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(8, 0)), 8, shuffle=True)
-    model: Any = net()
-    model, _, _ = ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, layout="fsdp")
+    model, _, _ = prepared(loader, layout="fsdp")
     with ech.evaluating(model):
         nn.functional.linear(torch.randn(2, 4).double(), model.first.weight)
 
 
 def _clips_by_torch() -> None:
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(8, 0)), 8)
-    model: Any = net()
-    model, optimizer, loader = ech.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader, layout="tp=2")
+    loader: Any = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch(8, 0)), 8)
+    model, optimizer, loader = prepared(loader, layout="tp=2")
     for x, y in loader:
         with ech.window(model) as window:
             window.backward(nn.functional.mse_loss(model(x), y))
