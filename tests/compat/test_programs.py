@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from echelon.cli.imports import move
 from tests.compat.programs import lightning_trainer, pytorch_raw, torchtnt_auto_unit, torchtnt_by_hand
 from tests.compat.reference import check_dragon_training, in_order, plain
 from tests.compat.reference import run_programs as run
@@ -69,26 +67,6 @@ def test_an_auto_unit_is_restored_at_another_world_size(on_two_ranks: Path, tmp_
         assert trained.keys() == program.STRATEGIES.keys()
         for name, (began, steps, parameters) in trained.items():
             assert (began, steps) == (10, 20) and largest_difference(parameters, want[4]) < 1e-12, (ranks, name)
-
-
-@pytest.mark.full
-def test_digits_of_torchtnt_02_by_import_change_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = move((HERE / "torchtnt_mnist.py").read_bytes()).text
-    assert text.count(b"echelon") == 5
-    (tmp_path / "digits.py").write_bytes(text)
-    run(tmp_path, (*ECHELON, "2", "digits.py", "out.pt", "--max-epochs", "3"))
-    parameters, logged = torch.load(tmp_path / "out.pt")
-    monkeypatch.syspath_prepend(tmp_path)
-    import digits
-
-    torch.manual_seed(7)
-    net = digits.Net().double()
-    batches = in_order(digits.digits(80), 16)
-    want = plain(net, batches, epochs=3, momentum=0.5, gamma=0.7, loss=nn.functional.nll_loss, clip=0.2)
-    assert largest_difference(parameters, want) < 1e-12
-    images, targets = digits.digits(40).tensors
-    assert logged[3]["accuracy"] == float((net(images).argmax(1) == targets).double().mean())
-    assert [step for step, row in logged.items() if "loss" in row] == [4, 9, 14]
 
 
 # --- raw PyTorch, Lightning, Dragon

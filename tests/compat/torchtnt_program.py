@@ -5,7 +5,7 @@ import sys
 
 import torch
 from torch.distributed import get_rank, get_world_size
-from torchtnt.framework.auto_unit import AutoUnit
+from torchtnt.framework.auto_unit import AutoUnit, TrainStepResults
 from torchtnt.framework.callback import Callback
 from torchtnt.framework.callbacks import (
     DistributedCheckpointSaver,
@@ -18,6 +18,8 @@ from torchtnt.framework.callbacks import (
 )
 from torchtnt.framework.fit import fit
 from torchtnt.framework.predict import predict
+from torchtnt.framework.state import State
+from torchtnt.utils import init_from_env, seed
 from torchtnt.utils.early_stop_checker import EarlyStopChecker
 from torchtnt.utils.loggers import CSVLogger, InMemoryLogger, StdoutLogger, TensorBoardLogger
 
@@ -32,7 +34,7 @@ def module():
 class Fit(AutoUnit):
     def __init__(self, **options):
         super().__init__(**options)
-        self.latest = 0.0
+        self.latest, self.losses, self.evaluated = 0.0, [], []
 
     def compute_loss(self, state, data):
         x, y = data
@@ -44,6 +46,14 @@ class Fit(AutoUnit):
     def configure_optimizers_and_lr_scheduler(self, module):
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
         return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+
+    def on_train_step_end(self, state: State, data, step: int, results: TrainStepResults) -> None:
+        self.losses.append(float(results.loss))
+        assert self.losses[-1] == self.latest and step == len(self.losses) - 1
+
+    def on_eval_step_end(self, state: State, data, step: int, loss: torch.Tensor, outputs: torch.Tensor) -> None:
+        self.evaluated.append(float(torch.nn.functional.mse_loss(outputs, data[1])))
+        assert self.evaluated[-1] == float(loss)
 
 
 class Outputs(Callback):
@@ -63,7 +73,8 @@ class Epochs(Callback):
         self.logger.log("epochs", done, done)
 
 
-unit = Fit(module=module(), strategy="ddp")
+seed(7)
+unit = Fit(module=module(), device=init_from_env(), strategy="ddp", clip_grad_norm=0.2)
 rank, world = get_rank(), get_world_size()
 generator = torch.Generator().manual_seed(1)
 data = [(torch.randn(8, 4, generator=generator).double(), torch.randn(8, 1, generator=generator).double()) for _ in range(5)]
@@ -91,7 +102,7 @@ again = Fit(module=module(), strategy="ddp")
 assert DistributedCheckpointSaver.restore_from_latest(f"{folder}/checkpoints", again)
 assert again.train_progress.num_steps_completed == 15
 assert [row["epochs"] for row in memory.log_buffer.values()] == [1, 2, 3]
-assert bool(bar.getvalue()) == (rank == 0)
+assert bool(bar.getvalue()) == (rank == 0) and len(unit.losses) == 15 and len(unit.evaluated) == 6
 
 plain = Fit(module=getattr(again.module, "module", again.module), device=torch.device("cpu"))
 predict(plain, [share[0][0]], callbacks=[outputs])

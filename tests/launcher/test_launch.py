@@ -669,15 +669,11 @@ def test_a_signal_right_after_the_start_is_not_lost(
 
 
 class _Screen:
-    """Collects; fails on demand."""
-
-    def __init__(self, fails: bool = False, takes_s: float = 0.0) -> None:
-        self.data, self.fails, self.takes_s = b"", fails, takes_s
+    def __init__(self, takes_s: float) -> None:
+        self.data, self.takes_s = b"", takes_s
 
     def write(self, stream: str, data: bytes) -> None:
         time.sleep(self.takes_s)
-        if self.fails:
-            raise RuntimeError("the screen is broken")
         self.data += data
 
     def tick(self) -> None:
@@ -688,7 +684,7 @@ class _Screen:
 
 
 def test_what_a_rank_writes_to_its_log_alone_stands_behind_what_it_printed(tmp_path: Path) -> None:
-    screen = _Screen(takes_s=0.3)
+    screen = _Screen(0.3)
     relay = Relay(screen)
     relay.start()
     pipes = relay.open(tmp_path / "log")

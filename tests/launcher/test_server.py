@@ -72,25 +72,17 @@ def test_a_server_that_imports_for_ever_ends_with_its_owner(server: ForkServer, 
     assert not runs(rank) and not runs(server.pid)
 
 
-def _starts_another(folder: Path) -> str:
-    return (
+def test_what_a_rank_started_ends_with_it(server: ForkServer, tmp_path: Path) -> None:
+    rank = rank_of(
+        server,
+        tmp_path,
         f"import subprocess, sys\np = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(600)'])\n"
-        f"open({str(folder / 'other')!r}, 'w').write(str(p.pid))\n"
+        f"open({str(tmp_path / 'other')!r}, 'w').write(str(p.pid))\n{SLEEPS}",
     )
-
-
-@pytest.mark.parametrize("dies", ["rank", "server"])
-def test_what_a_rank_started_ends_with_it(server: ForkServer, tmp_path: Path, dies: str) -> None:
-    rank = rank_of(server, tmp_path, _starts_another(tmp_path) + SLEEPS)
     until(lambda: (tmp_path / "other").exists() and bool((tmp_path / "other").read_text()))
     other = int((tmp_path / "other").read_text())
-    if dies == "rank":
-        server.signal(rank, signal.SIGTERM, group=False)
-        until(lambda: rank in server.poll(0.05))
-    else:
-        server.kill()
-        with pytest.raises(EchelonError, match="is gone"):
-            until(lambda: bool(server.poll(0.05)) and False)
+    server.signal(rank, signal.SIGTERM, group=False)
+    until(lambda: rank in server.poll(0.05))
     until(lambda: not runs(other))
 
 
