@@ -101,6 +101,7 @@ def test_a_server_that_has_gone_is_killed_no_more(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_the_system_gives_no_process_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server died of it, and the message asked for the OOM killer."""
     (tmp_path / "no_processes.py").write_text("import os\ndef fork(): raise BlockingIOError(11, 'Too many')\nos.fork = fork\n")
     monkeypatch.syspath_prepend(tmp_path)
     with contextlib.closing(ForkServer.start(("no_processes",))) as server:
@@ -137,6 +138,17 @@ def test_a_signal_goes_to_the_process_that_is_meant_and_to_no_other() -> None:
         signal_if(process.pid, signal.SIGTERM, lambda pid: pid == process.pid)
         assert process.wait(60) == -signal.SIGTERM
     signal_if(2**31 - 1, signal.SIGKILL, lambda pid: True)  # there is none
+
+
+def test_few_frames_lead_from_the_command_line_to_a_program_s_first(tmp_path: Path, echelon_command: Command) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, traceback\n"
+        "if os.environ['RANK'] == '0':\n    print(*(frame.filename for frame in traceback.extract_stack()), sep='\\n')\n"
+    )
+    done = echelon_command("run", "--ranks", "2", "train.py", fresh=True)
+    frames = [line for line in done.stdout.splitlines() if line.endswith(".py") and "runpy" not in line]
+    assert done.returncode == 0 and frames[-1].endswith("train.py"), done.stderr
+    assert len(frames[:-1]) <= 14 and all("echelon" in frame for frame in frames[:-1]), frames
 
 
 RESUMES = """

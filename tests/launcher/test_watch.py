@@ -200,6 +200,21 @@ def test_what_takes_long_by_its_nature_has_five_times_as_long(standing: RankProg
     assert len(scene.pass_time(5)) == 1
 
 
+def test_of_one_rank_that_saves_while_another_is_ahead_the_patience_is_that_of_a_save() -> None:
+    scene = _Scene()
+    scene.steps(0, 5)
+    scene.put(RankProgress(5, Phase.CHECKPOINT, 0, 16), RankProgress(5, Phase.STEP, 0, 18))
+    assert scene.pass_time(299) == []
+    assert "rank 0 is behind, in a checkpoint after update 5" in scene.pass_time(5)[0]
+
+
+def test_slow_steps_have_ten_times_as_long_as_they_usually_take() -> None:
+    scene = _Scene()
+    scene.steps(0, 6, seconds_each=40)
+    assert scene.pass_time(300) == []
+    assert len(scene.pass_time(120)) == 1
+
+
 def test_ranks_without_a_loop_of_ours_and_past_it_are_left_alone() -> None:
     scene = _Scene()
     assert scene.pass_time(2000) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import os
 import select
 import subprocess
@@ -10,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
+import echelon
 from tests.kit.started import Started
+
+SOURCES = Path(echelon.__file__).parent
 
 FREED_IN_A_SCRIPT = """
 import sys, time, torch, torch.distributed as dist
@@ -135,6 +140,17 @@ def test_a_fork_still_finalizes_what_is_its_parents() -> None:
     assert ends(program.format("keep_finalizers()")) == "child\nparent\n"
 
 
+def test_only_python_itself_can_end_idle_executors() -> None:
+    """If joining their threads by public names is enough, `run_exit_functions` needs no private one for it."""
+    program = (
+        "pool = ThreadPoolExecutor(1)\n"
+        "thread = pool.submit(__import__('threading').current_thread).result()\n"
+        "thread.join(0.3)\nprint(thread.is_alive())\n"
+        "run_exit_functions(join_threads=True)\nprint(thread.is_alive())\n"
+    )
+    assert ends(program) == "True\nFalse\n"
+
+
 def test_a_failed_rank_does_not_wait_for_its_threads() -> None:
     program = (
         "import threading\n"
@@ -142,3 +158,57 @@ def test_a_failed_rank_does_not_wait_for_its_threads() -> None:
         "run_exit_functions(join_threads=False)\nprint('ended', flush=True)\nos._exit(0)\n"
     )
     assert ends(program) == "ended\n"
+
+
+def test_a_fork_that_ends_at_once_still_loses_what_is_not_flushed(tmp_path: Path) -> None:
+    """If it does not: take `write_open_files` away."""
+    program = "file = open(sys.argv[1], 'w')\nfile.write('all of it')\n{}\nos._exit(0)\n"
+    ends(program.format(""), tmp_path / "lost")
+    ends(program.format("write_open_files()"), tmp_path / "kept")
+    assert [(tmp_path / name).read_text() for name in ("lost", "kept")] == ["", "all of it"]
+
+
+def test_a_script_is_imported_as_multiprocessing_does(tmp_path: Path) -> None:
+    """`spawn.prepare` alone does not tell the script that it is being imported."""
+    script = tmp_path / "script.py"
+    script.write_text("from echelon.launcher.workarounds import in_bootstrap\nprint(__name__, in_bootstrap())\n")
+    program = "from multiprocessing import spawn\n{}({{'init_main_from_path': sys.argv[1]}})\nprint(in_bootstrap())\n"
+    assert ends(program.format("spawn.prepare"), script) == "__mp_main__ False\nFalse\n"
+    assert ends(program.format("prepare_main"), script) == "__mp_main__ True\nFalse\n"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("dragon") is None, reason="dragonhpc is not installed")
+def test_what_is_worked_around_in_dragon_is_still_there() -> None:
+    spec = importlib.util.find_spec("dragon")
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / "native/process_group.py").read_text())
+    methods = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    # It raises a rank's failure in place of closing. If not: take `close_failed` away.
+    assert "_close_no_decorator" in methods
+    assert [ast.unparse(each) for each in methods["close"].decorator_list] == ["_check_exception"]
+    # It looks for failures in a loop. If not: take `look_for_failures_with_pauses` away. What the loop costs: test_group.py.
+    [loop] = [node for node in methods["_exq_monitor"].body if isinstance(node, ast.While)]
+    assert "if self._exq.poll(timeout=" in ast.unparse(loop)
+    # Its address is in a variable. If not: take `serve_dragon_on_loopback` away.
+    assert 'os.getenv("_DRAGON_CG_MASTER_ADDR")' in (Path(spec.origin).parent / "ai/collective_group.py").read_text()
+
+
+@pytest.mark.full
+def test_nothing_else_of_the_launcher_reaches_into_other_libraries() -> None:
+    """Private names of Python, torch and Dragon are used in workarounds.py alone (`os._exit` is documented)."""
+    libraries = {
+        *("atexit", "dist", "gc", "logging", "multiprocessing", "process"),
+        *("signal", "socket", "spawn", "threading", "torch", "weakref"),
+    }
+    found = set()
+    for path in sorted((SOURCES / "launcher").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+                root: ast.expr = node.value
+                while isinstance(root, ast.Attribute):
+                    root = root.value
+                if isinstance(root, ast.Name) and root.id in libraries:
+                    found.add(path.name)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "gc.get_objects":
+                found.add(path.name)
+    assert found == {"workarounds.py"}
