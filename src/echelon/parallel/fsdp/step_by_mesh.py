@@ -76,6 +76,7 @@ class _Noted(list[Any]):
 class _Split:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._sizes: list[int] | None = None
+        self._depth = 0  # of calls of steps under way
         self._kinds: dict[int, list[list[torch.Tensor]]] = {}  # by group index, for groups with several kinds
         self._whole: dict[int, list[torch.Tensor]] = {}  # the original lists by group index, during a step
         self._look(optimizer)
@@ -85,6 +86,9 @@ class _Split:
         optimizer.register_step_post_hook(self._after)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        if self._depth > 1:  # a subclass's step calls its base's, whose hooks torch calls again
+            return
         self._look(optimizer)
         groups = optimizer.param_groups
         for i, (first, *others) in self._kinds.items():
@@ -93,6 +97,9 @@ class _Split:
             groups += [{**groups[i], "params": kind if self._reads_all else _Noted(kind)} for kind in others]
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
         noted = [group["params"] for group in optimizer.param_groups if isinstance(group["params"], _Noted)]
         self.restore(optimizer)
         if not any(each.is_read for each in noted):  # the optimizer may keep a list of its own
@@ -116,6 +123,7 @@ class _Split:
 
     def restore(self, optimizer: torch.optim.Optimizer) -> None:
         """Restore the groups that schedulers and checkpoints know."""
+        self._depth = 0
         if self._whole:
             assert self._sizes is not None
             del optimizer.param_groups[len(self._sizes) :]
