@@ -557,6 +557,18 @@ def test_ctrl_c_while_the_command_still_starts_leaves_no_traceback(started: Star
     started.all_gone()
 
 
+def test_ctrl_c_while_a_class_is_made_leaves_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python 3.11 raises a RuntimeError from it."""
+
+    def interrupted(arguments: object) -> int:
+        raise RuntimeError("Error calling __set_name__ on 'Field' instance") from KeyboardInterrupt()
+
+    monkeypatch.setattr("echelon.cli.jobs.execute", interrupted)
+    assert main(["jobs"]) == 130 and capsys.readouterr().err == "echelon: stopped by SIGINT\n"
+
+
 # ---- bad input --------------------------------------------------------------------------------------------------------------
 
 OK = "print('ran')"

@@ -115,7 +115,9 @@ def _run(verb: str, arguments: Sequence[str]) -> int:
         what = error.filename or ("standard output" if lost else "a file")
         print(printable(f"echelon: {what} cannot be written: {error.strerror}"), file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # before or after the ranks run: meanwhile the launcher handles it
+    except (KeyboardInterrupt, RuntimeError) as error:  # before or after the ranks run: meanwhile the launcher handles it
+        if KeyboardInterrupt not in (type(error), type(error.__cause__)):  # Python 3.11 wraps one that comes as a class is made
+            raise
         print("echelon: stopped by SIGINT", file=sys.stderr)
         return 130
 
