@@ -25,7 +25,7 @@ from echelon.contracts.times import PARTS, TimeRecord, TimesReader, parse, ranks
 from echelon.loop.reporting.times import record_of
 from echelon.observe.stragglers import Straggler, stragglers
 from echelon.world.clock import Clock, Group, Part
-from echelon.world.thread_sampler import ThreadSampler
+from echelon.world.thread_sampler import FRAMES, ThreadSampler
 from tests.conftest import Ranks
 from tests.kit.models import net
 from tests.kit.slow_ranks import Batches, Fault, Net, Unit, run_folder, times_of, train
@@ -247,6 +247,22 @@ def test_lines_are_told_from_a_working_folder_that_is_gone(tmp_path: Path, monke
         where.close()
         running.close()
     assert sum(where.seen.values()) == 1 and [line.partition(":")[0] for line in where.lines] == ["own.py"]
+
+
+def test_frames_are_held_by_one_at_a_time() -> None:
+    running = Clock(0)
+    where = ThreadSampler(running, waits_in_backward=False)
+    looks = threading.Thread(target=where.look)
+    try:
+        with FRAMES:
+            looks.start()
+            looks.join(0.1)
+            assert looks.is_alive() and not where.seen
+        looks.join()
+    finally:
+        where.close()
+        running.close()
+    assert sum(where.seen.values()) == 1
 
 
 def test_a_clock_that_nobody_reads_keeps_its_totals_and_not_every_group() -> None:

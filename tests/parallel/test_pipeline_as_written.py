@@ -22,6 +22,7 @@ import echelon as ech
 from echelon.common.errors import RankFailedError
 from echelon.parallel.pipeline.stages import Unit
 from echelon.parallel.pipeline.trial import Escapes
+from echelon.world.thread_sampler import FRAMES
 from tests.conftest import Ranks
 from tests.kit.models import Batch, Net, batch, largest_difference, net, plain_training, seeded, whole
 from tests.kit.refusals import refusal
@@ -127,6 +128,23 @@ class _Skipping(Net):
         return self.last(self.blocks[1](self.blocks[0](kept)) + kept)
 
 
+class _CallsItself(nn.Sequential):
+    """A function within forward that calls itself, as over a tree, is in a reference cycle with what it uses."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def branch(depth: int) -> torch.Tensor:
+            return h if depth == 0 else h + branch(depth - 1).tanh()
+
+        h = super().forward(x)
+        return branch(2)
+
+
+def _calling_themselves() -> nn.Module:
+    module = net()
+    module.blocks = nn.ModuleList(_CallsItself(*block) for block in module.blocks)
+    return module
+
+
 def _frozen_net() -> nn.Module:
     module = net()
     _unfreezes(module, 0)
@@ -142,18 +160,20 @@ def _with_forward() -> nn.Module:
 
 
 def _held_for_a_moment() -> nn.Module:
-    """Another thread looks where this one is, as a sampler does, and holds its frames meanwhile: what is in them lives on."""
+    """Another thread samples this one, and holds its frames meanwhile: what is in them lives on."""
     module = net()
 
     def hold(part: nn.Module, args: Any, output: torch.Tensor) -> None:
-        started = threading.Event()
+        started, trains = threading.Event(), threading.get_ident()
 
-        def look(frame: Any) -> None:
-            started.set()
-            time.sleep(0.05)
-            assert frame is not None
+        def look() -> None:
+            with FRAMES:
+                frame = sys._current_frames()[trains]
+                started.set()
+                time.sleep(0.05)
+                del frame
 
-        threading.Thread(target=look, args=(sys._getframe(),)).start()
+        threading.Thread(target=look).start()
         started.wait()
 
     module.blocks[0].register_forward_hook(hold)
@@ -175,6 +195,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "a part with two names": (partial(seeded, _NamedTwice), "pp=2"),
     "containers of parameters": (partial(seeded, _Shifted), "pp=2"),
     "frames that another thread holds": (_held_for_a_moment, "pp=2"),
+    "a function that calls itself": (_calling_themselves, "pp=2"),
     "kept without gradients": (lambda: seeded(_Kept, how="attribute", detached=True), "pp=2"),
     "zbv, decoding": (partial(seeded, _Decoding), _staged("zbv", ["first"], ["blocks.0", "late"], ["blocks.1"], ["last"])),
     "zero bubble, decoding": (

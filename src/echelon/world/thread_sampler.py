@@ -11,6 +11,7 @@ import os
 import stat
 import sys
 import sysconfig
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ import torch
 
 from echelon.world.clock import Clock, Part, open_proc
 
-__all__ = ["ThreadSampler"]
+__all__ = ["FRAMES", "ThreadSampler"]
 
 Kind = Literal["busy", "queued", "own", "wait", "disk"]
 
@@ -30,6 +31,9 @@ Kind = Literal["busy", "queued", "own", "wait", "disk"]
 _MOMENT_S, _MOVED_S = 0.0002, 0.00003
 _DEPTH = 3  # frames of libraries that are searched for a collective
 _OTHERS_FD = 3  # the first descriptor after standard input, output and error
+
+# Held while a sampler holds frames of another thread: their variables live on. Who looks for what outlives a pass takes it.
+FRAMES = threading.Lock()
 
 
 class ThreadSampler:
@@ -56,13 +60,14 @@ class ThreadSampler:
 
     def look(self) -> None:
         """Take one sample; none if the thread has ended."""
-        part, frame = self._clock.part, sys._current_frames().get(self._clock.thread)
-        if frame is None:
-            return
-        before = time.clock_gettime(self._cpu)
-        at_disk = self._is_at_disk()  # checked first: it may last only a moment
-        shown, is_wait, line = self._read(frame, part)
-        del frame
+        with FRAMES:
+            part, frame = self._clock.part, sys._current_frames().get(self._clock.thread)
+            if frame is None:
+                return
+            before = time.clock_gettime(self._cpu)
+            at_disk = self._is_at_disk()  # checked first: it may last only a moment
+            shown, is_wait, line = self._read(frame, part)
+            del frame
         kind: Kind
         if at_disk and not is_wait:
             kind = "disk"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,6 +22,7 @@ from echelon.parallel.pipeline.passes import Left, Run
 from echelon.parallel.pipeline.stages import Unit
 from echelon.parallel.pipeline.values import Needed
 from echelon.world import rng
+from echelon.world.thread_sampler import FRAMES
 
 __all__ = ["Escapes", "KeptByUnits", "Trials", "compute", "leaves", "same"]
 
@@ -154,9 +154,6 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 # nodes are checked when the stage ends, before the pass ends.
 
 _MARK = "echelon"
-
-# A thread that samples this one's stack, such as world/thread_sampler.py, holds its frames and their variables for a moment.
-_PAUSES_S = (0.0, 0.01, 0.1, 0.5)
 
 
 class Escapes:
@@ -300,9 +297,8 @@ def _kept(marked: dict[str, list[_Ref]]) -> list[str]:
     def alive() -> list[str]:
         return [name for name, marks in marked.items() if any(mark() is not None for mark in marks)]
 
-    for pause_s in _PAUSES_S:
+    with FRAMES:  # no sampler of this thread holds frames of the pass, and their variables
         if not alive():
             return []
-        time.sleep(pause_s)
-        gc.collect()  # tensors held only by reference cycles do not count as kept
+    gc.collect()  # tensors held only by reference cycles, as those of a function that calls itself, do not count as kept
     return alive()
