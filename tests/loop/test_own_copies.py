@@ -55,6 +55,23 @@ def _target(average: Any, model: Any) -> None:
     model.load_state_dict(average.state_dict())
 
 
+class _Follower(nn.Module):
+    """As ema_pytorch's EMA: it holds the model that it averages, too, and pairs their parameters by name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.average = model, copy.deepcopy(model).requires_grad_(False)
+
+    def update_parameters(self, _model: nn.Module) -> None:
+        theirs = dict(self.model.named_parameters())
+        for name, e in self.average.named_parameters():
+            if name in theirs:
+                e.lerp_(theirs[name], 0.1)
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return self.average(x)
+
+
 WAYS: dict[str, Callable[[Any, Any], None]] = {
     "lerp": _each(lambda e, p: e.lerp_(p, 0.1)),
     "scaled": _each(lambda e, p: e.mul_(0.9).add_(p, alpha=0.1)),
@@ -62,6 +79,7 @@ WAYS: dict[str, Callable[[Any, Any], None]] = {
     "states": _states,
     "target": _target,
     "averaged": lambda average, model: average.update_parameters(model),
+    "follower": lambda average, model: average.update_parameters(model),
 }
 
 
@@ -91,7 +109,8 @@ def test_a_teacher_follows_what_it_teaches(ranks: Ranks, frozen: bool) -> None:
 def _averaged(way: str, layout: str, folder: Path | None = None, epochs: int = 3, until: int = 3) -> tuple[Any, list[float]]:
     """Plain PyTorch if the layout is "plain". Of the average: its weights, and what it computes after each epoch."""
     model: Any = net()
-    average: Any = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if way == "averaged" else copy.deepcopy(model)
+    makes = {"averaged": lambda of: AveragedModel(of, multi_avg_fn=get_ema_multi_avg_fn(0.9)), "follower": _Follower}
+    average: Any = makes.get(way, copy.deepcopy)(model)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     loader: Any = DataLoader(TensorDataset(X, Y), 8)
     is_plain = layout == "plain"

@@ -285,7 +285,7 @@ class _Parts:
             by_kind[_kind(each)].append(each)
         given = [type(each).__name__ for each in objects]
         held = {p for optimizer in by_kind["optimizer"] for group in optimizer.param_groups for p in group["params"]}
-        trained = [model for model in by_kind["model"] if any(p in held for p in model.parameters())]
+        trained = [model for model in by_kind["model"] if _is_trained(model, by_kind["model"], held)]
         models = trained or by_kind["model"][:1]
         copies = [model for model in by_kind["model"] if all(model is not each for each in models)]
         if not models or not by_kind["optimizer"]:
@@ -311,6 +311,14 @@ class _Parts:
         first, *others = by_kind["loader"]
         optimizers = [(optimizer, schedulers.get(id(optimizer))) for optimizer in by_kind["optimizer"]]
         return cls(models, optimizers, first, copies, others, [*by_kind["stateful"], *further])
+
+
+def _is_trained(model: nn.Module, models: Sequence[nn.Module], held: set[nn.Parameter]) -> bool:
+    """Whether the optimizers hold parameters of the model itself, and not only of other ones in it, as an average may keep the
+    model that it follows.
+    """
+    inner = {p for part in model.modules() if part is not model and any(part is each for each in models) for p in part.parameters()}
+    return any(p in held and p not in inner for p in model.parameters())
 
 
 def _kind(thing: Any) -> str:
@@ -448,7 +456,7 @@ def _refit(prepared: Any, optimizer: torch.optim.Optimizer, names: _Names) -> No
 
 
 def _divide_alike(copy: nn.Module, unit: Any, shapes: Mapping[str, torch.Size], layout: Any) -> None:
-    """Shard a copy of the unit's model, or the copy in a wrapper's `module`, if the model is sharded: an average needs the same
+    """Shard a copy of the unit's model, or the copies that a wrapper holds, if the model is sharded: an average needs the same
     shards of both.
 
     Args:
@@ -458,11 +466,11 @@ def _divide_alike(copy: nn.Module, unit: Any, shapes: Mapping[str, torch.Size], 
         if on_meta_tensors(copy):
             parallelize(copy, None, unit.device)
         return
-    for inner in (copy, getattr(copy, "module", None)):
-        if isinstance(inner, nn.Module) and {name: p.shape for name, p in plain_names(inner)} == shapes:
+    for inner in list(copy.modules()):
+        own = dict(plain_names(inner))
+        if {name: p.shape for name, p in own.items()} == shapes and not any(map(is_split, own.values())):
             made = parallelize(inner, layout, unit.device, overridden=overrides().layout)
             reshard_after_looking(made.module, trains=False)  # the loop reads and writes its parameters between passes
-            return
 
 
 def _is_of_parts(value: Any, before: nn.Parameter, now: nn.Parameter) -> bool:
