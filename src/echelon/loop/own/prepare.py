@@ -317,7 +317,8 @@ def _is_trained(model: nn.Module, models: Sequence[nn.Module], held: set[nn.Para
     """Whether the optimizers hold parameters of the model itself, and not only of other ones in it, as an average may keep the
     model that it follows.
     """
-    inner = {p for part in model.modules() if part is not model and any(part is each for each in models) for p in part.parameters()}
+    inside = [part for part in model.modules() if part is not model and any(part is each for each in models)]
+    inner = {p for part in inside for p in part.parameters()}
     return any(p in held and p not in inner for p in model.parameters())
 
 
