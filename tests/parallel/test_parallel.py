@@ -86,12 +86,14 @@ def _freezes(module: nn.Module, way: str, step: int) -> None:
         parameter.requires_grad_(name.startswith(tuple(FREEZING[way][step])))
 
 
-def _trained_in_part(layout: str, way: str) -> dict[str, torch.Tensor]:
+def _trained_in_part(layout: str, way: str, hook: str) -> dict[str, torch.Tensor]:
     module = net()
     _freezes(module, way, 0)
     unit = Regression(module=module, layout=layout, accumulate=2)
-    freezes = Hooks(on_train_step_end=lambda _, u: _freezes(u.prepared.unwrapped, way, u.train_progress.num_steps_completed))
-    ech.train(unit, [batch(4, 10 * i + dist.get_rank()) for i in range(8)], max_epochs=1, callbacks=[freezes])
+    freezes: Any = {hook: lambda _, u: _freezes(u.prepared.unwrapped, way, u.train_progress.num_steps_completed)}
+    evaluations = {"eval": [batch(4, 100)], "eval_every": 2} if "eval" in hook else {}
+    data = [batch(4, 10 * i + dist.get_rank()) for i in range(8)]
+    ech.train(unit, data, max_epochs=1, callbacks=[Hooks(**freezes)], **evaluations)
     return whole(unit.prepared)
 
 
@@ -112,8 +114,10 @@ def test_layers_that_are_frozen_and_unfrozen_during_training_are_averaged_while_
             optimizer.step()
             optimizer.zero_grad()
         _freezes(module, way, step + 1)
-    for trained in ranks(2, _trained_in_part, layout, way):
-        assert largest_difference(trained, whole(module)) < 1e-12
+    hooks = ["on_train_step_end"] + ["on_eval_epoch_end"] * (way == "all but one")
+    for hook in hooks:
+        for trained in ranks(2, _trained_in_part, layout, way, hook):
+            assert largest_difference(trained, whole(module)) < 1e-12
 
 
 # --- a layout of the future is one file and one line: what it needs is in the seam
