@@ -24,7 +24,7 @@ from echelon.common.errors import LoggerError, RanksDisagreeError, require
 from echelon.parallel.shards import whole
 from echelon.world import agree
 
-__all__ = ["NOBODY", "Logged"]
+__all__ = ["NOBODY", "Logged", "Total", "one_number", "reduced", "total_of"]
 
 R = TypeVar("R")
 
@@ -42,7 +42,7 @@ _OF_A_METRIC = (
 )
 
 
-class _Total:
+class Total:
     """One number so far: a sum, or a weighted sum and its weight."""
 
     def __init__(self, reduce: str) -> None:
@@ -62,6 +62,14 @@ class _Total:
         value = 0.0 if self.value is None else self.value
         return ([value, self.weight] if self.reduce == "mean" else [value]), []
 
+    def share(self) -> list[list[float]]:
+        """This rank's parts, for a message."""
+        return [list(map(float, parts)) for parts in self.parts()]
+
+    def restore(self, sums: list[float], greatest: list[float]) -> None:
+        """Continue from these parts."""
+        self.value, self.weight = (*sums, 0.0)[:2]
+
     def result(self, sums: list[Any], greatest: list[Any]) -> Any:
         """The number from the reduced parts of all ranks, which are removed from the lists."""
         value = sums.pop(0)
@@ -74,7 +82,7 @@ class _Total:
 _NOTHING, _NUMBER, _NAN = 0.0, 1.0, 2.0  # the maximum over the ranks tells what they have
 
 
-class _Extreme(_Total):
+class _Extreme(Total):
     """The maximum so far; or the minimum, for which all numbers are negated here. A nan stays."""
 
     def __init__(self, reduce: str) -> None:
@@ -102,6 +110,10 @@ class _Extreme(_Total):
         there = torch.where(value.isnan(), _NAN, (_on(value.device, weight) != 0).to(value))
         return [], [torch.where(value.isnan(), -math.inf, value), there]
 
+    def restore(self, sums: list[float], greatest: list[float]) -> None:
+        value, self.weight = greatest
+        self.value = math.nan if self.weight == _NAN else value
+
     def result(self, sums: list[Any], greatest: list[Any]) -> Any:
         value, there = greatest.pop(0), greatest.pop(0)
         value = -value if self._is_least else value
@@ -110,8 +122,14 @@ class _Extreme(_Total):
         return value if there == _NUMBER else math.nan
 
 
-def _new(reduce: str) -> _Total:
-    return _Extreme(reduce) if reduce in ("min", "max") else _Total(reduce)
+def total_of(reduce: str) -> Total:
+    return _Extreme(reduce) if reduce in ("min", "max") else Total(reduce)
+
+
+def reduced(shares: Sequence[list[list[float]]]) -> tuple[list[float], list[float]]:
+    """The parts of one number over the ranks that have shares in it."""
+    sums, greatest = ([list(parts) for parts in zip(*each, strict=True)] for each in zip(*shares, strict=True))
+    return [sum(parts) for parts in sums], [max(parts) for parts in greatest]
 
 
 class Logged:
@@ -128,7 +146,7 @@ class Logged:
         self.latest: dict[str, dict[str, Any]] = {}
         self.evaluated_at: int | None = None
         self._takes_part: set[str] = set()  # phases in which this rank computes a loss, in the current update or evaluation
-        self._totals: dict[str, dict[str, _Total]] = {}  # by phase
+        self._totals: dict[str, dict[str, Total]] = {}  # by phase
         self._metrics: dict[str, dict[str, Any]] = {}
         self._settled: dict[str, Any] = {}
 
@@ -171,8 +189,8 @@ class Logged:
         if not isinstance(value, torch.Tensor) and callable(getattr(value, "compute", None)):
             self._metrics.setdefault(phase, {})[name] = value
             return
-        value, weight = _one_number(name, value), self.weight if weight is None else self._within(_one_number(name, weight))
-        total = self._totals.setdefault(phase, {}).setdefault(name, _new(reduce))
+        value, weight = one_number(name, value), self.weight if weight is None else self._within(one_number(name, weight))
+        total = self._totals.setdefault(phase, {}).setdefault(name, total_of(reduce))
         if total.reduce != reduce:
             raise LoggerError(f"reduce of state.log({name!r}) must be the same as before, {total.reduce!r}, got {reduce!r}.")
         if not isinstance(weight, torch.Tensor) and weight == 0:
@@ -267,13 +285,11 @@ def _check_name(name: str, may_be: str | None) -> None:
         raise LoggerError(f"state.log: records of a run already have a number named {name!r}. Choose another name.")
 
 
-def _one_number(name: str, value: Any) -> Any:
+def one_number(name: str, value: Any, call: str = "state.log") -> Any:
     """Convert to float64. A tensor on a device stays there, and nothing waits for it."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
-            raise LoggerError(
-                f"state.log({name!r}) must be given one number, got {value.numel()} of them. Log their mean or sum."
-            )
+            raise LoggerError(f"{call}({name!r}) must be given one number, got {value.numel()} of them. Log their mean or sum.")
         value = whole(value.detach()).reshape(())  # a number computed from a DTensor, such as a norm, may be one itself
         if value.device.type == "cpu":
             return float(value)
@@ -282,9 +298,9 @@ def _one_number(name: str, value: Any) -> Any:
         # NumPy refuses to convert an array with a dim, even of one number.
         return float(value.item() if getattr(value, "size", None) == 1 and hasattr(value, "item") else value)
     except OverflowError:
-        raise LoggerError(f"state.log({name!r}) must be given a number that fits into a float, got a larger one.") from None
+        raise LoggerError(f"{call}({name!r}) must be given a number that fits into a float, got a larger one.") from None
     except (TypeError, ValueError):
-        raise LoggerError(f"state.log({name!r}) must be given a number or a metric, got a {type(value).__name__}.") from None
+        raise LoggerError(f"{call}({name!r}) must be given a number or a metric, got a {type(value).__name__}.") from None
 
 
 def _on(device: torch.device, value: Any) -> torch.Tensor:
@@ -294,7 +310,7 @@ def _on(device: torch.device, value: Any) -> torch.Tensor:
     return torch.full((), value, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
 
 
-def _settle(totals: Mapping[str, _Total], group: dist.ProcessGroup | None, device: torch.device | None) -> dict[str, Any]:
+def _settle(totals: Mapping[str, Total], group: dist.ProcessGroup | None, device: torch.device | None) -> dict[str, Any]:
     """Reduce the numbers over the ranks of the group; without a group, of this rank alone. Returns them by name."""
     sums: list[Any] = []
     greatest: list[Any] = []
@@ -320,19 +336,19 @@ def _over(values: list[Any], op: Any, group: dist.ProcessGroup, device: torch.de
     return list(made.unbind())
 
 
-def _kinds(totals: Mapping[str, _Total], metrics: Mapping[str, Any]) -> dict[str, str]:
+def _kinds(totals: Mapping[str, Total], metrics: Mapping[str, Any]) -> dict[str, str]:
     """How each logged number is reduced, by name."""
     return {name: totals[name].reduce if name in totals else _METRIC for name in (*totals, *metrics)}
 
 
-def _gathered(what: str, totals: Mapping[str, _Total], metrics: Mapping[str, Any], *, takes_part: bool) -> dict[str, float]:
+def _gathered(what: str, totals: Mapping[str, Total], metrics: Mapping[str, Any], *, takes_part: bool) -> dict[str, float]:
     """Like `_settle`, if some ranks may have logged nothing. Collective.
 
     Args:
         what: for the error, after "ranks disagree about what".
         takes_part: whether this rank computes a loss.
     """
-    shares = {name: [list(map(float, parts)) for parts in total.parts()] for name, total in totals.items()}
+    shares = {name: total.share() for name, total in totals.items()}
     shares_of_all = agree.gather([takes_part, _kinds(totals, metrics), shares])
     kinds = _agreed(what, [(part, kinds) for part, kinds, _ in shares_of_all])
     numbers: dict[str, float] = {}
@@ -340,8 +356,7 @@ def _gathered(what: str, totals: Mapping[str, _Total], metrics: Mapping[str, Any
         if reduce == _METRIC:
             continue
         of_ranks = [shares[name] for *_, shares in shares_of_all if name in shares]
-        sums, greatest = ([list(parts) for parts in zip(*each, strict=True)] for each in zip(*of_ranks, strict=True))
-        numbers[name] = float(_new(reduce).result([sum(parts) for parts in sums], [max(parts) for parts in greatest]))
+        numbers[name] = float(total_of(reduce).result(*reduced(of_ranks)))
     return numbers
 
 

@@ -84,11 +84,10 @@ class Hooking(Callback):
         batch_idx = unit.train_progress.num_steps_completed_in_epoch - 1
         outputs, batch = _as_dict(unit, phase_state.step_output), unit.batch
         session.has_stepped = unit.at_boundary
-        results = session.results["train"]
-        session.publish(results.of_step(), write=False)
+        session.publish("train", step=True, write=False)
         session.call("on_train_batch_end", outputs, batch, batch_idx)
         unit.batch = None
-        session.publish(results.of_step(), write=unit.at_boundary and session.logs_now)
+        session.publish("train", step=True, write=unit.at_boundary and session.logs_now)
         if unit.at_boundary and isinstance(unit, AutomaticUnit):
             unit.schedules.step("step", batch_idx + 1, trainer.callback_metrics)
         if self._max_updates is not None and unit.updates >= self._max_updates:
@@ -107,11 +106,10 @@ class Hooking(Callback):
         self._open = self._postponed = False
         if isinstance(unit, ManualUnit):
             self._tell_of_uncounted_steps(unit)
-        results = session.results["train"]
-        session.publish(results.of_epoch(), write=False)
+        session.publish("train", step=False, write=False)
         session.call_at_epoch_end(lambda: self._step_plateaus(unit, last=True))
-        session.publish(results.of_epoch(), write=True)
-        results.reset()
+        session.publish("train", step=False, write=True)
+        session.results["train"].reset()
         trainer.current_epoch += 1
         self._stop_if_asked(state, unit)
 
@@ -193,13 +191,10 @@ class Hooking(Callback):
 
     def _end_epoch(self, phase: str) -> None:
         session, trainer = self.session, self.trainer
-        results = session.results[phase]
-        results.dataloader_idx = None
-        session.publish(results.of_epoch(), write=False)
+        session.results[phase].dataloader_idx = None
+        session.publish(phase, step=False, write=False)
         session.call(f"on_{phase}_epoch_end")
-        numbers = results.of_epoch()
-        session.publish(numbers, write=not trainer.sanity_checking)
-        self.evaluated = numbers.logged
+        self.evaluated = session.publish(phase, step=False, write=not trainer.sanity_checking)
 
     def on_predict_step_end(self, state: State, unit: Any) -> None:
         phase_state = state.predict_state

@@ -8,7 +8,7 @@ import torch
 
 from echelon.world.device import copy_data_to_device
 
-__all__ = ["HOOKS", "Callback", "DataHooks", "ModuleHooks", "log_defaults", "no_hook", "overridden"]
+__all__ = ["HOOKS", "LOGS", "Callback", "DataHooks", "ModuleHooks", "no_hook", "overridden"]
 
 
 def overridden(name: str, thing: Any, base: type) -> bool:
@@ -40,21 +40,16 @@ def no_hook(name: str) -> Any:
     return hook
 
 
-_LOGS_STEPS = {name for name in HOOKS if name.startswith(("on_train_batch", "on_before", "on_after"))} | {
-    *("training_step", "optimizer_zero_grad", "configure_gradient_clipping", "optimizer_step")
+_OF_UPDATE = ("training_step", "optimizer_zero_grad", "configure_gradient_clipping", "optimizer_step")
+_OF_EVALUATION = ("validation_step", "test_step")
+_LOGGING = ("train", "validation", "test")
+# Where `self.log` may be called -> (whether it logs the step there by default, else the epoch; whether there is a step).
+LOGS = {
+    **{f"on_{phase}_{at}": (False, False) for phase in _LOGGING for at in ("start", "epoch_start", "epoch_end")},
+    **{f"on_{phase}_batch_{end}": (phase == "train", True) for phase in _LOGGING for end in ("start", "end")},
+    **dict.fromkeys((*_OF_UPDATE, *(name for name in HOOKS if name.startswith(("on_before", "on_after")))), (True, True)),
+    **dict.fromkeys(_OF_EVALUATION, (False, True)),
 }
-_LOGS_EPOCHS = {
-    *(f"on_{phase}_{at}" for phase in ("train", "validation", "test") for at in ("start", "epoch_start", "epoch_end")),
-    *(f"on_{phase}_batch_{end}" for phase in ("validation", "test") for end in ("start", "end")),
-    *("validation_step", "test_step"),
-}
-
-
-def log_defaults(hook: str | None) -> tuple[bool, bool] | None:
-    """Default (on_step, on_epoch) of values that a hook logs; None if it cannot log."""
-    if hook in _LOGS_STEPS:
-        return True, False
-    return (False, True) if hook in _LOGS_EPOCHS else None
 
 
 class DataHooks:

@@ -17,7 +17,7 @@ from torch import nn
 from echelon.common.errors import UsageError
 from echelon.compat.collect import gather_tensors
 from echelon.compat.lightning.pytorch import saving
-from echelon.compat.lightning.pytorch.hooks import ModuleHooks
+from echelon.compat.lightning.pytorch.hooks import LOGS, ModuleHooks
 from echelon.compat.lightning.pytorch.hparams import HyperparametersMixin
 from echelon.compat.lightning.pytorch.logged import How
 from echelon.compat.lightning.pytorch.optimizers import advance
@@ -167,17 +167,23 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         session = self._trainer.session if self._trainer is not None else None
         if session is None:
             return
-        step, epoch = session.log_when(self._hook, name, on_step, on_epoch)
+        if (places := LOGS.get(self._hook or "")) is None:
+            raise UsageError(f"self.log({name!r}, ...) cannot be called in {self._hook or 'this place'}.")
+        by_default, in_step = places
         how = How(
-            on_step=step,
-            on_epoch=epoch,
+            on_step=by_default if on_step is None else on_step,
+            on_epoch=not by_default if on_epoch is None else on_epoch,
             prog_bar=prog_bar,
             logger=logger is not False,
             reduce=How.reduction(reduce_fx),
             sync_dist=sync_dist,
             rank_zero_only=rank_zero_only,
         )
-        session.take(self._hook or "", name, value, how, batch_size, add_idx=add_dataloader_idx)
+        if how.on_step and not in_step:
+            raise UsageError(f"self.log({name!r}, on_step=True) in {self._hook}: there is no step.")
+        if not how.on_step and not how.on_epoch:
+            raise UsageError(f"self.log({name!r}, on_step=False, on_epoch=False) logs nothing.")
+        session.take(self._hook, name, value, how, batch_size, add_idx=add_dataloader_idx)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
         """Log several values; options as in `log`."""

@@ -20,8 +20,8 @@ from echelon.compat.lightning.pytorch.absent import HOOKS
 from echelon.compat.lightning.pytorch.automatic import AutomaticUnit
 from echelon.compat.lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, ModelCheckpoint
 from echelon.compat.lightning.pytorch.hooking import Hooking
-from echelon.compat.lightning.pytorch.hooks import ModuleHooks, log_defaults, overridden
-from echelon.compat.lightning.pytorch.logged import How, Numbers, Results, meets
+from echelon.compat.lightning.pytorch.hooks import LOGS, ModuleHooks, overridden
+from echelon.compat.lightning.pytorch.logged import How, Results, meets
 from echelon.compat.lightning.pytorch.loggers import InFolders
 from echelon.compat.lightning.pytorch.manual import ManualUnit
 from echelon.compat.lightning.pytorch.module import LightningModule
@@ -82,7 +82,7 @@ class Session:
         self.unit: Any = None
         self.loop_state: Any = None  # echelon's State
         self.optimizers: list[Any] = []
-        self.results = {name: Results(training=name == "train") for name in ("train", "validation", "test")}
+        self.results = {name: Results(name) for name in ("train", "validation", "test")}
         self.has_stepped = self.validates = self.was_evaluated = self._silent = False
         self.batch_idx = 0
         self.batches: dict[str, int | None] = {}
@@ -450,7 +450,7 @@ class Session:
         with self.hook(name):
             self._call_callbacks(name, [each for each in self.trainer.lightning_callbacks if each not in last], ())
             getattr(self.module, name)()
-            self.publish(self.results["train"].of_epoch(), write=False)
+            self.publish("train", step=False, write=False)
             meanwhile()
             self._call_callbacks(name, last, ())
 
@@ -471,30 +471,13 @@ class Session:
         finally:
             self._silent = False
 
-    def log_when(self, hook: str | None, name: str, on_step: bool | None, on_epoch: bool | None) -> tuple[bool, bool]:
-        """(on_step, on_epoch) for what is logged in a hook.
-
-        Raises:
-            UsageError: nothing can be logged there, or not with these options.
-        """
-        defaults = log_defaults(hook)
-        if defaults is None:
-            raise UsageError(f"self.log({name!r}, ...) cannot be called in {hook or 'this place'}.")
-        step = defaults[0] if on_step is None else on_step
-        epoch = defaults[1] if on_epoch is None else on_epoch
-        if step and not _is_in_step(hook):
-            raise UsageError(f"self.log({name!r}, on_step=True) in {hook}: there is no step.")
-        if not step and not epoch:
-            raise UsageError(f"self.log({name!r}, on_step=False, on_epoch=False) logs nothing.")
-        return step, epoch
-
     def take(self, hook: str, name: str, value: Any, how: How, batch_size: float | None, *, add_idx: bool) -> None:
         stage = self.trainer.state.stage
         phase = "validation" if stage in ("validate", "sanity_check") else stage
         if self._silent or phase not in self.results:
             return
         one = self.results[phase].log(hook, name, value, how, batch_size, add_idx=add_idx)
-        in_step = _is_in_step(hook)
+        _, in_step = LOGS[hook]
         if (phase == "train" and how.on_step) if in_step else how.on_epoch:  # for readers in the same hook
             self.trainer.callback_metrics.update(one.so_far(step=in_step))
 
@@ -502,25 +485,32 @@ class Session:
         if phase in self.results:
             self.results[phase].begin_batch(batch_size, dataloader_idx)
 
-    def publish(self, numbers: Numbers, *, write: bool, step: int | None = None) -> None:
-        """Give numbers to callbacks, loggers and the Trainer's attributes.
+    def publish(self, phase: str, *, step: bool, write: bool, at: int | None = None) -> dict[str, torch.Tensor]:
+        """Give the numbers of a step or of an epoch to callbacks, loggers and the Trainer's attributes. Collective, as the
+        phase's results are.
 
         Args:
-            step: the step that loggers get, by default `log_step`.
+            at: the step that loggers get, by default `log_step`.
+        Returns:
+            the numbers for loggers, by name.
         """
-        trainer = self.trainer
-        trainer.callback_metrics.update(numbers.callback)
-        trainer.progress_bar_metrics.update(numbers.bar)
-        trainer.logged_metrics.update(numbers.logged)
-        if write and numbers.logged:
-            values = {name: float(value) for name, value in numbers.logged.items()} if trainer.loggers else {}
-            given = values.pop("step", None)
-            if given is not None:
-                step = int(given)
-            if values and step is not None:
-                self.write_metrics(values, step)
-            elif values:
-                self.write_metrics({"epoch": trainer.current_epoch, **values}, trainer.log_step)
+        trainer, results, logged = self.trainer, self.results[phase], dict[str, torch.Tensor]()
+        for one, value in results.of_step() if step else results.of_epoch():
+            name, forked = one.names(step=step)
+            if phase == "train" or not step:
+                trainer.callback_metrics.update({name: value, forked: value})
+            if one.how.prog_bar:
+                trainer.progress_bar_metrics[forked] = float(value)
+            if one.how.logger:
+                logged[forked] = value
+        trainer.logged_metrics.update(logged)
+        if write and trainer.loggers:
+            values = {name: float(value) for name, value in logged.items()}
+            given = values.pop("step", at)
+            if values:
+                place = {"epoch": trainer.current_epoch} if given is None else {}
+                self.write_metrics({**place, **values}, trainer.log_step if given is None else int(given))
+        return logged
 
     def write_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         for logger in self.trainer.loggers if agree.is_rank0() else ():
@@ -535,9 +525,8 @@ class Session:
 
     def end_evaluation_batch(self, phase: str) -> None:
         if phase in self.results and not self.trainer.sanity_checking:
-            results = self.results[phase]
-            place = phase, results.dataloader_idx or 0
-            self.publish(results.of_step(), write=True, step=self._evaluated_batches[place])
+            place = phase, self.results[phase].dataloader_idx or 0
+            self.publish(phase, step=True, write=True, at=self._evaluated_batches[place])
             self._evaluated_batches[place] += 1
 
     def place_of(self, phase: str, step: int) -> tuple[int, int | None]:
@@ -555,10 +544,6 @@ class Session:
         progress = getattr(self.unit, f"{'eval' if phase == 'validation' else phase}_progress", None)
         index = self.place_of(phase, progress.num_steps_completed_in_epoch)[1] if progress is not None else None
         return index or 0
-
-
-def _is_in_step(hook: str | None) -> bool:
-    return hook is not None and ("batch" in hook or hook.endswith("_step") or log_defaults(hook) == (True, False))
 
 
 def _is_hook(thing: Any, name: str) -> bool:
