@@ -462,7 +462,7 @@ def test_gpus_by_number_are_those_that_are_visible(monkeypatch: pytest.MonkeyPat
         raise InterruptedError
 
     monkeypatch.setattr("echelon.compat.trainer.trainer.visible_devices", lambda: ["4", "7", "GPU-1f"])
-    monkeypatch.setattr("echelon.compat.trainer.trainer.launch", refuse)
+    monkeypatch.setattr("echelon.compat.trainer.launched.launch", refuse)
     for chosen in ([2, 0], [1]):  # one rank that is not to take the first GPU needs a process of its own, too
         with pytest.raises(InterruptedError):
             ech.Trainer(devices=chosen, max_epochs=1).fit(Regression(), loader())

@@ -1,11 +1,11 @@
-"""What a rank does for a Trainer: build the unit, run the phase, and return what the caller cannot see."""
+"""A Trainer's call with a unit: build the unit, share the loaders between the ranks, and run the phase."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 from echelon.checkpoint import commit
 from echelon.checkpoint.location import location
 from echelon.common.errors import TrainerError
-from echelon.compat.trainer.rebuild import Parcel, own_attributes, rebuild, remembered, unpack
+from echelon.compat.trainer.launched import Work, state_of
+from echelon.compat.trainer.rebuild import Parcel, own_attributes, pack, rebuild, unpack
 from echelon.contracts.overrides import overrides
-from echelon.data.base import BaseLoader
 from echelon.data.replayed import Replayed
 from echelon.data.torch_loader import as_loader, is_distributed
 from echelon.loop.auto.auto import AutoUnit
@@ -31,23 +31,18 @@ from echelon.loop.unit import Unit
 from echelon.loop.validate import accumulation_of, refuse_steps
 from echelon.parallel.layouts import resolve
 from echelon.parallel.recipe.precision import Precision
-from echelon.world import agree, rng
+from echelon.world import agree
 from echelon.world.device import copy_data_to_device
 from echelon.world.init import World, init_from_env
 
 __all__ = [
-    "BETWEEN_PROCESSES",
     "OLDER",
-    "Work",
-    "in_order",
+    "UnitWork",
     "kept",
     "kept_global_batch",
     "length_of",
     "planned",
-    "save",
     "shared",
-    "work_here",
-    "work_in_rank",
 ]
 
 logger = logging.getLogger(__name__)
@@ -56,43 +51,13 @@ logger = logging.getLogger(__name__)
 BETWEEN_PROCESSES = RestoreOptions(show_changes=False)
 
 _METRICS = {"validate": "eval_loss", "test": "test_loss"}
-_NONE = object()
+_RUNS: dict[str, tuple[Callable[..., Any], str]] = {
+    "validate": (evaluate, "val"),
+    "test": (test, "test"),
+    "predict": (predict, "predict"),
+}
 # Older names of a Trainer's arguments -> today's.
 OLDER = {"max_steps": "max_updates", "evaluate_every_n_steps": "evaluate_every_n_updates"}
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a rank is to do.
-
-    Args:
-        phase: "fit", "validate", "test" or "predict".
-        unit: the unit, a Parcel to build it from in this process, or a function that builds it.
-        loaders: for training and evaluation; in other phases than "fit", the phase's loader and None.
-        ckpt_path: where to resume from; "last" is the newest below the Trainer's folder.
-        before: a checkpoint of the unit as the caller has it, if it has been trained.
-        after: the folder for the checkpoint that the caller takes back.
-        seeds: of the ranks' RNGs.
-    """
-
-    phase: str
-    unit: Parcel | Unit | Callable[[], Any]
-    loaders: tuple[Any, Any]
-    ckpt_path: str | None
-    before: str | None = None
-    after: str = ""
-    seeds: list[int] = field(default_factory=lambda: [0, 0, 0])
-
-
-@dataclass(frozen=True)
-class Done:
-    """What a rank gives back. Only rank 0's has the attributes of the unit and of each callback, pickled one by one."""
-
-    metrics: dict[str, float]
-    data_rank: int
-    outputs: list[Any]
-    unit: dict[str, bytes] = field(default_factory=dict)
-    callbacks: list[dict[str, bytes]] = field(default_factory=list)
 
 
 class _Outputs(Callback):
@@ -109,50 +74,80 @@ class _Outputs(Callback):
             self.outputs.append(copy_data_to_device(phase.step_output, torch.device("cpu")))
 
 
-def work_in_rank(trainer: Any, work: Work) -> Done:
-    """Do the work in a rank that the Trainer started."""
-    rng.start(work.seeds)
-    init_from_env("cpu" if trainer.accelerator == "cpu" else None)
-    unit: Any = work.unit
-    if isinstance(work.unit, Parcel):
-        unit = unpack(work.unit, **changes_for(trainer, work.unit.options))
-        if work.before is not None:
-            DistributedCheckpointSaver.restore(work.before, unit, restore_options=BETWEEN_PROCESSES)
-        metrics, outputs = _run(trainer, work, unit)
-        if work.phase == "fit":
-            save(unit, Path(work.after))
-    else:
-        metrics, outputs = work_here(trainer, work)
-    world = World.current(torch.device("cpu"))
-    rank_and_size = unit.data_rank_and_size if isinstance(unit, Unit) else None  # a class may be the function that builds one
-    data_rank, _ = rank_and_size or (world.rank, world.size)
-    if world.rank:
-        divided = isinstance(work.loaders[0], (BaseLoader, DataLoader))  # other iterables give every rank the same
-        return Done(metrics, data_rank, outputs if divided else [])
-    attributes = {**metrics, **own_attributes(unit, progress=work.phase != "fit")} if isinstance(unit, AutoUnit) else {}
-    savers = DistributedCheckpointSaver  # not sent, also as attributes of callbacks: their folder and lease are the rank's
-    own = [(c, {} if isinstance(c, savers) else vars(c)) for c in trainer.unit_callbacks]
-    callbacks = [remembered(c, {k: v for k, v in each.items() if not isinstance(v, savers)}) for c, each in own]
-    return Done(metrics, data_rank, outputs, remembered(unit, attributes), callbacks)
+@dataclass
+class UnitWork(Work):
+    """A call with a unit.
 
+    Args:
+        unit: a unit, a Parcel to build it from in this process, or a function that builds it.
+        before: a checkpoint of the unit as the caller has it, if it has been trained.
+        comes_back: the unit was sent, so that the caller takes it back.
+        metrics: what the call has measured, by the names of the unit's attributes.
+    """
 
-def work_here(trainer: Any, work: Work) -> tuple[dict[str, float], list[Any]]:
-    """Do the work in a process that runs already: (metrics, predictions)."""
-    init_from_env("cpu" if trainer.accelerator == "cpu" else None)
-    given: Any = work.unit
-    unit = given if isinstance(given, Unit) else given()
-    if not isinstance(unit, Unit):
-        raise TrainerError(f"unit must be a function that returns a unit, got one that returned {type(unit).__name__}.")
-    if isinstance(unit, AutoUnit):
-        options = unit.auto_options
-        changes = changes_for(trainer, options)
-        if any(getattr(options, name) != value for name, value in changes.items()):
-            rebuild(unit, **changes)
-    elif trainer.unit_options:
-        raise TrainerError(
-            f"{', '.join(sorted(trainer.unit_options))} must be given to {type(unit).__name__} itself, which is not an AutoUnit."
-        )
-    return _run(trainer, work, unit)
+    unit: Any
+    before: str | None = None
+    comes_back: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def sent(self, trainer: Any, folder: Path) -> Iterator[UnitWork]:
+        unit, before = self.unit, None
+        if not isinstance(unit, Unit):
+            yield self
+            return
+        if not isinstance(unit, AutoUnit):
+            raise TrainerError(
+                f"the unit must be an AutoUnit, or a function that every rank calls to build one, got an object of "
+                f"{type(unit).__name__}. If it needs no arguments: `trainer.{self.call}({type(unit).__name__}, ...)`."
+            )
+        if vars(unit).get("optimizer") is not None:
+            before = str(save(unit, folder / "before"))
+        try:
+            yield replace(self, unit=pack(unit), before=before, comes_back=True)
+        finally:
+            unit.prepared.unwrapped.to(unit.device)
+
+    def here(self, trainer: Any) -> Any:
+        init_from_env("cpu" if trainer.accelerator == "cpu" else None)
+        if isinstance(self.unit, Parcel):
+            self.unit = unpack(self.unit, **changes_for(trainer, self.unit.options))
+            if self.before is not None:
+                DistributedCheckpointSaver.restore(self.before, self.unit, restore_options=BETWEEN_PROCESSES)
+        else:
+            self._build(trainer)
+        self.metrics, outputs = _run(trainer, self, self.unit)
+        trainer.callback_metrics |= self.metrics
+        return outputs if self.call == "predict" else [self.metrics]
+
+    def _build(self, trainer: Any) -> None:
+        unit = self.unit if isinstance(self.unit, Unit) else self.unit()
+        if not isinstance(unit, Unit):
+            raise TrainerError(f"unit must be a function that returns a unit, got one that returned {type(unit).__name__}.")
+        if isinstance(unit, AutoUnit):
+            options = unit.auto_options
+            changes = changes_for(trainer, options)
+            if any(getattr(options, name) != value for name, value in changes.items()):
+                rebuild(unit, **changes)
+        elif trainer.unit_options:
+            raise TrainerError(
+                f"{', '.join(sorted(trainer.unit_options))} must be given to {type(unit).__name__} itself, which is no AutoUnit."
+            )
+        self.unit = unit
+
+    def leave(self, trainer: Any, folder: Path) -> tuple[Any, Any]:
+        if self.call == "fit" and self.comes_back:
+            save(self.unit, folder / "after")
+        return self.unit, self.loaders[0]
+
+    def take_back(self, trainer: Any, folder: Path) -> None:
+        if self.call == "fit" and isinstance(self.unit, AutoUnit):
+            DistributedCheckpointSaver.restore_from_latest(folder / "after", self.unit, restore_options=BETWEEN_PROCESSES)
+
+    def own(self, trainer: Any) -> list[tuple[object, Mapping[str, Any]]]:
+        own = {**self.metrics, **own_attributes(self.unit, progress=self.call != "fit")} if self.comes_back else {}
+        others = [(each, state_of(each)) for each in trainer.unit_callbacks]
+        return [(self.unit, own), (trainer, {"callback_metrics": trainer.callback_metrics}), *others]
 
 
 def changes_for(trainer: Any, options: AutoOptions) -> dict[str, Any]:
@@ -170,67 +165,44 @@ def changes_for(trainer: Any, options: AutoOptions) -> dict[str, Any]:
     return changes
 
 
-def _run(trainer: Any, work: Work, unit: Any) -> tuple[dict[str, float], list[Any]]:
+def _run(trainer: Any, work: UnitWork, unit: Any) -> tuple[dict[str, float], list[Any]]:
     _, data_size = unit.data_rank_and_size or (0, World.current().size)
-    accumulation = accumulation_of(unit, work.loaders[0]) if work.phase == "fit" else 1
-    as_before = None
-    if work.phase == "fit" and (path := _checkpoint(trainer, work, unit)) is not None:
-        as_before = kept_global_batch(path, work.loaders[0], data_size, accumulation)
-    loader = shared(work.loaders[0], data_size, accumulation, trains=work.phase == "fit", global_batch=as_before)
-    _restore(trainer, work, unit, loader if work.phase == "fit" else None)
-    callbacks, outputs = list(trainer.unit_callbacks), _Outputs()
-    if work.phase == "fit":
+    trains = work.call == "fit"
+    accumulation = accumulation_of(unit, work.loaders[0]) if trains else 1
+    # `fit` continues from the newest checkpoint without a `ckpt_path`, too.
+    anew = trains and work.ckpt_path is None and not unit.train_progress.num_updates_completed
+    from_latest = work.ckpt_path == "last" or (anew and trainer.saves and trainer.resumes)
+    path = _newest(trainer.checkpoints.folder) if from_latest else work.ckpt_path
+    as_before = kept_global_batch(Path(path), work.loaders[0], data_size, accumulation) if trains and path is not None else None
+    loader = shared(work.loaders[0], data_size, accumulation, trains=trains, global_batch=as_before)
+    resumed = loader if trains else None
+    if from_latest:
+        folder, options = trainer.checkpoints.folder, trainer.checkpoints.restore_options
+        there = DistributedCheckpointSaver.restore_from_latest(folder, unit, train_dataloader=resumed, restore_options=options)
+        if not there and not trains:
+            raise TrainerError(f'ckpt_path is "last", but there is no checkpoint in {folder}.')
+    elif path is not None:
+        DistributedCheckpointSaver.restore(path, unit, train_dataloader=resumed)
+    outputs = _Outputs()
+    callbacks = [*trainer.unit_callbacks, outputs]
+    if trains:
         _fit(trainer, unit, loader, shared(work.loaders[1], data_size, 1), callbacks)
-    elif work.phase == "validate":
-        evaluate(unit, loader, max_steps_per_epoch=trainer.limits.get("val"), callbacks=callbacks)
-    elif work.phase == "test":
-        test(unit, loader, max_steps_per_epoch=trainer.limits.get("test"), callbacks=callbacks)
     else:
-        predict(unit, loader, max_steps_per_epoch=trainer.limits.get("predict"), callbacks=[*callbacks, outputs])
-    name = "eval_loss" if work.phase == "fit" and work.loaders[1] is not None else _METRICS.get(work.phase, "")
+        run, limit = _RUNS[work.call]
+        run(unit, loader, max_steps_per_epoch=trainer.limits.get(limit), callbacks=callbacks)
+    name = "eval_loss" if trains and work.loaders[1] is not None else _METRICS.get(work.call, "")
     value = getattr(unit, name, None)
     return {name: value} if isinstance(value, float) else {}, outputs.outputs
 
 
-def _checkpoint(trainer: Any, work: Work, unit: Any) -> Path | None:
+def _newest(folder: str) -> str | None:
     """The checkpoint that training continues from, as far as is known before it is read."""
-    if work.ckpt_path not in (None, "last"):
-        return Path(work.ckpt_path)
-    if trainer.checkpoints is None or (work.ckpt_path is None and not _takes_up(trainer, work, unit)):
-        return None
-    folder = location(trainer.checkpoints.folder)
-    checkpoints = commit.candidates(folder)
-    return Path(str(checkpoints[0])) if checkpoints and not left_alone(folder) else None
-
-
-def _takes_up(trainer: Any, work: Work, unit: Any) -> bool:
-    """Whether `fit` continues from the newest checkpoint without a `ckpt_path`."""
-    return (
-        work.phase == "fit"
-        and work.ckpt_path is None
-        and trainer.saves
-        and trainer.resumes
-        and not unit.train_progress.num_updates_completed
-    )
-
-
-def _restore(trainer: Any, work: Work, unit: Any, loader: Any) -> None:
-    if work.ckpt_path == "last" or _takes_up(trainer, work, unit):
-        assert trainer.checkpoints is not None
-        folder = trainer.checkpoints.folder
-        if (
-            not DistributedCheckpointSaver.restore_from_latest(
-                folder, unit, train_dataloader=loader, restore_options=trainer.checkpoints.restore_options
-            )
-            and work.phase != "fit"
-        ):
-            raise TrainerError(f'ckpt_path is "last", but there is no checkpoint in {folder}.')
-    elif work.ckpt_path is not None:
-        DistributedCheckpointSaver.restore(work.ckpt_path, unit, train_dataloader=loader)
+    checkpoints = commit.candidates(location(folder))
+    return str(checkpoints[0]) if checkpoints and not left_alone(location(folder)) else None
 
 
 def _fit(trainer: Any, unit: Any, train_loader: Any, eval_loader: Any, callbacks: list[Callback]) -> None:
-    if trainer.saves and trainer.checkpoints is not None:
+    if trainer.saves:
         callbacks.append(trainer.checkpoints.saver())
     refuse_steps("Trainer", {"evaluate_every_n_steps": trainer.in_steps}, OLDER, accumulation_of(unit, train_loader))
     training, evaluation = PhaseState(dataloader=train_loader, **trainer.training_limits()), None
@@ -241,13 +213,6 @@ def _fit(trainer: Any, unit: Any, train_loader: Any, eval_loader: Any, callbacks
 
 def save(unit: Any, folder: Path) -> Any:
     return DistributedCheckpointSaver(folder).save(State(entry_point=EntryPoint.TRAIN), unit)
-
-
-def in_order(done: Sequence[Done]) -> list[Any]:
-    """The outputs batch by batch; of ranks that have the same samples, the first counts."""
-    outputs = {d.data_rank: d.outputs for d in reversed(done)}
-    parts = zip_longest(*(outputs[rank] for rank in sorted(outputs)), fillvalue=_NONE)
-    return [output for of_batch in parts for output in of_batch if output is not _NONE]
 
 
 def shared(loader: Any, data_size: int, accumulation: int, *, trains: bool = False, global_batch: int | None = None) -> Any:

@@ -10,13 +10,9 @@ What the user gave can be sent, and so can the attributes that a subclass has se
 from __future__ import annotations
 
 import copy
-import io
-import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import cloudpickle
 import torch
 
 from echelon.common.errors import TrainerError
@@ -24,9 +20,7 @@ from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.unit_options import AutoOptions
 from echelon.parallel.shards import is_split
 
-__all__ = ["BUILT", "Parcel", "own_attributes", "pack", "rebuild", "recall", "remembered", "unpack"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["BUILT", "Parcel", "own_attributes", "pack", "rebuild", "unpack"]
 
 # Built at first use, over the current module.
 _MADE_LATER = frozenset({"optimizer", "lr_scheduler", "several", "swa_scheduler", "own_schedule", "_reports_step"})
@@ -92,48 +86,6 @@ def own_attributes(unit: AutoUnit[Any], *, progress: bool) -> dict[str, Any]:
     held = {name.partition("[")[0] for name in saved}  # lists and dicts whose members are saved
     own = {name: value for name, value in vars(unit).items() if name not in held}
     return {**own, **unit.tracked_progress()} if progress else own
-
-
-def remembered(owner: object, attributes: Mapping[str, Any]) -> dict[str, bytes]:
-    """Attributes of `owner`, pickled one by one for another process; a warning names those that cannot be sent."""
-    pickled = {}
-    for name, value in attributes.items():
-        try:
-            pickled[name] = _pickled(value)
-        except Exception as error:  # any type can raise anything when it is pickled
-            _warn_of_stale(owner, name, error)
-    return pickled
-
-
-def _pickled(value: Any) -> bytes:
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-    except Exception:
-        if isinstance(value, io.IOBase):  # an open file would arrive as a file in memory
-            raise
-        file = io.BytesIO()
-        torch.save(value, file, pickle_module=cloudpickle)  # functions of a script; they were sent here so, too
-    return file.getvalue()
-
-
-def recall(thing: object, pickled: Mapping[str, bytes]) -> None:
-    """Set the attributes that `remembered` pickled in a process that this one started. Tensors are on the CPU."""
-    for name, data in pickled.items():
-        try:
-            vars(thing)[name] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-        except Exception as error:  # any type can raise anything when it is loaded
-            _warn_of_stale(thing, name, error)
-
-
-def _warn_of_stale(owner: object, name: str, error: Exception) -> None:
-    logger.warning(
-        "%s.%s is after the call what it was before, not what the ranks made of it, since it cannot be sent between processes "
-        "(%s). Keep what you need of it in attributes that pickle, or call the Trainer on ranks that run already (echelon run)",
-        type(owner).__name__,
-        name,
-        error,
-    )
 
 
 def _plain(unit: AutoUnit[Any]) -> torch.nn.Module:

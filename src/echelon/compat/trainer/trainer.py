@@ -10,8 +10,6 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -25,22 +23,18 @@ from echelon.common.errors import TrainerError, require
 from echelon.common.machine import visible_devices
 from echelon.common.numbers import whole
 from echelon.common.older_words import renames, translated, unknown
-from echelon.compat.trainer.rank import BETWEEN_PROCESSES, OLDER, Work, in_order, save, work_here, work_in_rank
-from echelon.compat.trainer.rebuild import pack, recall
+from echelon.compat.trainer.launched import Work, start
+from echelon.compat.trainer.rank import OLDER, UnitWork
 from echelon.launcher.calls import end_bootstrap
-from echelon.launcher.functions.launch import launch
 from echelon.launcher.job import auto_ranks
-from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.unit_options import OLDER_WORDS, AutoOptions, changes_of
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.checkpoints import Checkpoints
-from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.state import PhaseState
 from echelon.loop.unit import TrainUnit, Unit
 from echelon.loop.validate import callbacks_of, check_loader, no_end
 from echelon.parallel.layouts import is_word, resolve
 from echelon.parallel.strategy import Strategy
-from echelon.world import rng
 from echelon.world.init import rank_info
 
 __all__ = ["Trainer", "is_launched", "without_layout"]
@@ -196,15 +190,15 @@ class Trainer:
         Returns:
             one dict: "eval_loss", the mean over all samples of all ranks, for an AutoUnit; empty for other units.
         """
-        self._go("validate", unit, (dataloaders, None), ckpt_path)
-        return [{k: v for k, v in self.callback_metrics.items() if k == "eval_loss"}]
+        metrics: list[dict[str, float]] = self._go("validate", unit, (dataloaders, None), ckpt_path)
+        return metrics
 
     def test(
         self, unit: Any | Callable[[], Any], dataloaders: Iterable[Any], *, ckpt_path: str | Path | None = None
     ) -> list[dict[str, float]]:
         """As `validate`, with the unit's `test_step`: "test_loss"."""
-        self._go("test", unit, (dataloaders, None), ckpt_path)
-        return [{k: v for k, v in self.callback_metrics.items() if k == "test_loss"}]
+        metrics: list[dict[str, float]] = self._go("test", unit, (dataloaders, None), ckpt_path)
+        return metrics
 
     def predict(
         self, unit: Any | Callable[[], Any], dataloaders: Iterable[Any], *, ckpt_path: str | Path | None = None
@@ -234,14 +228,14 @@ class Trainer:
         )
         if ckpt_path == "last" and self.checkpoints is None:
             raise TrainerError('ckpt_path="last" means the newest below run_dir or in checkpoints, which are not given.')
-        work = Work(phase, unit, loaders, str(ckpt_path) if ckpt_path is not None else None)
-        if ranks := self.ranks_to_start():
-            return self._launch(ranks, work)
-        metrics, outputs = work_here(self, work)
-        self.callback_metrics |= metrics
-        return outputs
+        return self.run(UnitWork(phase, loaders, str(ckpt_path) if ckpt_path is not None else None, unit))
 
-    def ranks_to_start(self) -> int:
+    def run(self, work: Work) -> Any:
+        """Run a call, here or in ranks that are started for it; return what it returns."""
+        ranks = self._ranks_to_start()
+        return start(self, ranks, work) if ranks else work.here(self)
+
+    def _ranks_to_start(self) -> int:
         """How many ranks a call starts; 0 if it runs in this process."""
         if is_launched():
             self._check_launched()
@@ -280,37 +274,6 @@ class Trainer:
         if self.accelerator == "cpu":
             return {"CUDA_VISIBLE_DEVICES": ""}
         return {"CUDA_VISIBLE_DEVICES": _visible(self.device_numbers)} if self.device_numbers else {}
-
-    def _launch(self, ranks: int, work: Work) -> Any:
-        unit, folder = work.unit, Path(tempfile.mkdtemp(prefix="echelon-fit-"))
-        try:
-            before, sent = None, unit
-            if isinstance(unit, Unit):
-                if not isinstance(unit, AutoUnit):
-                    raise TrainerError(
-                        f"the unit must be an AutoUnit, or a function that every rank calls to build one, got an object of "
-                        f"{type(unit).__name__}. If it needs no arguments: `trainer.{work.phase}({type(unit).__name__}, ...)`."
-                    )
-                if vars(unit).get("optimizer") is not None:
-                    before = str(save(unit, folder / "before"))
-                sent = pack(unit)
-            seeds = rng.draw()  # from the caller's RNGs, so that the caller's seed decides what ranks draw
-            work = replace(work, unit=sent, before=before, after=str(folder / "after"), seeds=seeds)
-            try:
-                done = launch(work_in_rank, ranks=ranks, args=(self, work), env=self.environment_of_ranks(), run_dir=self.run_dir)
-            finally:
-                if isinstance(unit, AutoUnit):
-                    unit.prepared.unwrapped.to(unit.device)
-            if isinstance(unit, AutoUnit):
-                if work.phase == "fit":
-                    DistributedCheckpointSaver.restore_from_latest(folder / "after", unit, restore_options=BETWEEN_PROCESSES)
-                recall(unit, done[0].unit)
-            for own, theirs in zip(self.callbacks, done[0].callbacks, strict=True):
-                recall(own, theirs)
-            self.callback_metrics |= done[0].metrics
-            return in_order(done)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_names(others: Mapping[str, Any]) -> None:

@@ -1,29 +1,26 @@
-"""Ranks that a Trainer starts for a LightningModule: what is sent to them, and what comes back."""
+"""A Trainer's call with a LightningModule: what ranks are sent, and what comes back from those that the Trainer starts."""
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch.loggers import Online
-from echelon.compat.lightning.pytorch.session import Session, Work
-from echelon.compat.trainer.rank import Done, in_order
-from echelon.compat.trainer.rebuild import recall, remembered
-from echelon.launcher.functions.launch import launch
+from echelon.compat.lightning.pytorch.module import LightningModule
+from echelon.compat.lightning.pytorch.session import Session
+from echelon.compat.trainer.launched import Work, state_of
 from echelon.parallel.shards import whole
-from echelon.world import rng
-from echelon.world.init import World, init_from_env
+from echelon.world import agree
 
-__all__ = ["in_ranks"]
+__all__ = ["ModuleWork"]
 
-_LEFT = "weights.pt"
+_WEIGHTS = "weights.pt"
 
 # What the caller's Trainer gets from rank 0's Trainer after a run.
 _KNOWN = (
@@ -33,6 +30,7 @@ _KNOWN = (
     "current_epoch",
     "log_step",
     "should_stop",
+    "state",
     "steps_before",
     "progress_before",
     "num_training_batches",
@@ -45,131 +43,69 @@ _KNOWN = (
 _OF_TORCH = frozenset(vars(torch.nn.Module())) | {"_trainer", "_hook", "_within_step", "_toggled", "_wanted"}
 
 
-@dataclass(frozen=True)
-class ModuleDone(Done):
-    """What a rank returns for a LightningModule. Only rank 0's has the fields below.
+@dataclass
+class ModuleWork(Work):
+    """A call with a LightningModule."""
 
-    Args:
-        numbers: what `validate` or `test` returns.
-        trainer, loggers: their attributes, pickled one by one.
-        kinds: the types of the callbacks in `callbacks`.
-    """
+    module: LightningModule
+    datamodule: Any = None
 
-    numbers: Any = None
-    trainer: dict[str, bytes] | None = None
-    loggers: tuple[dict[str, bytes], ...] = ()
-    kinds: tuple[str, ...] = ()
+    def here(self, trainer: Any) -> Any:
+        return Session(trainer, self).run()
 
-
-def in_ranks(trainer: Any, ranks: int, work: Work) -> Any:
-    """Run the call in new ranks on this machine; return what it returns."""
-    module, folder = work.module, Path(tempfile.mkdtemp(prefix="echelon-fit-"))
-    try:
-        work, device = replace(work, seeds=rng.draw()), module.device
-        module.cpu()
-        trainer.lightning_module = trainer.datamodule = trainer.session = None
-        trainer.state.status = "interrupted"  # unless it finishes
+    @contextmanager
+    def sent(self, trainer: Any, folder: Path) -> Iterator[ModuleWork]:
+        device = self.module.device
+        self.module.cpu()
+        trainer.lightning_module, trainer.datamodule, trainer.session = self.module, self.datamodule, None
+        trainer.state.fn, trainer.state.status = self.call, "interrupted"  # unless it finishes
         _close_trackers(trainer)  # rank 0 continues their runs
         try:
-            done = launch(
-                trainer_run,
-                ranks=ranks,
-                args=(trainer, work, str(folder)),
-                env=trainer.environment_of_ranks(),
-                run_dir=trainer.run_dir,
-            )
+            yield self
         finally:
-            module.to(device)
-        if work.call == "fit":
-            _bring_back(trainer, module, work.datamodule, folder / "after.pt")
-        trainer.lightning_module, trainer.datamodule, trainer.state.fn = module, work.datamodule, work.call
-        trainer.state.status = "finished"
+            self.module.to(device)
+
+    def leave(self, trainer: Any, folder: Path) -> tuple[Any, Any]:
+        _close_trackers(trainer)
+        if self.call == "fit":
+            (prepared,) = trainer.unit.prepared_modules().values()
+            state = {name: whole(t).detach().cpu() for name, t in prepared.state().state_dict().items()}
+            if agree.is_rank0():
+                torch.save(state, folder / _WEIGHTS)
+        return trainer.unit, trainer.predict_dataloaders
+
+    def take_back(self, trainer: Any, folder: Path) -> None:
+        """Load the weights. Layers that the ranks made in `configure_model` or `setup` are made here by the same hooks.
+
+        Raises:
+            UsageError: the module still has other parameters. The error names the file, so that no training is lost.
+        """
+        module, path = self.module, folder / _WEIGHTS
         module.trainer = trainer
-        recall(module, done[0].unit)
-        recall(trainer, done[0].trainer or {})
-        left = list(zip(done[0].kinds, done[0].callbacks, strict=True))  # in another order, and with the module's own callbacks
-        for own in trainer.lightning_callbacks:
-            if (same := next((i for i, (kind, _) in enumerate(left) if kind == _kind(own)), None)) is not None:
-                recall(own, left.pop(same)[1])
-        for own, theirs in zip(trainer.loggers, done[0].loggers, strict=False):
-            recall(own, theirs)
-        return in_order(done) if work.call == "predict" else done[0].numbers
-    finally:
-        if not (folder / _LEFT).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+        if self.call != "fit":
+            return
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        hooks = [] if self.datamodule is None else [lambda: self.datamodule.setup("fit")]  # in the same order as on the ranks
+        try:
+            for hook in (*hooks, lambda: module.setup("fit"), module.configure_model):
+                if module.state_dict().keys() != saved.keys():
+                    hook()
+            module.load_state_dict(saved)
+        except Exception as error:
+            raise UsageError(
+                f"{type(module).__name__} has been trained, but here it has not the layers that its ranks had ({error}). Their "
+                f"weights are in {path}: torch.load gives a state_dict. Make all layers in __init__ or configure_model; or start "
+                "the script by `echelon run`, whose ranks keep their module."
+            ) from error
+
+    def own(self, trainer: Any) -> list[tuple[object, Mapping[str, Any]]]:
+        left_out = _OF_TORCH | (trainer.session.added_to_module if trainer.session is not None else set())
+        own = {name: value for name, value in vars(self.module).items() if name not in left_out}
+        others = [(each, state_of(each)) for each in (*trainer.lightning_callbacks, *trainer.loop_callbacks, *trainer.loggers)]
+        return [(self.module, own), (trainer, {name: getattr(trainer, name) for name in _KNOWN}), *others]
 
 
 def _close_trackers(trainer: Any) -> None:
     for each in trainer.loggers:
         if isinstance(each, Online):
             each.close()
-
-
-def trainer_run(trainer: Any, work: Work, folder: str) -> ModuleDone:
-    """Run the call in a rank that the Trainer started."""
-    rng.start(work.seeds)
-    init_from_env("cpu" if trainer.accelerator == "cpu" else None)
-    session = Session(trainer, work)
-    made = session.run()
-    _close_trackers(trainer)
-    unit = session.unit
-    world = World.current(torch.device("cpu"))
-    if work.call == "fit":
-        (prepared,) = unit.prepared_modules().values()
-        state = {name: whole(t).detach().cpu() for name, t in prepared.state().state_dict().items()}
-        if world.rank == 0:
-            torch.save(state, Path(folder) / "after.pt")
-    data_rank, _ = unit.data_rank_and_size or (world.rank, world.size)
-    outputs = made if work.call == "predict" else []
-    if world.rank:
-        return ModuleDone({}, data_rank, outputs)
-    own = {name: value for name, value in vars(work.module).items() if name not in _OF_TORCH | session.added_to_module}
-    known = {name: getattr(trainer, name) for name in _KNOWN}
-    return ModuleDone(
-        {},
-        data_rank,
-        outputs,
-        remembered(work.module, own),
-        [remembered(each, _state_of(each)) for each in trainer.lightning_callbacks],
-        numbers=made if work.call != "predict" else None,
-        kinds=tuple(_kind(each) for each in trainer.lightning_callbacks),
-        trainer=remembered(trainer, known),
-        loggers=tuple(remembered(each, _state_of(each)) for each in trainer.loggers),
-    )
-
-
-def _kind(callback: Any) -> str:
-    return f"{type(callback).__module__}.{type(callback).__qualname__}"
-
-
-def _state_of(thing: Any) -> dict[str, Any]:
-    state = thing.__getstate__()
-    return state if isinstance(state, dict) else {}
-
-
-def _bring_back(trainer: Any, module: Any, datamodule: Any, path: Path) -> None:
-    """Load the weights at `path`. Layers that the ranks made in `configure_model` or `setup` are made here by the same hooks.
-
-    Raises:
-        UsageError: the module still has other parameters. The error names the file, which stays so that no training is lost.
-    """
-    saved = torch.load(path, map_location="cpu", weights_only=True)
-    hooks = [] if datamodule is None else [lambda: datamodule.setup("fit")]  # in the same order as on the ranks
-    module.trainer = trainer
-    try:
-        for hook in (*hooks, lambda: module.setup("fit"), module.configure_model):
-            if not _differs(module, saved):
-                break
-            hook()
-        module.load_state_dict(saved)
-    except Exception as error:
-        left = path.rename(path.with_name(_LEFT))
-        raise UsageError(
-            f"{type(module).__name__} has been trained, but here it has not the layers that its ranks had ({error}). Their "
-            f"weights are in {left}: torch.load gives a state_dict. Make all layers in __init__ or configure_model; or start the "
-            "script by `echelon run`, whose ranks keep their module."
-        ) from error
-
-
-def _differs(module: nn.Module, saved: dict[str, Any]) -> bool:
-    return module.state_dict().keys() != saved.keys()

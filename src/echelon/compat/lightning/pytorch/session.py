@@ -8,7 +8,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from echelon.parallel.names import kind_of
 from echelon.world import agree, rng
 from echelon.world.init import World, init_from_env
 
-__all__ = ["Session", "Work"]
+__all__ = ["Session"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,27 +44,11 @@ _ACCUMULATES = ("accumulate_grad_batches", "optimizer.step() in every n-th batch
 _COUNTS = {"train_progress", "window"}
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a rank is to do.
-
-    Args:
-        call: "fit", "validate", "test" or "predict".
-        loaders: for training and evaluation; in other calls than "fit", the phase's loader and None.
-    """
-
-    call: str
-    module: LightningModule
-    loaders: tuple[Any, Any] = (None, None)
-    datamodule: Any = None
-    ckpt_path: str | None = None
-    seeds: list[int] = field(default_factory=lambda: [0, 0, 0])
-
-
 class Session:
     """
     Args:
         trainer: has the options; the module's code sees it.
+        work: a ModuleWork.
     Attributes:
         unit: the unit that is trained, once it is built.
         optimizers: what `self.optimizers()` returns.
@@ -77,7 +60,7 @@ class Session:
         handles: handles of hooks that the next call removes.
     """
 
-    def __init__(self, trainer: Any, work: Work) -> None:
+    def __init__(self, trainer: Any, work: Any) -> None:
         self.trainer, self.work, self.module, self.datamodule = trainer, work, work.module, work.datamodule
         self.unit: Any = None
         self.loop_state: Any = None  # echelon's State
@@ -96,7 +79,7 @@ class Session:
         """Run the call, and return its result: a list of dicts of numbers, or of predictions; None for `fit`."""
         trainer = self.trainer
         device = init_from_env("cpu" if trainer.accelerator == "cpu" else None)
-        self.work = replace(self.work, ckpt_path=agree.from_rank0(lambda: self.work.ckpt_path))
+        self.work.ckpt_path = agree.from_rank0(lambda: self.work.ckpt_path)
         self._begin(device)
         try:
             self._set_up()

@@ -22,10 +22,10 @@ from echelon.compat.lightning.pytorch.automatic import AutomaticUnit
 from echelon.compat.lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, ModelCheckpoint
 from echelon.compat.lightning.pytorch.data import batches_of
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
-from echelon.compat.lightning.pytorch.launched import in_ranks
+from echelon.compat.lightning.pytorch.launched import ModuleWork
 from echelon.compat.lightning.pytorch.loggers import InFolders, chosen_loggers
 from echelon.compat.lightning.pytorch.module import LightningModule
-from echelon.compat.lightning.pytorch.session import Session, Work
+from echelon.compat.lightning.pytorch.session import Session
 from echelon.compat.lightning.pytorch.states import TrainerState
 from echelon.compat.lightning.pytorch.strategies import among_plugins
 from echelon.compat.trainer import trainer
@@ -366,9 +366,7 @@ class Trainer(trainer.Trainer):
             raise UsageError(f"trainer.{call}: give dataloaders or a datamodule, not both.")
         if given is None and ckpt_path is None and self.checkpoint_callback is not None and self.steps_before:
             ckpt_path = "best"
-        work = Work(call, module, loaders, datamodule, self._path_of(ckpt_path))
-        ranks = self.ranks_to_start()
-        return in_ranks(self, ranks, work) if ranks else Session(self, work).run()
+        return self.run(ModuleWork(call, loaders, self._path_of(ckpt_path), module, datamodule))
 
     def _module(self, call: str, given: Any) -> LightningModule:
         module = given if given is not None else self.lightning_module
@@ -423,7 +421,9 @@ class Trainer(trainer.Trainer):
                     "or start the script by `echelon run`",
                     filepath,
                 )
-            unit = AutomaticUnit(Session(self, Work("fit", self.lightning_module)), self.lightning_module, training=False)
+            unit = AutomaticUnit(
+                Session(self, ModuleWork("fit", (None, None), None, self.lightning_module)), self.lightning_module, training=False
+            )
         saving.write(Path(filepath), state or State(entry_point=EntryPoint.TRAIN), unit)
 
     # --- progress and ranks, for code of modules and callbacks
