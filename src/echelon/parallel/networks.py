@@ -142,16 +142,20 @@ class Networks(Prepared[nn.Module]):
         raise LayoutError("bit-equal training on any number of ranks must have one optimizer, got several. Leave it out.")
 
 
-def prepare_networks(module: nn.Module, strategy: Any, device: torch.device, *given: Any, **options: Any) -> Networks:
+def prepare_networks(
+    module: nn.Module, strategy: Any, device: torch.device, *given: Any, apart: bool = False, **options: Any
+) -> Networks:
     """As `parallelize`, for several optimizers: if the module has no forward, each of its networks is made parallel by itself.
 
+    Args:
+        apart: do so even if the module has a forward.
     Raises:
         UsageError: a module without networks; networks that share parameters, if the strategy splits these; or a strategy that
             does not train micro-batch by micro-batch.
     """
     check_module(module)
     parts, seen = [], dict[nn.Parameter, str]()
-    for name, network in [("", module)] if has_forward(module) else list(networks_of(module)):
+    for name, network in [("", module)] if has_forward(module) and not apart else list(networks_of(module)):
         before = list(network.parameters())
         shared = next((seen[p] for p in before if p in seen), None)
         part = parallelize(network, strategy, device, *given, **options)

@@ -28,7 +28,7 @@ from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.world import rng
 from echelon.world.init import World
 
-__all__ = ["Work", "start"]
+__all__ = ["Work", "in_order", "start", "state_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def start(trainer: Any, ranks: int, work: Work) -> Any:
         for thing, _ in work.own(trainer):
             if (same := next((i for i, (kind, _) in enumerate(left) if kind == _kind(thing)), None)) is not None:
                 recall(thing, left.pop(same)[1])
-        return in_order(done) if work.call == "predict" else done[0].result
+        return in_order([(each.data_rank, each.outputs) for each in done]) if work.call == "predict" else done[0].result
     finally:
         if not keeps:
             shutil.rmtree(folder, ignore_errors=True)
@@ -118,9 +118,9 @@ def in_rank(trainer: Any, work: Work, folder: Path, seeds: list[int]) -> Done:
     return Done(data_rank, outputs, None if work.call == "predict" else made, attributes)
 
 
-def in_order(done: Sequence[Done]) -> list[Any]:
-    """The outputs batch by batch; of ranks that have the same samples, the first counts."""
-    outputs = {d.data_rank: d.outputs for d in reversed(done)}
+def in_order(outputs_of_ranks: Sequence[tuple[int, list[Any]]]) -> list[Any]:
+    """The outputs of all ranks, batch by batch, from their data ranks and their outputs; of equal data ranks the first counts."""
+    outputs = dict(reversed(outputs_of_ranks))
     parts = zip_longest(*(outputs[rank] for rank in sorted(outputs)), fillvalue=_NONE)
     return [output for of_batch in parts for output in of_batch if output is not _NONE]
 
@@ -134,7 +134,7 @@ def state_of(thing: object) -> dict[str, Any]:
 
 
 def _kind(thing: object) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+    return type(thing).__qualname__  # without the module: a script is another one in ranks
 
 
 def remembered(owner: object, attributes: Mapping[str, Any]) -> dict[str, bytes]:

@@ -37,6 +37,8 @@ from echelon.world.init import World, init_from_env
 
 __all__ = [
     "OLDER",
+    "RUNS",
+    "Outputs",
     "UnitWork",
     "kept",
     "kept_global_batch",
@@ -51,7 +53,7 @@ logger = logging.getLogger(__name__)
 BETWEEN_PROCESSES = RestoreOptions(show_changes=False)
 
 _METRICS = {"validate": "eval_loss", "test": "test_loss"}
-_RUNS: dict[str, tuple[Callable[..., Any], str]] = {
+RUNS: dict[str, tuple[Callable[..., Any], str]] = {
     "validate": (evaluate, "val"),
     "test": (test, "test"),
     "predict": (predict, "predict"),
@@ -60,17 +62,17 @@ _RUNS: dict[str, tuple[Callable[..., Any], str]] = {
 OLDER = {"max_steps": "max_updates", "evaluate_every_n_steps": "evaluate_every_n_updates"}
 
 
-class _Outputs(Callback):
+class Outputs(Callback):
     """Collects what `predict_step` returns, without the outputs of batches that are only padding."""
 
-    may_stop = False
+    may_stop, keeps = False, True
 
     def __init__(self) -> None:
         self.outputs: list[Any] = []
 
     def on_predict_step_end(self, state: State, unit: Any) -> None:
         phase = state.predict_state
-        if phase is not None and not phase.step.is_padding:
+        if phase is not None and not phase.step.is_padding and self.keeps:
             self.outputs.append(copy_data_to_device(phase.step_output, torch.device("cpu")))
 
 
@@ -146,7 +148,7 @@ class UnitWork(Work):
 
     def own(self, trainer: Any) -> list[tuple[object, Mapping[str, Any]]]:
         own = {**self.metrics, **own_attributes(self.unit, progress=self.call != "fit")} if self.comes_back else {}
-        others = [(each, state_of(each)) for each in trainer.unit_callbacks]
+        others = [(each, state_of(each)) for each in trainer.loop_callbacks]
         return [(self.unit, own), (trainer, {"callback_metrics": trainer.callback_metrics}), *others]
 
 
@@ -183,12 +185,12 @@ def _run(trainer: Any, work: UnitWork, unit: Any) -> tuple[dict[str, float], lis
             raise TrainerError(f'ckpt_path is "last", but there is no checkpoint in {folder}.')
     elif path is not None:
         DistributedCheckpointSaver.restore(path, unit, train_dataloader=resumed)
-    outputs = _Outputs()
-    callbacks = [*trainer.unit_callbacks, outputs]
+    outputs = Outputs()
+    callbacks = [*trainer.loop_callbacks, outputs]
     if trains:
         _fit(trainer, unit, loader, shared(work.loaders[1], data_size, 1), callbacks)
     else:
-        run, limit = _RUNS[work.call]
+        run, limit = RUNS[work.call]
         run(unit, loader, max_steps_per_epoch=trainer.limits.get(limit), callbacks=callbacks)
     name = "eval_loss" if trains and work.loaders[1] is not None else _METRICS.get(work.call, "")
     value = getattr(unit, name, None)
@@ -277,12 +279,10 @@ def kept(path: Any, saved: Mapping[str, Any], own: int, ranks: int, accumulation
         UsageError: these ranks cannot share it.
     """
     config = saved.get("config", {})
-    data, saved_by = config.get("data", {}), config.get("dp_size") or config.get("world_size")
+    data = config.get("data", {})
     whole, each = data.get("global_batch"), data.get("samples_of_a_rank")
     if each is not None and whole == own * ranks:  # the script divides the same global batch in another way
         return own * ranks
-    if each is None and isinstance(whole, int) and isinstance(saved_by, int):  # written before samples_of_a_rank was recorded
-        each = whole / saved_by
     if each != own or not isinstance(whole, int) or whole <= own * ranks or whole % own:
         return None
     if whole % (ranks * accumulation):

@@ -120,7 +120,8 @@ class Trainer:
         self.unit_options = changes_of(unit_options or {})
         self._check_limits()
         AutoOptions(**self.unit_options)
-        self.callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks_of(callbacks)
+        self.loop_callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks_of(callbacks)
+        self.callbacks: list[Any] = self.loop_callbacks
         require(run_dir is None or is_path(run_dir), "run_dir", "a folder or None", run_dir, kind=TrainerError)
         self.run_dir = Path(run_dir).absolute() if run_dir is not None else None
         self.has_saver = any(getattr(c, "saves", False) is True for c in self.callbacks)
@@ -255,11 +256,6 @@ class Trainer:
         if isinstance(self.layout, Strategy) and self.layout.name == "dp":
             return 1  # one process drives all devices
         return self.ranks or (auto_ranks() if gpus else 1)
-
-    @property
-    def unit_callbacks(self) -> list[Callback]:
-        """The callbacks that run in echelon's loop."""
-        return self.callbacks
 
     def _check_launched(self) -> None:
         info = rank_info()

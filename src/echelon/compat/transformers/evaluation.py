@@ -6,7 +6,6 @@ import functools
 import math
 import time
 from collections.abc import Mapping
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from transformers import trainer_pt_utils as theirs
 from transformers import trainer_utils
 
 from echelon.compat.collect import collect
+from echelon.compat.trainer.launched import in_order
 from echelon.compat.trainer.rank import shared
 from echelon.compat.transformers.absent import Part
 from echelon.loop.run import evaluate
@@ -43,10 +43,9 @@ class Outputs:
         """(predictions, labels, number of samples) of all ranks, as arrays padded with -100. Collective."""
         outputs_of_all = collect([data_rank, self.samples, self._batches])
         assert outputs_of_all is not None
-        by_rank = {rank: (samples, batches) for rank, samples, batches in reversed(outputs_of_all)}  # the first replica counts
-        ordered = [by_rank[rank] for rank in sorted(by_rank)]
-        parts = [each for of_batch in zip_longest(*(batches for _, batches in ordered)) for each in of_batch if each is not None]
-        return _joined([p for p, _ in parts]), _joined([labels for _, labels in parts]), sum(samples for samples, _ in ordered)
+        parts = in_order([(rank, batches) for rank, _, batches in outputs_of_all])
+        samples = {rank: samples for rank, samples, _ in outputs_of_all}  # replicas have the same
+        return _joined([p for p, _ in parts]), _joined([labels for _, labels in parts]), sum(samples.values())
 
 
 def _joined(parts: list[Any]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from echelon.parallel.over_ranks import without_samples
 if TYPE_CHECKING:
     from echelon.loop.state import State
 
-__all__ = ["check_parts", "forgetting", "standing_in", "uncounted"]
+__all__ = ["attributes_kept", "check_parts", "forgetting", "standing_in", "uncounted"]
 
 _METRIC = ("update", "compute", "reset")
 _STATE = (torch.Tensor, list, dict, int, float, type(None))
@@ -74,25 +74,38 @@ def check_parts(unit: Any, state: State, batch: Any) -> None:
 
 
 @contextlib.contextmanager
+def attributes_kept(thing: Any, but: Collection[str] = ()) -> Iterator[None]:
+    """Context after which an object's attributes, and the contents of lists, dicts and sets among them, are as before.
+
+    Args:
+        but: names of attributes that may change.
+    """
+    attributes = {name: value for name, value in vars(thing).items() if name not in but}
+    contents = [(value, value.copy()) for value in attributes.values() if type(value) in (list, dict, set, deque)]
+    try:
+        yield
+    finally:
+        now = vars(thing)
+        for name in [name for name in now if name not in attributes and name not in but]:
+            del now[name]
+        now.update(attributes)
+        for value, before in contents:
+            value.clear()
+            value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
+
+
+@contextlib.contextmanager
 def _undone(unit: Any) -> Iterator[None]:
     """Context after which the unit, and other modules such as a teacher, are as before `compute_loss` changed them."""
     attributes, share = dict(vars(unit)), unit.prepared.batches.share
-    contents = [(value, value.copy()) for value in attributes.values() if type(value) in (list, dict, set, deque)]
     trained = set(unit.prepared.unwrapped.state_dict(keep_vars=True).values())
     others = {t for each in _modules_in(attributes.values()) for t in each.state_dict(keep_vars=True).values()}
     own = {t for t in attributes.values() if type(t) is torch.Tensor and not t.requires_grad}
     tensors = [(t, t.detach().clone()) for t in own | (others - trained) if isinstance(t, torch.Tensor)]
     try:
-        yield
+        with attributes_kept(unit):
+            yield
     finally:
-        now = vars(unit)
-        for name in now.keys() - attributes.keys():
-            del now[name]
-        now.update(attributes)
-        for value, before in contents:
-            if value != before:
-                value.clear()
-                value.extend(before) if isinstance(value, (list, deque)) else value.update(before)
         with torch.no_grad():
             for tensor, before in tensors:
                 if not torch.equal(tensor, before):

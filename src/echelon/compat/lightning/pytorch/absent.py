@@ -19,12 +19,12 @@ __all__ = [
     "HOOKS",
     "MODULES",
     "NAMES",
+    "PROFILER",
     "TRAINER",
     "Accepted",
     "absent",
     "accepted",
     "instead",
-    "missing_of_trainer",
 ]
 
 _FABRIC = "echelon.init_from_env() and echelon.layouts.prepare_module, or a TrainUnit"
@@ -44,7 +44,7 @@ ENVIRONMENTS = dict.fromkeys(
     "the variables of torchrun, Slurm and Open MPI, which are read by themselves",
 )
 _UNION = "echelon.Mixture, or torch.utils.data.StackDataset"
-_PROFILER = "echelon.callbacks.PyTorchProfiler among the Trainer's callbacks; `echelon report` shows where time goes"
+PROFILER = "echelon.callbacks.PyTorchProfiler among the Trainer's callbacks; `echelon report` shows where time goes"
 _LOOPS = "hooks of a Callback, and trainer.current_epoch, trainer.global_step"
 _OPTIONS = "Trainer(strategy=...) by name, or one of echelon's, such as FSDPStrategy(...)"
 _OTHER_DEVICES = "CPUs and CUDA, which are all that there is"
@@ -95,11 +95,14 @@ NAMES = {
     "EarlyStoppingReason": "EarlyStopping.stopped_epoch, which is 0 if it has not stopped",
     "SIGTERMException": "trainer.received_sigterm, and the end of the run with exit code 75",
     **dict.fromkeys(("Tqdm", "convert_inf"), "tqdm.auto.tqdm"),
+    **{f"FLOAT{bits}_EPSILON": f"torch.finfo(torch.float{bits}).eps" for bits in (16, 32, 64)},
     "apply_to_collection": "torch.utils._pytree.tree_map_only, or lightning_utilities.core.apply_func",
+    "disable_possible_user_warnings": 'warnings.filterwarnings("ignore", category=UserWarning)',
     "extract_batch_size": "self.log(..., batch_size=...)",
     "get_filesystem": "fsspec",
     "get_torchvision_model": "torchvision.models.get_model",
     "is_cuda_out_of_memory": "is_oom_error",
+    "is_picklable": "pickle.dumps, in try and except",
     "is_param_in_hook_signature": "inspect.signature",
     "suggested_max_num_workers": "os.cpu_count(), or the cores that `echelon run --bind cores` leaves a rank",
 }
@@ -121,7 +124,7 @@ MODULES = {
     "plugins.environments": "nothing: torchrun's, Slurm's and Open MPI's variables are read by themselves",
     "plugins.io": "nothing: checkpoints are folders, written whole",
     "plugins.training_type": _PLUGINS,
-    "profilers": _PROFILER,
+    "profilers": PROFILER,
     "serve": _INSIDE,
     "trainer.connectors": _INSIDE,
     "tuner": _SEARCH,
@@ -185,7 +188,7 @@ TRAINER = {
     "validate_loop": _LOOPS,
     "init_module": "configure_model, which builds layers where they are trained",
     "precision_plugin": "trainer.precision",
-    "profiler": _PROFILER,
+    "profiler": PROFILER,
     "progress_bar_callback": _BAR,
     "scaler": "nothing: the unit has it, and its state is saved",
     "tune": _SEARCH,
@@ -212,13 +215,6 @@ def accepted(names: Mapping[str, str], module: str, *bases: type) -> dict[str, t
     """Classes of these names for a module: name -> what echelon has instead."""
     made = {"__module__": module, "__doc__": Accepted.__doc__}
     return {name: type(name, (Accepted, *bases), {**made, "in_place": text}) for name, text in names.items()}
-
-
-def missing_of_trainer(name: str) -> AttributeError:
-    """The error of a Trainer for an attribute that it does not have."""
-    if name in TRAINER:
-        return AttributeError(f"Trainer.{name} is not part of echelon.compat. Instead: {TRAINER[name]}.")
-    return AttributeError(f"'Trainer' object has no attribute {name!r}")
 
 
 def instead(module: str, name: str = "") -> str | None:

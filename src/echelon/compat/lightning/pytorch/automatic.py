@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -45,7 +44,6 @@ class HookedUpdate(Update):
 
     def clip(self, unit: Any) -> torch.Tensor | None:
         session, optimizer = unit.session, unit.session.optimizers[0]
-        unit.before_step = True
         session.call("on_before_optimizer_step", optimizer)
         if not unit.waits["configure_gradient_clipping"]:
             return super().clip(unit)
@@ -57,15 +55,13 @@ class HookedUpdate(Update):
 
     def step_optimizer(self, unit: Any) -> bool:
         if not unit.waits["optimizer_step"]:
-            unit.before_step, updated = False, super().step_optimizer(unit)
-            return updated
+            return super().step_optimizer(unit)
         unit.updated = None
         session, loss = unit.session, unit.window.latest_loss
         with session.hook("optimizer_step"):
             unit.lightning_module.optimizer_step(
                 session.trainer.current_epoch, session.batch_idx, session.optimizers[0], lambda: loss
             )
-        unit.before_step = False
         if unit.updated is None:  # the module skipped the step: schedules advance anyway
             unit.step_lr_scheduler()
         return bool(unit.updated)
@@ -86,7 +82,7 @@ class AutomaticUnit(ModuleSteps, AutoUnit[Any]):
         super().__init__(module=lightning_module, options=AutoOptions(zero_grad_first=True, **options))
         self.eval_loss = self.test_loss = None  # type: ignore[assignment]  # logged values have their own names
         self.attach(session)
-        self._must_clear = self.before_step = False
+        self._must_clear = False
         hears = overridden("on_before_zero_grad", lightning_module, ModuleHooks)
         self._hears_of_clearing = hears or any(
             overridden("on_before_zero_grad", each, Callback) for each in session.trainer.lightning_callbacks
@@ -130,11 +126,6 @@ class AutomaticUnit(ModuleSteps, AutoUnit[Any]):
                 'dict with "loss". A batch that is to be left out has a loss of `0 * loss`; with several optimizers, set '
                 "`self.automatic_optimization = False`."
             )
-        if loss.numel() != 1:
-            raise LossError(
-                f"{class_name(self.lightning_module)}.training_step returned a loss of shape {tuple(loss.shape)}; it must be one "
-                "number: take its mean."
-            )
         if self._must_clear:
             self._clear(state)
         return loss, output
@@ -176,13 +167,7 @@ class AutomaticUnit(ModuleSteps, AutoUnit[Any]):
     def backward_by_hand(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         raise LossError("manual_backward is for `self.automatic_optimization = False`, to be set in the module's __init__.")
 
-    def averages(self, flag: bool) -> AbstractContextManager[None]:
-        raise LossError("toggle_model is for `self.automatic_optimization = False`, to be set in the module's __init__.")
-
-    def counted(self, updates: int) -> None:
-        """Called after a restore. Nothing to do: the window gets the count from the progress."""
-
     @property
     def updates(self) -> int:
-        """Updates that are done. The window counts an update before its step, as soon as its gradients are complete."""
-        return self.window.updates - self.before_step
+        updates: int = self.train_progress.num_updates_completed
+        return updates

@@ -37,8 +37,7 @@ def prepare_data(module: Any, datamodule: Any) -> None:
     failed = None
     if RankInfo.from_env().local_rank == 0:
         try:
-            if datamodule is not None:
-                datamodule.prepare_data()
+            datamodule.prepare_data()
             module.prepare_data()
         except Exception as error:  # a download may raise anything; the other ranks would wait
             failed = error

@@ -45,25 +45,19 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
             datamodule_kwargs: arguments of the constructor.
         """
 
-        def loader(dataset: Dataset[Any], shuffle: bool = False) -> DataLoader[Any]:
-            shuffles = shuffle and not isinstance(dataset, IterableDataset)
-            return DataLoader(dataset, batch_size=batch_size, shuffle=shuffles, num_workers=num_workers)
-
-        def loaders(given: Any, shuffle: bool = False) -> Any:
+        def loaders(given: Any, shuffle: bool) -> Any:
             if isinstance(given, Mapping) and not isinstance(given, Dataset):
-                return {name: loader(each, shuffle) for name, each in given.items()}
-            several = isinstance(given, Sequence) and not isinstance(given, Dataset)
-            return [loader(each, shuffle) for each in given] if several else loader(given, shuffle)
+                return {name: loaders(each, shuffle) for name, each in given.items()}
+            if isinstance(given, Sequence) and not isinstance(given, Dataset):
+                return [loaders(each, shuffle) for each in given]
+            shuffles = shuffle and not isinstance(given, IterableDataset)
+            return DataLoader(given, batch_size=batch_size, shuffle=shuffles, num_workers=num_workers)
 
         made = cls(**datamodule_kwargs)
-        for name, given, shuffle in (
-            ("train_dataloader", train_dataset, True),
-            ("val_dataloader", val_dataset, False),
-            ("test_dataloader", test_dataset, False),
-            ("predict_dataloader", predict_dataset, False),
-        ):
-            if given is not None:
-                vars(made)[name] = partial(loaders, given, shuffle)
+        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        for phase, dataset in given.items():
+            if dataset is not None:
+                vars(made)[f"{phase}_dataloader"] = partial(loaders, dataset, phase == "train")
         return made
 
     def on_exception(self, exception: BaseException) -> None: ...

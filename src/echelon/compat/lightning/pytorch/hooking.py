@@ -1,4 +1,4 @@
-"""A module's and its callbacks' hooks, called from echelon's loop in Lightning's order.
+"""A module's and its callbacks' hooks, called from echelon's loop in Lightning's order; and what is logged in them.
 
 Unlike in echelon's loop, an epoch's evaluation comes before `on_train_epoch_end`, so that this hook sees its numbers.
 """
@@ -6,17 +6,23 @@ Unlike in echelon's loop, an epoch's evaluation comes before `on_train_epoch_end
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch.automatic import AutomaticUnit
+from echelon.compat.lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
+from echelon.compat.lightning.pytorch.hooks import LOGS
+from echelon.compat.lightning.pytorch.logged import How, Results
 from echelon.compat.lightning.pytorch.manual import ManualUnit
-from echelon.loop.callback import Callback
+from echelon.compat.trainer.rank import Outputs
 from echelon.loop.state import EntryPoint, State
+from echelon.parallel.patching import for_now
 from echelon.world import agree
-from echelon.world.device import copy_data_to_device
 
 __all__ = ["Hooking"]
 
@@ -29,26 +35,41 @@ def _starts(phase: str) -> Any:
 
 def _calls(hook: str) -> Any:
     """A hook of the loop that only calls this hook of Lightning's."""
-    return lambda self, state, unit: self.session.call(hook)
+    return lambda self, state, unit: self.call(hook)
 
 
-class Hooking(Callback):
+class Hooking(Outputs):
     """
     Args:
+        trainer: has the options; the module's code sees it.
+    Attributes:
+        unit: the unit that is trained, once it is built.
+        loop_state: echelon's State.
         max_updates: when to stop a module with manual optimization; the loop stops others.
         may_stop: whether the user's code may ask for a stop within a step.
-    Attributes:
-        outputs: what `predict_step` returned.
+        has_stepped: the latest batch ended with an update, and the next one has not begun.
+        was_evaluated: `fit` has evaluated.
+        silent: nothing is logged.
+        results: what was logged, by phase.
         evaluated: the numbers of the latest evaluation or test.
+        num_loaders: by phase, the number of batches of each of several loaders; [None] for a single one.
     """
 
     is_of_unit = True
 
-    def __init__(self, session: Any, max_updates: float | None, *, may_stop: bool) -> None:
-        self.session, self.trainer, self._max_updates = session, session.trainer, max_updates
-        self.may_stop, self.saves = may_stop, False
-        self.outputs: list[Any] = []
+    def __init__(self, trainer: Any, module: Any) -> None:
+        super().__init__()
+        self.trainer, self.module = trainer, module
+        self.unit: Any = None
+        self.loop_state: Any = None
+        self.max_updates: float | None = None
+        self.keeps, self.saves = trainer.keeps_predictions, False
+        self.has_stepped = self.was_evaluated = self.silent = False
+        self.batch_idx = 0
+        self.results = {name: Results(name) for name in ("train", "validation", "test")}
         self.evaluated: dict[str, torch.Tensor] = {}
+        self.num_loaders: dict[str, list[int | None]] = {}
+        self._evaluated_batches = Counter[tuple[str, int]]()  # of each loader: the step for its logged numbers
         self._open = self._postponed = self._plateaus_due = self._is_told = False
 
     @property
@@ -59,38 +80,38 @@ class Hooking(Callback):
     # --- training
 
     def on_train_start(self, state: State, unit: Any) -> None:
-        session, trainer = self.session, self.trainer
-        session.loop_state, trainer.state.stage = state, "train"
+        trainer = self.trainer
+        self.loop_state, trainer.state.stage = state, "train"
         trainer.current_epoch = unit.train_progress.num_epochs_completed
         self._open = unit.train_progress.num_steps_completed_in_epoch > 0  # the epoch is resumed
         if state.eval_state is not None and unit.train_progress.evaluation_due and not self._open:
             # The run was stopped between an epoch's last batch and its evaluation. The epoch is closed after the evaluation.
             self._postponed = self._plateaus_due = True
             trainer.current_epoch -= 1
-        session.call("on_train_start")
+        self.call("on_train_start")
 
     def on_train_epoch_start(self, state: State, unit: Any) -> None:
-        self._count_step()
+        self.has_stepped = False
         self.trainer.current_epoch, self._open = unit.train_progress.num_epochs_completed, True
-        self.session.call("on_train_epoch_start")
+        self.call("on_train_epoch_start")
 
     def on_train_step_start(self, state: State, unit: Any) -> None:
-        self._count_step()
-        self.session.batch_idx = unit.train_progress.num_steps_completed_in_epoch
+        self.has_stepped = False
+        self.batch_idx = unit.train_progress.num_steps_completed_in_epoch
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
-        session, trainer, phase_state = self.session, self.trainer, state.train_state
+        trainer, phase_state = self.trainer, state.train_state
         assert phase_state is not None
         batch_idx = unit.train_progress.num_steps_completed_in_epoch - 1
         outputs, batch = _as_dict(unit, phase_state.step_output), unit.batch
-        session.has_stepped = unit.at_boundary
-        session.publish("train", step=True, write=False)
-        session.call("on_train_batch_end", outputs, batch, batch_idx)
+        self.has_stepped = unit.at_boundary
+        self.publish("train", step=True, write=False)
+        self.call("on_train_batch_end", outputs, batch, batch_idx)
         unit.batch = None
-        session.publish("train", step=True, write=unit.at_boundary and session.logs_now)
+        self.publish("train", step=True, write=unit.at_boundary and self.logs_now)
         if unit.at_boundary and isinstance(unit, AutomaticUnit):
             unit.schedules.step("step", batch_idx + 1, trainer.callback_metrics)
-        if self._max_updates is not None and unit.updates >= self._max_updates:
+        if self.max_updates is not None and unit.updates >= self.max_updates:
             state.stop()
         self._stop_if_asked(state, unit)
 
@@ -101,15 +122,15 @@ class Hooking(Callback):
             self._close_epoch(state, unit)
 
     def _close_epoch(self, state: State, unit: Any) -> None:
-        session, trainer = self.session, self.trainer
+        trainer = self.trainer
         trainer.state.stage = "train"
         self._open = self._postponed = False
         if isinstance(unit, ManualUnit):
             self._tell_of_uncounted_steps(unit)
-        session.publish("train", step=False, write=False)
-        session.call_at_epoch_end(lambda: self._step_plateaus(unit, last=True))
-        session.publish("train", step=False, write=True)
-        session.results["train"].reset()
+        self.publish("train", step=False, write=False)
+        self.call_at_epoch_end(lambda: self._step_plateaus(unit, last=True))
+        self.publish("train", step=False, write=True)
+        self.results["train"].reset()
         trainer.current_epoch += 1
         self._stop_if_asked(state, unit)
 
@@ -119,7 +140,7 @@ class Hooking(Callback):
             self._close_epoch(state, unit)
         for saver in self.trainer.checkpoint_callbacks if is_signal and unit.at_boundary else ():
             self.saves = saver.save_at_stop(self.trainer) or self.saves
-        self.session.call("on_train_end")
+        self.call("on_train_end")
 
     def _step_plateaus(self, unit: Any, *, last: bool) -> None:
         """Once an epoch, advance ReduceLROnPlateau as soon as its metrics are known: before a checkpoint is saved."""
@@ -131,14 +152,9 @@ class Hooking(Callback):
             self._plateaus_due = False
             unit.schedules.step("epoch", unit.train_progress.num_epochs_completed, metrics)
 
-    def _count_step(self) -> None:
-        if self.session.has_stepped:
-            self.session.has_stepped = False
-            self.trainer.log_step += 1
-
     def _tell_of_uncounted_steps(self, unit: ManualUnit) -> None:
         """Warn once, at the end of an epoch in which no step was counted."""
-        asks = [f"max_steps={self._max_updates}"] if self._max_updates is not None else []
+        asks = [f"max_steps={self.max_updates}"] if self.max_updates is not None else []
         asks += [f"{type(c).__name__}(every_n_train_steps=...)" for c in self.trainer.checkpoint_callbacks if c.counts_steps]
         if unit.updates == 0 and asks and not self._is_told and agree.is_rank0():
             self._is_told = True
@@ -168,11 +184,11 @@ class Hooking(Callback):
             self._step_plateaus(unit, last=False)
 
     def on_eval_end(self, state: State, unit: Any) -> None:
-        session, trainer = self.session, self.trainer
-        session.call("on_validation_end")
+        trainer = self.trainer
+        self.call("on_validation_end")
         if state.entry_point is not EntryPoint.FIT:
             return
-        session.was_evaluated, trainer.state.stage = True, "train"
+        self.was_evaluated, trainer.state.stage = True, "train"
         if self._postponed:
             self._close_epoch(state, unit)
         else:
@@ -182,24 +198,126 @@ class Hooking(Callback):
         self._end_epoch("test")
 
     def _start(self, phase: str, state: State) -> None:
-        session, trainer = self.session, self.trainer
-        session.loop_state = state
+        trainer = self.trainer
+        self.loop_state = state
         trainer.state.stage = "sanity_check" if trainer.sanity_checking else "validate" if phase == "validation" else phase
-        if phase in session.results:
-            session.results[phase].reset()
-        session.call(f"on_{phase}_start")
+        if phase in self.results:
+            self.results[phase].reset()
+        self.call(f"on_{phase}_start")
 
     def _end_epoch(self, phase: str) -> None:
-        session, trainer = self.session, self.trainer
-        session.results[phase].dataloader_idx = None
-        session.publish(phase, step=False, write=False)
-        session.call(f"on_{phase}_epoch_end")
-        self.evaluated = session.publish(phase, step=False, write=not trainer.sanity_checking)
+        trainer = self.trainer
+        self.results[phase].dataloader_idx = None
+        self.publish(phase, step=False, write=False)
+        self.call(f"on_{phase}_epoch_end")
+        self.evaluated = self.publish(phase, step=False, write=not trainer.sanity_checking)
 
-    def on_predict_step_end(self, state: State, unit: Any) -> None:
-        phase_state = state.predict_state
-        if phase_state is not None and not phase_state.step.is_padding and self.trainer.keeps_predictions:
-            self.outputs.append(copy_data_to_device(phase_state.step_output, torch.device("cpu")))
+    # --- hooks, of callbacks and of the module
+
+    def hook(self, name: str) -> AbstractContextManager[None]:
+        """Context of a hook in the module's code, so that `self.log` knows the hook."""
+        return for_now(self.module, _hook=name)
+
+    def call(self, name: str, *args: Any) -> None:
+        """Call a hook: callbacks first, then the module."""
+        with self.hook(name):
+            self._call_callbacks(name, self.trainer.lightning_callbacks, args)
+            answer = getattr(self.module, name)(*args) if hasattr(self.module, name) else None
+        if name == "on_train_batch_start" and answer == -1:
+            raise UsageError("on_train_batch_start returned -1, to leave out the rest of the epoch. Use limit_train_batches.")
+
+    def call_at_epoch_end(self, meanwhile: Callable[[], None]) -> None:
+        """Call `on_train_epoch_end`. Callbacks that monitor what the module logs in it come last."""
+        name = "on_train_epoch_end"
+        last = [each for each in self.trainer.lightning_callbacks if isinstance(each, (Checkpoint, EarlyStopping))]
+        with self.hook(name):
+            self._call_callbacks(name, [each for each in self.trainer.lightning_callbacks if each not in last], ())
+            getattr(self.module, name)()
+            self.publish("train", step=False, write=False)
+            meanwhile()
+            self._call_callbacks(name, last, ())
+
+    def _call_callbacks(self, name: str, callbacks: list[Any], args: tuple[Any, ...]) -> None:
+        for callback in callbacks:
+            own = getattr(callback, name, None)
+            if own is not None and getattr(own, "__func__", own) is not getattr(Callback, name, None):
+                own(self.trainer, self.module, *args)
+
+    # --- what is logged
+
+    def take(self, hook: str, name: str, value: Any, how: How, batch_size: float | None, *, add_idx: bool) -> None:
+        stage = self.trainer.state.stage
+        phase = "validation" if stage in ("validate", "sanity_check") else stage
+        if self.silent or phase not in self.results:
+            return
+        one = self.results[phase].log(hook, name, value, how, batch_size, add_idx=add_idx)
+        _, in_step = LOGS[hook]
+        if (phase == "train" and how.on_step) if in_step else how.on_epoch:  # for readers in the same hook
+            self.trainer.callback_metrics.update(one.so_far(step=in_step))
+
+    def begin_batch(self, phase: str, batch_size: Callable[[], float], dataloader_idx: int | None) -> None:
+        if phase in self.results:
+            self.results[phase].begin_batch(batch_size, dataloader_idx)
+
+    def publish(self, phase: str, *, step: bool, write: bool, at: int | None = None) -> dict[str, torch.Tensor]:
+        """Give the numbers of a step or of an epoch to callbacks, loggers and the Trainer's attributes. Collective, as the
+        phase's results are.
+
+        Args:
+            at: the step that loggers get, by default `log_step`.
+        Returns:
+            the numbers for loggers, by name.
+        """
+        trainer, results, logged = self.trainer, self.results[phase], dict[str, torch.Tensor]()
+        for one, value in results.of_step() if step else results.of_epoch():
+            name, forked = one.names(step=step)
+            if phase == "train" or not step:
+                trainer.callback_metrics.update({name: value, forked: value})
+            if one.how.prog_bar:
+                trainer.progress_bar_metrics[forked] = float(value)
+            if one.how.logger:
+                logged[forked] = value
+        trainer.logged_metrics.update(logged)
+        if write and trainer.loggers:
+            values = {name: float(value) for name, value in logged.items()}
+            given = values.pop("step", at)
+            if values:
+                place = {"epoch": trainer.current_epoch} if given is None else {}
+                self.write_metrics({**place, **values}, trainer.log_step if given is None else int(given))
+        return logged
+
+    def write_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        for logger in self.trainer.loggers if agree.is_rank0() else ():
+            logger.log_metrics(dict(metrics), step=step)
+            logger.save()
+
+    @property
+    def logs_now(self) -> bool:
+        """Whether this step's numbers are written."""
+        trainer, every = self.trainer, self.trainer.log_every_n_steps
+        return bool(trainer.should_stop or (every > 0 and (trainer.log_step + 1) % every == 0))
+
+    def end_evaluation_batch(self, phase: str) -> None:
+        if phase in self.results and not self.trainer.sanity_checking:
+            place = phase, self.results[phase].dataloader_idx or 0
+            self.publish(phase, step=True, write=True, at=self._evaluated_batches[place])
+            self._evaluated_batches[place] += 1
+
+    def place_of(self, phase: str, step: int) -> tuple[int, int | None]:
+        """(batch_idx, dataloader_idx) of an evaluation's step; the second is None for a single loader."""
+        lengths = self.num_loaders.get(phase, [None])
+        if len(lengths) == 1:
+            return step, None
+        for i, length in enumerate(lengths):
+            if length is None or step < length:
+                return step, i
+            step -= length
+        return step, len(lengths) - 1
+
+    def loader_idx_of(self, phase: str) -> int:
+        progress = getattr(self.unit, f"{'eval' if phase == 'validation' else phase}_progress", None)
+        index = self.place_of(phase, progress.num_steps_completed_in_epoch)[1] if progress is not None else None
+        return index or 0
 
 
 def _as_dict(unit: Any, output: Any) -> dict[str, Any]:

@@ -69,14 +69,7 @@ class DataHooks:
     def train_dataloader(self) -> Any:
         raise NotImplementedError
 
-    def val_dataloader(self) -> Any:
-        raise NotImplementedError
-
-    def test_dataloader(self) -> Any:
-        raise NotImplementedError
-
-    def predict_dataloader(self) -> Any:
-        raise NotImplementedError
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         return batch

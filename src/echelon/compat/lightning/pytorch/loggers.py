@@ -28,6 +28,7 @@ __all__ = [
     "Online",
     "TensorBoardLogger",
     "WandbLogger",
+    "Writing",
     "chosen_loggers",
     "rank_zero_experiment",
     "version_folder",
@@ -73,13 +74,10 @@ def rank_zero_experiment(experiment: Callable[[Any], Any]) -> Callable[[Any], An
 class Logger(ABC):
     """Base of loggers. A subclass for another tracker has `log_metrics` and `log_hyperparams`, which rank 0 alone calls."""
 
-    @property
-    @abstractmethod
-    def name(self) -> str | None: ...
-
-    @property
-    @abstractmethod
-    def version(self) -> int | str | None: ...
+    name: Any = None
+    version: Any = None
+    save_dir: Any = None
+    log_dir: Any = None
 
     @abstractmethod
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None: ...
@@ -87,8 +85,6 @@ class Logger(ABC):
     @abstractmethod
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None: ...
 
-    save_dir: Any = None
-    log_dir: Any = None
     save: Any = no_hook("save")  # after each write
     finalize: Any = no_hook("finalize")  # with "success" or "failed", at the end of each call of the Trainer
     log_graph: Any = no_hook("log_graph")
@@ -103,12 +99,43 @@ def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}-{name}" if prefix else name: value for name, value in values.items()}
 
 
-class InFolders(Logger):
+class Writing(Logger):
+    """A logger that writes through one of echelon's, made in the process that writes.
+
+    Args:
+        prefix: goes before every name.
+    """
+
+    def __init__(self, save_dir: str | Path, prefix: str) -> None:
+        self.save_dir, self._prefix = os.fspath(save_dir), prefix
+        self._made: Any = None
+
+    @abstractmethod
+    def _open(self) -> Any: ...
+
+    @property
+    def _opened(self) -> Any:
+        if self._made is None:
+            self._made = self._open()
+        return self._made
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if rank() == 0:
+            self._opened.log_dict(_prefixed(self._prefix, metrics), step if step is not None else 0)
+
+    def save(self) -> None:
+        if self._made is not None:
+            self._made.flush()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_made": None}
+
+
+class InFolders(Writing):
     """A logger with files in `save_dir/name/version_N`.
 
     Args:
         version: by default one above the highest that exists.
-        prefix: goes before every name.
     """
 
     def __init__(
@@ -118,24 +145,17 @@ class InFolders(Logger):
         version: int | str | None = None,
         prefix: str = "",
     ) -> None:
-        self._save_dir, self._name, self._version, self._prefix = os.fspath(save_dir), name, version, prefix
-        self._writer: Any = None
-
-    @property
-    def name(self) -> str:
-        return self._name or ""
-
-    @property
-    def save_dir(self) -> str:
-        return self._save_dir
-
-    @property
-    def root_dir(self) -> str:
-        return os.path.join(self._save_dir, self.name)
+        super().__init__(save_dir, prefix)
+        self.name, self._version = name or "", version
+        self.root_dir = os.path.join(self.save_dir, self.name)
 
     @property
     def version(self) -> int | str:
-        return self._version if self._version is not None else self._next_version()
+        if self._version is not None:
+            return self._version
+        names = os.listdir(self.root_dir) if os.path.isdir(self.root_dir) else []
+        taken = [int(n.removeprefix("version_")) for n in names if n.startswith("version_") and n[8:].isdecimal()]
+        return max(taken, default=-1) + 1
 
     @version.setter
     def version(self, value: int | str) -> None:
@@ -145,51 +165,25 @@ class InFolders(Logger):
         """Fix the version: rank 0's, on all ranks. Collective."""
         self._version = agree.from_rank0(lambda: self.version)
 
-    def _next_version(self) -> int:
-        names = os.listdir(self.root_dir) if os.path.isdir(self.root_dir) else []
-        taken = [int(n.removeprefix("version_")) for n in names if n.startswith("version_") and n[8:].isdecimal()]
-        return max(taken, default=-1) + 1
-
     @property
     def log_dir(self) -> str:
         folder = self.version if isinstance(self.version, str) else f"version_{self.version}"
         return os.path.join(self.root_dir, folder)
 
-    @abstractmethod
-    def _open(self) -> Any: ...
-
-    @property
-    def _opened(self) -> Any:
-        if self._writer is None:
-            self._version = self.version
-            os.makedirs(self.log_dir, exist_ok=True)
-            self._writer = self._open()
-        return self._writer
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        if not agree.is_rank0():
-            return
-        self._opened.log_dict(_prefixed(self._prefix, metrics), step if step is not None else 0)
+    def _folder(self) -> str:
+        """`log_dir`, which exists from now on."""
+        self._version = self.version
+        os.makedirs(self.log_dir, exist_ok=True)
+        return self.log_dir
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        if not agree.is_rank0():
-            return
-        values = _values_of(params)
-        os.makedirs(self.log_dir, exist_ok=True)
-        # JSON is YAML, and people look for this name.
-        write_whole(Path(self.log_dir) / "hparams.yaml", json.dumps(values, indent=1, default=str))
-
-    def save(self) -> None:
-        if self._writer is not None:
-            self._writer.flush()
+        if rank() == 0:  # JSON is YAML, and people look for this name
+            write_whole(Path(self._folder()) / "hparams.yaml", json.dumps(_values_of(params), indent=1, default=str))
 
     def finalize(self, status: str) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_writer": None}
+        if self._made is not None:
+            self._made.close()
+            self._made = None
 
 
 class CSVLogger(InFolders):
@@ -207,7 +201,7 @@ class CSVLogger(InFolders):
         self._held = flush_logs_every_n_steps
 
     def _open(self) -> Any:
-        return loggers.CSVLogger(os.path.join(self.log_dir, "metrics.csv"), steps_before_flushing=self._held)
+        return loggers.CSVLogger(os.path.join(self._folder(), "metrics.csv"), steps_before_flushing=self._held)
 
     @property
     @rank_zero_experiment
@@ -246,7 +240,7 @@ class TensorBoardLogger(InFolders):
         return super().log_dir if self._sub_dir is None else os.path.join(super().log_dir, self._sub_dir)
 
     def _open(self) -> Any:
-        return loggers.TensorBoardLogger(self.log_dir, **self._options)
+        return loggers.TensorBoardLogger(self._folder(), **self._options)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write scalars, as Lightning does and programs expect. Echelon's own logger writes tensors."""
@@ -259,12 +253,11 @@ class TensorBoardLogger(InFolders):
         return self._opened.writer
 
 
-class Online(Logger):
-    """Writes to a tracker through echelon's logger, made in the process that writes. `log_model` only logs a warning."""
+class Online(Writing):
+    """A logger to a tracker. `log_model` only logs a warning."""
 
     def __init__(self, save_dir: str | Path, prefix: str, log_model: Any, **without_effect: Any) -> None:
-        self._save_dir, self._prefix = os.fspath(save_dir), prefix
-        self._opened: Any = None
+        super().__init__(save_dir, prefix)
         self.tracker()  # raises if the tracker is not installed
         if log_model and rank() == 0:
             message = "%s(log_model=%r): checkpoints are not uploaded. They are in ModelCheckpoint's dirpath"
@@ -273,25 +266,10 @@ class Online(Logger):
             if value is not None and rank() == 0:
                 _logger.warning("%s(%s=%r): has no effect here", type(self).__name__, name, value)
 
-    @abstractmethod
-    def _open(self) -> Any: ...
-
     def tracker(self, *, begun: bool = False) -> Any:
-        if self._opened is None:
-            self._opened = self._open()
         if begun:
             self._opened.begin()
         return self._opened
-
-    @property
-    def save_dir(self) -> str:
-        return self._save_dir
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        self.tracker().log_dict(_prefixed(self._prefix, metrics), step if step is not None else 0)
-
-    def save(self) -> None:
-        self.tracker().flush()
 
     def finalize(self, status: str) -> None:
         self.tracker().failed = status == "failed"
@@ -299,9 +277,6 @@ class Online(Logger):
     def close(self) -> None:
         """End the tracker's run; a later number continues it."""
         self.tracker().close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_opened": None}
 
 
 class _ToWandb(loggers.WandbLogger):
@@ -335,8 +310,8 @@ class WandbLogger(Online):
         add_file_policy: str = "mutable",
         **init: Any,
     ) -> None:
-        self.run_name, self.version_given = name, version or id or getattr(experiment, "id", None) or secrets.token_hex(4)
-        self._project = project or os.environ.get("WANDB_PROJECT", "lightning_logs")
+        self.run_name, self.version = name, version or id or getattr(experiment, "id", None) or secrets.token_hex(4)
+        self.name = project or os.environ.get("WANDB_PROJECT", "lightning_logs")
         self._init = {"id": self.version, "resume": "allow", **({"mode": "offline"} if offline else {}), **init}
         policy = None if add_file_policy == "mutable" else add_file_policy
         of_uploads: dict[str, Any] = {"checkpoint_name": checkpoint_name, "add_file_policy": policy}
@@ -344,21 +319,13 @@ class WandbLogger(Online):
 
     def _open(self) -> Any:
         options = {**self._init}
-        return _ToWandb(self._project, self.run_name, self._save_dir, options.pop("config", None), options=options)
+        return _ToWandb(self.name, self.run_name, self.save_dir, options.pop("config", None), options=options)
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
         """wandb's run."""
         return self.tracker(begun=True).run
-
-    @property
-    def name(self) -> str:
-        return self._project
-
-    @property
-    def version(self) -> str:
-        return self.version_given
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         values = json.loads(json.dumps(_values_of(params), default=str))
@@ -409,7 +376,7 @@ class MLFlowLogger(Online):
         synchronous: bool | None = None,
     ) -> None:
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or (f"file:{save_dir}" if save_dir else None)
-        self.run_id = run_id
+        self.name, self.run_id = experiment_name, run_id
         self._options: dict[str, Any] = {"project": experiment_name, "name": run_name, "tracking_uri": uri, "tags": tags}
         without_effect = {"artifact_location": artifact_location, "synchronous": synchronous}
         super().__init__(save_dir or ".", prefix, log_model, **without_effect)
@@ -427,10 +394,6 @@ class MLFlowLogger(Online):
     def experiment(self) -> Any:
         """An MlflowClient."""
         return self.tracker(begun=True).client
-
-    @property
-    def name(self) -> str:
-        return str(self._options["project"])
 
     @property
     def version(self) -> str | None:
@@ -462,6 +425,6 @@ def chosen_loggers(given: Any, save_dir: str, *, silent: bool = False) -> list[A
     """
     if given is False or silent:
         return [_Silent()] if given is not False else []
-    if given is None or given is True:
+    if given is None:
         return [(TensorBoardLogger if importlib.util.find_spec("tensorboard") else CSVLogger)(save_dir)]
     return list(given) if isinstance(given, (list, tuple)) else [given]

@@ -8,12 +8,11 @@ sharded  each network among the module's attributes is sharded by itself, so tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,15 +21,17 @@ from echelon.compat.lightning.pytorch.optimizers import LightningOptimizer, Sche
 from echelon.compat.lightning.pytorch.steps import ModuleSteps
 from echelon.contracts.overrides import overrides
 from echelon.loop.own.cleared import Cleared
+from echelon.loop.progress import Progress
 from echelon.loop.state import State
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
 from echelon.parallel.gradients.unreduced_params import average_in_turns_
 from echelon.parallel.layouts import resolve
-from echelon.parallel.networks import networks_of
+from echelon.parallel.networks import prepare_networks
 from echelon.parallel.parallelize import prepare_module
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.precision import Precision
-from echelon.parallel.shards import is_split
+from echelon.parallel.recipe.recipe import Recipe
+from echelon.parallel.shards import is_split, reshard_after_looking
 from echelon.world import agree, rng
 from echelon.world.init import World, init_from_env
 
@@ -64,17 +65,20 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
         name = chosen.name if chosen is not None else "none"
         if name not in ("none", "ddp", *_SHARDED):
             raise UsageError(f"strategy {name!r} with automatic_optimization = False: use 'ddp', 'fsdp', 'zero2' or 'zero3'.")
-        self._parts: list[Prepared[Any]] = []
-        self._loose: list[nn.Parameter] = []
         self.module: nn.Module = lightning_module
         if name in _SHARDED:
-            self._shard(lightning_module, layout)
+            recipe = Recipe(precision=self.computes)
+            made = prepare_networks(lightning_module, layout, self.device, recipe, overridden=decided.layout, apart=True)
+            self._parts = made.parts
+            for part in self._parts:
+                reshard_after_looking(part.module)
         else:
             self.module = prepare_module(lightning_module, self.device, layout=layout, precision=self.computes)
             self._parts = [Prepared.of(self.module, World.current(self.device))]
-            self._loose = list(lightning_module.parameters()) if self._is_ddp else []
+        inside = {p for part in self._parts for p in part.module.parameters()} if not self._is_ddp else set()
+        self._loose = [p for p in lightning_module.parameters() if p not in inside]
         self.attach(session)
-        self.updates, self._averages = 0, True
+        self.optimizer_steps = Progress()
         self._unaveraged: set[nn.Parameter] = set()  # got gradients since the ranks last averaged
         self._compared = self._averages_itself = False
         self._cleared: list[tuple[Cleared, torch.optim.Optimizer]] = []
@@ -82,28 +86,6 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
     @property
     def _is_ddp(self) -> bool:
         return isinstance(self.module, DistributedDataParallel)
-
-    def _shard(self, module: Any, strategy: Any) -> None:
-        networks = list(networks_of(module))
-        seen: dict[nn.Parameter, str] = {}
-        for name, network in networks:
-            for parameter in network.parameters():
-                if seen.setdefault(parameter, name) != name:
-                    raise UsageError(
-                        f"{type(module).__name__}.{seen[parameter]} and .{name} share parameters, and each is sharded by itself "
-                        "with automatic_optimization = False. Put them into one module, or use strategy='ddp'."
-                    )
-        for _, network in networks:
-            prepare_module(network, self.device, layout=strategy, precision=self.computes)
-            self._parts.append(Prepared.of(network, World.current(self.device)))
-        inside = {p for _, network in networks for p in network.parameters()}
-        self._loose = [p for p in module.parameters() if p not in inside]
-        with torch.no_grad():
-            for tensor in (*self._loose, *module.buffers()):
-                tensor.data = tensor.data.to(self.device)
-            if agree.is_joined():
-                for parameter in self._loose:
-                    dist.broadcast(parameter.data, 0)
 
     # --- what the loop calls
 
@@ -162,17 +144,9 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
 
     # --- for the Trainer
 
-    def counted(self, updates: int) -> None:
-        """Set the number of updates, after a restore."""
-        self.updates = updates
-
-    @contextmanager
-    def averages(self, flag: bool) -> Iterator[None]:
-        before, self._averages = self._averages, flag
-        try:
-            yield
-        finally:
-            self._averages = before
+    @property
+    def updates(self) -> int:
+        return self.optimizer_steps.num_updates_completed
 
     def backward_by_hand(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         session, module = self.session, self.lightning_module
@@ -185,7 +159,7 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
         for parameter, gradient in aside:
             parameter.grad = gradient
         self._watch_for_clearing()
-        if self._averages and agree.is_joined():
+        if agree.is_joined():
             self._average()
         session.call("on_after_backward")
 
@@ -243,7 +217,7 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
         return UsageError(
             f"optimizer.step(): {whose} came by a backward pass after which the ranks have not averaged, and each rank would "
             "train a model of its own. Call self.manual_backward(loss) in place of loss.backward(), in a manual_backward of your "
-            "own super().manual_backward(loss), and let the last pass before a step be one without toggle_model(sync_grad=False)."
+            "own super().manual_backward(loss)."
         )
 
     def _step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
@@ -262,5 +236,5 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
             made = optimizer.step(**options)
         else:
             made = optimizer.step(passes, **options)
-        self.updates += 1
+        self.optimizer_steps.increment_step(updated=True)
         return made

@@ -6,8 +6,7 @@ gathered parameters, and gradients are reduced: see `steps`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Self
 
@@ -20,7 +19,6 @@ from echelon.compat.lightning.pytorch import saving
 from echelon.compat.lightning.pytorch.hooks import LOGS, ModuleHooks
 from echelon.compat.lightning.pytorch.hparams import HyperparametersMixin
 from echelon.compat.lightning.pytorch.logged import How
-from echelon.compat.lightning.pytorch.optimizers import advance
 from echelon.parallel.gradients import clip
 from echelon.parallel.shards import is_split
 from echelon.world import agree
@@ -82,7 +80,7 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers.")
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        advance(scheduler, metric)
+        scheduler.step() if metric is None else scheduler.step(metric)
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any]) -> None:
         """Make an update. Forward and backward have run; the closure returns the loss."""
@@ -250,14 +248,6 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         for parameter, needed in self._toggled.items():
             parameter.requires_grad_(needed)
         self._toggled, self._wanted = {}, None
-
-    @contextmanager
-    def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
-        self.toggle_optimizer(optimizer)
-        try:
-            yield
-        finally:
-            self.untoggle_optimizer(optimizer)
 
     def freeze(self) -> None:
         for parameter in self.parameters():

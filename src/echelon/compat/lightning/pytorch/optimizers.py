@@ -66,13 +66,13 @@ def configured(made: Any, *, automatic: bool) -> tuple[list[torch.optim.Optimize
     Raises:
         UsageError: it returned something else than is allowed, or several optimizers without manual optimization.
     """
-    optimizers, schedules, monitor = _taken_apart(made)
+    optimizers, schedules = _taken_apart(made)
     if automatic and len(optimizers) > 1:
         raise UsageError(
             f"configure_optimizers returned {len(optimizers)} optimizers. With several, set `self.automatic_optimization = "
             "False` in __init__, and take them in training_step: `first, second = self.optimizers()`."
         )
-    configs = [Schedule.of(each, monitor, automatic=automatic) for each in schedules]
+    configs = [Schedule.of(each, monitor, automatic=automatic) for each, monitor in schedules]
     for each in configs:
         if getattr(each.scheduler, "optimizer", optimizers[0]) not in optimizers:
             raise UsageError("configure_optimizers: a scheduler has an optimizer that is not returned with it.")
@@ -84,19 +84,21 @@ def configured(made: Any, *, automatic: bool) -> tuple[list[torch.optim.Optimize
     return optimizers, configs
 
 
-def _taken_apart(made: Any) -> tuple[list[torch.optim.Optimizer], list[Any], str | None]:
-    if isinstance(made, torch.optim.Optimizer):
-        return [made], [], None
-    if isinstance(made, Mapping):
-        return [_optimizer_in(made)], _schedules_in(made), made.get("monitor")
-    if isinstance(made, (list, tuple)) and made:
-        if len(made) == 2 and isinstance(made[0], (list, tuple)) and all(isinstance(o, torch.optim.Optimizer) for o in made[0]):
-            return list(made[0]), list(made[1]) if isinstance(made[1], (list, tuple)) else [made[1]], None
-        if all(isinstance(each, torch.optim.Optimizer) for each in made):
-            return list(made), [], None
-        if all(isinstance(each, Mapping) for each in made):
-            schedules = [_with_monitor(s, each.get("monitor")) for each in made for s in _schedules_in(each)]
-            return [_optimizer_in(each) for each in made], schedules, None
+def _taken_apart(made: Any) -> tuple[list[torch.optim.Optimizer], list[tuple[Any, str | None]]]:
+    """(optimizers; schedules, each with its optimizer's monitor)."""
+    given = [made] if isinstance(made, (torch.optim.Optimizer, Mapping)) else made
+    if isinstance(given, (list, tuple)) and given:
+        if (
+            len(given) == 2
+            and isinstance(given[0], (list, tuple))
+            and all(isinstance(o, torch.optim.Optimizer) for o in given[0])
+        ):
+            schedules = given[1] if isinstance(given[1], (list, tuple)) else [given[1]]
+            return list(given[0]), [(each, None) for each in schedules]
+        if all(isinstance(each, (torch.optim.Optimizer, Mapping)) for each in given):
+            dicts = [each if isinstance(each, Mapping) else {"optimizer": each} for each in given]
+            scheduled = [each for each in dicts if each.get("lr_scheduler") is not None]
+            return [_optimizer_in(each) for each in dicts], [(each["lr_scheduler"], each.get("monitor")) for each in scheduled]
     raise UsageError(
         f"configure_optimizers returned {type(made).__name__}, which is none of: an optimizer, a list of them, a pair of lists "
         'of optimizers and schedulers, {"optimizer": ..., "lr_scheduler": ...}, a list of such dicts, None.'
@@ -110,16 +112,6 @@ def _optimizer_in(made: Mapping[str, Any]) -> torch.optim.Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"configure_optimizers: its dict must have an 'optimizer', got {optimizer!r}.")
     return optimizer
-
-
-def _schedules_in(made: Mapping[str, Any]) -> list[Any]:
-    return [made["lr_scheduler"]] if made.get("lr_scheduler") is not None else []
-
-
-def _with_monitor(schedule: Any, monitor: str | None) -> Any:
-    if monitor is None:
-        return schedule
-    return {"monitor": monitor, **schedule} if isinstance(schedule, Mapping) else {"scheduler": schedule, "monitor": monitor}
 
 
 class Schedules:
@@ -164,14 +156,6 @@ class Schedules:
             each.scheduler.load_state_dict(state)
 
 
-def advance(scheduler: Any, metric: Any) -> None:
-    """The default `lr_scheduler_step` of a module."""
-    if metric is None:
-        scheduler.step()
-    else:
-        scheduler.step(metric)
-
-
 class LightningOptimizer:
     """The optimizer that `self.optimizers()` returns: its steps are counted and call the hooks.
 
@@ -191,13 +175,12 @@ class LightningOptimizer:
 
     @contextmanager
     def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
-        """Context in which only this optimizer's parameters have gradients.
-
-        Args:
-            sync_grad: False leaves gradients of this rank as they are, to be averaged in a later backward pass.
-        """
-        with self._module.toggled_optimizer(self), self._module.trainer.unit.averages(sync_grad):
+        """Context in which only this optimizer's parameters get gradients. `sync_grad` has no effect: each pass averages."""
+        self._module.toggle_optimizer(self)
+        try:
             yield
+        finally:
+            self._module.untoggle_optimizer(self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

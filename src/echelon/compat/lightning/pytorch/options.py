@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from echelon.common.errors import UsageError
+from echelon.compat.lightning.pytorch.absent import PROFILER
 
 __all__ = [
     "check_for_units",
@@ -15,7 +16,6 @@ __all__ = [
     "interval",
     "precision_of",
     "sorted_out",
-    "without_effect",
 ]
 
 logger = logging.getLogger(__name__)
@@ -25,34 +25,28 @@ _PRECISIONS = {
     **dict.fromkeys(("16", "16-mixed"), "fp16"),
     **dict.fromkeys(("bf16", "bf16-mixed"), "bf16"),
 }
-# Lightning's options that change what is shown or how fast it runs, not what is trained.
-_WITHOUT_EFFECT = {
-    "barebones",
-    "enable_autolog_hparams",
-    "enable_model_summary",
-    "enable_progress_bar",
-    "inference_mode",
-    "model_registry",
-    "profiler",
-    "progress_bar_refresh_rate",
-    "weights_summary",
+# Lightning's options that change what is shown or how fast it runs, not what is trained; for those that ask for something that is
+# absent here, what there is instead.
+_WITHOUT_EFFECT: dict[str, str] = {
+    **dict.fromkeys(("enable_autolog_hparams", "enable_model_summary", "enable_progress_bar", "inference_mode"), ""),
+    **dict.fromkeys(("progress_bar_refresh_rate", "weights_summary"), ""),
+    "barebones": "logger=False, enable_checkpointing=False",
+    "model_registry": "the folder of a ModelCheckpoint",
+    "profiler": PROFILER,
 }
 _OLDER = {"replace_sampler_ddp": "use_distributed_sampler"}
-# Those that ask for something that is absent here.
-_ASKS = ("barebones", "model_registry", "profiler")
-# Options for a LightningModule: Lightning's default, and where an AutoUnit has it. None: without effect there, with a warning.
+# Options for a LightningModule: Lightning's default, and where an AutoUnit has it. None: nothing that a unit has.
 _OF_MODULES: dict[str, tuple[Any, str | None]] = {
-    "benchmark": (None, None),
-    "detect_anomaly": (False, "it is the unit's: AutoUnit(detect_anomaly=True)"),
+    "benchmark": (None, "write torch.backends.cudnn.benchmark = True"),
     "deterministic": (None, "it is the unit's: AutoUnit(deterministic='bitwise'), or `echelon run --bitwise`"),
     "log_every_n_steps": (50, None),
-    "logger": (None, None),
+    "logger": (None, "a unit logs by state.log, or by a logger of echelon.loggers"),
     "min_epochs": (None, "nothing stops training early unless a callback does"),
     "min_steps": (None, "nothing stops training early unless a callback does"),
     "num_sanity_val_steps": (2, None),
     "overfit_batches": (0.0, "write limit_train_batches, with a loader that does not shuffle"),
     "sync_batchnorm": (False, "it is the strategy's: strategy=DDPStrategy(sync_batchnorm=True)"),
-    "use_distributed_sampler": (True, None),
+    "use_distributed_sampler": (True, "give an echelon.Loader, or a DataLoader with a DistributedSampler"),
 }
 # Lightning's other options, and what to use instead.
 _ELSEWHERE = {
@@ -70,26 +64,20 @@ _ELSEWHERE = {
 }
 
 
-def without_effect(others: Mapping[str, Any]) -> list[str]:
-    """Options for a LightningModule that ask for something absent, to be logged."""
-    return [f"{name}={others[name]!r}" for name in _ASKS if others.get(name)]
-
-
-def sorted_out(others: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """(options for runs of a LightningModule, names of given options without effect).
+def sorted_out(others: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """(options for runs of a LightningModule; those without effect that ask for something, with what there is instead).
 
     Raises:
         UsageError: an option is unknown, or is set elsewhere.
     """
-    of_modules, shown = {name: default for name, (default, _) in _OF_MODULES.items()}, set[str]()
+    of_modules, asked = {name: default for name, (default, _) in _OF_MODULES.items()}, dict[str, str]()
     for given, value in others.items():
         name = _OLDER.get(given, given)
         if name in _OF_MODULES:
-            default, where = _OF_MODULES[name]
-            of_modules[name] = default if value is None else value
-            shown |= {name} if where is None else set()
+            by_default = value is None or (name == "logger" and value is True)
+            of_modules[name] = _OF_MODULES[name][0] if by_default else value
         elif name in _WITHOUT_EFFECT:
-            shown.add(name)
+            asked |= {f"{name}={value!r}": _WITHOUT_EFFECT[name]} if value and _WITHOUT_EFFECT[name] else {}
         elif name not in _ELSEWHERE:
             raise UsageError(
                 f"Trainer({name}={value!r}): not known here. What concerns the unit, such as ema, is its "
@@ -99,22 +87,21 @@ def sorted_out(others: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
             raise UsageError(f"Trainer({name}={value!r}): {_ELSEWHERE[name]}.")
     if of_modules["deterministic"] not in (None, True, False, "warn"):
         raise UsageError(f"deterministic {of_modules['deterministic']!r}: True, False or 'warn'.")
-    return of_modules, shown
+    return of_modules, asked
 
 
-def check_for_units(of_modules: Mapping[str, Any], limits: Mapping[str, Any], interval: Any) -> None:
+def check_for_units(of_modules: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
     """
     Raises:
         UsageError: an option is set elsewhere for an AutoUnit, or not supported for it.
     """
     for name, (default, where) in _OF_MODULES.items():
-        if where is not None and of_modules[name] and of_modules[name] != default:
-            raise UsageError(f"Trainer({name}={of_modules[name]!r}): {where}.")
+        value = of_modules[name]
+        if where is not None and value != default and (value or default):
+            raise UsageError(f"Trainer({name}={value!r}): {where}.")
     for name, limit in limits.items():
-        if isinstance(limit, float):
-            raise UsageError(f"limit_{name}_batches {limit!r}: a whole number of batches, or None for all.")
-    if isinstance(interval, float) and interval != 1.0:
-        raise UsageError(f"val_check_interval {interval!r}: a whole number of batches, or None for all.")
+        if isinstance(limit, float) and limit != 1.0:
+            raise UsageError(f"{name} {limit!r}: a whole number of batches, or None for all.")
 
 
 def precision_of(given: Any) -> Any:

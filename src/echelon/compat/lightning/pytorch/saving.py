@@ -36,8 +36,18 @@ logger = logging.getLogger(__name__)
 # --- what is saved beside tensors
 
 
-class _NotSaved(dict[str, Any]):
-    """The dict of `on_save_checkpoint`, without the module's and the optimizers' tensors, which are saved by name."""
+class _Explained(dict[str, Any]):
+    """A checkpoint's dict, as hooks get it. Using a name of Lightning's that is not there says why."""
+
+    absent: tuple[str, ...] = ("state_dict", "optimizer_states", "lr_schedulers", "loops")
+    why = (
+        "is not there in on_save_checkpoint: the module's and the optimizers' tensors are saved by name, not in this dict. Save "
+        "other tensors under a key of your own, such as checkpoint['ema'], and take them in on_load_checkpoint."
+    )
+
+    def _check(self, name: str) -> None:
+        if name in self.absent:
+            raise UsageError(f"checkpoint[{name!r}] {self.why}")
 
     def __missing__(self, name: str) -> Any:
         self._check(name)
@@ -46,15 +56,6 @@ class _NotSaved(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         self._check(name)
         super().__setitem__(name, value)
-
-    @staticmethod
-    def _check(name: str) -> None:
-        if name in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
-            raise UsageError(
-                f"checkpoint[{name!r}] is not there in on_save_checkpoint: the module's and the optimizers' tensors are saved by "
-                "name, not in this dict. Save other tensors under a key of your own, such as checkpoint['ema'], and take them in "
-                "on_load_checkpoint."
-            )
 
 
 class Kept:
@@ -67,15 +68,13 @@ class Kept:
 
     def state_dict(self) -> dict[str, Any]:
         session, trainer, module = self._session, self._session.trainer, self._session.module
-        dump = _NotSaved(epoch=trainer.current_epoch, global_step=trainer.global_step, class_name=class_name(module))
-        dump["log_step"] = trainer.log_step + session.has_stepped
+        dump = _Explained(epoch=trainer.current_epoch, global_step=trainer.global_step, class_name=class_name(module))
         dump["hyper_parameters"] = {name: value for name, value in module.hparams.items() if _is_plain(value)}
         if session.unit is not None and session.unit.is_in_epoch:
             dump["logged"] = session.results["train"].state()
         if (generator := getattr(trainer.train_dataloader, "generator", None)) is not None:
             dump["generator"] = generator.get_state()
-        if session.datamodule is not None:
-            dump["datamodule"] = session.datamodule.state_dict()
+        dump["datamodule"] = session.datamodule.state_dict()
         for callback in trainer.lightning_callbacks:
             if hasattr(callback, "on_save_checkpoint"):
                 callback.on_save_checkpoint(trainer, module, dump)
@@ -85,10 +84,8 @@ class Kept:
         return dict(dump)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the counts of optimizers and loggers. `restore_module` has restored callbacks and called hooks before."""
+        """Restore logged values. `restore_module` has restored callbacks and called hooks before."""
         session, trainer, saved = self._session, self._session.trainer, state_dict
-        session.unit.counted(saved["global_step"])
-        trainer.log_step, session.has_stepped = saved.get("log_step", saved["global_step"]), False
         session.results["train"].load_state(saved.get("logged", []))
         if (generator := getattr(trainer.train_dataloader, "generator", None)) is not None and "generator" in saved:
             generator.set_state(saved["generator"])
@@ -205,8 +202,6 @@ def _file(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
 
 def build(cls: Any, path: Path, map_location: Any, strict: bool | None, given: dict[str, Any]) -> Any:
     """Build a LightningModule or LightningDataModule from a checkpoint."""
-    if not path.exists():
-        raise CheckpointNotFoundError(f"there is no checkpoint {path}.", path=str(path))
     facts = facts_of(path)
     arguments = arguments_for(cls, facts.get("hyper_parameters") or {}, given)
     try:
@@ -232,13 +227,19 @@ def _load(module: Any, weights: dict[str, torch.Tensor], path: Path, strict: boo
 # --- restored
 
 
-class Loaded(dict[str, Any]):
+class Loaded(_Explained):
     """The dict of `on_load_checkpoint`. Its "state_dict", the weights, is read at first use, and may be changed.
 
     Args:
         facts: what was saved beside tensors.
         weights: reads the weights, whole, on the CPU.
     """
+
+    absent = ("optimizer_states", "lr_schedulers", "loops")
+    why = (
+        "is not there in on_load_checkpoint: optimizers, schedules and progress are restored by themselves, after "
+        "configure_optimizers."
+    )
 
     def __init__(self, facts: dict[str, Any], weights: Callable[[], dict[str, torch.Tensor]]) -> None:
         super().__init__(facts)
@@ -256,12 +257,7 @@ class Loaded(dict[str, Any]):
         if name == "state_dict":
             self[name] = self._weights()
             return self[name]
-        if name in ("optimizer_states", "lr_schedulers", "loops"):
-            raise UsageError(
-                f"checkpoint[{name!r}] is not there in on_load_checkpoint: optimizers, schedules and progress are restored by "
-                "themselves, after configure_optimizers."
-            )
-        raise KeyError(name)
+        return super().__missing__(name)
 
     def forget_weights(self) -> None:
         dict.pop(self, "state_dict", None)
@@ -305,7 +301,7 @@ def restore_module(path: Path, session: Any, *, trains: bool) -> None:
 
 def _load_states(session: Any, saved: dict[str, Any]) -> None:
     """Restore the states of data module and callbacks, after the module's weights."""
-    if session.datamodule is not None and saved.get("datamodule"):
+    if saved.get("datamodule"):
         session.datamodule.load_state_dict(saved["datamodule"])
     for callback in session.trainer.lightning_callbacks:
         if hasattr(callback, "on_load_checkpoint"):
@@ -313,11 +309,7 @@ def _load_states(session: Any, saved: dict[str, Any]) -> None:
     states = saved.get("callbacks") or {}
     for callback in session.trainer.lightning_callbacks:
         if state := states.get(getattr(callback, "state_key", "")):
-            try:
-                callback.load_state_dict(copy.deepcopy(state))
-            except Exception as error:
-                error.add_note(f"{type(callback).__name__}.load_state_dict got its state of the checkpoint: {list(state)}.")
-                raise
+            callback.load_state_dict(copy.deepcopy(state))
 
 
 def restore_training(path: Path, unit: Any, loader: Any) -> None:

@@ -1,13 +1,10 @@
-"""One call of a Trainer with a LightningModule, in a rank: the set-up, the run, the hooks around it, and logging."""
+"""One call of a Trainer with a LightningModule, in a rank: the set-up, the loaders, the run."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +14,24 @@ from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch import data, saving
 from echelon.compat.lightning.pytorch.absent import HOOKS
 from echelon.compat.lightning.pytorch.automatic import AutomaticUnit
-from echelon.compat.lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, ModelCheckpoint
+from echelon.compat.lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hooking import Hooking
-from echelon.compat.lightning.pytorch.hooks import LOGS, ModuleHooks, overridden
-from echelon.compat.lightning.pytorch.logged import How, Results, meets
+from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
+from echelon.compat.lightning.pytorch.logged import meets
 from echelon.compat.lightning.pytorch.loggers import InFolders
 from echelon.compat.lightning.pytorch.manual import ManualUnit
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.steps import gather_when_alone
+from echelon.compat.trainer.rank import RUNS
 from echelon.data.replayed import Replayed
 from echelon.loop.modes import tell_of_eval_mode
-from echelon.loop.run import evaluate, predict, run_training, test
+from echelon.loop.progress import Progress
+from echelon.loop.run import evaluate, run_training
 from echelon.loop.state import PhaseState
 from echelon.parallel.layouts import resolve
 from echelon.parallel.names import kind_of
+from echelon.parallel.patching import for_now
 from echelon.world import agree, rng
 from echelon.world.init import World, init_from_env
 
@@ -40,37 +41,26 @@ logger = logging.getLogger(__name__)
 
 _LIMITS = {"train": "train", "validation": "val", "test": "test", "predict": "predict"}
 _ACCUMULATES = ("accumulate_grad_batches", "optimizer.step() in every n-th batch")
-# A unit's attributes that say how far it has trained: an AutoUnit's window counts its updates.
-_COUNTS = {"train_progress", "window"}
+# A unit's attributes that say how far it has trained.
+_COUNTS = {"train_progress", "window", "optimizer_steps"}
 
 
-class Session:
+class Session(Hooking):
     """
     Args:
-        trainer: has the options; the module's code sees it.
         work: a ModuleWork.
     Attributes:
-        unit: the unit that is trained, once it is built.
         optimizers: what `self.optimizers()` returns.
-        results: what was logged, by phase.
-        has_stepped: the latest batch ended with an update.
-        validates, was_evaluated: whether `fit` evaluates, and whether it has done so.
-        batches: by phase, the limit of a single loader.
-        num_loaders: by phase, the number of batches of each of several loaders; [None] for a single one.
+        validates: `fit` evaluates.
         handles: handles of hooks that the next call removes.
     """
 
     def __init__(self, trainer: Any, work: Any) -> None:
-        self.trainer, self.work, self.module, self.datamodule = trainer, work, work.module, work.datamodule
-        self.unit: Any = None
-        self.loop_state: Any = None  # echelon's State
+        super().__init__(trainer, work.module)
+        self.work = work
+        self.datamodule = work.datamodule if work.datamodule is not None else LightningDataModule()
         self.optimizers: list[Any] = []
-        self.results = {name: Results(name) for name in ("train", "validation", "test")}
-        self.has_stepped = self.validates = self.was_evaluated = self._silent = False
-        self.batch_idx = 0
-        self.batches: dict[str, int | None] = {}
-        self.num_loaders: dict[str, list[int | None]] = {}
-        self._evaluated_batches = Counter[tuple[str, int]]()  # of each loader: the step for its logged numbers
+        self.validates = False
         self.handles: list[Any] = []
         self.added_to_module: set[str] = set()  # what the strategy added, for this process
         self._train_loader: Any = None
@@ -83,7 +73,7 @@ class Session:
         self._begin(device)
         try:
             self._set_up()
-            done = getattr(self, f"_{self.work.call}")()
+            done = self._fit() if self.work.call == "fit" else self._evaluate()  # type: ignore[func-returns-value]
             self._end()
         except BaseException as error:
             trainer.state.status = "interrupted"
@@ -102,12 +92,9 @@ class Session:
             for results in before.results.values():
                 results.reset()
             self.optimizers = before.optimizers if self.work.call != "fit" else []
-            trainer.log_step += before.has_stepped  # if that call was interrupted
         trainer.session = self
-        trainer.lightning_module, trainer.datamodule, trainer.root_device = module, self.datamodule, device
-        module.trainer = trainer
-        if self.datamodule is not None:
-            self.datamodule.trainer = trainer
+        trainer.lightning_module, trainer.datamodule, trainer.root_device = module, self.work.datamodule, device
+        module.trainer = self.datamodule.trainer = trainer
         call = self.work.call
         trainer.state.fn, trainer.state.status, trainer.state.stage = call, "running", "train" if call == "fit" else call
         trainer.ckpt_path = self.work.ckpt_path
@@ -140,12 +127,11 @@ class Session:
         )
         _set_determinism(trainer)
         data.prepare_data(module, self.datamodule)
-        if self.datamodule is not None:
-            self.datamodule.setup(work.call)
+        self.datamodule.setup(work.call)
         self.call("setup", work.call)
         module.configure_model()
         trains = work.call == "fit"
-        options = {name: value for name, value in trainer.options_of_unit.items() if trains or name == "precision"}
+        options = {name: value for name, value in trainer.unit_options.items() if trains or name == "precision"}
         if module.automatic_optimization:
             options["training"] = trains
         kind = AutomaticUnit if module.automatic_optimization else ManualUnit
@@ -168,7 +154,6 @@ class Session:
             for name in _COUNTS & before.keys() & vars(unit).keys():
                 getattr(unit, name).load_state_dict(before[name])
             unit.restored()
-            unit.counted(trainer.steps_before)
             trainer.current_epoch = unit.train_progress.num_epochs_completed
 
     def _log_hyperparams(self) -> None:
@@ -182,22 +167,17 @@ class Session:
         trainer, unit, call = self.trainer, self.unit, self.work.call
         if call == "fit":
             self.call("on_fit_end")
-        if self.datamodule is not None:
-            self.datamodule.teardown(call)
+        self.datamodule.teardown(call)
         self.call("teardown", call)
         if call == "fit":
-            trainer.steps_before = trainer.global_step
             trainer.progress_before = {name: getattr(unit, name).state_dict() for name in _COUNTS & vars(unit).keys()}
-            trainer.log_step += self.has_stepped
-            self.has_stepped = False
         self._finalize("success")
         self.handles += gather_when_alone(self.module)
 
     def _tell_of(self, error: BaseException) -> None:
         """Call `on_exception` and end the loggers. No collective here: other ranks may not have the error."""
         self._call_callbacks("on_exception", self.trainer.lightning_callbacks, (error,))
-        if self.datamodule is not None:
-            self.datamodule.on_exception(error)
+        self.datamodule.on_exception(error)
         self._finalize("failed")
 
     def _finalize(self, status: str) -> None:
@@ -227,7 +207,7 @@ class Session:
         if overridden("backward", module, LightningModule) and module.automatic_optimization:
             raise UsageError(f"{name}.backward: a backward pass of your own needs `self.automatic_optimization = False`.")
         if not module.automatic_optimization and call == "fit":
-            own = trainer.options_of_unit
+            own = trainer.unit_options
             clips = own.get("clip_grad_norm") is not None or own.get("clip_grad_value") is not None
             if clips or own.get("accumulate", 1) != 1:
                 option, instead = ("gradient_clip_val", "self.clip_gradients(optimizer, ...)") if clips else _ACCUMULATES
@@ -245,12 +225,12 @@ class Session:
         """(loader, limit of its batches on this rank), made at first use."""
         if self._train_loader is None:
             trainer = self.trainer
-            loaders = data.given_loaders("train", self.work.loaders[0], self.module, self.datamodule)
+            loaders = data.given_loaders("train", self.work.loaders[0], self.module, self.work.datamodule)
             if loaders is None:
                 raise UsageError("trainer.fit needs train_dataloaders, a datamodule, or a train_dataloader() of the module.")
             if trainer.overfit_batches:
                 loaders = data.without_shuffling(loaders)
-            accumulation = trainer.options_of_unit.get("accumulate") or 1
+            accumulation = trainer.unit_options.get("accumulate") or 1
             path = Path(self.work.ckpt_path) if self.work.ckpt_path is not None else None
             divides = trainer.use_distributed_sampler
             loader = data.one_loader("fit", loaders, self._data_size(), accumulation, divides=divides, path=path)
@@ -259,12 +239,13 @@ class Session:
         made: tuple[Any, int | None] = self._train_loader
         return made
 
-    def _evaluation_loader(self, phase: str, given: Any) -> Any:
+    def _evaluation_loader(self, phase: str, given: Any) -> tuple[Any, int | None]:
+        """(loader, limit of its batches); (None, None) without one."""
         trainer, name = self.trainer, f"limit_{_LIMITS[phase]}_batches"
-        chosen = data.given_loaders(phase, given, self.module, self.datamodule)
+        chosen = data.given_loaders(phase, given, self.module, self.work.datamodule)
         limit = trainer.limit(_LIMITS[phase])
         if chosen is None or (limit == 0 and phase == "validation"):
-            return None
+            return None, None
         if trainer.overfit_batches and phase == "validation":
             chosen = data.without_shuffling(chosen)
         loaders = data.several_loaders(chosen, self._data_size(), divides=trainer.use_distributed_sampler)
@@ -274,11 +255,10 @@ class Session:
         trainer.note_loaders(_LIMITS[phase], loaders, limits)
         if len(loaders) == 1:
             self.num_loaders[phase] = [None]
-            self.batches[phase] = limits[0]
-            return loaders[0]
+            return loaders[0], limits[0]
         chain = data.Chain(loaders, limits)
-        self.num_loaders[phase], self.batches[phase] = chain.lengths(), None
-        return chain
+        self.num_loaders[phase] = chain.lengths()
+        return chain, None
 
     # --- what runs
 
@@ -286,15 +266,14 @@ class Session:
         trainer, unit, module = self.trainer, self.unit, self.module
         loader, limit = self.train_loader()
         has_step = overridden("validation_step", module, LightningModule)
-        evaluation = self._evaluation_loader("validation", self.work.loaders[1]) if has_step else None
+        evaluation, most = self._evaluation_loader("validation", self.work.loaders[1]) if has_step else (None, None)
         self.validates = evaluation is not None and (
             trainer.check_val_every_n_epoch is not None or trainer.val_check_interval != 1.0
         )
         if self.work.ckpt_path is not None:
             saving.restore_training(Path(self.work.ckpt_path), unit, loader)
         manual = not module.automatic_optimization
-        hooking = Hooking(self, trainer.updates_at_most if manual else None, may_stop=_may_stop(trainer))
-        callbacks = [hooking, *trainer.loop_callbacks]
+        self.max_updates, self.may_stop = trainer.max_updates if manual else None, _may_stop(trainer)
         trainer.num_training_batches = data.batches_of(loader, limit)
         if self._is_complete():
             return
@@ -302,23 +281,23 @@ class Session:
         tell_of_eval_mode([name or type(module).__name__ for name, part in module.named_modules() if not part.training])
         self.results["train"].meets = meets([module, *trainer.lightning_callbacks])
         if self.validates:
-            self._sanity_check(evaluation, hooking)
+            self._sanity_check(evaluation, most)
         training = PhaseState(
             dataloader=loader,
-            max_epochs=math.inf if manual and trainer.epochs_at_most is None else trainer.epochs_at_most,
-            max_updates=None if manual else trainer.updates_at_most,
+            max_epochs=math.inf if manual and trainer.max_epochs is None else trainer.max_epochs,
+            max_updates=None if manual else trainer.max_updates,
             max_steps_per_epoch=limit,
         )
         validation = None
         if evaluation is not None and self.validates:
             training.evaluate_every_n_steps, training.evaluate_every_n_epochs = self._intervals(loader, limit)
-            validation = PhaseState(dataloader=evaluation, max_steps_per_epoch=self.batches["validation"])
-        run_training(unit, training, validation, callbacks, None)
+            validation = PhaseState(dataloader=evaluation, max_steps_per_epoch=most)
+        run_training(unit, training, validation, [self, *trainer.loop_callbacks], None)
 
     def _is_complete(self) -> bool:
         """Whether an earlier `fit`, or the run of the checkpoint, has reached the limits."""
         trainer, progress = self.trainer, self.unit.train_progress
-        epochs, updates = trainer.epochs_at_most, trainer.updates_at_most
+        epochs, updates = trainer.max_epochs, trainer.max_updates
         by_epochs = epochs is not None and progress.num_epochs_completed >= epochs
         by_updates = updates is not None and self.unit.updates >= updates
         if not progress.num_steps_completed or progress.evaluation_due or not (by_epochs or by_updates):
@@ -352,181 +331,41 @@ class Session:
             )
         return interval, None
 
-    def _sanity_check(self, loader: Any, hooking: Hooking) -> None:
+    def _sanity_check(self, loader: Any, limit: int | None) -> None:
         trainer, unit = self.trainer, self.unit
         count = trainer.num_sanity_val_steps
         if not count or trainer.fast_dev_run or unit.train_progress.num_steps_completed:
             return
-        limit, lengths = self.batches["validation"], self.num_loaders["validation"]
-        most = limit if count == -1 else count if limit is None else min(count, limit)
+        most, lengths = limit if count == -1 else count if limit is None else min(count, limit), self.num_loaders.copy()
         if isinstance(loader, data.Chain) and most is not None:  # so many of each loader
             loader, most = loader.cut(most), None
             self.num_loaders["validation"] = loader.lengths()
-        before, progress = rng.states(), vars(unit.eval_progress).copy()
-        trainer.sanity_checking, trainer.state.stage = True, "sanity_check"
-        self.call("on_sanity_check_start")
-        try:
-            evaluate(unit, loader, max_steps_per_epoch=most, callbacks=[hooking])
-        finally:
-            vars(unit.eval_progress).update(progress)
-            rng.put_back(before)
-            self.num_loaders["validation"] = lengths
-        self.call("on_sanity_check_end")
-        self.results["validation"].reset()
-        self._forget_numbers()
-        trainer.sanity_checking, trainer.state.stage = False, "train"
+        trainer.state.stage, drawn = "sanity_check", rng.states()
+        with for_now(trainer, sanity_checking=True):
+            self.call("on_sanity_check_start")
+            with for_now(unit, eval_progress=Progress()):
+                evaluate(unit, loader, max_steps_per_epoch=most, callbacks=[self])
+            rng.put_back(drawn)
+            self.num_loaders = lengths
+            self.call("on_sanity_check_end")
+            self.results["validation"].reset()
+            self._forget_numbers()
+        trainer.state.stage = "train"
 
-    def _validate(self) -> list[dict[str, float]]:
-        return self._evaluate("validation", evaluate)
-
-    def _test(self) -> list[dict[str, float]]:
-        return self._evaluate("test", test)
-
-    def _evaluate(self, phase: str, run: Any) -> list[dict[str, float]]:
-        trainer = self.trainer
-        loader = self._evaluation_loader(phase, self.work.loaders[0])
-        if loader is None and trainer.limit(_LIMITS[phase]) == 0:
+    def _evaluate(self) -> list[Any]:
+        trainer, call = self.trainer, self.work.call
+        phase, (run, limited) = "validation" if call == "validate" else call, RUNS[call]
+        loader, limit = self._evaluation_loader(phase, self.work.loaders[0])
+        if loader is None and trainer.limit(limited) == 0:
             return []
         if loader is None:
-            raise UsageError(f"trainer.{self.work.call} needs dataloaders, a datamodule, or a {_LIMITS[phase]}_dataloader().")
-        hooking = Hooking(self, None, may_stop=False)
-        run(self.unit, loader, max_steps_per_epoch=self.batches[phase], callbacks=[hooking, *trainer.loop_callbacks])
-        numbers = {name: float(value) for name, value in hooking.evaluated.items()}
-        count = len(self.num_loaders[phase])
-        loaders = self.results[phase].loaders_of()
+            raise UsageError(f"trainer.{call} needs dataloaders, a datamodule, or a {limited}_dataloader().")
+        run(self.unit, loader, max_steps_per_epoch=limit, callbacks=[self, *trainer.loop_callbacks])
+        if call == "predict":
+            return self.outputs
+        numbers = {name: float(value) for name, value in self.evaluated.items()}
+        loaders, count = self.results[phase].loaders_of(), len(self.num_loaders[phase])
         return [{n: v for n, v in numbers.items() if not loaders.get(n) or i in loaders[n]} for i in range(count)]
-
-    def _predict(self) -> list[Any]:
-        trainer = self.trainer
-        loader = self._evaluation_loader("predict", self.work.loaders[0])
-        if loader is None:
-            raise UsageError("trainer.predict needs dataloaders, a datamodule, or a predict_dataloader().")
-        hooking = Hooking(self, None, may_stop=False)
-        limit = self.batches["predict"]
-        predict(self.unit, loader, max_steps_per_epoch=limit, callbacks=[hooking, *trainer.loop_callbacks])
-        return hooking.outputs
-
-    # --- hooks, of callbacks and of the module
-
-    @contextmanager
-    def hook(self, name: str) -> Iterator[None]:
-        """Context of a hook in the module's code, so that `self.log` knows the hook."""
-        module = self.module
-        before, module._hook = module._hook, name
-        try:
-            yield
-        finally:
-            module._hook = before
-
-    def call(self, name: str, *args: Any) -> None:
-        """Call a hook: callbacks first, then the module."""
-        with self.hook(name):
-            self._call_callbacks(name, self.trainer.lightning_callbacks, args)
-            answer = getattr(self.module, name)(*args) if hasattr(self.module, name) else None
-        if name == "on_train_batch_start" and answer == -1:
-            raise UsageError("on_train_batch_start returned -1, to leave out the rest of the epoch. Use limit_train_batches.")
-
-    def call_at_epoch_end(self, meanwhile: Callable[[], None]) -> None:
-        """Call `on_train_epoch_end`. Callbacks that monitor what the module logs in it come last."""
-        name = "on_train_epoch_end"
-        last = [each for each in self.trainer.lightning_callbacks if isinstance(each, (Checkpoint, EarlyStopping))]
-        with self.hook(name):
-            self._call_callbacks(name, [each for each in self.trainer.lightning_callbacks if each not in last], ())
-            getattr(self.module, name)()
-            self.publish("train", step=False, write=False)
-            meanwhile()
-            self._call_callbacks(name, last, ())
-
-    def _call_callbacks(self, name: str, callbacks: list[Any], args: tuple[Any, ...]) -> None:
-        for callback in callbacks:
-            own = getattr(callback, name, None)
-            if own is not None and getattr(own, "__func__", own) is not getattr(Callback, name, None):
-                own(self.trainer, self.module, *args)
-
-    # --- what is logged
-
-    @contextmanager
-    def silence(self) -> Iterator[None]:
-        """Context in which nothing is logged."""
-        self._silent = True
-        try:
-            yield
-        finally:
-            self._silent = False
-
-    def take(self, hook: str, name: str, value: Any, how: How, batch_size: float | None, *, add_idx: bool) -> None:
-        stage = self.trainer.state.stage
-        phase = "validation" if stage in ("validate", "sanity_check") else stage
-        if self._silent or phase not in self.results:
-            return
-        one = self.results[phase].log(hook, name, value, how, batch_size, add_idx=add_idx)
-        _, in_step = LOGS[hook]
-        if (phase == "train" and how.on_step) if in_step else how.on_epoch:  # for readers in the same hook
-            self.trainer.callback_metrics.update(one.so_far(step=in_step))
-
-    def begin_batch(self, phase: str, batch_size: Callable[[], float], dataloader_idx: int | None) -> None:
-        if phase in self.results:
-            self.results[phase].begin_batch(batch_size, dataloader_idx)
-
-    def publish(self, phase: str, *, step: bool, write: bool, at: int | None = None) -> dict[str, torch.Tensor]:
-        """Give the numbers of a step or of an epoch to callbacks, loggers and the Trainer's attributes. Collective, as the
-        phase's results are.
-
-        Args:
-            at: the step that loggers get, by default `log_step`.
-        Returns:
-            the numbers for loggers, by name.
-        """
-        trainer, results, logged = self.trainer, self.results[phase], dict[str, torch.Tensor]()
-        for one, value in results.of_step() if step else results.of_epoch():
-            name, forked = one.names(step=step)
-            if phase == "train" or not step:
-                trainer.callback_metrics.update({name: value, forked: value})
-            if one.how.prog_bar:
-                trainer.progress_bar_metrics[forked] = float(value)
-            if one.how.logger:
-                logged[forked] = value
-        trainer.logged_metrics.update(logged)
-        if write and trainer.loggers:
-            values = {name: float(value) for name, value in logged.items()}
-            given = values.pop("step", at)
-            if values:
-                place = {"epoch": trainer.current_epoch} if given is None else {}
-                self.write_metrics({**place, **values}, trainer.log_step if given is None else int(given))
-        return logged
-
-    def write_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        for logger in self.trainer.loggers if agree.is_rank0() else ():
-            logger.log_metrics(dict(metrics), step=step)
-            logger.save()
-
-    @property
-    def logs_now(self) -> bool:
-        """Whether this step's numbers are written."""
-        trainer, every = self.trainer, self.trainer.log_every_n_steps
-        return bool(trainer.should_stop or (every > 0 and (trainer.log_step + 1) % every == 0))
-
-    def end_evaluation_batch(self, phase: str) -> None:
-        if phase in self.results and not self.trainer.sanity_checking:
-            place = phase, self.results[phase].dataloader_idx or 0
-            self.publish(phase, step=True, write=True, at=self._evaluated_batches[place])
-            self._evaluated_batches[place] += 1
-
-    def place_of(self, phase: str, step: int) -> tuple[int, int | None]:
-        """(batch_idx, dataloader_idx) of an evaluation's step; the second is None for a single loader."""
-        lengths = self.num_loaders.get(phase, [None])
-        if len(lengths) == 1:
-            return step, None
-        for i, length in enumerate(lengths):
-            if length is None or step < length:
-                return step, i
-            step -= length
-        return step, len(lengths) - 1
-
-    def loader_idx_of(self, phase: str) -> int:
-        progress = getattr(self.unit, f"{'eval' if phase == 'validation' else phase}_progress", None)
-        index = self.place_of(phase, progress.num_steps_completed_in_epoch)[1] if progress is not None else None
-        return index or 0
 
 
 def _is_hook(thing: Any, name: str) -> bool:

@@ -9,11 +9,9 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from copy import copy
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -22,42 +20,15 @@ from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
 from echelon.compat.lightning.pytorch.optimizers import Schedules
 from echelon.compat.lightning.pytorch.saving import Kept, MetricShares
-from echelon.loop.auto.uncounted import forgetting
+from echelon.loop.auto.uncounted import attributes_kept, forgetting
 from echelon.loop.samples import rows
 from echelon.loop.state import ActivePhase, State, step_under_way
 from echelon.parallel.over_ranks import without_samples
-from echelon.parallel.patching import replace
+from echelon.parallel.patching import for_now, replace
 from echelon.parallel.shards import is_split
 from echelon.world.device import copy_data_to_device
 
 __all__ = ["ModuleSteps", "gather_when_alone"]
-
-_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-
-
-class Moves:
-    """Moves a batch to the device, with the hooks of the module or of its data module."""
-
-    def __init__(self, module: Any, datamodule: LightningDataModule | None, device: torch.device) -> None:
-        self.device = device
-        self._hooks: list[Any] = []
-        for name in _TRANSFERS:
-            if datamodule is not None and overridden(name, datamodule, LightningDataModule):
-                self._hooks.append(getattr(datamodule, name))
-            else:
-                self._hooks.append(getattr(module, name) if overridden(name, module, ModuleHooks) else None)
-
-    def __bool__(self) -> bool:
-        return any(self._hooks)
-
-    def __call__(self, batch: Any, non_blocking: bool, dataloader_idx: int) -> Any:
-        before, move, after = self._hooks
-        batch = before(batch, dataloader_idx) if before else batch
-        if move:
-            batch = move(batch, self.device, dataloader_idx)
-        else:
-            batch = copy_data_to_device(batch, self.device, non_blocking=non_blocking)
-        return after(batch, dataloader_idx) if after else batch
 
 
 class ModuleSteps:
@@ -78,7 +49,11 @@ class ModuleSteps:
     def attach(self, session: Any) -> None:
         self.session, self.lightning = session, Kept(session)
         self.schedules = Schedules([], session.module.lr_scheduler_step)
-        self.moves = Moves(session.module, session.datamodule, self.device)
+        owners = (session.datamodule, LightningDataModule), (session.module, ModuleHooks)
+        self._transfers = [
+            next((getattr(owner, name) for owner, base in owners if overridden(name, owner, base)), None)
+            for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+        ]
         self.batch: Any = None
         self._places: dict[str, int] = {}  # by a step's name, how many arguments it takes
 
@@ -97,10 +72,16 @@ class ModuleSteps:
 
     def move_data_to_device(self, state: State, data: Any, non_blocking: bool) -> Any:
         phase = {ActivePhase.EVALUATE: "validation"}.get(state.active_phase, str(state.active_phase))
-        return self.moves(data, non_blocking or self.device.type == "cuda", self.session.loader_idx_of(phase))
+        index, (before, move, after) = self.session.loader_idx_of(phase), self._transfers
+        batch = before(data, index) if before else data
+        if move:
+            batch = move(batch, self.device, index)
+        else:
+            batch = copy_data_to_device(batch, self.device, non_blocking=non_blocking or self.device.type == "cuda")
+        return after(batch, index) if after else batch
 
     def placement(self, phase: str) -> tuple[Any, Any]:
-        on_host = self.device.type == "cpu" and not self.moves
+        on_host = self.device.type == "cpu" and not any(self._transfers)
         return (None, None) if on_host else (self.move_data_to_device, getattr(self, "_copies", None))
 
     def send_buffers(self) -> None:
@@ -116,9 +97,14 @@ class ModuleSteps:
         return self._evaluate_batch("predict", state.predict_state, self.predict_progress, data)
 
     def _arguments(self, name: str, step: Any, batch: Any, batch_idx: int, dataloader_idx: int | None) -> tuple[Any, ...]:
+        """The arguments for a step among (batch, batch_idx, dataloader_idx); the last only if there are several loaders."""
         if name not in self._places:
             self._places[name] = _places(step)
-        return _arguments(name, self._places[name], batch, batch_idx, dataloader_idx)
+        if dataloader_idx is None:
+            return (batch, batch_idx)[: self._places[name]]
+        if self._places[name] < 3:
+            raise UsageError(f"there are several dataloaders: {name} must take (batch, batch_idx, dataloader_idx=0).")
+        return batch, batch_idx, dataloader_idx
 
     def _evaluate_batch(self, phase: str, phase_state: Any, progress: Any, batch: Any) -> Any:
         session, module = self.session, self.lightning_module
@@ -155,19 +141,8 @@ class ModuleSteps:
     @contextmanager
     def _without_trace(self) -> Iterator[None]:
         """Context of a step on a stand-in batch: what it logs, and collects in attributes of the module, is dropped."""
-        of_every_module = vars(nn.Module())
-        own = {name: value for name, value in vars(self.lightning_module).items() if name not in of_every_module}
-        contents = [(value, copy(value)) for value in own.values() if type(value) in (list, dict, set)]
-        try:
-            with self.session.silence():
-                yield
-        finally:
-            for name in vars(self.lightning_module).keys() - own.keys() - of_every_module.keys():
-                delattr(self.lightning_module, name)
-            vars(self.lightning_module).update(own)
-            for value, before in contents:
-                value.clear()
-                value.extend(before) if isinstance(value, list) else value.update(before)
+        with for_now(self.session, silent=True), attributes_kept(self.lightning_module, vars(nn.Module())):
+            yield
 
 
 def _through(wrapper: nn.Module, module: Any, step: Callable[..., Any], *args: Any) -> Any:
@@ -201,15 +176,6 @@ def _places(step: Callable[..., Any]) -> int:
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
         return 3
     return sum(p.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for p in parameters)
-
-
-def _arguments(name: str, taken: int, batch: Any, batch_idx: int, dataloader_idx: int | None) -> tuple[Any, ...]:
-    """The arguments for a step among (batch, batch_idx, dataloader_idx); the last only if there are several loaders."""
-    if dataloader_idx is None:
-        return (batch, batch_idx) if taken > 1 else (batch,)
-    if taken < 3:
-        raise UsageError(f"there are several dataloaders: {name} must take (batch, batch_idx, dataloader_idx=0).")
-    return batch, batch_idx, dataloader_idx
 
 
 def gather_when_alone(module: nn.Module) -> list[Any]:

@@ -17,7 +17,7 @@ import torch
 
 from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch import options, saving
-from echelon.compat.lightning.pytorch.absent import ARGPARSE, Accepted, missing_of_trainer
+from echelon.compat.lightning.pytorch.absent import ARGPARSE, TRAINER, Accepted
 from echelon.compat.lightning.pytorch.automatic import AutomaticUnit
 from echelon.compat.lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, ModelCheckpoint
 from echelon.compat.lightning.pytorch.data import batches_of
@@ -33,7 +33,6 @@ from echelon.compat.trainer.trainer import is_launched, without_layout
 from echelon.contracts.overrides import overrides
 from echelon.contracts.rank import RankInfo
 from echelon.launcher.calls import end_bootstrap
-from echelon.loop.callback import Callback as LoopCallback
 from echelon.loop.state import EntryPoint, State, step_under_way
 from echelon.loop.unit import TrainUnit
 from echelon.parallel.ddp.ddp import DDPStrategy
@@ -69,7 +68,7 @@ def _evaluation(call: str) -> Any:
         weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """As in the base class; for a LightningModule the numbers that it logs, a dict for each loader."""
-        metrics: list[dict[str, float]] = self._run(call, model, dataloaders, datamodule, ckpt_path)
+        metrics: list[dict[str, float]] = self._run(call, model, (dataloaders, None), datamodule, ckpt_path)
         return metrics
 
     run.__name__ = call
@@ -111,6 +110,7 @@ class Trainer(trainer.Trainer):
             among the callbacks; a LightningModule's always.
         limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches: batches of an epoch, per rank; for a
             LightningModule also a part of them, such as 0.1.
+        detect_anomaly: as AutoUnit's.
         fast_dev_run: train only so many batches (True is one) of one epoch, without checkpoints, to see whether it runs.
         check_val_every_n_epoch: how often to evaluate; `val_check_interval` counts batches instead, or is a part of an epoch.
         gpus: Lightning's older name of `devices`. `Trainer(gpus=2, accelerator="ddp")` works, with a hint.
@@ -121,8 +121,7 @@ class Trainer(trainer.Trainer):
         session: the current call in this process, or the latest.
         callback_metrics, logged_metrics, progress_bar_metrics: the latest numbers by name, as 0-dim tensors.
         should_stop: set it to True to end `fit` after the current step.
-        log_step: the step under which numbers are written: updates, counted when the next batch begins.
-        steps_before, progress_before: counts of this object's earlier fits, from which the next one continues.
+        progress_before: counts of this object's earlier fits, from which the next one continues.
         train_dataloader, val_dataloaders, test_dataloaders, predict_dataloaders: loaders of the current or latest call; those
             for evaluation and prediction are one loader or a list, as they were given. None before.
         ckpt_path: the checkpoint that the latest call began from.
@@ -162,12 +161,12 @@ class Trainer(trainer.Trainer):
         check_val_every_n_epoch: int | None = 1,
         val_check_interval: int | float | None = None,
         fast_dev_run: bool | int = False,
+        detect_anomaly: bool | None = None,
         gpus: int | str | Sequence[int] | None = None,
         plugins: Any = None,
         **others: Any,
     ) -> None:
-        self.of_modules, self._shown = options.sorted_out(others)
-        self._in_vain = options.without_effect(others)
+        self.of_modules, self._asked = options.sorted_out(others)
         given = {
             "train": limit_train_batches,
             "val": limit_val_batches,
@@ -184,8 +183,8 @@ class Trainer(trainer.Trainer):
         strategy, environments = among_plugins(plugins, strategy)
         self.val_check_interval = options.interval(val_check_interval)
         self.check_val_every_n_epoch = check_val_every_n_epoch
-        whole = isinstance(self.val_check_interval, int)
         changes: dict[str, Any] = {
+            "detect_anomaly": detect_anomaly or None,
             "precision": options.precision_of(precision),
             "accumulate": accumulate_grad_batches,
             "clip_grad_value" if gradient_clip_algorithm == "value" else "clip_grad_norm": gradient_clip_val or None,
@@ -193,7 +192,7 @@ class Trainer(trainer.Trainer):
         every = [] if callbacks is None else [callbacks] if not isinstance(callbacks, Iterable) else list(callbacks)
         self.given_callbacks = [each for each in every if isinstance(each, Callback)]
         without_effect = [each for each in [*every, *environments] if isinstance(each, Accepted)]
-        self._in_place = {type(each).__name__: each.in_place for each in without_effect}
+        self._in_place = self._asked | {type(each).__name__: each.in_place for each in without_effect}
         super().__init__(
             options.devices_of(devices),
             strategy,
@@ -202,7 +201,7 @@ class Trainer(trainer.Trainer):
             max_epochs=math.inf if max_epochs == -1 else max_epochs,
             max_updates=None if max_steps == -1 else max_steps,
             max_steps_per_epoch={name: limit for name, limit in self.given_limits.items() if not isinstance(limit, float)},
-            evaluate_every_n_epochs=None if whole else check_val_every_n_epoch,
+            evaluate_every_n_epochs=None if isinstance(self.val_check_interval, int) else check_val_every_n_epoch,
             unit_options={name: value for name, value in changes.items() if value is not None},
             callbacks=[each for each in every if not isinstance(each, Callback)],
             run_dir=default_root_dir,
@@ -212,10 +211,9 @@ class Trainer(trainer.Trainer):
         self.saves = self.saves and enable_checkpointing is not False
         if self.checkpoints is not None:
             self.checkpoints = replace(self.checkpoints, every="epoch", keep=1)
-        self.loop_callbacks: list[LoopCallback] = self.callbacks
         self.callbacks = [*self.given_callbacks, *self.loop_callbacks]
         for name, value in self.of_modules.items():
-            if name not in ("logger", "detect_anomaly", "sync_batchnorm"):
+            if name != "logger":
                 setattr(self, name, value)
         self._begin()
 
@@ -229,7 +227,7 @@ class Trainer(trainer.Trainer):
         self.logged_metrics: dict[str, Any] = {}
         self.progress_bar_metrics: dict[str, float] = {}
         self.should_stop = self.sanity_checking = False
-        self.current_epoch = self.log_step = self.steps_before = 0
+        self.current_epoch = 0
         self.progress_before: dict[str, Any] | None = None
         self.ckpt_path: str | None = None
         self.num_training_batches = math.inf
@@ -259,7 +257,8 @@ class Trainer(trainer.Trainer):
         return {**vars(self), **dict.fromkeys(_OF_A_PROCESS)}
 
     def __getattr__(self, name: str) -> Any:
-        raise missing_of_trainer(name)
+        said = f"Trainer.{name} is not part of echelon.compat. Instead: {TRAINER[name]}." if name in TRAINER else ""
+        raise AttributeError(said or f"'Trainer' object has no attribute {name!r}")
 
     # --- for an AutoUnit
 
@@ -272,22 +271,17 @@ class Trainer(trainer.Trainer):
         interval = self.val_check_interval
         return {**super().training_limits(), "evaluate_every_n_steps": interval if isinstance(interval, int) else None}
 
-    @property
-    def unit_callbacks(self) -> list[LoopCallback]:
-        return self.loop_callbacks
-
     def _check_for_units(self) -> None:
         """
         Raises:
             UsageError: an option applies to a LightningModule only.
         """
-        options.check_for_units(self.of_modules, self.given_limits, self.val_check_interval)
+        limits = {f"limit_{phase}_batches": limit for phase, limit in self.given_limits.items()}
+        options.check_for_units(self.of_modules, {**limits, "val_check_interval": self.val_check_interval})
         for name in [type(each).__name__ for each in self.given_callbacks if not isinstance(each, Accepted)]:
             raise UsageError(f"callbacks: {name} acts on a LightningModule. For an AutoUnit write an echelon.Callback.")
         if self.enable_checkpointing and self.run_dir is None and not self.has_saver:
             raise UsageError("enable_checkpointing=True: where to? Give default_root_dir, or a DistributedCheckpointSaver.")
-        if self._shown:
-            logger.warning("Trainer(%s=...): has no effect here", "=..., ".join(sorted(self._shown)))
 
     # --- for both
 
@@ -309,12 +303,7 @@ class Trainer(trainer.Trainer):
         if self.max_epochs is None and self.max_steps is None:
             self.max_epochs = _DEFAULT_EPOCHS
             logger.warning("Trainer without max_epochs and max_steps: %s epochs, as Lightning does", _DEFAULT_EPOCHS)
-        if isinstance(model, torch.nn.Module):
-            self._tell_of_options()
-            self._run_module("fit", model, (train_dataloaders, val_dataloaders), datamodule, ckpt_path)
-            return
-        self._check_for_units()
-        super().fit(model, train_dataloaders, val_dataloaders, ckpt_path=ckpt_path)
+        self._run("fit", model, (train_dataloaders, val_dataloaders), datamodule, ckpt_path)
 
     validate, test = map(_evaluation, ("validate", "test"))
 
@@ -333,40 +322,32 @@ class Trainer(trainer.Trainer):
             return_predictions: False keeps no predictions and returns None; a callback's on_predict_batch_end gets each.
         """
         self.keeps_predictions = return_predictions is not False
-        predictions: list[Any] = self._run("predict", model, dataloaders, datamodule, ckpt_path)
+        predictions: list[Any] = self._run("predict", model, (dataloaders, None), datamodule, ckpt_path)
         return predictions if self.keeps_predictions else None
 
     def _tell_of_options(self) -> None:
-        """Log, once, the options that have no effect for a LightningModule."""
+        """Log, once, what has no effect, and what there is instead."""
         if self._in_place and agree.is_rank0():
-            logger.info("taken without effect: %s", "; ".join(f"{name}: {what}" for name, what in self._in_place.items()))
-        if self._in_vain and agree.is_rank0():
-            logger.warning(
-                "Trainer(%s): has no effect here. Where time goes is in metrics.jsonl and `echelon report`; to train without "
-                "logs and checkpoints: logger=False, enable_checkpointing=False",
-                ", ".join(self._in_vain),
-            )
-        self._in_vain, self._in_place = [], {}
+            said = "; ".join(f"{name}: {what}" for name, what in self._in_place.items())
+            logger.log(logging.WARNING if self._asked else logging.INFO, "taken without effect: %s", said)
+        self._asked, self._in_place = {}, {}
 
-    def _run(self, call: str, model: Any, dataloaders: Any, datamodule: Any, ckpt_path: Any) -> Any:
-        if model is None or isinstance(model, torch.nn.Module):
-            self._tell_of_options()
-            return self._run_module(call, model, (dataloaders, None), datamodule, ckpt_path)
-        self._check_for_units()
-        return getattr(super(), call)(model, dataloaders, ckpt_path=ckpt_path)
-
-    # --- for a LightningModule
-
-    def _run_module(self, call: str, given: Any, loaders: tuple[Any, Any], datamodule: Any, ckpt_path: Any) -> Any:
+    def _run(self, call: str, model: Any, loaders: tuple[Any, Any], datamodule: Any, ckpt_path: Any) -> Any:
+        if model is not None and not isinstance(model, torch.nn.Module):
+            self._check_for_units()
+            return self._go(call, model, loaders, ckpt_path)
+        self._tell_of_options()
         end_bootstrap(f"trainer.{call}")
-        module = self._module(call, given)
+        module = self._module(call, model)
         if isinstance(loaders[0], LightningDataModule):
             loaders, datamodule = (None, None), loaders[0]
         if datamodule is not None and any(each is not None for each in loaders):
             raise UsageError(f"trainer.{call}: give dataloaders or a datamodule, not both.")
-        if given is None and ckpt_path is None and self.checkpoint_callback is not None and self.steps_before:
+        if model is None and ckpt_path is None and self.checkpoint_callback is not None and self.progress_before:
             ckpt_path = "best"
         return self.run(ModuleWork(call, loaders, self._path_of(ckpt_path), module, datamodule))
+
+    # --- for a LightningModule
 
     def _module(self, call: str, given: Any) -> LightningModule:
         module = given if given is not None else self.lightning_module
@@ -411,10 +392,9 @@ class Trainer(trainer.Trainer):
             raise UsageError("trainer.save_checkpoint: there is no module yet. Call fit first.")
         if weights_only:
             logger.warning("trainer.save_checkpoint(weights_only=True) has no effect: the optimizer's state is saved, too")
-        session = self.session
-        unit, state = (session.unit, session.loop_state) if session is not None else (None, None)
+        unit, state = self.unit, self._loop_state
         if unit is None:  # after a run in other processes
-            if self.state.fn == "fit" and self.steps_before:
+            if self.state.fn == "fit" and self.progress_before:
                 logger.warning(
                     "trainer.save_checkpoint: the ranks that trained have ended with their optimizers, so %s has the weights and "
                     "what callbacks keep. To go on from a checkpoint, save within fit, as ModelCheckpoint(save_last=True) does, "
@@ -439,7 +419,22 @@ class Trainer(trainer.Trainer):
 
     @property
     def global_step(self) -> int:
-        return self.unit.updates if self.unit is not None and self.state.fn == "fit" else self.steps_before
+        return self.unit.updates if self._trains else self._updates_before("optimizer_steps", "train_progress")
+
+    @property
+    def log_step(self) -> int:
+        """The step under which numbers are written: updates, counted when the next batch begins."""
+        if not self._trains:
+            return self._updates_before("train_progress")
+        return int(self.unit.train_progress.num_updates_completed) - self.session.has_stepped  # type: ignore[union-attr]
+
+    @property
+    def _trains(self) -> bool:
+        return self.unit is not None and self.state.fn == "fit"
+
+    def _updates_before(self, *names: str) -> int:
+        before = self.progress_before or {}
+        return next((before[name]["num_updates_completed"] for name in names if name in before), 0)
 
     @property
     def trained(self) -> tuple[int, int]:
@@ -484,8 +479,8 @@ class Trainer(trainer.Trainer):
     @property
     def received_sigterm(self) -> bool:
         """Whether the launcher has asked for a stop."""
-        loop_state = self.session.loop_state if self.session is not None else None
-        return loop_state is not None and bool(loop_state.should_stop and not loop_state.stopped_by_script)
+        state = self._loop_state
+        return state is not None and bool(state.should_stop and not state.stopped_by_script)
 
     training, validating, testing, predicting = map(_in_stage, ("train", "validate", "test", "predict"))
 
@@ -496,8 +491,12 @@ class Trainer(trainer.Trainer):
     @property
     def is_last_batch(self) -> bool:
         """Whether the current training batch is its epoch's last, or the last that a limit allows."""
-        loop_state = self.session.loop_state if self.session is not None else None
-        return loop_state is not None and step_under_way(loop_state.train_state).is_last
+        state = self._loop_state
+        return state is not None and step_under_way(state.train_state).is_last
+
+    @property
+    def _loop_state(self) -> Any:
+        return self.session.loop_state if self.session is not None else None
 
     @property
     def num_sanity_val_batches(self) -> list[float]:
@@ -533,22 +532,9 @@ class Trainer(trainer.Trainer):
         return self.unit_options.get("clip_grad_norm") or self.unit_options.get("clip_grad_value")
 
     @property
-    def options_of_unit(self) -> dict[str, Any]:
-        anomaly = {"detect_anomaly": True} if self.of_modules["detect_anomaly"] else {}
-        return {**self.unit_options, **anomaly}
-
-    @property
-    def epochs_at_most(self) -> float | None:
-        return math.inf if self.max_epochs is None and self.max_steps is None else self.max_epochs
-
-    @property
-    def updates_at_most(self) -> int | None:
-        return None if self.max_steps in (None, -1) else int(self.max_steps)
-
-    @property
     def estimated_stepping_batches(self) -> float:
         """Updates of the whole run, for schedules."""
-        most = self.updates_at_most
+        most = self.max_updates
         if self.max_epochs is None or self.max_epochs == math.inf:
             return math.inf if most is None else most
         if self.session is None:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-import pickle
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any, NotRequired, ParamSpec, TypedDict, TypeVar
 
-import numpy as np
 import torch
 
 from echelon.common.errors import UsageError as MisconfigurationException
@@ -27,9 +24,6 @@ from echelon.world.device import copy_data_to_device as move_data_to_device
 __all__ = [
     "EPOCH_OUTPUT",
     "EVAL_DATALOADERS",
-    "FLOAT16_EPSILON",
-    "FLOAT32_EPSILON",
-    "FLOAT64_EPSILON",
     "MODULE_OPTIMIZERS",
     "STEP_OUTPUT",
     "TRAIN_DATALOADERS",
@@ -47,12 +41,10 @@ __all__ = [
     "OptimizerLRScheduler",
     "OptimizerLRSchedulerConfig",
     "PossibleUserWarning",
-    "disable_possible_user_warnings",
     "garbage_collection_cuda",
     "grad_norm",
     "is_oom_error",
     "is_overridden",
-    "is_picklable",
     "isolate_rng",
     "move_data_to_device",
     "rank_zero_deprecation",
@@ -115,9 +107,6 @@ def grad_norm(module: torch.nn.Module, norm_type: float | int | str, group_separ
     return norms
 
 
-FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON = (float(np.finfo(kind).eps) for kind in (np.float16, np.float32, np.float64))
-
-
 class PossibleUserWarning(UserWarning):
     """For scripts that filter it; no warning here has this class."""
 
@@ -148,14 +137,6 @@ def is_overridden(method_name: str, instance: object, parent: type | None = None
     return overridden(method_name, instance, parent)
 
 
-def is_picklable(obj: object) -> bool:
-    try:
-        pickle.dumps(obj)
-    except (pickle.PickleError, AttributeError, RuntimeError, TypeError):
-        return False
-    return True
-
-
 def is_oom_error(exception: BaseException) -> bool:
     return isinstance(exception, torch.OutOfMemoryError) or "out of memory" in str(exception)
 
@@ -174,11 +155,6 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
         yield
     finally:
         rng.put_back(before)
-
-
-def disable_possible_user_warnings(module: str = "") -> None:
-    """Filter UserWarnings, of one module or of all."""
-    warnings.filterwarnings("ignore", category=UserWarning, module=module)
 
 
 # For annotations.
