@@ -92,14 +92,16 @@ def reshard(module: nn.Module) -> None:
             part.reshard()  # type: ignore[operator]
 
 
-def reshard_after_looking(module: nn.Module, *, trains: bool = True) -> None:
+def reshard_after_looking(module: nn.Module, *, trains: bool = True, unless: Callable[[], bool] = lambda: False) -> None:
     """From now on, reshard after a forward pass that no backward pass follows: without gradients, or of a frozen teacher.
 
-    For training steps that the user writes, which may write into parameters: gathered ones would be freed with the new values.
+    For training steps that the user writes, which may write into parameters, or freeze them: gathered ones would be freed with
+    the new values and flags.
 
     Args:
         trains: False if no optimizer has its parameters, so that every pass is such a one: a target's outputs may be detached
             later, and a backward pass through it gathers again.
+        unless: true while gathered parameters are to stay.
     """
 
     depth = 0  # a forward may call the module itself, for example to recycle its outputs
@@ -111,7 +113,8 @@ def reshard_after_looking(module: nn.Module, *, trains: bool = True) -> None:
     def after(module: nn.Module, args: object, output: object) -> None:
         nonlocal depth
         depth -= 1
-        if depth == 0 and not (trains and torch.is_grad_enabled() and any(map(_may_have_gradient, tree_leaves(output)))):
+        may_follow = trains and torch.is_grad_enabled() and any(map(_may_have_gradient, tree_leaves(output)))
+        if depth == 0 and not (may_follow or unless()):
             reshard(module)
 
     module.register_forward_pre_hook(torch.compiler.disable(before))

@@ -53,7 +53,7 @@ from echelon.parallel.recipe.activation import Preset
 from echelon.parallel.recipe.compilation import Compile
 from echelon.parallel.recipe.float8 import Float8
 from echelon.parallel.recipe.precision import Precision
-from echelon.parallel.shards import is_split, reshard, reshard_after_looking
+from echelon.parallel.shards import is_fully_sharded, is_split, reshard, reshard_after_looking
 from echelon.parallel.state.partition import parameters_of
 from echelon.parallel.state.sharded import part_like
 from echelon.parallel.strategy import Strategy
@@ -151,6 +151,8 @@ def _unit(parts: _Parts, options: AutoOptions) -> LoopUnit:
         )
     several = len(parts.models) > 1 or len(parts.optimizers) > 1
     unit = LoopUnit(module, parts.optimizers, options, several=several)
+    for made in filter(is_fully_sharded, _as_made(parts, unit)):  # after an evaluation, the loop may freeze parameters
+        reshard_after_looking(made, unless=lambda: unit.is_evaluating)
     for optimizer, _ in parts.optimizers:
         _refit(unit.prepared, optimizer, names)
     if several:
@@ -252,7 +254,8 @@ def evaluating(prepared: Any) -> Iterator[LoopEvaluation]:
     session = Session.of(prepared, "echelon.evaluating(...)")
     unit, evaluation = session.unit, LoopEvaluation(session)
     unit.prepared.before_evaluation()
-    with clock.during(Part.EVAL), in_mode(unit, "eval"), torch.no_grad(), unit.autocast():
+    during = for_now(unit, is_evaluating=True)
+    with clock.during(Part.EVAL), in_mode(unit, "eval"), torch.no_grad(), unit.autocast(), during:
         try:
             yield evaluation
         except BaseException as error:
