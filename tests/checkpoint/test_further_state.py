@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.utils.data import DataLoader, TensorDataset
 
+import echelon as ech
 from echelon.common.errors import CheckpointError
 from echelon.parallel.state import optimizer_state
 from tests.conftest import Ranks
-from tests.kit.models import largest_difference, net
+from tests.kit.models import batch, largest_difference, net, whole
+from tests.kit.own_loops import step
 from tests.kit.refusals import refused
 from tests.kit.saving import goes_on, of_all
 from tests.kit.units import Regression
@@ -90,7 +93,10 @@ class Around(torch.optim.Optimizer):
         self.param_groups, self.defaults, self.state = self.base.param_groups, self.base.defaults, defaultdict(dict)
 
     def step(self, closure: Any = None) -> Any:
-        self.base.step(closure)
+        self.both_steps()
+
+    def both_steps(self) -> None:
+        self.base.step()
         for parameter in (p for group in self.base.param_groups for p in group["params"] if p.grad is not None):
             slow = self.base.state[parameter].setdefault("slow", parameter.detach().clone())
             parameter.data.copy_(slow.lerp_(parameter.detach(), 0.5))
@@ -215,6 +221,35 @@ def test_what_belongs_to_no_parameter_goes_on(ranks: Ranks, tmp_path: Path, firs
     assert {kind: largest_difference(got[kind], want[kind]) for kind in kinds} == pytest.approx(
         dict.fromkeys(kinds, 0), abs=1e-12
     )
+
+
+def _in_a_loop(folder: Path | None, epochs: int, scheduled: bool) -> tuple[dict[str, torch.Tensor], int]:
+    module, (x, y) = net(), batch(12, 0)
+    # A class of its own each time, since the first run gives a class its hooks for good.
+    kind = type("Around", (Around,), {"step": lambda optimizer, closure=None: optimizer.both_steps()})
+    optimizer: Any = kind(module.parameters(), lr=0.1, momentum=0.9)
+    loader: Any = DataLoader(TensorDataset(x, y), batch_size=4)
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2)] if scheduled else []  # it wraps the class's `step`
+    checkpoints = folder and ech.Checkpoints(folder, every="epoch")
+    model, optimizer, loader, *schedulers = ech.prepare(
+        module, optimizer, loader, *schedulers, layout="zero1", checkpoints=checkpoints
+    )
+    for _ in ech.epochs(loader, epochs):
+        for data in loader:
+            step(model, optimizer, *data)
+        for scheduler in schedulers:
+            scheduler.step()
+    return whole(model), len(optimizer.base.state)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_loop_divides_an_optimizer_that_calls_no_hooks(ranks: Ranks, tmp_path: Path, scheduled: bool) -> None:
+    """Every rank stepped all parameters, and a restart gave each rank the state of its own part only, and no others' steps."""
+    want = ranks(2, _in_a_loop, None, 3, scheduled)
+    assert sum(held for _, held in want) == len(want[0][0])
+    ranks(2, _in_a_loop, tmp_path, 1, scheduled)
+    for got, _ in ranks(2, _in_a_loop, tmp_path, 3, scheduled):
+        assert largest_difference(got, want[0][0]) == 0
 
 
 def test_what_each_rank_keeps_for_itself_goes_on(ranks: Ranks, tmp_path: Path) -> None:

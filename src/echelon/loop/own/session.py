@@ -33,6 +33,7 @@ from echelon.parallel.names import without_compile
 from echelon.parallel.networks import Networks
 from echelon.parallel.patching import replace_class
 from echelon.parallel.shards import is_split
+from echelon.parallel.state.inner import hooked
 from echelon.world import agree
 from echelon.world.clock import Part, enter
 
@@ -497,6 +498,7 @@ class Session:
             self._take_over(optimizer, schedulers, None if self.unit.several is None else self.unit.several.of(optimizer))
 
     def _take_over(self, optimizer: Any, schedulers: list[Any], turn: Turn | None) -> None:
+        hooked(optimizer)  # before its `step` is replaced by one that calls it, since a layout may divide the optimizer by hooks
         replace(optimizer, "step", partial(self.optimizer_step, turn))
         replace(optimizer, "zero_grad", self.zero_grad)
         for scheduler in schedulers:

@@ -7,10 +7,14 @@ anew after a restart, as `outer.state` never has them, and `outer.state_dict()` 
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from echelon.parallel.patching import replace
 
 __all__ = ["hooked", "inner_of", "linked", "put_inside", "state_of", "without_inner"]
 
@@ -20,9 +24,20 @@ _INNER = "~inner"  # a key that no optimizer uses in a parameter's state
 def hooked(optimizer: torch.optim.Optimizer) -> None:
     """Have the optimizer call step hooks. One that skips `Optimizer.__init__`, as timm's Lookahead does, calls none.
 
-    `__setstate__`, which torch calls after unpickling, adds missing attributes and changes no existing ones.
+    `__setstate__`, which torch calls after unpickling, adds missing attributes and changes no existing ones; it has the class's
+    `step` call the hooks, but not a `step` of the object's own, which a scheduler has put around the class's as it was before.
     """
     torch.optim.Optimizer.__setstate__(optimizer, {"defaults": getattr(optimizer, "defaults", {})})
+    step = vars(optimizer).get("step")
+    if step is not None and not getattr(step, "hooked", False):  # the mark is on what wraps a marked one, too
+
+        @functools.wraps(step)
+        def method(_: torch.optim.Optimizer, *args: Any, **options: Any) -> Any:
+            return step(*args, **options)
+
+        calls_hooks = torch.optim.Optimizer.profile_hook_step(method)
+        calls_hooks.hooked = True  # type: ignore[attr-defined]
+        replace(optimizer, "step", "hooked", types.MethodType(calls_hooks, optimizer))
 
 
 def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
