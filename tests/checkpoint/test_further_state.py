@@ -143,8 +143,8 @@ class Divided(torch.optim.Optimizer):
         if size > 1:
             dist.all_gather(parts, momentum)
         steps = torch.cat(parts)[: len(gradients)].split([p.numel() for p in parameters])
-        for parameter, step in zip(parameters, steps, strict=True):
-            parameter.data.sub_(step.view_as(parameter), alpha=group["lr"])
+        for parameter, change in zip(parameters, steps, strict=True):
+            parameter.data.sub_(change.view_as(parameter), alpha=group["lr"])
 
 
 class Unlike(torch.optim.SGD):

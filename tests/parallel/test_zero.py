@@ -259,6 +259,20 @@ class ByRank(torch.optim.SGD):
             dist.broadcast(parameter, at % dist.get_world_size())
 
 
+class ByNorm(torch.optim.Optimizer):
+    """Divides by the norm of all gradients, as LAMB does."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        held = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in held]).norm()
+        for parameter in held:
+            parameter.sub_(self.param_groups[0]["lr"] * parameter.grad / norm)
+
+
 class Chooses(Regression):
     """Builds what it is told to."""
 
@@ -268,6 +282,8 @@ class Chooses(Regression):
             return torch.optim.LBFGS(parameters), None
         if self.kind == "by rank":
             return ByRank(parameters, lr=0.1), None
+        if self.kind == "by norm":
+            return ByNorm(parameters, lr=0.1), None
         if self.kind == "differs":
             return torch.optim.SGD(parameters[: 2 + dist.get_rank()], lr=0.1), None
         optimizer = torch.optim.SGD(parameters, lr=0.1)
@@ -276,7 +292,7 @@ class Chooses(Regression):
 
 
 def _errors() -> list[str]:
-    kinds = {"LBFGS": UsageError, "by rank": UsageError, "differs": RanksDisagreeError, "twice": UsageError}
+    kinds = dict.fromkeys(("LBFGS", "by rank", "by norm", "differs", "twice"), UsageError) | {"differs": RanksDisagreeError}
     said = [refusal(Chooses(layout="zero1", optimizer=kind).configure, kind=error) for kind, error in kinds.items()]
     module = net()
     module.first.requires_grad_(False)
@@ -289,9 +305,10 @@ def _errors() -> list[str]:
 
 @pytest.mark.full
 def test_what_cannot_be_divided_is_said_on_all_ranks(ranks: Ranks) -> None:
-    for lbfgs, by_rank, differs, twice, again, late in ranks(2, _errors):
+    for lbfgs, by_rank, by_norm, differs, twice, again, late in ranks(2, _errors):
         assert "cannot shard LBFGS, which needs all parameters at once" in lbfgs
         assert "ByRank exchanges tensors between the ranks itself" in by_rank
+        assert "ByNorm steps each parameter by the gradients of all of them" in by_norm
         assert "ranks disagree about the optimizer's parameters" in differs
         assert "already sharded" in twice and "this ZeroRedundancyOptimizer is already sharded" in again
         assert "first.weight was frozen when the optimizer was built" in late

@@ -10,9 +10,11 @@ Communication: after each step one broadcast per owner, dtype and device; parame
 
 from __future__ import annotations
 
+import copy
 import heapq
 import inspect
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +30,7 @@ from echelon.parallel.names import imported
 from echelon.parallel.patching import replace
 from echelon.parallel.state.inner import hooked
 from echelon.parallel.state.sharded import tell_when_optimizer_is_pickled
-from echelon.world import agree
+from echelon.world import agree, rng
 
 __all__ = ["Partition", "assign", "is_zero_redundancy", "parameter_groups", "parameters_of"]
 
@@ -110,6 +112,11 @@ class Partition:
             raise OptimizerError(
                 f"{type(optimizer).__name__} exchanges tensors between the ranks itself, but with {what} each rank would give it "
                 "other parameters. Use layout 'ddp'."
+            )
+        if _steps_by_all(optimizer):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} steps each parameter by the gradients of all of them, as by their norm, but with "
+                f"{what} each rank would give it some only. Use layout 'ddp' or 'fsdp', or switch that off by its options."
             )
         self._group, self._names = group, names or {}
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
@@ -312,3 +319,40 @@ def _communicates(kind: type) -> bool:
     methods = [inspect.unwrap(method) for each in own for method in vars(each).values() if callable(method)]
     names = {name for method in methods for name in getattr(getattr(method, "__code__", None), "co_names", ())}
     return "broadcast" in names or any(name.startswith(_COLLECTIVES) for name in names)
+
+
+def _steps_by_all(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a script's own class steps a parameter by other ones' gradients, too, as LAMB does, which clips all by their norm.
+
+    Two copies of it step tiny parameters. A copy that cannot be made, or does not step so, tells nothing.
+    """
+    if type(optimizer).__module__.startswith("torch."):
+        return False
+    try:
+        few, many = (_tried(optimizer, scale)[::2] for scale in (1, 100))
+        return not all(map(torch.equal, few, many))
+    except Exception:
+        return False
+
+
+def _tried(optimizer: torch.optim.Optimizer, scale: float) -> list[torch.Tensor]:
+    """Values of tiny parameters that a copy has stepped, with every other gradient scaled."""
+    parameters = parameters_of(optimizer)
+    tiny = [nn.Parameter(p.detach().new_ones([2] * p.dim())) for p in parameters]
+    own = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in ("state", "step", "zero_grad") and "hook" not in name and not name.startswith("_echelon")
+    }
+    trial: Any = object.__new__(type(optimizer))
+    vars(trial).update(copy.deepcopy(own, {id(p): each for p, each in zip(parameters, tiny, strict=True)}))
+    trial.state = defaultdict(dict)
+    hooked(trial)
+    with rng.kept(parameters[0].device):
+        torch.manual_seed(0)
+        for largest in (2, 3, 5):
+            for at, each in enumerate(tiny):
+                steps = torch.linspace(-10, 10 * largest, each.numel(), dtype=each.dtype, device=each.device)
+                each.grad = steps.reshape(each.shape) * (at + 1) * (scale if at % 2 else 1)
+            type(trial).step(trial)
+    return [each.detach() for each in tiny]
