@@ -35,17 +35,17 @@ logger = logging.getLogger(__name__)
 _NONE = object()
 
 
-@dataclass
+@dataclass(eq=False)
 class Work(ABC):
     """A call of a Trainer: what it runs, and how that is sent to ranks and comes back.
 
     Args:
-        call: "fit", "validate", "test" or "predict".
+        phase: "fit", "validate", "test" or "predict".
         loaders: for training and evaluation; in other calls than "fit", the phase's loader and None.
         ckpt_path: the checkpoint to begin from.
     """
 
-    call: str
+    phase: str
     loaders: tuple[Any, Any]
     ckpt_path: str | None
 
@@ -89,14 +89,14 @@ def start(trainer: Any, ranks: int, work: Work) -> Any:
         with work.sent(trainer, folder) as sent:
             args, env = (trainer, sent, folder, seeds), trainer.environment_of_ranks()
             done = launch(in_rank, ranks=ranks, args=args, env=env, run_dir=trainer.run_dir)
-        keeps = work.call == "fit"
+        keeps = work.phase == "fit"
         work.take_back(trainer, folder)
         keeps = False
         left = list(done[0].attributes)  # perhaps in another order, and with callbacks that ranks made
         for thing, _ in work.own(trainer):
             if (same := next((i for i, (kind, _) in enumerate(left) if kind == _kind(thing)), None)) is not None:
                 recall(thing, left.pop(same)[1])
-        return in_order([(each.data_rank, each.outputs) for each in done]) if work.call == "predict" else done[0].result
+        return in_order([(each.data_rank, each.outputs) for each in done]) if work.phase == "predict" else done[0].result
     finally:
         if not keeps:
             shutil.rmtree(folder, ignore_errors=True)
@@ -110,12 +110,12 @@ def in_rank(trainer: Any, work: Work, folder: Path, seeds: list[int]) -> Done:
     world = World.current(torch.device("cpu"))
     data_rank, _ = unit.data_rank_and_size or (world.rank, world.size)
     # Iterables other than loaders give every rank the same.
-    counts = work.call == "predict" and (not world.rank or isinstance(loader, (BaseLoader, DataLoader)))
+    counts = work.phase == "predict" and (not world.rank or isinstance(loader, (BaseLoader, DataLoader)))
     outputs = made if counts else []
     if world.rank:
         return Done(data_rank, outputs)
     attributes = [(_kind(thing), remembered(thing, own)) for thing, own in work.own(trainer)]
-    return Done(data_rank, outputs, None if work.call == "predict" else made, attributes)
+    return Done(data_rank, outputs, None if work.phase == "predict" else made, attributes)
 
 
 def in_order(outputs_of_ranks: Sequence[tuple[int, list[Any]]]) -> list[Any]:

@@ -101,7 +101,7 @@ class UnitWork(Work):
         if not isinstance(unit, AutoUnit):
             raise TrainerError(
                 f"the unit must be an AutoUnit, or a function that every rank calls to build one, got an object of "
-                f"{type(unit).__name__}. If it needs no arguments: `trainer.{self.call}({type(unit).__name__}, ...)`."
+                f"{type(unit).__name__}. If it needs no arguments: `trainer.{self.phase}({type(unit).__name__}, ...)`."
             )
         if vars(unit).get("optimizer") is not None:
             before = str(save(unit, folder / "before"))
@@ -120,7 +120,7 @@ class UnitWork(Work):
             self._build(trainer)
         self.metrics, outputs = _run(trainer, self, self.unit)
         trainer.callback_metrics |= self.metrics
-        return outputs if self.call == "predict" else [self.metrics]
+        return outputs if self.phase == "predict" else [self.metrics]
 
     def _build(self, trainer: Any) -> None:
         unit = self.unit if isinstance(self.unit, Unit) else self.unit()
@@ -138,16 +138,16 @@ class UnitWork(Work):
         self.unit = unit
 
     def leave(self, trainer: Any, folder: Path) -> tuple[Any, Any]:
-        if self.call == "fit" and self.comes_back:
+        if self.phase == "fit" and self.comes_back:
             save(self.unit, folder / "after")
         return self.unit, self.loaders[0]
 
     def take_back(self, trainer: Any, folder: Path) -> None:
-        if self.call == "fit" and isinstance(self.unit, AutoUnit):
+        if self.phase == "fit" and isinstance(self.unit, AutoUnit):
             DistributedCheckpointSaver.restore_from_latest(folder / "after", self.unit, restore_options=BETWEEN_PROCESSES)
 
     def own(self, trainer: Any) -> list[tuple[object, Mapping[str, Any]]]:
-        own = {**self.metrics, **own_attributes(self.unit, progress=self.call != "fit")} if self.comes_back else {}
+        own = {**self.metrics, **own_attributes(self.unit, progress=self.phase != "fit")} if self.comes_back else {}
         others = [(each, state_of(each)) for each in trainer.loop_callbacks]
         return [(self.unit, own), (trainer, {"callback_metrics": trainer.callback_metrics}), *others]
 
@@ -169,7 +169,7 @@ def changes_for(trainer: Any, options: AutoOptions) -> dict[str, Any]:
 
 def _run(trainer: Any, work: UnitWork, unit: Any) -> tuple[dict[str, float], list[Any]]:
     _, data_size = unit.data_rank_and_size or (0, World.current().size)
-    trains = work.call == "fit"
+    trains = work.phase == "fit"
     accumulation = accumulation_of(unit, work.loaders[0]) if trains else 1
     # `fit` continues from the newest checkpoint without a `ckpt_path`, too.
     anew = trains and work.ckpt_path is None and not unit.train_progress.num_updates_completed
@@ -190,9 +190,9 @@ def _run(trainer: Any, work: UnitWork, unit: Any) -> tuple[dict[str, float], lis
     if trains:
         _fit(trainer, unit, loader, shared(work.loaders[1], data_size, 1), callbacks)
     else:
-        run, limit = RUNS[work.call]
+        run, limit = RUNS[work.phase]
         run(unit, loader, max_steps_per_epoch=trainer.limits.get(limit), callbacks=callbacks)
-    name = "eval_loss" if trains and work.loaders[1] is not None else _METRICS.get(work.call, "")
+    name = "eval_loss" if trains and work.loaders[1] is not None else _METRICS.get(work.phase, "")
     value = getattr(unit, name, None)
     return {name: value} if isinstance(value, float) else {}, outputs.outputs
 

@@ -13,6 +13,7 @@ from echelon.common.errors import UsageError, require
 from echelon.compat.lightning.pytorch.absent import DISPLAYS, accepted
 from echelon.compat.lightning.pytorch.hooks import Callback
 from echelon.compat.lightning.pytorch.model_checkpoint import Checkpoint, ModelCheckpoint
+from echelon.compat.lightning.pytorch.optimizers import not_logged
 from echelon.loop.callbacks.early_stopping import EarlyStopChecker
 from echelon.world import agree
 
@@ -104,9 +105,8 @@ class EarlyStopping(Callback, EarlyStopChecker):
         stops = value is not None and self.check(value)
         stops, lacks = agree.any_ranks([stops, value is None])  # it may be logged on some ranks only
         if lacks and self.strict:
-            known = ", ".join(trainer.callback_metrics) or "nothing"
             on = " on all ranks" if value is not None else ""
-            raise UsageError(f"EarlyStopping monitors {self.monitor!r}, which was not logged{on}; logged were: {known}.")
+            raise not_logged("EarlyStopping", self.monitor, trainer.callback_metrics, on)
         if stops:
             trainer.should_stop = True
             self.stopped_epoch = trainer.current_epoch

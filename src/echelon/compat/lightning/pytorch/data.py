@@ -147,17 +147,11 @@ class Chain(Combined):
         return self._loaders
 
     def lengths(self) -> list[int | None]:
-        each_length = [length_of(each) for each in self._loaders]
-        return [
-            limit if length is None else length if limit is None else min(length, limit)
-            for length, limit in zip(each_length, self._limits, strict=True)
-        ]
+        most = [batches_of(loader, limit) for loader, limit in zip(self._loaders, self._limits, strict=True)]
+        return [int(batches) if math.isfinite(batches) else None for batches in most]
 
     def __len__(self) -> int:
-        lengths = self.lengths()
-        if any(length is None for length in lengths):
-            raise TypeError("a loader has no length")
-        return sum(length or 0 for length in lengths)
+        return sum(self.lengths())  # type: ignore[arg-type]  # raises TypeError if a loader has no length
 
     def __iter__(self) -> Iterator[Any]:
         for loader, limit in zip(self._loaders, self._limits, strict=True):

@@ -24,9 +24,6 @@ class LightningDataModule(DataHooks, HyperparametersMixin):
     trainer: Any | None = None
     add_argparse_args = from_argparse_args = ARGPARSE
 
-    def __init__(self) -> None:
-        super().__init__()
-
     @classmethod
     def from_datasets(
         cls,

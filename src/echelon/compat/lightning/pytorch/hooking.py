@@ -66,7 +66,7 @@ class Hooking(Outputs):
         self.keeps, self.saves = trainer.keeps_predictions, False
         self.has_stepped = self.was_evaluated = self.silent = False
         self.batch_idx = 0
-        self.results = {name: Results(name) for name in ("train", "validation", "test")}
+        self.results = {name: Results(name) for name in ("train", "validation", "test", "predict")}
         self.evaluated: dict[str, torch.Tensor] = {}
         self.num_loaders: dict[str, list[int | None]] = {}
         self._evaluated_batches = Counter[tuple[str, int]]()  # of each loader: the step for its logged numbers
@@ -201,8 +201,7 @@ class Hooking(Outputs):
         trainer = self.trainer
         self.loop_state = state
         trainer.state.stage = "sanity_check" if trainer.sanity_checking else "validate" if phase == "validation" else phase
-        if phase in self.results:
-            self.results[phase].reset()
+        self.results[phase].reset()
         self.call(f"on_{phase}_start")
 
     def _end_epoch(self, phase: str) -> None:
@@ -248,16 +247,12 @@ class Hooking(Outputs):
     def take(self, hook: str, name: str, value: Any, how: How, batch_size: float | None, *, add_idx: bool) -> None:
         stage = self.trainer.state.stage
         phase = "validation" if stage in ("validate", "sanity_check") else stage
-        if self.silent or phase not in self.results:
+        if self.silent:
             return
         one = self.results[phase].log(hook, name, value, how, batch_size, add_idx=add_idx)
         _, in_step = LOGS[hook]
         if (phase == "train" and how.on_step) if in_step else how.on_epoch:  # for readers in the same hook
             self.trainer.callback_metrics.update(one.so_far(step=in_step))
-
-    def begin_batch(self, phase: str, batch_size: Callable[[], float], dataloader_idx: int | None) -> None:
-        if phase in self.results:
-            self.results[phase].begin_batch(batch_size, dataloader_idx)
 
     def publish(self, phase: str, *, step: bool, write: bool, at: int | None = None) -> dict[str, torch.Tensor]:
         """Give the numbers of a step or of an epoch to callbacks, loggers and the Trainer's attributes. Collective, as the
@@ -298,7 +293,7 @@ class Hooking(Outputs):
         return bool(trainer.should_stop or (every > 0 and (trainer.log_step + 1) % every == 0))
 
     def end_evaluation_batch(self, phase: str) -> None:
-        if phase in self.results and not self.trainer.sanity_checking:
+        if not self.trainer.sanity_checking:
             place = phase, self.results[phase].dataloader_idx or 0
             self.publish(phase, step=True, write=True, at=self._evaluated_batches[place])
             self._evaluated_batches[place] += 1

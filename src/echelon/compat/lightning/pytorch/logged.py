@@ -124,7 +124,7 @@ class Results:
 
     def __init__(self, phase: str) -> None:
         self.phase, self.meets = phase, False
-        self.batch_size: Callable[[], float] = lambda: 1
+        self.batch_size: Callable[[], float] | None = None
         self.dataloader_idx: int | None = None
         self._all: dict[str, One] = {}
         self._step: dict[str, tuple[One, torch.Tensor]] = {}
@@ -154,7 +154,9 @@ class Results:
             one.metric, one.latest, one.fresh = value, getattr(value, "_forward_cache", None), True
             return one
         weighs = how.reduce == "mean" and (how.on_epoch or how.sync_dist)
-        one.add(value, float(batch_size if batch_size is not None else self.batch_size()) if weighs else 1.0)
+        if batch_size is None:
+            batch_size = self.batch_size() if weighs and self.batch_size is not None else 1
+        one.add(value, float(batch_size) if weighs else 1.0)
         return one
 
     def _over_ranks(self, shares: dict[str, Any]) -> list[tuple[One, list[Any], bool]]:

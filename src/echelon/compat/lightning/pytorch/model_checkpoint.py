@@ -21,6 +21,7 @@ from echelon.common.errors import UsageError, require
 from echelon.common.numbers import whole
 from echelon.compat.lightning.pytorch.hooks import Callback
 from echelon.compat.lightning.pytorch.loggers import version_folder
+from echelon.compat.lightning.pytorch.optimizers import not_logged
 from echelon.contracts.overrides import overrides
 from echelon.loop.checkpointing.folder import RunFolder
 from echelon.world import agree
@@ -92,7 +93,7 @@ class ModelCheckpoint(Checkpoint):
         self.auto_insert_metric_name, self.enable_version_counter = auto_insert_metric_name, enable_version_counter
         nothing = every_n_train_steps is None and every_n_epochs is None
         self._every_n_epochs = 1 if nothing else every_n_epochs or 0
-        self._every_n_train_steps = every_n_train_steps or 0
+        self._every_n_train_steps, self.counts_steps = every_n_train_steps or 0, bool(every_n_train_steps)
         self._on_train_epoch_end = save_on_train_epoch_end
         self._saved_at, self._waits = (0, 0), False
         self.latest_saved = ""  # path of what this object saved last
@@ -117,10 +118,6 @@ class ModelCheckpoint(Checkpoint):
         first, root = trainer.logger, trainer.default_root_dir
         self.dirpath = agree.from_rank0(lambda: self.dirpath or os.path.join(version_folder(first, root), "checkpoints"))
 
-    @property
-    def counts_steps(self) -> bool:
-        return bool(self._every_n_train_steps)
-
     # --- who writes here
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -136,16 +133,12 @@ class ModelCheckpoint(Checkpoint):
         if self.save_last and not (self.latest_saved or observed) and trainer.at_boundary and not trainer.received_sigterm:
             self._save_last(trainer)
 
-    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self._release()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        self._release()
-
-    def _release(self) -> None:
+    def _release(self, *_: Any) -> None:
         if self._folder is not None:
             self._folder.release()
             self._folder = None
+
+    teardown = on_exception = _release
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_folder": None}
@@ -199,10 +192,7 @@ class ModelCheckpoint(Checkpoint):
         self._waits = not trainer.at_boundary or (self.monitor is not None and agree.any_rank(self.monitor not in values))
         if self._waits:
             if trainer.at_boundary and trainer.session.was_evaluated:
-                raise UsageError(
-                    f"ModelCheckpoint monitors {self.monitor!r}, which was not logged on all ranks; logged were: "
-                    f"{', '.join(trainer.callback_metrics) or 'nothing'}."
-                )
+                raise not_logged("ModelCheckpoint", self.monitor, trainer.callback_metrics, " on all ranks")
             return
         self._saved_at = trainer.trained
         if self.save_top_k:

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from echelon.common.errors import UsageError
 
-__all__ = ["LightningOptimizer", "NoOptimizer", "Schedule", "Schedules", "configured"]
+__all__ = ["LightningOptimizer", "NoOptimizer", "Schedule", "Schedules", "configured", "not_logged"]
 
 
 @dataclass
@@ -140,10 +140,7 @@ class Schedules:
             if metrics is not None:
                 seen = metrics.get(each.monitor or "")
                 if seen is None and each.strict:
-                    raise UsageError(
-                        f"ReduceLROnPlateau monitors {each.monitor!r}, which was not logged; logged were: "
-                        f"{', '.join(metrics) or 'nothing'}."
-                    )
+                    raise not_logged("ReduceLROnPlateau", each.monitor, metrics)
                 if seen is None:
                     continue
             self._advance(each.scheduler, seen)
@@ -154,6 +151,11 @@ class Schedules:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for each, state in zip(self.all, state_dict["schedulers"], strict=True):
             each.scheduler.load_state_dict(state)
+
+
+def not_logged(who: str, monitor: str | None, metrics: Mapping[str, Any], where: str = "") -> UsageError:
+    """The error of who monitors a number that is not there."""
+    return UsageError(f"{who} monitors {monitor!r}, which was not logged{where}; logged were: {', '.join(metrics) or 'nothing'}.")
 
 
 class LightningOptimizer:

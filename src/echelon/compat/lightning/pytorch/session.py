@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,11 @@ from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hooking import Hooking
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
 from echelon.compat.lightning.pytorch.logged import meets
-from echelon.compat.lightning.pytorch.loggers import InFolders
+from echelon.compat.lightning.pytorch.loggers import InFolders, Online
 from echelon.compat.lightning.pytorch.manual import ManualUnit
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.steps import gather_when_alone
+from echelon.compat.trainer.launched import Work, state_of
 from echelon.compat.trainer.rank import RUNS
 from echelon.data.replayed import Replayed
 from echelon.loop.modes import tell_of_eval_mode
@@ -32,6 +35,7 @@ from echelon.loop.state import PhaseState
 from echelon.parallel.layouts import resolve
 from echelon.parallel.names import kind_of
 from echelon.parallel.patching import for_now
+from echelon.parallel.shards import whole
 from echelon.world import agree, rng
 from echelon.world.init import World, init_from_env
 
@@ -43,37 +47,57 @@ _LIMITS = {"train": "train", "validation": "val", "test": "test", "predict": "pr
 _ACCUMULATES = ("accumulate_grad_batches", "optimizer.step() in every n-th batch")
 # A unit's attributes that say how far it has trained.
 _COUNTS = {"train_progress", "window", "optimizer_steps"}
+_WEIGHTS = "weights.pt"  # of ranks, for their caller
+# What the caller's Trainer gets from rank 0's Trainer after a run.
+_KNOWN = (
+    "callback_metrics",
+    "logged_metrics",
+    "progress_bar_metrics",
+    "current_epoch",
+    "should_stop",
+    "state",
+    "progress_before",
+    "num_training_batches",
+    "num_val_batches",
+    "num_test_batches",
+    "num_predict_batches",
+    "ckpt_path",
+)
+# A module's attributes that are torch's or belong to one run: they do not come back.
+_OF_TORCH = frozenset(vars(torch.nn.Module())) | {"_trainer", "_hook", "_within_step", "_toggled", "_wanted"}
 
 
-class Session(Hooking):
+class Session(Hooking, Work):
     """
     Args:
-        work: a ModuleWork.
+        datamodule: None if the call has none.
     Attributes:
         optimizers: what `self.optimizers()` returns.
         validates: `fit` evaluates.
         handles: handles of hooks that the next call removes.
     """
 
-    def __init__(self, trainer: Any, work: Any) -> None:
-        super().__init__(trainer, work.module)
-        self.work = work
-        self.datamodule = work.datamodule if work.datamodule is not None else LightningDataModule()
+    def __init__(
+        self, trainer: Any, phase: str, loaders: tuple[Any, Any], ckpt_path: str | None, module: LightningModule, datamodule: Any
+    ) -> None:
+        Hooking.__init__(self, trainer, module)
+        Work.__init__(self, phase, loaders, ckpt_path)
+        self.given_datamodule = datamodule
+        self.datamodule = datamodule if datamodule is not None else LightningDataModule()
         self.optimizers: list[Any] = []
         self.validates = False
         self.handles: list[Any] = []
         self.added_to_module: set[str] = set()  # what the strategy added, for this process
         self._train_loader: Any = None
 
-    def run(self) -> Any:
+    def here(self, trainer: Any) -> Any:
         """Run the call, and return its result: a list of dicts of numbers, or of predictions; None for `fit`."""
-        trainer = self.trainer
         device = init_from_env("cpu" if trainer.accelerator == "cpu" else None)
-        self.work.ckpt_path = agree.from_rank0(lambda: self.work.ckpt_path)
+        self.ckpt_path = agree.from_rank0(lambda: self.ckpt_path)
         self._begin(device)
         try:
             self._set_up()
-            done = self._fit() if self.work.call == "fit" else self._evaluate()  # type: ignore[func-returns-value]
+            done = self._fit() if self.phase == "fit" else self._evaluate()  # type: ignore[func-returns-value]
             self._end()
         except BaseException as error:
             trainer.state.status = "interrupted"
@@ -81,6 +105,58 @@ class Session(Hooking):
             raise
         trainer.state.status, trainer.state.stage = "finished", None
         return done
+
+    # --- to ranks that the Trainer starts, and back
+
+    @contextmanager
+    def sent(self, trainer: Any, folder: Path) -> Iterator[Session]:
+        device = self.module.device
+        self.module.cpu()
+        trainer.lightning_module, trainer.datamodule, trainer.session = self.module, self.given_datamodule, None
+        trainer.state.fn, trainer.state.status = self.phase, "interrupted"  # unless it finishes
+        _close_trackers(trainer)  # rank 0 continues their runs
+        try:
+            yield self
+        finally:
+            self.module.to(device)
+
+    def leave(self, trainer: Any, folder: Path) -> tuple[Any, Any]:
+        _close_trackers(trainer)
+        if self.phase == "fit":
+            (prepared,) = trainer.unit.prepared_modules().values()
+            state = {name: whole(t).detach().cpu() for name, t in prepared.state().state_dict().items()}
+            if agree.is_rank0():
+                torch.save(state, folder / _WEIGHTS)
+        return trainer.unit, trainer.predict_dataloaders
+
+    def take_back(self, trainer: Any, folder: Path) -> None:
+        """Load the weights. Layers that the ranks made in `configure_model` or `setup` are made here by the same hooks.
+
+        Raises:
+            UsageError: the module still has other parameters. The error names the file, so that no training is lost.
+        """
+        module, path = self.module, folder / _WEIGHTS
+        module.trainer = trainer
+        if self.phase != "fit":
+            return
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        try:  # in the same order as on the ranks
+            for hook in (lambda: self.datamodule.setup("fit"), lambda: module.setup("fit"), module.configure_model):
+                if module.state_dict().keys() != saved.keys():
+                    hook()
+            module.load_state_dict(saved)
+        except Exception as error:
+            raise UsageError(
+                f"{type(module).__name__} has been trained, but here it has not the layers that its ranks had ({error}). Their "
+                f"weights are in {path}: torch.load gives a state_dict. Make all layers in __init__ or configure_model; or start "
+                "the script by `echelon run`, whose ranks keep their module."
+            ) from error
+
+    def own(self, trainer: Any) -> list[tuple[object, Mapping[str, Any]]]:
+        left_out = _OF_TORCH | (trainer.session.added_to_module if trainer.session is not None else set())
+        own = {name: value for name, value in vars(self.module).items() if name not in left_out}
+        others = [(each, state_of(each)) for each in (*trainer.lightning_callbacks, *trainer.loop_callbacks, *trainer.loggers)]
+        return [(self.module, own), (trainer, {name: getattr(trainer, name) for name in _KNOWN}), *others]
 
     # --- before it runs
 
@@ -91,13 +167,13 @@ class Session(Hooking):
                 handle.remove()
             for results in before.results.values():
                 results.reset()
-            self.optimizers = before.optimizers if self.work.call != "fit" else []
+            self.optimizers = before.optimizers if self.phase != "fit" else []
         trainer.session = self
-        trainer.lightning_module, trainer.datamodule, trainer.root_device = module, self.work.datamodule, device
+        trainer.lightning_module, trainer.datamodule, trainer.root_device = module, self.given_datamodule, device
         module.trainer = self.datamodule.trainer = trainer
-        call = self.work.call
+        call = self.phase
         trainer.state.fn, trainer.state.status, trainer.state.stage = call, "running", "train" if call == "fit" else call
-        trainer.ckpt_path = self.work.ckpt_path
+        trainer.ckpt_path = self.ckpt_path
         self._forget_numbers()
         trainer.should_stop = False
         own = module.configure_callbacks()
@@ -118,7 +194,7 @@ class Session(Hooking):
         trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
 
     def _set_up(self) -> None:
-        trainer, module, work = self.trainer, self.module, self.work
+        trainer, module = self.trainer, self.module
         self._check()
         agree.same_on_all(
             "the callbacks in which they meet",
@@ -127,10 +203,10 @@ class Session(Hooking):
         )
         _set_determinism(trainer)
         data.prepare_data(module, self.datamodule)
-        self.datamodule.setup(work.call)
-        self.call("setup", work.call)
+        self.datamodule.setup(self.phase)
+        self.call("setup", self.phase)
         module.configure_model()
-        trains = work.call == "fit"
+        trains = self.phase == "fit"
         options = {name: value for name, value in trainer.unit_options.items() if trains or name == "precision"}
         if module.automatic_optimization:
             options["training"] = trains
@@ -138,8 +214,8 @@ class Session(Hooking):
         before = set(vars(module))
         self.unit = kind(self, module, layout=self._layout(), **options)
         self.added_to_module = set(vars(module)) - before
-        if work.ckpt_path is not None:
-            saving.restore_module(Path(work.ckpt_path), self, trains=trains)
+        if self.ckpt_path is not None:
+            saving.restore_module(Path(self.ckpt_path), self, trains=trains)
         elif trains:
             self._go_on()
         if trains:
@@ -164,7 +240,7 @@ class Session(Hooking):
                 each.save()
 
     def _end(self) -> None:
-        trainer, unit, call = self.trainer, self.unit, self.work.call
+        trainer, unit, call = self.trainer, self.unit, self.phase
         if call == "fit":
             self.call("on_fit_end")
         self.datamodule.teardown(call)
@@ -195,7 +271,7 @@ class Session(Hooking):
 
     def _check(self) -> None:
         """Refuse what is not supported, by name, before anything runs."""
-        module, call, trainer = self.module, self.work.call, self.trainer
+        module, call, trainer = self.module, self.phase, self.trainer
         name = type(module).__name__
         needs = {"fit": ["training_step", "configure_optimizers"], "validate": ["validation_step"], "test": ["test_step"]}
         for step in needs.get(call, []):
@@ -225,13 +301,13 @@ class Session(Hooking):
         """(loader, limit of its batches on this rank), made at first use."""
         if self._train_loader is None:
             trainer = self.trainer
-            loaders = data.given_loaders("train", self.work.loaders[0], self.module, self.work.datamodule)
+            loaders = data.given_loaders("train", self.loaders[0], self.module, self.given_datamodule)
             if loaders is None:
                 raise UsageError("trainer.fit needs train_dataloaders, a datamodule, or a train_dataloader() of the module.")
             if trainer.overfit_batches:
                 loaders = data.without_shuffling(loaders)
             accumulation = trainer.unit_options.get("accumulate") or 1
-            path = Path(self.work.ckpt_path) if self.work.ckpt_path is not None else None
+            path = Path(self.ckpt_path) if self.ckpt_path is not None else None
             divides = trainer.use_distributed_sampler
             loader = data.one_loader("fit", loaders, self._data_size(), accumulation, divides=divides, path=path)
             trainer.train_dataloader = loader.loader if isinstance(loader, Replayed) else loader
@@ -242,7 +318,7 @@ class Session(Hooking):
     def _evaluation_loader(self, phase: str, given: Any) -> tuple[Any, int | None]:
         """(loader, limit of its batches); (None, None) without one."""
         trainer, name = self.trainer, f"limit_{_LIMITS[phase]}_batches"
-        chosen = data.given_loaders(phase, given, self.module, self.work.datamodule)
+        chosen = data.given_loaders(phase, given, self.module, self.given_datamodule)
         limit = trainer.limit(_LIMITS[phase])
         if chosen is None or (limit == 0 and phase == "validation"):
             return None, None
@@ -266,12 +342,12 @@ class Session(Hooking):
         trainer, unit, module = self.trainer, self.unit, self.module
         loader, limit = self.train_loader()
         has_step = overridden("validation_step", module, LightningModule)
-        evaluation, most = self._evaluation_loader("validation", self.work.loaders[1]) if has_step else (None, None)
+        evaluation, most = self._evaluation_loader("validation", self.loaders[1]) if has_step else (None, None)
         self.validates = evaluation is not None and (
             trainer.check_val_every_n_epoch is not None or trainer.val_check_interval != 1.0
         )
-        if self.work.ckpt_path is not None:
-            saving.restore_training(Path(self.work.ckpt_path), unit, loader)
+        if self.ckpt_path is not None:
+            saving.restore_training(Path(self.ckpt_path), unit, loader)
         manual = not module.automatic_optimization
         self.max_updates, self.may_stop = trainer.max_updates if manual else None, _may_stop(trainer)
         trainer.num_training_batches = data.batches_of(loader, limit)
@@ -290,7 +366,7 @@ class Session(Hooking):
         )
         validation = None
         if evaluation is not None and self.validates:
-            training.evaluate_every_n_steps, training.evaluate_every_n_epochs = self._intervals(loader, limit)
+            training.evaluate_every_n_steps, training.evaluate_every_n_epochs = self._intervals()
             validation = PhaseState(dataloader=evaluation, max_steps_per_epoch=most)
         run_training(unit, training, validation, [self, *trainer.loop_callbacks], None)
 
@@ -307,20 +383,20 @@ class Session(Hooking):
             logger.warning("trainer.fit: %s is reached, so nothing is left to train. Give a larger one, or a new Trainer", limit)
         return True
 
-    def _intervals(self, loader: Any, limit: int | None) -> tuple[int | None, int | None]:
+    def _intervals(self) -> tuple[int | None, int | None]:
         """(steps, epochs) after which `fit` evaluates.
 
         Raises:
             UsageError: an epoch is not a multiple of the interval of evaluations within it.
         """
-        interval, epochs = self.trainer.val_check_interval, self.trainer.check_val_every_n_epoch
-        if isinstance(interval, float) and interval == 1.0:
+        trainer = self.trainer
+        interval, epochs, batches = trainer.val_check_batch, trainer.check_val_every_n_epoch, trainer.num_training_batches
+        if isinstance(trainer.val_check_interval, float) and trainer.val_check_interval == 1.0:
             return None, epochs
-        batches = data.batches_of(loader, limit)
-        if isinstance(interval, float):
-            if not math.isfinite(batches):
-                raise UsageError(f"val_check_interval={interval}: the dataloader has no length. Give a number of batches.")
-            interval = max(int(batches * interval), 1)
+        if not math.isfinite(interval):
+            raise UsageError(
+                f"val_check_interval={trainer.val_check_interval}: the dataloader has no length. Give a number of batches."
+            )
         if epochs is None:
             return interval, None
         if epochs != 1 or batches % interval:
@@ -353,9 +429,9 @@ class Session(Hooking):
         trainer.state.stage = "train"
 
     def _evaluate(self) -> list[Any]:
-        trainer, call = self.trainer, self.work.call
+        trainer, call = self.trainer, self.phase
         phase, (run, limited) = "validation" if call == "validate" else call, RUNS[call]
-        loader, limit = self._evaluation_loader(phase, self.work.loaders[0])
+        loader, limit = self._evaluation_loader(phase, self.loaders[0])
         if loader is None and trainer.limit(limited) == 0:
             return []
         if loader is None:
@@ -392,3 +468,9 @@ def _set_determinism(trainer: Any) -> None:
         torch.use_deterministic_algorithms(bool(trainer.deterministic), warn_only=trainer.deterministic == "warn")
     if trainer.benchmark is not None:
         torch.backends.cudnn.benchmark = bool(trainer.benchmark)
+
+
+def _close_trackers(trainer: Any) -> None:
+    for each in trainer.loggers:
+        if isinstance(each, Online):
+            each.close()

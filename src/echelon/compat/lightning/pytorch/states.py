@@ -22,10 +22,6 @@ class TrainerStatus(StrEnum):
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
 
-    @property
-    def stopped(self) -> bool:
-        return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
-
 
 class RunningStage(StrEnum):
     TRAINING = "train"
@@ -61,7 +57,3 @@ class TrainerState:
     @property
     def finished(self) -> bool:
         return self.status is TrainerStatus.FINISHED
-
-    @property
-    def stopped(self) -> bool:
-        return self.status.stopped

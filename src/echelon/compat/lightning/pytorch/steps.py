@@ -115,7 +115,7 @@ class ModuleSteps:
         if step_under_way(phase_state).is_padding:  # a rank with fewer batches only takes part in collectives
             with self.autocast(), session.hook(f"{phase}_step"), forgetting([module]), without_samples(), self._without_trace():
                 return _through(self.module, module, step, *taken)
-        session.begin_batch(phase, lambda: rows(batch, step_under_way(phase_state).samples), dataloader_idx)
+        session.results[phase].begin_batch(lambda: rows(batch, step_under_way(phase_state).samples), dataloader_idx)
         place = (batch, batch_idx) if dataloader_idx is None else (batch, batch_idx, dataloader_idx)
         session.call(f"on_{phase}_batch_start", *place)
         with self.autocast(), session.hook(f"{phase}_step"):
@@ -132,7 +132,7 @@ class ModuleSteps:
         """
         session, module = self.session, self.lightning_module
         batch_idx, samples = progress.num_steps_completed_in_epoch, step_under_way(state.train_state).samples
-        session.begin_batch("train", lambda: rows(batch, samples) if counts else 0, None)
+        session.results["train"].begin_batch(lambda: rows(batch, samples) if counts else 0, None)
         session.call("on_train_batch_start", batch, batch_idx)
         taken = self._arguments("training_step", module.training_step, batch, batch_idx, None)
         with session.hook("training_step"), nullcontext() if counts else self._without_trace():

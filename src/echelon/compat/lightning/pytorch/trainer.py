@@ -22,7 +22,6 @@ from echelon.compat.lightning.pytorch.automatic import AutomaticUnit
 from echelon.compat.lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, ModelCheckpoint
 from echelon.compat.lightning.pytorch.data import batches_of
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
-from echelon.compat.lightning.pytorch.launched import ModuleWork
 from echelon.compat.lightning.pytorch.loggers import InFolders, chosen_loggers
 from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.session import Session
@@ -345,7 +344,7 @@ class Trainer(trainer.Trainer):
             raise UsageError(f"trainer.{call}: give dataloaders or a datamodule, not both.")
         if model is None and ckpt_path is None and self.checkpoint_callback is not None and self.progress_before:
             ckpt_path = "best"
-        return self.run(ModuleWork(call, loaders, self._path_of(ckpt_path), module, datamodule))
+        return self.run(Session(self, call, loaders, self._path_of(ckpt_path), module, datamodule))
 
     # --- for a LightningModule
 
@@ -401,9 +400,8 @@ class Trainer(trainer.Trainer):
                     "or start the script by `echelon run`",
                     filepath,
                 )
-            unit = AutomaticUnit(
-                Session(self, ModuleWork("fit", (None, None), None, self.lightning_module)), self.lightning_module, training=False
-            )
+            session = Session(self, "fit", (None, None), None, self.lightning_module, None)
+            unit = AutomaticUnit(session, self.lightning_module, training=False)
         saving.write(Path(filepath), state or State(entry_point=EntryPoint.TRAIN), unit)
 
     # --- progress and ranks, for code of modules and callbacks
