@@ -43,7 +43,7 @@ from echelon.loop.state import step_under_way
 from echelon.parallel.gradients import clip
 from echelon.parallel.prepared import NO_CONTEXT, MicroBatch, combined
 from echelon.parallel.recipe.precision import Shards, check_scaler
-from echelon.parallel.state.partition import has_gradients, parameters_of
+from echelon.parallel.state.partition import has_gradients, needs_all, parameters_of
 from echelon.world import agree, clock
 from echelon.world.clock import Part
 
@@ -129,6 +129,8 @@ class Update:
         others: list[nn.Parameter] = []
         for optimizer in unit.optimizers:
             check_holds(unit, optimizer)
+            if unit.prepared.trains == "scheduled":
+                agree.raise_on_all(needs_all(optimizer, f"layout {unit.prepared.describe()['layout']!r}"))
             others += not_the_modules(unit, optimizer)
         if others and self.bitwise is not None:
             raise LoopError(

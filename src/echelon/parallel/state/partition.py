@@ -32,7 +32,7 @@ from echelon.parallel.state.inner import hooked
 from echelon.parallel.state.sharded import tell_when_optimizer_is_pickled
 from echelon.world import agree, rng
 
-__all__ = ["Partition", "assign", "is_zero_redundancy", "parameter_groups", "parameters_of"]
+__all__ = ["Partition", "assign", "is_zero_redundancy", "needs_all", "parameter_groups", "parameters_of"]
 
 _ALIGNMENT_BYTES = 64  # of each parameter in a buffer, for vectorised kernels
 
@@ -113,11 +113,8 @@ class Partition:
                 f"{type(optimizer).__name__} exchanges tensors between the ranks itself, but with {what} each rank would give it "
                 "other parameters. Use layout 'ddp'."
             )
-        if _steps_by_all(optimizer):
-            raise OptimizerError(
-                f"{type(optimizer).__name__} steps each parameter by the gradients of all of them, as by their norm, but with "
-                f"{what} each rank would give it some only. Use layout 'ddp' or 'fsdp', or switch that off by its options."
-            )
+        if (problem := needs_all(optimizer, what)) is not None:
+            raise OptimizerError(problem)
         self._group, self._names = group, names or {}
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self.groups: list[list[nn.Parameter]] = []
@@ -321,18 +318,27 @@ def _communicates(kind: type) -> bool:
     return "broadcast" in names or any(name.startswith(_COLLECTIVES) for name in names)
 
 
-def _steps_by_all(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a script's own class steps a parameter by other ones' gradients, too, as LAMB does, which clips all by their norm.
+def needs_all(optimizer: torch.optim.Optimizer, what: str) -> str | None:
+    """Describe that a script's own class steps a parameter by other ones' gradients, too, as LAMB does, which clips all by their
+    norm; None if it does not.
 
     Two copies of it step tiny parameters. A copy that cannot be made, or does not step so, tells nothing.
+
+    Args:
+        what: the layout or class under which a rank has some of the parameters only.
     """
     if type(optimizer).__module__.startswith("torch."):
-        return False
+        return None
     try:
         few, many = (_tried(optimizer, scale)[::2] for scale in (1, 100))
-        return not all(map(torch.equal, few, many))
+        if all(map(torch.equal, few, many)):
+            return None
     except Exception:
-        return False
+        return None
+    return (
+        f"{type(optimizer).__name__} steps each parameter by the gradients of all of them, as by their norm, but with {what} "
+        "each rank would give it some only. Use layout 'ddp' or 'fsdp', or switch that off by its options."
+    )
 
 
 def _tried(optimizer: torch.optim.Optimizer, scale: float) -> list[torch.Tensor]:
