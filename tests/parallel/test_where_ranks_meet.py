@@ -46,8 +46,8 @@ REASONS = {
     ASKED: "Pipeline._compare Pipeline._studied SameGradients.settle Walk._move to_all _Weights._on_rank0 _over",
     CALLED: "Mean.compute _Sum.forward _Weights.__init__ _Weights._refuse _Weights.gather _needed _over_ranks whole",
     FORM: (
-        "Buffers._agree Buffers._send DDPStrategy.prepare DataAxes.find_replicas Shared.equalize Update._take_parameters _broadcast "
-        "_fill_divided _grid check_equal cut_into_stages equalize prepare_networks"
+        "Buffers._agree Buffers._send DDPStrategy.prepare DataAxes.find_replicas Shared.equalize Update._take_parameters "
+        "_broadcast _fill_divided _grid check_equal cut_into_stages equalize prepare_networks"
     ),
     LEFT_OUT: "_Reduction.__init__",
     LOCAL: "distribute_experts fill_in install",
