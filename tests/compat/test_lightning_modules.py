@@ -136,6 +136,7 @@ class Remembers(Callback):
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self.seen.append(float(trainer.callback_metrics["val_loss"]))
+        pl_module.seen = len(self.seen)
 
 
 @pytest.mark.full
@@ -151,7 +152,7 @@ def test_ranks_of_its_own_uneven_data_and_a_resume_on_one_rank(tmp_path: Path) -
     with torch.no_grad():
         loss = float(nn.functional.cross_entropy(module(x), y))
     assert float(trainer.callback_metrics["val_loss"]) == remembers.seen[1] == pytest.approx(loss, rel=1e-12)
-    assert (trainer.current_epoch, trainer.global_step) == (2, 8)
+    assert (trainer.current_epoch, trainer.global_step, module.seen) == (2, 8, 2)
     assert Path(saver.best_model_path).name == f"epoch=1-val_loss={loss:.2f}.ckpt"
     assert trainer.test(dataloaders=rest) == [{"test_loss": pytest.approx(loss, rel=1e-12)}]
     assert torch.equal(torch.cat(trainer.predict(module, rest)), module(x).argmax(1))

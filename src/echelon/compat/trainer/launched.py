@@ -67,7 +67,9 @@ class Work(ABC):
 
     @abstractmethod
     def own(self, trainer: Any) -> list[tuple[object, Mapping[str, Any]]]:
-        """What else comes back: objects with their attributes. In the caller only the objects matter."""
+        """What else comes back: objects with their attributes; first what is trained, then the Trainer. In the caller only the
+        objects matter.
+        """
 
 
 @dataclass(frozen=True)
@@ -92,8 +94,11 @@ def start(trainer: Any, ranks: int, work: Work) -> Any:
         keeps = work.phase == "fit"
         work.take_back(trainer, folder)
         keeps = False
-        left = list(done[0].attributes)  # perhaps in another order, and with callbacks that ranks made
-        for thing, _ in work.own(trainer):
+        first, second, *others = [thing for thing, _ in work.own(trainer)]
+        left = list(done[0].attributes)
+        for thing in (first, second):  # a sharded module has another class in ranks
+            recall(thing, left.pop(0)[1])
+        for thing in others:  # perhaps in another order, and with callbacks that ranks made
             if (same := next((i for i, (kind, _) in enumerate(left) if kind == _kind(thing)), None)) is not None:
                 recall(thing, left.pop(same)[1])
         return in_order([(each.data_rank, each.outputs) for each in done]) if work.phase == "predict" else done[0].result

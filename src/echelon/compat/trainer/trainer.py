@@ -42,7 +42,7 @@ __all__ = ["Trainer", "is_launched", "without_layout"]
 logger = logging.getLogger(__name__)
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
-PHASES = ("train", "val", "test", "predict")
+PHASES = {"train", "val", "test", "predict"}
 
 
 class _Older(TypedDict, total=False):
@@ -103,7 +103,10 @@ class Trainer:
         self.layout = layout if layout == "auto" else resolve(layout)
         self.ranks, self.device_numbers = _devices_of(devices, accelerator)
         self.num_nodes = whole("num_nodes", num_nodes, at_least=1, kind=TrainerError)
-        self.limits = _named("max_steps_per_epoch", max_steps_per_epoch, PHASES)
+        named = max_steps_per_epoch is None or (isinstance(max_steps_per_epoch, Mapping) and set(max_steps_per_epoch) <= PHASES)
+        what = "a dict by 'train', 'val', 'test' or 'predict'"
+        require(named, "max_steps_per_epoch", what, max_steps_per_epoch, kind=TrainerError)
+        self.limits = dict(max_steps_per_epoch or {})
         limits = {"max_updates": max_updates, "evaluate_every_n_updates": evaluate_every_n_updates}
         now = translated("Trainer", {name: value for name, value in older.items() if name != "gpus"}, OLDER, limits)
         self.in_steps = older.get("evaluate_every_n_steps")  # refused if an update has several steps, once the unit is known
@@ -308,15 +311,6 @@ def without_layout(accelerator: str, layout: Any, word: str) -> tuple[str, Any]:
         raise TrainerError(f"accelerator {accelerator!r} is a {word}, and {word} {layout!r} is given too. Give one.")
     logger.warning("Trainer(accelerator=%r) is an old spelling: write %s=%r", accelerator, word, accelerator)
     return "auto", accelerator
-
-
-def _named(parameter: str, given: Mapping[str, Any] | None, names: Sequence[str]) -> dict[str, Any]:
-    """The argument as a dict; it may have these names only."""
-    what = f"a dict by {', '.join(map(repr, names))}"
-    require(given is None or isinstance(given, Mapping), parameter, what, given, kind=TrainerError)
-    named = dict(given or {})
-    require(set(named) <= set(names), parameter, what, given, kind=TrainerError)
-    return named
 
 
 def _devices_of(devices: Any, accelerator: str) -> tuple[int, list[int] | None]:

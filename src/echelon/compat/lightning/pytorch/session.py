@@ -247,6 +247,7 @@ class Session(Hooking, Work):
         self.call("teardown", call)
         if call == "fit":
             trainer.progress_before = {name: getattr(unit, name).state_dict() for name in _COUNTS & vars(unit).keys()}
+            self.has_stepped = False
         self._finalize("success")
         self.handles += gather_when_alone(self.module)
 
