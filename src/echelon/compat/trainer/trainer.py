@@ -104,7 +104,7 @@ class Trainer:
         self.ranks, self.device_numbers = _devices_of(devices, accelerator)
         self.num_nodes = whole("num_nodes", num_nodes, at_least=1, kind=TrainerError)
         named = max_steps_per_epoch is None or (isinstance(max_steps_per_epoch, Mapping) and set(max_steps_per_epoch) <= PHASES)
-        what = "a dict by 'train', 'val', 'test' or 'predict'"
+        what = "a dict by 'train', 'val', 'test', 'predict'"
         require(named, "max_steps_per_epoch", what, max_steps_per_epoch, kind=TrainerError)
         self.limits = dict(max_steps_per_epoch or {})
         limits = {"max_updates": max_updates, "evaluate_every_n_updates": evaluate_every_n_updates}
