@@ -91,9 +91,12 @@ def start(trainer: Any, ranks: int, work: Work) -> Any:
         with work.sent(trainer, folder) as sent:
             args, env = (trainer, sent, folder, seeds), trainer.environment_of_ranks()
             done = launch(in_rank, ranks=ranks, args=args, env=env, run_dir=trainer.run_dir)
-        keeps = work.phase == "fit"
-        work.take_back(trainer, folder)
-        keeps = False
+        try:
+            work.take_back(trainer, folder)
+        except Exception as error:
+            keeps = work.phase == "fit"
+            error.add_note(f"What the ranks trained is in {folder}.")
+            raise
         first, second, *others = [thing for thing, _ in work.own(trainer)]
         left = list(done[0].attributes)
         for thing in (first, second):  # a sharded module has another class in ranks
