@@ -502,11 +502,15 @@ def test_a_metric_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.seen, self.rows, self.evaluated = metrics.SumMetric(), metrics.CatMetric(), metrics.SumMetric()
+            kinds = metrics.classification
+            self.all = metrics.MetricCollection([kinds.BinaryPrecision(), kinds.BinaryAccuracy()])  # one has the state of both
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             self.rows.update(batch[0])
             self.seen(batch[0].sum())
             self.log("seen", self.seen, on_step=False, on_epoch=True)
+            self.all.update(torch.ones(1), torch.tensor([batch_idx % 2]))
+            self.log_dict(self.all, on_step=False, on_epoch=True)
             return super().training_step(batch, batch_idx)
 
         def on_train_epoch_end(self) -> None:
@@ -524,6 +528,7 @@ def test_a_metric_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
         assert "seen" not in module.state_dict()
     assert float(trainer.callback_metrics["seen"]) == float(trainer.callback_metrics["evaluated"]) == 8
     assert module.calls[-1].startswith("4 rows")
+    assert [float(trainer.callback_metrics[f"Binary{name}"]) for name in ("Precision", "Accuracy")] == [0.5, 0.5]
 
 
 STOPPED = """

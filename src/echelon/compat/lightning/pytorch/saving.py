@@ -99,8 +99,9 @@ class MetricShares:
 
     def __init__(self, unit: Any) -> None:
         self._unit = unit
-        modules = unit.lightning_module.named_modules()
-        self.metrics: dict[str, Any] = {name: m for name, m in modules if hasattr(m, "metric_state")}
+        found = [(name, m) for name, m in unit.lightning_module.named_modules() if hasattr(m, "metric_state")]
+        # A MetricCollection, whose parts are among them: its `metric_state` gives each part what it shares with others.
+        self.metrics: dict[str, Any] = {name: m for name, m in found if hasattr(m, "update_count")}
 
     def state_dict(self) -> dict[str, Any]:
         unit = self._unit
