@@ -137,24 +137,21 @@ def interval(given: Any) -> float | int:
     Raises:
         UsageError: it is neither.
     """
-    if given is None:
-        return 1.0
     batches = _batches("val_check_interval", given)
     if batches == 0:
         raise UsageError(f"val_check_interval {given!r}: 1 batch or more; for no evaluation give limit_val_batches=0.")
-    return 1.0 if batches is None else batches
+    return batches
 
 
-def _batches(name: str, given: Any) -> float | int | None:
-    """A number of batches; None for all of them, also for Lightning's 1.0; another float is a part of them."""
-    if given is None or (isinstance(given, float) and given == 1.0):
-        return None
+def _batches(name: str, given: Any) -> float | int:
+    """A number of batches; or as a float a part of them, by default all, 1.0."""
+    given = 1.0 if given is None else given
     if isinstance(given, bool) or not isinstance(given, (int, float)) or given < 0 or (isinstance(given, float) and given > 1):
         raise UsageError(f"{name} {given!r}: a whole number of batches, a part of them such as 0.1, or None for all.")
     return given
 
 
-def checked_limits(fast_dev_run: bool | int, given: Mapping[str, Any]) -> dict[str, float | int | None]:
+def checked_limits(fast_dev_run: bool | int, given: Mapping[str, Any]) -> dict[str, float | int]:
     """Batches of an epoch, by phase."""
     if isinstance(fast_dev_run, int) and fast_dev_run >= 0:
         checked = {name: _batches(f"limit_{name}_batches", value) for name, value in given.items()}

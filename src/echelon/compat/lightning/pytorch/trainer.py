@@ -199,7 +199,7 @@ class Trainer(trainer.Trainer):
             accelerator=accelerator,
             max_epochs=math.inf if max_epochs == -1 else max_epochs,
             max_updates=None if max_steps == -1 else max_steps,
-            max_steps_per_epoch={name: limit for name, limit in self.given_limits.items() if not isinstance(limit, float)},
+            max_steps_per_epoch={phase: None if isinstance(n, float) else n for phase, n in self.given_limits.items()},
             evaluate_every_n_epochs=None if isinstance(self.val_check_interval, int) else check_val_every_n_epoch,
             unit_options={name: value for name, value in changes.items() if value is not None},
             callbacks=[each for each in every if not isinstance(each, Callback)],
@@ -231,7 +231,7 @@ class Trainer(trainer.Trainer):
         self.ckpt_path: str | None = None
         self.num_training_batches = math.inf
         for phase, limit in self.given_limits.items():
-            setattr(self, f"limit_{phase}_batches", 1.0 if limit is None else limit)
+            setattr(self, f"limit_{phase}_batches", limit)
         self.train_dataloader: Any = None
         for phase in ("val", "test", "predict"):
             setattr(self, f"{phase}_dataloaders", None)
