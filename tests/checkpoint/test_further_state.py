@@ -152,6 +152,12 @@ class Unlike(torch.optim.SGD):
 
     how = ""
 
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        if self.how == "factors":
+            for state in self.state.values():
+                state["factors"] = [torch.ones(2), torch.ones(3)]
+
     def state_dict(self) -> Any:
         state = super().state_dict()
         if self.how == "a number":
@@ -275,7 +281,7 @@ def _refusal(folder: Path, kind: str, layout: str) -> None:
     ("how", "layout"),
     [
         *((how, "none") for how in ("list", "by tensors", "a number", "function")),
-        *(("parts", "fsdp"), ("owned", "zero1"), ("over", "fsdp1")),
+        *(("parts", "fsdp"), ("owned", "zero1"), ("factors", "zero1"), ("over", "fsdp1")),
     ],
 )
 def test_what_cannot_be_kept_is_refused_at_the_first_save(ranks: Ranks, tmp_path: Path, how: str, layout: str) -> None:

@@ -442,6 +442,15 @@ class Plain(torch.optim.Optimizer):
             p.sub_(momentum.mul_(0.9).add_(p.grad), alpha=0.1)
 
 
+class Squares(torch.optim.SGD):
+    """Keeps one number for each parameter, as NovoGrad does."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p].setdefault("square", torch.zeros((), dtype=p.dtype)).copy_(p.grad.square().sum())
+
+
 READS = {read: partial(Lamb, read=read) for read in ("item", "float", "tensor")}
 
 
@@ -495,6 +504,7 @@ def _own_loop_of(make: Any) -> None:
         ),
         (lambda: _stepped(Plain, "fsdp"), ("Plain cannot step parameters that are split", "torch.zeros_like(p)")),
         (lambda: _own_loop_of(Plain), ("Plain cannot step parameters that are split", "torch.zeros_like(p)")),
+        (lambda: _own_loop_of(partial(Squares, lr=0.1)), ("Squares cannot step parameters that are split", "AssertionError")),
         (_searches, ("LBFGS cannot step parameters that are split over the ranks", "Train under 'ddp'")),
     ],
 )

@@ -151,7 +151,7 @@ class _Guarded:
                     return step(*args, **kwargs) if method is None else method(optimizer, *args, **kwargs)
             except BaseException as error:
                 split.restore(optimizer)
-                if isinstance(error, RuntimeError):
+                if isinstance(error, RuntimeError | AssertionError):
                     explain_step(optimizer, error)
                 raise
 

@@ -70,20 +70,30 @@ _OF_STEPS = (
     "no sharding strategy",
     "mixed torch.Tensor and DTensor",
     "would remove or reshape sharded dimension",
+    "flatten unevenly sharded tensor",
 )
 
 
-def explain_step(optimizer: torch.optim.Optimizer, error: RuntimeError) -> None:
+def explain_step(optimizer: torch.optim.Optimizer, error: Exception) -> None:
     """
     Raises:
         UsageError: instead of torch's error, which is its cause: the optimizer cannot work with parts of parameters.
     """
-    if any(each in str(error) for each in _OF_STEPS):
+    if _is_torchs_assertion(error) or any(each in str(error) for each in _OF_STEPS):
         raise LayoutError(
             f"{type(optimizer).__name__} cannot step parameters that are split over the ranks (torch {torch.__version__}). Train "
             "under 'ddp' or 'zero1', whose parameters are whole, or use another optimizer; an optimizer of your own must make "
-            f"its state by torch.zeros_like(p). torch says: {error}"
+            f"its state by torch.zeros_like(p). torch says: {str(error) or 'AssertionError'}"
         ) from error
+
+
+def _is_torchs_assertion(error: Exception) -> bool:
+    """Whether torch's code for split tensors has raised it: without words, if an operation in place has operands split unlike."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    raised_by = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+    return isinstance(error, AssertionError) and raised_by.startswith("torch.distributed.tensor")
 
 
 def meaning(module: nn.Module, text: str) -> str | None:

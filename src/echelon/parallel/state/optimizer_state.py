@@ -84,8 +84,16 @@ class OptimizerState:
         if not self._is_divided:
             return {**own, **options}
         # Only rank 0 writes numbers, and it does not own all of them.
-        numbers = agree.gather({k: v for k, v in own.items() if not isinstance(v, torch.Tensor)})
-        return {k: v for each in (*numbers, own, options) for k, v in each.items()}
+        numbers = {k: v for k, v in own.items() if not isinstance(v, torch.Tensor)}
+        held = next((key for key, value in numbers.items() if _has_tensors(value)), None)
+        kind = type(self._optimizer).__name__
+        agree.raise_on_all(
+            held
+            and f"{kind} must keep tensors by name where each rank has the state of its own parameters, got a list of tensors in "
+            f"{held}, which rank 0 cannot write. Train under 'ddp', or let it keep a dict of them.",
+            CheckpointError,
+        )
+        return {k: v for each in (*agree.gather(numbers), own, options) for k, v in each.items()}
 
     @property
     def may_differ(self) -> bool:
@@ -211,6 +219,11 @@ class ZeroRedundancyState(OptimizerState):
     def _give_options(source: torch.optim.Optimizer, target: torch.optim.Optimizer) -> None:
         for given, group in zip(source.param_groups, target.param_groups, strict=True):
             group.update({key: value for key, value in given.items() if key != "params"})
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether a list or a tuple holds tensors, as Kron's factors are."""
+    return isinstance(value, list | tuple) and any(isinstance(each, torch.Tensor) or _has_tensors(each) for each in value)
 
 
 def _packed(value: Any) -> list[Any]:
