@@ -85,12 +85,12 @@ class OptimizerState:
             return {**own, **options}
         # Only rank 0 writes numbers, and it does not own all of them.
         numbers = {k: v for k, v in own.items() if not isinstance(v, torch.Tensor)}
-        held = next((key for key, value in numbers.items() if _has_tensors(value)), None)
+        listed = next((key for key, value in numbers.items() if _has_tensors(value)), None)
         kind = type(self._optimizer).__name__
         agree.raise_on_all(
-            held
+            listed
             and f"{kind} must keep tensors by name where each rank has the state of its own parameters, got a list of tensors in "
-            f"{held}, which rank 0 cannot write. Train under 'ddp', or let it keep a dict of them.",
+            f"{listed}, which rank 0 cannot write. Train under 'ddp', or let it keep a dict of them.",
             CheckpointError,
         )
         return {k: v for each in (*agree.gather(numbers), own, options) for k, v in each.items()}
