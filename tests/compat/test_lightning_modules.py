@@ -1006,6 +1006,20 @@ class MetricOnOne(Classifier):
             self.log("mine", Counter())
 
 
+class OwnOrder(Classifier):
+    """Evaluates by its blocks in another order on each rank: of equal size, each would be gathered from parts of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.net(x)
+        for i in (1, 0) if not self.training and torch.distributed.get_rank() else (0, 1):
+            x = x + self.blocks[i](x)
+        return x
+
+
 def fit_apart(folder: str, case: str) -> str:
     """With callbacks that rank 0 has alone, or a number that it alone has logged."""
     torch.manual_seed(5)
@@ -1015,12 +1029,14 @@ def fit_apart(folder: str, case: str) -> str:
         "stopped by": EarlyStopping("mine"),
         "perhaps stopped by": EarlyStopping("mine", strict=False),
     }
-    apart = [] if case == "metric" or torch.distributed.get_rank() else apart
+    apart = [] if case in ("metric", "order") or torch.distributed.get_rank() else apart
     callbacks = [known[case]] if case in known else apart
-    module = LogsOnOne() if case in known else MetricOnOne() if case == "metric" else made(Classifier)
+    others = {"metric": MetricOnOne, "order": OwnOrder, **dict.fromkeys(known, LogsOnOne)}
+    module = others[case]() if case in others else made(Classifier)
     try:
         saves = any(isinstance(each, ModelCheckpoint) for each in callbacks)
-        trainer = Trainer(max_epochs=2, callbacks=callbacks, **{**QUIET, "enable_checkpointing": saves})
+        strategy = "fsdp" if case == "order" else "ddp"
+        trainer = Trainer(max_epochs=2, callbacks=callbacks, strategy=strategy, **{**QUIET, "enable_checkpointing": saves})
         trainer.fit(module, loader_of(Classifier, 2), loader_of(Classifier, 2))
     except EchelonError as error:
         return str(error)
@@ -1036,6 +1052,7 @@ def fit_apart(folder: str, case: str) -> str:
         ("stopped by", "'mine', which was not logged"),
         ("perhaps stopped by", "done after 8"),
         ("metric", "was called on some ranks only"),
+        ("order", "of the evaluation rank 0 called blocks.0 and rank 1 called blocks.1"),
     ],
 )
 def test_what_one_rank_has_alone_is_told_to_all(case: str, said: str, ranks: Any, tmp_path: Path) -> None:

@@ -133,6 +133,9 @@ class AutomaticUnit(ModuleSteps, AutoUnit[Any]):
     def epoch_closed(self, state: State, phase: str) -> None:
         if phase == "train":
             super().epoch_closed(state, phase)
+            return
+        for guard in self.prepared.guards:
+            guard.evaluated()
 
     # --- an update, with its hooks
 
