@@ -21,7 +21,7 @@ from echelon.contracts.overrides import overrides
 from echelon.parallel.ddp.ddp import DDPStrategy
 from echelon.parallel.ddp.sync_batchnorm import on_host
 from echelon.parallel.experts.loads import Routers, routers_of
-from echelon.parallel.fsdp.fsdp import FSDPStrategy
+from echelon.parallel.fsdp.fsdp import FSDPPrepared, FSDPStrategy
 from echelon.parallel.gradients.clip import clip_by_norm_
 from echelon.parallel.guards.trained_params import replaced
 from echelon.parallel.layouts import resolve
@@ -32,7 +32,7 @@ from echelon.parallel.recipe.compilation import Compile, TorchCompileParams
 from echelon.parallel.recipe.float8 import convert, scales_after_step
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.recipe.recipe import Recipe
-from echelon.parallel.shards import is_fully_sharded, ranks_apart, reshard_after_looking
+from echelon.parallel.shards import ranks_apart
 from echelon.parallel.strategy import NOOPStrategy, Strategy
 from echelon.world import agree
 from echelon.world.init import World
@@ -203,10 +203,10 @@ def prepare_module(
 
 
 def _for_own_steps(prepared: Prepared[Any]) -> nn.Module:
-    made: nn.Module = prepared.module
-    if is_fully_sharded(made):
-        reshard_after_looking(made)
-    return made
+    if isinstance(prepared, FSDPPrepared):
+        prepared.passes.trains = True  # nothing tells where training begins and ends
+    module: nn.Module = prepared.module
+    return module
 
 
 @renames(strategy="layout")

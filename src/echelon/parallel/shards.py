@@ -22,6 +22,7 @@ from echelon.parallel.names import class_name, imported
 from echelon.parallel.patching import class_for_now, replace, replace_of_class, replaced
 
 __all__ = [
+    "GatheredInPasses",
     "authors_classes",
     "is_fully_sharded",
     "is_split",
@@ -30,7 +31,6 @@ __all__ = [
     "ranks_apart",
     "refuse_copies",
     "reshard",
-    "reshard_after_looking",
     "set_apart",
     "watch_numbers",
     "whole",
@@ -92,33 +92,47 @@ def reshard(module: nn.Module) -> None:
             part.reshard()  # type: ignore[operator]
 
 
-def reshard_after_looking(module: nn.Module, *, trains: bool = True, unless: Callable[[], bool] = lambda: False) -> None:
-    """From now on, reshard after a forward pass that no backward pass follows: without gradients, or of a frozen teacher.
+class GatheredInPasses:
+    """Has a module that `fully_shard` has split gathered in its passes only: reshards it after a forward pass that no backward
+    pass follows at once. That is one without gradients, of a frozen teacher, or before and after training.
 
-    For training steps that the user writes, which may write into parameters, or freeze them: gathered ones would be freed with
-    the new values and flags.
+    torch leaves the root gathered then, and with `reshard_after_forward=False` all blocks. What code writes to gathered
+    parameters is lost when they are freed, and an optimizer of gathered parameters steps on freed memory.
 
-    Args:
-        trains: False if no optimizer has its parameters, so that every pass is such a one: a target's outputs may be detached
-            later, and a backward pass through it gathers again.
-        unless: true while gathered parameters are to stay.
+    Attributes:
+        trains: it is being trained. Else every pass is such a one, as a copy's for an average; a backward pass through it gathers
+            again.
     """
 
-    depth = 0  # a forward may call the module itself, for example to recycle its outputs
+    def __init__(self, module: nn.Module) -> None:
+        self.trains = self._are_shared = False
+        self._depth = 0  # a forward may call the module itself, for example to recycle its outputs
+        module.register_forward_pre_hook(torch.compiler.disable(self._begin))
+        module.register_forward_hook(torch.compiler.disable(self._end), always_call=True)
 
-    def before(module: nn.Module, args: object) -> None:
-        nonlocal depth
-        depth += 1
+    def _begin(self, module: nn.Module, args: object) -> None:
+        self._depth += 1
 
-    def after(module: nn.Module, args: object, output: object) -> None:
-        nonlocal depth
-        depth -= 1
-        may_follow = trains and torch.is_grad_enabled() and any(map(_may_have_gradient, tree_leaves(output)))
-        if depth == 0 and not (may_follow or unless()):
+    def _end(self, module: nn.Module, args: object, output: object) -> None:
+        self._depth -= 1
+        if self._depth or self._are_shared:
+            return
+        if not (self.trains and torch.is_grad_enabled() and any(map(_may_have_gradient, tree_leaves(output)))):
             reshard(module)
 
-    module.register_forward_pre_hook(torch.compiler.disable(before))
-    module.register_forward_hook(torch.compiler.disable(after), always_call=True)
+    @contextmanager
+    def shared(self, module: nn.Module) -> Iterator[None]:
+        """Context whose passes share what the first gathers, as those of an evaluation."""
+        self._are_shared = True
+        try:
+            yield
+        finally:
+            self.settle(module)
+
+    def settle(self, module: nn.Module) -> None:
+        """No longer share what is gathered."""
+        self._are_shared = False
+        reshard(module)
 
 
 def _may_have_gradient(value: Any) -> bool:

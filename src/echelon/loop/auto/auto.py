@@ -32,7 +32,7 @@ from echelon.loop.samples import summable
 from echelon.loop.state import EntryPoint, step_under_way
 from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit
 from echelon.loop.validate import keeps
-from echelon.parallel.prepared import NO_CONTEXT, MicroBatch
+from echelon.parallel.prepared import NO_CONTEXT, MicroBatch, combined
 from echelon.parallel.recipe.activation import Preset
 from echelon.parallel.recipe.compilation import Compile
 from echelon.parallel.recipe.float8 import Float8
@@ -307,6 +307,9 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         super()._begin_training(state)
         self._reports_step = not keeps(self, "on_train_step_end", AutoUnit)  # asked here: it may have been set on the instance
         self.own_schedule = self.has_own_schedule()
+        # Within a window, an error has ended the run before: its micro-batches go on counting.
+        if self.several is None and not self.zero_grad_at_train_step_start and self.window.count == 0:
+            self._update.put_left_aside(self.optimizer)
         if self._plateau and state.eval_state is None:
             raise _no_metric("this run has no evaluations: give train(..., eval=loader)")
 
@@ -347,8 +350,8 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
             self.lr_scheduler.step(value)
 
     def evaluating(self) -> AbstractContextManager[Any]:
-        averages = self.swa_model
-        return averages.applied() if averages is not None and averages.params.use_in_evaluation else NO_CONTEXT
+        averages, shared = self.swa_model, self.prepared.evaluating()
+        return combined(averages.applied(), shared) if averages is not None and averages.params.use_in_evaluation else shared
 
     def restored(self) -> None:
         super().restored()

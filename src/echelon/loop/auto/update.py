@@ -197,8 +197,8 @@ class Update:
                 raise explanation.with_traceback(error.__traceback__) from error  # shows the user's line that failed
 
     def put_left_aside(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before an update's first backward pass: set aside gradients that the user's loop has left from earlier updates. They
-        are complete, so this update's weight must not scale them.
+        """Before an update's first backward pass: set aside gradients of earlier backward passes, which the user has not cleared.
+        They are complete, so this update's weight must not scale them.
         """
         if not has_gradients(optimizer):
             return

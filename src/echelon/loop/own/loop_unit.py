@@ -33,7 +33,6 @@ class LoopUnit(OptimizedUnit):
         taken: called after the step on each batch, with (state, data, weight, loss).
         beside: loaders that the loop may read beside the training loader, as by `zip`. A checkpoint has their positions.
         evaluated, samples_given: the current batch of an evaluation loader, and its number of samples if the loader says so.
-        is_evaluating: within `echelon.evaluating`, which keeps gathered parameters from batch to batch.
         has_evaluated: whether this rank had a batch in the current evaluation.
         leaves_out_ranks: an evaluation loader has fewer samples than there are ranks, so only some ranks log numbers.
         shares_batches: whether the ranks share each batch of the training loader given to `prepare`.
@@ -68,7 +67,7 @@ class LoopUnit(OptimizedUnit):
         self.shares_batches = True
         self.beside: list[Any] = []
         self.evaluated: Any = None
-        self.is_evaluating = self.has_evaluated = self.leaves_out_ranks = False
+        self.has_evaluated = self.leaves_out_ranks = False
 
     @property
     def divided(self) -> int:

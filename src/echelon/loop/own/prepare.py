@@ -53,7 +53,7 @@ from echelon.parallel.recipe.activation import Preset
 from echelon.parallel.recipe.compilation import Compile
 from echelon.parallel.recipe.float8 import Float8
 from echelon.parallel.recipe.precision import Precision
-from echelon.parallel.shards import is_fully_sharded, is_split, reshard, reshard_after_looking
+from echelon.parallel.shards import is_split
 from echelon.parallel.state.partition import parameters_of
 from echelon.parallel.state.sharded import part_like
 from echelon.parallel.strategy import Strategy
@@ -151,8 +151,6 @@ def _unit(parts: _Parts, options: AutoOptions) -> LoopUnit:
         )
     several = len(parts.models) > 1 or len(parts.optimizers) > 1
     unit = LoopUnit(module, parts.optimizers, options, several=several)
-    for made in filter(is_fully_sharded, _as_made(parts, unit)):  # after an evaluation, the loop may freeze parameters
-        reshard_after_looking(made, unless=lambda: unit.is_evaluating)
     for optimizer, _ in parts.optimizers:
         _refit(unit.prepared, optimizer, names)
     if several:
@@ -254,15 +252,13 @@ def evaluating(prepared: Any) -> Iterator[LoopEvaluation]:
     session = Session.of(prepared, "echelon.evaluating(...)")
     unit, evaluation = session.unit, LoopEvaluation(session)
     unit.prepared.before_evaluation()
-    during = for_now(unit, is_evaluating=True)
-    with clock.during(Part.EVAL), in_mode(unit, "eval"), torch.no_grad(), unit.autocast(), during:
+    with clock.during(Part.EVAL), in_mode(unit, "eval"), unit.prepared.evaluating(), torch.no_grad(), unit.autocast():
         try:
             yield evaluation
         except BaseException as error:
             session.logged.discard("eval")
             unit.update.explain(unit, error)
             raise
-    reshard(unit.prepared.module)
     for guard in unit.prepared.guards:
         guard.evaluated()
     evaluation.end()
@@ -473,8 +469,7 @@ def _divide_alike(copy: nn.Module, unit: Any, shapes: Mapping[str, torch.Size], 
     for inner in list(copy.modules()):
         own = dict(plain_names(inner))
         if {name: p.shape for name, p in own.items()} == shapes and not any(map(is_split, own.values())):
-            made = parallelize(inner, layout, unit.device, overridden=overrides().layout)
-            reshard_after_looking(made.module, trains=False)  # the loop reads and writes its parameters between passes
+            parallelize(inner, layout, unit.device, overridden=overrides().layout)
 
 
 def _is_of_parts(value: Any, before: nn.Parameter, now: nn.Parameter) -> bool:

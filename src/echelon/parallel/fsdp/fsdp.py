@@ -58,7 +58,7 @@ from echelon.parallel.names import Kind, class_name, register
 from echelon.parallel.prepared import NO_CONTEXT, Form, MicroBatch, Prepared
 from echelon.parallel.recipe.blocks import Blocks, blocks_by_policy, chosen_blocks
 from echelon.parallel.recipe.recipe import Recipe
-from echelon.parallel.shards import is_fully_sharded, is_split, local, refuse_copies, reshard
+from echelon.parallel.shards import GatheredInPasses, is_fully_sharded, is_split, local, refuse_copies, reshard
 from echelon.parallel.state.sharded import take_whole_states, tell_when_module_is_pickled
 from echelon.parallel.strategy import Strategy
 from echelon.parallel.tensor.tensor import check_same_loss, check_whole_layers
@@ -86,6 +86,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         requires_gradient_sync, requires_all_reduce: as in FSDPStrategy: which gradients are reduced before a window's last
             micro-batch.
         draws: compares the random numbers of ranks that share layers; None if no ranks do.
+        passes: has parameters gathered in passes only.
     """
 
     requires_gradient_sync, requires_all_reduce = True, False
@@ -99,14 +100,16 @@ class FSDPPrepared(Prepared[nn.Module]):
         self._joined = Joined(())  # nothing reduces what `fully_shard` has left whole
         self._same: SameGradients | None = None
         self._is_checked = self._is_known = self._compares_calls = False
-        self.guards += [SplitMessages(module), LostWrites(module)]
+        self.passes = GatheredInPasses(module)
+        self.guards += [SplitMessages(module), LostWrites(module, self.passes)]
         refuse_copies(module)
 
     def _adopt(self) -> None:
+        self.passes.trains = True
         Buffers.keep_equal(self.module, self.data.groups, begin=True)
 
     def optimizer(self, make: Callable[[nn.Module], O]) -> O:
-        self.parameters_written()  # an evaluation leaves gathered parameters, which the next reshard would free
+        self.parameters_written()  # as in `add_extra_params`
         return super().optimizer(make)
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
@@ -172,14 +175,20 @@ class FSDPPrepared(Prepared[nn.Module]):
         self._compare_calls()
         return super().before_evaluation()
 
+    def evaluating(self) -> AbstractContextManager[Any]:
+        return self.passes.shared(self.module)
+
     def end_training(self) -> None:
         super().end_training()
+        self.passes.trains = False
+        reshard(self.module)
         Buffers.settle(self.module)
 
     def add_extra_params(self, others: list[nn.Parameter]) -> None:
         if self.data.averaged_over > 1:
             _refuse_layer_drop(self.module)
-        self.parameters_written()  # an evaluation leaves gathered parameters, which the next reshard would free
+        self.passes.trains = True
+        self.parameters_written()  # a pass whose backward pass never came leaves gathered parameters
         by_itself = AfterEachBackward.of(self.module)
         if by_itself is not None:
             by_itself.enabled = False

@@ -18,7 +18,7 @@ from echelon.common.errors import LayoutError
 from echelon.contracts.overrides import overrides
 from echelon.parallel.guards.guard import Guard
 from echelon.parallel.names import class_name, plain_name
-from echelon.parallel.shards import is_fully_sharded, is_split, local, reshard
+from echelon.parallel.shards import GatheredInPasses, is_fully_sharded, is_split, local, reshard
 
 __all__ = ["LostWrites"]
 
@@ -51,11 +51,14 @@ class _Gathered(NamedTuple):
 class LostWrites(Guard):
     """Checks the first updates of a module that `fully_shard` has split."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module, self._updates = module, 0
+    def __init__(self, module: nn.Module, passes: GatheredInPasses) -> None:
+        self._module, self._passes, self._updates = module, passes, 0
         self._hooks: list[RemovableHandle] = []
         self._shards: dict[tuple[nn.Module, str], tuple[str, torch.Tensor]] = {}  # each parameter's name and shard
         self._gathered: dict[tuple[nn.Module, str], _Gathered] = {}
+
+    def evaluated(self) -> None:
+        self._passes.settle(self._module)  # what hooks write at the end would be lost
 
     def begin_pass(self, *, first: bool) -> None:
         self._updates += first
