@@ -132,7 +132,7 @@ def test_what_was_seen_to_differ_no_longer_does(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    "layouts, seeds",
+    ("layouts", "seeds"),
     [(KINDS, range(12)), pytest.param([*KINDS, *FORMS], range(12, 72), marks=pytest.mark.full)],
     ids=["kinds", "all"],
 )

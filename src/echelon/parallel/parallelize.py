@@ -40,6 +40,7 @@ from echelon.world.init import World
 __all__ = [
     "check_module",
     "clip_grad_norm_",
+    "for_own_steps",
     "parallelize",
     "prepare_ddp",
     "prepare_fsdp",
@@ -199,10 +200,11 @@ def prepare_module(
             "prepare_module never sees the optimizer, which layout 'zero1' partitions, so this trains as layout 'ddp'. Give "
             "module and optimizer to echelon.prepare"
         )
-    return _for_own_steps(prepared)
+    return for_own_steps(prepared)
 
 
-def _for_own_steps(prepared: Prepared[Any]) -> nn.Module:
+def for_own_steps(prepared: Prepared[Any]) -> nn.Module:
+    """The module, for training steps that the user writes."""
     if isinstance(prepared, FSDPPrepared):
         prepared.passes.trains = True  # nothing tells where training begins and ends
     module: nn.Module = prepared.module
@@ -228,7 +230,7 @@ def prepare_ddp(module: nn.Module, device: torch.device, layout: DDPStrategy | N
 @renames(strategy="layout")
 def prepare_fsdp(module: nn.Module, device: torch.device, layout: FSDPStrategy | None = None) -> nn.Module:
     """The module on `device`, sharded in place by `fully_shard`; its parameters are DTensors."""
-    return _for_own_steps(parallelize(module, layout or FSDPStrategy(), device))
+    return for_own_steps(parallelize(module, layout or FSDPStrategy(), device))
 
 
 def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

@@ -27,11 +27,11 @@ from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
 from echelon.parallel.gradients.unreduced_params import average_in_turns_
 from echelon.parallel.layouts import resolve
 from echelon.parallel.networks import prepare_networks
-from echelon.parallel.parallelize import prepare_module
+from echelon.parallel.parallelize import for_own_steps, prepare_module
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.precision import Precision
 from echelon.parallel.recipe.recipe import Recipe
-from echelon.parallel.shards import is_split, reshard_after_looking
+from echelon.parallel.shards import is_split
 from echelon.world import agree, rng
 from echelon.world.init import World, init_from_env
 
@@ -71,7 +71,7 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
             made = prepare_networks(lightning_module, layout, self.device, recipe, overridden=decided.layout, apart=True)
             self._parts = made.parts
             for part in self._parts:
-                reshard_after_looking(part.module)
+                for_own_steps(part)
         else:
             self.module = prepare_module(lightning_module, self.device, layout=layout, precision=self.computes)
             self._parts = [Prepared.of(self.module, World.current(self.device))]
