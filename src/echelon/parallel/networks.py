@@ -134,9 +134,6 @@ class Networks(Prepared[nn.Module]):
         in_step = [part.before_evaluation() for part in self.parts]
         return any(in_step)
 
-    def evaluating(self) -> AbstractContextManager[Any]:
-        return combined(*(part.evaluating() for part in self.parts))
-
     def end_training(self) -> None:
         for part in self.parts:
             part.end_training()

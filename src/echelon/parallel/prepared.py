@@ -372,10 +372,6 @@ class Prepared(Generic[M]):
         """
         return self.forward_is_collective
 
-    def evaluating(self) -> AbstractContextManager[Any]:
-        """Context of an evaluation or prediction, whose passes share what one has gathered."""
-        return NO_CONTEXT
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients so that the norm of the whole model's gradient is at most `max_norm`. Collective over the ranks
         that hold different parameters.

@@ -350,8 +350,9 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
             self.lr_scheduler.step(value)
 
     def evaluating(self) -> AbstractContextManager[Any]:
-        averages, shared = self.swa_model, self.prepared.evaluating()
-        return combined(averages.applied(), shared) if averages is not None and averages.params.use_in_evaluation else shared
+        averages = self.swa_model
+        applied = averages.applied() if averages is not None and averages.params.use_in_evaluation else NO_CONTEXT
+        return combined(applied, *(guard.evaluating() for guard in self.prepared.guards))
 
     def restored(self) -> None:
         super().restored()

@@ -49,6 +49,7 @@ from echelon.parallel.meta.materialize import is_recorded, on_meta_tensors
 from echelon.parallel.names import plain_names
 from echelon.parallel.parallelize import parallelize
 from echelon.parallel.patching import for_now
+from echelon.parallel.prepared import combined
 from echelon.parallel.recipe.activation import Preset
 from echelon.parallel.recipe.compilation import Compile
 from echelon.parallel.recipe.float8 import Float8
@@ -252,7 +253,8 @@ def evaluating(prepared: Any) -> Iterator[LoopEvaluation]:
     session = Session.of(prepared, "echelon.evaluating(...)")
     unit, evaluation = session.unit, LoopEvaluation(session)
     unit.prepared.before_evaluation()
-    with clock.during(Part.EVAL), in_mode(unit, "eval"), unit.prepared.evaluating(), torch.no_grad(), unit.autocast():
+    guards = combined(*(guard.evaluating() for guard in unit.prepared.guards))
+    with clock.during(Part.EVAL), in_mode(unit, "eval"), guards, torch.no_grad(), unit.autocast():
         try:
             yield evaluation
         except BaseException as error:

@@ -175,9 +175,6 @@ class FSDPPrepared(Prepared[nn.Module]):
         self._compare_calls()
         return super().before_evaluation()
 
-    def evaluating(self) -> AbstractContextManager[Any]:
-        return self.passes.shared(self.module)
-
     def end_training(self) -> None:
         super().end_training()
         self.passes.trains = False

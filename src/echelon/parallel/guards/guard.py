@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -80,6 +81,10 @@ class Guard:
         Raises:
             RanksDisagreeError: on every rank.
         """
+
+    def evaluating(self) -> AbstractContextManager[Any]:
+        """Context of the passes of an evaluation or prediction."""
+        return nullcontext()
 
     def evaluated(self) -> None:
         """Called at the end of an evaluation or prediction. Collective.

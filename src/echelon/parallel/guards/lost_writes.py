@@ -8,7 +8,8 @@ Detected are a replaced parameter, replaced memory, and changed values, whether 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -56,6 +57,9 @@ class LostWrites(Guard):
         self._hooks: list[RemovableHandle] = []
         self._shards: dict[tuple[nn.Module, str], tuple[str, torch.Tensor]] = {}  # each parameter's name and shard
         self._gathered: dict[tuple[nn.Module, str], _Gathered] = {}
+
+    def evaluating(self) -> AbstractContextManager[Any]:
+        return self._passes.shared(self._module)
 
     def evaluated(self) -> None:
         self._passes.settle(self._module)  # what hooks write at the end would be lost
