@@ -93,6 +93,18 @@ def test_two_ranks_train_as_plain_pytorch_under_every_strategy(ranks: Any, tmp_p
         _check_numbers(found)
 
 
+def _predicts(folder: str, strategy: str | None) -> tuple[torch.Tensor, torch.Tensor, float]:
+    trainer = trainer_of(folder, args={"strategy": strategy}, compute_metrics=program.accuracy)
+    made = trainer.predict(program.Rows(6, 3))
+    return torch.from_numpy(made.predictions), torch.from_numpy(made.label_ids), made.metrics["test_accuracy"]
+
+
+def test_predictions_and_metrics_are_of_whole_sequences_that_ranks_share(ranks: Any, tmp_path: Path) -> None:
+    logits, labels, accuracy = _predicts(str(tmp_path), None)
+    for got, of_labels, found in ranks(2, _predicts, str(tmp_path), "cp=2"):
+        assert torch.allclose(got, logits, atol=1e-5) and torch.equal(of_labels, labels) and found == pytest.approx(accuracy)
+
+
 # --- what programs write themselves
 
 

@@ -83,6 +83,7 @@ class Evaluating(Part):
 
     generates = False  # if True, predictions come from `generate`, not from the forward pass
     control: Any
+    batch_given: Any = None  # the current batch, as the loader gave it
     _outputs: Outputs | None = None
 
     def evaluate(
@@ -155,7 +156,10 @@ class Evaluating(Part):
             return
         self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         labels = self.labels_of(batch)
-        logits = self.prediction_of(batch, outputs, labels) if self._outputs.keeps else None
+        logits = None
+        if self._outputs.keeps:
+            whole = self.unit().prepared.batches.whole_of(outputs) if self.has_labels(batch) else outputs
+            logits = self.prediction_of(batch, whole, labels)
         if self.preprocess_logits_for_metrics is not None and logits is not None:
             logits = self.preprocess_logits_for_metrics(logits, labels)
         self._outputs.add(batch, logits, labels, self.samples_given)

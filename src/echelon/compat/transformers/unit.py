@@ -63,6 +63,7 @@ class TrainerUnit(AutoUnit[Any]):
 
     def eval_step(self, state: State, data: Any) -> tuple[Any, Any]:
         """(loss, outputs); the loss is None if the batch has no labels."""
+        self._trainer.batch_given = data
         if self._trainer.has_labels(data):
             return super().eval_step(state, data)
         self._trainer.samples_given = step_under_way(state.eval_state).samples
@@ -75,7 +76,7 @@ class TrainerUnit(AutoUnit[Any]):
         return None, outputs
 
     def on_eval_step_end(self, state: State, data: Any, step: int, loss: Any, outputs: Any) -> None:
-        self._trainer.predicted(data, outputs)
+        self._trainer.predicted(self._trainer.batch_given, outputs)  # with cp, `data` is a part of it
 
 
 class Optimizing(Part):
