@@ -32,7 +32,6 @@ from echelon.loop.steps import Steps, check_evaluation, evaluation_after_epoch
 from echelon.loop.unit import TrainedUnit
 from echelon.loop.validate import callbacks_of, check_unit, has_hook, inner_of, no_end, tell_of_unsaved_state
 from echelon.parallel.guards.guard import Guard
-from echelon.parallel.shards import reshard
 from echelon.world import agree, clock, rng, stop
 from echelon.world.clock import Part
 from echelon.world.handshake import check_same_setup
@@ -298,8 +297,6 @@ class Run:
         stage.progress.num_steps_completed_in_epoch = 0  # an interrupted evaluation starts over
         stage.call(stage.hooks.epoch_start)
         whole = Steps(stage).run()
-        for module in self._inner.tracked_modules().values():
-            reshard(module)  # hooks may freeze parameters, or give them to an optimizer: gathered ones would be lost
         within_fit = self.state.entry_point is EntryPoint.FIT
         if within_fit or self._inner.meets_at_end(stage.phase):
             whole = not agree.any_rank(not whole)  # ranks leave an evaluation without collectives one by one
