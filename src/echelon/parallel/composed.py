@@ -29,6 +29,7 @@ from echelon.parallel.fsdp.fsdp import FSDPPrepared, FSDPStrategy
 from echelon.parallel.gradients import clip
 from echelon.parallel.guards.guard import SameDraws
 from echelon.parallel.meta.materialize import materialize, remember
+from echelon.parallel.patching import for_now
 from echelon.parallel.pipeline import Pipeline, Stages, cut_into_stages, plan_stages
 from echelon.parallel.pipeline.schedules import kind_named
 from echelon.parallel.pipeline.stages import Splits, check_splits
@@ -180,7 +181,8 @@ class ParallelPrepared(FSDPPrepared):
 
         with self._over_parts():
             begins = before if self.data.axes else None
-            made = pipeline.window(micro_batches, forward, backward, begins, share=outputs)
+            with for_now(self.passes, trains=True):
+                made = pipeline.window(micro_batches, forward, backward, begins, share=outputs)
             if self._same is not None:
                 self._same.end_backward(last=True)
             self._reduces = True

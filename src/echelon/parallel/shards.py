@@ -94,14 +94,14 @@ def reshard(module: nn.Module) -> None:
 
 class GatheredInPasses:
     """Has a module that `fully_shard` has split gathered in its passes only: reshards it after a forward pass that no backward
-    pass follows at once. That is one without gradients, of a frozen teacher, or before and after training.
+    pass follows at once. That is one without gradients, of a frozen teacher, or outside of training steps.
 
     torch leaves the root gathered then, and with `reshard_after_forward=False` all blocks. What code writes to gathered
     parameters is lost when they are freed, and an optimizer of gathered parameters steps on freed memory.
 
     Attributes:
-        trains: it is being trained. Else every pass is such a one, as a copy's for an average; a backward pass through it gathers
-            again.
+        trains: a training step is under way. Else every pass is such a one, as a copy's for an average; a backward pass through
+            it gathers again.
     """
 
     def __init__(self, module: nn.Module) -> None:

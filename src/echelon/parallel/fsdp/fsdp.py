@@ -113,6 +113,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         return super().optimizer(make)
 
     def accumulate(self, last: bool) -> AbstractContextManager[Any]:
+        self.passes.trains = True
         if last == self._reduces:
             return NO_CONTEXT
         sharded: FSDPModule = self.module  # type: ignore[assignment]
@@ -136,6 +137,7 @@ class FSDPPrepared(Prepared[nn.Module]):
 
     def after_backward(self, loss: torch.Tensor) -> None:
         super().after_backward(loss)
+        self.passes.trains = False
         if self._reduces and not self._is_checked:
             if self.draws is not None:  # first: different draws make the losses differ, and the next check would blame the layers
                 self.draws.check_now(0)
@@ -184,7 +186,6 @@ class FSDPPrepared(Prepared[nn.Module]):
     def add_extra_params(self, others: list[nn.Parameter]) -> None:
         if self.data.averaged_over > 1:
             _refuse_layer_drop(self.module)
-        self.passes.trains = True
         self.parameters_written()  # a pass whose backward pass never came leaves gathered parameters
         by_itself = AfterEachBackward.of(self.module)
         if by_itself is not None:

@@ -262,7 +262,8 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its parameters have gradients. Looks at the first and the last one: as a rule all are cleared, or none."""
     groups = parameter_groups(optimizer)
-    return any(parameter.grad is not None for parameter in (*groups[0][:1], *groups[-1][-1:]))
+    ends = (*groups[0][:1], *groups[-1][-1:]) if groups else ()
+    return any(parameter.grad is not None for parameter in ends)
 
 
 def _buffers(parameters: Iterable[nn.Parameter], owners: dict[nn.Parameter, int]) -> list[_Buffer]:
