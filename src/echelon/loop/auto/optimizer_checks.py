@@ -52,7 +52,7 @@ def check_holds(unit: PreparedUnit, optimizer: Any) -> None:
     Raises:
         UsageError: it holds parameters that the module had before it was sharded, or none of the module's.
     """
-    reshard(unit.prepared.module)  # an evaluation leaves gathered parameters in place of the optimizer's shards
+    reshard(unit.prepared.module)  # a pass whose backward pass never came leaves gathered parameters
     if isinstance(optimizer, torch.optim.Optimizer):
         hooked(optimizer)
     if overrides().observes or not isinstance(optimizer, torch.optim.Optimizer):
