@@ -376,6 +376,17 @@ def test_a_process_that_falls_while_it_writes_how_it_aborts_has_aborted(left: Le
     assert (left.verdict.guilty, left.verdict.cause) == ((1,), "mismatched shape")
 
 
+def test_a_process_that_falls_while_it_writes_how_it_aborts_is_said_to_abort_where_it_did(left: Left) -> None:
+    stack = 'Current thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 4 in step\n'
+    dump = f"Fatal Python error: Aborted\n\n{stack}"
+    left.end(139, killed(1, "SIGSEGV"), world_size=2)
+    for more in ("", "Fatal Python error: Segmentation fault\n\n"):
+        (left.here / "rank1.log").write_text(f"{dump}{more}")
+        assert left.verdict.paragraph.startswith("Rank 1 crashed: SIGABRT at train.py:4 in step")
+    (left.here / "rank1.log").write_text(f"{dump}{dump.replace('Aborted', 'Segmentation fault')}")
+    assert "SIGSEGV" in left.verdict.paragraph
+
+
 def test_of_more_than_two_the_one_that_refuses_what_all_others_call_alike_is_the_odd_one(left: Left) -> None:
     """At the end of an epoch, where no call is as those of a step."""
     said = "killed by SIGABRT\n[enforce fail at gloo/pair.cc:456] op.preamble.length <= op.nbytes. 8 vs 4."

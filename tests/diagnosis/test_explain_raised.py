@@ -260,7 +260,8 @@ def test_ranks_that_all_wait_to_receive(left: Left, others: str, cause: str) -> 
 def test_a_stack_that_was_used_up_is_told_from_other_crashes(left: Left) -> None:
     for frames, says in ((99, "call one another without an end"), (30, "memory that is not its own")):
         log = "".join('  File "/home/me/train.py", line 4 in __repr__\n' for _ in range(frames))
-        (left.here / "rank1.log").write_text(f"Fatal Python error: Aborted\n\nCurrent thread 0x1 (most recent):\n{log}")
+        crash = f"Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent):\n{log}"
+        (left.here / "rank1.log").write_text(crash)
         left.end(139, killed(1, "SIGSEGV"), world_size=2)
         assert left.verdict.cause == "crash" and says in left.verdict.paragraph
 

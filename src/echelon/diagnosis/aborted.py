@@ -13,12 +13,12 @@ import re
 
 from echelon.common.terminal import one_line
 
-__all__ = ["ABORTS", "DAMAGED", "TAIL_BYTES", "abort_message"]
+__all__ = ["ABORTS", "DAMAGED", "TAIL_BYTES", "abort_message", "dump_of_end", "first_signal"]
 
-# Signals of a process that aborts itself; SIGSEGV, as printing the threads' stacks may crash.
-ABORTS = ("SIGABRT", "SIGSEGV")
+ABORTS = ("SIGABRT", "SIGSEGV")  # that may end a process that aborts
 
 DAMAGED = r"(?:double free|corrupted |free\(\)|malloc\w{0,20}\(\)|realloc\(\)|munmap_chunk\(\)|\*\*\* stack smashing)"
+_FATAL = "Fatal Python error: "
 TAIL_BYTES = 256 << 10  # read from the end of a log: C++ stacks follow the message
 # NCCL's continuation lines; the remaining lines are advice and stacks.
 _MORE = r"[^\n]{1,1000}(?:\nnccl[A-Z]\w{1,40}:[^\n]{0,300})?(?:\nLast error:\s{0,4}[^\n]{1,500})?"
@@ -35,6 +35,27 @@ _WORDS = (
     re.compile(r"(ProcessGroupNCCL's watchdog got stuck for \d{1,7} seconds without making progress)"),
     re.compile(r"Terminating the process after attempting to dump debug info, (due to ProcessGroupNCCL [^\n.]{1,100})"),
 )
+
+
+def dump_of_end(log: str) -> str:
+    """What faulthandler wrote as the process ended, from the signal's name on; empty if it wrote nothing.
+
+    A crash while it prints leaves the words "Segmentation fault" after it, with no stack: the first dump counts.
+    """
+    before, _, last = log.rpartition(_FATAL)
+    if last.startswith("Segmentation fault") and '  File "' not in last and _FATAL in before:
+        return before.rpartition(_FATAL)[2]
+    return last if _FATAL in log else ""
+
+
+def first_signal(name: str, log: str) -> str:
+    """The signal that came first: an abort ends as SIGSEGV if printing the threads' stacks crashes.
+
+    Args:
+        name: of the signal that ended the process.
+        log: the end of what it wrote.
+    """
+    return "SIGABRT" if name == "SIGSEGV" and dump_of_end(log).startswith("Aborted") else name
 
 
 def abort_message(log: str) -> str:

@@ -19,7 +19,7 @@ from echelon.contracts.records import exit_record, rank_record
 from echelon.contracts.run_dir import RunDir, read_json
 from echelon.contracts.stopping import REQUEUE
 from echelon.diagnosis import flight as flights
-from echelon.diagnosis.aborted import ABORTS, TAIL_BYTES, abort_message
+from echelon.diagnosis.aborted import ABORTS, TAIL_BYTES, abort_message, first_signal
 from echelon.diagnosis.batch import why_ended
 from echelon.diagnosis.failure import Failure
 from echelon.diagnosis.flight import Flight
@@ -245,6 +245,7 @@ class _Reader:
             log = read_end(self.run.log(rank.rank), TAIL_BYTES).decode("utf-8", "replace")
             if rank.signal in ABORTS and "\n" not in failure.message and (words := abort_message(log)):
                 failure = replace(failure, message=f"{failure.message}\n{words}", traceback=words)
+            failure = replace(failure, kind=first_signal(rank.signal, log))
             return replace(rank, stack=rank.stack or crash_stack(log), failure=failure)
         return rank
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from echelon.common.terminal import one_line
 from echelon.common.traces import from_here, named_in_library
+from echelon.diagnosis.aborted import dump_of_end
 
 __all__ = [
     "WAITED_FOR",
@@ -105,11 +106,11 @@ def other_threads(text: str) -> tuple[Frame, ...]:
 
 def crash_stack(log: str) -> tuple[Frame, ...]:
     """The frames of the thread that crashed, as faulthandler wrote them into a rank's log; empty if it wrote none."""
-    _, marker, rest = log.rpartition("Fatal Python error: ")
-    _, current, of_current = rest.partition("\nCurrent thread ")
+    dump = dump_of_end(log)
+    _, current, of_current = dump.partition("\nCurrent thread ")
     if current:
         return _frames(_THREAD.split(of_current)[0].splitlines())
-    return main_thread(rest) if marker else ()  # a C++ thread crashed
+    return main_thread(dump) if dump else ()  # a C++ thread crashed
 
 
 def lost_thread(log: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from echelon.common.files import read_end
 from echelon.contracts.records import rank_record
 from echelon.contracts.stopping import REQUEUE, signal_name
-from echelon.diagnosis.aborted import ABORTS, TAIL_BYTES, abort_message
+from echelon.diagnosis.aborted import ABORTS, TAIL_BYTES, abort_message, first_signal
 from echelon.diagnosis.failure import Failure
 from echelon.diagnosis.stacks import last_traceback
 from echelon.launcher.local.memory import OomCount, gib
@@ -105,7 +105,8 @@ class Attempt:
         name, log, words = signal_name(number), self.log_path(rank), ""
         if name in ABORTS:
             with contextlib.suppress(OSError):
-                words = abort_message(read_end(log, TAIL_BYTES).decode("utf-8", "replace"))
+                text = read_end(log, TAIL_BYTES).decode("utf-8", "replace")
+                name, words = first_signal(name, text), abort_message(text)
         oom, how = self._killed(rank) if number == signal.SIGKILL else (False, "")
         message = f"killed by {name}{how}" + (f"\n{words}" if words else "")
         return Failure(rank, 128 + number, time_ns, name, message, traceback=words, log=log, reported=False, oom=oom)
