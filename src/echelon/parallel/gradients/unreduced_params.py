@@ -129,7 +129,7 @@ def check_equal(parameters: Sequence[nn.Parameter], groups: Groups, what: str) -
 
 
 class AfterEachBackward:
-    """Averages gradients of whole parameters in a sharded module, for users who call `backward` themselves.
+    """Averages gradients of whole parameters, for users who call `backward` themselves.
 
     Averages in every backward pass: with several passes per update, each pass adds to the mean of the sum so far.
 
@@ -143,18 +143,29 @@ class AfterEachBackward:
         self.enabled = True
         self._parameters, self._groups, self._is_awaited = list(parameters), list(groups), False
         AfterEachBackward._all[module] = self
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(lambda _: self._expect())
         # All ranks call the root, but not all need to have used such a parameter.
-        module.register_forward_hook(self._listen)
+        self._handles = [module.register_forward_hook(self._listen)]
+        for parameter in self._parameters:
+            needed = parameter.requires_grad  # a frozen parameter may be trained later
+            self._handles.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(lambda _: self._expect()))
+            parameter.requires_grad_(needed)
 
     @classmethod
     def of(cls, module: nn.Module) -> AfterEachBackward | None:
         return cls._all.get(module)
 
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
     def _listen(self, module: nn.Module, args: Any, output: Any) -> None:
         self._is_awaited = False  # even if the last backward pass ended in an error
-        if self.enabled and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            self.before_backward(output)
+
+    def before_backward(self, output: Any) -> None:
+        """Average after the backward pass of these outputs, whichever parameters it reaches on this rank."""
+        if self.enabled:
             hook_backward(output, lambda _: self._expect())
 
     def _expect(self) -> None:
@@ -164,7 +175,7 @@ class AfterEachBackward:
 
     def _average(self) -> None:
         self._is_awaited = False
-        average_(self._parameters, self._groups)
+        average_in_turns_((p for p in self._parameters if p.requires_grad), self._groups)
 
 
 # Hooks for a backward pass, and for the end of the current one.

@@ -1,7 +1,7 @@
 """A LightningModule with `automatic_optimization = False`, which steps its optimizers itself, as a unit.
 
-ddp      the whole module is wrapped, for equal initial values and buffers; `manual_backward` averages gradients after its pass,
-         since a step may have several backward passes, each through other parameters
+ddp      the whole module is wrapped, for equal initial values and buffers; gradients are averaged after each backward pass, since
+         a step may have several, each through other parameters
 sharded  each network among the module's attributes is sharded by itself, so that each pass gathers and reduces only its own
          parameters
 """
@@ -24,7 +24,7 @@ from echelon.loop.own.cleared import Cleared
 from echelon.loop.progress import Progress
 from echelon.loop.state import State
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
-from echelon.parallel.gradients.unreduced_params import average_in_turns_
+from echelon.parallel.gradients.unreduced_params import AfterEachBackward
 from echelon.parallel.layouts import resolve
 from echelon.parallel.networks import prepare_networks
 from echelon.parallel.parallelize import for_own_steps, prepare_module
@@ -76,11 +76,10 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
             self.module = prepare_module(lightning_module, self.device, layout=layout, precision=self.computes)
             self._parts = [Prepared.of(self.module, World.current(self.device))]
         inside = {p for part in self._parts for p in part.module.parameters()} if not self._is_ddp else set()
-        self._loose = [p for p in lightning_module.parameters() if p not in inside]
+        self._loose = [p for p in lightning_module.parameters() if p not in inside and (p.is_floating_point() or p.is_complex())]
         self.attach(session)
         self.optimizer_steps = Progress()
-        self._unaveraged: set[nn.Parameter] = set()  # got gradients since the ranks last averaged
-        self._compared = self._averages_itself = False
+        self._averaging: AfterEachBackward | None = None  # of the parameters that the layout leaves to us, in training
         self._cleared: list[tuple[Cleared, torch.optim.Optimizer]] = []
 
     @property
@@ -108,8 +107,6 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
         self.schedules = Schedules(schedules, self.lightning_module.lr_scheduler_step)
         module = self.lightning_module
         self.session.optimizers = [LightningOptimizer(optimizer, self._step, module) for optimizer in optimizers]
-        if self._loose and agree.is_joined():
-            self._watch_gradients(optimizers)
         for optimizer in optimizers:
             held = {id(p) for group in optimizer.param_groups for p in group["params"] if is_split(p)}
             networks = (part.module for part in self._parts)
@@ -122,6 +119,13 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
 
     def on_train_start(self, state: State) -> None:
         rng.separate(self._parts[0].data.rank)
+        if self._loose and agree.is_joined():
+            groups = self._parts[0].data.groups if self._parts else [None]
+            self._averaging = AfterEachBackward(self.lightning_module, self._loose, groups)
+
+    def on_train_end(self, state: State) -> None:
+        if self._averaging is not None:
+            self._averaging.remove()
 
     def train_step(self, state: State, data: Any) -> Any:
         self.batch = data
@@ -135,7 +139,7 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
 
     def _passes(self) -> AbstractContextManager[Any]:
         self.send_buffers()
-        # `manual_backward` averages. The wrapper would wait for gradients of all parameters, once per step.
+        # The wrapper would wait for gradients of all parameters, once per step.
         return self.module.no_sync() if self._is_ddp else nullcontext()  # type: ignore[operator]
 
     def send_buffers(self) -> None:
@@ -153,14 +157,14 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
         session.call("on_before_backward", loss)
         for cleared, optimizer in self._cleared:
             cleared.follow(optimizer)
+        if self._averaging is not None:
+            self._averaging.before_backward(loss)
         aside = self._put_aside()
         with torch.autocast(self.device.type, enabled=False) if self.computes.dtype is not None else nullcontext():
             module.backward(loss, *args, **kwargs)
         for parameter, gradient in aside:
             parameter.grad = gradient
         self._watch_for_clearing()
-        if agree.is_joined():
-            self._average()
         session.call("on_after_backward")
 
     def _put_aside(self) -> list[tuple[nn.Parameter, torch.Tensor | None]]:
@@ -174,60 +178,12 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
             parameter.grad = None
         return aside
 
-    def _average(self) -> None:
-        """Average gradients over the ranks. A mean stays the same when averaged again, so an update may have several passes."""
-        groups = self._parts[0].data.groups if self._parts else [None]
-        average_in_turns_((p for p in self._loose if p.requires_grad), groups)
-        self._unaveraged = {p for p in self._unaveraged if not p.requires_grad}
-
-    def _watch_gradients(self, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Check before every optimizer step, however it is called, that no gradient is this rank's alone."""
-        for parameter in (p for p in self._loose if p.is_floating_point()):
-            needed = parameter.requires_grad
-            self.session.handles.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(self._unaveraged.add))
-            parameter.requires_grad_(needed)
-        for optimizer in optimizers:
-            optimizer.register_step_pre_hook(self._check_averaged)
-
-    def _check_averaged(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """
-        Raises:
-            UsageError: gradients came from a backward pass after which nothing averaged them. At the first step the ranks
-                compare gradient norms, so that all of them raise. Equal norms mean that the program averages by itself.
-        """
-        if self._compared and not self._unaveraged:
-            return
-        held = [p for group in optimizer.param_groups for p in group["params"] if p in self._unaveraged and p.grad is not None]
-        if self._compared and not self._averages_itself:
-            if held:
-                raise self._unaveraged_error(held)
-            return
-        if self._compared and not held:
-            return
-        norm = float(torch.nn.utils.get_total_norm([p.grad for p in held])) if held else None
-        norms = agree.gather(norm)
-        self._compared, self._averages_itself = True, None not in norms
-        alike = self._averages_itself and max(norms) - min(norms) <= 1e-6 * max(norms)
-        if any(each is not None for each in norms) and not alike:
-            raise self._unaveraged_error(held)
-
-    def _unaveraged_error(self, held: list[nn.Parameter]) -> UsageError:
-        names = [name for name, p in self.lightning_module.named_parameters() if any(p is each for each in held)]
-        whose = f"gradients of {len(names)} parameters, such as {names[0]!r}," if names else "gradients on another rank"
-        return UsageError(
-            f"optimizer.step(): {whose} came by a backward pass after which the ranks have not averaged, and each rank would "
-            "train a model of its own. Call self.manual_backward(loss) in place of loss.backward(), in a manual_backward of your "
-            "own super().manual_backward(loss)."
-        )
-
     def _step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         session = self.session
         wrapped = next((each for each in session.optimizers if each.optimizer is optimizer), optimizer)
 
         def passes() -> Any:
             made = closure() if closure is not None else None
-            if closure is not None and self._loose and agree.is_joined():
-                self._check_averaged(optimizer)
             session.call("on_before_optimizer_step", wrapped)
             return made
 
