@@ -36,7 +36,7 @@ from bench._timing import emit, machine, options, versions
 from bench.gpu.llama import Block, Llama, Size
 
 import echelon as ech
-from echelon.parallel.experts import GroupedExperts
+from echelon.parallel.experts.stacks import GroupedExperts
 from echelon.parallel.parallelize import parallelize
 from echelon.parallel.recipe.activation import ActivationCheckpointParams
 from echelon.parallel.recipe.recipe import Recipe

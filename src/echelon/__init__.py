@@ -31,7 +31,7 @@ Units and loops:
     Trainer                     start ranks from a plain script and train a unit in them  [compat.trainer.trainer]
     State                       what a loop knows: phases, stop(), log()  [loop.state]
     Callback                    hooks at each point of a loop  [loop.callback]
-    EarlyStopping               stop when a number no longer improves  [loop.callbacks]
+    EarlyStopping               stop when a number no longer improves  [loop.callbacks.early_stopping]
     Mean                        a weighted mean over steps and ranks  [loop.records.metrics]
     count_tokens                how many labels of a batch count  [loop.samples]
 
@@ -124,7 +124,7 @@ if TYPE_CHECKING:
     from echelon.loop.auto.auto import AutoUnit as AutoUnit
     from echelon.loop.auto.unit_options import UnitOptions as UnitOptions
     from echelon.loop.callback import Callback as Callback
-    from echelon.loop.callbacks import EarlyStopping as EarlyStopping
+    from echelon.loop.callbacks.early_stopping import EarlyStopping as EarlyStopping
     from echelon.loop.checkpointing.checkpoints import Checkpoints as Checkpoints
     from echelon.loop.checkpointing.save_pretrained import save_pretrained as save_pretrained
     from echelon.loop.checkpointing.saver import DistributedCheckpointSaver as DistributedCheckpointSaver

@@ -32,7 +32,7 @@ NEEDED = (
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.profiler._cupti_monitor",
-    "echelon.loop.callbacks",
+    "echelon.callbacks",
     "echelon.loop.run",
     "tests.chaos.program",
 )

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import echelon as ech
+from echelon.callbacks import EarlyStopping, GarbageCollector, LearningRateMonitor, PyTorchProfiler
 from echelon.common.errors import EchelonError, LaunchError, UsageError
 from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
 from echelon.launcher.calls import Call, pack
-from echelon.loop.callbacks import EarlyStopping, GarbageCollector, LearningRateMonitor, PyTorchProfiler
 from echelon.loop.callbacks.early_stopping import EarlyStopChecker
 from echelon.observe.loggers import CSVLogger
 from tests.kit.refusals import refused

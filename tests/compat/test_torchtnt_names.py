@@ -47,7 +47,7 @@ def test_the_core_knows_nothing_of_compat_whose_absent_modules_say_what_to_use()
     loaded then, since `import a.b.c as d` looks for c in b.
     """
     code = (
-        "import sys, echelon, echelon.loop.callbacks, echelon.observe.loggers, echelon.cli.main\n"
+        "import sys, echelon, echelon.callbacks, echelon.observe.loggers, echelon.cli.main\n"
         "for name in {*echelon.__all__} - {'Trainer'}: getattr(echelon, name)\n"
         "print([name for name in sys.modules if name.startswith('echelon.compat')])\n"
         "import echelon.compat.torchtnt.framework.callbacks.torch_compile as there\n"

@@ -62,7 +62,7 @@ LOADED = (
     "echelon.launcher.local.agent",
     "echelon.launcher.local.run",
     "echelon.loop.auto.auto",
-    "echelon.loop.callbacks",
+    "echelon.callbacks",
     "echelon.loop.run",
     "echelon.observe.report",
 )

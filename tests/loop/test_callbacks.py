@@ -16,6 +16,8 @@ import tqdm
 from torch import nn
 
 import echelon as ech
+from echelon import callbacks
+from echelon.callbacks import EarlyStopping, GarbageCollector, LearningRateMonitor, PyTorchProfiler
 from echelon.common.errors import CallbackError, UsageError
 from echelon.compat.torchtnt.framework import callbacks as theirs
 from echelon.compat.torchtnt.framework.callbacks import (
@@ -25,8 +27,6 @@ from echelon.compat.torchtnt.framework.callbacks import (
 )
 from echelon.compat.torchtnt.utils.loggers import InMemoryLogger
 from echelon.compat.torchtnt.utils.module_summary import get_module_summary, get_summary_table, prune_module_summary
-from echelon.loop import callbacks
-from echelon.loop.callbacks import EarlyStopping, GarbageCollector, LearningRateMonitor, PyTorchProfiler
 from echelon.loop.callbacks.early_stopping import EarlyStopChecker
 from echelon.loop.callbacks.monitors import learning_rates
 from echelon.parallel.state import partition

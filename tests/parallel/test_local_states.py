@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import echelon as ech
+from echelon.callbacks import EarlyStopping
 from echelon.common.errors import RankFailedError
 from echelon.compat.trainer.rank import kept_global_batch
-from echelon.loop.callbacks import EarlyStopping
 from echelon.loop.callbacks.early_stopping import EarlyStopChecker
 from tests.conftest import Ranks
 from tests.kit.models import seeded, whole

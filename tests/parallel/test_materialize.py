@@ -484,11 +484,11 @@ def _restored(folder: str, layout: Any) -> dict[str, Any]:
     ech.train(saved, data, max_epochs=1, callbacks=[ech.DistributedCheckpointSaver(folder)])
     want = _values(saved.prepared.unwrapped)
     found: dict[str, Any] = {}
-    unit = Regression(module=_recorded(9, restores=True), layout=layout, optimizer="AdamW")
+    unit = Regression(module=_recorded(9), layout=layout, optimizer="AdamW")
     ech.DistributedCheckpointSaver.restore_from_latest(folder, unit)
     found["equal"] = largest_difference(_values(unit.prepared.unwrapped), want)
 
-    late = Regression(module=_recorded(5, restores=True), layout=layout)
+    late = Regression(module=_recorded(5), layout=layout)
     found["nothing there"] = ech.DistributedCheckpointSaver.restore_from_latest(f"{folder}/none", late)
     found["initial"] = largest_difference(_values(late.prepared.unwrapped), _values(_plainly()))
     return found

@@ -24,13 +24,14 @@ from echelon.parallel.context.batch import SequenceDim, check_sequence_dim
 from echelon.parallel.context.context import ContextParallel, check_context
 from echelon.parallel.context.probe import tensors_of
 from echelon.parallel.ddp.ddp import DDPStrategy
-from echelon.parallel.experts import check_experts, distribute_experts
+from echelon.parallel.experts.distribute import check_experts, distribute_experts
 from echelon.parallel.fsdp.fsdp import FSDPPrepared, FSDPStrategy
 from echelon.parallel.gradients import clip
 from echelon.parallel.guards.guard import SameDraws
 from echelon.parallel.meta.materialize import materialize, remember
 from echelon.parallel.patching import for_now
-from echelon.parallel.pipeline import Pipeline, Stages, cut_into_stages, plan_stages
+from echelon.parallel.pipeline.pipeline import Pipeline
+from echelon.parallel.pipeline.plan import Stages, cut_into_stages, plan_stages
 from echelon.parallel.pipeline.schedules import kind_named
 from echelon.parallel.pipeline.stages import Splits, check_splits
 from echelon.parallel.prepared import NO_CONTEXT, Form, MicroBatch, Place, Prepared, combined

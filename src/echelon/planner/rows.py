@@ -15,7 +15,7 @@ from echelon.parallel.experts.distribute import count, stacked_experts
 from echelon.parallel.fsdp.fsdp import FSDPStrategy
 from echelon.parallel.fsdp.units import units_of
 from echelon.parallel.names import class_name, plain_name
-from echelon.parallel.pipeline import Stages
+from echelon.parallel.pipeline.plan import Stages
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import Strategy
 from echelon.parallel.tensor.tensor import Chosen

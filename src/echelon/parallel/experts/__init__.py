@@ -8,24 +8,3 @@
 `Layout(ep=n)` divides the experts of every layer over n ranks (`distribute`): each token travels to the ranks that have its
 experts and back (`Dispatch`). No token is ever dropped.
 """
-
-from __future__ import annotations
-
-from echelon.parallel.experts.distribute import check_experts, distribute_experts, moe_layers
-from echelon.parallel.experts.loads import auxiliary_loss, balance_experts, expert_loads
-from echelon.parallel.experts.moe import MoE, Router
-from echelon.parallel.experts.stacks import Experts, GroupedExperts, StackedExperts
-
-__all__ = [
-    "Experts",
-    "GroupedExperts",
-    "MoE",
-    "Router",
-    "StackedExperts",
-    "auxiliary_loss",
-    "balance_experts",
-    "check_experts",
-    "distribute_experts",
-    "expert_loads",
-    "moe_layers",
-]

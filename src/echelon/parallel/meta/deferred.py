@@ -36,7 +36,7 @@ __all__ = ["Recording", "Value", "is_meta", "leaves", "mapped", "on_meta", "reco
 
 
 @contextlib.contextmanager
-def on_meta(*, on_device: bool = False, restores: bool = False) -> Iterator[None]:
+def on_meta(*, on_device: bool = False) -> Iterator[None]:
     """Build modules without memory for their parameters: `with ech.on_meta(): model = Model()`.
 
     Pass the model to a layout: each rank then computes its own shards, one parameter at a time, with the values of a plain build,
@@ -46,12 +46,12 @@ def on_meta(*, on_device: bool = False, restores: bool = False) -> Iterator[None
     Args:
         on_device: do not draw random numbers here, but later on each rank's device, where it takes only moments. The values
             differ from those of a plain build (with the same distributions), and are the same on any number of ranks with one
-            kind of device. Random numbers after the block differ as well.
-        restores: no effect. Use `on_device` if a restore follows and the values of a plain build take long.
+            kind of device. Random numbers after the block differ as well. Use it if a restore follows and the values of a
+            plain build take long.
     Raises:
         UsageError: a `from_pretrained` inside the block builds on the meta device itself, and would load the whole model.
     """
-    flags(on_device=on_device, restores=restores, kind=LayoutError)
+    flags(on_device=on_device, kind=LayoutError)
     with recording(on_device=on_device):
         yield
 
