@@ -1,5 +1,5 @@
 """Check that the ranks did the same, and that the replicas of a model are still equal: at a save, at the end, and for replicas
-also after the first update.
+also before and after the first step.
 
 Gradients are averaged, not parameters. If a script draws noise into weights, sets them from its first batch, or changes weights
 or a learning rate on rank 0 only, the ranks' models drift apart, and only rank 0's is saved. Communication: one all-reduce per

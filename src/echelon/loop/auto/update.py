@@ -412,6 +412,8 @@ class Update:
             self._leave_out(unit, state)
             return False
         self.latest, lr = (self.loss, norm), unit.optimizer.param_groups[0].get("lr") if alone else None
+        if self._first_look is not None and self.joined:
+            warn_of_drift(unit)  # before the step, in which a divided optimizer sends its values to all
         updated = self.step_optimizer(unit) if alone else True
         for listener in self._listeners:
             listener.end_window(updated=updated)
