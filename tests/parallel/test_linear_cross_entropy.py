@@ -413,7 +413,8 @@ def test_the_module_of_a_shard_is_found(ranks: Ranks) -> None:
 
 def _frozen_body() -> float:
     """Only the head is trained, a unit of its own: hidden has no gradient that would reach a hook of fully_shard."""
-    layouts = (ech.FSDPStrategy(blocks=["head"]), ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", blocks=["head"]))
+    shards = ech.FSDPStrategy(blocks=["head"])
+    layouts = (shards, shards.but(sharding_strategy="HYBRID_SHARD"), ech.Layout(tp=2, fsdp=shards))
     cases = itertools.product((True, False), layouts)
     return max(_trained(layout, "bytes", "body", steps=1, inside=inside, bias=True)[1] for inside, layout in cases)
 

@@ -46,14 +46,14 @@ REASONS = {
     ASKED: "Pipeline._compare Pipeline._studied SameGradients.settle Walk._move to_all _Weights._on_rank0 _over",
     CALLED: "Mean.compute _Sum.forward _Weights.__init__ _Weights._refuse _Weights.gather _needed _over_ranks whole",
     FORM: (
-        "Buffers._agree Buffers._send DDPStrategy.prepare DataAxes.find_replicas Shared.equalize Update._take_parameters "
-        "_broadcast _fill_divided _grid check_equal cut_into_stages equalize prepare_networks"
+        "Buffers._agree Buffers._send DataAxes.find_replicas Shared.equalize Update._take_parameters "
+        "_fill_divided _grid check_equal cut_into_stages equalize"
     ),
     LEFT_OUT: "_Reduction.__init__",
     LOCAL: "distribute_experts fill_in install",
     PASSES: (
         "Dispatch.__call__ TreeReduceScatter.__call__ _Whole.backward "
-        "_Whole.forward _all _averaged _in_chunks _own_of_sum _softmax _sum _whole _whole_copy _words_of probe reduce_bucket"
+        "_Whole.forward _all _in_chunks _own_of_sum _softmax _sum _whole _words_of gathered_copy probe reduce_bucket"
     ),
     STAGES: "Pipeline.window Walk._on_all",
     STATE: (

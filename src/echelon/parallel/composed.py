@@ -26,6 +26,7 @@ from echelon.parallel.context.probe import tensors_of
 from echelon.parallel.ddp.ddp import DDPStrategy
 from echelon.parallel.experts.distribute import check_experts, distribute_experts
 from echelon.parallel.fsdp.fsdp import FSDPPrepared, FSDPStrategy
+from echelon.parallel.fsdp.move_and_sync import equalize
 from echelon.parallel.gradients import clip
 from echelon.parallel.guards.guard import SameDraws
 from echelon.parallel.meta.materialize import materialize, remember
@@ -37,7 +38,7 @@ from echelon.parallel.pipeline.stages import Splits, check_splits
 from echelon.parallel.prepared import NO_CONTEXT, Form, MicroBatch, Place, Prepared, combined
 from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.strategy import Strategy
-from echelon.parallel.tensor.tensor import Chosen, check_tensor, equalize, split_layers
+from echelon.parallel.tensor.tensor import Chosen, check_tensor, split_layers
 from echelon.world import agree
 from echelon.world.init import World, check_joined, ensure_group
 from echelon.world.mesh import AXES, ParallelDims
@@ -327,7 +328,7 @@ class Layout(Strategy):
         fsdp, device = self.fsdp or FSDPStrategy(), world.device
         ensure_group(device)
         remember(module)
-        equalize(module, world, from_rank0=fsdp.sync_module_states)
+        equalize((*module.parameters(), *module.buffers()), device, [None] if fsdp.sync_module_states and world.size > 1 else [])
         pipeline = None if plan is None else cut_into_stages(module, plan, dims.pp_mesh(device).get_group(), device)
         if self._is_alone(dims):
             module = recipe.applied(module)

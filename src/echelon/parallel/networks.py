@@ -12,13 +12,13 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from echelon.common.errors import LayoutError
 from echelon.parallel.ddp.ddp import DDPPrepared
+from echelon.parallel.fsdp.move_and_sync import equalize
 from echelon.parallel.fsdp.units import hear_of_loss
-from echelon.parallel.gradients.unreduced_params import average_in_turns_, check_equal
+from echelon.parallel.gradients.unreduced_params import average_, check_equal
 from echelon.parallel.parallelize import check_module, parallelize, tell_routers
 from echelon.parallel.prepared import MicroBatch, Prepared, combined
 from echelon.parallel.shards import is_split, local, reshard
@@ -113,7 +113,7 @@ class Networks(Prepared[nn.Module]):
             self._unchecked.remove(part)
             part._check_gradients()
         if whole := [p for p in parameters if p.requires_grad and not is_split(p)] if self.data.averaged_over > 1 else []:
-            average_in_turns_(whole, self.data.groups)
+            average_(whole, self.data.groups)
 
     def discard_window(self) -> None:
         super().discard_window()
@@ -173,11 +173,8 @@ def prepare_networks(
     if not parts:
         raise LayoutError(f"the module must have networks with parameters, got a {type(module).__name__} without.")
     inside = {t for part in parts for t in (*part.module.parameters(), *part.module.buffers())}
-    with torch.no_grad():
-        for tensor in (t for t in (*module.parameters(), *module.buffers()) if t not in inside):
-            tensor.data = tensor.data.to(device)
-            if agree.is_joined() and any(part.data.axes for part in parts):
-                dist.broadcast(tensor.data, 0)
+    outside = [t for t in (*module.parameters(), *module.buffers()) if t not in inside]
+    equalize(outside, device, [None] if agree.is_joined() and any(part.data.axes for part in parts) else [])
     return Networks(module, parts)
 
 

@@ -24,6 +24,7 @@ from echelon.parallel.patching import class_for_now, replace, replace_of_class, 
 __all__ = [
     "GatheredInPasses",
     "authors_classes",
+    "gathered_copy",
     "is_fully_sharded",
     "is_split",
     "local",
@@ -64,6 +65,25 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
         full_tensor = tensor.to(mesh_type).full_tensor  # type: ignore[attr-defined]
     gathered: torch.Tensor = full_tensor()
     return gathered
+
+
+def gathered_copy(parameter: Any) -> Any:
+    """A shard of `fully_shard`, gathered without its module; anything else as it is. Each backward pass averages the gradient
+    over the ranks into the shard's, as `fully_shard` does. The tp axis stays split. Collective.
+    """
+    if not is_split(parameter):
+        return parameter
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh = parameter.device_mesh
+    placed = dict(zip(mesh.mesh_dim_names or range(mesh.ndim), parameter.placements, strict=True))
+    kept = [placement if axis == "tp" else Replicate() for axis, placement in placed.items()]
+    averaged = [placement if axis == "tp" else Partial("avg") for axis, placement in placed.items()]
+    whole = parameter.redistribute(placements=kept).to_local(grad_placements=averaged)
+    if "tp" not in placed:
+        return whole
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(whole, mesh["tp"], [placed["tp"]], run_check=False, shape=shape, stride=stride)
 
 
 def is_fully_sharded(module: nn.Module) -> bool:

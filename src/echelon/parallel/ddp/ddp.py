@@ -26,6 +26,7 @@ from echelon.parallel.axes import Axis, split_axes
 from echelon.parallel.ddp.bypass import Passes, send_through
 from echelon.parallel.ddp.sync_batchnorm import sync_batchnorm
 from echelon.parallel.ddp.wrapper import DistributedDataParallel as Reaching
+from echelon.parallel.fsdp.move_and_sync import equalize
 from echelon.parallel.gradients.fixed_order import reduce_bucket
 from echelon.parallel.gradients.unreduced_params import average_
 from echelon.parallel.guards.guard import Guard
@@ -418,9 +419,8 @@ class DDPStrategy(Strategy):
         ensure_group(world.device)
         module = materialize(module, world.device).to(world.device)
         if not any(p.requires_grad for p in module.parameters()):  # nothing to reduce
-            for tensor in (*module.parameters(), *module.buffers()):
-                if self.init_sync and type(tensor) in (torch.Tensor, nn.Parameter):  # quantized subclasses are not broadcast
-                    dist.broadcast(tensor.detach(), group_src=0, group=self.process_group)
+            plain = [t for t in (*module.parameters(), *module.buffers()) if type(t) in (torch.Tensor, nn.Parameter)]
+            equalize(plain, world.device, [self.process_group] if self.init_sync else [])  # not quantized subclasses
             prepared = Prepared(recipe.applied(module), [Axis.of(self.process_group)])
             prepared._reduce_unfrozen()
             return prepared

@@ -34,6 +34,8 @@ from torch import nn
 from echelon.common.errors import CheckpointCorruptError, LayoutError, OptimizerError, require
 from echelon.common.numbers import whole
 from echelon.parallel.axes import DataAxes
+from echelon.parallel.fsdp.move_and_sync import equalize
+from echelon.parallel.gradients.unreduced_params import in_buckets
 from echelon.parallel.meta.materialize import materialize
 from echelon.parallel.names import Kind, plain_buffers, plain_names, register
 from echelon.parallel.prepared import NO_CONTEXT, Extras, MicroBatch, Prepared
@@ -41,7 +43,6 @@ from echelon.parallel.recipe.recipe import Recipe
 from echelon.parallel.state.optimizer_state import OptimizerState
 from echelon.parallel.state.state import ModuleState
 from echelon.parallel.strategy import Strategy
-from echelon.parallel.tensor.tensor import equalize
 from echelon.world import agree
 from echelon.world.init import World, ensure_group
 
@@ -53,9 +54,6 @@ O = TypeVar("O")  # noqa: E741
 # A worker that trains by itself, and the meeting of workers.
 
 OuterOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-# Elements sent in one message: their copy takes 64 MiB in float32.
-_AT_ONCE = 2**24
 
 
 class Worker(nn.Module):
@@ -278,7 +276,7 @@ def _averages(tensors: Mapping[str, torch.Tensor], weight: Any) -> dict[str, tor
     dist.all_reduce(total, group=agree.control_group())
     share = float(own_weight / total) if float(total) > 0 else 1 / dist.get_world_size()
     averages: dict[str, torch.Tensor] = {}
-    for names in _buckets(tensors):
+    for names in in_buckets(tensors):
         first = tensors[names[0]]
         precise = torch.float32 if first.dtype in (torch.float16, torch.bfloat16) else first.dtype
         flat = torch.cat([tensors[name].detach().reshape(-1).to(precise) for name in names]).mul_(share)
@@ -286,22 +284,6 @@ def _averages(tensors: Mapping[str, torch.Tensor], weight: Any) -> dict[str, tor
         parts = flat.split([tensors[name].numel() for name in names])
         averages |= {n: part.view(tensors[n].shape).to(first.dtype, copy=True) for n, part in zip(names, parts, strict=True)}
     return averages
-
-
-def _buckets(tensors: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
-    """Split tensors into lists of names: of one dtype, and of at most `_AT_ONCE` elements unless a single tensor has more."""
-    kinds: dict[torch.dtype, list[str]] = {}
-    for name, tensor in tensors.items():
-        kinds.setdefault(tensor.dtype, []).append(name)
-    for names in kinds.values():
-        bucket, size = list[str](), 0
-        for name in names:
-            if bucket and size + tensors[name].numel() > _AT_ONCE:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(name)
-            size += tensors[name].numel()
-        yield bucket
 
 
 class _Own(Extras):
@@ -412,7 +394,7 @@ class LocalSGDStrategy(Strategy):
         if world.size > 1:
             ensure_group(world.device)
         module = materialize(module, world.device).to(world.device)
-        equalize(module, world, from_rank0=True)
+        equalize((*module.parameters(), *module.buffers()), world.device, [None] if world.size > 1 else [])
         return WorkerPrepared(Worker(recipe.applied(module), self.name, self.every, self._outer), world)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -17,7 +17,21 @@ from echelon.world.init import World
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Buffers", "place"]
+__all__ = ["Buffers", "equalize", "place"]
+
+
+@torch.no_grad()
+def equalize(tensors: Iterable[torch.Tensor], device: torch.device, groups: Sequence[dist.ProcessGroup | None]) -> None:
+    """Move tensors to the device, and give all ranks of each group, one after the other, the first rank's values. Those on the
+    meta device get their values later.
+    """
+    for tensor in tensors:
+        if tensor.is_meta:
+            continue
+        if tensor.device != device:
+            tensor.data = tensor.data.to(device)
+        for group in groups:
+            dist.broadcast(local(tensor.detach()), group_src=0, group=group)
 
 
 def place(
@@ -39,24 +53,13 @@ def place(
     done.update(todo)
     if init is not None:
         _fill(todo, init)
-    tensors = {id(t): t for m in todo for _, t in (*m.named_parameters(recurse=False), *m.named_buffers(recurse=False))}
-    with torch.no_grad():
-        for tensor in tensors.values():
-            if tensor.is_meta:  # gets its values when all is split
-                continue
-            if tensor.device != world.device:
-                tensor.data = tensor.data.to(world.device)
-            # channels_last, a transposed weight: a shard of it would not be contiguous
-            if tensor.layout is torch.strided and not (is_split(tensor) or tensor.is_contiguous()):
-                tensor.data = tensor.data.contiguous()
-            if from_rank0 and world.size > 1:
-                _broadcast(tensor.detach(), mesh)
-
-
-def _broadcast(tensor: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Broadcast from the mesh's first rank to all of its ranks, axis by axis."""
-    for axis in range(mesh.ndim):
-        dist.broadcast(local(tensor), group_src=0, group=mesh.get_group(axis))
+    tensors = dict.fromkeys(t for m in todo for t in (*m.parameters(recurse=False), *m.buffers(recurse=False)))
+    for tensor in tensors:
+        # channels_last, a transposed weight: a shard of it would not be contiguous
+        if tensor.layout is torch.strided and not (tensor.is_meta or is_split(tensor) or tensor.is_contiguous()):
+            tensor.data = tensor.data.contiguous()
+    axes = range(mesh.ndim) if from_rank0 and world.size > 1 else ()
+    equalize(tensors, world.device, [mesh.get_group(axis) for axis in axes])
 
 
 def _fill(parts: list[nn.Module], init: Callable[[nn.Module], None]) -> None:

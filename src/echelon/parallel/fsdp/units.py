@@ -21,7 +21,7 @@ from echelon.parallel.older_torch import shards_integers
 from echelon.parallel.patching import for_now, in_front_of, replace_class
 from echelon.parallel.recipe.blocks import Blocks, blocks_to_shard, without_shared
 from echelon.parallel.recipe.precision import Precision
-from echelon.parallel.shards import is_fully_sharded, is_split
+from echelon.parallel.shards import gathered_copy, is_fully_sharded, is_split
 from echelon.world.device import map_tensors
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ class _GathersWhenRead:
         if within is None or not within.now or getattr(value, "device_mesh", None) is not mesh:
             return value
         if not isinstance(self, nn.Embedding):
-            return _whole_copy(value)
+            return gathered_copy(value)
         _gather(self, within)
         return super().__getattr__(name)  # type: ignore[misc]
 
@@ -259,25 +259,6 @@ def _gather(module: Any, within: _Within) -> None:
     with for_now(within, now=False):  # torch reads the parameters, too, which must not gather again
         module.set_reshard_after_forward(False)
         module.unshard()
-
-
-def _whole_copy(parameter: Any) -> torch.Tensor:
-    """A gathered copy of a shard. Its gradient is averaged over the ranks into the shard's. The tp axis stays split."""
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    mesh, split = parameter.device_mesh, parameter.placements
-    by_axis = dict(zip(mesh.mesh_dim_names or range(mesh.ndim), split, strict=True))
-    kept = [by_axis["tp"] if axis == "tp" else Replicate() for axis in by_axis]
-    sums = [by_axis["tp"] if axis == "tp" else Partial() for axis in by_axis]
-    whole: torch.Tensor = parameter.redistribute(placements=kept).to_local(grad_placements=sums)
-    if whole.requires_grad:
-        sharers = mesh.size(mesh.mesh_dim_names.index("tp")) if "tp" in by_axis else 1
-        whole.register_hook(lambda gradient: gradient / (mesh.size() // sharers))
-    if "tp" not in by_axis:
-        return whole
-    return DTensor.from_local(
-        whole, mesh["tp"], [by_axis["tp"]], run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
 
 
 class _NoView(torch.autograd.Function):

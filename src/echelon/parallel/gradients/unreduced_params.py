@@ -8,9 +8,9 @@ few numbers as a rule, after the last backward pass of a window.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,32 +28,37 @@ __all__ = [
     "Joined",
     "after_backward",
     "average_",
-    "average_in_turns_",
     "check_equal",
     "hook_backward",
+    "in_buckets",
     "tracked_tensors",
 ]
 
+K = TypeVar("K")
 Groups = Sequence[dist.ProcessGroup | None]
-_AT_ONCE = 1 << 25  # elements of gradients averaged in one message
+_AT_ONCE = 1 << 24  # elements in one message: their copy takes 64 MiB in float32
 
 
-def average_in_turns_(parameters: Iterable[nn.Parameter], groups: Groups) -> None:
-    """As `average_`, for whole networks: averages in several messages, so that gradients are never copied all at once."""
-    waiting: list[nn.Parameter] = []
-    size = 0
-    for parameter in parameters:
-        waiting.append(parameter)
-        size += parameter.numel()
-        if size >= _AT_ONCE:
-            average_(waiting, groups)
-            waiting, size = [], 0
-    if waiting:
-        average_(waiting, groups)
+def in_buckets(tensors: Mapping[K, torch.Tensor]) -> Iterator[list[K]]:
+    """The keys of tensors that are sent together: of one dtype and device, and of at most `_AT_ONCE` elements unless a single
+    tensor has more.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[K]] = {}
+    for key, tensor in tensors.items():
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(key)
+    for keys in kinds.values():
+        bucket, size = list[K](), 0
+        for key in keys:
+            if bucket and size + tensors[key].numel() > _AT_ONCE:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(key)
+            size += tensors[key].numel()
+        yield bucket
 
 
 @torch.no_grad()
-def average_(parameters: Sequence[nn.Parameter], groups: Groups, *, in_order: bool = False) -> None:
+def average_(parameters: Iterable[nn.Parameter], groups: Groups, *, in_order: bool = False) -> None:
     """Replace each gradient by its mean over the ranks. A gradient that is missing on a rank counts as zero there. Collective.
 
     Averaging a mean again changes nothing, so gradients that something else has reduced are safe. A gradient that is sparse on
@@ -64,10 +69,7 @@ def average_(parameters: Sequence[nn.Parameter], groups: Groups, *, in_order: bo
         groups: one for each axis of data-parallel ranks.
         in_order: add in the order of `parallel/gradients/fixed_order`.
     """
-    kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-    for same in kinds.values():
+    for same in in_buckets({parameter: parameter for parameter in parameters}):
         parts = [p.new_zeros(p.numel()) if p.grad is None else _dense(p.grad).reshape(-1) for p in same]
         # Which gradients a rank has: one that no rank has stays None, so the optimizer skips its parameter.
         flags = from_host([float(p.grad is not None) for p in same], same[0])
@@ -175,7 +177,7 @@ class AfterEachBackward:
 
     def _average(self) -> None:
         self._is_awaited = False
-        average_in_turns_((p for p in self._parameters if p.requires_grad), self._groups)
+        average_((p for p in self._parameters if p.requires_grad), self._groups)
 
 
 # Hooks for a backward pass, and for the end of the current one.

@@ -29,7 +29,7 @@ from torch import nn
 from echelon.common.errors import TensorParallelError, UsageError, require
 from echelon.common.numbers import number, whole
 from echelon.parallel.axes import Axis
-from echelon.parallel.shards import is_fully_sharded, is_split
+from echelon.parallel.shards import gathered_copy, is_fully_sharded, is_split
 from echelon.parallel.tensor import collectives as traffic
 
 __all__ = ["WordShard", "liger", "linear_cross_entropy", "unit_of"]
@@ -370,7 +370,7 @@ def split_words(
     unit = unit_of(weight) if is_split(weight) else None
     if unit is not None and torch.is_grad_enabled() and not hidden.requires_grad:
         # hidden is frozen: no gradient reaches the hooks with which `fully_shard` reduces the gradients of a unit.
-        weight, bias, unit = _averaged(weight), _averaged(bias), None
+        weight, bias, unit = gathered_copy(weight), gathered_copy(bias), None
     try:
         if unit is not None:
             names = {id(p): n for n, p in unit.named_parameters()}
@@ -418,22 +418,6 @@ def _whole(tensor: Any) -> Any:
 
 
 # --- weights that `fully_shard` has split
-
-
-def _averaged(parameter: Any) -> Any:
-    """Gather a shard without its module. Each backward pass averages the gradient over the ranks, as `fully_shard` does."""
-    if parameter is None or not is_split(parameter):
-        return parameter
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    mesh, placements = parameter.device_mesh, parameter.placements
-    if any(placement not in (Shard(0), Replicate()) for placement in placements):
-        raise TensorParallelError(
-            f"hidden has no gradient, and only fully_shard can reduce a weight split over {mesh.mesh_dim_names} as "
-            f"{placements}. Train also a layer before it."
-        )
-    whole = parameter.redistribute(placements=[Replicate()] * mesh.ndim)
-    return whole.to_local(grad_placements=[Partial("avg")] * mesh.ndim)
 
 
 def _now(unit: nn.Module, names: dict[int, str], parameter: Any) -> Any:

@@ -39,7 +39,7 @@ from echelon.world.init import World
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Chosen", "check_same_loss", "check_tensor", "check_whole_layers", "equalize", "split_layers"]
+__all__ = ["Chosen", "check_same_loss", "check_tensor", "check_whole_layers", "split_layers"]
 
 logger = logging.getLogger(__name__)
 
@@ -241,17 +241,6 @@ def _check_heads(module: nn.Module, name: str, size: int) -> None:
                     f"tensor parallelism over {size} ranks does not divide {where} = {heads}. Use a size that divides the number "
                     f"of heads, or leave {name} out of the plan."
                 )
-
-
-def equalize(module: nn.Module, world: World, *, from_rank0: bool) -> None:
-    """Move all tensors with values to the device; with `from_rank0` broadcast rank 0's values."""
-    tensors = dict.fromkeys(t for t in (*module.parameters(), *module.buffers()) if not t.is_meta)
-    with torch.no_grad():
-        for tensor in tensors:
-            if tensor.device != world.device:
-                tensor.data = tensor.data.to(world.device)
-            if from_rank0 and world.size > 1:
-                dist.broadcast(tensor.detach(), src=0)
 
 
 def _tie(module: nn.Module, tied: list[list[str]]) -> None:
