@@ -31,7 +31,7 @@ from echelon.loop.state import ActivePhase, EntryPoint, State
 from echelon.loop.steps import Steps, check_evaluation, evaluation_after_epoch
 from echelon.loop.unit import TrainedUnit
 from echelon.loop.validate import callbacks_of, check_unit, has_hook, inner_of, no_end, tell_of_unsaved_state
-from echelon.parallel.guards.guard import Guard
+from echelon.parallel.guards.guard import Guard, explain
 from echelon.world import agree, clock, rng, stop
 from echelon.world.clock import Part
 from echelon.world.handshake import check_same_setup
@@ -101,18 +101,12 @@ class Run:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Context in which errors of torch in a step of the user's own are explained, as an AutoUnit's update explains its own.
-
-        Raises:
-            UsageError: from torch's error, if a guard knows the cause that torch's error does not name.
-        """
+        """Context in which errors of torch in a step of the user's own are explained. An AutoUnit explains those of its own."""
         try:
             yield
         except RuntimeError as error:
             modules = self._inner.prepared_modules().values() if self._inner.steps_by_itself else ()
-            for guard in (guard for module in modules for guard in module.guards):
-                if (explanation := guard.explain(error)) is not None:
-                    raise explanation.with_traceback(error.__traceback__) from error
+            explain((guard for module in modules for guard in module.guards), error)
             raise
 
     def _begin_training(self, stage: Stage) -> None:

@@ -115,11 +115,6 @@ class Networks(Prepared[nn.Module]):
         if whole := [p for p in parameters if p.requires_grad and not is_split(p)] if self.data.averaged_over > 1 else []:
             average_(whole, self.data.groups)
 
-    def discard_window(self) -> None:
-        super().discard_window()
-        for part in self.parts:
-            part.discard_window()
-
     def after_step(self, wants_stop: bool) -> bool:
         reshard(self.module)  # a forward pass without a backward pass has left whole parameters from before the step
         for part in self.parts:

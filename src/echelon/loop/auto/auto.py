@@ -32,6 +32,7 @@ from echelon.loop.samples import summable
 from echelon.loop.state import EntryPoint, step_under_way
 from echelon.loop.unit import EvalUnit, TestUnit, TrainUnit
 from echelon.loop.validate import keeps
+from echelon.parallel.guards.guard import explain
 from echelon.parallel.prepared import NO_CONTEXT, MicroBatch, combined
 from echelon.parallel.recipe.activation import Preset
 from echelon.parallel.recipe.compilation import Compile
@@ -195,7 +196,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
                     loss, outputs = update.forward(self, state, micro_batch)
                     update.backward(self, state, loss, micro_batch, retain_graph=self.retain_graph)
         except BaseException as error:
-            update.explain(self, error)
+            explain(self.prepared.guards, error)
             raise
         detached = window.latest_loss
         norm = update.complete(self, state) if ends_window else None

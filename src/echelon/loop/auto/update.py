@@ -41,6 +41,7 @@ from echelon.loop.replicas import warn_of_drift
 from echelon.loop.samples import as_scalar, problem_with, samples_of, sizes_in
 from echelon.loop.state import step_under_way
 from echelon.parallel.gradients import clip
+from echelon.parallel.guards.guard import explain
 from echelon.parallel.prepared import NO_CONTEXT, MicroBatch, combined
 from echelon.parallel.recipe.precision import Shards, check_scaler
 from echelon.parallel.state.partition import has_gradients, needs_all, parameters_of
@@ -186,16 +187,6 @@ class Update:
         anomaly = NO_CONTEXT if unit.detect_anomaly is None else torch.autograd.set_detect_anomaly(unit.detect_anomaly)
         return combined(standing_in(unit) if micro_batch.is_padding else NO_CONTEXT, accumulates, anomaly)
 
-    def explain(self, unit: Any, error: BaseException) -> None:
-        """Explain an error that a pass has raised.
-
-        Raises:
-            UsageError: from torch's error, if a guard knows the cause that torch's error does not name.
-        """
-        for guard in unit.prepared.guards:
-            if (explanation := guard.explain(error)) is not None:
-                raise explanation.with_traceback(error.__traceback__) from error  # shows the user's line that failed
-
     def put_left_aside(self, optimizer: torch.optim.Optimizer) -> None:
         """Before an update's first backward pass: set aside gradients of earlier backward passes, which the user has not cleared.
         They are complete, so this update's weight must not scale them.
@@ -323,7 +314,7 @@ class Update:
         try:
             made = prepared.forward_backward_window(micro_batches, forward, backward, outputs=outputs)
         except BaseException as error:
-            self.explain(unit, error)
+            explain(prepared.guards, error)
             raise
         if self.joined:
             unit.window.start_reduction(state.stop_requested, state.logged.signature())

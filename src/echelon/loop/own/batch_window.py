@@ -16,6 +16,7 @@ from echelon.loop.auto.several import Turn
 from echelon.loop.samples import as_scalar, problem_with, summable
 from echelon.loop.state import State
 from echelon.parallel.gradients import clip
+from echelon.parallel.guards.guard import explain
 from echelon.parallel.prepared import NO_CONTEXT, MicroBatch
 from echelon.world.clock import Part, enter
 
@@ -75,7 +76,7 @@ class OwnWindow:
             for context in reversed(self._contexts):
                 context.__exit__(kind, error, trace)
             if error is not None:
-                self._session.unit.update.explain(self._session.unit, error)
+                explain(self._session.unit.prepared.guards, error)
         finally:
             if self.error is not None:
                 self._session.failed(self.error)

@@ -45,6 +45,7 @@ from echelon.loop.records.record import Recorder
 from echelon.loop.unit import LRScheduler
 from echelon.observe.sinks.folder import default_sinks
 from echelon.parallel.ddp.wrapper import read_as_wrapped
+from echelon.parallel.guards.guard import explain
 from echelon.parallel.meta.materialize import is_recorded, on_meta_tensors
 from echelon.parallel.names import plain_names
 from echelon.parallel.parallelize import parallelize
@@ -259,7 +260,7 @@ def evaluating(prepared: Any) -> Iterator[LoopEvaluation]:
             yield evaluation
         except BaseException as error:
             session.logged.discard("eval")
-            unit.update.explain(unit, error)
+            explain(unit.prepared.guards, error)
             raise
     for guard in unit.prepared.guards:
         guard.evaluated()

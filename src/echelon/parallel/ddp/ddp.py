@@ -60,12 +60,16 @@ _NUMBERS = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 
 
 class Awaited(Guard):
-    """Checks that the parameters for which a wrapper awaits gradients get one: those that required one when it was made."""
+    """Checks that the parameters for which a wrapper awaits gradients get one.
+
+    Attributes:
+        named: these parameters, with their names: those in its buckets, which required a gradient when it was made.
+    """
 
     def __init__(self, module: DistributedDataParallel) -> None:
         ignored = set(module.parameters_to_ignore)
         pairs = zip(module.module.named_parameters(), plain_names(module), strict=True)
-        self._named = [named for (name, p), named in pairs if p.requires_grad and name not in ignored]
+        self.named = [named for (name, p), named in pairs if p.requires_grad and name not in ignored]
         alone = dist.get_world_size(module.process_group) == 1
         self._may_lack = bool(alone or module.find_unused_parameters or module.static_graph)
 
@@ -80,7 +84,7 @@ class Awaited(Guard):
         """
         if self._may_lack:
             return
-        lacking = [named for named in self._named if named[1].grad is None and (frozen_too or named[1].requires_grad)]
+        lacking = [named for named in self.named if named[1].grad is None and (frozen_too or named[1].requires_grad)]
         if lacking:
             raise _said(lacking)
 
@@ -89,7 +93,7 @@ class Awaited(Guard):
             return None
         match = _NUMBERS.search(str(error))
         numbers = [int(n) for n in match[1].split()] if match is not None else []
-        return _said([self._named[n] for n in numbers if n < len(self._named)])
+        return _said([self.named[n] for n in numbers if n < len(self.named)])
 
 
 def _said(unused: list[tuple[str, nn.Parameter]]) -> LayoutError:
@@ -231,11 +235,10 @@ class DDPPrepared(WrapperPrepared[DistributedDataParallel]):
         names = mesh.mesh_dim_names if mesh is not None else None
         super().__init__(module, [Axis.of(module.process_group, names[0] if names else "")])
         self._passes: Passes | None = None
-        ignored = set(module.parameters_to_ignore)
-        self._in_buckets = [p for name, p in module.module.named_parameters() if p.requires_grad and name not in ignored]
         self._of_window: list[bool] = []  # for each: trained in a micro-batch since the last update
         self._alone: list[tuple[nn.Parameter, bool]] = []  # all of these, if this micro-batch's gradients bypass the buckets
         self._awaited = Awaited(module)
+        self._in_buckets = [p for _, p in self._awaited.named]
         self.guards.append(self._awaited)
         self._reduce_unfrozen()
         self.extras = BucketOrder(module)

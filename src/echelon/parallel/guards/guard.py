@@ -7,7 +7,7 @@ Its signature travels in the message that each window sends anyway, so it costs 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from echelon.common.errors import RanksDisagreeError, UsageError
 from echelon.world import agree, rng
 
-__all__ = ["Guard", "SameDraws"]
+__all__ = ["Guard", "SameDraws", "explain"]
 
 
 class Guard:
@@ -99,6 +99,17 @@ class Guard:
         Raises:
             RanksDisagreeError: on every rank.
         """
+
+
+def explain(guards: Iterable[Guard], error: BaseException) -> None:
+    """Explain an error that a pass has raised.
+
+    Raises:
+        UsageError: from torch's error, if a guard knows the cause that torch's error does not name.
+    """
+    for guard in guards:
+        if (explanation := guard.explain(error)) is not None:
+            raise explanation.with_traceback(error.__traceback__) from error  # shows the user's line that failed
 
 
 # Ranks that share layers must draw the same random numbers in their passes.

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from echelon.common.errors import LayoutError
-from echelon.parallel.guards.guard import Guard
+from echelon.parallel.guards.guard import Guard, explain
 from echelon.parallel.names import class_name
 from echelon.parallel.tensor.layers import shared_axis, split_outputs
 
@@ -57,9 +57,8 @@ def explained(module: nn.Module) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, AssertionError) as error:
-        if (message := SplitMessages(module).explain(error)) is None:
-            raise
-        raise message.with_traceback(error.__traceback__) from error  # the traceback shows the user's line
+        explain([SplitMessages(module)], error)
+        raise
 
 
 # torch's words for an optimizer's operation on all elements of a parameter, or on parameters of several meshes.

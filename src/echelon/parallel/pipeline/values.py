@@ -259,8 +259,6 @@ def in_place_of_absent(value: Any, make: Callable[..., torch.Tensor] = torch.zer
     def real(leaf: Absent) -> torch.Tensor:
         return make(leaf.shape, dtype=leaf.dtype, device=leaf.device)
 
-    if isinstance(value, Absent):
-        return real(value)
     return pytree.tree_map_only(Absent, real, value)
 
 
