@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.common.errors import LayoutError, LoopError, LossError, NonFiniteError, PrecisionError
+from echelon.common.errors import LayoutError, LoopError, LossError, NonFiniteError
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, plain_training, whole
 from tests.kit.refusals import refused
@@ -233,24 +233,6 @@ def test_a_nan_on_one_rank_is_named_on_all_and_reaches_no_parameter(ranks: Ranks
         for layout, (text, finite) in said.items():
             assert "update 2" in text and "rank 1: nan" in text and "rank 0" not in text, layout
             assert finite, layout
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"accumulate": 0},
-        {"lr_interval": "batch"},
-        {"clip_grad_norm": 0.0},
-        {"clip_grad_value": -1.0},
-        {"precision": "fp8"},
-        {"deterministic": True},
-        *({"layout": layout} for layout in ("ddpp", {"name": "ddp"}, ["ddp"], 3)),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
-    (name,) = options
-    with refused({"layout": LayoutError, "precision": PrecisionError}.get(name, LoopError)):
-        Regression(**options)
 
 
 def test_a_unit_without_training_builds_no_optimizer() -> None:

@@ -456,8 +456,3 @@ def test_torchs_profiler_sees_the_steps() -> None:
     multiplies = Hooks(on_train_step_start=lambda state, unit: torch.ones(4, 4) @ torch.ones(4, 4))
     ech.train(Numbers(), [1, 2, 3], max_epochs=1, callbacks=[PyTorchProfiler(profiler), multiplies])
     assert len(traces) == 1 and any(event.key == "aten::mm" and event.count == 1 for event in traces[0])
-
-
-def test_an_interval_of_no_steps_is_refused() -> None:
-    with refused(CallbackError):
-        GarbageCollector(0)

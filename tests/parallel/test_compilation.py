@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import echelon as ech
-from echelon.common.errors import CompileError, RecomputeError, UsageError
+from echelon.common.errors import CompileError, UsageError
 from echelon.contracts.overrides import Overrides, impose
 from echelon.parallel.recipe.compilation import Compiled
 from tests.conftest import Ranks
@@ -279,28 +279,6 @@ def test_prove_leaves_compile_and_its_budget_out(caplog: pytest.LogCaptureFixtur
     finally:
         impose(None)
     assert "memory_budget=0.5 has no effect" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"compile": "block"}, r"compile must be 'blocks', True, False or TorchCompileParams\(\.\.\.\), got 'block'"),
-        ({"compile": True, "torch_compile_params": ech.layouts.TorchCompileParams()}, "which are the same"),
-        ({"recompute": "full"}, r"must be 'none', 'blocks', 'selective' or Activ.*memory_budget=0\.6.*got 'full'"),
-    ],
-)
-def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        Regression(**options)
-
-
-def test_values_that_exclude_each_other_are_refused() -> None:
-    with refused(RecomputeError, name="memory_budget", got="2"):
-        ech.layouts.ActivationCheckpointParams(memory_budget=2)
-    with refused(RecomputeError):
-        ech.layouts.ActivationCheckpointParams(memory_budget=0.5, every=2)
-    with refused(CompileError):
-        ech.layouts.TorchCompileParams(blocks=True, recursive_module_types=["Linear"])
 
 
 # --- recompute: the same numbers, names and random masks under every layout, in less memory

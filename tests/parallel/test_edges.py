@@ -12,14 +12,12 @@ import torch
 from torch import nn
 
 import echelon as ech
-from echelon.common.errors import LayoutError
 from echelon.parallel.fsdp import units as edges
 from echelon.parallel.fsdp.units import edges_of
 from echelon.parallel.parallelize import prepare_module
 from echelon.parallel.recipe.blocks import blocks_to_shard
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, seeded, whole
-from tests.kit.refusals import refused
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -330,13 +328,6 @@ def test_such_outputs_of_several_networks(ranks: Ranks) -> None:
         ("fsdp", "zero2"), ranks(2, lambda: list(map(_of_two_networks, ("fsdp", "zero2"))))[0], strict=True
     ):
         assert largest_difference(values, alone) < 1e-12, layout
-
-
-def test_a_prefetch_of_no_number_of_blocks_is_refused() -> None:
-    with refused(LayoutError):
-        ech.FSDPStrategy(forward_prefetch="no")
-    with refused(LayoutError):
-        ech.FSDPStrategy(sharding_strategy="HYBRID_SHARD", backward_prefetch=0)
 
 
 def _left_to_the_root() -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import echelon as ech
-from echelon.common.errors import CheckpointCorruptError, LayoutError
+from echelon.common.errors import CheckpointCorruptError
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, seeded, whole
 from tests.kit.refusals import refusal, refused
@@ -340,13 +340,6 @@ def test_what_makes_no_sense_is_refused(ranks: Ranks) -> None:
         assert [words for words, text in zip(options, said, strict=True) if words not in text] == []
     for text in ranks(2, refusal, ech.layouts.prepare_module, net(), CPU, layout="local_sgd"):
         assert "prepare_module must have a layout without cp, pp and local SGD" in text
-
-
-def test_options_are_checked() -> None:
-    with refused(LayoutError):
-        ech.layouts.LocalSGDStrategy(every=0)
-    with refused(LayoutError, name="outer_optimizer", got="'SGD'"):
-        ech.layouts.DiLoCoStrategy(outer_optimizer="SGD")
 
 
 def test_one_process_trains_as_ever() -> None:

@@ -12,9 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import echelon as ech
-from echelon.common.errors import PrecisionError, UsageError
+from echelon.common.errors import PrecisionError
 from echelon.parallel.gradients import fused
-from echelon.parallel.recipe.precision import Precision
 from tests.conftest import Ranks
 from tests.kit.models import Net, batch, net, plain_training, seeded, whole
 from tests.kit.refusals import refusal, refused
@@ -247,21 +246,6 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with refused(PrecisionError):
         Regression(module=wide(), precision="float8")
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ech.layouts.Float8("columnwise"), "recipe must be 'rowwise' or 'tensorwise', got 'columnwise'"),
-        (lambda: ech.layouts.Float8(enable_fsdp_float8_all_gather=True), "one scale for each tensor. Set recipe='tensorwise'"),
-        (lambda: Precision(float8=ech.layouts.Float8()), r"float8 must go with dtype=torch\.bfloat16"),
-        (lambda: Precision(torch.bfloat16, float8="rowwise"), r"float8 must be Float8\(\.\.\.\) or None"),
-        (lambda: Precision.of("fp8"), "precision must be 'fp32', 'bf16', 'fp16', 'float8'"),
-    ],
-)
-def test_values_that_cannot_be_are_refused(make: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        make()
 
 
 def _refusals() -> list[str]:

@@ -295,12 +295,6 @@ def test_axes_of_one_rank_take_models_that_leave_layers_unused(ranks: Ranks, lay
     assert ranks(1, _left_unused, layout) == [4]
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 0}, {"ep": -1}, {"cp": -2}, {"pp": 1.5}, {"dp_shard": "2"}])
-def test_sizes_are_whole_numbers(sizes: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        ech.Layout(**sizes).dims(4)
-
-
 @pytest.mark.full
 @given(SIZES, SIZES, SIZES, SIZES, SIZES)
 def test_every_rank_has_one_place_and_the_data_are_shared_once(pp: int, copies: int, shards: int, cp: int, tp: int) -> None:

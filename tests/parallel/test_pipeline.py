@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import echelon as ech
-from echelon.common.errors import EchelonError, PipelineError
+from echelon.common.errors import EchelonError
 from tests.conftest import Ranks
 from tests.kit.models import largest_difference, plain_training, seeded, whole
-from tests.kit.refusals import answer, refusal, refused
+from tests.kit.refusals import answer, refusal
 from tests.kit.units import Regression
 
 pytestmark = pytest.mark.standing_ranks
@@ -407,10 +407,3 @@ def test_hooks_of_split_modules_and_calls_of_submodules_are_refused(ranks: Ranks
         assert "Shapes has hooks (forward hooks)" in text
     for text in ranks(2, what_is_said, "", ech.Layout(pp=2), direct=True):
         assert "compute_loss calls a submodule of Shapes directly" in text
-
-
-def test_schedules_and_stages_are_checked_when_they_are_given() -> None:
-    with refused(PipelineError):
-        ech.Layout(pp=2, schedule="gpip")
-    with refused(PipelineError):
-        ech.Layout(pp=2, stages="blocks.1")

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import echelon as ech
-from echelon.common.errors import LoopError, UsageError
+from echelon.common.errors import LoopError
 from echelon.compat.torchtnt.utils.prepare_module import FSDP2Strategy
 from echelon.parallel.parallelize import prepare_module
 from tests.conftest import Ranks
@@ -166,21 +166,6 @@ def test_a_scaler_grows_and_shrinks_as_its_options_say() -> None:
     note = Hooks(on_train_step_end=lambda state, unit: scales.append(unit.grad_scaler.get_scale()))
     ech.train(unit, _mine(unit, 5), max_epochs=1, callbacks=[note])
     assert scales == [16.0, 4.0, 4.0, 4.0, 16.0]
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: ech.layouts.Precision(torch.float64), "torch.bfloat16"),
-        (lambda: ech.layouts.Precision(torch.float16, growth_factor=0.5), "growth_factor must be above 1, got 0.5"),
-        (lambda: ech.layouts.Precision(torch.float16, init_scale=0), "init_scale must be above 0, got 0"),
-        (lambda: Regression(precision="16-mixed"), "must be 'fp32', 'bf16', 'fp16', .*, got '16-mixed'"),
-        (lambda: Regression(precision=torch.float64), "must be .*, got torch.float64"),
-    ],
-)
-def test_bad_precisions_are_refused(make: Any, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        make()
 
 
 # --- a scheduler that wants a metric
