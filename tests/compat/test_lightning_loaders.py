@@ -289,6 +289,16 @@ def log_a_tail() -> tuple[float, float, float]:
     return mean, count, val_mean
 
 
+def test_a_step_knows_its_loader_also_after_one_without_a_length() -> None:
+    module, seen = Line(), list[tuple[int, int]]()
+    module.test_step = lambda batch, batch_idx, dataloader_idx: seen.append((batch_idx, dataloader_idx))  # type: ignore
+    module.on_after_batch_transfer = lambda batch, dataloader_idx: seen.append(dataloader_idx) or batch  # type: ignore
+    loaders = [DataLoader(Stream(), batch_size=12), DataLoader(numbers(), batch_size=12)]
+    Trainer(**QUIET).test(module, loaders)
+    assert [place for place in seen if isinstance(place, tuple)] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [index for index in seen if not isinstance(index, tuple)] == [0, 0, 1, 1]
+
+
 def test_a_rank_without_samples_logs_nothing(ranks: Any) -> None:
     for found in ranks(2, log_a_tail):
         assert found == (4.0, 9.0, 4.0)

@@ -331,10 +331,13 @@ def open_feed(stage: Stage) -> Feed:
 
 def _seek(loader: Any, progress: Progress) -> None:
     """Set the loader's epoch and, if it can seek, its position in the epoch."""
-    for part in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        set_epoch = getattr(part, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(progress.num_epochs_completed)
+    for each in loaders_of(loader):
+        for part in (each, getattr(each, "sampler", None), getattr(each, "batch_sampler", None)):
+            set_epoch = getattr(part, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(progress.num_epochs_completed)
+        if each is not loader and isinstance(each, BaseLoader):
+            each.seek(0)
     if isinstance(loader, BaseLoader):
         # The unit's progress decides where an epoch continues: the loader may have been read from, or stopped early.
         progress.num_steps_completed_in_epoch = loader.seek(progress.num_steps_completed_in_epoch)

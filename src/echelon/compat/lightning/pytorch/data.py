@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,16 +17,17 @@ from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
 from echelon.compat.trainer.rank import kept_global_batch, length_of, shared
 from echelon.contracts.rank import RankInfo
 from echelon.data.base import BaseLoader, Combined
+from echelon.data.prefetch import known_length
 from echelon.world import agree
 
 __all__ = [
     "Chain",
     "batches_of",
+    "chain",
     "given_loaders",
     "limit_of",
     "one_loader",
     "prepare_data",
-    "several_loaders",
     "without_shuffling",
 ]
 
@@ -82,11 +84,11 @@ def one_loader(phase: str, loaders: Any, data_size: int, accumulation: int, *, d
     return shared(loaders, data_size, accumulation, trains=True, global_batch=kept)
 
 
-def several_loaders(loaders: Any, data_size: int, *, divides: bool) -> list[Any]:
-    """The loaders of a phase that reads them one after the other."""
+def chain(phase: str, loaders: Any, data_size: int, limit: float | int | None, *, divides: bool) -> Chain:
+    """The loaders of an evaluation, each of which the limit is for."""
     values = list(loaders.values()) if isinstance(loaders, Mapping) else loaders
-    each_of = list(values) if _is_several(loaders) else [loaders]
-    return [shared(each, data_size, 1) if divides else each for each in each_of]
+    each_of = [shared(each, data_size, 1) if divides else each for each in (values if _is_several(loaders) else [loaders])]
+    return Chain(each_of, [limit_of(f"limit_{phase}_batches", limit, each) for each in each_of])
 
 
 def batches_of(loader: Any, limit: int | None) -> float:
@@ -129,7 +131,7 @@ def without_shuffling(loader: Any) -> Any:
 
 
 class Chain(Combined):
-    """Loaders one after the other.
+    """One or several loaders, one after the other.
 
     Args:
         limits: batches of each; None is all of them.
@@ -137,6 +139,7 @@ class Chain(Combined):
 
     def __init__(self, loaders: Sequence[Iterable[Any]], limits: Sequence[int | None]) -> None:
         self._loaders, self._limits = list(loaders), list(limits)
+        self._begins: list[int] = []  # the first batch of each loader that was read so far, counted over all
 
     def cut(self, most: int) -> Chain:
         """A chain with at most so many batches of each loader."""
@@ -146,13 +149,33 @@ class Chain(Combined):
     def loaders(self) -> list[Iterable[Any]]:
         return self._loaders
 
-    def lengths(self) -> list[int | None]:
-        most = [batches_of(loader, limit) for loader, limit in zip(self._loaders, self._limits, strict=True)]
-        return [int(batches) if math.isfinite(batches) else None for batches in most]
+    @property
+    def reading(self) -> int:
+        """The index of the loader that the latest batch was read from, perhaps ahead of its step."""
+        return max(len(self._begins) - 1, 0)
+
+    def place(self, step: int) -> tuple[int, int | None]:
+        """(batch_idx, dataloader_idx) of a step; the second is None for a single loader."""
+        if len(self._loaders) == 1:
+            return step, None
+        index = bisect.bisect_right(self._begins, step) - 1
+        return step - self._begins[index], index
+
+    def batches(self) -> list[float]:
+        """The batches of each loader; infinite without a limit and a length."""
+        return [batches_of(loader, limit) for loader, limit in zip(self._loaders, self._limits, strict=True)]
 
     def __len__(self) -> int:
-        return sum(self.lengths())  # type: ignore[arg-type]  # raises TypeError if a loader has no length
+        lengths = [known_length(loader) for loader in self._loaders]
+        known = [length for length in lengths if length is not None]
+        if len(known) < len(lengths):
+            raise TypeError("a dataloader has no length")
+        return sum(length if limit is None else min(limit, length) for length, limit in zip(known, self._limits, strict=True))
 
     def __iter__(self) -> Iterator[Any]:
+        self._begins, count = [], 0
         for loader, limit in zip(self._loaders, self._limits, strict=True):
-            yield from itertools.islice(loader, limit)
+            self._begins.append(count)
+            for batch in itertools.islice(loader, limit):
+                yield batch
+                count += 1

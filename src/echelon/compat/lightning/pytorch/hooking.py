@@ -16,6 +16,7 @@ import torch
 from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch.automatic import AutomaticUnit
 from echelon.compat.lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
+from echelon.compat.lightning.pytorch.data import Chain
 from echelon.compat.lightning.pytorch.hooks import LOGS
 from echelon.compat.lightning.pytorch.logged import How, Results
 from echelon.compat.lightning.pytorch.manual import ManualUnit
@@ -52,7 +53,7 @@ class Hooking(Outputs):
         silent: nothing is logged.
         results: what was logged, by phase.
         evaluated: the numbers of the latest evaluation or test.
-        num_loaders: by phase, the number of batches of each of several loaders; [None] for a single one.
+        chains: the loaders of evaluation and prediction, by phase.
     """
 
     is_of_unit = True
@@ -68,7 +69,7 @@ class Hooking(Outputs):
         self.batch_idx = 0
         self.results = {name: Results(name) for name in ("train", "validation", "test", "predict")}
         self.evaluated: dict[str, torch.Tensor] = {}
-        self.num_loaders: dict[str, list[int | None]] = {}
+        self.chains: dict[str, Chain] = {}
         self._evaluated_batches = Counter[tuple[str, int]]()  # of each loader: the step for its logged numbers
         self._open = self._postponed = self._plateaus_due = self._is_told = False
 
@@ -297,22 +298,6 @@ class Hooking(Outputs):
             place = phase, self.results[phase].dataloader_idx or 0
             self.publish(phase, step=True, write=True, at=self._evaluated_batches[place])
             self._evaluated_batches[place] += 1
-
-    def place_of(self, phase: str, step: int) -> tuple[int, int | None]:
-        """(batch_idx, dataloader_idx) of an evaluation's step; the second is None for a single loader."""
-        lengths = self.num_loaders.get(phase, [None])
-        if len(lengths) == 1:
-            return step, None
-        for i, length in enumerate(lengths):
-            if length is None or step < length:
-                return step, i
-            step -= length
-        return step, len(lengths) - 1
-
-    def loader_idx_of(self, phase: str) -> int:
-        progress = getattr(self.unit, f"{'eval' if phase == 'validation' else phase}_progress", None)
-        index = self.place_of(phase, progress.num_steps_completed_in_epoch)[1] if progress is not None else None
-        return index or 0
 
 
 def _as_dict(unit: Any, output: Any) -> dict[str, Any]:

@@ -316,26 +316,19 @@ class Session(Hooking, Work):
         made: tuple[Any, int | None] = self._train_loader
         return made
 
-    def _evaluation_loader(self, phase: str, given: Any) -> tuple[Any, int | None]:
-        """(loader, limit of its batches); (None, None) without one."""
-        trainer, name = self.trainer, f"limit_{_LIMITS[phase]}_batches"
-        chosen = data.given_loaders(phase, given, self.module, self.given_datamodule)
-        limit = trainer.limit(_LIMITS[phase])
-        if chosen is None or (limit == 0 and phase == "validation"):
-            return None, None
+    def _evaluation_loader(self, phase: str, given: Any) -> data.Chain | None:
+        trainer, name = self.trainer, _LIMITS[phase]
+        chosen, limit = data.given_loaders(phase, given, self.module, self.given_datamodule), trainer.limit(name)
+        if chosen is None or limit == 0:
+            return None
         if trainer.overfit_batches and phase == "validation":
             chosen = data.without_shuffling(chosen)
-        loaders = data.several_loaders(chosen, self._data_size(), divides=trainer.use_distributed_sampler)
-        if phase == "predict" and len(loaders) > 1:
+        made = self.chains[phase] = data.chain(name, chosen, self._data_size(), limit, divides=trainer.use_distributed_sampler)
+        if phase == "predict" and len(made.loaders) > 1:
             raise UsageError("trainer.predict with several dataloaders: call it once for each.")
-        limits = [data.limit_of(name, limit, loader) for loader in loaders]
-        trainer.note_loaders(_LIMITS[phase], loaders, limits)
-        if len(loaders) == 1:
-            self.num_loaders[phase] = [None]
-            return loaders[0], limits[0]
-        chain = data.Chain(loaders, limits)
-        self.num_loaders[phase] = chain.lengths()
-        return chain, None
+        setattr(trainer, f"{name}_dataloaders", made.loaders[0] if len(made.loaders) == 1 else made.loaders)
+        setattr(trainer, f"num_{name}_batches", made.batches())
+        return made
 
     # --- what runs
 
@@ -343,7 +336,7 @@ class Session(Hooking, Work):
         trainer, unit, module = self.trainer, self.unit, self.module
         loader, limit = self.train_loader()
         has_step = overridden("validation_step", module, LightningModule)
-        evaluation, most = self._evaluation_loader("validation", self.loaders[1]) if has_step else (None, None)
+        evaluation = self._evaluation_loader("validation", self.loaders[1]) if has_step else None
         self.validates = evaluation is not None and (
             trainer.check_val_every_n_epoch is not None or trainer.val_check_interval != 1.0
         )
@@ -357,8 +350,8 @@ class Session(Hooking, Work):
         # As in Lightning, parts keep their mode in training; those in eval mode are named.
         tell_of_eval_mode([name or type(module).__name__ for name, part in module.named_modules() if not part.training])
         self.results["train"].meets = meets([module, *trainer.lightning_callbacks])
-        if self.validates:
-            self._sanity_check(evaluation, most)
+        if evaluation is not None and self.validates:
+            self._sanity_check(evaluation)
         training = PhaseState(
             dataloader=loader,
             max_epochs=math.inf if manual and trainer.max_epochs is None else trainer.max_epochs,
@@ -368,7 +361,7 @@ class Session(Hooking, Work):
         validation = None
         if evaluation is not None and self.validates:
             training.evaluate_every_n_steps, training.evaluate_every_n_epochs = self._intervals()
-            validation = PhaseState(dataloader=evaluation, max_steps_per_epoch=most)
+            validation = PhaseState(dataloader=evaluation)
         run_training(unit, training, validation, [self, *trainer.loop_callbacks], None)
 
     def _is_complete(self) -> bool:
@@ -408,22 +401,18 @@ class Session(Hooking, Work):
             )
         return interval, None
 
-    def _sanity_check(self, loader: Any, limit: int | None) -> None:
+    def _sanity_check(self, chain: data.Chain) -> None:
         trainer, unit = self.trainer, self.unit
         count = trainer.num_sanity_val_steps
         if not count or trainer.fast_dev_run or unit.train_progress.num_steps_completed:
             return
-        most, lengths = limit if count == -1 else count if limit is None else min(count, limit), self.num_loaders.copy()
-        if isinstance(loader, data.Chain) and most is not None:  # so many of each loader
-            loader, most = loader.cut(most), None
-            self.num_loaders["validation"] = loader.lengths()
+        few = chain if count == -1 else chain.cut(count)
         trainer.state.stage, drawn = "sanity_check", rng.states()
         with for_now(trainer, sanity_checking=True):
             self.call("on_sanity_check_start")
-            with for_now(unit, eval_progress=Progress()):
-                evaluate(unit, loader, max_steps_per_epoch=most, callbacks=[self])
+            with for_now(unit, eval_progress=Progress()), for_now(self, chains={"validation": few}):
+                evaluate(unit, few, callbacks=[self])
             rng.put_back(drawn)
-            self.num_loaders = lengths
             self.call("on_sanity_check_end")
             self.results["validation"].reset()
             self._forget_numbers()
@@ -432,16 +421,16 @@ class Session(Hooking, Work):
     def _evaluate(self) -> list[Any]:
         trainer, call = self.trainer, self.phase
         phase, (run, limited) = "validation" if call == "validate" else call, RUNS[call]
-        loader, limit = self._evaluation_loader(phase, self.loaders[0])
-        if loader is None and trainer.limit(limited) == 0:
+        chain = self._evaluation_loader(phase, self.loaders[0])
+        if chain is None and trainer.limit(limited) == 0:
             return []
-        if loader is None:
+        if chain is None:
             raise UsageError(f"trainer.{call} needs dataloaders, a datamodule, or a {limited}_dataloader().")
-        run(self.unit, loader, max_steps_per_epoch=limit, callbacks=[self, *trainer.loop_callbacks])
+        run(self.unit, chain, callbacks=[self, *trainer.loop_callbacks])
         if call == "predict":
             return self.outputs
         numbers = {name: float(value) for name, value in self.evaluated.items()}
-        loaders, count = self.results[phase].loaders_of(), len(self.num_loaders[phase])
+        loaders, count = self.results[phase].loaders_of(), len(chain.loaders)
         return [{n: v for n, v in numbers.items() if not loaders.get(n) or i in loaders[n]} for i in range(count)]
 
 

@@ -72,7 +72,8 @@ class ModuleSteps:
 
     def move_data_to_device(self, state: State, data: Any, non_blocking: bool) -> Any:
         phase = {ActivePhase.EVALUATE: "validation"}.get(state.active_phase, str(state.active_phase))
-        index, (before, move, after) = self.session.loader_idx_of(phase), self._transfers
+        chain, (before, move, after) = self.session.chains.get(phase), self._transfers
+        index = chain.reading if chain is not None else 0
         batch = before(data, index) if before else data
         if move:
             batch = move(batch, self.device, index)
@@ -109,7 +110,7 @@ class ModuleSteps:
     def _evaluate_batch(self, phase: str, phase_state: Any, progress: Any, batch: Any) -> Any:
         session, module = self.session, self.lightning_module
         self.send_buffers()
-        batch_idx, dataloader_idx = session.place_of(phase, progress.num_steps_completed_in_epoch)
+        batch_idx, dataloader_idx = session.chains[phase].place(progress.num_steps_completed_in_epoch)
         step = getattr(module, f"{phase}_step")
         taken = self._arguments(f"{phase}_step", step, batch, batch_idx, dataloader_idx)
         if step_under_way(phase_state).is_padding:  # a rank with fewer batches only takes part in collectives

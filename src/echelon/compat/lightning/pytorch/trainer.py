@@ -466,10 +466,6 @@ class Trainer(trainer.Trainer):
         if agree.is_rank0():
             print(*args, **kwargs)
 
-    def note_loaders(self, phase: str, loaders: list[Any], limits: list[int | None]) -> None:
-        setattr(self, f"{phase}_dataloaders", loaders[0] if len(loaders) == 1 else loaders)
-        setattr(self, f"num_{phase}_batches", [batches_of(*each) for each in zip(loaders, limits, strict=True)])
-
     @property
     def interrupted(self) -> bool:
         return self.state.status == "interrupted"
