@@ -104,7 +104,11 @@ class Writing(Logger):
 
     Args:
         prefix: goes before every name.
+    Attributes:
+        own: the attribute of echelon's logger that is the tracker's own object, for `experiment`.
     """
+
+    own = ""
 
     def __init__(self, save_dir: str | Path, prefix: str) -> None:
         self.save_dir, self._prefix = os.fspath(save_dir), prefix
@@ -119,6 +123,14 @@ class Writing(Logger):
             self._made = self._open()
         return self._made
 
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        made = self._opened
+        if isinstance(made, loggers.OnlineLogger):
+            made.begin()
+        return getattr(made, self.own, made)
+
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if rank() == 0:
             self._opened.log_dict(_prefixed(self._prefix, metrics), step if step is not None else 0)
@@ -126,6 +138,12 @@ class Writing(Logger):
     def save(self) -> None:
         if self._made is not None:
             self._made.flush()
+
+    def close(self) -> None:
+        """End what is open; a later number opens it again, as in another process."""
+        if self._made is not None:
+            self._made.close()
+            vars(self).update(self.__getstate__())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_made": None}
@@ -181,9 +199,7 @@ class InFolders(Writing):
             write_whole(Path(self._folder()) / "hparams.yaml", json.dumps(_values_of(params), indent=1, default=str))
 
     def finalize(self, status: str) -> None:
-        if self._made is not None:
-            self._made.close()
-            self._made = None
+        self.close()
 
 
 class CSVLogger(InFolders):
@@ -203,11 +219,6 @@ class CSVLogger(InFolders):
     def _open(self) -> Any:
         return loggers.CSVLogger(os.path.join(self._folder(), "metrics.csv"), steps_before_flushing=self._held)
 
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        return self._opened
-
 
 class TensorBoardLogger(InFolders):
     """Event files for TensorBoard; `experiment` is torch's SummaryWriter on rank 0, and does nothing on the others.
@@ -218,6 +229,8 @@ class TensorBoardLogger(InFolders):
         sub_dir: a folder for the files, in the version's folder.
         writer: options of the SummaryWriter.
     """
+
+    own = "writer"
 
     def __init__(
         self,
@@ -247,18 +260,13 @@ class TensorBoardLogger(InFolders):
         for name, value in _prefixed(self._prefix, metrics).items():
             self.experiment.add_scalar(name, value, step if step is not None else 0)
 
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        return self._opened.writer
-
 
 class Online(Writing):
     """A logger to a tracker. `log_model` only logs a warning."""
 
     def __init__(self, save_dir: str | Path, prefix: str, log_model: Any, **without_effect: Any) -> None:
         super().__init__(save_dir, prefix)
-        self.tracker()  # raises if the tracker is not installed
+        _ = self._opened  # raises if the tracker is not installed
         if log_model and rank() == 0:
             message = "%s(log_model=%r): checkpoints are not uploaded. They are in ModelCheckpoint's dirpath"
             _logger.warning(message, type(self).__name__, log_model)
@@ -266,17 +274,8 @@ class Online(Writing):
             if value is not None and rank() == 0:
                 _logger.warning("%s(%s=%r): has no effect here", type(self).__name__, name, value)
 
-    def tracker(self, *, begun: bool = False) -> Any:
-        if begun:
-            self._opened.begin()
-        return self._opened
-
     def finalize(self, status: str) -> None:
-        self.tracker().failed = status == "failed"
-
-    def close(self) -> None:
-        """End the tracker's run; a later number continues it."""
-        self.tracker().close()
+        self._opened.failed = status == "failed"
 
 
 class _ToWandb(loggers.WandbLogger):
@@ -284,14 +283,16 @@ class _ToWandb(loggers.WandbLogger):
 
 
 class WandbLogger(Online):
-    """Logs to Weights & Biases. It continues a run that `wandb.init` has begun in this process.
+    """Logs to Weights & Biases. It continues a run that `wandb.init` has begun in this process. `experiment` is wandb's run.
 
     Args:
         save_dir: where wandb keeps files; `dir` is the same.
         id: the run's id; a run that exists continues. `version` is the same. By default a new id.
         offline: write into a folder that `wandb sync` uploads later.
-        init: options of `wandb.init`: config, entity, group, tags, ...
+        init: options of `wandb.init`: entity, group, tags, ...
     """
+
+    own = "run"
 
     def __init__(
         self,
@@ -308,24 +309,21 @@ class WandbLogger(Online):
         prefix: str = "",
         checkpoint_name: str | None = None,
         add_file_policy: str = "mutable",
+        config: Any = None,
         **init: Any,
     ) -> None:
         self.run_name, self.version = name, version or id or getattr(experiment, "id", None) or secrets.token_hex(4)
         self.name = project or os.environ.get("WANDB_PROJECT", "lightning_logs")
-        self._init = {"id": self.version, "resume": "allow", **({"mode": "offline"} if offline else {}), **init}
+        self._config, self._init = (
+            config,
+            {"id": self.version, "resume": "allow", **({"mode": "offline"} if offline else {}), **init},
+        )
         policy = None if add_file_policy == "mutable" else add_file_policy
         of_uploads: dict[str, Any] = {"checkpoint_name": checkpoint_name, "add_file_policy": policy}
         super().__init__(save_dir if dir is None else dir, prefix, log_model, anonymous=anonymous, **of_uploads)
 
     def _open(self) -> Any:
-        options = {**self._init}
-        return _ToWandb(self.name, self.run_name, self.save_dir, options.pop("config", None), options=options)
-
-    @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        """wandb's run."""
-        return self.tracker(begun=True).run
+        return _ToWandb(self.name, self.run_name, self.save_dir, self._config, options=self._init)
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
         values = json.loads(json.dumps(_values_of(params), default=str))
@@ -355,12 +353,14 @@ class WandbLogger(Online):
 
 
 class MLFlowLogger(Online):
-    """Logs to MLflow.
+    """Logs to MLflow. `experiment` is an MlflowClient.
 
     Args:
         tracking_uri: by default `MLFLOW_TRACKING_URI`, else the folder `save_dir`, else MLflow's own default.
         run_id: the id of a run to continue.
     """
+
+    own = "client"
 
     def __init__(
         self,
@@ -376,33 +376,30 @@ class MLFlowLogger(Online):
         synchronous: bool | None = None,
     ) -> None:
         uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or (f"file:{save_dir}" if save_dir else None)
-        self.name, self.run_id = experiment_name, run_id
+        self.name, self._run_id = experiment_name, run_id
         self._options: dict[str, Any] = {"project": experiment_name, "name": run_name, "tracking_uri": uri, "tags": tags}
         without_effect = {"artifact_location": artifact_location, "synchronous": synchronous}
         super().__init__(save_dir or ".", prefix, log_model, **without_effect)
 
     def _open(self) -> Any:
-        return loggers.MLflowLogger(**self._options, run_id=self.run_id)
+        return loggers.MLflowLogger(**self._options, run_id=self._run_id)
 
-    def tracker(self, *, begun: bool = False) -> Any:
-        made = super().tracker(begun=begun)
-        self.run_id = made.run_id
-        return made
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_run_id": self.run_id}
 
     @property
-    @rank_zero_experiment
-    def experiment(self) -> Any:
-        """An MlflowClient."""
-        return self.tracker(begun=True).client
+    def run_id(self) -> str | None:
+        run_id: str | None = self._opened.run_id
+        return run_id
 
     @property
     def version(self) -> str | None:
         """The run's id; None on other ranks than 0."""
-        self.tracker(begun=True)
+        _ = self.experiment  # begins it
         return self.run_id
 
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        self.tracker().log_params(_values_of(params))
+        self._opened.log_params(_values_of(params))
 
     def finalize(self, status: str) -> None:
         super().finalize(status)

@@ -114,20 +114,25 @@ class Session(Hooking, Work):
         self.module.cpu()
         trainer.lightning_module, trainer.datamodule, trainer.session = self.module, self.given_datamodule, None
         trainer.state.fn, trainer.state.status = self.phase, "interrupted"  # unless it finishes
-        _close_trackers(trainer)  # rank 0 continues their runs
+        self._close_trackers()  # rank 0 continues their runs
         try:
             yield self
         finally:
             self.module.to(device)
 
     def leave(self, trainer: Any, folder: Path) -> tuple[Any, Any]:
-        _close_trackers(trainer)
+        self._close_trackers()
         if self.phase == "fit":
             (prepared,) = trainer.unit.prepared_modules().values()
             state = {name: whole(t).detach().cpu() for name, t in prepared.state().state_dict().items()}
             if agree.is_rank0():
                 torch.save(state, folder / _WEIGHTS)
         return trainer.unit, trainer.predict_dataloaders
+
+    def _close_trackers(self) -> None:
+        for each in self.trainer.loggers:
+            if isinstance(each, Online):
+                each.close()
 
     def take_back(self, trainer: Any, folder: Path) -> None:
         """Load the weights. Layers that the ranks made in `configure_model` or `setup` are made here by the same hooks.
@@ -458,9 +463,3 @@ def _set_determinism(trainer: Any) -> None:
         torch.use_deterministic_algorithms(bool(trainer.deterministic), warn_only=trainer.deterministic == "warn")
     if trainer.benchmark is not None:
         torch.backends.cudnn.benchmark = bool(trainer.benchmark)
-
-
-def _close_trackers(trainer: Any) -> None:
-    for each in trainer.loggers:
-        if isinstance(each, Online):
-            each.close()

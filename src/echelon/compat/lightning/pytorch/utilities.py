@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from typing import Any, NotRequired, ParamSpec, TypedDict, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -22,17 +22,13 @@ from echelon.world import rng
 from echelon.world.device import copy_data_to_device as move_data_to_device
 
 __all__ = [
-    "EPOCH_OUTPUT",
     "EVAL_DATALOADERS",
-    "MODULE_OPTIMIZERS",
     "STEP_OUTPUT",
     "TRAIN_DATALOADERS",
     "AttributeDict",
     "GradClipAlgorithmType",
     "LRSchedulerConfig",
     "LRSchedulerConfigType",
-    "LRSchedulerPLType",
-    "LRSchedulerType",
     "LRSchedulerTypeUnion",
     "LightningDeprecationWarning",
     "LightningEnum",
@@ -158,22 +154,6 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 
 # For annotations.
-STEP_OUTPUT = torch.Tensor | Mapping[str, Any] | None
-EPOCH_OUTPUT = list[STEP_OUTPUT]
-EVAL_DATALOADERS = TRAIN_DATALOADERS = Any
-LRSchedulerTypeUnion = torch.optim.lr_scheduler.LRScheduler | torch.optim.lr_scheduler.ReduceLROnPlateau
-LRSchedulerConfigType = dict[str, Any]
-LRSchedulerPLType = LRSchedulerTypeUnion
-LRSchedulerType = type[torch.optim.lr_scheduler.LRScheduler] | type[torch.optim.lr_scheduler.ReduceLROnPlateau]
+STEP_OUTPUT = EVAL_DATALOADERS = TRAIN_DATALOADERS = OptimizerLRScheduler = LRSchedulerTypeUnion = Any
+OptimizerConfig = OptimizerLRSchedulerConfig = LRSchedulerConfigType = dict[str, Any]
 LRSchedulerConfig = Schedule
-OptimizerLRScheduler = MODULE_OPTIMIZERS = Any
-
-
-class OptimizerConfig(TypedDict):
-    optimizer: torch.optim.Optimizer
-
-
-class OptimizerLRSchedulerConfig(TypedDict):
-    optimizer: torch.optim.Optimizer
-    lr_scheduler: Any
-    monitor: NotRequired[str]
