@@ -47,10 +47,8 @@ _UNION = "echelon.Mixture, or torch.utils.data.StackDataset"
 PROFILER = "echelon.callbacks.PyTorchProfiler among the Trainer's callbacks; `echelon report` shows where time goes"
 _LOOPS = "hooks of a Callback, and trainer.current_epoch, trainer.global_step"
 _OPTIONS = "Trainer(strategy=...) by name, or one of echelon's, such as FSDPStrategy(...)"
-_OTHER_DEVICES = "CPUs and CUDA, which are all that there is"
 
 _INSIDE = "nothing: it is a part of Lightning's own inside. docs/moving/lightning.md has what programs use"
-_HPARAMS = "save_hyperparameters and hparams; torch.load or yaml read files of Lightning's"
 
 # Absent names, in any module.
 NAMES = {
@@ -71,10 +69,6 @@ NAMES = {
     "EMAWeightAveraging": "AutoUnit(options=UnitOptions(averaging=SWAParams(...)))",
     # strategies
     "DataParallelStrategy": "strategy 'ddp'",
-    **dict.fromkeys(
-        ("HPUParallelStrategy", "SingleDeviceXLAStrategy", "SingleHPUStrategy", "SingleTPUStrategy", "XLAStrategy"),
-        _OTHER_DEVICES,
-    ),
     "DeepSpeedStrategy": "strategy 'zero1', 'zero2' or 'zero3'",
     "ModelParallelStrategy": "echelon.TPStrategy(plan, size=...)",
     "ParallelStrategy": _OPTIONS,
@@ -86,25 +80,13 @@ NAMES = {
     "NeptuneLogger": "a subclass of Logger that calls neptune",
     # the rest
     "CombinedLoader": _UNION,
-    "measure_flops": "echelon.module_summary(module, x).flops_forward",
-    **dict.fromkeys(("CheckpointHooks", "ModelHooks"), "LightningModule and LightningDataModule, which have these hooks"),
-    **dict.fromkeys(("DummyLogger", "LightningLoggerBase", "merge_dicts"), "a subclass of Logger"),
-    **dict.fromkeys(("get_init_args", "load_hparams_from_yaml", "save_hparams_to_yaml"), _HPARAMS),
-    **dict.fromkeys(("pl_legacy_patch", "pl_load"), "LightningModule.load_from_checkpoint, or torch.load"),
-    **dict.fromkeys(("lightning_getattr", "lightning_hasattr", "lightning_setattr"), "getattr on the module and its hparams"),
-    "EarlyStoppingReason": "EarlyStopping.stopped_epoch, which is 0 if it has not stopped",
-    "SIGTERMException": "trainer.received_sigterm, and the end of the run with exit code 75",
-    **dict.fromkeys(("Tqdm", "convert_inf"), "tqdm.auto.tqdm"),
-    **{f"FLOAT{bits}_EPSILON": f"torch.finfo(torch.float{bits}).eps" for bits in (16, 32, 64)},
+    **dict.fromkeys(("DummyLogger", "LightningLoggerBase"), "a subclass of Logger"),
+    "get_init_args": "save_hyperparameters and hparams",
+    "Tqdm": "tqdm.auto.tqdm",
     "apply_to_collection": "torch.utils._pytree.tree_map_only, or lightning_utilities.core.apply_func",
     "disable_possible_user_warnings": 'warnings.filterwarnings("ignore", category=UserWarning)',
-    "extract_batch_size": "self.log(..., batch_size=...)",
-    "get_filesystem": "fsspec",
     "get_torchvision_model": "torchvision.models.get_model",
-    "is_cuda_out_of_memory": "is_oom_error",
-    "is_picklable": "pickle.dumps, in try and except",
     "is_param_in_hook_signature": "inspect.signature",
-    "suggested_max_num_workers": "os.cpu_count(), or the cores that `echelon run --bind cores` leaves a rank",
 }
 
 # Modules that are absent, with all modules below them.

@@ -12,7 +12,6 @@ import torch
 
 from echelon.common.errors import UsageError
 from echelon.loop.records.logged import REDUCTIONS, one_number, reduced, total_of
-from echelon.parallel.shards import whole
 from echelon.world import agree
 
 __all__ = ["How", "Results", "meets"]
@@ -60,8 +59,8 @@ class One:
         fresh: it was logged since the step's numbers were asked for.
     """
 
-    def __init__(self, key: str, name: str, suffix: str, how: How, *, is_double: bool = False) -> None:
-        self.key, self.name, self.suffix, self.how, self.is_double = key, name, suffix, how, is_double
+    def __init__(self, key: str, name: str, suffix: str, how: How) -> None:
+        self.key, self.name, self.suffix, self.how = key, name, suffix, how
         self.metric: Any = None
         self.loaders: set[int] = set()
         self.latest: Any = None
@@ -71,20 +70,16 @@ class One:
     @property
     def form(self) -> list[Any]:
         """What ranks that have not logged the value need to know."""
-        return [self.name, self.suffix, [*astuple(self.how)], self.is_double]
+        return [self.name, self.suffix, [*astuple(self.how)]]
 
     @classmethod
-    def of(cls, key: str, name: str, suffix: str, options: list[Any], is_double: bool) -> One:
-        return cls(key, name, suffix, How(*options), is_double=is_double)
+    def of(cls, key: str, name: str, suffix: str, options: list[Any]) -> One:
+        return cls(key, name, suffix, How(*options))
 
     def add(self, value: Any, weight: float) -> None:
         number = one_number(self.name, value, "self.log")
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            self.latest = whole(value.detach()).reshape(())
-        else:
-            self.latest = torch.tensor(float(number))
+        self.latest = number if isinstance(number, torch.Tensor) else torch.tensor(number, dtype=torch.float64)
         self.latest_weight, self.fresh = weight, True
-        self.is_double = self.is_double or self.latest.dtype == torch.float64
         if self.how.on_epoch and weight:
             self.total.add(number, weight)
 
@@ -99,8 +94,7 @@ class One:
         return total.share()
 
     def result(self, shares: list[list[list[float]]]) -> torch.Tensor:
-        number = total_of(self.how.reduce).result(*reduced(shares))
-        return torch.tensor(number, dtype=torch.float64 if self.is_double else torch.float32)
+        return torch.tensor(total_of(self.how.reduce).result(*reduced(shares)), dtype=torch.float64)
 
     def so_far(self, *, step: bool) -> dict[str, torch.Tensor]:
         """This rank's number, by its names: of the step, or of the epoch so far. A metric object has none of the epoch."""

@@ -493,11 +493,6 @@ class Trainer(trainer.Trainer):
         return self.session.loop_state if self.session is not None else None
 
     @property
-    def num_sanity_val_batches(self) -> list[float]:
-        most = float("inf") if self.num_sanity_val_steps == -1 else self.num_sanity_val_steps
-        return [min(most, count) for count in self.num_val_batches]
-
-    @property
     def val_check_batch(self) -> float:
         """After how many batches `fit` evaluates; infinite at the end of a loader without a length."""
         if isinstance(every := self.val_check_interval, int):
