@@ -29,33 +29,57 @@ from echelon.parallel.names import class_name
 from echelon.world import agree
 from echelon.world.device import copy_data_to_device
 
-__all__ = ["Kept", "Loaded", "MetricShares", "build", "restore_module", "restore_training", "write"]
+__all__ = ["Kept", "MetricShares", "build", "restore_module", "restore_training", "write"]
 
 logger = logging.getLogger(__name__)
 
 # --- what is saved beside tensors
 
 
-class _Explained(dict[str, Any]):
-    """A checkpoint's dict, as hooks get it. Using a name of Lightning's that is not there says why."""
+_IN_SAVE = (
+    "is not there in on_save_checkpoint: the module's and the optimizers' tensors are saved by name, not in this dict. Save "
+    "other tensors under a key of your own, such as checkpoint['ema'], and take them in on_load_checkpoint."
+)
+_IN_LOAD = (
+    "is not there in on_load_checkpoint: optimizers, schedules and progress are restored by themselves, after "
+    "configure_optimizers."
+)
 
-    absent: tuple[str, ...] = ("state_dict", "optimizer_states", "lr_schedulers", "loops")
-    why = (
-        "is not there in on_save_checkpoint: the module's and the optimizers' tensors are saved by name, not in this dict. Save "
-        "other tensors under a key of your own, such as checkpoint['ema'], and take them in on_load_checkpoint."
-    )
+
+class _Explained(dict[str, Any]):
+    """A checkpoint's dict, as hooks get it. Using a name of Lightning's that is not there says why.
+
+    Args:
+        weights: reads "state_dict", whole, on the CPU, at its first use; it may be changed. None: it is not there.
+    """
+
+    def __init__(self, facts: dict[str, Any], why: str, weights: Callable[[], dict[str, torch.Tensor]] | None = None) -> None:
+        super().__init__(facts)
+        self._why, self._weights = why, weights
 
     def _check(self, name: str) -> None:
-        if name in self.absent:
-            raise UsageError(f"checkpoint[{name!r}] {self.why}")
+        if name in ("optimizer_states", "lr_schedulers", "loops") or (name == "state_dict" and self._weights is None):
+            raise UsageError(f"checkpoint[{name!r}] {self._why}")
+
+    def __contains__(self, name: object) -> bool:
+        return (name == "state_dict" and self._weights is not None) or super().__contains__(name)
 
     def __missing__(self, name: str) -> Any:
         self._check(name)
-        raise KeyError(name)
+        if name != "state_dict" or self._weights is None:
+            raise KeyError(name)
+        self[name] = self._weights()
+        return self[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
         self._check(name)
         super().__setitem__(name, value)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            return default
 
 
 class Kept:
@@ -68,7 +92,8 @@ class Kept:
 
     def state_dict(self) -> dict[str, Any]:
         session, trainer, module = self._session, self._session.trainer, self._session.module
-        dump = _Explained(epoch=trainer.current_epoch, global_step=trainer.global_step, class_name=class_name(module))
+        facts = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "class_name": class_name(module)}
+        dump = _Explained(facts, _IN_SAVE)
         dump["hyper_parameters"] = {name: value for name, value in module.hparams.items() if _is_plain(value)}
         if session.unit is not None and session.unit.is_in_epoch:
             dump["logged"] = session.results["train"].state()
@@ -228,48 +253,6 @@ def _load(module: Any, weights: dict[str, torch.Tensor], path: Path, strict: boo
 # --- restored
 
 
-class Loaded(_Explained):
-    """The dict of `on_load_checkpoint`. Its "state_dict", the weights, is read at first use, and may be changed.
-
-    Args:
-        facts: what was saved beside tensors.
-        weights: reads the weights, whole, on the CPU.
-    """
-
-    absent = ("optimizer_states", "lr_schedulers", "loops")
-    why = (
-        "is not there in on_load_checkpoint: optimizers, schedules and progress are restored by themselves, after "
-        "configure_optimizers."
-    )
-
-    def __init__(self, facts: dict[str, Any], weights: Callable[[], dict[str, torch.Tensor]]) -> None:
-        super().__init__(facts)
-        self._weights = weights
-
-    @property
-    def changed_weights(self) -> dict[str, torch.Tensor] | None:
-        """The weights if they were read, else None."""
-        return dict.get(self, "state_dict")
-
-    def __contains__(self, name: object) -> bool:
-        return name == "state_dict" or super().__contains__(name)
-
-    def __missing__(self, name: str) -> Any:
-        if name == "state_dict":
-            self[name] = self._weights()
-            return self[name]
-        return super().__missing__(name)
-
-    def forget_weights(self) -> None:
-        dict.pop(self, "state_dict", None)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            return default
-
-
 def restore_module(path: Path, session: Any, *, trains: bool) -> None:
     """Restore the module and call the hooks that load. As in Lightning, optimizers are not built yet. Collective.
 
@@ -288,14 +271,14 @@ def restore_module(path: Path, session: Any, *, trains: bool) -> None:
         commit.verify(path)
     module = session.module
     facts = store.on_each(path, lambda: facts_of(path))
-    saved = Loaded(facts, lambda: weights_of(path))
+    saved = _Explained(facts, _IN_LOAD, lambda: weights_of(path))
     module.on_load_checkpoint(saved)
-    if is_ours and saved.changed_weights is None:
+    if is_ours and dict.get(saved, "state_dict") is None:  # no hook has looked at the weights
         options = replace(RestoreOptions.weights_only(strict=module.strict_loading), show_changes=not trains)
         DistributedCheckpointSaver.restore(path, session.unit, restore_options=options)
     else:
         _load(module, saved["state_dict"], path, module.strict_loading)
-    saved.forget_weights()
+    dict.pop(saved, "state_dict", None)
     if is_ours:
         _load_states(session, saved)
 
