@@ -14,6 +14,12 @@ from echelon.compat.lightning.pytorch import LightningModule
 
 Weights = dict[str, torch.Tensor]
 GLOBAL = 8  # rows of a global batch
+SAVING: dict[str, Any] = {"logger": False, "accelerator": "cpu"}  # options of a Trainer
+QUIET: dict[str, Any] = {**SAVING, "enable_checkpointing": False}
+
+
+def two_batches() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
 
 
 def images(rows: int = 32, seed: int = 1) -> TensorDataset:

@@ -25,14 +25,25 @@ from echelon.compat.lightning.pytorch.hooks import ModuleHooks
 from echelon.compat.lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from echelon.compat.lightning.pytorch.saving import facts_of as read_facts
 from echelon.parallel.shards import whole
-from tests.compat.lightning_modules import GAN, Autoencoder, Classifier, Transformer, images, loader_of, made, plainly
+from tests.compat.lightning_modules import (
+    GAN,
+    QUIET,
+    SAVING,
+    Autoencoder,
+    Classifier,
+    Transformer,
+    images,
+    loader_of,
+    made,
+    plainly,
+    two_batches,
+)
 from tests.kit.models import largest_difference
 from tests.kit.refusals import refused
 
 pytestmark = [pytest.mark.standing_ranks, pytest.mark.usefixtures("forked_programs")]
 
 KINDS: list[Any] = [Classifier, Autoencoder, Transformer, GAN]
-QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
 
 
 def train(strategy: str, kinds: list[Any]) -> dict[str, Any]:
@@ -76,19 +87,13 @@ class Teaches(Autoencoder):
                 teacher.lerp_(student, 0.5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_rank_trains_as_plain_pytorch_does(kind: Any) -> None:
-    weights, _, updates = train("auto", [kind])[kind.__name__]
-    assert largest_difference(weights, plainly(kind, 2)) < 1e-14
-    assert updates == (16 if kind is GAN else 8)
-
-
 @pytest.mark.full(but=("fsdp",))
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
-def test_two_ranks_train_as_one_process_does(strategy: str, ranks: Any) -> None:
+def test_one_rank_and_two_train_as_plain_pytorch_does(strategy: str, ranks: Any) -> None:
     """`ClearsBetween` as a GAN whose optimizers clear: a sharded network shows gathered parameters there."""
     kinds = [*KINDS, ClearsBetween, Teaches]
     alone = train("auto", kinds)
+    assert all(largest_difference(alone[kind.__name__][0], plainly(kind, 2)) < 1e-14 for kind in KINDS)
     for told in ranks(2, train, strategy, kinds):
         for kind in kinds:
             weights, numbers, updates = told[kind.__name__]
@@ -188,10 +193,6 @@ class Small(LightningModule):
     def configure_optimizers(self) -> Any:
         self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         return self.made(self.optimizer) if self.made is not None else self.optimizer
-
-
-def two_batches() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
 
 
 class Late(Autoencoder):
@@ -362,7 +363,7 @@ def test_a_second_run_in_a_folder_saves_its_own_weights_and_removes_nothing_else
         module, saver = Small(), ModelCheckpoint(dirpath=folder, save_last=True)
         nn.init.constant_(module.layer.weight, len(list(tmp_path.rglob("last.ckpt"))))
         source = str(tmp_path / "a/epoch=0-step=2-v1.ckpt") if folder.name == "b" else None
-        trainer = Trainer(max_epochs=2 if source else 1, callbacks=[saver], logger=False, accelerator="cpu")
+        trainer = Trainer(max_epochs=2 if source else 1, callbacks=[saver], **SAVING)
         trainer.fit(module, two_batches(), ckpt_path=source)
         last = Small.load_from_checkpoint(str(folder / "last.ckpt"))
         assert largest_difference(dict(last.state_dict()), dict(module.state_dict())) == 0
@@ -376,7 +377,7 @@ def test_a_second_run_in_a_folder_saves_its_own_weights_and_removes_nothing_else
 
 def test_manual_optimization_resumes_with_its_optimizers_and_what_hooks_saved(tmp_path: Path) -> None:
     saver = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=6, save_top_k=-1)
-    Trainer(max_epochs=2, callbacks=[saver], logger=False, accelerator="cpu").fit(made(Keeps), loader_of(GAN, 1))
+    Trainer(max_epochs=2, callbacks=[saver], **SAVING).fit(made(Keeps), loader_of(GAN, 1))
     module = made(Keeps)
     trainer = Trainer(max_epochs=2, **QUIET)
     loader = echelon.Loader(images(), 8, shuffle=False)  # which goes on in mid-epoch
@@ -384,8 +385,7 @@ def test_manual_optimization_resumes_with_its_optimizers_and_what_hooks_saved(tm
         max_epochs=1,
         max_steps=6,
         callbacks=[saver2 := ModelCheckpoint(dirpath=tmp_path / "b", every_n_train_steps=6)],
-        logger=False,
-        accelerator="cpu",
+        **SAVING,
     ).fit(made(Keeps), loader)
     trainer.fit(module, echelon.Loader(images(), 8, shuffle=False), ckpt_path=saver2.best_model_path)
     assert largest_difference(dict(module.state_dict()), plainly(GAN, 2)) < 1e-14
@@ -658,14 +658,14 @@ def test_a_sanity_check_keeps_to_the_limit(limit: int | None, checks: int, count
 
 def test_a_name_that_comes_again_is_the_latest_of_a_run(tmp_path: Path) -> None:
     module, saver = Small(), ModelCheckpoint(tmp_path, "{epoch}", every_n_train_steps=1, save_top_k=-1)
-    Trainer(max_epochs=2, callbacks=[saver], **(QUIET | {"enable_checkpointing": True})).fit(module, two_batches())
+    Trainer(max_epochs=2, callbacks=[saver], **SAVING).fit(module, two_batches())
     assert sorted(path.name for path in tmp_path.glob("e*")) == ["epoch=0.ckpt", "epoch=1.ckpt"]
     assert largest_difference(Small.load_from_checkpoint(saver.best_model_path).state_dict(), module.state_dict()) == 0
 
 
 def test_a_last_checkpoint_is_there_though_none_was_due(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=50, save_last=True)
-    Trainer(max_epochs=1, callbacks=[saver], **(QUIET | {"enable_checkpointing": True})).fit(Small(), two_batches())
+    Trainer(max_epochs=1, callbacks=[saver], **SAVING).fit(Small(), two_batches())
     assert [path.name for path in tmp_path.glob("[!.]*")] == ["last.ckpt"]
 
 
@@ -887,7 +887,7 @@ def test_a_name_without_numbers_stays_the_best_ones(epochs: int, monitor: str | 
     module = Small()
     module.on_train_epoch_end = lambda: module.log("falls", -float(module.current_epoch))  # type: ignore
     saver = ModelCheckpoint(dirpath=tmp_path, filename="best", monitor=monitor)
-    Trainer(max_epochs=epochs, callbacks=[saver], logger=False, accelerator="cpu").fit(module, two_batches())
+    Trainer(max_epochs=epochs, callbacks=[saver], **SAVING).fit(module, two_batches())
     assert [path.name for path in tmp_path.iterdir()] == ["best.ckpt"] == [Path(saver.best_model_path).name]
     assert read_facts(tmp_path / "best.ckpt")["epoch"] == epochs - 1
 

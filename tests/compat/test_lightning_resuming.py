@@ -22,15 +22,12 @@ from echelon.compat.lightning.pytorch import Callback, LightningModule, Trainer
 from echelon.compat.lightning.pytorch.callbacks import ModelCheckpoint
 from echelon.compat.lightning.pytorch.loggers import CSVLogger
 from echelon.parallel.shards import whole
-from tests.compat.lightning_modules import GAN, Classifier, loader_of, made
+from tests.compat.lightning_modules import GAN, QUIET, SAVING, Classifier, loader_of, made, two_batches
 from tests.conftest import clean_environment
 from tests.kit.models import largest_difference
 from tests.kit.refusals import refused
 
 pytestmark = [pytest.mark.standing_ranks, pytest.mark.usefixtures("forked_programs")]
-
-QUIET: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
-SAVING: dict[str, Any] = {"logger": False, "accelerator": "cpu"}
 
 
 class Small(LightningModule):
@@ -86,10 +83,6 @@ class Watches(Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         pl_module.calls.append(f"{self.name} saw {self.seen}")
-
-
-def two_batches() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2)
 
 
 def restored_in_order(folder: str, strategy: str) -> tuple[list[str], list[str], float, float]:

@@ -96,22 +96,15 @@ def test_minus_one_epoch_is_without_an_end() -> None:
 
 
 @pytest.mark.full
-def test_the_way_to_the_ranks_and_back_is_no_change_to_be_told_of(tmp_path: Path, caplog: Any, capfd: Any) -> None:
+def test_a_second_fit_goes_on_with_the_optimizer_of_the_first_and_tells_of_no_change(
+    tmp_path: Path, caplog: Any, capfd: Any
+) -> None:
     unit = Regression()
-    trainer = Trainer(devices=2, strategy="ddp", max_epochs=1, default_root_dir=tmp_path)
-    trainer.fit(unit, loader())
-    trainer.max_epochs = 2
-    trainer.fit(unit, loader())
+    for epochs in (1, 2):
+        Trainer(devices=2, max_epochs=epochs, default_root_dir=tmp_path).fit(unit, loader())
+    assert largest_difference(whole(unit.module), plain_training(windows(8, 8))[0]) < 1e-14  # momentum and all
     told = caplog.text + "".join(capfd.readouterr()) + "".join(log.read_text() for log in tmp_path.rglob("rank*.log"))
     assert "harmless" not in told and "was saved, this has changed" not in told
-
-
-@pytest.mark.full
-def test_a_second_fit_goes_on_with_the_optimizer_of_the_first() -> None:
-    unit = Regression()
-    Trainer(devices=2, max_epochs=1).fit(unit, loader())
-    Trainer(devices=2, max_epochs=2).fit(unit, loader())
-    assert largest_difference(whole(unit.module), plain_training(windows(8, 8))[0]) < 1e-14  # momentum and all
 
 
 @pytest.mark.full
