@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torchmetrics
 from torch import nn
@@ -101,6 +102,42 @@ def test_a_restored_unit_places_a_loader_that_was_not_restored(tmp_path: Path) -
     ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, unit)
     ech.train(unit, make_loader(), max_updates=8)
     assert largest_difference(whole(unit.module), uninterrupted("none", 8)) == 0
+
+
+class Level(torchmetrics.Metric):
+    """A mean of means, which torchmetrics weighs by how often it was updated."""
+
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("level", torch.tensor(0.0), "mean")
+
+    def update(self, level: float) -> None:
+        self.level = torch.tensor(level)
+
+    def compute(self) -> torch.Tensor:
+        return self.level
+
+
+class Levels(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.level, self.both = Level(), torchmetrics.MetricCollection({"a": Level(), "b": torchmetrics.SumMetric()})
+
+
+def test_a_metric_goes_on_as_if_it_had_not_been_restored(tmp_path: Path) -> None:
+    unit = Levels()
+    for level in (0.0, 10.0, 20.0):
+        unit.level(level)
+        unit.both(level)
+    ech.train(unit, [batch(2, 0)], max_epochs=1, callbacks=[ech.DistributedCheckpointSaver(tmp_path)])
+    unit = Levels()
+    ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, unit)
+    unit.level(50.0)
+    unit.both(50.0)
+    found = {"level": unit.level.compute(), **unit.both.compute()}
+    assert {name: float(value) for name, value in found.items()} == {"level": 20.0, "a": 20.0, "b": 80.0}
 
 
 class Averages(Regression):

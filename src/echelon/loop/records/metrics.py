@@ -8,8 +8,11 @@ import torch
 import torch.distributed as dist
 
 from echelon.world.agree import control_group, is_joined
+from echelon.world.device import copy_data_to_device
 
 __all__ = ["Mean", "load_share", "share_of"]
+
+_COUNT = "_update_count"  # torchmetrics' own name
 
 
 class Mean:
@@ -60,15 +63,31 @@ class Mean:
 
 def share_of(metric: Any) -> dict[str, Any]:
     """This rank's share of a metric: all that it has added so far."""
-    persistent = getattr(metric, "persistent", None)
-    if callable(persistent):
-        persistent(True)  # without it, torchmetrics' state_dict is empty
-    state: dict[str, Any] = metric.state_dict()
-    return state
+    parts = _parts(metric)
+    if not parts:
+        state: dict[str, Any] = metric.state_dict()
+        return state
+    shares = {name: {**part.metric_state, _COUNT: part.update_count} for name, part in parts.items()}
+    return {**shares.pop("", {}), **shares}
 
 
 def load_share(metric: Any, state: dict[str, Any]) -> None:
     """Replace this rank's share of a metric by `state`."""
-    if callable(getattr(metric, "persistent", None)):
-        metric.reset()  # drops the computed value that torchmetrics cache
-    metric.load_state_dict(state)
+    parts = _parts(metric)
+    for name, part in parts.items():
+        part.reset()  # drops the computed value that torchmetrics cache
+        share = state.get(name, {}) if name else state
+        if _COUNT in share:
+            own = {key: value for key, value in share.items() if key in part.metric_state or key == _COUNT}
+            vars(part).update(copy_data_to_device(own, part.device))
+    if not parts or not any(_COUNT in each for each in (state, *state.values()) if isinstance(each, dict)):
+        metric.load_state_dict(state)  # of an older checkpoint, if it is one of torchmetrics
+
+
+def _parts(metric: Any) -> dict[str, Any]:
+    """The metrics of torchmetrics that one consists of, by name. Their state_dict has neither states that are not persistent nor
+    how often they were updated, by which `forward` weighs a mean so far.
+    """
+    modules = metric.named_modules() if isinstance(metric, torch.nn.Module) else ()
+    # A collection's `metric_state` gives each part what it shares with others.
+    return {name: part for name, part in modules if hasattr(part, "metric_state") and hasattr(part, "update_count")}

@@ -27,9 +27,8 @@ from echelon.loop.checkpointing.saver import DistributedCheckpointSaver
 from echelon.loop.state import State
 from echelon.parallel.names import class_name
 from echelon.world import agree
-from echelon.world.device import copy_data_to_device
 
-__all__ = ["Kept", "MetricShares", "build", "restore_module", "restore_training", "write"]
+__all__ = ["Kept", "build", "restore_module", "restore_training", "write"]
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +96,6 @@ class Kept:
         dump["hyper_parameters"] = {name: value for name, value in module.hparams.items() if _is_plain(value)}
         if session.unit is not None and session.unit.is_in_epoch:
             dump["logged"] = session.results["train"].state()
-        if (generator := getattr(trainer.train_dataloader, "generator", None)) is not None:
-            dump["generator"] = generator.get_state()
         dump["datamodule"] = session.datamodule.state_dict()
         for callback in trainer.lightning_callbacks:
             if hasattr(callback, "on_save_checkpoint"):
@@ -110,36 +107,7 @@ class Kept:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore logged values. `restore_module` has restored callbacks and called hooks before."""
-        session, trainer, saved = self._session, self._session.trainer, state_dict
-        session.results["train"].load_state(saved.get("logged", []))
-        if (generator := getattr(trainer.train_dataloader, "generator", None)) is not None and "generator" in saved:
-            generator.set_state(saved["generator"])
-
-
-class MetricShares:
-    """This rank's shares of the metrics of torchmetrics in a module, which its state_dict leaves out.
-
-    Not of those that are reset when the next epoch or evaluation begins, since a restored run has logged nothing that it resets.
-    """
-
-    def __init__(self, unit: Any) -> None:
-        self._unit = unit
-        found = [(name, m) for name, m in unit.lightning_module.named_modules() if hasattr(m, "metric_state")]
-        # A MetricCollection, whose parts are among them: its `metric_state` gives each part what it shares with others.
-        self.metrics: dict[str, Any] = {name: m for name, m in found if hasattr(m, "update_count")}
-
-    def state_dict(self) -> dict[str, Any]:
-        unit = self._unit
-        ended = [results for phase, results in unit.session.results.items() if phase != "train" or not unit.is_in_epoch]
-        left_out = {id(metric) for results in ended for metric in results.metrics()}  # by identity: == makes another metric
-        metrics = {name: metric for name, metric in self.metrics.items() if id(metric) not in left_out}
-        return {name: {**metric.metric_state, "_update_count": metric.update_count} for name, metric in metrics.items()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        for name in self.metrics.keys() & state_dict.keys():
-            metric = self.metrics[name]
-            metric.reset()  # drops the computed value that it caches
-            vars(metric).update(copy_data_to_device(state_dict[name], metric.device))
+        self._session.results["train"].load_state(state_dict.get("logged", []))
 
 
 def _is_plain(value: Any) -> bool:

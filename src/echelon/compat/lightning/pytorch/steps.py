@@ -19,7 +19,7 @@ from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
 from echelon.compat.lightning.pytorch.optimizers import Schedules
-from echelon.compat.lightning.pytorch.saving import Kept, MetricShares
+from echelon.compat.lightning.pytorch.saving import Kept
 from echelon.loop.auto.uncounted import attributes_kept, forgetting
 from echelon.loop.samples import rows
 from echelon.loop.state import ActivePhase, State, step_under_way
@@ -67,8 +67,14 @@ class ModuleSteps:
         return bool(self.train_progress.num_steps_completed_in_epoch or self.train_progress.evaluation_due)
 
     def tracked_metrics(self) -> dict[str, Any]:
-        shares = MetricShares(self)
-        return {"metrics": shares} if shares.metrics else {}
+        """Metrics of torchmetrics in the module, whose state_dict leaves them out.
+
+        Not those that are reset when the next epoch or evaluation begins: a restored run has logged nothing that it resets.
+        """
+        ended = [results for phase, results in self.session.results.items() if phase != "train" or not self.is_in_epoch]
+        left_out = {id(metric) for results in ended for metric in results.metrics()}  # by identity: == makes another metric
+        found = [(name, part) for name, part in self.lightning_module.named_modules() if hasattr(part, "metric_state")]
+        return {name: part for name, part in found if hasattr(part, "update_count") and id(part) not in left_out}
 
     def move_data_to_device(self, state: State, data: Any, non_blocking: bool) -> Any:
         phase = {ActivePhase.EVALUATE: "validation"}.get(state.active_phase, str(state.active_phase))
