@@ -124,6 +124,10 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
             self._averaging = AfterEachBackward(self.lightning_module, self._loose, groups)
 
     def on_train_end(self, state: State) -> None:
+        self.stop_averaging()
+
+    def stop_averaging(self) -> None:
+        """Leave the program's later backward passes, which a rank may make alone, as they are."""
         if self._averaging is not None:
             self._averaging.remove()
 

@@ -258,6 +258,8 @@ class Session(Hooking, Work):
 
     def _tell_of(self, error: BaseException) -> None:
         """Call `on_exception` and end the loggers. No collective here: other ranks may not have the error."""
+        if isinstance(self.unit, ManualUnit):
+            self.unit.stop_averaging()
         self._call_callbacks("on_exception", self.trainer.lightning_callbacks, (error,))
         self.datamodule.on_exception(error)
         self._finalize("failed")

@@ -74,7 +74,8 @@ class ModuleSteps:
         ended = [results for phase, results in self.session.results.items() if phase != "train" or not self.is_in_epoch]
         left_out = {id(metric) for results in ended for metric in results.metrics()}  # by identity: == makes another metric
         found = [(name, part) for name, part in self.lightning_module.named_modules() if hasattr(part, "metric_state")]
-        return {name: part for name, part in found if hasattr(part, "update_count") and id(part) not in left_out}
+        kept = {name: part for name, part in found if hasattr(part, "update_count") and id(part) not in left_out}
+        return {"metrics": nn.ModuleDict({name.replace(".", "%2E"): part for name, part in kept.items()})} if kept else {}
 
     def move_data_to_device(self, state: State, data: Any, non_blocking: bool) -> Any:
         phase = {ActivePhase.EVALUATE: "validation"}.get(state.active_phase, str(state.active_phase))
