@@ -105,6 +105,19 @@ def test_one_rank_and_two_train_as_plain_pytorch_does(strategy: str, ranks: Any)
             assert updates == (16 if issubclass(kind, GAN) else 8)
 
 
+def fit_by_hand_twice(strategy: str) -> dict[str, torch.Tensor]:
+    module, trainer = made(GAN), Trainer(max_epochs=1, strategy=strategy, **QUIET)
+    for trainer.max_epochs in (1, 2):
+        trainer.fit(module, loader_of(GAN, 2))
+    return {name: whole(parameter).detach() for name, parameter in module.named_parameters()}
+
+
+def test_networks_that_an_earlier_call_has_split_stay_so(ranks: Any) -> None:
+    """A second call with manual optimization was refused: they were split already."""
+    for found in ranks(2, fit_by_hand_twice, "fsdp"):
+        assert largest_difference(found, ranks(2, fit_by_hand_twice, "ddp")[0]) < 1e-12
+
+
 def drawn_by_rank(checks: int, kind: Any) -> list[float]:
     echelon.seed(3)
     module, drawn = kind(), list[float]()

@@ -26,7 +26,8 @@ from echelon.loop.state import State
 from echelon.loop.unit import EvalUnit, PredictUnit, TestUnit, TrainUnit
 from echelon.parallel.gradients.unreduced_params import AfterEachBackward
 from echelon.parallel.layouts import resolve
-from echelon.parallel.networks import prepare_networks
+from echelon.parallel.names import kind_of
+from echelon.parallel.networks import networks_of, prepare_networks
 from echelon.parallel.parallelize import for_own_steps, prepare_module
 from echelon.parallel.prepared import Prepared
 from echelon.parallel.recipe.precision import Precision
@@ -68,6 +69,8 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
         self.module: nn.Module = lightning_module
         if name in _SHARDED:
             recipe = Recipe(precision=self.computes)
+            if any(kind_of(network) is not None for _, network in networks_of(lightning_module)):  # by an earlier call
+                layout = None
             made = prepare_networks(lightning_module, layout, self.device, recipe, overridden=decided.layout, apart=True)
             self._parts = made.parts
             for part in self._parts:
