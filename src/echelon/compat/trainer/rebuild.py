@@ -1,10 +1,11 @@
 """Build a unit again from its constructor's arguments: with another layout, or in another process.
 
 A wrapped or sharded module cannot be sent to another process, and what AutoUnit builds from it depends on the rank.
-What the user gave can be sent, and so can the attributes that a subclass has set. The protocol has two parts:
+What the user gave can be sent, and so can the attributes that a subclass has set. The protocol has three parts:
 
     unit.auto_options                    the options that the unit was built with, as they are now
     unit.build_from(module, options)     builds it as the constructor does; a subclass's own constructor does not run again
+    unit.built_attributes                the names of what that has made
 """
 
 from __future__ import annotations
@@ -20,21 +21,13 @@ from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.unit_options import AutoOptions
 from echelon.parallel.shards import is_split
 
-__all__ = ["BUILT", "Parcel", "own_attributes", "pack", "rebuild", "unpack"]
+__all__ = ["Parcel", "own_attributes", "pack", "rebuild", "unpack"]
 
-# Built at first use, over the current module.
+# Built at first use, over the current module; and what `build_from` notes at its end.
 _MADE_LATER = frozenset({"optimizer", "lr_scheduler", "several", "swa_scheduler", "own_schedule", "_reports_step"})
+_MADE_LATER |= {"built_attributes"}
 # RNG states of this rank: with them, other ranks would draw the same numbers for different samples.
 _OF_RANK = frozenset({"resumes_with"})
-# The attributes that `build_from` sets: each process makes its own.
-# fmt: off
-BUILT = frozenset({
-    "clip_grad_norm", "clip_grad_value", "computes", "detect_anomaly", "device", "enable_prefetch", "eval_loss", "grad_scaler",
-    "gradient_accumulation_steps", "has_eval_loss", "lr_interval", "module", "prepared", "retain_graph",
-    "swa_model", "swa_params", "swa_scheduler", "test_loss", "training", "window", "zero_grad_at_train_step_start", "_bitwise",
-    "_copies", "_evaluation", "_held", "_left", "_options", "_plateau", "_takes_loaders", "_times", "_update",
-})
-# fmt: on
 
 
 @dataclass(frozen=True)
@@ -68,7 +61,7 @@ def rebuild(unit: AutoUnit[Any], **changes: Any) -> None:
 def pack(unit: AutoUnit[Any]) -> Parcel:
     """What another process needs to build this unit. Its module is on the CPU afterwards; the caller moves it back."""
     husk = copy.copy(unit)
-    for name in BUILT | _MADE_LATER | _OF_RANK:
+    for name in unit.built_attributes | _MADE_LATER | _OF_RANK:
         vars(husk).pop(name, None)
     return Parcel(husk, _plain(unit).cpu(), replace(unit.auto_options, device=None))
 
@@ -82,7 +75,7 @@ def unpack(parcel: Parcel, **changes: Any) -> AutoUnit[Any]:
 def own_attributes(unit: AutoUnit[Any], *, progress: bool) -> dict[str, Any]:
     """Attributes that a subclass has set and no checkpoint holds; with `progress`, also the unit's progress."""
     saved = {*unit.tracked_modules(), *unit.tracked_optimizers(), *unit.tracked_lr_schedulers(), *unit.tracked_metrics()}
-    saved |= {*unit.tracked_misc_statefuls(), *unit.tracked_progress(), *BUILT, *_MADE_LATER, *_OF_RANK}
+    saved |= {*unit.tracked_misc_statefuls(), *unit.tracked_progress(), *unit.built_attributes, *_MADE_LATER, *_OF_RANK}
     held = {name.partition("[")[0] for name in saved}  # lists and dicts whose members are saved
     own = {name: value for name, value in vars(unit).items() if name not in held}
     return {**own, **unit.tracked_progress()} if progress else own

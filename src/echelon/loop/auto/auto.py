@@ -96,6 +96,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
     unsaved = ("_evaluation",)  # complete before a checkpoint is saved
     own_schedule = True  # the unit may override step_lr_scheduler; the start of training finds out
     _reports_step = True  # False once on_train_step_end is known not to be overridden
+    built_attributes: frozenset[str]  # what `build_from` makes; each process makes its own
 
     def __init__(
         self,
@@ -117,11 +118,14 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         self.build_from(module, options_from("AutoUnit", options, older, **own))
 
     def build_from(self, module: nn.Module, options: AutoOptions) -> None:
+        before = set(vars(self))
         super().build_from(module, options)
         self._held: list[MicroBatch[T]] = []  # micro-batches of the current window, if the layout runs a window at once
         self.eval_loss = self.test_loss = math.nan  # of the latest evaluation and test, over all ranks
         self.has_eval_loss = False  # whether the latest evaluation counted a loss
         self._evaluation = Mean()
+        if "built_attributes" not in vars(self):
+            self.built_attributes = frozenset(vars(self).keys() - before)
 
     # --- what the user writes; the optimizers and `weight` are in OptimizedUnit
 
