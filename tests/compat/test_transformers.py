@@ -83,12 +83,8 @@ def _check_numbers(found: list[Any]) -> None:
 
 
 @pytest.mark.full
-def test_one_process_trains_as_plain_pytorch(tmp_path: Path) -> None:
+def test_one_rank_and_two_train_as_plain_pytorch_under_every_strategy(ranks: Any, tmp_path: Path) -> None:
     _check_numbers(_train_with(str(tmp_path), [None]))
-
-
-@pytest.mark.full
-def test_two_ranks_train_as_plain_pytorch_under_every_strategy(ranks: Any, tmp_path: Path) -> None:
     for found in ranks(2, _train_with, str(tmp_path), [None, "fsdp", "zero1"]):
         _check_numbers(found)
 

@@ -18,10 +18,9 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from echelon.checkpoint.location import absolute, location
-from echelon.common.arguments import is_path
-from echelon.common.errors import TrainerError, require
+from echelon.common.arguments import Given, is_path
+from echelon.common.errors import TrainerError
 from echelon.common.machine import visible_devices
-from echelon.common.numbers import whole
 from echelon.common.older_words import renames, translated, unknown
 from echelon.compat.trainer.launched import Work, start
 from echelon.compat.trainer.rank import OLDER, UnitWork
@@ -41,6 +40,7 @@ __all__ = ["Trainer", "is_launched", "without_layout"]
 
 logger = logging.getLogger(__name__)
 
+_given = Given(TrainerError)
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 PHASES = {"train", "val", "test", "predict"}
 
@@ -98,14 +98,13 @@ class Trainer:
     ) -> None:
         _check_names(older)
         accelerator, layout, devices = _without_old_words(accelerator, layout, devices, older.get("gpus"))
-        require(accelerator in ACCELERATORS, "accelerator", "'auto', 'cpu' or 'gpu'", accelerator, kind=TrainerError)
+        _given.require(accelerator in ACCELERATORS, "accelerator", "'auto', 'cpu' or 'gpu'", accelerator)
         self.accelerator = accelerator
         self.layout = layout if layout == "auto" else resolve(layout)
         self.ranks, self.device_numbers = _devices_of(devices, accelerator)
-        self.num_nodes = whole("num_nodes", num_nodes, at_least=1, kind=TrainerError)
+        self.num_nodes = _given.whole("num_nodes", num_nodes, at_least=1)
         named = max_steps_per_epoch is None or (isinstance(max_steps_per_epoch, Mapping) and set(max_steps_per_epoch) <= PHASES)
-        what = "a dict by 'train', 'val', 'test', 'predict'"
-        require(named, "max_steps_per_epoch", what, max_steps_per_epoch, kind=TrainerError)
+        _given.require(named, "max_steps_per_epoch", "a dict by 'train', 'val', 'test', 'predict'", max_steps_per_epoch)
         self.limits = dict(max_steps_per_epoch or {})
         limits = {"max_updates": max_updates, "evaluate_every_n_updates": evaluate_every_n_updates}
         now = translated("Trainer", {name: value for name, value in older.items() if name != "gpus"}, OLDER, limits)
@@ -113,19 +112,14 @@ class Trainer:
         self.max_epochs, self.max_updates = max_epochs, now["max_updates"]
         self.evaluate_every_n_epochs = evaluate_every_n_epochs
         self.evaluate_every_n_updates = now["evaluate_every_n_updates"]
-        require(
-            isinstance(unit_options, Mapping | None),
-            "unit_options",
-            "a dict of AutoUnit's arguments",
-            unit_options,
-            kind=TrainerError,
-        )
+        is_dict = isinstance(unit_options, Mapping | None)
+        _given.require(is_dict, "unit_options", "a dict of AutoUnit's arguments", unit_options)
         self.unit_options = changes_of(unit_options or {})
         self._check_limits()
         AutoOptions(**self.unit_options)
         self.loop_callbacks = [callbacks] if isinstance(callbacks, Callback) else callbacks_of(callbacks)
         self.callbacks: list[Any] = self.loop_callbacks
-        require(run_dir is None or is_path(run_dir), "run_dir", "a folder or None", run_dir, kind=TrainerError)
+        _given.require(run_dir is None or is_path(run_dir), "run_dir", "a folder or None", run_dir)
         self.run_dir = Path(run_dir).absolute() if run_dir is not None else None
         self.has_saver = any(getattr(c, "saves", False) is True for c in self.callbacks)
         self.checkpoints = self._checkpoints(checkpoints)
@@ -136,13 +130,8 @@ class Trainer:
         """The checkpoints, with an absolute path: ranks may be started in another folder."""
         if given is None:
             return Checkpoints(self.run_dir / "checkpoints") if self.run_dir is not None else None
-        require(
-            isinstance(given, Checkpoints) or is_path(given),
-            "checkpoints",
-            "a folder or a Checkpoints(folder, ...)",
-            given,
-            kind=TrainerError,
-        )
+        is_place = isinstance(given, Checkpoints) or is_path(given)
+        _given.require(is_place, "checkpoints", "a folder or a Checkpoints(folder, ...)", given)
         made = given if isinstance(given, Checkpoints) else Checkpoints(given)
         return replace(made, folder=str(absolute(location(made.folder))))
 
@@ -227,9 +216,7 @@ class Trainer:
             check_loader(loader, phase)
         if phase == "fit" and self.max_epochs is None and self.max_updates is None:
             raise no_end("fit")
-        require(
-            ckpt_path is None or is_path(ckpt_path), "ckpt_path", "a checkpoint, 'last' or None", ckpt_path, kind=TrainerError
-        )
+        _given.require(ckpt_path is None or is_path(ckpt_path), "ckpt_path", "a checkpoint, 'last' or None", ckpt_path)
         if ckpt_path == "last" and self.checkpoints is None:
             raise TrainerError('ckpt_path="last" means the newest below run_dir or in checkpoints, which are not given.')
         return self.run(UnitWork(phase, loaders, str(ckpt_path) if ckpt_path is not None else None, unit))
@@ -318,7 +305,7 @@ def _devices_of(devices: Any, accelerator: str) -> tuple[int, list[int] | None]:
     if devices == "auto":
         return 0, None
     if isinstance(devices, Sequence) and not isinstance(devices, str) and devices:
-        require(accelerator != "cpu", "devices", "a number of ranks on the CPU", devices, f"Give {len(devices)}.", TrainerError)
+        _given.require(accelerator != "cpu", "devices", "a number of ranks on the CPU", devices, f"Give {len(devices)}.")
         if len(set(devices)) < len(devices) or not all(isinstance(d, int) and d >= 0 for d in devices):
             raise TrainerError(f"devices must be different device numbers, such as [0, 2], got {devices!r}.")
         return len(devices), list(devices)
