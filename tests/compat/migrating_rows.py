@@ -229,6 +229,40 @@ def compiles_sharded() -> None:
     assert torch.allclose(made(x), net()(x))
 
 
+# --- Lightning
+
+
+@row(ALONE, "in manual optimization an evaluation within an epoch")
+def gradients_wait_while_it_evaluates() -> None:
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from echelon.compat.lightning.pytorch import LightningModule, Trainer
+
+    class Waits(LightningModule):
+        automatic_optimization = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.sums = net(), list[float]()
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.net(batch[0]).mean())
+            gradient = self.net.last.bias.grad
+            assert gradient is not None
+            self.sums.append(float(gradient))
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.net(batch[0])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module, data = Waits(), DataLoader(TensorDataset(batch(6, 0)[0]), 2)
+    options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "accelerator": "cpu"}
+    Trainer(max_epochs=1, val_check_interval=1, check_val_every_n_epoch=None, **options).fit(module, data, data)
+    assert module.sums == [1, 2, 3]
+
+
 # --- what is not there
 
 

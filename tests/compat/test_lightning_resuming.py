@@ -517,6 +517,40 @@ def test_a_metric_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     assert [float(trainer.callback_metrics[f"Binary{name}"]) for name in ("Precision", "Accuracy")] == [0.5, 0.5]
 
 
+@pytest.mark.parametrize("strategy", ["auto", pytest.param("fsdp", marks=pytest.mark.full)])
+def test_the_latest_numbers_come_back_and_a_schedule_that_follows_them_goes_on(tmp_path: Path, strategy: str) -> None:
+    """The evaluation after an epoch's last batch saves before the epoch ends, at which the schedule asks for its number."""
+
+    class Follows(Small):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "val_loss"}}
+
+    class Ends(Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            if trainer.global_step == 4:
+                raise KeyError("ends")
+
+    devices = 1 if strategy == "auto" else 2
+
+    def trained(*callbacks: Any, start: str | None = None) -> Trainer:
+        torch.manual_seed(1)
+        options = {"devices": devices, "strategy": strategy, "max_epochs": 4, "val_check_interval": 2, **SAVING}
+        trainer = Trainer(callbacks=[*callbacks], **options)
+        trainer.fit(Follows(), DataLoader(TensorDataset(torch.ones(4, 2)), 2 // devices), two_batches(), ckpt_path=start)
+        return trainer
+
+    whole_run = trained()
+    saver = ModelCheckpoint(dirpath=tmp_path)
+    with pytest.raises(Exception, match="ends"):
+        trained(saver, Ends())
+    (saved,) = tmp_path.glob("*.ckpt")
+    resumed = trained(ModelCheckpoint(dirpath=tmp_path), start=str(saved))
+    assert resumed.callback_metrics == whole_run.callback_metrics
+    assert saved.is_dir()  # a checkpoint that a run continued from is left
+
+
 STOPPED = """
 import os, signal, sys
 from tests.compat.test_lightning_resuming import ModelCheckpoint, SAVING, Small, Trainer, two_batches

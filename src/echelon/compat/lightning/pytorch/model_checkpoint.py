@@ -240,10 +240,10 @@ class ModelCheckpoint(Checkpoint):
         return _free(lambda ver: self.format_checkpoint_name(values, ver=ver), lambda path: path == but)
 
     def _put(self, trainer: Any, path: str, doomed: str) -> None:
-        """Save, then remove `doomed`, unless the new checkpoint has its name."""
+        """Save, then remove `doomed`, unless the new checkpoint has its name, or it is the one that the run goes on from."""
         trainer.save_checkpoint(path)
         self.latest_saved = path
-        if doomed and doomed != path:
+        if doomed and os.path.abspath(doomed) not in (os.path.abspath(path), os.path.abspath(trainer.ckpt_path or "")):
             _remove(doomed)
 
     def _is_better(self, score: torch.Tensor, than: torch.Tensor) -> bool:

@@ -39,11 +39,13 @@ class LightningModule(ModuleHooks, HyperparametersMixin, nn.Module):
         strict_loading: whether checkpoints must have exactly this module's parameters.
     """
 
+    # Of the class, as a subclass may set them in its body.
+    automatic_optimization = True
+    strict_loading = True
+    example_input_array: Any = None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.automatic_optimization = True
-        self.strict_loading = True
-        self.example_input_array: Any = None
         self._trainer: Any | None = None
         self._hook: str | None = None  # the hook that is running, for `log`
         self._within_step = False

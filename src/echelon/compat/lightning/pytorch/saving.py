@@ -94,6 +94,8 @@ class Kept:
         facts = {"epoch": trainer.current_epoch, "global_step": trainer.global_step, "class_name": class_name(module)}
         dump = _Explained(facts, _IN_SAVE)
         dump["hyper_parameters"] = {name: value for name, value in module.hparams.items() if _is_plain(value)}
+        # A run that goes on may ask for them before it evaluates again.
+        dump["callback_metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
         if session.unit is not None and session.unit.is_in_epoch:
             dump["logged"] = session.results["train"].state()
         dump["datamodule"] = session.datamodule.state_dict()
@@ -107,7 +109,10 @@ class Kept:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore logged values. `restore_module` has restored callbacks and called hooks before."""
-        self._session.results["train"].load_state(state_dict.get("logged", []))
+        session, trainer = self._session, self._session.trainer
+        numbers = state_dict.get("callback_metrics", {})
+        trainer.callback_metrics.update({name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()})
+        session.results["train"].load_state(state_dict.get("logged", []))
 
 
 def _is_plain(value: Any) -> bool:
