@@ -537,7 +537,7 @@ def test_the_latest_numbers_come_back_and_a_schedule_that_follows_them_goes_on(t
     def trained(*callbacks: Any, start: str | None = None) -> Trainer:
         torch.manual_seed(1)
         options = {"devices": devices, "strategy": strategy, "max_epochs": 4, "val_check_interval": 2, **SAVING}
-        trainer = Trainer(callbacks=[*callbacks], **options)
+        trainer = Trainer(callbacks=[*callbacks], enable_checkpointing=bool(callbacks), **options)
         trainer.fit(Follows(), DataLoader(TensorDataset(torch.ones(4, 2)), 2 // devices), two_batches(), ckpt_path=start)
         return trainer
 
