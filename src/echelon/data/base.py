@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from typing import Any, Self
 
 import torch
@@ -18,7 +17,7 @@ from echelon.data.options import AnyLoaderOptions, LoaderOptions
 from echelon.data.resume import cannot_divide
 from echelon.world.init import World
 
-__all__ = ["BaseLoader", "Combined", "loaders_of"]
+__all__ = ["BaseLoader"]
 
 
 # Arguments of torch's DataLoader, and what to write in their place.
@@ -155,23 +154,3 @@ class BaseLoader(ABC):
     @property
     def _where(self) -> str:
         return f" (epoch {self.epoch}, data rank {self.dp[0]})"
-
-
-class Combined(ABC):
-    """Base of loaders that read several loaders as one."""
-
-    @property
-    @abstractmethod
-    def loaders(self) -> list[Iterable[Any]]:
-        """The loaders that it reads."""
-
-    def set_data_rank(self, dp_rank: int, dp_size: int) -> None:
-        """Set this rank's data-parallel rank and size; the loops call it."""
-        for loader in self.loaders:
-            if isinstance(loader, (BaseLoader, Combined)):
-                loader.set_data_rank(dp_rank, dp_size)
-
-
-def loaders_of(loader: Any) -> list[Any]:
-    """The loaders that a loader consists of: itself, or those that it reads."""
-    return loader.loaders if isinstance(loader, Combined) else [loader]

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from echelon.common.errors import EchelonError
-from echelon.data.base import Combined
+from echelon.data.chain import Chain
 from echelon.data.loader import Loader
 from echelon.data.parts import Padding
 from echelon.data.replayed import Replayed
@@ -57,6 +57,10 @@ NO_STEP: Step[Any] = Step(None, False, False, 0)
 
 def known_length(loader: Iterable[Any]) -> int | None:
     """Number of batches that an iteration will give; None if unknown, as with an IterableDataset."""
+    if isinstance(loader, Chain):
+        of_each = [(known_length(each), limit) for each, limit in zip(loader.loaders, loader.limits, strict=True)]
+        lengths = [length if limit is None else min(length, limit) for length, limit in of_each if length is not None]
+        return sum(lengths) if len(lengths) == len(of_each) else None
     if isinstance(loader, Loader):
         return loader.batches_left()
     if isinstance(loader, Replayed):
@@ -78,7 +82,7 @@ def _sizes(loader: Any, start: int) -> tuple[int | None, float, Callable[[int], 
     Args:
         start: batches of the epoch that were used before.
     """
-    if isinstance(loader, Combined) and len(loader.loaders) == 1:
+    if isinstance(loader, Chain) and len(loader.loaders) == 1:
         loader = loader.loaders[0]
     if isinstance(loader, (Loader, StreamLoader)):
         usual = loader.global_batch // (loader.dp[1] * loader.accumulation)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from echelon.common.errors import RanksDisagreeError, UsageError
 from echelon.contracts.overrides import overrides
-from echelon.data.base import loaders_of
+from echelon.data.chain import loaders_of
 from echelon.data.fingerprint import checksum, read_twice
 from echelon.data.loader import Loader
 from echelon.loop.callback import Callback

@@ -16,7 +16,8 @@ import torch
 from echelon.common.errors import LoopError
 from echelon.contracts.rank import RankInfo
 from echelon.contracts.stopping import REQUEUE
-from echelon.data.base import BaseLoader, Combined
+from echelon.data.base import BaseLoader
+from echelon.data.chain import Chain
 from echelon.loop import agreements
 from echelon.loop.agreements import warn_of_same_samples
 from echelon.loop.auto.optimizer_checks import check_tracked
@@ -183,7 +184,7 @@ class Run:
         loader = stage.phase_state.dataloader
         # Ranks that compute the same samples together, as with tensor parallelism, must get the same batches. The user divides
         # loaders of other libraries.
-        if isinstance(loader, (BaseLoader, Combined)) and (rank_and_size := self._inner.data_rank_and_size) is not None:
+        if isinstance(loader, (BaseLoader, Chain)) and (rank_and_size := self._inner.data_rank_and_size) is not None:
             loader.set_data_rank(*rank_and_size)
         if stage.trains and not self.state.alone:
             warn_of_same_samples(loader, self._inner)

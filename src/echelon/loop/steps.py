@@ -10,7 +10,8 @@ from typing import Any
 from echelon.common.errors import EchelonError, LoopError
 from echelon.contracts import pulse
 from echelon.contracts.pulse import Phase
-from echelon.data.base import BaseLoader, Combined, loaders_of
+from echelon.data.base import BaseLoader
+from echelon.data.chain import Chain, loaders_of
 from echelon.data.loader import Loader
 from echelon.data.prefetch import NO_STEP, Feed, known_length
 from echelon.data.stream import StreamLoader
@@ -370,7 +371,7 @@ def check_evaluation(stage: Stage) -> None:
     if phase_state.evaluations == EvaluateEvery():
         return
     loader, rank_and_size = phase_state.dataloader, stage.inner.data_rank_and_size
-    if isinstance(loader, (BaseLoader, Combined)) and rank_and_size is not None:
+    if isinstance(loader, (BaseLoader, Chain)) and rank_and_size is not None:
         loader.set_data_rank(*rank_and_size)
     for part in loaders_of(loader):
         if isinstance(part, BaseLoader):

@@ -15,7 +15,8 @@ from torch import nn
 
 from echelon.common.errors import LoopError
 from echelon.contracts.overrides import overrides
-from echelon.data.base import BaseLoader, loaders_of
+from echelon.data.base import BaseLoader
+from echelon.data.chain import loaders_of
 from echelon.data.loader import Loader
 from echelon.loop.auto.averaged import AveragedWeights, swa_scheduler
 from echelon.loop.auto.optimizer_checks import check_holds

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from echelon.common.errors import OwnLoopError, UsageError
 from echelon.common.numbers import whole
-from echelon.data.base import BaseLoader, Combined, loaders_of
+from echelon.data.base import BaseLoader
+from echelon.data.chain import Chain, loaders_of
 from echelon.data.loader import Loader
 from echelon.data.parts import Padding
 from echelon.data.prefetch import samples_by_batch
@@ -124,7 +125,7 @@ class EvaluationBatches(_Batches):
             why = "cannot be divided between the ranks, each of which would see all samples"
             loader = as_loader(loader, batch, 1, why, number=number)
             loader.accumulation = 1  # a launch command's accumulation is for training only
-        if isinstance(loader, (BaseLoader, Combined)) and size is not None:
+        if isinstance(loader, (BaseLoader, Chain)) and size is not None:
             loader.set_data_rank(*size)
         return loader
 

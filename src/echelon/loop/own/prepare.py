@@ -29,7 +29,8 @@ from echelon.checkpoint.layout import Stateful
 from echelon.common.errors import OwnLoopError
 from echelon.common.older_words import renames
 from echelon.contracts.overrides import overrides
-from echelon.data.base import BaseLoader, Combined
+from echelon.data.base import BaseLoader
+from echelon.data.chain import Chain
 from echelon.data.torch_loader import is_distributed
 from echelon.loop.auto.optimizer_checks import are_alike
 from echelon.loop.auto.unit_options import AutoOptions
@@ -331,7 +332,7 @@ def _kind(thing: Any) -> str:
         return "optimizer"
     if isinstance(thing, LRScheduler):
         return "scheduler"
-    if isinstance(thing, (DataLoader, BaseLoader, Combined)):
+    if isinstance(thing, (DataLoader, BaseLoader, Chain)):
         return "loader"
     if isinstance(thing, (Stateful, *GENERATORS)):
         return "stateful"

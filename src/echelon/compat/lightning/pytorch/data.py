@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,11 @@ from echelon.compat.lightning.pytorch.datamodule import LightningDataModule
 from echelon.compat.lightning.pytorch.hooks import ModuleHooks, overridden
 from echelon.compat.trainer.rank import kept_global_batch, length_of, shared
 from echelon.contracts.rank import RankInfo
-from echelon.data.base import BaseLoader, Combined
-from echelon.data.prefetch import known_length
+from echelon.data.base import BaseLoader
+from echelon.data.chain import Chain
 from echelon.world import agree
 
 __all__ = [
-    "Chain",
     "batches_of",
     "chain",
     "given_loaders",
@@ -58,7 +55,7 @@ def given_loaders(phase: str, given: Any, module: Any, datamodule: Any) -> Any:
 
 def _is_several(loader: Any) -> bool:
     values = list(loader.values()) if isinstance(loader, Mapping) else loader
-    loaders = (DataLoader, BaseLoader, Combined)
+    loaders = (DataLoader, BaseLoader)
     return isinstance(values, (list, tuple)) and bool(values) and all(isinstance(each, loaders) for each in values)
 
 
@@ -128,54 +125,3 @@ def without_shuffling(loader: Any) -> Any:
         pin_memory=loader.pin_memory,
         drop_last=loader.drop_last,
     )
-
-
-class Chain(Combined):
-    """One or several loaders, one after the other.
-
-    Args:
-        limits: batches of each; None is all of them.
-    """
-
-    def __init__(self, loaders: Sequence[Iterable[Any]], limits: Sequence[int | None]) -> None:
-        self._loaders, self._limits = list(loaders), list(limits)
-        self._begins: list[int] = []  # the first batch of each loader that was read so far, counted over all
-
-    def cut(self, most: int) -> Chain:
-        """A chain with at most so many batches of each loader."""
-        return Chain(self._loaders, [most if limit is None else min(most, limit) for limit in self._limits])
-
-    @property
-    def loaders(self) -> list[Iterable[Any]]:
-        return self._loaders
-
-    @property
-    def reading(self) -> int:
-        """The index of the loader that the latest batch was read from, perhaps ahead of its step."""
-        return max(len(self._begins) - 1, 0)
-
-    def place(self, step: int) -> tuple[int, int | None]:
-        """(batch_idx, dataloader_idx) of a step; the second is None for a single loader."""
-        if len(self._loaders) == 1:
-            return step, None
-        index = bisect.bisect_right(self._begins, step) - 1
-        return step - self._begins[index], index
-
-    def batches(self) -> list[float]:
-        """The batches of each loader; infinite without a limit and a length."""
-        return [batches_of(loader, limit) for loader, limit in zip(self._loaders, self._limits, strict=True)]
-
-    def __len__(self) -> int:
-        lengths = [known_length(loader) for loader in self._loaders]
-        known = [length for length in lengths if length is not None]
-        if len(known) < len(lengths):
-            raise TypeError("a dataloader has no length")
-        return sum(length if limit is None else min(limit, length) for length, limit in zip(known, self._limits, strict=True))
-
-    def __iter__(self) -> Iterator[Any]:
-        self._begins, count = [], 0
-        for loader, limit in zip(self._loaders, self._limits, strict=True):
-            self._begins.append(count)
-            for batch in itertools.islice(loader, limit):
-                yield batch
-                count += 1

@@ -16,11 +16,11 @@ import torch
 from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch.automatic import AutomaticUnit
 from echelon.compat.lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
-from echelon.compat.lightning.pytorch.data import Chain
 from echelon.compat.lightning.pytorch.hooks import LOGS
 from echelon.compat.lightning.pytorch.logged import How, Results
 from echelon.compat.lightning.pytorch.manual import ManualUnit
 from echelon.compat.trainer.rank import Outputs
+from echelon.data.chain import Chain
 from echelon.loop.state import EntryPoint, State
 from echelon.parallel.patching import for_now
 from echelon.world import agree

@@ -27,6 +27,7 @@ from echelon.compat.lightning.pytorch.module import LightningModule
 from echelon.compat.lightning.pytorch.steps import gather_when_alone
 from echelon.compat.trainer.launched import Work, state_of
 from echelon.compat.trainer.rank import RUNS
+from echelon.data.chain import Chain
 from echelon.data.replayed import Replayed
 from echelon.loop.modes import tell_of_eval_mode
 from echelon.loop.progress import Progress
@@ -323,7 +324,7 @@ class Session(Hooking, Work):
         made: tuple[Any, int | None] = self._train_loader
         return made
 
-    def _evaluation_loader(self, phase: str, given: Any) -> data.Chain | None:
+    def _evaluation_loader(self, phase: str, given: Any) -> Chain | None:
         trainer, name = self.trainer, _LIMITS[phase]
         chosen, limit = data.given_loaders(phase, given, self.module, self.given_datamodule), trainer.limit(name)
         if chosen is None or limit == 0:
@@ -334,7 +335,7 @@ class Session(Hooking, Work):
         if phase == "predict" and len(made.loaders) > 1:
             raise UsageError("trainer.predict with several dataloaders: call it once for each.")
         setattr(trainer, f"{name}_dataloaders", made.loaders[0] if len(made.loaders) == 1 else made.loaders)
-        setattr(trainer, f"num_{name}_batches", made.batches())
+        setattr(trainer, f"num_{name}_batches", [data.batches_of(*each) for each in zip(made.loaders, made.limits, strict=True)])
         return made
 
     # --- what runs
@@ -408,7 +409,7 @@ class Session(Hooking, Work):
             )
         return interval, None
 
-    def _sanity_check(self, chain: data.Chain) -> None:
+    def _sanity_check(self, chain: Chain) -> None:
         trainer, unit = self.trainer, self.unit
         count = trainer.num_sanity_val_steps
         if not count or trainer.fast_dev_run or unit.train_progress.num_steps_completed:

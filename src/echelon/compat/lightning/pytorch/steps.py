@@ -117,7 +117,9 @@ class ModuleSteps:
     def _evaluate_batch(self, phase: str, phase_state: Any, progress: Any, batch: Any) -> Any:
         session, module = self.session, self.lightning_module
         self.send_buffers()
-        batch_idx, dataloader_idx = session.chains[phase].place(progress.num_steps_completed_in_epoch)
+        chain = session.chains[phase]
+        batch_idx, index = chain.place(progress.num_steps_completed_in_epoch)
+        dataloader_idx = index if len(chain.loaders) > 1 else None
         step = getattr(module, f"{phase}_step")
         taken = self._arguments(f"{phase}_step", step, batch, batch_idx, dataloader_idx)
         if step_under_way(phase_state).is_padding:  # a rank with fewer batches only takes part in collectives
