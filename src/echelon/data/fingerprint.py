@@ -46,9 +46,8 @@ def fingerprint(dataset: Any, *, in_worker: bool) -> dict[str, Any]:
         )
         sums = list(reading)
     else:
-        before = rng.states()
-        sums = [twice[i] for i in places]
-        rng.put_back(before)
+        with rng.unchanged():
+            sums = [twice[i] for i in places]
     return {"length": length, "samples": {str(i): value for i, value in zip(places, sums, strict=True)}}
 
 

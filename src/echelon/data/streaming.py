@@ -91,13 +91,9 @@ class Streams(IterableDataset[Any]):
 
         In the rank's own process, the RNG states are restored afterwards, because training draws from them, too.
         """
-        before = rng.states() if self._board is None else None
-        seed_worker(self._share.epoch, index, read)
-        try:
+        with rng.unchanged() if self._board is None else contextlib.nullcontext():
+            seed_worker(self._share.epoch, index, read)
             yield
-        finally:
-            if before is not None:
-                rng.put_back(before)
 
     def _read(self, samples: Iterator[Any], read: int, index: int) -> list[Any]:
         """The samples of a micro-batch; fewer at the stream's end."""

@@ -182,11 +182,8 @@ def seen_of(loader: Any) -> list[int] | None:
 
 
 def _first(dataset: Any) -> int | None:
-    before = rng.states()
-    try:
+    with rng.unchanged():
         return read_twice(dataset, 0)
-    finally:
-        rng.put_back(before)
 
 
 def _part(dataset: Any) -> list[int] | None:

@@ -170,12 +170,10 @@ def _as_it_was(module: nn.Module) -> Iterator[None]:
     devices = {p.device.index for p in module.parameters() if p.device.type == "cuda"}
     for parameter, _ in gradients:
         parameter.grad = None
-    before_draws = rng.states()
     try:
-        with torch.random.fork_rng(devices):
+        with rng.unchanged(), torch.random.fork_rng(devices):
             yield
     finally:
-        rng.put_back(before_draws)
         before.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient

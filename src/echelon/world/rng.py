@@ -41,6 +41,7 @@ __all__ = [
     "start",
     "state_of",
     "states",
+    "unchanged",
 ]
 
 
@@ -203,6 +204,16 @@ def states() -> dict[str, Any]:
 def _table(state: Any) -> tuple[str, torch.Tensor, int, int, float]:
     kind, keys, position, has_gauss, gauss = state
     return str(kind), torch.from_numpy(np.asarray(keys).astype(np.int64)), int(position), int(has_gauss), float(gauss)
+
+
+@contextlib.contextmanager
+def unchanged() -> Iterator[None]:
+    """Context after which this rank's RNG states are as before."""
+    before = states()
+    try:
+        yield
+    finally:
+        put_back(before)
 
 
 def load_states(saved: dict[str, Any]) -> None:

@@ -131,16 +131,13 @@ class _SamplerOrder:
         Raises:
             UsageError: the sampler gives another number of samples than its length.
         """
-        before = rng.states()
-        try:
+        with rng.unchanged():
             transformers.set_seed(self.seed + epoch)
             if isinstance(generator := getattr(self._sampler, "generator", None), torch.Generator):
                 generator.manual_seed(self.seed + epoch)
             if hasattr(self._sampler, "set_epoch"):
                 self._sampler.set_epoch(epoch)
             indices = np.fromiter(self._sampler, dtype=np.int64)
-        finally:
-            rng.put_back(before)
         if len(indices) != self.length:
             raise UsageError(f"{self.identity} must give as many samples as its length, {self.length}, got {len(indices)}.")
         return indices

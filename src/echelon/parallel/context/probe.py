@@ -298,16 +298,15 @@ def _far(a: torch.Tensor, b: torch.Tensor) -> float:
 @contextlib.contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
     """Context of evaluation passes, without dropout. Restores buffers, plain attributes such as modes, and the RNG state."""
-    before, streams = Snapshot(module), rng.states()
+    before = Snapshot(module)
     # A compilation for these lengths and hooks would be of no use later.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
     module.eval()
     try:
-        with eager:
+        with rng.unchanged(), eager:
             yield
     finally:
         before.restore()
-        rng.put_back(streams)
 
 
 # Noise on parameters. Without it, parameters that are zero hide what they multiply, as new gates, projections and positions do.

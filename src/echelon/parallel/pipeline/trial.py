@@ -69,12 +69,11 @@ class Trials:
     @contextlib.contextmanager
     def undone(self) -> Iterator[None]:
         """Context whose passes leave RNG state, buffers and plain attributes unchanged."""
-        states, before = rng.states(), Snapshot(self._module)
+        before = Snapshot(self._module)
         try:
-            with for_now(self, _before=before):
+            with rng.unchanged(), for_now(self, _before=before):
                 yield
         finally:
-            rng.put_back(states)
             before.restore()
 
     @contextlib.contextmanager
@@ -82,11 +81,8 @@ class Trials:
         """Context of one pass, which begins with the same RNG state and buffers as the others."""
         assert self._before is not None
         self._before.restore_buffers()
-        states = rng.states()
-        try:
+        with rng.unchanged():
             yield
-        finally:
-            rng.put_back(states)
 
     def counts(self) -> dict[str, Any]:
         """The numeric attributes of modules outside of the units."""

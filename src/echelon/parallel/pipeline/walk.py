@@ -199,9 +199,8 @@ class Walk:
 
     def _refuse_accumulated(self, counted: list[str], changed: dict[str, str], go_through: Callable[[], Any]) -> None:
         """Refuse numbers and buffers outside of the units that change again with every pass."""
-        states = rng.states()
-        go_through()
-        rng.put_back(states)
+        with rng.unchanged():
+            go_through()
         again = self._trials.changed()
         if names := counted or [name for name, value in again.items() if changed.get(name) != value]:
             raise PipelineError(

@@ -415,12 +415,11 @@ class Session(Hooking, Work):
         if not count or trainer.fast_dev_run or unit.train_progress.num_steps_completed:
             return
         few = chain if count == -1 else chain.cut(count)
-        trainer.state.stage, drawn = "sanity_check", rng.states()
-        with for_now(trainer, sanity_checking=True):
+        trainer.state.stage = "sanity_check"
+        with rng.unchanged(), for_now(trainer, sanity_checking=True):
             self.call("on_sanity_check_start")
             with for_now(unit, eval_progress=Progress()), for_now(self, chains={"validation": few}):
                 evaluate(unit, few, callbacks=[self])
-            rng.put_back(drawn)
             self.call("on_sanity_check_end")
             self.results["validation"].reset()
             self._forget_numbers()

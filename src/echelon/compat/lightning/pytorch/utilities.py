@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from enum import StrEnum
 from typing import Any, ParamSpec, TypeVar
 
@@ -143,14 +143,9 @@ def garbage_collection_cuda() -> None:
         torch.cuda.empty_cache()
 
 
-@contextmanager
-def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
+def isolate_rng(include_cuda: bool = True) -> AbstractContextManager[None]:
     """Context after which the RNG states of Python, numpy and torch are what they were before."""
-    before = rng.states()
-    try:
-        yield
-    finally:
-        rng.put_back(before)
+    return rng.unchanged()
 
 
 # For annotations.
