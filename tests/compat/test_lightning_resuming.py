@@ -521,7 +521,18 @@ def test_a_metric_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
 def test_the_latest_numbers_come_back_and_a_schedule_that_follows_them_goes_on(tmp_path: Path, strategy: str) -> None:
     """The evaluation after an epoch's last batch saves before the epoch ends, at which the schedule asks for its number."""
 
+    metrics = pytest.importorskip("torchmetrics")
+
     class Follows(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen = metrics.SumMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.seen(batch[0][:, 0])
+            self.log("seen", self.seen, on_step=False, on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.9)
@@ -536,7 +547,7 @@ def test_the_latest_numbers_come_back_and_a_schedule_that_follows_them_goes_on(t
 
     def trained(*callbacks: Any, start: str | None = None) -> Trainer:
         torch.manual_seed(1)
-        options = {"devices": devices, "strategy": strategy, "max_epochs": 4, "val_check_interval": 2, **SAVING}
+        options = {"devices": devices, "strategy": strategy, "max_epochs": 3, "val_check_interval": 2, **SAVING}
         trainer = Trainer(callbacks=[*callbacks], enable_checkpointing=bool(callbacks), **options)
         trainer.fit(Follows(), DataLoader(TensorDataset(torch.ones(4, 2)), 2 // devices), two_batches(), ckpt_path=start)
         return trainer

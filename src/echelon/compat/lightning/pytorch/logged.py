@@ -9,6 +9,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from echelon.common.errors import UsageError
 from echelon.loop.records.logged import REDUCTIONS, one_number, reduced, total_of
@@ -188,17 +189,26 @@ class Results:
                 values.append((one, one.result(shares)))
         return values
 
-    def state(self) -> list[Any]:
-        """The epoch's totals so far over all ranks, without metric objects. Collective."""
+    def state(self, module: nn.Module) -> list[Any]:
+        """The epoch's totals so far over all ranks, and which metric objects of the module were logged. Collective."""
         own = {key: one.share() for key, one in self._all.items() if one.how.on_epoch and one.metric is None}
         every = [(one, reduced(shares)) for one, shares, _ in self._over_ranks(own) if shares]
-        return [[one.key, *one.form, *(torch.tensor(part, dtype=torch.float64) for part in parts)] for one, parts in every]
+        paths = {id(part): path for path, part in module.named_modules()}
+        objects = [one for one in self._all.values() if id(one.metric) in paths]
+        totals = [[one.key, *one.form, *(torch.tensor(part, dtype=torch.float64) for part in parts)] for one, parts in every]
+        return totals + [[one.key, *one.form, paths[id(one.metric)]] for one in objects]
 
-    def load_state(self, state: list[Any]) -> None:
-        """Continue an epoch. Its totals so far, over all ranks, become rank 0's."""
-        for key, *form, sums, greatest in state if agree.is_rank0() else ():
-            one = self._all[key] = One.of(key, *form)
-            one.total.restore(sums.tolist(), greatest.tolist())
+    def load_state(self, state: list[Any], module: nn.Module) -> None:
+        """Continue an epoch. Its totals so far, over all ranks, become rank 0's; a metric object has its own on each rank."""
+        metrics = {path: part for path, part in module.named_modules() if hasattr(part, "compute")}
+        for key, name, suffix, how, *value in state:
+            one = One.of(key, name, suffix, how)
+            if isinstance(value[0], str):
+                one.metric = metrics.get(value[0])
+            elif agree.is_rank0():
+                one.total.restore(*(part.tolist() for part in value))
+            if one.metric is not None or one.total.value is not None:
+                self._all[key] = one
 
     def loaders_of(self) -> dict[str, set[int]]:
         """Name of an epoch's number -> the loaders, of several, in which this rank logged it; empty if it did so after them."""

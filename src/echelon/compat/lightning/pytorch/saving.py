@@ -97,7 +97,7 @@ class Kept:
         # A run that goes on may ask for them before it evaluates again.
         dump["callback_metrics"] = {name: float(value) for name, value in trainer.callback_metrics.items()}
         if session.unit is not None and session.unit.is_in_epoch:
-            dump["logged"] = session.results["train"].state()
+            dump["logged"] = session.results["train"].state(module)
         dump["datamodule"] = session.datamodule.state_dict()
         for callback in trainer.lightning_callbacks:
             if hasattr(callback, "on_save_checkpoint"):
@@ -112,7 +112,7 @@ class Kept:
         session, trainer = self._session, self._session.trainer
         numbers = state_dict.get("callback_metrics", {})
         trainer.callback_metrics.update({name: torch.tensor(value, dtype=torch.float64) for name, value in numbers.items()})
-        session.results["train"].load_state(state_dict.get("logged", []))
+        session.results["train"].load_state(state_dict.get("logged", []), session.module)
 
 
 def _is_plain(value: Any) -> bool:
