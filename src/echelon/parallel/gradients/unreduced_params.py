@@ -135,18 +135,21 @@ class AfterEachBackward:
 
     Averages in every backward pass: with several passes per update, each pass adds to the mean of the sum so far.
 
+    Args:
+        listens: average after a pass through the module's outputs, too, if it reaches none of the parameters on this rank.
+            Without it, call `forget` before each step.
     Attributes:
         enabled: False if the loop averages them instead.
     """
 
     _all: ClassVar[weakref.WeakKeyDictionary[nn.Module, AfterEachBackward]] = weakref.WeakKeyDictionary()
 
-    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], groups: Groups) -> None:
+    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], groups: Groups, *, listens: bool = True) -> None:
         self.enabled = True
         self._parameters, self._groups, self._is_awaited = list(parameters), list(groups), False
         AfterEachBackward._all[module] = self
         # All ranks call the root, but not all need to have used such a parameter.
-        self._handles = [module.register_forward_hook(self._listen)]
+        self._handles = [module.register_forward_hook(self._listen)] if listens else []
         for parameter in self._parameters:
             needed = parameter.requires_grad  # a frozen parameter may be trained later
             self._handles.append(parameter.requires_grad_(True).register_post_accumulate_grad_hook(lambda _: self._expect()))
@@ -160,8 +163,12 @@ class AfterEachBackward:
         for handle in self._handles:
             handle.remove()
 
+    def forget(self) -> None:
+        """Begin anew, even if the last backward pass ended in an error."""
+        self._is_awaited = False
+
     def _listen(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._is_awaited = False  # even if the last backward pass ended in an error
+        self.forget()
         if torch.is_grad_enabled():
             self.before_backward(output)
 

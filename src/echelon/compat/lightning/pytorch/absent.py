@@ -173,6 +173,7 @@ TRAINER = {
     "profiler": PROFILER,
     "progress_bar_callback": _BAR,
     "scaler": "nothing: the unit has it, and its state is saved",
+    "strategy": "torch.distributed.barrier and broadcast_object_list, and trainer.world_size",
     "tune": _SEARCH,
     "tuner": _SEARCH,
 }

@@ -124,7 +124,8 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
         rng.separate(self._parts[0].data.rank)
         if self._loose and agree.is_joined():
             groups = self._parts[0].data.groups if self._parts else [None]
-            self._averaging = AfterEachBackward(self.lightning_module, self._loose, groups)
+            # It does not listen: a pass that only asks for gradients, as a plot of rank 0's does, is a rank's own.
+            self._averaging = AfterEachBackward(self.lightning_module, self._loose, groups, listens=False)
 
     def on_train_end(self, state: State) -> None:
         self.stop_averaging()
@@ -136,6 +137,8 @@ class ManualUnit(ModuleSteps, TrainUnit[Any], EvalUnit[Any], TestUnit[Any], Pred
 
     def train_step(self, state: State, data: Any) -> Any:
         self.batch = data
+        if self._averaging is not None:
+            self._averaging.forget()
         self._watch_for_clearing()
         with self._passes(), self.autocast():
             return self.call_training_step(state, self.train_progress, data)
