@@ -28,8 +28,6 @@ __all__ = [
     "without_shuffling",
 ]
 
-_HOOKS = {"train": "train_dataloader", "validation": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}
-
 
 def prepare_data(module: Any, datamodule: Any) -> None:
     """Call `prepare_data` on the first rank of each node; the others wait. Collective."""
@@ -43,14 +41,14 @@ def prepare_data(module: Any, datamodule: Any) -> None:
     agree.fail_together(failed, "prepare_data")
 
 
-def given_loaders(phase: str, given: Any, module: Any, datamodule: Any) -> Any:
+def given_loaders(name: str, given: Any, module: Any, datamodule: Any) -> Any:
     """The given loaders, or those from the data module's or the module's hook; None if there are none."""
     if given is not None:
         return given
-    name = _HOOKS[phase]
-    if datamodule is not None and overridden(name, datamodule, LightningDataModule):
-        return getattr(datamodule, name)()
-    return getattr(module, name)() if datamodule is None and overridden(name, module, ModuleHooks) else None
+    hook = f"{name}_dataloader"
+    if datamodule is not None and overridden(hook, datamodule, LightningDataModule):
+        return getattr(datamodule, hook)()
+    return getattr(module, hook)() if datamodule is None and overridden(hook, module, ModuleHooks) else None
 
 
 def _is_several(loader: Any) -> bool:

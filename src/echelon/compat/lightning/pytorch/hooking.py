@@ -16,7 +16,7 @@ import torch
 from echelon.common.errors import UsageError
 from echelon.compat.lightning.pytorch.automatic import AutomaticUnit
 from echelon.compat.lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
-from echelon.compat.lightning.pytorch.hooks import LOGS
+from echelon.compat.lightning.pytorch.hooks import LOGS, overridden
 from echelon.compat.lightning.pytorch.logged import How, Results
 from echelon.compat.lightning.pytorch.manual import ManualUnit
 from echelon.compat.trainer.rank import Outputs
@@ -239,9 +239,8 @@ class Hooking(Outputs):
 
     def _call_callbacks(self, name: str, callbacks: list[Any], args: tuple[Any, ...]) -> None:
         for callback in callbacks:
-            own = getattr(callback, name, None)
-            if own is not None and getattr(own, "__func__", own) is not getattr(Callback, name, None):
-                own(self.trainer, self.module, *args)
+            if overridden(name, callback, Callback):
+                getattr(callback, name)(self.trainer, self.module, *args)
 
     # --- what is logged
 

@@ -326,7 +326,7 @@ class Session(Hooking, Work):
 
     def _evaluation_loader(self, phase: str, given: Any) -> Chain | None:
         trainer, name = self.trainer, _LIMITS[phase]
-        chosen, limit = data.given_loaders(phase, given, self.module, self.given_datamodule), trainer.limit(name)
+        chosen, limit = data.given_loaders(name, given, self.module, self.given_datamodule), trainer.limit(name)
         if chosen is None or limit == 0:
             return None
         if trainer.overfit_batches and phase == "validation":
