@@ -87,6 +87,26 @@ class Teaches(Autoencoder):
                 teacher.lerp_(student, 0.5)
 
 
+class ClipsAfterBackward(Classifier):
+    def on_after_backward(self) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+def _clipped(strategy: str) -> dict[str, torch.Tensor]:
+    module, trainer = made(ClipsAfterBackward), Trainer(max_epochs=2, strategy=strategy, **QUIET)
+    trainer.fit(module, DataLoader(images(22), batch_size=8 // trainer.world_size))  # the last batch is a short one
+    state = trainer.unit.prepared_modules()["module"].state().state_dict()
+    return {name: whole(each).detach() for name, each in state.items()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_hook_clips_the_gradients_of_the_global_batch(strategy: str, ranks: Any) -> None:
+    """They had the scale of a whole batch in each, also in a short one."""
+    want = _clipped("auto")
+    for weights in ranks(2, _clipped, strategy):
+        assert largest_difference(weights, want) < 1e-12
+
+
 @pytest.mark.full(but=("fsdp",))
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
 def test_one_rank_and_two_train_as_plain_pytorch_does(strategy: str, ranks: Any) -> None:

@@ -19,6 +19,7 @@ from echelon.loop.auto.update import Update
 from echelon.loop.state import State
 from echelon.loop.unit import AppStateMixin
 from echelon.parallel.names import class_name
+from echelon.parallel.prepared import MicroBatch
 from echelon.parallel.shards import reshard
 
 __all__ = ["AutomaticUnit"]
@@ -29,10 +30,15 @@ logger = logging.getLogger(__name__)
 class HookedUpdate(Update):
     """The update, from the loss to the optimizer's step, with Lightning's hooks."""
 
-    def backward(self, unit: Any, state: State, loss: torch.Tensor, *args: Any, **options: Any) -> None:
+    def backward(self, unit: Any, state: State, loss: torch.Tensor, micro_batch: MicroBatch[Any], **options: Any) -> None:
         self.before_backward(unit, loss)
-        super().backward(unit, state, loss, *args, **options)
-        self.after_backward(unit)
+        super().backward(unit, state, loss, micro_batch, **options)
+        if not micro_batch.is_last:
+            self.after_backward(unit)
+
+    def finish(self, unit: Any, state: State) -> None:
+        super().finish(unit, state)
+        self.after_backward(unit)  # only now are the gradients, which the hook may clip, those of the global batch
 
     # These two are called by the reference of `echelon prove`, too, which has a backward pass of its own.
 
