@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 import echelon as ech
 from echelon.common.errors import UsageError
@@ -21,6 +22,7 @@ from echelon.parallel.gradients.unreduced_params import after_backward
 from echelon.world.mesh import ParallelDims
 from tests.conftest import Ranks
 from tests.kit.models import Batch, Net, batch, largest_difference, net, plain_training, seeded, whole
+from tests.kit.own_loops import own_loop
 from tests.kit.refusals import answer, refusal
 from tests.kit.units import Own as Steps
 from tests.kit.units import Regression, under_each
@@ -417,3 +419,39 @@ def test_a_line_search_decides_by_the_loss_of_all_ranks(ranks: Ranks, search: st
         optimizer.step(closure)
     for got in ranks(2, _searched, "ddp", search):
         assert largest_difference(got, whole(module)) < 1e-8
+
+
+def _whole_weight(parameter: Any) -> torch.Tensor:
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+def _read_outside(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A penalty on weights, and a term in which rows meet a block's weight, whose shards only the block's own forward gathers."""
+    out, weights = model(x), {n.removeprefix("module."): _whole_weight(p) for n, p in model.named_parameters()}
+    penalty = 0.01 * torch.stack([weight.abs().sum() for weight in weights.values()]).sum()
+    return nn.functional.mse_loss(out + x @ weights["blocks.0.0.weight"][:4, :1], y) + penalty
+
+
+def _trained_outside(layout: str, accumulate: int) -> dict[str, torch.Tensor]:
+    loader = DataLoader(TensorDataset(*batch(7, 0)), 4 // accumulate)  # the last update is of two rows and one
+    return whole(own_loop(net(), loader, _read_outside, epochs=2, layout=layout, accumulate=accumulate))
+
+
+@pytest.mark.parametrize(
+    ("size", "layout", "accumulate"),
+    [
+        (2, "fsdp", 1),
+        pytest.param(2, "fsdp", 2, marks=pytest.mark.full),
+        pytest.param(2, "zero2", 1, marks=pytest.mark.full),
+        pytest.param(4, "dp_shard=2,tp=2", 1, marks=pytest.mark.full),
+    ],
+)
+def test_a_weight_that_the_loss_reads_has_the_gradient_of_all_ranks_samples(
+    ranks: Ranks, size: int, layout: str, accumulate: int
+) -> None:
+    """Each shard got that of its own rank's, in silence, at the scale of its part of the batch."""
+    (x, y), sgd = batch(7, 0), lambda parameters: torch.optim.SGD(parameters, 0.1)
+    windows = [[(x[:4], y[:4])], [(x[4:], y[4:])]] * 2
+    want, _, _ = plain_training(windows, optimizer=sgd, loss_of=_read_outside)
+    for got in ranks(size, _trained_outside, layout, accumulate):
+        assert largest_difference(got, want) < 1e-12

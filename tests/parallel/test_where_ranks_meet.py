@@ -52,7 +52,7 @@ REASONS = {
     LEFT_OUT: "_Reduction.__init__",
     LOCAL: "distribute_experts fill_in install",
     PASSES: (
-        "Dispatch.__call__ TreeReduceScatter.__call__ _Whole.backward "
+        "Dispatch.__call__ TreeReduceScatter.__call__ _Averaged.backward _Whole.backward "
         "_Whole.forward _all _in_chunks _own_of_sum _softmax _sum _whole _words_of gathered_copy probe reduce_bucket"
     ),
     STAGES: "Pipeline.window Walk._on_all",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from echelon.parallel.patching import class_for_now, replace, replace_of_class, 
 __all__ = [
     "GatheredInPasses",
     "authors_classes",
+    "average_reads",
     "gathered_copy",
     "is_fully_sharded",
     "is_split",
@@ -172,6 +174,54 @@ def watch_numbers() -> None:
             replace_of_class(kind, name, "shards", _watched(getattr(kind, name)))
     if "data" not in vars(kind):
         replace_of_class(kind, "data", "shards", property(_DATA.__get__, _put))
+
+
+# Groups of ranks over which `fully_shard` averages gradients.
+_averaging: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def average_reads(groups: Iterable[dist.ProcessGroup | None]) -> None:
+    """From now on, a gradient that comes to a shard through `full_tensor()` is the mean over these groups of ranks, as that of
+    `fully_shard` is, which does not see it.
+
+    A penalty on weights, or a head tied to the embedding of a block, is read so. torch takes the gradient of a gathered tensor to
+    be equal on all ranks: each shard would get that of its own rank's samples, at the scale of this rank's part of the batch.
+    """
+    _averaging.update(known for group in groups if (known := group or dist.group.WORLD) is not None)
+    kind: Any = imported("torch.distributed.tensor", "DTensor")
+    if not any(name == "full_tensor" for name, _ in replaced(kind)):
+        replace_of_class(kind, "full_tensor", "shards", _averaged(kind.full_tensor))
+
+
+def _averaged(gather: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(gather)
+    def full_tensor(tensor: Any, **options: Any) -> torch.Tensor:
+        gathered = gather(tensor, **options)
+        if gathered.requires_grad and options.get("grad_placements") is None:
+            mesh = tensor.device_mesh
+            groups = [group for i in range(mesh.ndim) if (group := mesh.get_group(i)) in _averaging]
+            if groups:
+                gathered = _Averaged.apply(gathered, groups)  # type: ignore[no-untyped-call]
+        return gathered
+
+    return full_tensor
+
+
+class _Averaged(torch.autograd.Function):
+    """The tensor itself. The backward pass averages its gradient over the groups of ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
+        ctx.groups = groups
+        ctx.crosses_ranks = True  # gradients of other ranks' losses arrive here: `pass_zeros` must not stop them
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        mean = gradients[0].clone(memory_format=torch.contiguous_format)
+        for group in ctx.groups:
+            dist.all_reduce(mean.div_(dist.get_world_size(group)), group=group)
+        return mean, None
 
 
 @contextmanager

@@ -58,7 +58,7 @@ from echelon.parallel.names import Kind, class_name, register
 from echelon.parallel.prepared import NO_CONTEXT, Form, MicroBatch, Prepared
 from echelon.parallel.recipe.blocks import Blocks, blocks_by_policy, chosen_blocks
 from echelon.parallel.recipe.recipe import Recipe
-from echelon.parallel.shards import GatheredInPasses, is_fully_sharded, is_split, local, refuse_copies, reshard
+from echelon.parallel.shards import GatheredInPasses, average_reads, is_fully_sharded, is_split, local, refuse_copies, reshard
 from echelon.parallel.state.sharded import take_whole_states, tell_when_module_is_pickled
 from echelon.parallel.strategy import Strategy
 from echelon.parallel.tensor.tensor import check_same_loss, check_whole_layers
@@ -102,6 +102,7 @@ class FSDPPrepared(Prepared[nn.Module]):
         self._is_checked = self._is_known = self._compares_calls = False
         self.passes = GatheredInPasses(module)
         self.guards += [SplitMessages(module), LostWrites(module, self.passes)]
+        average_reads(self.data.groups)
         refuse_copies(module)
 
     def _adopt(self) -> None:

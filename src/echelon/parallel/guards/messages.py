@@ -121,9 +121,10 @@ def meaning(module: nn.Module, text: str) -> str | None:
                 f"if code outside of it reads its weight; and take the loss from a call of {name} itself, not of a part of it."
             )
         return (
-            f"the loss must come from a call of {name} itself: its parameters are split over the ranks, and only its forward "
-            "gathers them; a direct call of a method or a submodule, or a read of a parameter, does not. Do the work in forward, "
-            "chosen by an argument; or train under 'ddp' or 'zero1'. Give a copy of it, such as an average or a target, to "
+            f"the loss must come from a call of {name} itself: its parameters are split over the ranks, as their gradients are, "
+            "and only its forward gathers them; a direct call of a method or a submodule, or a read of a parameter, does not. Do "
+            "the work in forward, chosen by an argument, and read a block's parameter in the block's own forward, or by "
+            "full_tensor() on all ranks; or train under 'ddp' or 'zero1'. Give a copy of it, such as an average or a target, to "
             "prepare() together with it, so that the copy is split alike; buffers stay whole, so average them separately from "
             "parameters (ModelEmaV3(foreach=False), AveragedModel(use_buffers=False)). Outside of forward, "
             "parameter.new_zeros(...) makes a DTensor: use torch.zeros(..., device=...)."
