@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torchmetrics import SumMetric
 
 import echelon as ech
 from echelon.checkpoint import commit, manifest
@@ -372,3 +373,70 @@ def test_on_another_number_of_ranks_all_have_rank_0s(ranks: Ranks, tmp_path: Pat
     unit = Sums(layout="none")
     assert ech.DistributedCheckpointSaver.restore_from_latest(tmp_path, unit)
     assert torch.equal(unit.seen.value, first[0][1]) and "the state of seen differed" in caplog.text
+
+
+class CountsRows(Regression):
+    """Logs how many rows it saw, by a metric object and as a sum; so does `CountsItself`, over an epoch."""
+
+    def __init__(self) -> None:
+        super().__init__(module=net(), accumulate=2, layout="ddp" if dist.is_initialized() else None)
+        self.rows = SumMetric()
+
+    def compute_loss(self, state: ech.State, data: Any) -> Any:
+        if self.module.training:
+            self.rows.update(len(data[0]))
+            state.log("rows", self.rows)
+            state.log("sum", data[0].sum(), reduce="sum")
+        return super().compute_loss(state, data[:2])
+
+
+class CountsItself(ech.TrainUnit[Any], ech.EvalUnit[Any]):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module, self.rows = net(), SumMetric()
+        self.optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+
+    def train_step(self, state: ech.State, data: Any) -> None:
+        self.rows.update(len(data[0]))
+        state.log("rows", self.rows)
+        state.log("sum", data[0].sum(), reduce="sum")
+        state.log("most", data[0].max(), reduce="max")
+        state.log("mean", data[0].mean())
+
+    def eval_step(self, state: ech.State, data: Any) -> None:
+        state.log("y", data[1].mean())
+
+
+def _killed(state: ech.State, unit: Any, *_: Any) -> None:
+    """In the second epoch, of three."""
+    if unit.train_progress.num_epochs_completed >= 1 and unit.train_progress.num_updates_completed >= 10:
+        raise KeyError("killed")
+
+
+KILLED_AT = ["on_train_step_end", "on_train_epoch_end", "on_eval_start", "on_eval_end", "on_train_end"]
+
+
+def _trained(kind: Any, every: int | str, *callbacks: Any, **options: Any) -> dict[str, float]:
+    rows = list(torch.utils.data.TensorDataset(*batch(48, 0)))
+    loader = ech.Loader(rows, 8 if kind is CountsRows else 4, shuffle=True)
+    evaluation = [batch(4, 1)]
+    return ech.train(kind(), loader, eval=evaluation, eval_every=every, max_epochs=3, callbacks=[*callbacks], **options)
+
+
+def _numbers_after_a_kill(folder: str, kind: Any, every: int | str) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """The numbers of a whole run; and by the place of a kill, those of a run that went on from there."""
+    found = {}
+    for at in KILLED_AT:
+        saved = ech.Checkpoints(f"{folder}/{kind.__name__} {at} {every}", every=3)
+        with pytest.raises(KeyError):
+            _trained(kind, every, Hooks(**{at: _killed}), checkpoints=saved)
+        found[at] = _trained(kind, every, checkpoints=saved)
+    return _trained(kind, every), found
+
+
+@pytest.mark.parametrize("kind", [CountsRows, CountsItself])
+@pytest.mark.parametrize("every", ["epoch", pytest.param(3, marks=pytest.mark.full)])
+def test_the_numbers_of_a_run_are_the_same_after_any_kill(ranks: Ranks, tmp_path: Path, kind: Any, every: int | str) -> None:
+    """A metric object of an epoch, an epoch's totals, and the latest numbers, which a run that is done has, too."""
+    for whole_run, found in ranks(2, _numbers_after_a_kill, str(tmp_path), kind, every):
+        assert found == dict.fromkeys(KILLED_AT, whole_run)

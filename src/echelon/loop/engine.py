@@ -125,6 +125,7 @@ class Run:
         self._agree_on_agreeing()
         self._agree_to_stop()
         self._take_up_streams()
+        self._take_up_logged(stage)
         total = phase_state.total_updates(self._inner.steps_until(updates=1))
         self._reporting.training_begins(total, progress.num_updates_completed, reached=phase_state.limit_of(progress))
 
@@ -132,6 +133,15 @@ class Run:
         """Load the RNG states of a restored unit, whatever the script has drawn since it was saved."""
         if (streams := self._inner.resumes_with) is not None:
             rng.load_states(streams)
+
+    def _take_up_logged(self, stage: Stage) -> None:
+        """Go on with what a restored unit had logged. Of an epoch that had ended when it was saved, that is settled now."""
+        if (logged := self._inner.resumes_logged) is None:
+            return
+        self._inner.resumes_logged = None
+        self.state.logged.load_state_dict(logged, self._inner.tracked_metrics())
+        if stage.progress.num_steps_completed_in_epoch == 0:
+            self._settle_logged(stage)
 
     def _let_go(self) -> None:
         for each in self._stages.values():  # ends the loaders' workers now, without waiting for the garbage collector

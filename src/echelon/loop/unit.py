@@ -136,6 +136,7 @@ class Unit(AppStateMixin):
         restored_from: the checkpoint that the unit was last restored from.
         has_updated: whether the latest training step made, or skipped, an update. A user's own `train_step` always does.
         resumes_with: this rank's RNG states from the restored checkpoint, until training continues.
+        resumes_logged: what this rank had logged by then, likewise.
     """
 
     reports_own_steps = False
@@ -146,6 +147,7 @@ class Unit(AppStateMixin):
     may_lack: tuple[str, ...] = ()
     restored_from: str | None = None
     resumes_with: dict[str, Any] | None = None
+    resumes_logged: dict[str, Any] | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

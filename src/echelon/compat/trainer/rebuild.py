@@ -26,8 +26,8 @@ __all__ = ["Parcel", "own_attributes", "pack", "rebuild", "unpack"]
 # Built at first use, over the current module; and what `build_from` notes at its end.
 _MADE_LATER = frozenset({"optimizer", "lr_scheduler", "several", "swa_scheduler", "own_schedule", "_reports_step"})
 _MADE_LATER |= {"built_attributes"}
-# RNG states of this rank: with them, other ranks would draw the same numbers for different samples.
-_OF_RANK = frozenset({"resumes_with"})
+# Of this rank: with its RNG states, other ranks would draw the same numbers for different samples.
+_OF_RANK = frozenset({"resumes_with", "resumes_logged"})
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ class RollBack(Callback):
             self.saver.dirpath, ordered, unit, loader, RestoreOptions(), fall_back=True, rolls_back=True
         ):
             raise DivergedError(f"{what}, and {self.saver.dirpath} holds no earlier checkpoint to roll back to.")
-        unit.resumes_with = None  # training continues from the restored state at once
+        unit.resumes_with = unit.resumes_logged = None  # training continues from the restored state at once
         progress.skipped = skipped
         state.go_on_from_progress()
         back, self._limit_is_good_for = progress.num_updates_completed, 0

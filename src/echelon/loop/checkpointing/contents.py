@@ -61,6 +61,7 @@ def take(
     own: dict[str, Any] = {
         "streams": unit.resumes_with or rng.states(),  # resumes_with: restored, and not trained since
         "metrics": {name: share_of(metric) for name, metric in metrics.items()},
+        "logged": state.logged.state_dict(numbers.numbers(state, unit), metrics),
     }
     for name, prepared in unit.prepared_modules().items():
         for key, value in prepared.extras.state_dict().items():

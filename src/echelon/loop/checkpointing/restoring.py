@@ -46,7 +46,7 @@ __all__ = ["BY_RANK", "chosen_of", "differs_by_rank", "read_on_beside", "restore
 logger = logging.getLogger(__name__)
 
 # Keys of per-rank state that do not belong to a layout.
-_OWN = ("streams", "metrics", "others", "train_dataloader", "eval_dataloader", "predict_dataloader")
+_OWN = ("streams", "metrics", "logged", "others", "train_dataloader", "eval_dataloader", "predict_dataloader")
 
 
 def restore_first(
@@ -199,7 +199,9 @@ def _own(path: Location, manifest: dict[str, Any]) -> dict[str, Any] | None:
         return None
     # The state of a local SGD worker is checked where it is loaded.
     extras = {key: {str: dict if key == "worker" else [str]} for key in own if key not in _OWN}
-    if not fits({"others": {}, **own}, {"streams": dict, "metrics": dict, "others": {str: dict}, **extras}):
+    own.setdefault("logged", {"numbers": {}, "totals": {}, "metrics": {}})  # of an older release
+    logged = {"numbers": {str: float}, "totals": {str: list}, "metrics": {str: str}}
+    if not fits({"others": {}, **own}, {"streams": dict, "metrics": dict, "logged": logged, "others": {str: dict}, **extras}):
         raise CheckpointCorruptError(
             f"{path} holds per-rank state that echelon does not write: {', '.join(map(repr, own))}.", path=str(path)
         )
@@ -219,7 +221,7 @@ def _load_own(
     # The ranks agree first: RNG states must be restored on all of them or on none.
     if not agree.any_rank(own is None) and own is not None:
         store.on_each(path, lambda: _load_streams(path, own["streams"]))
-        unit.resumes_with = own["streams"]
+        unit.resumes_with, unit.resumes_logged = own["streams"], own["logged"] if metrics else None
         for name, metric in unit.tracked_metrics().items():
             if metrics and name in own["metrics"]:
                 load_share(metric, own["metrics"][name])
@@ -231,7 +233,7 @@ def _load_own(
         for name, prepared in unit.prepared_modules().items():
             prepared.extras.load_state_dict({key: own[key][name] for key in own if key not in _OWN and name in own[key]})
     elif isinstance(unit, TrainedUnit):
-        unit.resumes_with = None  # may be left from another checkpoint
+        unit.resumes_with = unit.resumes_logged = None  # may be left from another checkpoint
         rng.renew(unit.train_progress.num_updates_completed)
         if by_rank and fits(by_rank, [str]) and agree.is_rank0():
             logger.warning(

@@ -139,12 +139,14 @@ class Logged:
         weight: the weight of a value in a mean: a number, or a 0-dim tensor.
         latest: the latest reduced numbers, by phase and name, the same on all ranks; for callbacks that monitor one.
         evaluated_at: training steps completed when the latest evaluation ended; None before the first.
+        before: the run's latest numbers when the checkpoint was saved from which it goes on.
     """
 
     def __init__(self) -> None:
         self.weight: Any = 1.0
         self.latest: dict[str, dict[str, Any]] = {}
         self.evaluated_at: int | None = None
+        self.before: dict[str, float] = {}
         self._takes_part: set[str] = set()  # phases in which this rank computes a loss, in the current update or evaluation
         self._totals: dict[str, dict[str, Total]] = {}  # by phase
         self._metrics: dict[str, dict[str, Any]] = {}
@@ -266,6 +268,31 @@ class Logged:
         took_part = phase in self._takes_part
         self._takes_part.discard(phase)
         return took_part
+
+    def state_dict(self, numbers: dict[str, float], metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """What this rank has logged of the training epoch so far.
+
+        Args:
+            numbers: the run's latest numbers.
+            metrics: the unit's, by attribute.
+        """
+        attributes = {id(metric): name for name, metric in metrics.items()}
+        logged = {name: attributes.get(id(metric)) for name, metric in self._metrics.get("train", {}).items()}
+        return {
+            "numbers": numbers,
+            "totals": {name: [total.reduce, *total.share()] for name, total in self._totals.get("train", {}).items()},
+            "metrics": {name: attribute for name, attribute in logged.items() if attribute is not None},
+        }
+
+    def load_state_dict(self, saved: dict[str, Any], metrics: Mapping[str, Any]) -> None:
+        """Go on with the epoch. A metric that only the rest of the epoch would name is reduced, and begins anew, at its end."""
+        self.before = saved["numbers"]
+        for name, (reduce, sums, greatest) in saved["totals"].items():
+            total = self._totals.setdefault("train", {})[name] = total_of(reduce)
+            total.restore(sums, greatest)
+        named = {name: metrics[attribute] for name, attribute in saved["metrics"].items() if attribute in metrics}
+        if named:
+            self._metrics["train"] = named
 
     def settled(self) -> dict[str, Any]:
         """Take the reduced numbers of the latest update: numbers, or 0-dim tensors on a device. A second call gives none."""

@@ -56,7 +56,9 @@ def number(name: str, state: Any, unit: Any, phase: str | None = None) -> tuple[
 
 
 def numbers(state: Any, unit: Any) -> dict[str, float]:
-    """The latest numbers of a run over all ranks, by their names in metrics.jsonl; the same on each rank."""
+    """The latest numbers of a run over all ranks, also of before its checkpoint, by their names in metrics.jsonl; the same on
+    each rank.
+    """
     latest = state.logged.latest if isinstance(state.logged, Logged) else {}
     by_name = {
         ("" if phase == "train" else f"{phase}_") + name: value for phase in latest for name, value in latest[phase].items()
@@ -65,7 +67,8 @@ def numbers(state: Any, unit: Any) -> dict[str, float]:
         by_name["loss"] = loss
     if state.eval_state is not None and getattr(unit, "has_eval_loss", False):
         by_name["eval_loss"] = unit.eval_loss
-    return {name: float(value) for name, value in by_name.items()}
+    before = state.logged.before if isinstance(state.logged, Logged) else {}
+    return before | {name: float(value) for name, value in by_name.items()}
 
 
 def _look(name: str, state: Any, unit: Any, phase: str | None) -> list[Any] | str:
