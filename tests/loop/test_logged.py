@@ -561,3 +561,23 @@ def test_a_number_read_of_split_parameters_between_steps_is_told_once_with_its_l
     for read in WHOLE if layout == "fsdp" else ():
         assert ranks(2, _told_of_reading, read, layout) == [[], []]
     assert ranks(2, _told_of_reading, "norm", "ddp") == [[], []]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"numbers": []},
+        {"numbers": {"x": "1"}},
+        {"totals": {"x": {}}},
+        {"totals": {"x": {"mean": [[1.0], []]}}},
+        {"totals": {"x": {"median": [[1.0, 1.0], []]}}},
+        {"totals": {"x": {"max": [[], [1.0]]}}},
+        {"totals": {"x": {"max": [[], [1.0, 1.0], []]}}},
+        {"metrics": {"x": 1}},
+    ],
+)
+def test_logged_numbers_of_a_checkpoint_are_parsed_strictly(wrong: dict[str, Any]) -> None:
+    right: dict[str, Any] = {"numbers": {"x": 1.0}, "totals": {"y": {"mean": [[1.0, 2.0], []]}}, "metrics": {"z": "z"}}
+    Logged().load_state_dict(right, {})
+    with pytest.raises(ValueError, match=r"must be|unpack"):
+        Logged().load_state_dict(right | wrong, {})

@@ -31,6 +31,7 @@ from echelon.hf.conversion import lays_for
 from echelon.loop.checkpointing import changes
 from echelon.loop.checkpointing.frozen import train_as_saved, without_frozen
 from echelon.loop.checkpointing.options import RestoreOptions
+from echelon.loop.records.logged import Logged
 from echelon.loop.records.metrics import load_share
 from echelon.loop.unit import TrainedUnit, Unit
 from echelon.loop.validate import accumulation_of
@@ -200,12 +201,20 @@ def _own(path: Location, manifest: dict[str, Any]) -> dict[str, Any] | None:
     # The state of a local SGD worker is checked where it is loaded.
     extras = {key: {str: dict if key == "worker" else [str]} for key in own if key not in _OWN}
     own.setdefault("logged", {"numbers": {}, "totals": {}, "metrics": {}})  # of an older release
-    logged = {"numbers": {str: float}, "totals": {str: list}, "metrics": {str: str}}
-    if not fits({"others": {}, **own}, {"streams": dict, "metrics": dict, "logged": logged, "others": {str: dict}, **extras}):
+    wanted = {"streams": dict, "metrics": dict, "logged": dict, "others": {str: dict}, **extras}
+    if not fits({"others": {}, **own}, wanted) or not _can_go_on(own["logged"]):
         raise CheckpointCorruptError(
             f"{path} holds per-rank state that echelon does not write: {', '.join(map(repr, own))}.", path=str(path)
         )
     return own
+
+
+def _can_go_on(logged: dict[str, Any]) -> bool:
+    try:
+        Logged().load_state_dict(logged, {})
+    except ValueError:
+        return False
+    return True
 
 
 def _load_own(

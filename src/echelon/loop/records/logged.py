@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from echelon.checkpoint.strict import fits
 from echelon.common.errors import LoggerError, RanksDisagreeError, require
 from echelon.parallel.shards import whole
 from echelon.world import agree
@@ -280,15 +281,24 @@ class Logged:
         logged = {name: attributes.get(id(metric)) for name, metric in self._metrics.get("train", {}).items()}
         return {
             "numbers": numbers,
-            "totals": {name: [total.reduce, *total.share()] for name, total in self._totals.get("train", {}).items()},
+            "totals": {name: {total.reduce: total.share()} for name, total in self._totals.get("train", {}).items()},
             "metrics": {name: attribute for name, attribute in logged.items() if attribute is not None},
         }
 
     def load_state_dict(self, saved: dict[str, Any], metrics: Mapping[str, Any]) -> None:
-        """Go on with the epoch. A metric that only the rest of the epoch would name is reduced, and begins anew, at its end."""
+        """Go on with the epoch. A metric that only the rest of the epoch would name is reduced, and begins anew, at its end.
+
+        Raises:
+            ValueError: `saved` is no state that this class writes.
+        """
+        if not fits(saved, {"numbers": {str: float}, "totals": {str: {str: [[float]]}}, "metrics": {str: str}}):
+            raise ValueError("logged numbers of a checkpoint must be numbers, totals and metrics by name")
         self.before = saved["numbers"]
-        for name, (reduce, sums, greatest) in saved["totals"].items():
+        for name, parts in saved["totals"].items():
+            ((reduce, (sums, greatest)),) = parts.items()
             total = self._totals.setdefault("train", {})[name] = total_of(reduce)
+            if reduce not in REDUCTIONS or list(map(len, total.share())) != [len(sums), len(greatest)]:
+                raise ValueError(f"{name!r} of a checkpoint must be a {', '.join(REDUCTIONS)} with its parts, got {parts}")
             total.restore(sums, greatest)
         named = {name: metrics[attribute] for name, attribute in saved["metrics"].items() if attribute in metrics}
         if named:
