@@ -91,8 +91,9 @@ def train(
             separately), the unit's steps, and all hooks of unit and callbacks; within `fit`, also those of evaluations.
         older: `max_steps` and `max_steps_per_epoch`, which counted micro-batches.
     Returns:
-        the latest numbers of this call over all ranks, by their names in metrics.jsonl: "loss", the numbers given to `state.log`,
-        and those of the latest evaluation, with "eval_" before their names. Empty if nothing was left to train.
+        the latest numbers over all ranks, of this call and of the checkpoint that it continues from, by their names in
+        metrics.jsonl: "loss", the numbers given to `state.log`, and those of the latest evaluation, with "eval_" before their
+        names. Empty if nothing was restored and nothing was left to train.
     Raises:
         SystemExit: with code 75: a signal asked the run to stop before it was complete (docs/checkpoints.md).
         UnitError: the unit has no training step.
