@@ -53,7 +53,8 @@ def place(
     done.update(todo)
     if init is not None:
         _fill(todo, init)
-    tensors = dict.fromkeys(t for m in todo for t in (*m.parameters(recurse=False), *m.buffers(recurse=False)))
+    # By name: a module's own `parameters` may take no `recurse`.
+    tensors = dict.fromkeys(t for m in todo for _, t in (*m.named_parameters(recurse=False), *m.named_buffers(recurse=False)))
     for tensor in tensors:
         # channels_last, a transposed weight: a shard of it would not be contiguous
         if tensor.layout is torch.strided and not (tensor.is_meta or is_split(tensor) or tensor.is_contiguous()):
