@@ -184,8 +184,8 @@ def train() -> None:
         Path(folder[0], f"{ech.rank()}.json").write_text(json.dumps(told))
 
 
-def planned(case: Case, device: str | None) -> dict[str, Any]:
-    words = ["--gpus", str(case.ranks), "--nodes", "1", "--only", "yours", "--json", *(["--device", device] if device else [])]
+def planned(case: Case, device: str) -> dict[str, Any]:
+    words = ["--gpus", str(case.ranks), "--nodes", "1", "--only", "yours", "--json", "--device", device]
     done = subprocess.run(
         [sys.executable, "-m", "echelon", "plan", *words, str(HERE), "train", *case.words],
         capture_output=True,
@@ -227,6 +227,8 @@ def main() -> None:
     parser.add_argument("--time", action="store_true", help="calibrate this machine, and compare seconds, too")
     arguments = parser.parse_args()
     rows, facts = [], {}
+    cpu = Path(tempfile.gettempdir(), "plan-cpu.toml")
+    cpu.write_text("overlaps = false\n")
     devices: dict[int, str] = {}
     for case in CASES:
         if (arguments.model and case.model not in arguments.model) or (
@@ -237,7 +239,7 @@ def main() -> None:
             devices[case.ranks] = str(Path(tempfile.gettempdir(), f"plan-cpu-{case.ranks}.toml"))
             calibrate = ["--calibrate", devices[case.ranks], "--gpus", str(case.ranks)]
             subprocess.run([sys.executable, "-m", "echelon", "plan", *calibrate], check=True, capture_output=True)
-        plan, real = planned(case, devices.get(case.ranks)), measured(case, _OWN_MEMORY)
+        plan, real = planned(case, devices.get(case.ranks, str(cpu))), measured(case, _OWN_MEMORY)
         if arguments.time:
             real["seconds"] = measured(case, {})["seconds"]
         facts[f"{case.model} {case.ranks} {case.said}"] = {"planned": plan, "measured": real}

@@ -85,6 +85,17 @@ def test_each_layout_holds_what_it_says(plan: Callable[..., subprocess.Completed
     assert layouts["ddp"]["flops"] == 2 * rows * WIDTH * WIDTH * (3 * DEPTH - 1)
 
 
+def test_on_cpus_gloo_collects_a_whole_tensor_in_a_buffer_of_its_own(
+    plan: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """Measured with torch 2.13: an all-gather or a reduce-scatter takes as many bytes more as its whole tensor has."""
+    (tmp_path / "cpu.toml").write_text("overlaps = false\n")
+    words = ("--gpus", "2", "--json", "--only", "fsdp")
+    on_gpu, on_cpu = (told(plan(UNIT + TRAINS, *words, *more))["fsdp"] for more in ((), ("--device", "cpu.toml")))
+    layer = 4 * (WIDTH * WIDTH + WIDTH)
+    assert layer <= on_cpu["peak"] - on_gpu["peak"] <= 2 * layer  # of a unit
+
+
 @pytest.mark.full
 def test_a_loop_of_ones_own_is_traced_and_values_are_made_up(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     script = LOOP.replace("WIDTH", str(WIDTH)).replace("DEPTH", str(DEPTH))

@@ -148,6 +148,8 @@ def test_measured_products_are_read_between_their_sizes() -> None:
     device = replace(PLAIN, products=(("float32", 1e3, 10.0), ("float32", 1e5, 30.0)))
     assert [device.product_rate("float32", flops, ()) for flops in (1, 1e4, 1e9)] == [10.0, pytest.approx(20.0), 30.0]
     assert device.product_rate("bfloat16", 1, ()) == 1e9  # not measured
+    device = replace(device, convolutions=(("float32", 1e3, 7.0),))
+    assert device.product_rate("float32", 1e4, ()) == 7.0 and device.product_rate("float32", 1e4, (1, 2, 3, 4)) == 20.0
 
 
 def test_operators_wait_for_the_collective_whose_result_they_read() -> None:
@@ -303,7 +305,7 @@ def test_a_device_is_read_as_it_was_written(tmp_path: Path) -> None:
     mine = Device(
         "mine", 2**30, {"float32": 1e9}, 1e9, processors=4, overlaps=False, node=2e9, domain=2, attention=(0.5, 0.25),
         products=(("bfloat16", 1e3, 1e9), ("float32", 1e6, 1e9)), collectives=(Measured("all-reduce", 2, 1e-5, 1e9),),
-        attentions=(("aten", 64, 256, 1e9), ("mine", 128, 512, 2e9)),
+        convolutions=(("float32", 1e6, 5e8),), attentions=(("aten", 64, 256, 1e9), ("mine", 128, 512, 2e9)),
     )  # fmt: skip
     for device in (mine, DEVICES["gb200"], PLAIN):
         if all(each.latency for each in device.collectives):
@@ -360,6 +362,8 @@ def test_a_machine_is_measured_by_ranks_that_compute_at_a_time(tmp_path: Path) -
         (kind, 2) for kind in ("all-reduce", "all-gather", "reduce-scatter")
     ]
     assert made.attention[0] > 0 and made.least > 0 and made.memory > 0
+    assert {kind for kind, _, _ in made.convolutions} == {"float32", "bfloat16"} and all(row[2] > 0 for row in made.convolutions)
+    assert [row[:3] for row in made.attentions] == [("aten", 64.0, 256.0)]  # in bfloat16
     (tmp_path / "here.toml").write_text(written(made))
     again = device_named(str(tmp_path / "here.toml"))
     assert again.bandwidth == pytest.approx(made.bandwidth, rel=1e-5) and len(again.collectives) == 3

@@ -54,6 +54,7 @@ class Device:
             memory's bandwidth. 1.189 is the mean over training of GPT and LLaMA on A100, H100, MI210 and MI250
             (arXiv 2507.03114).
         products: measured rates that replace `reached`: (dtype, FLOP of a product, FLOP/s).
+        convolutions: likewise; without them, those of products.
         attentions: measured rates that replace `attention`: (kernel, by the namespace of its operator, aten for torch's own;
             head dim; keys that a query sees on average; FLOP/s).
         collectives: measured; replace `node` and `network`.
@@ -76,6 +77,7 @@ class Device:
     capability: tuple[int, int] = (9, 0)
     contention: float = 1.189
     products: tuple[tuple[str, float, float], ...] = ()
+    convolutions: tuple[tuple[str, float, float], ...] = ()
     attentions: tuple[tuple[str, float, float, float], ...] = ()
     collectives: tuple[Measured, ...] = ()
 
@@ -96,9 +98,9 @@ class Device:
         products reach, minus the loss when tiles of 128 x 256, 256 x 128 or 128 x 128 do not fill the last round over all
         processors. Source: NVIDIA, "Matrix Multiplication Background User's Guide", sections on tile and wave quantization.
         """
-        measured = [(size, rate) for kind, size, rate in self.products if kind == dtype]
-        if measured:
-            return _between(measured, flops)
+        for rates in (self.products,) if shape else (self.convolutions, self.products):
+            if measured := [(size, rate) for kind, size, rate in rates if kind == dtype]:
+                return _between(measured, flops)
         return self.peak_of(dtype) * self.reached * (_filled(shape, self.processors) if self.processors and shape else 1.0)
 
     def attention_rate(self, name: str, dtype: str, shape: tuple[int, ...], *, backward: bool) -> float:
@@ -253,6 +255,7 @@ def device_named(name: str) -> Device:
 _NUMBERS = ("bandwidth", "reached", "copied", "least", "contention", "node", "network", "host")
 _TABLES = {
     "products": ("dtype", "flop", "rate"),
+    "convolutions": ("dtype", "flop", "rate"),
     "attentions": ("kernel", "head", "keys", "rate"),
     "collectives": tuple(each.name for each in fields(Measured)),
 }
@@ -273,7 +276,7 @@ def _from_file(path: Path) -> Device:
     values |= {name: tuple(values[name]) for name in ("attention", "capability") if name in values}
     measured = {
         name: tuple(sorted(tuple(row[each] for each in _TABLES[name]) for row in values.pop(name, ())))
-        for name in ("products", "attentions")
+        for name in ("products", "convolutions", "attentions")
     }
     collectives = tuple(Measured(**row) for row in values.pop("collectives", ()))
     return Device(**({"name": path.stem} | values | measured), collectives=collectives)
@@ -323,8 +326,9 @@ def written(device: Device) -> str:
     rows += [f"overlaps = {str(device.overlaps).lower()}", "attention = [{:.4g}, {:.4g}]".format(*device.attention)]
     rows.append("capability = [{}, {}]".format(*device.capability))
     rows += ["", "[peak]", *(f"{dtype} = {rate:.6g}" for dtype, rate in device.peak.items())]
-    for dtype, flop, rate in device.products:
-        rows += ["", "[[products]]", f'dtype = "{dtype}"', f"flop = {flop:.6g}", f"rate = {rate:.6g}"]
+    for table in ("products", "convolutions"):
+        for dtype, flop, rate in getattr(device, table):
+            rows += ["", f"[[{table}]]", f'dtype = "{dtype}"', f"flop = {flop:.6g}", f"rate = {rate:.6g}"]
     for kernel, head, keys, rate in device.attentions:
         rows += ["", "[[attentions]]", f'kernel = "{kernel}"', f"head = {head:.6g}", f"keys = {keys:.6g}", f"rate = {rate:.6g}"]
     for each in device.collectives:

@@ -149,16 +149,17 @@ class Trace(TorchDispatchMode):
     """Context that traces operators, collectives and storages.
 
     Args:
-        rounding: every allocation is a multiple of so many bytes: 512 in CUDA's allocator, about 64 in a CPU's.
+        on_gpu: what an allocation is a multiple of, 512 bytes in CUDA's allocator, about 64 in a CPU's; and whether collectives
+            need memory of their own, as gloo's do.
     Attributes:
         leaves_out: whether to leave out the current operators, such as trial passes of a pipeline in the first update.
         has_stepped: an optimizer has stepped in the current update.
     """
 
-    def __init__(self, rounding: int = 512) -> None:
+    def __init__(self, on_gpu: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.leaves_out: Callable[[], bool] = lambda: False
-        self._rounding = rounding
+        self._on_gpu, self._rounding = on_gpu, 512 if on_gpu else 64
         self._storages: weakref.WeakKeyDictionary[torch.UntypedStorage, _Storage] = weakref.WeakKeyDictionary()
         # (storage, bytes more, moment, module, number of steps before)
         self._changes: list[tuple[_Storage, int, str, str, int]] = []
@@ -357,6 +358,10 @@ class Trace(TorchDispatchMode):
                     "activations",
                 ):
                     known.kind = label
+            if not self._on_gpu:  # gloo collects the whole tensor in a buffer of its own
+                buffer = _Storage(label, "")
+                self._count(buffer, whole)
+                self._count(buffer, 0)
         return label
 
     def _see(self, tensor: torch.Tensor, kind: str | None = None) -> None:

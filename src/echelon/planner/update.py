@@ -133,7 +133,6 @@ def trace_update(
     ranks: int,
     *,
     per_node: int = 8,
-    rounding: int = 512,
     accumulation: int | None = None,
     recompute: bool = False,
     offload: bool = False,
@@ -152,7 +151,6 @@ def trace_update(
     Args:
         layout: replaces the script's own.
         per_node: number of ranks of a node.
-        rounding: see `Trace`.
         accumulation: number of micro-batches of an update on each rank; replaces the script's own.
         recompute: recompute repeated blocks in the backward pass, instead of what the script recomputes.
         offload: keep shards of the state in the host's memory.
@@ -171,7 +169,7 @@ def trace_update(
     os.environ.update({**info.to_env(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
     os.environ["WANDB_MODE"] = "disabled"  # a plan must not wait for a tracker's server
     with pretended_world(ranks, rank, shapes) as mode:
-        watcher = _Watcher(mode, rounding, layout, tell)
+        watcher = _Watcher(mode, gpus > 0, layout, tell)
 
         def choose(own: Strategy | None) -> Strategy:
             given = resolve(layout)
@@ -234,8 +232,8 @@ class _Watcher(Callback):
         model: the trained model, once it is known.
     """
 
-    def __init__(self, mode: NoMemory, rounding: int, layout: str | None, tell: Callable[[Model], None]) -> None:
-        self.trace, self.updates = Trace(rounding), 0
+    def __init__(self, mode: NoMemory, on_gpu: bool, layout: str | None, tell: Callable[[Model], None]) -> None:
+        self.trace, self.updates = Trace(on_gpu), 0
         self.offloads = False
         self.model: Model | None = None
         self._layout, self._tell = layout, tell

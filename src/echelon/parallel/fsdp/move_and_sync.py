@@ -144,6 +144,8 @@ class Buffers:
 
     def _agree(self, module: nn.Module) -> None:
         """Agree on which buffers change; a change on a single rank counts. Collective."""
+        if agree.is_alone():  # a plan's buffers have no values
+            return
         now, equal = _checksums(module), _equal_anyway(module)
         known = {*self._changing, *equal}
         names = [n for n, checksum in now.items() if n not in known and checksum != self._seen.get(n)]
