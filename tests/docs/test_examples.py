@@ -59,7 +59,6 @@ ELSEWHERE = {
     "gpt.py": "docs/test_gpt.py",
     "notebook.ipynb": __name__,
 }
-HF_FINETUNE = str(ROOT / "tests" / "kit" / "hf_finetune.py")  # not to copy from: docs/guides/fine_tune.md is
 
 
 def _start(command: Command, name: str, *args: str, env: dict[str, str] | None = None) -> str:
@@ -217,20 +216,7 @@ def test_batch_norm_over_two_ranks_trains_as_over_one_and_as_plain_pytorch(ranks
                 assert max(float((state[n] - t).abs().max()) for n, t in want.items()) < 1e-9
 
 
-# --- fine-tuning: what is written
-
-
-@pytest.mark.full
-def test_what_was_fine_tuned_is_loaded_and_tuned_further(echelon_command: Command, tmp_path: Path) -> None:
-    """GPT-2, tied; then its folder, from which each rank reads its part."""
-    transformers = pytest.importorskip("transformers")
-    few = ("--updates", "10")
-    _start(echelon_command, HF_FINETUNE, *few, "--model", "gpt2", "--out", "first")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "first")
-    assert model.lm_head.weight is model.transformer.wte.weight
-    text = _start(echelon_command, HF_FINETUNE, *few, "--model", "first", "--out", "second", "--checkpoints", "second-c")
-    ends = re.search(r"held-out loss (\d\.\d+) -> (\d\.\d+)", text)
-    assert ends is not None and float(ends[2]) < float(ends[1]) < 5.4, text  # it began with what was written
+# --- chat: what is written
 
 
 @pytest.mark.full
@@ -255,30 +241,6 @@ def test_a_chat_tunes_the_adapter_of_a_folder_alone_and_no_prompt_counts(
     assert re.search(r"held-out loss [0-3]\.\d+ nats", text), text  # of the folder itself 6
     tuned = peft.PeftModel.from_pretrained(base, tmp_path / "runs" / "chat" / "adapter")
     assert any(float(p.abs().max()) > 0 for n, p in tuned.named_parameters() if "lora_B" in n)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("model", ["llama", "gpt2"])
-def test_a_model_is_split_by_its_own_plan_or_an_inferred_one(echelon_command: Command, model: str) -> None:
-    text = _start(echelon_command, HF_FINETUNE, "--updates", "20", "--model", model, "--layout", "tp")
-    found = re.search(r"held-out loss 5\.\d+ -> (\d\.\d+) nats per token", text)  # ln 256 = 5.55 knows nothing
-    assert found is not None and float(found[1]) < 5.0, text
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("model", "layout"), [("llama", "pp=2"), ("mixtral", "ep=2")])
-def test_a_model_is_tuned_from_a_folder_that_its_parts_wrote(
-    echelon_command: Command, tmp_path: Path, model: str, layout: str
-) -> None:
-    """In stages; with experts on several ranks."""
-    transformers = pytest.importorskip("transformers")
-    common = ("--updates", "10", "--layout", layout)
-    _start(echelon_command, HF_FINETUNE, *common, "--model", model, "--out", "first")
-    text = _start(echelon_command, HF_FINETUNE, *common, "--model", "first", "--out", "second", "--checkpoints", "second-c")
-    ends = re.search(r"held-out loss (\d\.\d+) -> (\d\.\d+)", text)
-    assert ends is not None and float(ends[2]) < float(ends[1]) < 5.4, text  # it began with what was written
-    written = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "second")
-    assert not any(bool(p.isnan().any()) for p in written.parameters())
 
 
 # --- a notebook

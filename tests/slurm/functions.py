@@ -103,17 +103,13 @@ if __name__ == "__main__":
         "held": place.configure(one, extra_params_kwargs={"hold": True})(9),
         "plain": place.configure(two, extra_task_kwargs=secret, setup=["export PLANTED=set-up"])(5),
         "fails": fails[two](3),
-        "killed": killed[two](2),
         "fails-launched": fails[launched](3),
         "killed-launched": killed[launched](2),
         "waits": waits[one](),
         "named": place[one](1, y=2),
     }
-    jobs["after"] = place[one].afternotok(jobs["fails"], jobs["killed"]).afterany(jobs["named"])(7)
+    jobs["after"] = place[one].afternotok(jobs["fails"], jobs["killed-launched"]).afterany(jobs["named"])(7)
     jobs["never"] = place[one].afterok(jobs["waits"])(8)
-    for n, job in enumerate(place[one].map_array([1, 2, 3, 4], [10, 20, 30, 40])):
+    for n, job in enumerate(place[one].map_array([1, 2], [10, 20])):
         jobs[f"array-{n}"] = job
-    anything = place.configure(one, distributed_launch_command="python functions.py")
-    for n, job in enumerate(anything.map_array([5, 6])):
-        jobs[f"array-launched-{n}"] = job
     print(json.dumps({name: str(job.run.path) for name, job in jobs.items()}))

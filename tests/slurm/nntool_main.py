@@ -22,19 +22,10 @@ ACCELERATE = (
     "--num_processes {{num_processes}} --num_machines {{num_machines}} --machine_rank {{machine_rank}} "
     "--main_process_ip {{main_process_ip}} --main_process_port {{main_process_port}} main.py"
 )
-TORCHRUN = (
-    "torchrun --nnodes {num_machines} --nproc-per-node 1 --node-rank {machine_rank} "
-    "--master-addr {main_process_ip} --master-port {main_process_port} main.py"
-)
-DDP = ACCELERATE.format("--multi_gpu")
-FSDP2 = ACCELERATE.format("--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy NO_WRAP")
 CASES = {  # the launch command, nodes, processes of each
     "single": (ACCELERATE.format("--cpu"), 1, 1),
-    "ddp": (DDP, 1, 2),
-    "ddp-nodes": (DDP, 2, 2),
-    "fsdp2": (FSDP2, 1, 2),
-    "fsdp2-nodes": (FSDP2, 2, 1),
-    "torchrun-nodes": (TORCHRUN, 2, 1),
+    "ddp": (ACCELERATE.format("--multi_gpu"), 2, 2),
+    "fsdp2": (ACCELERATE.format("--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy NO_WRAP"), 1, 2),
 }
 
 

@@ -42,7 +42,7 @@ FLEET: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "raises": ((*ELSEWHERE, *FOUR, "--no-requeue"), ("--raise-on", 3)),
     "fsdp": ((*ELSEWHERE, *FOUR, "-m"), ("--layout", "fsdp")),
     "killed": ((*ELSEWHERE, "--nodes", 2), ("--kill-on", 1)),
-    "sweep": ((*ELSEWHERE, "--sweep", "lr=0.1,0.01", "--sweep", "steps=2,3"), ()),
+    "sweep": ((*ELSEWHERE, "--sweep", "lr=0.1,0.01", "--sweep", "steps=2"), ()),
 }
 
 
@@ -192,10 +192,8 @@ def test_a_sweep_is_an_array_with_a_table_of_results(fleet: Fleet) -> None:
     table = fleet.cluster.echelon("jobs", "sweep", cwd=fleet.home).stdout.splitlines()
     rows = [line.split() for line in table]
     assert rows[0] == ["run", "job", "state", "ranks", "starts", "lr", "steps", "step", "loss"]
-    assert [(row[2], row[5], row[6], row[7]) for row in rows[1:]] == [
-        ("done", lr, steps, steps) for lr in ("0.1", "0.01") for steps in ("2", "3")
-    ]
-    assert json.loads((tasks[2] / "final.json").read_text())["lr"] == 0.01
+    assert [(row[2], *row[5:8]) for row in rows[1:]] == [("done", lr, "2", "2") for lr in ("0.1", "0.01")]
+    assert json.loads((tasks[1] / "final.json").read_text())["lr"] == 0.01
 
 
 @pytest.mark.full

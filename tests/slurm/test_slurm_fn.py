@@ -140,11 +140,11 @@ def test_the_first_failing_ranks_own_exception_arrives(fleet: Fleet, name: str) 
     assert fleet.job(name).state() is JobState.FAILED
 
 
-@pytest.mark.parametrize(("name", "says"), [("killed", "killed by SIGKILL"), ("killed-launched", "ended without a word: killed")])
 @pytest.mark.full
-def test_a_rank_killed_by_a_signal_is_named(fleet: Fleet, name: str, says: str) -> None:
-    error = fleet.failure(name)
-    assert error.rank == 2 and says in str(error) and error.__cause__ is None
+def test_a_rank_killed_by_a_signal_under_a_launch_command_is_named(fleet: Fleet) -> None:
+    """Without one it is a rank of a job like others: see test_slurm.py."""
+    error = fleet.failure("killed-launched")
+    assert error.rank == 2 and "ended without a word: killed" in str(error) and error.__cause__ is None
 
 
 @pytest.mark.full
@@ -166,12 +166,11 @@ def test_a_name_is_just_a_name_and_conditions_come_true(fleet: Fleet) -> None:
 
 @pytest.mark.full
 def test_an_array_has_a_job_for_each_element(fleet: Fleet) -> None:
-    assert [fleet.result(f"array-{n}")[0] for n in range(4)] == [11, 22, 33, 44]
-    assert [fleet.job(f"array-{n}").id.partition("_")[2] for n in range(4)] == ["0", "1", "2", "3"]
-    assert [fleet.result(f"array-launched-{n}")[0] for n in range(2)] == [5, 6]
-    array = fleet.job("array-2").run.path.parents[1].name
+    assert [fleet.result(f"array-{n}")[0] for n in range(2)] == [11, 22]
+    assert [fleet.job(f"array-{n}").id.partition("_")[2] for n in range(2)] == ["0", "1"]
+    array = fleet.job("array-1").run.path.parents[1].name
     table = fleet.cluster.echelon("jobs", array, "--runs", "slurm", cwd=fleet.home).stdout  # they are runs like others
-    assert [line.split()[:3:2] for line in table.splitlines()[1:]] == [[f"{array}/{n}", "done"] for n in range(4)]
+    assert [line.split()[:3:2] for line in table.splitlines()[1:]] == [[f"{array}/{n}", "done"] for n in range(2)]
 
 
 @pytest.mark.full
@@ -216,10 +215,7 @@ def plain_page() -> dict[str, torch.Tensor]:
     [
         ("single", "Sequential"),
         ("ddp", "DistributedDataParallel"),
-        ("ddp-nodes", "DistributedDataParallel"),
         ("fsdp2", "FSDPSequential"),
-        ("fsdp2-nodes", "FSDPSequential"),
-        ("torchrun-nodes", "DistributedDataParallel"),
     ],
 )
 @pytest.mark.full
