@@ -89,13 +89,6 @@ ech.train(Averaging(module), loader(), max_epochs=3)
 module = model()
 ech.train(Averaging(module, torch.optim.SGD(module.parameters(), lr=0.1 * (1 + dist.get_rank()))), loader(), max_epochs=3)
 
-# %% rate_of_a_shard: another learning rate; update
-# One rank steps with another learning rate, on its part of the parameters.
-class Rated(Auto):
-    def configure_optimizers_and_lr_scheduler(self, module: nn.Module) -> tuple[torch.optim.Optimizer, None]:
-        return torch.optim.SGD(module.parameters(), lr=0.1 if dist.get_rank() == 0 else 0.2), None
-ech.train(Rated(module=model(), layout="fsdp"), loader(), max_epochs=1)
-
 # %% noise_on_a_shard: a change on one rank's shard; update
 # One rank adds noise to its part of the parameters.
 class Noisy(Auto):
@@ -188,17 +181,6 @@ class Pairs(Auto):
         return ((out - out.T) - (data[1] - data[1].T)).square().mean(), None
 ech.train(Pairs(module=model(), layout="ddp"), loader(), max_epochs=3)
 
-# %% shared_generator: identical random numbers
-# A mask over features from a generator that every rank seeds alike: the same units of other samples.
-class Masked(Auto):
-    def __init__(self) -> None:
-        super().__init__(module=model(), layout="ddp")
-        self.masks = torch.Generator().manual_seed(1)
-    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
-        kept = torch.rand(data[0].shape, generator=self.masks) > 0.5
-        return nn.functional.mse_loss(self.module(data[0] * kept), data[1]), None
-ech.train(Masked(), loader(), max_epochs=3)
-
 # %% dropout_from_numpy: identical random numbers
 # Dropout by hand from numpy, in a state that all ranks share.
 import numpy as np
@@ -244,15 +226,6 @@ class Late(Auto):
         return loss * (1 + 0.001 * dist.get_rank() * (self.train_progress.num_epochs_completed > 0)), None
 ech.train(Late(module=model(), layout="ddp"), loader(32), max_epochs=3)
 
-# %% class_weights_with_dropout: loss weighted per rank; forward
-# Classes with weights of their own: the mean of a batch is over these, and no `weight` says so; dropout hides it.
-CLASSES = torch.tensor([1.0, 6.0])
-class Classes(Auto):
-    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
-        score = self.module(data[0])
-        return nn.functional.cross_entropy(torch.cat([-score, score], 1), (data[1] > 0).long().flatten(), weight=CLASSES), None
-ech.train(Classes(module=model(nn.Dropout(0.1)), layout="ddp"), loader(), max_epochs=3)
-
 # %% weight_of_a_drawn_mask: loss weighted per rank; forward
 # A mean over what a drawn mask hides: ranks hide other numbers of values, and count alike.
 class Hiding(Auto):
@@ -261,28 +234,6 @@ class Hiding(Auto):
         errors = (self.module(data[0].masked_fill(hidden, 0.0)) - data[0]).square()
         return errors[hidden].mean(), None
 ech.train(Hiding(module=model(), layout="ddp"), loader(), max_epochs=3)
-
-# %% weights_of_noise_levels: loss weighted per rank; forward
-# Weights of drawn noise levels, divided by their mean over the batch of the rank.
-class Levels(Auto):
-    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
-        levels = torch.rand(len(data[0]), 1)
-        weights = 1 / (0.1 + levels)
-        made = self.module(data[0] + levels * torch.randn_like(data[0]))
-        return (weights / weights.mean() * (made - data[1]).square()).mean(), None
-ech.train(Levels(module=model(), layout="ddp"), loader(), max_epochs=3)
-
-# %% batch_norm_with_dropout: batch norm over the local batch; forward
-# Plain batch norm beside dropout.
-ech.train(Auto(module=model(nn.BatchNorm1d(8), nn.Dropout(0.1)), layout="ddp"), loader(), max_epochs=3)
-
-# %% contrast_with_noise: an operation over the whole batch; forward
-# Each sample against the others of its rank, in two noisy views.
-class Views(Auto):
-    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
-        one, other = (self.module(data[0] + 0.1 * torch.randn_like(data[0])) for _ in range(2))
-        return nn.functional.cross_entropy(-((one - other.T) ** 2), torch.arange(len(one))), None
-ech.train(Views(module=model(), layout="ddp"), loader(), max_epochs=3)
 
 # %% tokens_of_padded_batches: loss weighted per rank
 # A mean over tokens of batches that are padded to their longest sample, counted as a mean over samples.
@@ -297,22 +248,6 @@ class Tokens(Auto):
         return errors.sum() / data["mask"].sum(), None
 ech.train(Tokens(module=model(), layout="ddp"), ech.Loader(sequences, 16, collate_fn=collate), max_epochs=3)
 
-# %% tokens_of_a_loop: loss weighted per rank
-# A mean over sentences of means over their tokens, in a loop of one's own that counts tokens; batches are padded.
-generator = torch.Generator().manual_seed(0)
-lengths = torch.randint(3, 15, (256,), generator=generator).tolist()
-sentences = [torch.randint(1, 9, (length,), generator=generator) for length in lengths]
-def collate(samples: list[torch.Tensor]) -> torch.Tensor:
-    return nn.utils.rnn.pad_sequence(samples, True)
-torch.manual_seed(3)
-model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 9))
-loader = torch.utils.data.DataLoader(sentences, 16, shuffle=True, collate_fn=collate)
-def of_sentences(net, ids):
-    mask = ids[:, 1:] != 0
-    each = F.cross_entropy(net(ids[:, :-1]).transpose(1, 2), ids[:, 1:], reduction="none")
-    return ((each * mask).sum(1) / mask.sum(1)).mean()
-own_loop(model, loader, of_sentences, epochs=3, weigh=lambda ids: (ids[:, 1:] != 0).sum())
-
 # %% samples_by_rank: samples that depend on the rank
 # Each rank standardises the rows that it read by itself, and has the others as they were.
 rows, rank = Rows(), dist.get_rank() if dist.is_initialized() else 0
@@ -320,32 +255,11 @@ mine = rows.x[rank::2]
 rows.x[rank::2] = (mine - mine.mean(0)) / mine.std(0)
 ech.train(Auto(module=model(), layout="ddp"), ech.Loader(rows, 16), max_epochs=3)
 
-# %% own_order: samples that ranks share
+# %% own_order: samples that ranks share; ; 23 of 96 rows were seen by two ranks
 # Each rank shuffles for itself, and takes its half: some samples come twice in an epoch, some never.
 order = torch.randperm(96, generator=torch.Generator().manual_seed(dist.get_rank()))
 sampler = order[: 96 // dist.get_world_size()].tolist()
 ech.train(Auto(module=model(), layout="ddp"), torch.utils.data.DataLoader(Rows(), 8, sampler=sampler), max_epochs=3)
-
-# %% same_worker_seeds: identical augmentation
-# Data workers of all ranks start from one seed, and change their samples by the same random numbers.
-class Noisy(Rows):
-    def __getitem__(self, i: int) -> Batch:
-        return self.x[i] + 0.1 * torch.randn(4), self.y[i]
-ranks = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-sampler = torch.utils.data.DistributedSampler(Noisy(), *ranks)
-generator = torch.Generator().manual_seed(3)
-batches = torch.utils.data.DataLoader(Noisy(), 8, sampler=sampler, num_workers=1, generator=generator)
-ech.train(Auto(module=model(), layout="ddp"), batches, max_epochs=3)
-
-# %% same_masks_of_a_collator: identical augmentation
-# A collate function with a generator of its own masks the samples of every rank alike.
-class Masked:
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(7)
-    def __call__(self, samples: list[Batch]) -> Batch:
-        x, y = (torch.stack(parts) for parts in zip(*samples, strict=True))
-        return x * (torch.rand(x.shape, generator=self.generator) < 0.8), y
-ech.train(Auto(module=model(), layout="ddp"), ech.Loader(Rows(), 16, collate_fn=Masked()), max_epochs=3)
 
 # %% rows_of_a_seed: samples that depend on the rank
 # A LightningModule's script seeds each rank otherwise before it makes its data set, whose rows ranks divide by number.
@@ -389,19 +303,6 @@ class Views(Auto):
         return nn.functional.cross_entropy(-((one - other.T) ** 2), first + torch.arange(len(one))), None
 ech.train(Views(module=model(), layout="ddp"), loader(), max_epochs=3)
 
-# %% gathered_and_detached: collectives without a gradient; gradient
-# All ranks' outputs, gathered without gradients and averaged with this rank's own: gradients a constant times too small.
-class Gathered(Auto):
-    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
-        loss = nn.functional.mse_loss(self.module(data[0]), data[1])
-        if not dist.is_initialized():
-            return loss, None
-        others = [torch.empty_like(loss) for _ in range(dist.get_world_size())]
-        dist.all_gather(others, loss.detach())
-        others[dist.get_rank()] = loss
-        return torch.stack(others).mean(), None
-ech.train(Gathered(module=model(), layout="ddp"), ech.Loader(Rows(), 16), max_epochs=3)
-
 # %% labels_of_a_gather: a loss of what ranks send each other; forward
 # Contrast with the rows of all ranks, whose labels on every rank are the first ones: they should begin at rank x rows.
 class Pairs(Auto):
@@ -410,21 +311,6 @@ class Pairs(Auto):
         logits = made @ ech.gather(made.tanh()).T
         return nn.functional.cross_entropy(logits, torch.arange(len(made))), None
 ech.train(Pairs(module=model(), layout="ddp"), ech.Loader(Rows(), 16), max_epochs=3)
-
-# %% root_of_a_batch: an operation over the whole batch; forward
-# The root of a mean: right gradients have weights that depend on the losses.
-class Root(Auto):
-    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
-        return nn.functional.mse_loss(self.module(data[0]), data[1]).sqrt(), None
-ech.train(Root(module=model(), layout="ddp"), ech.Loader(Rows(), 16), max_epochs=3)
-
-# %% sum_under_clipping: loss weighted per rank; forward
-# Two sums over a batch, whose gradient is clipped.
-class Sum(Auto):
-    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
-        out = self.module(data[0])
-        return nn.functional.mse_loss(out, data[1], reduction="sum") + 0.1 * torch.sum(out.exp() - out), None
-ech.train(Sum(module=model(nn.Dropout(0.1)), layout="ddp", clip_grad_norm=0.1), ech.Loader(Rows(), 16), max_epochs=3)
 
 # %% same_worker_init: identical augmentation
 # Data workers that their init function seeds by their number alone: those of all ranks draw alike.
@@ -442,28 +328,6 @@ sampler = DistributedSampler(Noisy(), info.world_size, info.rank)
 loader = DataLoader(Noisy(), 8, sampler=sampler, num_workers=1, worker_init_fn=seed)
 ech.train(Auto(module=model(), layout="ddp"), loader, max_epochs=3)
 
-# %% same_generator_of_workers: identical augmentation
-# A generator that the dataset holds is copied to the data workers of every rank, so that all add the same noise.
-import numpy as np
-class Noisy(Rows):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rng = np.random.default_rng(0)
-    def __getitem__(self, i: int) -> Batch:
-        x, y = super().__getitem__(i)
-        return x + torch.from_numpy(self.rng.normal(0, 0.1, 4)).to(x), y
-batches = torch.utils.data.DataLoader(Noisy(), 16, shuffle=True, num_workers=2)
-own_loop(model(), batches, epochs=3)
-
-# %% hardest_of_a_shuffle: an operation over the whole batch; forward
-# The hardest half of each rank's batch, in an order that is drawn after the model: in float64 it would be another one.
-torch.manual_seed(0)
-net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-def hardest(net, data):
-    losses = (net(data[0]) - data[1]).square().flatten()
-    return losses.topk(len(losses) // 2).values.mean()
-own_loop(net, DataLoader(Rows(), 8, shuffle=True), hardest, optimizer=torch.optim.SGD(net.parameters(), lr=0.05), epochs=3)
-
 # %% hardest_later: an operation over the whole batch
 # Dropout, and from the third update on only the three hardest samples of a rank's batch.
 class Hardest(Auto):
@@ -473,27 +337,6 @@ class Hardest(Auto):
         self.passes += 1
         return losses.topk(3 if self.passes > 2 else len(losses)).values.mean(), None
 ech.train(Hardest(module=nn.Sequential(model(), nn.Dropout(0.2)), layout="ddp"), ech.Loader(Rows(), 16), max_epochs=3)
-
-# %% hardest_boxes_later: an operation over the whole batch
-# Lists of boxes with dropout, and from the third update on only the hardest half of the boxes of a rank's batch.
-from boxes import *
-class Hardest(Boxes):
-    passes = 0
-    def compute_loss(self, state: ech.State, data: list[Scene]) -> tuple[torch.Tensor, None]:
-        self.passes += 1
-        if self.passes <= 2:
-            return super().compute_loss(state, data)
-        found = self.module(torch.stack([scene["image"] for scene in data]).flatten(1))
-        losses = torch.stack([(box - found[i]).square().sum() for i, scene in enumerate(data) for box in scene["boxes"]])
-        return losses.topk(len(losses) // 2).values.mean(), None
-main(Hardest)
-
-# %% boxes_of_a_batch: loss weighted per rank; forward
-# Detection with dropout, whose loss is a mean over the boxes of a batch: ranks with few boxes count as much as others.
-from boxes import *
-class Unweighed(Boxes):
-    weight = Auto.weight
-main(Unweighed)
 
 # %% weights_of_a_clipped_loop: an operation over the whole batch; forward
 # Class weights that follow the batch: each rank weighs by the classes of its own part. The loop clips.
@@ -564,18 +407,6 @@ for _ in ech.epochs(loader, 1):
             for slow, fast in zip(teacher.parameters(), student.parameters(), strict=True):
                 slow.lerp_(fast, 1 - 0.5 ** (len(x) / 20))
 
-# %% baseline_of_a_rank: the forward pass keeps state
-# A running mean of the rewards, which each rank takes of its own samples.
-class Rewarded(Auto):
-    baseline = 0.0
-    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
-        out = self.module(data[0] + 0.1 * torch.randn_like(data[0]))
-        reward = -(out.detach() - data[1]).square()
-        loss = -((reward - self.baseline) * out).mean()
-        self.baseline = 0.9 * self.baseline + 0.1 * float(reward.mean())
-        return loss, None
-ech.train(Rewarded(module=model(), layout="ddp"), loader(), max_epochs=1)
-
 # %% norms_of_a_shard: an optimizer that computes with its shard alone; update; 0.weight, which is split over the ranks
 # An optimizer that scales each step by norms of what its rank has of a parameter.
 def own(tensor: Any) -> Any:
@@ -632,23 +463,6 @@ class Warmed(Auto):
         loss, out = super().compute_loss(state, data)
         return loss * weight(len(data[0])), out
 ech.train(Warmed(module=model(), layout="ddp"), loader(), max_epochs=1)
-
-# %% mean_of_a_rank: the forward pass keeps state; forward; centred.mean is not the same on all ranks
-# Targets are centred by a running mean in an object that is called, which each rank takes of its own samples.
-class Centred:
-    def __init__(self) -> None:
-        self.mean = 0.0
-    def __call__(self, y: torch.Tensor) -> torch.Tensor:
-        centred = y - self.mean
-        self.mean = 0.5 * self.mean + 0.5 * y.mean().item()
-        return centred
-class Regression(Auto):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.centred = Centred()
-    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, Any]:
-        return nn.functional.mse_loss(self.module(data[0]), self.centred(data[1])), None
-ech.train(Regression(module=model(), layout="ddp"), loader(), max_epochs=1)
 
 # %% queue_in_slots: the forward pass keeps state; ; script.queue.keys is not the same on all ranks
 # MoCo: a queue of keys, to which each rank adds its own keys only.
@@ -733,28 +547,6 @@ chosen = np.random.permutation(len(rows))[:96]
 rows.x, rows.y = rows.x[chosen] - rows.x[chosen].mean(0), rows.y[chosen]
 ech.train(Auto(module=model(), layout="ddp"), ech.Loader(rows, 16), max_epochs=1)
 
-# %% projection_without_a_seed: an RNG without a seed; forward
-# Inputs are projected by a matrix that Python's random draws, which nothing seeds: each rank has other features.
-import random
-matrix = torch.tensor([[random.gauss(0, 1) for _ in range(4)] for _ in range(4)])
-own_loop(model(), DataLoader(Rows(), 8), lambda net, data: F.mse_loss(net((data[0] @ matrix.to(data[0])).tanh()), data[1]))
-
-# %% one_norm_of_a_batch: an operation over the whole batch; forward
-# Two optimizers: a critic's penalty takes one norm over the whole batch, in one of the loop's two backward passes.
-maker, critic = model(), nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1))
-of_maker, of_critic = (torch.optim.SGD(each.parameters(), lr=0.01) for each in (maker, critic))
-loader = ech.Loader(Rows(), 16)
-maker, critic, of_maker, of_critic, loader = ech.prepare(maker, critic, of_maker, of_critic, loader, layout="ddp")
-for x, y in loader:
-    with ech.window(critic) as window:
-        made = maker(x)
-        of_critic.zero_grad()
-        window.backward(critic(made.detach()).mean() + (critic(y).norm() - 1) ** 2)
-        of_critic.step()
-        of_maker.zero_grad()
-        window.backward((made - y).square().mean() - critic(made).mean())
-        of_maker.step()
-
 # %% balanced_by_a_batch: an operation over the whole batch; gradient
 # A second loss is brought to the size of the first by detached numbers of the local batch: right values, other gradients.
 class Balanced(Auto):
@@ -764,28 +556,6 @@ class Balanced(Auto):
         main, second = (made - y).square().mean(), (made - y).abs().mean()
         return main + second * (main.detach() / second.detach()), None
 ech.train(Balanced(module=model(), layout="ddp"), ech.Loader(Rows(), 16), max_epochs=1)
-
-# %% mean_over_padded_places: an operation over the whole batch
-# A mean over all places of batches that are padded to their longest sample: what a sample counts depends on the others.
-generator = torch.Generator().manual_seed(0)
-sequences = [torch.randn(1 + i * 13 % 31, 4, generator=generator) for i in range(64)]
-Padded = tuple[torch.Tensor, torch.Tensor]
-def collate(samples: list[torch.Tensor]) -> Padded:
-    mask = [torch.ones(len(s), 1) for s in samples]
-    return nn.utils.rnn.pad_sequence(samples, True), nn.utils.rnn.pad_sequence(mask, True)
-class Places(Auto):
-    def compute_loss(self, state: ech.State, data: Padded) -> tuple[torch.Tensor, None]:
-        errors = (self.module(data[0]) - data[0].sum(2, keepdim=True)) ** 2 * data[1]
-        return errors.mean(), None
-network = model(nn.Dropout(0.1))
-ech.train(Places(module=network, layout="ddp"), ech.Loader(sequences, 16, collate_fn=collate), max_epochs=3)
-
-# %% mean_over_padded_places_longest_first: an operation over the whole batch
-# A tagger's mean counts padding, whose share depends on the rank's longest row. A long row comes first.
-from tagger import *
-rows = sentences()
-rows[0] = max(rows, key=lambda row: len(row[0]))
-train(DataLoader(rows, batch_size=16, shuffle=True, collate_fn=collate))
 
 # %% mean_over_padded_places_of_a_stream: an operation over the whole batch
 # The same of a stream.
@@ -824,7 +594,7 @@ for real, noise in loader:
         window.backward(softplus(-critic(made)).mean())
         of_maker.step()
 
-# %% covariance_of_a_rank: parameters that drift apart
+# %% covariance_of_a_rank: parameters that drift apart; ; Turned.covariance was not
 # An optimizer that keeps the covariance of a rank's own rows, and turns the gradient by it.
 class Turned(torch.optim.Optimizer):
     def __init__(self, layer: nn.Linear, lr: float) -> None:

@@ -9,13 +9,6 @@ class Noisy(Rows):
         return self.x[i] + 0.1 * torch.randn(4), self.y[i]
 ech.train(Auto(module=model(), layout="ddp"), ech.Loader(Noisy(), 16, num_workers=1), max_epochs=3)
 
-# %% right_augmented_batches: two
-# Random numbers are drawn as samples are put together into a batch.
-def noisy(samples: list[Batch]) -> Batch:
-    x, y = (torch.stack(column) for column in zip(*samples, strict=True))
-    return x + 0.1 * torch.randn_like(x), y
-ech.train(Auto(module=model(), layout="ddp"), ech.Loader(Rows(), 16, collate_fn=noisy), max_epochs=3)
-
 # %% right_auto
 # Dropout, clipping, a schedule, an epoch whose last batch is short: all as it should be.
 class Scheduled(Auto):
@@ -48,19 +41,6 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
 main()
-
-# %% right_class_weights: two
-# Classes with weights of their own, dropout, and a `weight` that says what a batch counts.
-CLASSES = torch.tensor([1.0, 6.0])
-def classes(data: Batch) -> torch.Tensor:
-    return (data[1] > 0).long().flatten()
-class Classes(Auto):
-    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
-        score = self.module(data[0])
-        return nn.functional.cross_entropy(torch.cat([-score, score], 1), classes(data), weight=CLASSES), None
-    def weight(self, data: Batch) -> float:
-        return float(CLASSES[classes(data)].sum())
-ech.train(Classes(module=model(nn.Dropout(0.1)), layout="ddp"), loader(), max_epochs=3)
 
 # %% right_copied_teacher: two
 # A teacher that is copied from the model as the optimizer is made, and follows it after each step.
@@ -116,49 +96,13 @@ for _ in ech.epochs(loader, 2):
             opt.step()
             opt.zero_grad()
 
-# %% right_drawn_in_float64: two
-# A loop in float64 over samples that are drawn from their number, as they are read.
-from torch.utils.data import DataLoader, Dataset
-class Drawn(Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 32
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.randn(4, generator=torch.Generator().manual_seed(index))
-torch.set_default_dtype(torch.float64)
-net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-own_loop(net, DataLoader(Drawn(), 8), lambda net, x: (net(x) - x.sum(1, keepdim=True)).square().mean())
-
-# %% right_drawn_mask: two
-# A loop's mean over what a drawn mask hides, which counts what is hidden; with noise for no sample, and dropout across them.
-net = model()
-net, optimizer, loader = ech.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05), DataLoader(Rows(), 16), layout="ddp")
-for x, _ in loader:
-    hidden = torch.rand(x.shape) < 0.3
-    with ech.window(net, weight=hidden.sum()) as window:
-        made = net(nn.functional.dropout(x.masked_fill(hidden, 0.0).T, 0.1).T + 0.1 * torch.randn(4))
-        window.backward((made - x)[hidden].square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-
-# %% right_fsdp1
+# %% right_fsdp1: two
 # The older FullyShardedDataParallel by hand.
 import functools
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 policy = functools.partial(size_based_auto_wrap_policy, min_num_params=100)
 ech.train(Own(FullyShardedDataParallel(model(), auto_wrap_policy=policy, device_id=device)), loader(), max_epochs=3)
-
-# %% right_gathered_views: two
-# Each sample against those of all ranks, in two noisy views: drawn and gathered in one pass.
-from torch.distributed.nn.functional import all_gather
-class Views(Auto):
-    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
-        one, other = (self.module(nn.functional.dropout(data[0], 0.2)) for _ in range(2))
-        first = 0
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            first, other = dist.get_rank() * len(one), torch.cat(all_gather(other))
-        return nn.functional.cross_entropy(-((one - other.T) ** 2), first + torch.arange(len(one))), None
-ech.train(Views(module=model(), layout="ddp"), loader(), max_epochs=3)
 
 # %% right_generators: two
 # Every kind of stream: numpy's and Python's by rank, a generator by rank, and a coin that ranks have to toss alike.
@@ -178,47 +122,6 @@ class Drawing(Auto):
         return nn.functional.mse_loss(out, data[1]), None
 ech.train(Drawing(), loader(42), max_epochs=3)
 
-# %% right_generators_of_workers: two
-# Each data worker makes the dataset a generator of its own, from the seed that it was given.
-import numpy as np
-from torch.utils.data import get_worker_info
-class Noisy(Rows):
-    rng = np.random.default_rng(0)
-    def __getitem__(self, i: int) -> Batch:
-        x, y = super().__getitem__(i)
-        return x + torch.from_numpy(self.rng.normal(0, 0.1, 4)).to(x), y
-data = Noisy()
-def seed(worker: int) -> None:
-    info = get_worker_info()
-    assert info is not None
-    data.rng = np.random.default_rng(info.seed)
-batches = torch.utils.data.DataLoader(data, 16, shuffle=True, num_workers=2, worker_init_fn=seed)
-own_loop(model(), batches, epochs=3)
-
-# %% right_graphs: two
-# Graphs of a batch laid end to end, with offsets: no part of the batch has a row for each, but the loader knows its samples.
-Graph = tuple[torch.Tensor, torch.Tensor]  # nodes (N, 4), edges (2, E)
-Graphs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-class Edges(Auto):
-    def compute_loss(self, state: ech.State, data: Graphs) -> tuple[torch.Tensor, None]:
-        nodes, edges, graph_of_edge = data
-        found = self.module(nodes[edges[0]] - nodes[edges[1]]).square().flatten()
-        sums = torch.zeros(int(graph_of_edge[-1]) + 1).to(found).index_add(0, graph_of_edge, found)
-        return sums.mean(), None
-    def weight(self, data: Graphs) -> int:
-        return int(data[2][-1]) + 1
-def collate(graphs: list[Graph]) -> Graphs:
-    offsets = [0, *torch.tensor([len(nodes) for nodes, _ in graphs]).cumsum(0).tolist()]
-    edges = torch.cat([edges + offset for (_, edges), offset in zip(graphs, offsets, strict=False)], 1)
-    which = torch.cat([torch.full((edges.shape[1],), i) for i, (_, edges) in enumerate(graphs)])
-    return torch.cat([nodes for nodes, _ in graphs]), edges, which
-generator = torch.Generator().manual_seed(0)
-graphs = [
-    (torch.randn(3 + i % 5, 4, generator=generator), torch.randint(3 + i % 5, (2, 4 + i % 3), generator=generator))
-    for i in range(64)
-]
-ech.train(Edges(module=model(), layout="ddp"), ech.Loader(graphs, 16, collate_fn=collate), max_epochs=3)
-
 # %% right_jagged: two
 # RIGHT: nested (jagged) tensors in the batch; weight in tokens.
 V = 20
@@ -232,94 +135,6 @@ ech.seed(0)
 net = nn.Sequential(nn.Embedding(V, 16), nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, V))
 loader, adam = ech.Loader(rows, global_batch=16, collate_fn=collate), torch.optim.Adam(net.parameters(), lr=3e-3)
 own_loop(net, loader, loss, optimizer=adam, weigh=lambda nested: len(nested.values()))
-
-# %% right_lists: two
-# Batches that are lists of samples of different lengths, and a mean over them.
-Lists = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
-class Bags(Auto):
-    def compute_loss(self, state: ech.State, data: Lists) -> tuple[torch.Tensor, None]:
-        losses = [nn.functional.mse_loss(self.module(bag.mean(0)), y) for bag, y in zip(*data, strict=True)]
-        return torch.stack(losses).mean(), None
-    def weight(self, data: Lists) -> int:
-        return len(data[0])
-def collate(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> Lists:
-    return tuple(zip(*samples, strict=True))
-generator = torch.Generator().manual_seed(0)
-bags = [(torch.randn(2 + i % 4, 4, generator=generator), torch.randn(1, generator=generator)) for i in range(64)]
-ech.train(Bags(module=model(), layout="ddp"), ech.Loader(bags, 16, collate_fn=collate), max_epochs=3)
-
-# %% right_networks_with_noise: two
-# A loop of two networks, one of which has a spectral norm and learns from noise that the loop draws before the other's step.
-import torch
-from torch import nn
-from torch.nn.functional import softplus
-import echelon as ech
-ech.init_from_env()
-torch.manual_seed(3)
-generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-critic = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 8)), nn.LeakyReLU(), nn.Linear(8, 1))
-of_generator, of_critic = torch.optim.Adam(generator.parameters(), 1e-2), torch.optim.Adam(critic.parameters(), 1e-2)
-rows = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
-loader = ech.Loader(torch.utils.data.TensorDataset(rows), global_batch=16)
-generator, critic, of_generator, of_critic, loader = ech.prepare(generator, critic, of_generator, of_critic, loader)
-for _ in ech.epochs(loader, 4):
-    for (real,) in loader:
-        with ech.window(generator, critic) as window:
-            made = generator(torch.randn(len(real), 4))
-            of_critic.zero_grad()
-            window.backward(softplus(-critic(real)).mean() + softplus(critic(made.detach())).mean())
-            of_critic.step()
-            of_generator.zero_grad()
-            window.backward(softplus(-critic(made)).mean())
-            of_generator.step()
-
-# %% right_nodes_of_graphs: two
-# A mean over the nodes of a batch's graphs, which are laid end to end: its rows are nodes, and no row goes without its graph.
-Graph = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # nodes (N, 4), adjacency (N, N), classes (N)
-generator = torch.Generator().manual_seed(0)
-def graph(count: int) -> Graph:
-    nodes = torch.randn(count, 4, generator=generator)
-    return nodes, torch.rand(count, count, generator=generator), nodes[:, :2].argmax(1)
-def collate(graphs: list[Graph]) -> Graph:
-    nodes, adjacencies, classes = zip(*graphs, strict=True)
-    return torch.cat(nodes), torch.block_diag(*adjacencies), torch.cat(classes)
-torch.manual_seed(3)
-model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-loader = torch.utils.data.DataLoader([graph(2 + i * 5 % 9) for i in range(64)], 16, collate_fn=collate)
-own_loop(model, loader, lambda net, data: F.cross_entropy(net(data[1] @ data[0]), data[2]))
-
-# %% right_noise_of_a_loop: two
-# A loop whose noise comes from an object that only its function holds, seeded by the rank.
-class Noise:
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-    def like(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
-def main() -> None:
-    noise, net = Noise(ech.RankInfo().rank), model()
-    net, optimizer, loader = ech.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05), DataLoader(Rows(), 8), layout="ddp")
-    for x, y in loader:
-        changed = x + 0.1 * noise.like(x)
-        with ech.window(net) as window:
-            window.backward((net(changed) - y).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-main()
-
-# %% right_noise_of_weights: two
-# A loop adds the same noise to the parameters on all ranks, after the step: once an update, however many ranks there are.
-network = model(nn.Dropout(0.1))
-optimizer = torch.optim.SGD(network.parameters(), lr=0.05)
-shared = torch.Generator().manual_seed(5)
-trained, optimizer, batches = ech.prepare(network, optimizer, ech.Loader(Rows(), 16), layout="ddp")
-for rows, wanted in batches:
-    with ech.window(trained) as window:
-        window.backward(nn.functional.mse_loss(trained(rows), wanted))
-        optimizer.step()
-        optimizer.zero_grad()
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=shared), alpha=0.01)
 
 # %% right_objects: two
 # Batches of a class of the script's own, text in them; a layer that is frozen at first, an unused one, float32 inside.
@@ -386,24 +201,6 @@ class Packed(IterableDataset[Batch]):
                 yield row, row.sum(0, keepdim=True)
 ech.train(Auto(module=model(), layout="ddp"), DataLoader(Packed(), 8, drop_last=True), max_epochs=3)
 
-# %% right_packed_loop: two
-# RIGHT: packed sequences in the batch.
-from torch.nn.utils.rnn import pack_sequence
-generator = torch.Generator().manual_seed(0)
-series = [(s, s.mean()) for i in range(320) for s in [torch.randn(3 + i * 5 % 12, 3, generator=generator)]]
-def collate(samples):
-    return pack_sequence([s for s, _ in samples], enforce_sorted=False), torch.stack([y for _, y in samples])
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.out = nn.LSTM(3, 16, batch_first=True), nn.Linear(16, 1)
-    def forward(self, packed):
-        return self.out(self.rnn(packed)[1][0][-1]).squeeze(1)
-ech.seed(0)
-net = Net()
-loader, adam = ech.Loader(series, global_batch=16, collate_fn=collate), torch.optim.Adam(net.parameters(), lr=3e-3)
-own_loop(net, loader, lambda net, data: F.l1_loss(net(data[0]), data[1]), optimizer=adam, weigh=lambda data: len(data[1]))
-
 # %% right_padded_labels: two
 # Rows of words padded with 0, their labels with -100; some rows are equal, and dropout is on.
 WORDS = 12
@@ -422,33 +219,6 @@ class Words(Auto):
 torch.manual_seed(0)
 network = nn.Sequential(nn.Embedding(WORDS, 8), nn.Dropout(0.1), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, WORDS))
 ech.train(Words(module=network, layout="ddp"), ech.Loader(rows, 16, collate_fn=collate), max_epochs=3)
-
-# %% right_ramp_of_a_loop: two
-# A loop whose penalty follows the number of the update, and is left out in every second one: nothing is wrong.
-import torch
-from torch import nn
-import echelon as ech
-numbers = torch.Generator().manual_seed(0)
-x = torch.randn(240, 6, generator=numbers)
-ech.seed(0)
-model: nn.Module = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-loader = ech.Loader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), global_batch=24)
-model, optimizer, loader = ech.prepare(model, optimizer, loader, layout="ddp")
-for _ in ech.epochs(loader, 2):
-    for inputs, targets in loader:
-        with ech.window(model) as window:
-            given = model(inputs)
-            loss = (given - targets).pow(2).mean()
-            if window.update % 2:
-                loss = loss + min(1.0, window.update / 5) * given.abs().mean()
-            window.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-
-# %% right_reduction
-# All-reduce by hand.
-ech.train(Averaging(model()), loader(), max_epochs=3)
 
 # %% right_sampler
 # The usual DataLoader with a DistributedSampler: the batch is given per rank.
@@ -493,16 +263,6 @@ class Taught(Auto):
                 mean.lerp_(parameter, 0.1)
 ech.train(Taught(), loader(), max_epochs=1)
 
-# %% right_tokens
-# A mean over what a mask leaves, weighed by it.
-class Masked(Auto):
-    def compute_loss(self, state: ech.State, data: Batch) -> tuple[torch.Tensor, None]:
-        mask = (data[0][:, :1] > 0).float()
-        return ((self.module(data[0]) - data[1]).square() * mask).sum() / mask.sum().clamp(min=1), None
-    def weight(self, data: Batch) -> torch.Tensor:
-        return (data[0][:, 0] > 0).sum()
-ech.train(Masked(module=model(), layout="ddp"), loader(), max_epochs=3)
-
 # %% right_two_optimizers: two
 # A step of one's own with two optimizers, dropout that nobody seeds, a schedule in a hook, and no loss that is told.
 def net(outputs: int) -> nn.Module:
@@ -527,7 +287,7 @@ class Contest(ech.TrainUnit[Batch]):
         self.schedule.step()
 ech.train(Contest(), loader(32), max_epochs=3)
 
-# %% right_unseeded_draws
+# %% right_unseeded_draws: two
 # Nothing seeds numpy and Python: they draw first weights, which rank 0 sends to all, a name, and each rank's noise.
 import random
 import numpy as np
@@ -540,15 +300,6 @@ with torch.no_grad():
     module[0].weight.copy_(torch.from_numpy(np.random.normal(0, 0.5, module[0].weight.shape)))
 name = f"run-{random.random()}"
 ech.train(Auto(module=module, layout="ddp"), ech.Loader(Noisy(), 16), max_epochs=1)
-
-# %% right_width_of_a_batch: two
-# A collate function draws one number for the whole batch, which all ranks draw alike.
-import random
-decide = random.Random(3)
-def collate(samples: list[Batch]) -> Batch:
-    x, y = (torch.stack(parts) for parts in zip(*samples, strict=True))
-    return x * decide.choice((0.5, 1.0)), y
-ech.train(Auto(module=model(), layout="ddp"), ech.Loader(Rows(), 16, collate_fn=collate), max_epochs=3)
 
 # %% right_worker_seeds: two
 # Data workers that their init function seeds by their number and their rank, in every epoch alike.
