@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 import echelon as ech
 from echelon.common.errors import DataError, LoaderError, UsageError
@@ -57,6 +57,14 @@ class Plain:
         return iter(range(self.length))
 
 
+class DividesItself(Plain):
+    """Between the workers, as torch's pages have it."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        return iter(range(worker.id, self.length, worker.num_workers) if worker is not None else range(self.length))
+
+
 class OwnIterator(Plain):
     """The iterator has the state, not the dataset."""
 
@@ -91,7 +99,9 @@ def _all(loader: ech.StreamLoader) -> list[list[int]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("kind", "shards"), [(Counted, None), (Plain, "stride"), (OwnIterator, "stride")])
+@pytest.mark.parametrize(
+    ("kind", "shards"), [(Counted, None), (Plain, "stride"), (DividesItself, "stride"), (OwnIterator, "stride")]
+)
 def test_every_sample_is_seen_once_over_all_ranks_and_workers(kind: Any, shards: Any, workers: int) -> None:
     for length in (64, 61):
         batches = [_all(_stream(kind(length), r, num_workers=workers, tail="keep", shards=shards)) for r in range(2)]

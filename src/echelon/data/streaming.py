@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from echelon.common.errors import DataError
 from echelon.data.reader import ReadFailure
@@ -61,6 +61,8 @@ class Streams(IterableDataset[Any]):
         worker = self._board.worker if self._board is not None else 0
         # torch begins with worker 0, so worker 0 takes the stream whose turn it is.
         stream = (self._begin.turn + worker) % streams
+        if self._share.shards == "stride":
+            _reads_all()
         try:
             yield from self._batches(stream, streams)
         except DataError as error:
@@ -139,6 +141,15 @@ class Streams(IterableDataset[Any]):
     def _state(self) -> Any:
         """A copy of the dataset's state: it is pickled later, when the dataset may have advanced."""
         return copy.deepcopy(self._holder.state_dict()) if hasattr(self._holder, "state_dict") else None
+
+
+def _reads_all() -> None:
+    """In a worker: have a dataset that divides its samples between workers, as torch's pages advise, give all of them, since each
+    stream keeps every count-th. Else only every count-th of a part would be read.
+    """
+    if (info := get_worker_info()) is not None:
+        for name, value in (("id", 0), ("num_workers", 1)):
+            object.__setattr__(info, name, value)  # frozen, but this process's own
 
 
 def _strided(iterator: Iterator[Any], skip: int, count: int) -> Iterator[Any]:
