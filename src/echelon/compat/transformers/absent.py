@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 import transformers
+from torch.utils.data import DataLoader
 
 from echelon.common import errors
 from echelon.common.errors import UsageError
@@ -76,14 +77,18 @@ _TRAINER = {
     "get_batch_samples": "override weight(inputs), which says what a batch counts",
     "hyperparameter_search": "a script that is started with other arguments, by `echelon submit` or `echelon run`",
     "_save_checkpoint": "a callback's on_save",
+    "_prepare_inputs": "compute_loss gets batches on the device; change them there, on the way to the model",
+    "_prepare_input": "compute_loss gets batches on the device",
+    "_get_eval_sampler": "a DataLoader of your own, from get_eval_dataloader",
     "floating_point_ops": "metrics.jsonl of a run folder has mfu",
     "is_in_train": "a callback's hooks",
 }
 _ACCELERATOR = {
-    "prepare": "the trainer prepares its model, optimizer and data",
+    "prepare": "the trainer prepares its model and optimizer; leave it out",
     "backward": "override compute_loss; the trainer does the rest",
-    "gather": "compute_metrics sees the predictions of all ranks",
+    "gather": "echelon.gather, with gradients; compute_metrics sees the predictions of all ranks",
     "gather_for_metrics": "compute_metrics sees the predictions of all ranks",
+    "reduce": "echelon.all_mean",
     "save_state": "TrainingArguments(save_strategy=...), or a callback that sets control.should_save",
     "load_state": "train(resume_from_checkpoint=...)",
     "get_state_dict": "trainer.save_model(folder), called on every rank",
@@ -164,6 +169,12 @@ class Accelerator:
             raise AttributeError(name)
         instead = _ACCELERATOR.get(name, "trainer.unit(), and echelon.world.agree for what ranks tell one another")
         raise NotHereError(f"Trainer.accelerator.{name} is not part of echelon.compat. Instead: {instead}.")
+
+    def prepare(self, *objects: Any, **options: Any) -> Any:
+        """DataLoaders, unchanged, as overrides of `get_train_dataloader` ask for it. The trainer divides them between ranks."""
+        if not objects or not all(isinstance(each, DataLoader) for each in objects):
+            return self.__getattr__("prepare")
+        return objects[0] if len(objects) == 1 else objects
 
     def print(self, *args: Any, **options: Any) -> None:
         """Print on each node's first rank, as Accelerate does."""

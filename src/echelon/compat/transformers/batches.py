@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, RandomSampler
 from transformers import trainer_utils
 
 from echelon.common.errors import UsageError
@@ -21,7 +21,7 @@ from echelon.data.stream import StreamLoader, is_divided
 from echelon.data.views import Ordered
 from echelon.world import rng
 
-__all__ = ["columns_of", "default_collator", "loader_of", "without_adapters"]
+__all__ = ["Shuffled", "columns_of", "default_collator", "loader_of", "without_adapters"]
 
 
 def columns_of(model: torch.nn.Module, label_names: list[str]) -> list[str]:
@@ -81,11 +81,12 @@ def loader_of(
         stream.samples_of_a_rank = each * accumulation
         return stream
     shuffles = trains and args.train_sampling_strategy != "sequential"
-    if len(dataset) < size and (shuffles or given["tail"] == "drop"):
+    count = len(sampler) if sampler is not None else len(dataset)
+    if count < size and (shuffles or given["tail"] == "drop"):
         phase = "train" if trains else "eval"
         raise UsageError(
             f"the {phase}_dataset must hold at least one batch of {each} x {data_ranks} ranks x {accumulation} accumulation "
-            f"steps, got {len(dataset)} samples. Give a smaller per_device_{phase}_batch_size."
+            f"steps, got {count} samples. Give a smaller per_device_{phase}_batch_size."
         )
     seed = args.data_seed if args.data_seed is not None else args.seed
     # Fewer ranks keep the global batch (`saving.ranks_that_share`). Another one is the script's choice and counts from here on.
@@ -97,6 +98,10 @@ def loader_of(
         loader.multiple = each * data_ranks
     loader.samples_of_a_rank = each * accumulation
     return loader
+
+
+class Shuffled(RandomSampler):
+    """What a Trainer's `_get_train_sampler` gives if no subclass has another: torch's order, in a DataLoader of the script's."""
 
 
 class _Sampled(Ordered):

@@ -16,6 +16,7 @@ from echelon.compat.collect import collect
 from echelon.compat.trainer.launched import in_order
 from echelon.compat.trainer.rank import shared
 from echelon.compat.transformers.absent import Part
+from echelon.compat.transformers.unit import set_mode
 from echelon.loop.run import evaluate
 from echelon.loop.samples import rows
 
@@ -83,6 +84,7 @@ class Evaluating(Part):
 
     generates = False  # if True, predictions come from `generate`, not from the forward pass
     control: Any
+    optimizer: Any
     batch_given: Any = None  # the current batch, as the loader gave it
     _outputs: Outputs | None = None
 
@@ -129,20 +131,20 @@ class Evaluating(Part):
         self._ignored = ignore_keys if ignore_keys is not None else ignored
         self._outputs = outputs = Outputs(keeps=not only)
         unit.eval_loss = math.nan
+        set_mode(self.optimizer, "eval")
         try:
             evaluate(unit, loader)
         finally:
             self._outputs = None
         rank, _ = unit.data_rank_and_size or (self.args.process_index, 1)
         predictions, labels, samples = outputs.together(rank)
-        metrics: dict[str, float] = {}
+        own: dict[str, float] = {}
         if self.compute_metrics is not None and predictions is not None and labels is not None:
             prediction = trainer_utils.EvalPrediction(predictions=predictions, label_ids=labels)
-            metrics = dict(trainer_utils.denumpify_detensorize(self.compute_metrics(prediction)))
-        if not math.isnan(unit.eval_loss):
-            metrics["loss"] = unit.eval_loss
+            own = dict(trainer_utils.denumpify_detensorize(self.compute_metrics(prediction)))
         prefix = f"{metric_key_prefix}_"
-        metrics = {name if name.startswith(prefix) else prefix + name: value for name, value in metrics.items()}
+        metrics = {f"{prefix}loss": unit.eval_loss} if not math.isnan(unit.eval_loss) else {}
+        metrics |= {name if name.startswith(prefix) else prefix + name: value for name, value in own.items()}
         return trainer_utils.EvalLoopOutput(predictions, labels, metrics, samples)
 
     def _speed(self, prefix: str, start: float, samples: int) -> dict[str, float]:

@@ -9,7 +9,11 @@ from typing import Any
 from transformers import trainer_callback as theirs
 
 from echelon.common.errors import UsageError
+from echelon.compat.trainer.rank import length_of
+from echelon.compat.transformers.losses import takes
 from echelon.compat.transformers.saving import Saver
+from echelon.compat.transformers.unit import needs_metric, set_mode
+from echelon.data.loader import Loader
 from echelon.loop.callback import Callback
 from echelon.loop.state import State
 from echelon.world import agree
@@ -66,12 +70,25 @@ class Flow(Callback):
     """Calls the events of transformers' callbacks from the hooks of echelon's loop.
 
     Args:
-        steps_per_epoch: micro-batches of an epoch on each rank; None if unknown.
+        loader: the training data.
         saver: None saves nothing until a callback asks for a save.
+        start: when training began.
+        ignore_keys: of its evaluations; None has transformers' default.
     """
 
-    def __init__(self, trainer: Any, steps_per_epoch: int | None, saver: Saver | None) -> None:
-        self._trainer, self._steps_per_epoch, self._saver = trainer, steps_per_epoch, saver
+    def __init__(
+        self,
+        trainer: Any,
+        loader: Any,
+        saver: Saver | None,
+        *,
+        start: float = 0.0,
+        ignore_keys: list[str] | None = None,
+    ) -> None:
+        self._for_log = {"start_time": start} if takes(trainer.log, "start_time") else {}
+        self._for_evaluate = {"ignore_keys": ignore_keys} if ignore_keys is not None else {}
+        self._trainer, self._steps_per_epoch, self._saver = trainer, length_of(loader), saver
+        self._batches = _batches_of(loader)
         self.saves = saver is not None
         own = [c for c in trainer.callback_handler.callbacks if not type(c).__module__.startswith("transformers.")]
         self._may_differ = bool(own)  # a user's callback may decide differently on each rank
@@ -83,10 +100,8 @@ class Flow(Callback):
 
     def _tell_epoch(self, unit: Any) -> None:
         state, progress = self._trainer.state, unit.train_progress
-        if self._steps_per_epoch:
-            state.epoch = progress.num_epochs_completed + progress.num_steps_completed_in_epoch / self._steps_per_epoch
-        else:
-            state.epoch = unit.train_progress.num_updates_completed / state.max_steps
+        batches = self._batches or state.max_steps * unit.gradient_accumulation_steps  # as transformers counts a stream
+        state.epoch = progress.num_epochs_completed + min(1.0, progress.num_steps_completed_in_epoch / batches)
 
     # --- hooks of the loop
 
@@ -104,7 +119,7 @@ class Flow(Callback):
         self._tell_epoch(unit)
         self._call("on_train_begin")
         if self._trainer.args.eval_on_start and unit.train_progress.num_updates_completed == 0:
-            self._trainer.evaluate()
+            self._trainer.evaluate(**self._for_evaluate)
         steps = unit.train_progress.num_steps_completed_in_epoch
         if steps and steps != self._steps_per_epoch:  # callbacks set things up in on_epoch_begin, also for the rest of an epoch
             self._call("on_epoch_begin")
@@ -116,6 +131,8 @@ class Flow(Callback):
         if unit.at_boundary:
             self._trainer.history.rate = unit.optimizer.param_groups[0]["lr"]
             self._call("on_step_begin")
+        unit.module.train()  # in each step, as transformers does: a callback may have left it in eval mode
+        set_mode(unit.optimizer, "train")
 
     def on_train_step_end(self, state: State, unit: Any) -> None:
         if not unit.at_boundary:
@@ -130,7 +147,8 @@ class Flow(Callback):
         self._act(state, unit)
 
     def on_train_epoch_end(self, state: State, unit: Any) -> None:
-        self._tell_epoch(unit)
+        if self._steps_per_epoch:
+            self._tell_epoch(unit)
         self._call("on_epoch_end")
         self._act(state, unit)
 
@@ -156,9 +174,11 @@ class Flow(Callback):
         updates = trainer.state.global_step
         if control.should_log and updates > trainer.history.logged_at:
             self._log(unit, updates)
+            control = self._agree()  # its callbacks may have asked for more
         if control.should_evaluate:
             self._evaluate(unit)
-        if trainer.control.should_save:
+            control = self._agree()
+        if control.should_save:
             self._save(state, unit)
         if trainer.control.should_epoch_stop:
             raise UsageError(
@@ -199,15 +219,15 @@ class Flow(Callback):
             logs["grad_norm"] = float(norm)
         logs["learning_rate"] = float(history.rate)
         history.loss, history.total, history.logged_at = 0.0, history.total + loss, updates
-        trainer.log(logs)
+        trainer.log(logs, **self._for_log)
 
     def _evaluate(self, unit: Any) -> None:
         trainer, args = self._trainer, self._trainer.args
-        metrics = trainer.evaluate()
+        metrics = trainer.evaluate(**self._for_evaluate)
         is_best = self._note_best(metrics)
         if args.save_strategy == "best":
             trainer.control.should_save = is_best
-        if unit.lr_scheduler is not None and type(unit.lr_scheduler).__name__ in ("ReduceLROnPlateau", "GreedyLR"):
+        if needs_metric(unit.lr_scheduler):
             unit.lr_scheduler.step(self._metric(metrics))
 
     def _metric(self, metrics: dict[str, float]) -> float:
@@ -228,8 +248,17 @@ class Flow(Callback):
         value, best = self._metric(metrics), state.best_metric
         better = not math.isnan(value) and (best is None or (value > best if args.greater_is_better else value < best))
         if better:
-            state.best_metric, state.best_global_step = value, state.global_step
+            state.best_metric = value
+            if args.save_strategy != "no":
+                state.best_global_step = state.global_step
         return better
+
+
+def _batches_of(loader: Any) -> int | None:
+    """Batches of an epoch on each rank, as transformers counts them: a short last update may have fewer. None if unknown."""
+    if isinstance(loader, Loader):
+        return -(-loader.samples * loader.accumulation // loader.global_batch)
+    return length_of(loader)
 
 
 def _overrides(callback: Any, event: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +17,9 @@ from echelon.compat.transformers.absent import Part
 from echelon.compat.transformers.batches import without_adapters
 from echelon.loop.samples import count_tokens, rows
 
-__all__ = ["Losses"]
+__all__ = ["Losses", "takes"]
+
+logger = logging.getLogger(__name__)
 
 
 class Losses(Part):
@@ -26,6 +29,10 @@ class Losses(Part):
 
     def look_at_model(self) -> None:
         """Set what depends on the model: its labels, its shift of labels, how its loss is computed."""
+        self.model_wrapped = self.model  # until the strategy wraps it
+        config = getattr(self.model, "config", None)
+        if config is not None:
+            config.use_cache = self.args.use_cache
         self.label_names: list[str] = self.args.label_names
         inner = without_adapters(self.model)
         kind = type(inner)
@@ -34,8 +41,11 @@ class Losses(Part):
         self._returns_loss = bool(can_return_loss(kind))
         self._shifts = _is_causal(inner) and not getattr(getattr(inner, "config", None), "is_encoder_decoder", False)
         smoothing = self.args.label_smoothing_factor
+        if smoothing and getattr(config, "problem_type", None) == "multi_label_classification":
+            logger.warning("label_smoothing_factor has no effect: a multi-label classification has no single label to smooth")
+            smoothing = 0.0
         self._smoother = trainer_pt_utils.LabelSmoother(epsilon=smoothing) if smoothing else None
-        self._passes_count = _takes(self.compute_loss, "num_items_in_batch")
+        self._passes_count = takes(self.compute_loss, "num_items_in_batch")
 
     # --- a batch's weight
 
@@ -56,8 +66,8 @@ class Losses(Part):
         """The labels in a batch; None if it has none."""
         if not self.has_labels(inputs) or not isinstance(inputs, Mapping):
             return None
-        labels = tuple(inputs.get(name) for name in self.label_names)
-        return labels[0] if len(labels) == 1 else (labels or None)
+        labels = tuple(inputs.get(name) for name in self.label_names)  # none for a model that has a loss without labels
+        return labels[0] if len(labels) == 1 else labels
 
     def has_labels(self, inputs: Any) -> bool:
         """Whether a loss can be computed from a batch."""
@@ -118,6 +128,7 @@ def _is_causal(model: Any) -> bool:
     return "loss_function" in getattr(getattr(forward, "__code__", None), "co_names", ())
 
 
-def _takes(function: Any, name: str) -> bool:
+def takes(function: Any, name: str) -> bool:
+    """Whether a function of the script's can be given this argument by name."""
     parameters = inspect.signature(function).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

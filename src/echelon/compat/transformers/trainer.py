@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch.utils.data import DataLoader
+from safetensors.torch import save_file
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import trainer_callback, trainer_pt_utils, trainer_utils
 from transformers.integrations import get_reporting_integration_callbacks
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from echelon.checkpoint import commit
-from echelon.checkpoint.location import location
+from echelon.checkpoint.location import location, make_folder
 from echelon.common.errors import UsageError, require
 from echelon.compat.trainer.rank import length_of, planned, shared
 from echelon.compat.transformers import batches
@@ -32,7 +36,7 @@ from echelon.contracts.run_dir import RunDir
 from echelon.data.replayed import Replayed
 from echelon.loop.callback import Callback
 from echelon.loop.checkpointing.options import RestoreOptions
-from echelon.loop.checkpointing.save_pretrained import save_pretrained
+from echelon.loop.checkpointing.save_pretrained import save_pretrained, save_whole
 from echelon.loop.progress import Progress
 from echelon.loop.run import train
 from echelon.loop.window import Window
@@ -43,6 +47,7 @@ from echelon.world.init import World, rank_info
 __all__ = ["Trainer"]
 
 theirs = transformers.Trainer
+_HAVE_TOKENS = (transformers.PreTrainedTokenizerBase, transformers.ProcessorMixin)
 logger = logging.getLogger(__name__)
 
 
@@ -88,9 +93,9 @@ class Trainer(Losses, Optimizing, Evaluating):
         require(isinstance(args, TrainingArguments), "args", what, type(args).__name__, "Import both from there.")
         if (model is None) == (model_init is None):
             raise UsageError("Trainer needs a model or a model_init, and not both.")
-        self.args = args
+        self.args, self.model_init = args, model_init
         transformers.set_seed(args.seed)
-        self.model = model if model is not None else model_init()  # type: ignore[misc]
+        self.model = model if model is not None else self.call_model_init()
         self.processing_class = processing_class if processing_class is not None else tokenizer
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.data_collator = data_collator or batches.default_collator(self.processing_class)
@@ -100,8 +105,8 @@ class Trainer(Losses, Optimizing, Evaluating):
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.look_at_model()
         self._check_datasets()
-        if getattr(self.model, "config", None) is not None:
-            self.model.config.use_cache = args.use_cache
+        if args.should_save:
+            make_folder(location(args.output_dir, "output_dir"))  # scripts write into it, also if nothing else does
         self._own_callbacks = [c for c in callbacks or [] if isinstance(c, Callback)]
         self._begin_callbacks([c for c in callbacks or [] if not isinstance(c, Callback)])
         self._unit: TrainerUnit | None = None
@@ -135,27 +140,38 @@ class Trainer(Losses, Optimizing, Evaluating):
 
     # --- training
 
-    def train(self, resume_from_checkpoint: str | bool | None = None) -> Any:
-        """Train, and log, evaluate and save as the arguments say. Every rank calls it.
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: list[str] | None = None
+    ) -> Any:
+        """Train, and log, evaluate and save as the arguments say. Every rank calls it. A `model_init` is called again.
 
         Args:
             resume_from_checkpoint: a folder `checkpoint-N`, or True for the newest in `output_dir`. Without this argument, the
                 newest is still restored if the launcher has restarted the job, if the run that saved it was stopped by a signal,
                 or if that run had the same command and was killed.
+            trial: of a hyperparameter search, which is not part of echelon.compat.
+            ignore_keys_for_eval: the `ignore_keys` of its evaluations.
         Returns:
             transformers' TrainOutput: updates, mean loss, metrics.
         Raises:
             SystemExit: with code 75, after a signal asked the run to stop. The run is saved first, if it saves at all.
         """
+        if trial is not None:
+            raise UsageError(
+                "Trainer.train(trial=...) is not part of echelon.compat. Instead: a script started with other arguments."
+            )
         self._begin_again()
         which = resume_from_checkpoint or self._goes_on()
         self._ranks_of_batch = self._ranks_that_saved(which)
         loader, unit = self._loader(), self.unit()
         updates, epochs = self._limits(loader)
+        if unit.__dict__.get("optimizer") is not None and unit.lr_scheduler is None:
+            unit.lr_scheduler = self.create_scheduler(self.max_updates, unit.optimizer)  # before a checkpoint is read into it
         if which:
             resume(which, self.args.output_dir, unit, loader)
         self.state.global_step = began = unit.train_progress.num_updates_completed
-        flow, start = Flow(self, length_of(loader), self._saver()), time.time()
+        start = time.time()
+        flow = Flow(self, loader, self._saver(), start=start, ignore_keys=ignore_keys_for_eval)
         self._refer(unit, loader)
         train(unit, loader, max_updates=updates, max_epochs=epochs, callbacks=[*self._own_callbacks, flow])
         return self._finish(unit, began, start)
@@ -198,16 +214,27 @@ class Trainer(Losses, Optimizing, Evaluating):
         return self._unit
 
     def _begin_again(self) -> None:
-        """A second `train` starts from the current weights, with the same optimizer and a new schedule, as in transformers."""
+        """A second `train` starts from the current weights, with the same optimizer and a new schedule, as in transformers.
+
+        A schedule that the script has given or made goes on. With a `model_init` all begins anew.
+        """
         self.state = self._fresh_state()
         self.history.reset()
+        if self.model_init is not None:
+            transformers.set_seed(self.args.seed)
+            self.model, self._unit = self.call_model_init(), None
+            self.optimizer = self.lr_scheduler = None
+            self.look_at_model()
+        if self.__dict__.pop("_created_lr_scheduler", False):  # by `create_scheduler`, for another number of updates
+            self.lr_scheduler = None
         unit = self._unit
         if unit is not None and unit.train_progress.num_steps_completed:
             unit.train_progress, unit.window = Progress(), Window(unit.gradient_accumulation_steps)
-            self.lr_scheduler = None
-            unit.lr_scheduler = None
+            unit.lr_scheduler = self.lr_scheduler
         if unit is not None:
             transformers.set_seed(self.args.seed)
+        if isinstance(self.processing_class, _HAVE_TOKENS) and hasattr(self.model, "config"):
+            trainer_utils.align_special_tokens(self.model, self.processing_class)
 
     def _loader(self) -> Any:
         loader = self.get_train_dataloader()
@@ -247,13 +274,16 @@ class Trainer(Losses, Optimizing, Evaluating):
         return Saver(self.args.output_dir, self.args.save_total_limit, only_trained=adapters, **options)
 
     def _refer(self, unit: TrainerUnit, loader: Any) -> None:
-        """Build the optimizer and schedule, and give them and the loader to the callbacks."""
-        if unit.__dict__.get("optimizer") is not None and unit.lr_scheduler is None:
-            unit.lr_scheduler = self.create_scheduler(self.max_updates, unit.optimizer)
+        """Build the optimizer and schedule, and give them, the model and the loader to the callbacks."""
         unit.configure()
         self.optimizer, self.lr_scheduler = unit.optimizer, unit.lr_scheduler
         handler = self.callback_handler
-        handler.optimizer, handler.lr_scheduler, handler.train_dataloader = unit.optimizer, unit.lr_scheduler, loader
+        handler.model, handler.optimizer, handler.lr_scheduler, handler.train_dataloader = (
+            self.model,
+            unit.optimizer,
+            unit.lr_scheduler,
+            loader,
+        )
 
     def _finish(self, unit: TrainerUnit, began: int, start: float) -> Any:
         args, state, history = self.args, self.state, self.history
@@ -278,10 +308,24 @@ class Trainer(Losses, Optimizing, Evaluating):
     def get_train_dataloader(self) -> Any:
         if self.train_dataset is None:
             raise UsageError("Trainer: training requires a train_dataset.")
-        return self._loader_of(self.train_dataset, trains=True, sampler=self._get_train_sampler())
+        return self._loader_of(self.train_dataset, trains=True, sampler=self._own_sampler())
+
+    def _own_sampler(self) -> Any:
+        if isinstance(self.train_dataset, IterableDataset):
+            return None
+        own = self._get_train_sampler
+        sampler = own(self.train_dataset) if inspect.signature(own).parameters else own()  # transformers 4 gave it nothing
+        return None if isinstance(sampler, batches.Shuffled) else sampler
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """A sampler of a subclass's own: the order of all ranks' samples. None is echelon's order."""
+        """The order of all ranks' samples. A subclass returns a sampler of its own; what this method returns is echelon's order
+        in the Trainer's own loader, and torch's in a DataLoader that a script makes.
+        """
+        dataset = train_dataset if train_dataset is not None else self.train_dataset
+        if not hasattr(dataset, "__len__"):
+            return None
+        kind = SequentialSampler if self.args.train_sampling_strategy == "sequential" else batches.Shuffled
+        return kind(dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         dataset = self.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
@@ -311,11 +355,16 @@ class Trainer(Losses, Optimizing, Evaluating):
         if type(self)._save is not Trainer._save:
             commit.on_rank0(lambda: self._save(folder), location(folder))
             return
-        save_pretrained(self.unit(), folder)
+        if hasattr(type(self.model), "save_pretrained"):
+            save_pretrained(self.unit(), folder)
+        else:
+            save_whole(self.unit(), folder, _as_safetensors)
         self._save_processing_class(folder)
 
     def _save_processing_class(self, folder: str) -> None:
-        saves = getattr(self.processing_class, "save_pretrained", None)
+        processes = self.processing_class
+        processes = processes if processes is not None else getattr(self.data_collator, "tokenizer", None)
+        saves = getattr(processes, "save_pretrained", None)
         if saves is not None and agree.is_rank0():
             saves(folder)
 
@@ -345,6 +394,7 @@ class Trainer(Losses, Optimizing, Evaluating):
         trainer_pt_utils.save_metrics,
         trainer_pt_utils.save_state,
     )
+    call_model_init = theirs.call_model_init
     metrics_format = staticmethod(trainer_pt_utils.metrics_format)
     is_world_process_zero, is_local_process_zero = theirs.is_world_process_zero, theirs.is_local_process_zero
     pop_callback, remove_callback = theirs.pop_callback, theirs.remove_callback
@@ -370,6 +420,11 @@ class Trainer(Losses, Optimizing, Evaluating):
 def __getattr__(name: str) -> Any:
     """Other names of `transformers.trainer`, such as TRAINING_ARGS_NAME."""
     return getattr(transformers.trainer, name)
+
+
+def _as_safetensors(module: torch.nn.Module, folder: Path, *, state_dict: Mapping[str, torch.Tensor]) -> None:
+    folder.mkdir(exist_ok=True)
+    save_file({name: value.clone() for name, value in state_dict.items()}, folder / SAFE_WEIGHTS_NAME, {"format": "pt"})
 
 
 def _tell_of_nothing(name: str, what: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -130,7 +131,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
             "layout": self._strategy_for(model),
             "precision": "bf16" if self.bf16 else "fp16" if self.fp16 else None,
             "accumulate": self.gradient_accumulation_steps,
-            "clip_grad_norm": self.max_grad_norm or None,
+            "clip_grad_norm": self.max_grad_norm or math.inf,  # which only measures the norm, for the log
             "compile": compiled,
             "recompute": "blocks" if recomputes else None,
         }

@@ -14,9 +14,20 @@ from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.unit_options import AutoOptions
 from echelon.loop.state import State, step_under_way
 
-__all__ = ["Optimizing", "TrainerUnit"]
+__all__ = ["Optimizing", "TrainerUnit", "needs_metric", "set_mode"]
 
 theirs = transformers.Trainer
+
+
+def needs_metric(schedule: Any) -> bool:
+    """Whether a schedule advances after each evaluation, by its metric, instead of after each update."""
+    return isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau) or type(schedule).__name__ == "GreedyLR"
+
+
+def set_mode(optimizer: Any, mode: str) -> None:
+    """Set "train" or "eval" mode of an optimizer that has modes, as schedule-free ones do."""
+    if callable(sets := getattr(optimizer, mode, None)):
+        sets()
 
 
 class TrainerUnit(AutoUnit[Any]):
@@ -57,8 +68,7 @@ class TrainerUnit(AutoUnit[Any]):
         return made
 
     def step_lr_scheduler(self) -> None:
-        # A schedule that needs a metric advances after each evaluation.
-        if self.lr_scheduler is not None and not isinstance(self.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        if self.lr_scheduler is not None and not needs_metric(self.lr_scheduler):
             self.lr_scheduler.step()
 
     def eval_step(self, state: State, data: Any) -> tuple[Any, Any]:

@@ -34,7 +34,7 @@ from echelon.world import agree
 from echelon.world.init import World
 from echelon.world.tensor_bytes import flat_bytes
 
-__all__ = ["save_pretrained"]
+__all__ = ["save_pretrained", "save_whole"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +57,32 @@ def save_pretrained(model: Unit | nn.Module, folder: str | os.PathLike[str], *, 
         UsageError: the module has no `save_pretrained`; `echelon ckpt export` writes safetensors of any module.
         CheckpointWriteError: on every rank, if rank 0 could not write.
     """
-    wrapped = _module(model)
-    prepared = Prepared.of(wrapped, World.current(torch.device("cpu")))
+    prepared = _prepared(model)
+    own = _check(prepared.unwrapped, merged, options)
+    return _written(prepared, folder, own, merged, options)
+
+
+def save_whole(model: Unit | nn.Module, folder: str | os.PathLike[str], write: Callable[..., Any]) -> Path:
+    """As `save_pretrained`, by a function for a module without one: `write(module, folder, state_dict=...)`, on rank 0 alone.
+
+    Args:
+        write: makes the folder if it is not there.
+    """
+    return _written(_prepared(model), folder, write, False, {})
+
+
+def _prepared(model: Unit | nn.Module) -> Prepared[Any]:
+    return Prepared.of(_module(model), World.current(torch.device("cpu")))
+
+
+def _written(
+    prepared: Prepared[Any],
+    folder: str | os.PathLike[str],
+    own: Callable[..., Any],
+    merged: bool,
+    options: Mapping[str, Any],
+) -> Path:
     module = prepared.unwrapped
-    own = _check(module, merged, options)
     target = Path(folder).absolute()
     weights = _Weights(prepared.state())
     scratch = target.with_name(f".gathered-{target.name}")
