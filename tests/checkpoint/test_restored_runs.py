@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torchmetrics
 from torchmetrics import SumMetric
 
 import echelon as ech
 from echelon.checkpoint import commit, manifest
 from echelon.checkpoint.policy import BestCheckpointConfig
 from echelon.common.errors import CheckpointError, CheckpointMismatchError
+from echelon.loop.records.metrics import join_shares, share_of
 from echelon.world import rng
 from tests.conftest import Ranks
 from tests.kit.models import batch, largest_difference, net, whole
@@ -401,7 +403,7 @@ class CountsItself(ech.TrainUnit[Any], ech.EvalUnit[Any]):
         state.log("rows", self.rows)
         state.log("sum", data[0].sum(), reduce="sum")
         state.log("most", data[0].max(), reduce="max")
-        state.log("mean", data[0].mean())
+        state.log("mean", data[0].mean(), weight=len(data[0]))
 
     def eval_step(self, state: ech.State, data: Any) -> None:
         state.log("y", data[1].mean())
@@ -416,11 +418,11 @@ def _killed(state: ech.State, unit: Any, *_: Any) -> None:
 KILLED_AT = ["on_train_step_end", "on_train_epoch_end", "on_eval_start", "on_eval_end", "on_train_end"]
 
 
-def _trained(kind: Any, every: int | str, *callbacks: Any, **options: Any) -> dict[str, float]:
+def _trained(kind: Any, every: int | str, *callbacks: Any, epochs: int = 3, **options: Any) -> dict[str, float]:
     rows = list(torch.utils.data.TensorDataset(*batch(48, 0)))
     loader = ech.Loader(rows, 8 if kind is CountsRows else 4, shuffle=True)
     evaluation = [batch(4, 1)]
-    return ech.train(kind(), loader, eval=evaluation, eval_every=every, max_epochs=3, callbacks=[*callbacks], **options)
+    return ech.train(kind(), loader, eval=evaluation, eval_every=every, max_epochs=epochs, callbacks=[*callbacks], **options)
 
 
 def _numbers_after_a_kill(folder: str, kind: Any, every: int | str) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
@@ -440,3 +442,85 @@ def test_the_numbers_of_a_run_are_the_same_after_any_kill(ranks: Ranks, tmp_path
     """A metric object of an epoch, an epoch's totals, and the latest numbers, which a run that is done has, too."""
     for whole_run, found in ranks(2, _numbers_after_a_kill, str(tmp_path), kind, every):
         assert found == dict.fromkeys(KILLED_AT, whole_run)
+
+
+def _killed_late(state: ech.State, unit: Any) -> None:
+    """In the second epoch, the last one."""
+    if unit.train_progress.num_epochs_completed >= 1 and unit.train_progress.num_steps_completed_in_epoch >= 8:
+        raise KeyError("killed")
+
+
+def _until_killed(folder: str, kind: Any, every: int | str) -> None:
+    with pytest.raises(KeyError):
+        _trained(kind, "epoch", Hooks(on_train_step_end=_killed_late), checkpoints=ech.Checkpoints(folder, every=every), epochs=2)
+
+
+def _gone_on(folder: str, kind: Any) -> dict[str, float]:
+    """The numbers of a run that goes on, and then of one that is done."""
+    first = _trained(kind, "epoch", checkpoints=folder, epochs=2)
+    assert _trained(kind, "epoch", checkpoints=folder, epochs=2) == first
+    return first
+
+
+@pytest.mark.parametrize("kind", [CountsRows, CountsItself])
+@pytest.mark.parametrize("every", [3, pytest.param("epoch", marks=pytest.mark.full)])
+def test_the_numbers_of_a_run_are_the_same_on_another_number_of_ranks(
+    ranks: Ranks, tmp_path: Path, kind: Any, every: int | str
+) -> None:
+    """An epoch's totals and metrics began anew with the rest of the epoch, and a run that was done returned nothing."""
+    whole_run = _trained(kind, "epoch", epochs=2)
+    for before, after in ((2, 1), (1, 2)):
+        folder = str(tmp_path / str(before))
+        ranks(before, _until_killed, folder, kind, every)
+        for found in ranks(after, _gone_on, folder, kind):
+            assert found == pytest.approx(whole_run)
+
+
+class OfTheirOwn(torchmetrics.Metric):
+    """Whose state of two ranks cannot be joined without knowing what it means."""
+
+    full_state_update = False
+
+    def __init__(self, how: str | None) -> None:
+        super().__init__()
+        self.add_state("seen", torch.zeros(()), dist_reduce_fx=how)
+
+    def update(self, values: torch.Tensor) -> None:
+        self.seen = values.mean() / self.update_count + self.seen * (1 - 1 / self.update_count)
+
+    def compute(self) -> torch.Tensor:
+        return self.seen
+
+
+@pytest.mark.parametrize(
+    ("make", "joins"),
+    [
+        (torchmetrics.SumMetric, True),
+        (torchmetrics.MeanMetric, True),
+        (torchmetrics.CatMetric, True),
+        (lambda: torchmetrics.MetricCollection([torchmetrics.SumMetric(), torchmetrics.MeanMetric()]), True),
+        (lambda: OfTheirOwn("mean"), False),
+        (torchmetrics.PearsonCorrCoef, False),
+    ],
+)
+def test_a_metrics_shares_of_several_ranks_are_joined_or_begin_anew(make: Callable[[], Any], joins: bool) -> None:
+    values = [batch(4, number)[0][:, :1].flatten() for number in range(5)]
+    data = [(each, each.roll(1)) if make is torchmetrics.PearsonCorrCoef else (each,) for each in values]
+    whole_epoch, rest, shares = make(), make(), []
+    for part in (data[:1], data[1:4], []):
+        one = make()
+        for each in part:
+            one.update(*each)
+        shares.append(share_of(one))
+    rest.update(*data[0])  # is dropped
+    assert join_shares(rest, shares) is joins
+    for each in data:
+        whole_epoch.update(*each)
+    rest.update(*data[4])
+    if joins:
+        got, want = rest.compute(), whole_epoch.compute()
+        if make is torchmetrics.CatMetric:
+            got, want = got.sort().values, want.sort().values
+        torch.testing.assert_close(got, want)
+        assert getattr(rest, "update_count", 5) == 5
+    assert join_shares(rest, []) and getattr(rest, "update_count", 0) == 0

@@ -25,7 +25,7 @@ from echelon.common.errors import CheckpointCorruptError, CheckpointError, Check
 from echelon.common.terminal import columns, one_line
 from echelon.world import agree
 
-__all__ = ["Report", "compare", "fill", "on_each", "read_rank", "read_states", "table", "untied"]
+__all__ = ["Report", "compare", "fill", "has_own", "on_each", "read_rank", "read_ranks", "read_states", "table", "untied"]
 
 T = TypeVar("T")
 
@@ -301,9 +301,22 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], most: int = 12
 
 def read_rank(folder: Location, manifest: dict[str, Any]) -> dict[str, Any] | None:
     """This rank's own state; None if the checkpoint was written by another number of ranks."""
+    return read_ranks(folder, manifest)[0] if has_own(manifest) else None
+
+
+def read_ranks(folder: Location, manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """The own states with which this rank goes on: its own; of a checkpoint of another number of ranks, those of the ranks whose
+    number is this rank's, modulo the number of today's ranks.
+    """
     rank, size = this_rank()
-    written = sum(name.startswith("rank-") for name in manifest["files"])
-    if written != size:
-        return None
     with local_files(folder, manifest) as files:
-        return files.state(own_file(rank))
+        return [files.state(own_file(number)) for number in range(rank, _ranks(manifest), size)]
+
+
+def has_own(manifest: dict[str, Any]) -> bool:
+    """Whether as many ranks wrote a checkpoint as there are today, so that it has each rank's own state."""
+    return _ranks(manifest) == this_rank()[1]
+
+
+def _ranks(manifest: dict[str, Any]) -> int:
+    return sum(name.startswith("rank-") for name in manifest["files"])

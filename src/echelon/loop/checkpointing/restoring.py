@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from echelon.loop.checkpointing import changes
 from echelon.loop.checkpointing.frozen import train_as_saved, without_frozen
 from echelon.loop.checkpointing.options import RestoreOptions
 from echelon.loop.records.logged import Logged
-from echelon.loop.records.metrics import load_share
+from echelon.loop.records.metrics import join_shares, load_share
 from echelon.loop.unit import TrainedUnit, Unit
 from echelon.loop.validate import accumulation_of
 from echelon.parallel.meta.materialize import check_kept
@@ -169,7 +169,6 @@ def _restore(
             path,
             printable(config["position"]),
         )
-    own = None
     if not options.takes_weights_only:
         own = store.on_each(path, lambda: _own(path, manifest))
     report = store.read_states(
@@ -184,7 +183,10 @@ def _restore(
     )
     _log(report, path)
     if not options.takes_weights_only:
-        _load_own(path, own, unit, states, metrics=options.restore_metrics, by_rank=manifest.get("by_rank", []))
+        if store.has_own(manifest):
+            _load_own(path, own, unit, states, options)
+        elif isinstance(unit, TrainedUnit):
+            _join_own(own, unit, options, manifest.get("by_rank", []))
     if not options.takes_weights_only:
         read_on_beside(path, getattr(unit, "beside", ()), manifest.get("beside", {}))
     unit.restored()
@@ -193,20 +195,19 @@ def _restore(
     return report
 
 
-def _own(path: Location, manifest: dict[str, Any]) -> dict[str, Any] | None:
-    """Per-rank state: RNG states, shares of metrics, layouts' extras; None if another number of ranks saved it."""
-    own = store.read_rank(path, manifest)
-    if own is None:
-        return None
-    # The state of a local SGD worker is checked where it is loaded.
-    extras = {key: {str: dict if key == "worker" else [str]} for key in own if key not in _OWN}
-    own.setdefault("logged", {"numbers": {}, "totals": {}, "metrics": {}})  # of an older release
-    wanted = {"streams": dict, "metrics": dict, "logged": dict, "others": {str: dict}, **extras}
-    if not fits({"others": {}, **own}, wanted) or not _can_go_on(own["logged"]):
-        raise CheckpointCorruptError(
-            f"{path} holds per-rank state that echelon does not write: {', '.join(map(repr, own))}.", path=str(path)
-        )
-    return own
+def _own(path: Location, manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Per-rank state: RNG states, shares of metrics, what was logged, layouts' extras. See `store.read_ranks`."""
+    states = store.read_ranks(path, manifest)
+    for own in states:
+        # The state of a local SGD worker is checked where it is loaded.
+        extras = {key: {str: dict if key == "worker" else [str]} for key in own if key not in _OWN}
+        own.setdefault("logged", {"numbers": {}, "totals": {}, "metrics": {}})  # of an older release
+        wanted = {"streams": dict, "metrics": {str: dict}, "logged": dict, "others": {str: dict}, **extras}
+        if not fits({"others": {}, **own}, wanted) or not _can_go_on(own["logged"]):
+            raise CheckpointCorruptError(
+                f"{path} holds per-rank state that echelon does not write: {', '.join(map(repr, own))}.", path=str(path)
+            )
+    return states
 
 
 def _can_go_on(logged: dict[str, Any]) -> bool:
@@ -218,41 +219,50 @@ def _can_go_on(logged: dict[str, Any]) -> bool:
 
 
 def _load_own(
-    path: Location, own: dict[str, Any] | None, unit: Unit, states: dict[str, Any], *, metrics: bool, by_rank: Any
+    path: Location, states: Sequence[dict[str, Any]], unit: Unit, restored: dict[str, Any], options: RestoreOptions
 ) -> None:
-    """Load per-rank state; if another number of ranks saved it, start new random streams.
+    """Load per-rank state.
 
     Args:
-        states: what was restored, by name.
-        metrics: restore shares of metrics.
-        by_rank: names of the user's objects and optimizers whose state differed between ranks.
+        states: of each rank, its own, since as many ranks saved the checkpoint.
+        restored: what was restored, by name.
     """
-    # The ranks agree first: RNG states must be restored on all of them or on none.
-    if not agree.any_rank(own is None) and own is not None:
-        store.on_each(path, lambda: _load_streams(path, own["streams"]))
-        unit.resumes_with, unit.resumes_logged = own["streams"], own["logged"] if metrics else None
-        for name, metric in unit.tracked_metrics().items():
-            if metrics and name in own["metrics"]:
-                load_share(metric, own["metrics"][name])
-        others = unit.tracked_misc_statefuls()
-        own_states = [(others[name], state) for name, state in own.get("others", {}).items() if name in others]
-        store.on_each(path, lambda: [each.load_state_dict(state) for each, state in own_states])
-        kept = [(states[name].whole(), state) for name, state in own.get("others", {}).items() if _keeps(states.get(name))]
-        store.on_each(path, lambda: [now[key].copy_(was[key]) for now, was in kept for key in now.keys() & was.keys()])
-        for name, prepared in unit.prepared_modules().items():
-            prepared.extras.load_state_dict({key: own[key][name] for key in own if key not in _OWN and name in own[key]})
-    elif isinstance(unit, TrainedUnit):
-        unit.resumes_with = unit.resumes_logged = None  # may be left from another checkpoint
-        rng.renew(unit.train_progress.num_updates_completed)
-        if by_rank and fits(by_rank, [str]) and agree.is_rank0():
-            logger.warning(
-                "saved by another number of ranks: the state of %s differed between them, and all ranks now have the same",
-                printable(", ".join(by_rank)),
-            )
-        if metrics and unit.tracked_metrics():
-            logger.warning(
-                "saved by another number of ranks: the per-rank shares of %s start over", ", ".join(unit.tracked_metrics())
-            )
+    (own,) = states
+    store.on_each(path, lambda: _load_streams(path, own["streams"]))
+    unit.resumes_with, unit.resumes_logged = own["streams"], own["logged"] if options.restore_metrics else None
+    for name, metric in unit.tracked_metrics().items():
+        if options.restore_metrics and name in own["metrics"]:
+            load_share(metric, own["metrics"][name])
+    others = unit.tracked_misc_statefuls()
+    own_states = [(others[name], state) for name, state in own.get("others", {}).items() if name in others]
+    store.on_each(path, lambda: [each.load_state_dict(state) for each, state in own_states])
+    kept = [(restored[name].whole(), state) for name, state in own.get("others", {}).items() if _keeps(restored.get(name))]
+    store.on_each(path, lambda: [now[key].copy_(was[key]) for now, was in kept for key in now.keys() & was.keys()])
+    for name, prepared in unit.prepared_modules().items():
+        prepared.extras.load_state_dict({key: own[key][name] for key in own if key not in _OWN and name in own[key]})
+
+
+def _join_own(states: Sequence[dict[str, Any]], unit: TrainedUnit, options: RestoreOptions, by_rank: Any) -> None:
+    """Start new random streams, and join what the ranks of another number of them had counted. Collective."""
+    unit.resumes_with = unit.resumes_logged = None  # may be left from another checkpoint
+    rng.renew(unit.train_progress.num_updates_completed)
+    if by_rank and fits(by_rank, [str]) and agree.is_rank0():
+        logger.warning(
+            "saved by another number of ranks: the state of %s differed between them, and all ranks now have the same",
+            printable(", ".join(by_rank)),
+        )
+    if not options.restore_metrics:
+        return
+    unit.resumes_logged = Logged.joined([each["logged"] for each in states])
+    metrics = unit.tracked_metrics()
+    shares = {name: [each["metrics"][name] for each in states if name in each["metrics"]] for name in metrics}
+    failed = [name for name, metric in metrics.items() if not join_shares(metric, shares[name])]
+    if lost := sorted({name for each in agree.kinds(failed) for name in each}):
+        for name in lost:
+            metrics[name].reset()
+        kept = {name: attribute for name, attribute in unit.resumes_logged["metrics"].items() if attribute not in lost}
+        unit.resumes_logged["metrics"] = kept
+        logger.warning("saved by another number of ranks: the per-rank shares of %s start over", ", ".join(lost))
 
 
 def _keeps(state: Any) -> bool:

@@ -304,6 +304,32 @@ class Logged:
         if named:
             self._metrics["train"] = named
 
+    @staticmethod
+    def joined(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """What this rank goes on with after a run of another number of ranks, each of which left a state to one of today's.
+        Collective.
+
+        Args:
+            states: of `state_dict`, those that are left to this rank; perhaps none.
+        """
+        totals: dict[str, dict[str, list[Any]]] = {}
+        for name, parts in ((name, parts) for each in states for name, parts in each["totals"].items()):
+            for reduce, share in parts.items():
+                totals.setdefault(name, {}).setdefault(reduce, []).append(share)
+        known = [
+            {**each, "totals": {name: next(iter(parts)) for name, parts in each["totals"].items()}}
+            for of_rank in agree.gather(list(states))
+            for each in of_rank
+        ]
+        joined: dict[str, Any] = {"numbers": {}, "totals": {}, "metrics": {}}
+        for each in known:
+            joined["numbers"] |= each["numbers"]
+            joined["metrics"] |= each["metrics"]
+            for name, reduce in each["totals"].items():
+                shares = totals.get(name, {}).get(reduce)
+                joined["totals"][name] = {reduce: list(reduced(shares)) if shares else total_of(reduce).share()}
+        return joined
+
     def settled(self) -> dict[str, Any]:
         """Take the reduced numbers of the latest update: numbers, or 0-dim tensors on a device. A second call gives none."""
         settled, self._settled = self._settled, {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,9 +12,9 @@ import torch.distributed as dist
 from echelon.world.agree import control_group, is_joined
 from echelon.world.device import copy_data_to_device
 
-__all__ = ["Mean", "load_share", "share_of"]
+__all__ = ["Mean", "join_shares", "load_share", "share_of"]
 
-_COUNT = "_update_count"  # torchmetrics' own name
+_COUNT, _REDUCTIONS = "_update_count", "_reductions"  # torchmetrics' own names
 
 
 class Mean:
@@ -82,6 +84,30 @@ def load_share(metric: Any, state: dict[str, Any]) -> None:
             vars(part).update(copy_data_to_device(own, part.device))
     if not parts or not any(_COUNT in each for each in (state, *state.values()) if isinstance(each, dict)):
         metric.load_state_dict(state)  # of an older checkpoint, if it is one of torchmetrics
+
+
+def join_shares(metric: Any, shares: Sequence[dict[str, Any]]) -> bool:
+    """Replace this rank's share of a metric by those of several ranks, or of none. False if the metric cannot join them."""
+    metric.reset()
+    for at, share in enumerate(shares):
+        if at == 0:
+            load_share(metric, share)
+            continue
+        other = copy.deepcopy(metric)
+        load_share(other, share)
+        mine, others = _parts(metric), _parts(other)
+        try:
+            for name, part in mine.items():
+                if any(reduce is not None and reduce.__name__ == "dim_zero_mean" for reduce in vars(part)[_REDUCTIONS].values()):
+                    return False  # it would be merged as if it were of a single update
+                count = part.update_count + others[name].update_count
+                part.merge_state(others[name])
+                vars(part)[_COUNT] = count
+            if not mine:
+                metric.merge_state([other])  # as torcheval's
+        except (AttributeError, RuntimeError, TypeError):
+            return False
+    return True
 
 
 def _parts(metric: Any) -> dict[str, Any]:
