@@ -132,7 +132,7 @@ def loss_of(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor
 
 class Unit(Regression):
     def __init__(self, name: str = "tied", *, optimizer: str = "SGD", **options: Any) -> None:
-        super().__init__(module=built(name), optimizer=optimizer, lr=RATES[optimizer], **{"clip_grad_norm": 0.5, **options})
+        super().__init__(optimizer=optimizer, lr=RATES[optimizer], **{"module": built(name), "clip_grad_norm": 0.5, **options})
         self.losses: list[float] = []
         self.told: list[Any] = []
 
@@ -310,6 +310,21 @@ def fitted(layout: Any) -> tuple[list[float], list[float]]:
     data = [tokens(2, i) for i in range(6)]
     ech.fit(unit, data, data[:2], max_epochs=2)
     return unit.losses, [unit.eval_loss]
+
+
+def evaluated_in_bf16(layout: Any) -> tuple[float, torch.Tensor]:
+    unit = Evaluated(module=built("tied").float(), layout=layout, precision="bf16")
+    ech.fit(unit, [tokens(2, 0)], [tokens(2, 1)], max_epochs=1)
+    ech.predict(unit, [tokens(2, 1)[0]])
+    return unit.eval_loss, unit.logits[-1]
+
+
+def test_weights_cast_for_an_evaluation_are_not_taken_for_something_that_a_stage_keeps(ranks: Ranks) -> None:
+    """Autocast is around a whole evaluation, and holds the casts until it ends."""
+    ((loss, logits),) = ranks(1, evaluated_in_bf16, "none")
+    for found, seen in ranks(2, evaluated_in_bf16, ech.Layout(pp=2)):
+        assert found == pytest.approx(loss, rel=1e-3)
+        torch.testing.assert_close(seen, logits, rtol=1e-2, atol=1e-2)
 
 
 def test_training_and_evaluation_take_turns(ranks: Ranks) -> None:

@@ -297,4 +297,5 @@ def _kept(marked: dict[str, list[_Ref]]) -> list[str]:
         if not alive():
             return []
     gc.collect()  # tensors held only by reference cycles, as those of a function that calls itself, do not count as kept
+    torch.clear_autocast_cache()  # nor do the weights' casts: an autocast context around an evaluation holds them to its end
     return alive()
