@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from echelon.common.arguments import flags, flags_of, several
 from echelon.common.errors import RecomputeError, require
@@ -26,6 +26,8 @@ from echelon.common.numbers import number, whole
 from echelon.parallel import patching
 from echelon.parallel.prepared import NO_CONTEXT
 from echelon.parallel.recipe.blocks import blocks_by_policy, blocks_to_shard
+from echelon.parallel.recipe.compilation import may_draw
+from echelon.parallel.shards import is_split
 
 __all__ = ["ActivationCheckpointParams", "Preset", "Recompute", "checkpoint_activations", "checkpoint_wrapper"]
 
@@ -101,15 +103,25 @@ class ActivationCheckpointParams:
             modules = [m for _, m in blocks_to_shard(module)]
         return modules[:: self.every]
 
-    @property
-    def contexts(self) -> Contexts | None:
-        if not self.save_ops:
+    def contexts(self, *, keep_random: bool = False) -> Contexts | None:
+        """What decides operator by operator what is kept; None recomputes all.
+
+        Args:
+            keep_random: results of random operators are kept, too, unless the user's `context_fn` decides.
+        """
+        if self.context_fn is not None or not (self.save_ops or keep_random):
             return self.context_fn
         # fully_shard tells a profiler of its steps. Parts of a block that are sharded by themselves, such as norms in float32 on
         # a CPU, have other steps when the block is recomputed, for which torch would look among the block's operators (2.13).
         records = (torch.ops.profiler._record_function_enter_new, torch.ops.profiler._record_function_exit)
         SAC_IGNORED_OPS.update(getattr(each, overload) for each in records for overload in each.overloads())
-        return partial(create_selective_checkpoint_contexts, list(self.save_ops))
+        kept: Any = partial(_kept_or_random, frozenset(self.save_ops)) if keep_random else list(self.save_ops)
+        return partial(create_selective_checkpoint_contexts, kept)
+
+
+def _kept_or_random(kept: frozenset[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_kept = operator in kept or may_draw(operator)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 Preset = ActivationCheckpointParams | Literal["none", "blocks", "selective"] | None
@@ -133,9 +145,11 @@ def _dear() -> list[Any]:
     return [operator.default for operator in operators if operator is not None]
 
 
-def checkpoint_activations(module: nn.Module, params: ActivationCheckpointParams | None) -> nn.Module:
+def checkpoint_activations(module: nn.Module, params: ActivationCheckpointParams | None, *, compiled: bool = False) -> nn.Module:
     """Make the chosen submodules recompute, in place; those that already do are left alone.
 
+    Args:
+        compiled: the module will be compiled.
     Raises:
         UsageError: no submodule was chosen.
     """
@@ -146,8 +160,11 @@ def checkpoint_activations(module: nn.Module, params: ActivationCheckpointParams
         raise RecomputeError(
             f"recompute chose no submodule of {type(module).__name__}. Give a check_fn that returns True for its blocks."
         )
+    # A graph with a mesh, which comes with parameters in DTensors, cannot also have the RNG states with which a recomputed
+    # attention or dropout would draw again: torch (2.13) takes one for the other.
+    contexts = params.contexts(keep_random=compiled and any(map(is_split, module.parameters())))
     for block in chosen:
-        checkpoint_wrapper(block, offload_to_cpu=params.offload_to_cpu, context_fn=params.contexts)
+        checkpoint_wrapper(block, offload_to_cpu=params.offload_to_cpu, context_fn=contexts)
     return module
 
 

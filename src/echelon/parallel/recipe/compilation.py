@@ -26,7 +26,7 @@ from echelon.common.errors import CompileError, require
 from echelon.parallel.patching import replace
 from echelon.parallel.recipe.blocks import blocks_to_shard
 
-__all__ = ["Compile", "Compiled", "TorchCompileParams", "compile_in_place", "keeping_random"]
+__all__ = ["Compile", "Compiled", "TorchCompileParams", "compile_in_place", "keeping_random", "may_draw"]
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,8 @@ class _Budget:
         return functools.partial(compile_fx, config_patches=patches)
 
 
-def _may_draw(operator: Any) -> bool:
+def may_draw(operator: Any) -> bool:
+    """Whether the operator may draw random numbers."""
     if not isinstance(operator, torch._ops.OpOverload):
         return False
     return torch.Tag.nondeterministic_seeded in operator.tags or operator.namespace not in _SAYS_IF_RANDOM
@@ -246,5 +247,5 @@ def keeping_random() -> type:
 
 def _keep(node: Node) -> None:
     # Nodes that the user's own activation checkpointing recomputes are marked already, and torch replays their random numbers.
-    if node.op == "call_function" and "recompute" not in node.meta and _may_draw(node.target):
+    if node.op == "call_function" and "recompute" not in node.meta and may_draw(node.target):
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -38,9 +38,10 @@ class Recipe:
                 "torch.compile's backend 'eager' draws different dropout masks when it recomputes activations (torch 2.13), so "
                 "the gradients are wrong. Use backend='aot_eager' or 'inductor', or no recompute."
             )
-        module = checkpoint_activations(module, recomputed)
+        compiles = compiled is not None and not compiled.disable
+        module = checkpoint_activations(module, recomputed, compiled=compiles)
         budget = None if recomputed is None else recomputed.memory_budget
-        if compiled is not None and not compiled.disable:
+        if compiled is not None and compiles:
             return compile_in_place(module, compiled, budget)
         if budget is not None:
             logger.warning("memory_budget=%g has no effect without compiled graphs. Set compile='blocks'", budget)
