@@ -137,8 +137,7 @@ HEADS = ("own", "tied", "read", "before", "outside", "fused")
 WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "fsdp": ("fsdp", {}),
     "zero2": ("zero2", {}),
-    "prefetch": (ech.FSDPStrategy(forward_prefetch=True), {}),
-    "prefetch far": (ech.FSDPStrategy(forward_prefetch=2, backward_prefetch=2), {}),
+    "prefetch": (ech.FSDPStrategy(forward_prefetch=2, backward_prefetch=2), {}),
     "recomputed": ("fsdp", {"activation_checkpoint_params": ech.layouts.ActivationCheckpointParams()}),
     "compiled": ("fsdp", {"torch_compile_params": ech.layouts.TorchCompileParams(backend="aot_eager")}),
     "windows": ("fsdp", {"gradient_accumulation_steps": 2}),

@@ -12,16 +12,14 @@ from tests.kit.random_programs import differences, interrupted, resumed
 pytestmark = pytest.mark.standing_ranks
 
 
-@pytest.mark.parametrize(("size", "seeds"), [(2, range(4)), pytest.param(4, range(4, 12), marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize(("size", "seeds"), [(2, range(4)), pytest.param(4, range(4, 8), marks=pytest.mark.full)], ids=str)
 def test_each_trains_as_in_one_process(ranks: Ranks, size: int, seeds: range) -> None:
     for found in ranks(size, differences, list(seeds)):
         assert not found, "\n".join(found)
 
 
 @pytest.mark.full(but=("2-2",))
-@pytest.mark.parametrize(
-    ("before", "after", "seeds"), [(2, 2, range(6)), (4, 4, range(6, 14)), (4, 2, range(14, 20)), (2, 4, range(20, 26))]
-)
+@pytest.mark.parametrize(("before", "after", "seeds"), [(2, 2, range(6)), (4, 2, range(14, 20)), (2, 4, range(20, 26))])
 def test_each_goes_on_after_it_was_killed(ranks: Ranks, tmp_path: Path, before: int, after: int, seeds: range) -> None:
     """On three ranks or more, a model with a buffer was not resumed under ddp."""
     ranks(before, interrupted, list(seeds), str(tmp_path))

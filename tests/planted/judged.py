@@ -545,8 +545,7 @@ ech.train(TogetherOnly(module=model(), layout="ddp"), loader(), max_epochs=1)
 
 # %% double
 # A script in float64.
-if sys.argv[1] == "default":
-    torch.set_default_dtype(torch.float64)
+torch.set_default_dtype(torch.float64)
 class Doubled(Auto):
     def compute_loss(self, state, data):
         return super().compute_loss(state, (data[0].double(), data[1].double()))
@@ -592,18 +591,6 @@ class OneKind(Auto):
 if sys.argv[1] == "none":
     ech.train(OneKind(module=model()), loader(), max_epochs=1)
 ech.train(OneKind(module=model(), layout=sys.argv[1]), loader(), max_epochs=1)
-
-# %% muon
-# Muon's products in bfloat16 are summed up in another order where a matrix is sharded.
-def make(): return nn.Sequential(nn.Linear(16, 32, bias=False), nn.ReLU(), nn.Linear(32, 4, bias=False))
-class Muon(ech.AutoUnit):
-    def compute_loss(self, state, data):
-        out = self.module(data[0])
-        return nn.functional.cross_entropy(out, data[1]), out
-    def configure_optimizers_and_lr_scheduler(self, module):
-        return torch.optim.Muon(module.parameters(), lr=1e-2), None
-data = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randint(0, 4, (64,)))
-ech.train(Muon(module=make(), layout="fsdp"), ech.Loader(data, global_batch=16), max_epochs=1)
 
 # %% momenta
 # What an optimizer keeps in half precision is float64 with what it casts. Its casts were float64 alone: "expected dtype

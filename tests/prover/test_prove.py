@@ -99,9 +99,9 @@ USUAL = ("right_by_hand", "right_two_optimizers")
 @pytest.mark.full(but=USUAL)
 @pytest.mark.parametrize("name", [*USUAL, *(name for name in RIGHT if name not in USUAL)])
 def test_a_right_script_passes(tmp_path: Path, name: str) -> None:
-    """On two ranks under ddp, or on one, two and, in part, four, under fsdp, too."""
+    """On two ranks under ddp, or on one and two, under fsdp, too."""
     two = RIGHT[name][0] == "two"
-    ranks = [2] if two else [1, 2, 4] if name == "right_auto" else [1, 2]
+    ranks = [2] if two else [1, 2]
     proof = _proved(tmp_path, name, layouts=["ddp"] if two else ["ddp", "fsdp"], ranks=ranks, updates=3)
     # What numpy draws for each sample cannot be made alike.
     assert proof.holds or (name == "right_generators" and proof.holds_in_part), "\n".join(
@@ -110,7 +110,6 @@ def test_a_right_script_passes(tmp_path: Path, name: str) -> None:
     assert {r.ranks for r in proof.results} == set(ranks)
 
 
-HOOKED = ("module", "callback", "module apart", "callback apart")
 SAME_STATE = "causes: the forward pass keeps state."
 # The script and its arguments, how it is proved, the rows' verdicts, or "right" of rows that are equal to one process in any way,
 # and words of what is said of them.
@@ -138,7 +137,8 @@ CASES: list[tuple[str, dict[str, Any], str, tuple[str, ...]]] = [
     ),
     # One process divides it, too, so that nothing differs; what the run warns of is said.
     ("divided_by_hand", {"accumulation": [3]}, IN_PART, ("divided by the 3 micro-batches",)),
-    *((f"hooked {who}", {"updates": 3}, "DIFFERS" if "apart" in who else "right", ()) for who in HOOKED),
+    ("hooked module", {"updates": 3}, "right", ()),
+    ("hooked callback apart", {"updates": 3}, "DIFFERS", ()),
     ("planned", {"updates": 3, "yours": True}, "right", ()),
     ("looking", {}, "right", ("Looks.on_train_step_end (AttributeError: ",)),
     ("evaluated", {"accumulation": [1, 2], "updates": 6}, "right", ()),
@@ -165,10 +165,8 @@ CASES: list[tuple[str, dict[str, Any], str, tuple[str, ...]]] = [
     # Two micro-batches of one rank are the same samples as one of each of two ranks, but not the same draws.
     ("right_auto", {"ranks": [1, 2], "accumulation": [1, 2]}, "right", ()),
     ("together_only", {"updates": 1, "layouts": ["ddp", "zero1"]}, "failed, failed", ("could not be computed", "not alone")),
-    ("double default", {"ranks": [1, 2]}, "bit-equal, agrees", ("in float64",)),
-    ("double itself", {"ranks": [1, 2]}, "bit-equal, agrees", ("in float64",)),
+    ("double", {"ranks": [1, 2]}, "bit-equal, agrees", ("in float64",)),
     ("in_two_parts", {"updates": 4}, "agrees", ("2 updates",)),
-    ("muon", {"layouts": ["fsdp"], "updates": 3}, IN_FLOAT64, ()),
     ("momenta", {"updates": 3, "float64": True}, "right", ()),
     ("attention", {"layouts": ["pp=2"]}, "right", ()),
     ("own_options", {"updates": 1, "yours": True}, "agrees", ()),
@@ -562,7 +560,6 @@ def test_a_matrix_of_nothing_is_refused() -> None:
 # --- as the script runs: compiled, recomputed, in the precision that it asks for
 
 OF_ITS_OWN = {
-    "compiled_within_a_budget": "other random numbers in the backward pass",
     "recomputed_with_other_dropout": "other random numbers in the backward pass",
     "clipping_before_unscaling": "gradients that are still scaled",
     "half_without_a_scaler": "gradients that underflow",
@@ -585,9 +582,7 @@ def test_a_mistake_that_only_the_scripts_own_configuration_has_is_named(tmp_path
 @pytest.mark.parametrize(
     ("name", "args", "ran"),
     [
-        ("right_compiled", (), "ran compiled,"),
         ("right_compiled", ("bf16",), "ran compiled and in bf16"),
-        ("right_compiled", ("budget",), "ran compiled,"),
         ("right_compiled", ("budget", "inductor"), "ran compiled,"),
         ("right_compiled_adam", (), "ran compiled and in bf16"),
         ("half_without_a_scaler", ("right",), "ran in bf16"),
