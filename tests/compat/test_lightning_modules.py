@@ -108,7 +108,7 @@ def test_a_hook_clips_the_gradients_of_the_global_batch(strategy: str, ranks: An
 
 
 @pytest.mark.full(but=("fsdp",))
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_one_rank_and_two_train_as_plain_pytorch_does(strategy: str, ranks: Any) -> None:
     """`ClearsBetween` as a GAN whose optimizers clear: a sharded network shows gathered parameters there."""
     kinds = [*KINDS, ClearsBetween, Teaches]

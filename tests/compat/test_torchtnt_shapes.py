@@ -285,23 +285,6 @@ def test_averages_of_a_module_on_several_ranks(ranks: Ranks, strategy: str) -> N
         assert each == pytest.approx(alone, abs=1e-6)
 
 
-def test_averages_are_saved_and_restored(tmp_path: Any) -> None:
-    from echelon.compat.torchtnt.framework.callbacks import DistributedCheckpointSaver
-
-    def make() -> Auto:
-        params = SWAParams(0, 1, averaging_method="swa", swalr_params=SWALRParams(3))
-        return Auto(swa_params=params, step_lr_interval="step")
-
-    whole, first, second = make(), make(), make()
-    train(whole, _data(), max_epochs=2)
-    train(first, _data(), max_epochs=1, callbacks=[DistributedCheckpointSaver(tmp_path, save_every_n_epochs=1)])
-    assert DistributedCheckpointSaver.restore_from_latest(tmp_path, second)
-    assert _values(second.swa_model) == _values(first.swa_model)
-    train(second, _data(), max_epochs=2)
-    assert _values(second.swa_model) == pytest.approx(_values(whole.swa_model), abs=1e-7)
-    assert int(second.swa_model.n_averaged) == 6  # type: ignore[union-attr]
-
-
 def test_anomalies_are_looked_for_as_asked() -> None:
     for asked in (True, False, None):
         unit = Auto(detect_anomaly=asked)
