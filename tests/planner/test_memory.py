@@ -88,12 +88,13 @@ def test_each_layout_holds_what_it_says(plan: Callable[..., subprocess.Completed
 def test_on_cpus_gloo_collects_a_whole_tensor_in_a_buffer_of_its_own(
     plan: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
-    """Measured with torch 2.13: an all-gather or a reduce-scatter takes as many bytes more as its whole tensor has."""
+    """Measured with torch 2.13: an all-gather or a reduce-scatter takes as many bytes more as its whole tensor has. All
+    layers are one unit here.
+    """
     (tmp_path / "cpu.toml").write_text("overlaps = false\n")
     words = ("--gpus", "2", "--json", "--only", "fsdp")
     on_gpu, on_cpu = (told(plan(UNIT + TRAINS, *words, *more))["fsdp"] for more in ((), ("--device", "cpu.toml")))
-    layer = 4 * (WIDTH * WIDTH + WIDTH)
-    assert layer <= on_cpu["peak"] - on_gpu["peak"] <= 2 * layer  # of a unit
+    assert on_cpu["peak"] - on_gpu["peak"] == pytest.approx(4 * PARAMETERS, rel=0.15)  # a CPU's allocations are rounded less
 
 
 @pytest.mark.full

@@ -160,6 +160,7 @@ class Trace(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.leaves_out: Callable[[], bool] = lambda: False
         self._on_gpu, self._rounding = on_gpu, 512 if on_gpu else 64
+        self._buffer = _Storage("communication", "")  # of the latest collective of gloo
         self._storages: weakref.WeakKeyDictionary[torch.UntypedStorage, _Storage] = weakref.WeakKeyDictionary()
         # (storage, bytes more, moment, module, number of steps before)
         self._changes: list[tuple[_Storage, int, str, str, int]] = []
@@ -326,6 +327,7 @@ class Trace(TorchDispatchMode):
             far = sum(known.size for known in self._known(args, tuple(kwargs.values())) if known.kind == _HOST)
             self._counts.steps.append(replace(step, host=far) if far else step)
         if flops := flops_of(op, made, args, kwargs):
+            self._release_buffer()
             self._counts.flops += flops
             self._counts.types[step.dtype if step else ""] += flops
             self._counts.repeated += flops if is_repeated else 0
@@ -358,11 +360,14 @@ class Trace(TorchDispatchMode):
                     "activations",
                 ):
                     known.kind = label
-            if not self._on_gpu:  # gloo collects the whole tensor in a buffer of its own
-                buffer = _Storage(label, "")
-                self._count(buffer, whole)
-                self._count(buffer, 0)
+            if not self._on_gpu:
+                self._release_buffer()
+                self._count(self._buffer, whole)
         return label
+
+    def _release_buffer(self) -> None:
+        """gloo collects a whole tensor in a buffer of its own, which its threads hold for some milliseconds after the wait."""
+        self._count(self._buffer, 0)
 
     def _see(self, tensor: torch.Tensor, kind: str | None = None) -> None:
         storage = tensor.untyped_storage()
