@@ -261,8 +261,6 @@ def differences(seeds: list[int]) -> list[str]:
     for program in map(Program.drawn, seeds):
         values, losses = plain(program)
         for layout in LAYOUTS:
-            if layout == "zero1" and program.freezes == "at first":  # which it refuses
-                continue
             got, told = prepared(program, layout)
             apart = max(largest_difference(got, values), *(abs(a - b) for a, b in zip(told, losses, strict=True)))
             if apart > 1e-10:
@@ -280,8 +278,6 @@ def _killable(seeds: list[int]) -> list[tuple[Program, str, int]]:
 
 def interrupted(seeds: list[int], folder: str) -> None:
     for program, layout, update in _killable(seeds):
-        if layout == "zero1" and program.freezes == "at first":  # which it refuses
-            continue
         with contextlib.suppress(Killed):
             prepared(program, layout, Path(folder) / str(program.seed), update)
 
@@ -290,8 +286,6 @@ def resumed(seeds: list[int], folder: str) -> list[str]:
     """On every rank: which programs that `interrupted` began do not come to what they are in one process."""
     found = []
     for program, layout, update in _killable(seeds):
-        if layout == "zero1" and program.freezes == "at first":
-            continue
         got, _ = prepared(program, layout, Path(folder) / str(program.seed))
         if (apart := largest_difference(got, plain(program)[0])) > 1e-10:
             found.append(f"{layout}, killed after update {update}, differs by {apart:.1e}: {program}")

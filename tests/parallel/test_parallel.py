@@ -121,7 +121,14 @@ def _trained_in_a_loop(layout: str, way: str, _: str) -> dict[str, torch.Tensor]
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("layout", "way"), [("ddp", "all but one"), ("ddp", "all"), ("fsdp", "all but one"), *((each, "later") for each in KINDS)]
+    ("layout", "way"),
+    [
+        ("ddp", "all but one"),
+        ("ddp", "all"),
+        ("fsdp", "all but one"),
+        ("zero1", "all but one"),
+        *((each, "later") for each in KINDS),
+    ],
 )
 def test_layers_that_are_frozen_and_unfrozen_during_training_are_averaged_while_they_train(
     ranks: Ranks, layout: str, way: str

@@ -58,7 +58,7 @@ REASONS = {
     STAGES: "Pipeline.window Walk._on_all",
     STATE: (
         "FSDP1OptimizerState._complete Frozen.leave_out OptimizerState._of_all_stages OptimizerState.state_dict "
-        "_differing _facts _load_own _of_all_stages _others _put differs_by_rank"
+        "_differing _facts _of_all_stages _others _put differs_by_rank"
     ),
     STEPS: (
         "BitEqual.begin ContextParallel._check_weight ContextParallel.check_parts Partition._after Pipeline._outputs "
@@ -97,6 +97,7 @@ REASONS = {
     "test_ranks_that_have_changed_their_copies_each_in_its_own_way_are_told_once": "_compare",
     "test_ranks_with_gradients_of_other_parameters_are_told_after_the_update": "_EquallyMany.__call__",
     "test_steps_that_do_not_make_an_update_are_refused_on_all_ranks": "Several._meet",
+    "test_the_numbers_of_a_run_are_the_same_on_another_number_of_ranks": "Logged.joined _join_own",
     "test_uneven_rows_come_in_the_order_of_ranks": "_Gathered.forward gathered_rows",
     "test_what_a_pipeline_cannot_do_is_refused_on_all_ranks": "ParallelPrepared.forward_backward_window",
     "test_what_cannot_be_kept_is_refused_at_the_first_save": "further_state",

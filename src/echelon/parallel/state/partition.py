@@ -72,14 +72,14 @@ class _Buffer:
 class Partition:
     """Partitions the state of an optimizer over the ranks of a group, which must already have equal gradients. Collective.
 
-    Frozen parameters have no owner. Parameters added later by `add_param_group` get an owner at the next step, and parameters
-    unfrozen later by `refresh`.
+    Frozen parameters have no owner. Parameters that are added later by `add_param_group`, or unfrozen, get one at the next step.
 
     Args:
         optimizer: just built. State that its constructor made for other ranks' parameters is dropped.
         names: parameter names for messages.
         what: the layout or class that partitions, for messages.
-        unfreezing: the remedy for a parameter that was unfrozen too late, for messages.
+        unfreezing: for those who average only gradients of parameters with an owner: what a script must do when it has unfrozen
+            parameters, for messages. They get their owners by `refresh` only.
         largest_first: as in `assign`.
     Attributes:
         groups: every group's parameters, of all owners, in the order of the optimizer's groups.
@@ -97,7 +97,7 @@ class Partition:
         names: dict[nn.Parameter, str] | None = None,
         *,
         what: str = "layout 'zero1'",
-        unfreezing: str = "Unfreeze it before the module is prepared; give it an lr of 0 until then.",
+        unfreezing: str | None = None,
         largest_first: bool = True,
     ) -> None:
         self._mine: list[list[nn.Parameter]] = []
@@ -219,14 +219,14 @@ class Partition:
             self._after(self.optimizer, args, kwargs)
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if len(optimizer.param_groups) > len(self.groups):
-            self._take(optimizer)
-        for parameter in self._frozen:
-            if parameter.grad is not None:
-                raise OptimizerError(
-                    f"{self._what}: {self._names.get(parameter, 'a parameter')} was frozen when the optimizer was built, and now "
-                    f"has a gradient that was not reduced. {self._unfreezing}"
-                )
+        unfrozen = [parameter for parameter in self._frozen if parameter.grad is not None]
+        if unfrozen and self._unfreezing is not None:
+            raise OptimizerError(
+                f"{self._what}: {self._names.get(unfrozen[0], 'a parameter')} was frozen when the optimizer was built, and now "
+                f"has a gradient that was not reduced. {self._unfreezing}"
+            )
+        if unfrozen or len(optimizer.param_groups) > len(self.groups):
+            self.refresh()
         _show(optimizer, self._mine)
 
     @torch.no_grad()
