@@ -199,7 +199,7 @@ def test_a_link_that_goes_dead_ends_both_sides_and_the_job_is_queued_again(tmp_p
 def test_ranks_that_come_on_are_not_ended_while_a_launcher_is_silent(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(MEETS)
     run, said = RunDir.create(tmp_path, "a", begin=False), tmp_path / "said"
-    nodes = start_nodes(run, JobSpec(str(tmp_path / "train.py"), nodes=2, hang_timeout_s=8), [said, said])
+    nodes = start_nodes(run, JobSpec(str(tmp_path / "train.py"), nodes=2, hang_timeout_s=8), [said, said], impatient=True)
     try:
         wait_until(lambda: min(_calls(tmp_path, rank) for rank in range(2)) > 5, "the ranks meet", 120.0)
         nodes[1].send_signal(signal.SIGSTOP)

@@ -153,7 +153,7 @@ def test_collectives_of_the_scripts_own_are_traced(plan: Callable[..., subproces
     )
     script = LOOP.replace("WIDTH", str(WIDTH)).replace("DEPTH", str(DEPTH))
     script = script.replace("optimizer.step()", "\n            ".join(("optimizer.step()", *calls)))
-    assert all(each["peak"] for each in told(plan(script, "--gpus", "2", "--json", "--layout", "ddp")).values())
+    assert all(each["peak"] for each in told(plan(script, "--gpus", "2", "--json", "--only", "yours")).values())
 
 
 @pytest.mark.full
@@ -203,7 +203,7 @@ def test_eight_bits_are_planned_without_a_device_that_has_them(plan: Callable[..
 @pytest.mark.full
 def test_updates_of_several_epochs_are_counted_together(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     script = LOOP.replace("WIDTH", str(WIDTH)).replace("DEPTH", str(DEPTH)).replace("ech.epochs(loader, 2)", "range(2)")
-    layouts = told(plan(script.replace("randn(64", "randn(8"), "--gpus", "2", "--json", "--layout", "ddp"))
+    layouts = told(plan(script.replace("randn(64", "randn(8"), "--gpus", "2", "--json", "--only", "yours"))
     assert all(each["by_kind"]["optimizer"] for each in layouts.values())
 
 
@@ -233,13 +233,13 @@ def test_a_loader_may_have_workers(plan: Callable[..., subprocess.CompletedProce
 
 @pytest.mark.full
 def test_a_model_that_no_machine_here_could_hold(plan: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    script = LOOP.replace("WIDTH", "32768").replace("DEPTH", "80").replace('"fsdp"', "ech.FSDPStrategy(blocks=[torch.nn.Linear])")
-    script = script.replace("randn(64, 32768)", "zeros(1, 1).expand(4096, 32768)").replace("global_batch=8", "global_batch=1024")
+    script = LOOP.replace("WIDTH", "65536").replace("DEPTH", "20").replace('"fsdp"', "ech.FSDPStrategy(blocks=[torch.nn.Linear])")
+    script = script.replace("randn(64, 65536)", "zeros(1, 1).expand(4096, 65536)").replace("global_batch=8", "global_batch=1024")
     script = script.replace("with ech.on_meta():\n    model", "model")  # a plain build takes no memory, either
     done = plan(script, "--cluster", "128x8xH100", "--json", "--layout", "hsdp")
     layouts = told(done)
     fsdp, hsdp = layouts["fsdp"], layouts["hsdp"]
-    assert fsdp["parameters"] == 80 * (32768 * 32768 + 32768)  # 86 billion
+    assert fsdp["parameters"] == 20 * (65536 * 65536 + 65536)  # 86 billion
     assert fsdp["by_kind"]["parameters"] == pytest.approx(4 * fsdp["parameters"] / 1024, rel=0.01)
     assert hsdp["by_kind"]["parameters"] == pytest.approx(4 * fsdp["parameters"] / 8, rel=0.01)
     assert (fsdp["verdict"], hsdp["verdict"]) == ("fits", "does not fit")
