@@ -219,22 +219,3 @@ def test_a_checkpoint_written_after_an_evaluation_holds_the_optimizer(ranks: Ran
     for rank in ranks(2, under_each, layouts, _saved_after_an_evaluation, str(tmp_path)):
         for layout, (moments, moment, parameter) in rank.items():
             assert moments > 0 and moment == 0.0 and parameter == 0.0, layout
-
-
-def _both(layout: str) -> float:
-    trained = []
-    for evaluates in (True, False):
-        batches = [batch(4, 10 * dist.get_rank() + i) for i in range(3)]
-        unit = Regression(layout=layout)
-        if evaluates:
-            ech.evaluate(unit, batches[:1])
-        ech.train(unit, batches, max_epochs=1)
-        trained.append(whole(unit.module))
-    return largest_difference(*trained)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layouts", SEVERAL)
-def test_an_optimizer_built_after_an_evaluation_trains_the_shards(ranks: Ranks, layouts: list[str]) -> None:
-    for rank in ranks(2, under_each, layouts, _both):
-        assert all(difference == 0.0 for difference in rank.values()), rank
