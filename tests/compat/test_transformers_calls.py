@@ -37,6 +37,12 @@ class Regresses(nn.Module):
         return {"loss": nn.functional.mse_loss(out, labels), "out": out} if labels is not None else {"out": out}
 
 
+def undropped() -> Regresses:
+    model = Regresses()
+    model.drop.p = 0.0
+    return model
+
+
 def points(count: int = 16) -> list[dict[str, torch.Tensor]]:
     x = torch.randn(count, 4, generator=torch.Generator().manual_seed(0))
     return [{"x": row, "labels": row.sum()[None]} for row in x]
@@ -93,6 +99,26 @@ def test_a_trainer_that_has_trained_resumes_with_the_schedule_of_the_checkpoint(
     want = rates_of(trainer)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert rates_of(trainer) == want and len(set(want)) == 4
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_arguments_that_a_script_has_changed_count_in_the_next_train(tmp_path: Path, evaluates: bool) -> None:
+    changed = {"max_steps": 3, "max_grad_norm": 0.05, "gradient_accumulation_steps": 2, "warmup_steps": 0}
+    want = regressing(tmp_path / "want", model=undropped(), args=changed)
+    trainer = regressing(
+        tmp_path, model=undropped(), args={"max_steps": 2, "learning_rate": 0.0} if not evaluates else {"max_steps": 2}
+    )
+    if evaluates:
+        trainer.evaluate()
+    else:
+        trainer.train()
+        for group in trainer.optimizer.param_groups:
+            group["initial_lr"] = want.args.learning_rate
+    for name, value in changed.items():
+        setattr(trainer.args, name, value)
+    for each in (want, trainer):
+        each.train()
+    assert losses_of(trainer) == losses_of(want) and largest_difference(values_of(trainer.model), values_of(want.model)) == 0
 
 
 # --- what scripts find

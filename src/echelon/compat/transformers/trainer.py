@@ -228,6 +228,8 @@ class Trainer(Losses, Optimizing, Evaluating):
         if self.__dict__.pop("_created_lr_scheduler", False):  # by `create_scheduler`, for another number of updates
             self.lr_scheduler = None
         unit = self._unit
+        if unit is not None:
+            unit.take(self.args)
         if unit is not None and unit.train_progress.num_steps_completed:
             unit.train_progress, unit.window = Progress(), Window(unit.gradient_accumulation_steps)
             unit.lr_scheduler = self.lr_scheduler

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +17,7 @@ import transformers
 
 from echelon.common.errors import UsageError, require
 from echelon.compat.transformers.absent import check_arguments
+from echelon.compat.transformers.unit import clip_of
 from echelon.contracts.rank import RankInfo
 from echelon.parallel.ddp.ddp import DDPStrategy
 from echelon.parallel.recipe.compilation import TorchCompileParams
@@ -131,7 +131,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
             "layout": self._strategy_for(model),
             "precision": "bf16" if self.bf16 else "fp16" if self.fp16 else None,
             "accumulate": self.gradient_accumulation_steps,
-            "clip_grad_norm": self.max_grad_norm or math.inf,  # which only measures the norm, for the log
+            "clip_grad_norm": clip_of(self),
             "compile": compiled,
             "recompute": "blocks" if recomputes else None,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,9 +15,14 @@ from echelon.loop.auto.auto import AutoUnit
 from echelon.loop.auto.unit_options import AutoOptions
 from echelon.loop.state import State, step_under_way
 
-__all__ = ["Optimizing", "TrainerUnit", "needs_metric", "set_mode"]
+__all__ = ["Optimizing", "TrainerUnit", "clip_of", "needs_metric", "set_mode"]
 
 theirs = transformers.Trainer
+
+
+def clip_of(args: Any) -> float:
+    """The largest gradient norm; inf only measures it, for the log."""
+    return args.max_grad_norm or math.inf
 
 
 def needs_metric(schedule: Any) -> bool:
@@ -45,6 +51,13 @@ class TrainerUnit(AutoUnit[Any]):
         super().__init__(module=trainer.model, options=AutoOptions(**options))
         self._trainer = trainer
         self.history = trainer.history
+        self._accumulate = options["accumulate"]
+
+    def take(self, args: Any) -> None:
+        """Before each call of `train`: take what the script may have changed in the arguments since the unit was built."""
+        self.clip_grad_norm = clip_of(args)
+        if self.gradient_accumulation_steps == self._accumulate:  # the launch command has not imposed another
+            self.gradient_accumulation_steps = self._accumulate = args.gradient_accumulation_steps
 
     def may_divide_batches(self) -> bool:
         return False  # the Trainer's epochs are counted in batches
