@@ -258,6 +258,19 @@ def test_greedy_rates_change_with_the_evaluations(tmp_path: Path) -> None:
     assert len(rates_of(trainer)) == 4 and len(set(rates_of(trainer))) > 1
 
 
+def test_the_best_checkpoint_is_known_though_it_was_saved_before_it_was_evaluated(tmp_path: Path) -> None:
+    evaluates = {"eval_strategy": "epoch", "metric_for_best_model": "loss", "num_train_epochs": 2}
+    args = {**evaluates, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2, "learning_rate": 1e-3}
+    trainer = regressing(tmp_path, args=args)
+    trainer.train()
+    state = trainer.state
+    assert (state.best_global_step, state.best_model_checkpoint) == (
+        8,
+        str(tmp_path / "checkpoint-4"),
+    )  # nothing is saved after 8
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "checkpoint-8"]
+
+
 # --- a script's own parts
 
 

@@ -73,7 +73,7 @@ _ARGUMENTS = {
 }
 _TRAINER = {
     "training_step": "override compute_loss; what comes before and after an update is a callback's",
-    "prediction_step": "override compute_loss, and give preprocess_logits_for_metrics",
+    "prediction_step": "override compute_loss, with label_names that each batch has, and give preprocess_logits_for_metrics",
     "get_batch_samples": "override weight(inputs), which says what a batch counts",
     "hyperparameter_search": "a script that is started with other arguments, by `echelon submit` or `echelon run`",
     "_save_checkpoint": "a callback's on_save",

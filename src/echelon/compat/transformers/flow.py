@@ -194,10 +194,12 @@ class Flow(Callback):
             # A run in progress is not refused: checkpoints of other runs in its folder are set aside.
             self._saver, self.saves = trainer.new_saver(restart=True, late=True), True
             self._saver.on_train_start(state, unit)
-        updates = trainer.state.global_step
-        if trainer.state.best_global_step == updates:
-            trainer.state.best_model_checkpoint = self._saver.path_at(updates)
-            self._saver.keep(trainer.state.best_model_checkpoint)
+        best, known = trainer.state.best_global_step, trainer.state.best_model_checkpoint
+        path = self._saver.path_at(best) if best else None
+        # The best may be known only after it was saved: at an epoch's end, after the save of the epoch's last update.
+        if path not in (None, known) and (best == trainer.state.global_step or self._saver.folder.is_saved(best)):
+            trainer.state.best_model_checkpoint = path
+            self._saver.keep(path)
         self._saver.write(state, unit)
         self._call("on_save")
 
