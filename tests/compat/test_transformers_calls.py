@@ -211,6 +211,28 @@ def test_epochs_are_counted_in_the_batches_that_there_are(tmp_path: Path) -> Non
     assert [row["epoch"] for row in trainer.state.log_history[:4]] == pytest.approx([0.3, 0.6, 0.9, 1.0])
 
 
+class Numbers(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([{"x": torch.full((4,), float(at)), "labels": torch.tensor([float(at)])} for at in range(13)])
+
+
+class Repeats(Regresses):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        return {"loss": nn.functional.mse_loss(self.last(x), labels), "out": x[:, 0]}
+
+
+def _predicted_from_a_stream(folder: str, workers: int) -> Any:
+    trainer = regressing(folder, model=Repeats(), args={"dataloader_num_workers": workers})
+    made = trainer.predict(Numbers())
+    return made.predictions.tolist(), made.label_ids[:, 0].tolist()
+
+
+@pytest.mark.parametrize(("count", "workers"), [(1, 2), (2, 0), (2, 2)])
+def test_predictions_of_a_stream_are_in_its_order(count: int, workers: int, ranks: Any, tmp_path: Path) -> None:
+    want = [float(at) for at in range(13)]
+    assert ranks(count, _predicted_from_a_stream, str(tmp_path), workers) == [(want, want)] * count
+
+
 class Paired(Regresses):
     """Has a loss without labels, as CLIP does."""
 

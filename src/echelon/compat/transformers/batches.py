@@ -21,7 +21,7 @@ from echelon.data.stream import StreamLoader, is_divided
 from echelon.data.views import Ordered
 from echelon.world import rng
 
-__all__ = ["Shuffled", "columns_of", "default_collator", "loader_of", "without_adapters"]
+__all__ = ["Shuffled", "columns_of", "default_collator", "loader_of", "places_of", "without_adapters"]
 
 
 def columns_of(model: torch.nn.Module, label_names: list[str]) -> list[str]:
@@ -98,6 +98,22 @@ def loader_of(
         loader.multiple = each * data_ranks
     loader.samples_of_a_rank = each * accumulation
     return loader
+
+
+def places_of(loader: Any, counts: list[int]) -> list[list[int]] | None:
+    """Positions in the dataset of the rows of this rank's batches. None if the batches are in order, or if it is not known.
+
+    Args:
+        loader: an evaluation's; its streams each keep every count-th sample, and take turns.
+        counts: rows of each batch.
+    """
+    if not isinstance(loader, StreamLoader) or loader.shards != "stride":
+        return None
+    (rank, ranks), streams = loader.dp, max(1, loader.num_workers)
+    size, apart = loader.global_batch // ranks, ranks * streams
+    turns = [divmod(number, streams) for number in range(len(counts))]
+    firsts = [turn * size * apart + rank * streams + stream for turn, stream in turns]
+    return [[first + row * apart for row in range(count)] for first, count in zip(firsts, counts, strict=True)]
 
 
 class Shuffled(RandomSampler):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import trainer_pt_utils as theirs
 from transformers import trainer_utils
@@ -16,6 +17,7 @@ from echelon.compat.collect import collect
 from echelon.compat.trainer.launched import in_order
 from echelon.compat.trainer.rank import shared
 from echelon.compat.transformers.absent import Part
+from echelon.compat.transformers.batches import places_of
 from echelon.compat.transformers.unit import set_mode
 from echelon.loop.run import evaluate
 from echelon.loop.samples import rows
@@ -33,25 +35,41 @@ class Outputs:
     def __init__(self, *, keeps: bool) -> None:
         self.keeps = keeps
         self._batches: list[list[Any]] = []
+        self._rows: list[int] = []
         self.samples = 0
 
     def add(self, data: Any, logits: Any, labels: Any, given: int | None) -> None:
-        self.samples += rows(data, given)
+        count = rows(data, given)
+        self.samples += count
         if self.keeps:
             self._batches.append([_on_host(logits), _on_host(labels)])
+            self._rows.append(count)
 
-    def together(self, data_rank: int) -> tuple[Any, Any, int]:
-        """(predictions, labels, number of samples) of all ranks, as arrays padded with -100. Collective."""
-        outputs_of_all = collect([data_rank, self.samples, self._batches])
+    def together(self, data_rank: int, loader: Any) -> tuple[Any, Any, int]:
+        """(predictions, labels, number of samples) of all ranks: arrays in the dataset's order, padded with -100. Collective."""
+        places = places_of(loader, self._rows) or [[] for _ in self._rows]
+        batches = [[*each, at] for each, at in zip(self._batches, places, strict=True)]
+        outputs_of_all = collect([data_rank, self.samples, batches])
         assert outputs_of_all is not None
         parts = in_order([(rank, batches) for rank, _, batches in outputs_of_all])
         samples = {rank: samples for rank, samples, _ in outputs_of_all}  # replicas have the same
-        return _joined([p for p, _ in parts]), _joined([labels for _, labels in parts]), sum(samples.values())
+        order = np.argsort([place for *_, of_rows in parts for place in of_rows], kind="stable")
+        predictions, labels = (_sorted(_joined([part[which] for part in parts]), order) for which in (0, 1))
+        return predictions, labels, sum(samples.values())
 
 
 def _joined(parts: list[Any]) -> Any:
     known = [part for part in parts if part is not None]
     return theirs.nested_numpify(functools.reduce(theirs.nested_concat, known)) if known else None
+
+
+def _sorted(values: Any, order: Any) -> Any:
+    """Arrays, in dicts and tuples, with their rows in this order; those that have other rows stay."""
+    if isinstance(values, Mapping):
+        return {key: _sorted(each, order) for key, each in values.items()}
+    if isinstance(values, (list, tuple)):
+        return tuple(_sorted(each, order) for each in values)
+    return values[order] if len(order) and np.ndim(values) and len(values) == len(order) else values
 
 
 def _on_host(value: Any) -> Any:
@@ -137,7 +155,7 @@ class Evaluating(Part):
         finally:
             self._outputs = None
         rank, _ = unit.data_rank_and_size or (self.args.process_index, 1)
-        predictions, labels, samples = outputs.together(rank)
+        predictions, labels, samples = outputs.together(rank, loader)
         own: dict[str, float] = {}
         if self.compute_metrics is not None and predictions is not None and labels is not None:
             prediction = trainer_utils.EvalPrediction(predictions=predictions, label_ids=labels)
