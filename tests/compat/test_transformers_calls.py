@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from echelon.data.order import Order
 from tests.compat.small_trainer import losses_of, program, trainer_of, values_of
 from tests.conftest import server_with
 from tests.kit.models import largest_difference
@@ -375,8 +376,11 @@ def test_a_loader_over_the_trainers_sampler_is_shuffled(tmp_path: Path) -> None:
     seen = torch.cat([batch["x"] for batch in loader])
     rows = torch.stack([row["x"] for row in points()])
     assert not torch.equal(seen, rows) and torch.equal(seen.sort(0).values, rows.sort(0).values)
-    orders = [regressing(tmp_path, kind=kind).get_train_dataloader().order for kind in (Plain, Trainer)]
-    assert type(orders[0]) is type(orders[1])  # echelon's
+    for strategy in ("random", "sequential"):
+        args = {"train_sampling_strategy": strategy}
+        loaders = [regressing(tmp_path, kind=kind, args=args).get_train_dataloader() for kind in (Plain, Trainer)]
+        assert all(type(loader.order) is Order for loader in loaders)  # echelon's
+        assert [loader.shuffle for loader in loaders] == [strategy == "random"] * 2
 
 
 def _asked_in(folder: str, event: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch.utils.data import IterableDataset, RandomSampler
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
 from transformers import trainer_utils
 
 from echelon.common.errors import UsageError
@@ -21,7 +21,7 @@ from echelon.data.stream import StreamLoader, is_divided
 from echelon.data.views import Ordered
 from echelon.world import rng
 
-__all__ = ["Shuffled", "columns_of", "default_collator", "loader_of", "places_of", "without_adapters"]
+__all__ = ["InTurn", "Shuffled", "columns_of", "default_collator", "loader_of", "places_of", "without_adapters"]
 
 
 def columns_of(model: torch.nn.Module, label_names: list[str]) -> list[str]:
@@ -118,6 +118,10 @@ def places_of(loader: Any, counts: list[int]) -> list[list[int]] | None:
 
 class Shuffled(RandomSampler):
     """What a Trainer's `_get_train_sampler` gives if no subclass has another: torch's order, in a DataLoader of the script's."""
+
+
+class InTurn(SequentialSampler):
+    """The same for train_sampling_strategy="sequential"."""
 
 
 class _Sampled(Ordered):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import trainer_callback, trainer_pt_utils, trainer_utils
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.utils import SAFE_WEIGHTS_NAME
@@ -317,7 +317,7 @@ class Trainer(Losses, Optimizing, Evaluating):
             return None
         own = self._get_train_sampler
         sampler = own(self.train_dataset) if inspect.signature(own).parameters else own()  # transformers 4 gave it nothing
-        return None if isinstance(sampler, batches.Shuffled) else sampler
+        return None if isinstance(sampler, (batches.InTurn, batches.Shuffled)) else sampler
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """The order of all ranks' samples. A subclass returns a sampler of its own; what this method returns is echelon's order
@@ -326,7 +326,7 @@ class Trainer(Losses, Optimizing, Evaluating):
         dataset = train_dataset if train_dataset is not None else self.train_dataset
         if not hasattr(dataset, "__len__"):
             return None
-        kind = SequentialSampler if self.args.train_sampling_strategy == "sequential" else batches.Shuffled
+        kind = batches.InTurn if self.args.train_sampling_strategy == "sequential" else batches.Shuffled
         return kind(dataset)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
