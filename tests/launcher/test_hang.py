@@ -80,7 +80,7 @@ class _Scene:
         self.limit = HangLimit(600.0, strict, self.progress, cast(RankProbe, self.ranks), 60.0)
         monkeypatch.setattr(hang, "_used", lambda pid: (self.cpu_s, 0))
 
-    def until_ended(self, most_s: float = 12000.0) -> float:
+    def until_ended(self, most_s: float = 7000.0) -> float:
         """How long it takes until the attempt is ended; infinite if it is not."""
         began = self.now
         while self.now < began + most_s:
