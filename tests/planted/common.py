@@ -90,14 +90,13 @@ def own_loop(
     loss: Callable[[Any, Any], torch.Tensor] = lambda net, data: F.mse_loss(net(data[0]), data[1]),
     *,
     optimizer: Any = None,
-    epochs: int = 1,
     clip: float | None = None,
     weigh: Callable[[Any], Any] = lambda data: None,
 ) -> None:
     """A loop of one's own as short as it gets: SGD on the loss of the net and a batch."""
     optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.1)
     net, optimizer, batches = ech.prepare(net, optimizer, batches, layout="ddp")
-    for _ in ech.epochs(batches, epochs):
+    for _ in ech.epochs(batches, 1):
         for data in batches:
             with ech.window(net, weight=weigh(data)) as window:
                 window.backward(loss(net, data))
