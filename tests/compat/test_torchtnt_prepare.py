@@ -317,3 +317,15 @@ def test_several_states_as_one() -> None:
     assert only.stateful_objs["progress"].num_steps_completed == 5
     with pytest.raises(KeyError, match="unknown"):
         only.load_state_dict({"unknown": {}})
+
+
+def test_a_plain_average_of_buffers_takes_the_newest_count_of_batches() -> None:
+    """`SWAParams` averages buffers by default, also a batch norm's: of whole numbers torch has no mean, and ends in an error."""
+    source = nn.BatchNorm1d(2)
+    averaged = AveragedModel(source, averaging_method="swa", use_buffers=True)
+    for mean in (1.0, 2.0, 6.0):
+        source(torch.full((4, 2), mean))
+        averaged.update_parameters(source)
+    assert averaged.module.num_batches_tracked == source.num_batches_tracked == 3
+    means = [0.1, 0.9 * 0.1 + 0.2, 0.9 * (0.9 * 0.1 + 0.2) + 0.6]
+    assert averaged.module.running_mean.tolist() == pytest.approx([sum(means) / 3] * 2)

@@ -63,6 +63,10 @@ class _Average:
 
     @torch.no_grad()
     def __call__(self, averages: Sequence[Any], newest: Sequence[Any], count: torch.Tensor | int) -> None:
+        if self._method == "swa" and not newest[0].is_floating_point() and not newest[0].is_complex():
+            for average, new in zip(averages, newest, strict=True):  # counts, as of batches, have no mean
+                average.copy_(new)
+            return
         # torch's functions over many tensors do not take sharded parameters together with whole buffers.
         self._function(count)([local(each) for each in averages], [local(each) for each in newest], count)
 
