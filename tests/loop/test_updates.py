@@ -376,3 +376,47 @@ def test_the_accumulation_is_said_once() -> None:
     for accumulation in (4, 2, 4):  # of whatever loader comes
         ech.train(unit, ech.Loader(DATA, 8, accumulate=accumulation), max_updates=unit.train_progress.num_updates_completed + 2)
     assert unit.train_progress.num_updates_completed == 6 and unit.window.updates == 6
+
+
+class _FailsOnce(Regression):
+    """Fails in its second update, in that update's last micro-batch: "forward" or "backward"."""
+
+    where, left = "forward", 0
+
+    def compute_loss(self, state: ech.State, data: Any) -> tuple[torch.Tensor, Any]:
+        loss, outputs = super().compute_loss(state, data)
+        self.left -= 1
+        if self.left == 0 and self.where == "forward":
+            raise FloatingPointError("once")
+        if self.left == 0:
+            self.module.get_parameter("first.weight").register_hook(self._fail)
+        return loss, outputs
+
+    def _fail(self, gradient: torch.Tensor) -> None:
+        if self.left == 0:
+            raise FloatingPointError("once")
+
+
+def _caught(folder: Path | None, layout: str, where: str, accumulate: int) -> tuple[dict[str, torch.Tensor], tuple[int, int]]:
+    unit = _FailsOnce(layout=layout, accumulate=accumulate)
+    unit.where, unit.left = where, 2 * accumulate
+    loader = ech.Loader(DATA, 8, shuffle=False)
+    savers: list[Any] = [] if folder is None else [Saver(folder, save_every_n_updates=1)]
+    with pytest.raises(FloatingPointError):
+        ech.train(unit, loader, max_updates=4, callbacks=savers)
+    if folder is not None:
+        assert Saver.restore_from_latest(folder, unit, train_dataloader=loader)
+    ech.train(unit, loader, max_updates=4)
+    return whole(unit.module), _counts(unit)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_micro_batch_that_failed_comes_again_if_the_caller_trains_on(ranks: Ranks, tmp_path: Path, accumulate: int) -> None:
+    """With the others of its update, whose gradients it may have spoilt; also where a checkpoint was restored in between."""
+    x, y = DATA.tensors
+    want, _, _ = plain_training([[(x[i : i + 8], y[i : i + 8])] for i in range(0, 32, 8)])
+    cases = [(2, None, "ddp", "forward"), (2, tmp_path, "fsdp", "forward"), (1, None, "none", "backward")]
+    for size, folder, layout, where in cases:
+        for got, counts in ranks(size, _caught, folder, layout, where, accumulate):
+            assert counts == (4, 4 * accumulate)
+            assert largest_difference(got, want) < 1e-12

@@ -72,6 +72,11 @@ class Progress:
         self.num_steps_completed_in_prev_epoch = self.num_steps_completed_in_epoch
         self.num_steps_completed_in_epoch = self.num_updates_completed_in_epoch = 0
 
+    def take_back(self, steps: int) -> None:
+        """Uncount the latest steps, of this epoch, which will be taken again."""
+        self.num_steps_completed -= steps
+        self.num_steps_completed_in_epoch -= steps
+
     def abandon_epoch(self) -> None:
         """Uncount the steps of an epoch that was cut short and will start over."""
         self.num_steps_completed -= self.num_steps_completed_in_epoch

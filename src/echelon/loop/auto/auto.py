@@ -120,6 +120,9 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
     def build_from(self, module: nn.Module, options: AutoOptions) -> None:
         before = set(vars(self))
         super().build_from(module, options)
+        # Set if the current window is unfit to go on: after an error in a micro-batch, which may have left gradients, or after a
+        # restore. That many of its micro-batches were counted, and are computed again when training begins anew.
+        self._lost: int | None = None
         self._held: list[MicroBatch[T]] = []  # micro-batches of the current window, if the layout runs a window at once
         self.eval_loss = self.test_loss = math.nan  # of the latest evaluation and test, over all ranks
         self.has_eval_loss = False  # whether the latest evaluation counted a loss
@@ -200,6 +203,7 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
                     loss, outputs = update.forward(self, state, micro_batch)
                     update.backward(self, state, loss, micro_batch, retain_graph=self.retain_graph)
         except BaseException as error:
+            self._lost = window.count - 1
             explain(self.prepared.guards, error)
             raise
         detached = window.latest_loss
@@ -221,7 +225,9 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
         steps, self._held = self._held, []
         ago = {id(each): back for back, each in enumerate(reversed(steps))}
         forward = partial(self.through_stages, state, partial(self._forward_in_stages, state, ago))
+        self._lost = self.window.count - 1
         made = self._update.run_window(self, state, steps, forward, outputs=self._reports_step)
+        self._lost = None
         norm, number = self._update.complete(self, state), self.train_progress.num_steps_completed
         for back, step, (loss, outputs) in zip(reversed(range(len(steps))), steps, made, strict=True):
             loss = loss.detach()
@@ -309,10 +315,15 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
             setattr(self, f"{phase}_loss", math.nan)
 
     def _begin_training(self, state: State) -> None:
+        if self._lost is not None:
+            self.train_progress.take_back(self._lost)
+            self._update.discard(self, state)
+            self._held.clear()
+            self._lost = None
         super()._begin_training(state)
         self._reports_step = not keeps(self, "on_train_step_end", AutoUnit)  # asked here: it may have been set on the instance
         self.own_schedule = self.has_own_schedule()
-        # Within a window, an error has ended the run before: its micro-batches go on counting.
+        # Within a window, an error between micro-batches has ended the run before: these go on counting.
         if self.several is None and not self.zero_grad_at_train_step_start and self.window.count == 0:
             self._update.put_left_aside(self.optimizer)
         if self._plateau and state.eval_state is None:
@@ -361,6 +372,8 @@ class AutoUnit(OptimizedUnit, AutoPredictUnit[T], TrainUnit[T], EvalUnit[T], Tes
 
     def restored(self) -> None:
         super().restored()
+        if self.window.count:
+            self._lost = 0
         if self.eval_progress.latest_loss is not None:
             self.eval_loss = self.eval_progress.latest_loss
 
