@@ -160,6 +160,9 @@ def warm_up(model: str) -> None:
     for _ in range(2):
         F.cross_entropy(small(data), torch.tensor([0, 1])).backward()
         optimizer.step()
+    for dtype in (torch.float32, torch.bfloat16):  # products keep a workspace of the size that they need
+        large = torch.randn(2048, 2048).to(dtype)
+        _ = large @ large
     if ech.world_size() > 1:
         torch.distributed.all_reduce(torch.zeros(2**20))
 
