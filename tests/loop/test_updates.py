@@ -21,7 +21,7 @@ from tests.kit.own_loops import step
 from tests.kit.refusals import refused
 from tests.kit.run_folders import recorded
 from tests.kit.saving import steps_in
-from tests.kit.units import Numbers, Regression
+from tests.kit.units import Hooks, Numbers, Regression
 
 pytestmark = pytest.mark.standing_ranks
 
@@ -198,6 +198,20 @@ def test_the_schedule_and_the_records_go_by_updates(tmp_path: Path) -> None:
     assert [r["step"] for r in records if "eval_loss" in r] == [4, 6]
     events = {e["event"]: e for e in read_lines(run.events(0))}
     assert events["train_start"]["total_steps"] == 6 and events["train_end"]["step"] == 6
+
+
+def test_a_run_that_begins_within_a_window_counts_whole_ones(tmp_path: Path) -> None:
+    def fail(state: ech.State, unit: Any) -> None:
+        if unit.train_progress.num_steps_completed == 2:
+            raise KeyError("once")
+
+    unit = Regression(accumulate=3)
+    with pytest.raises(KeyError):
+        ech.train(unit, _ten("list"), max_epochs=1, callbacks=[Hooks(on_train_step_end=fail)])
+    with recorded(tmp_path) as run:
+        ech.train(unit, _ten("list"), max_epochs=2)
+    (begins,) = (each for each in read_lines(run.events(0)) if each["event"] == "train_start")
+    assert begins["total_steps"] == 8
 
 
 class Two(ech.TrainUnit[Any]):

@@ -126,7 +126,8 @@ class Run:
         self._agree_to_stop()
         self._take_up_streams()
         self._take_up_logged(stage)
-        total = phase_state.total_updates(self._inner.steps_until(updates=1))
+        of_window = self._inner.steps_until(updates=2) - self._inner.steps_until(updates=1)  # a window may be open
+        total = phase_state.total_updates(of_window)
         self._reporting.training_begins(total, progress.num_updates_completed, reached=phase_state.limit_of(progress))
 
     def _take_up_streams(self) -> None:
